@@ -1,0 +1,59 @@
+"""fastcaps: kernels and modules for capsule networks that never store a vote.
+
+``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks;
+``fastcaps.backends`` says what runs where. The modules are imported on first use, so that ``import fastcaps`` costs
+little beyond torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fastcaps import backends, functional
+from fastcaps.backends import BackendError, backend
+from fastcaps.functional import Window, explain
+
+if TYPE_CHECKING:
+    from fastcaps import models
+    from fastcaps.nn import ClassHead, InvertedAttentionRouting, PrimaryCapsules, RoutingStack
+    from fastcaps.nn.convert import convert
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "ClassHead",
+    "InvertedAttentionRouting",
+    "PrimaryCapsules",
+    "RoutingStack",
+    "Window",
+    "__version__",
+    "backend",
+    "backends",
+    "convert",
+    "explain",
+    "functional",
+    "models",
+]
+
+_LAZY = {
+    "ClassHead": "fastcaps.nn",
+    "InvertedAttentionRouting": "fastcaps.nn",
+    "PrimaryCapsules": "fastcaps.nn",
+    "RoutingStack": "fastcaps.nn",
+    "convert": "fastcaps.nn",
+}
+_LAZY_MODULES = ("compat", "models", "nn")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    if name in _LAZY_MODULES:
+        return import_module(f"fastcaps.{name}")
+    raise AttributeError(f"module 'fastcaps' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_LAZY_MODULES})

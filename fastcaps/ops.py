@@ -1,0 +1,198 @@
+"""The ops of the package: schemas, fake kernels, autograd, autocast.
+
+Each schema is defined once, here; native libraries only implement it. Where none serves the CPU the reference does, and
+on CUDA devices it always does for now. Layout and meaning of every argument: :mod:`fastcaps.reference`.
+
+Workspace
+---------
+``attention_pass`` allocates its outputs only: the parents, and (with ``normalize``) their sums before LayerNorm.
+``attention_pass_backward`` allocates the gradients asked for. The native kernels add one tile of votes and one partial
+``dweight`` for each thread; the reference, being the oracle, stores the votes of the whole call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps import reference
+from fastcaps.geometry import output_size
+
+__all__ = ["attention_pass", "attention_pass_backward", "autocast_dtype", "serve_by_reference"]
+
+_LIBRARY = torch.library.Library("fastcaps", "DEF")
+_LIBRARY.define(
+    "attention_pass(Tensor children, Tensor weight, Tensor? query, Tensor? bias, Tensor? gate, Tensor? norm_weight, "
+    "Tensor? norm_bias, float scale, float eps, bool normalize, int[] window) -> (Tensor parents, Tensor sums)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "attention_pass_backward(Tensor? grad_parents, Tensor? grad_sums, Tensor children, Tensor weight, Tensor? query, "
+    "Tensor? bias, Tensor? gate, Tensor? norm_weight, Tensor sums, float scale, float eps, bool normalize, "
+    "int[] window, int needs) -> (Tensor dchildren, Tensor dweight, Tensor dquery, Tensor dbias, Tensor dgate, "
+    "Tensor dnorm_weight, Tensor dnorm_bias)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+attention_pass = torch.ops.fastcaps.attention_pass.default
+attention_pass_backward = torch.ops.fastcaps.attention_pass_backward.default
+
+_TENSORS = 7  # the leading arguments of attention_pass that are tensors, in the order of reference.NEEDS
+
+
+def serve_by_reference(key: str) -> None:
+    """Register the reference as the kernel of both ops under a dispatch key, ``"CPU"`` or ``"CUDA"``."""
+    _LIBRARY.impl("attention_pass", reference.attention_pass, key)
+    _LIBRARY.impl("attention_pass_backward", reference.attention_pass_backward, key)
+
+
+def _pass_shape(children: Tensor, weight: Tensor, window: Sequence[int]) -> tuple[Any, ...]:
+    """Return the shape of the parents, ``[B, Ho, Wo, M, C, E]``."""
+    ho, wo = output_size(window, children.shape[1], children.shape[2])
+    return (children.shape[0], ho, wo, weight.shape[1], children.shape[4], weight.shape[3])
+
+
+@torch.library.register_fake("fastcaps::attention_pass", lib=_LIBRARY)
+def _attention_pass_fake(
+    children: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    window: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    shape = _pass_shape(children, weight, window)
+    parents = children.new_empty(shape)
+    sums = children.new_empty(shape if normalize else (0,), dtype=reference.accumulation_dtype(children.dtype))
+    return parents, sums
+
+
+@torch.library.register_fake("fastcaps::attention_pass_backward", lib=_LIBRARY)
+def _attention_pass_backward_fake(
+    grad_parents: Tensor | None,
+    grad_sums: Tensor | None,
+    children: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    sums: Tensor,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    window: Sequence[int],
+    needs: int,
+) -> tuple[Tensor, ...]:
+    pose = (children.shape[4] * weight.shape[3],)
+    shapes: list[Any] = [children.shape, weight.shape]
+    shapes += [None if tensor is None else tensor.shape for tensor in (query, bias, gate)]
+    shapes += [pose if normalize else None] * 2
+    return tuple(
+        children.new_empty(shape if shape is not None and needs >> k & 1 else (0,)) for k, shape in enumerate(shapes)
+    )
+
+
+def _save_pass(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    children, weight, query, bias, gate, norm_weight, _, scale, eps, normalize, window = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(children, weight, query, bias, gate, norm_weight, output[1])
+    ctx.settings = (scale, eps, normalize, list(window))
+
+
+def _differentiate_pass(ctx: Any, grad_parents: Tensor | None, grad_sums: Tensor | None) -> tuple[Any, ...]:
+    needed = list(ctx.needs_input_grad[:_TENSORS])
+    gradients: list[Tensor | None] = [None] * _TENSORS
+    if not ctx.settings[2]:  # without LayerNorm its affine is not used, and the second output is empty
+        needed[5:7] = False, False
+        grad_sums = None
+    needs = sum(1 << k for k, need in enumerate(needed) if need)
+    if needs and not (grad_parents is None and grad_sums is None):
+        results = attention_pass_backward(grad_parents, grad_sums, *ctx.saved_tensors, *ctx.settings, needs)
+        gradients = [result if need else None for result, need in zip(results, needed, strict=True)]
+    return (*gradients, None, None, None, None)
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9])
+    ctx.settings = inputs[9:]
+
+
+def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """Differentiate the backward op through the reference's formulas; a third derivative goes through autograd."""
+    gradients: list[Tensor | None] = [None] * 9
+    with torch.enable_grad():
+        # fresh nodes, so that the derivative stops at the op's own arguments (sums depends on children, for one)
+        inputs: list[Any] = [
+            None if tensor is None else (tensor.view_as(tensor) if tensor.requires_grad else tensor)
+            for tensor in ctx.saved_tensors
+        ]
+        results = reference.attention_pass_backward(*inputs, *ctx.settings)
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads, strict=True)
+            if grad is not None and result.requires_grad
+        ]
+    wanted = [k for k in range(9) if ctx.needs_input_grad[k]]
+    if pairs and wanted:
+        found = torch.autograd.grad(
+            [result for result, _ in pairs],
+            [inputs[k] for k in wanted],
+            [grad for _, grad in pairs],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+        for k, gradient in zip(wanted, found, strict=True):
+            gradients[k] = gradient
+    return (*gradients, *([None] * len(ctx.settings)))
+
+
+torch.library.register_autograd("fastcaps::attention_pass", _differentiate_pass, setup_context=_save_pass, lib=_LIBRARY)
+torch.library.register_autograd(
+    "fastcaps::attention_pass_backward", _differentiate_backward, setup_context=_save_backward, lib=_LIBRARY
+)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype in which the ops run under the autocast that is on for a device type; None where it is off.
+
+    That is autocast's own dtype, except that float16 on the CPU becomes float32: the CPU kernels have no float16, since
+    processors of every ISA level built here would have to convert each number both ways and gain nothing but error.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    dtype = torch.get_autocast_dtype(device_type)
+    return torch.float32 if device_type == "cpu" and dtype == torch.float16 else dtype
+
+
+def _register_autocast(device_type: str, key: torch.DispatchKey) -> None:
+    """Give ``attention_pass`` an autocast kernel: tensors to the dtype of :func:`autocast_dtype`, float64 left alone.
+
+    The backward op has none: autograd calls it with what the forward saved, which is right as it is.
+    """
+    excluded = torch._C.DispatchKeySet(key)
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        dtype = autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            if dtype is not None:
+                tensors = [
+                    tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+                    for tensor in args[:_TENSORS]
+                ]
+                args = (*tensors, *args[_TENSORS:])
+            return attention_pass(*args)
+
+    _LIBRARY.impl("attention_pass", kernel, key.name)
+
+
+_register_autocast("cpu", torch._C.DispatchKey.AutocastCPU)
+_register_autocast("cuda", torch._C.DispatchKey.AutocastCUDA)
