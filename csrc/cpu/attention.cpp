@@ -1,0 +1,81 @@
+// The attention kernels of one instruction set: this file is compiled once for each (FASTCAPS_ISA, CMakeLists.txt).
+#include "attention.h"
+
+#include "attention_backward.h"
+#include "attention_forward.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+// f(pose, compute type) for the poses of the papers; any other shape, and double, through the general pose.
+template <class F>
+auto with_pose(const Geometry& g, bool is_double, F&& f) {
+  const auto is = [&](int c, int d, int e) { return g.C == c && g.D == d && g.E == e; };
+  const DynamicPose any{int(g.C), int(g.D), int(g.E)};
+  if (is_double) return f(any, double{});
+  if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{});
+  if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{});
+  if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{});
+  if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{});
+  if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{});
+  if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{});
+  return f(any, float{});
+}
+
+void forward(const AttentionForward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+  with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
+    Arena arena{static_cast<char*>(scratch)};
+    ForwardItem<decltype(type), decltype(pose)> worker(call, pose, arena);
+    for (int64_t item = begin; item < end; ++item) worker.run(item);
+  });
+}
+
+void forward_finish(const AttentionForward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+  with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
+    Arena arena{static_cast<char*>(scratch)};
+    ForwardItem<decltype(type), decltype(pose)> worker(call, pose, arena);
+    for (int64_t tile = begin; tile < end; ++tile) worker.finish_tile(tile);
+  });
+}
+
+void backward(const AttentionBackward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+  with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
+    Arena arena{static_cast<char*>(scratch)};
+    BackwardItem<decltype(type), decltype(pose)> worker(call, pose, arena);
+    for (int64_t item = begin; item < end; ++item) worker.run(item);
+  });
+}
+
+void backward_finish(const AttentionBackward& call, bool is_double, int64_t begin, int64_t end, void*) {
+  if (is_double)
+    finish_query_gradient<double>(call, begin, end);
+  else
+    finish_query_gradient<float>(call, begin, end);
+}
+
+int64_t forward_scratch(const AttentionForward& call, bool is_double) {
+  return with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
+    Arena counter{nullptr};
+    ForwardItem<decltype(type), decltype(pose)>(call, pose, counter);
+    return counter.used;
+  });
+}
+
+int64_t backward_scratch(const AttentionBackward& call, bool is_double) {
+  return with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
+    Arena counter{nullptr};
+    BackwardItem<decltype(type), decltype(pose)>(call, pose, counter);
+    return counter.used;
+  });
+}
+
+}  // namespace FASTCAPS_NAMESPACE
+
+extern const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA);
+const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA) = {
+    FASTCAPS_NAMESPACE::kLanes<float>,   FASTCAPS_NAMESPACE::kLanes<double>,   FASTCAPS_NAMESPACE::forward,
+    FASTCAPS_NAMESPACE::forward_finish,  FASTCAPS_NAMESPACE::backward,         FASTCAPS_NAMESPACE::backward_finish,
+    FASTCAPS_NAMESPACE::forward_scratch, FASTCAPS_NAMESPACE::backward_scratch,
+};
+
+}  // namespace fastcaps

@@ -1,0 +1,280 @@
+// Attention pass, backward, by recomputation: from dS,
+//   h = <dS, V>, da = g r (h - sum_m r h), dV = g r dS + s da Q,
+//   dQ = s sum_i da V, dg = sum_m r h, dP = sum_m dV W^T, dW = sum P^T dV, dbias = sum dV.
+//
+// An item owns a group of samples and a range of child types n (with all their places in the window), so that nobody
+// else writes the children's gradients it writes. It walks child by child, and for each child over all tiles of its
+// group, so that the gradient of that child's matrices is gathered on chip.
+#pragma once
+
+#include "attention_forward.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+template <class T, class Pose>
+struct BackwardItem {
+  using V = Vec<T>;
+  static constexpr int n = kLanes<T>;
+  // dW of vector poses is a matmul over positions: poses and vote gradients turned back into rows of scalars. Poses
+  // with small matrices keep a vector over the lanes for each weight instead and add the lanes up once, at the end.
+  static constexpr bool kByRows = Pose::kWeightGradientByRows;
+
+  const AttentionBackward& call;
+  const Geometry& g;
+  const Cut& cut;
+  const Pose pose;
+  const WeightsOf<T> weights;
+  const int64_t MCE, CE, CD, DE, slots;
+  V *Q, *dS, *sums, *P, *dP, *gates, *r, *h, *votes_kept, *dV, *dW_lanes, *dnorm;
+  T *P_rows, *dV_rows;
+  Tile<T>* tiles;
+  V* dQ = nullptr;
+  int64_t tile_count = 0;
+
+  BackwardItem(const AttentionBackward& call_, const Pose& pose_, Arena& arena)
+      : call(call_),
+        g(call.in.geometry),
+        cut(call.cut),
+        pose(pose_),
+        weights(call.in),
+        MCE(g.parents()),
+        CE(g.parent_pose()),
+        CD(g.child_pose()),
+        DE(g.D * g.E),
+        slots(cut.block_tiles * cut.block_children) {
+    tiles = arena.take<Tile<T>>(cut.tiles_per_group);
+    Q = call.in.query.data ? arena.take<V>(cut.tiles_per_group * MCE) : nullptr;
+    dS = arena.take<V>(cut.tiles_per_group * MCE);
+    sums = arena.take<V>(MCE);
+    P = arena.take<V>(slots * CD);
+    dP = arena.take<V>(slots * CD);
+    gates = arena.take<V>(slots);
+    r = arena.take<V>(slots * g.M);
+    h = arena.take<V>(slots * g.M);
+    votes_kept = cut.keep_votes ? arena.take<V>(slots * MCE) : nullptr;
+    dV = arena.take<V>(CE);
+    dnorm = arena.take<V>(2 * CE);
+    dW_lanes = call.dweight && !kByRows ? arena.take<V>(cut.block_children * g.M * DE) : nullptr;
+    P_rows = call.dweight && kByRows ? arena.take<T>(slots * n * g.D) : nullptr;
+    dV_rows = call.dweight && kByRows ? arena.take<T>(cut.block_tiles * n * g.E) : nullptr;
+  }
+
+  // Gradients of the sums S, through LayerNorm, of every tile of the group.
+  void prepare(int64_t group, bool first_chunk) {
+    const int64_t L = g.Ho * g.Wo, begin = group * cut.samples * L;
+    const int64_t end = min(begin + cut.samples * L, g.positions());
+    tile_count = (end - begin + n - 1) / n;
+    V* dweight = call.dnorm && first_chunk ? dnorm : nullptr;
+    V* dbias = dweight ? dnorm + CE : nullptr;
+    if (dweight) zero(dnorm, 2 * CE);
+    for (int64_t t = 0; t < tile_count; ++t) {
+      V* ds = dS + t * MCE;
+      tiles[t].place(g, begin + t * n, end);
+      if (Q) gather_parents<T>(g, tiles[t], call.in.storage, call.in.query, Q + t * MCE);
+      zero(ds, MCE);
+      if (call.grad_parents.data) {
+        gather_parents<T>(g, tiles[t], call.in.storage, call.grad_parents, ds);
+        if (call.in.normalize) {
+          const T* lane[n];
+          tiles[t].row(static_cast<const T*>(call.sums), MCE, lane);
+          gather_rows<T>(lane, MCE, sums);
+          for (int64_t m = 0; m < g.M; ++m)
+            layer_norm_backward<T>(sums + m * CE, CE, T(call.in.eps), static_cast<const T*>(call.in.norm_weight),
+                                   ds + m * CE, dweight, dbias);
+        }
+      }
+      if (call.grad_sums.data) {
+        gather_parents<T>(g, tiles[t], sizeof(T) == 8 ? Storage::kFloat64 : Storage::kFloat32, call.grad_sums, sums);
+        for (int64_t k = 0; k < MCE; ++k) ds[k] += sums[k];
+      }
+    }
+    if (dweight) add_lane_sums<T>(dnorm, 2 * CE, static_cast<T*>(call.dnorm) + group * 2 * CE);
+  }
+
+  void run(int64_t item) {
+    const int64_t chunk = item % cut.chunks, group = item / cut.chunks;
+    prepare(group, chunk == 0);
+    if (call.partial) {
+      dQ = static_cast<V*>(call.partial) + (chunk * cut.tiles() + group * cut.tiles_per_group) * MCE;
+      zero(dQ, tile_count * MCE);
+    }
+    T* dW = static_cast<T*>(call.dweight);
+    if (dW) dW += (call.weight_parts == cut.groups ? group : item) * g.G * g.M * DE;
+    T* dB = static_cast<T*>(call.dbias);
+    if (dB) dB += item * call.bias_numbers;
+    const int64_t begin = chunk * g.N / cut.chunks, end = (chunk + 1) * g.N / cut.chunks;
+    for (int64_t place = 0; place < g.window.kh * g.window.kw; ++place)
+      for (int64_t at = begin; at < end; at += cut.block_children) {
+        const int64_t first = place * g.N + at, count = min(cut.block_children, end - at);
+        if (dW_lanes) zero(dW_lanes, count * g.M * DE);
+        for (int64_t t = 0; t < tile_count; t += cut.block_tiles)
+          block(first, count, t, min(cut.block_tiles, tile_count - t), dW, dB);
+        if (dW_lanes)
+          for (int64_t j = 0; j < count; ++j)
+            add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.group(first + j) * g.M * DE);
+      }
+  }
+
+  // Children [first, first + count) of tiles [t0, t0 + nt): slot k = t * block_children + (i - first).
+  void block(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
+    const int64_t stride = cut.block_children;
+    for (int64_t t = 0; t < nt; ++t) {
+      gather_children<T>(g, tiles[t0 + t], call.in.storage, call.in.children, call.in.gate, first, count,
+                         P + t * stride * CD, gates + t * stride);
+      if (call.dchildren) zero(dP + t * stride * CD, count * CD);
+      if (P_rows)
+        for (int64_t j = 0; j < count; ++j) {
+          T* lane[n];
+          for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * cut.block_tiles + t) * n + k) * g.D;
+          scatter_rows<false, T>(lane, g.D, P + (t * stride + j) * CD);
+        }
+    }
+    if (votes_kept)
+      agreements<true>(first, count, t0, nt);
+    else
+      agreements<false>(first, count, t0, nt);
+    for (int64_t t = 0; t < nt; ++t)
+      for (int64_t j = 0; j < count; ++j) softmax_backward(first + j, t0 + t, t * stride + j);
+    if (votes_kept)
+      gradients<true>(first, count, t0, nt, dW, dB);
+    else
+      gradients<false>(first, count, t0, nt, dW, dB);
+    if (call.dchildren)
+      for (int64_t t = 0; t < nt; ++t) {
+        const int64_t stride_n[6] = {g.H * g.W * g.N * CD, g.W * g.N * CD, g.N * CD, CD, g.D, 1};
+        T* lane[n];
+        tiles[t0 + t].child(g, static_cast<T*>(call.dchildren), stride_n, first, lane);
+        scatter_rows<true, T>(lane, count * CD, dP + t * stride * CD);  // neighbours n lie side by side
+      }
+  }
+
+  // a -> r's row, h -> h's row; the votes stay where there is room.
+  template <bool kKeep>
+  void agreements(int64_t first, int64_t count, int64_t t0, int64_t nt) {
+    const T scale = T(call.in.scale);
+    for (int64_t m = 0; m < g.M; ++m)
+      for (int64_t j = 0; j < count; ++j) {
+        const T* W = weights.matrix(first + j, m);
+        const T* bias = weights.bias_of(first + j, m);
+        for (int64_t t = 0; t < nt; ++t) {
+          const int64_t slot = t * cut.block_children + j;
+          const V* ds = dS + (t0 + t) * MCE + m * CE;
+          const V* q = Q ? Q + (t0 + t) * MCE + m * CE : ds;
+          V* kept = kKeep ? votes_kept + (slot * g.M + m) * CE : nullptr;
+          V agreement[2] = {}, gain[2] = {};
+          votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+            agreement[k & 1] += q[k] * v;
+            gain[k & 1] += ds[k] * v;
+            if constexpr (kKeep) kept[k] = v;
+          });
+          r[slot * g.M + m] = (agreement[0] + agreement[1]) * scale;
+          h[slot * g.M + m] = gain[0] + gain[1];
+        }
+      }
+  }
+
+  // r's row becomes g r, h's row becomes s da; the gate's gradient is written.
+  void softmax_backward(int64_t i, int64_t tile, int64_t slot) {
+    V *row = r + slot * g.M, *gain = h + slot * g.M;
+    const V gate = gates[slot];
+    if (Q)
+      softmax<T>(row, g.M, broadcast(T(1)));
+    else
+      for (int64_t m = 0; m < g.M; ++m) row[m] = broadcast(T(1) / T(g.M));
+    V mean{};
+    for (int64_t m = 0; m < g.M; ++m) mean += row[m] * gain[m];
+    const V scaled = gate * T(call.in.scale);
+    for (int64_t m = 0; m < g.M; ++m) {
+      gain[m] = scaled * row[m] * (gain[m] - mean);
+      row[m] *= gate;
+    }
+    if (call.dgate) {
+      const int64_t stride[4] = {g.H * g.W * g.N, g.W * g.N, g.N, 1};
+      T* lane[n];
+      tiles[tile].child(g, static_cast<T*>(call.dgate), stride, i, lane);
+      scatter_rows<true, T>(lane, 1, &mean);
+    }
+  }
+
+  template <bool kKept>
+  void gradients(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
+    for (int64_t m = 0; m < g.M; ++m)
+      for (int64_t j = 0; j < count; ++j) {
+        const T* W = weights.matrix(first + j, m);
+        const T* bias = weights.bias_of(first + j, m);
+        for (int64_t t = 0; t < nt; ++t) {
+          const int64_t slot = t * cut.block_children + j, at = (t0 + t) * MCE + m * CE;
+          const V share = r[slot * g.M + m], da = h[slot * g.M + m];
+          const V* ds = dS + at;
+          if (Q) {
+            const V* q = Q + at;
+            for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k] + da * q[k];
+            if (dQ) {
+              if constexpr (kKept) {
+                const V* v = votes_kept + (slot * g.M + m) * CE;
+                V* dq = dQ + at;
+                for (int64_t k = 0; k < CE; ++k) dq[k] += da * v[k];
+              } else {
+                add_weighted_votes<T>(pose, P + slot * CD, da, W, bias, dQ + at);
+              }
+            }
+          } else {
+            for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k];
+          }
+          if (call.dchildren) add_child_gradient<T>(pose, dV, W, dP + slot * CD);
+          if (dW_lanes) add_weight_gradient<T>(pose, P + slot * CD, dV, dW_lanes + (j * g.M + m) * DE);
+          if (dV_rows) {
+            T* lane[n];
+            for (int k = 0; k < n; ++k) lane[k] = dV_rows + (t * n + k) * g.E;
+            scatter_rows<false, T>(lane, g.E, dV);
+          }
+          if (dB) add_lane_sums<T>(dV, CE, dB + (first + j) * weights.bias_i + m * weights.bias_m);
+        }
+        if constexpr (kByRows)
+          if (dV_rows)
+            add_weight_gradient_by_rows(P_rows + j * cut.block_tiles * n * g.D, nt * n,
+                                        dW + (weights.group(first + j) * g.M + m) * DE);
+      }
+  }
+
+  // dW[d, e] += sum over positions of P[d] dV[e]: e in vectors now.
+  void add_weight_gradient_by_rows(const T* poses, int64_t positions, T* dW) {
+    if constexpr (kByRows) {
+      constexpr int kCols = Pose::E / n < (kManyRegisters ? 4 : 2) ? Pose::E / n : (kManyRegisters ? 4 : 2);
+      product<4, kCols, V>(
+          Pose::D, Pose::E / n, int(positions), [&](int d, int k) FASTCAPS_LAMBDA { return poses[k * Pose::D + d]; },
+          [&](int k, int e) FASTCAPS_LAMBDA { return load<T>(dV_rows + k * Pose::E + e * n); },
+          [&](int d, int e) FASTCAPS_LAMBDA { return load<T>(dW + d * Pose::E + e * n); },
+          [&](int d, int e, V x) FASTCAPS_LAMBDA { store<T>(dW + d * Pose::E + e * n, x); });
+    }
+  }
+
+  static FASTCAPS_INLINE void zero(V* p, int64_t count) { std::memset(p, 0, size_t(count) * sizeof(V)); }
+  static FASTCAPS_INLINE int64_t min(int64_t x, int64_t y) { return x < y ? x : y; }
+};
+
+// dQ of tiles [begin, end): the chunks' parts in their order, turned back into rows.
+template <class T>
+void finish_query_gradient(const AttentionBackward& call, int64_t begin, int64_t end) {
+  constexpr int n = kLanes<T>;
+  const Geometry& g = call.in.geometry;
+  const int64_t MCE = g.parents(), L = g.Ho * g.Wo;
+  Vec<T>* partial = static_cast<Vec<T>*>(call.partial);
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const int64_t group = tile / call.cut.tiles_per_group, first = group * call.cut.samples * L;
+    const int64_t last = first + call.cut.samples * L < g.positions() ? first + call.cut.samples * L : g.positions();
+    const int64_t at = first + tile % call.cut.tiles_per_group * n;
+    if (at >= last) continue;
+    for (int64_t chunk = 1; chunk < call.cut.chunks; ++chunk)
+      for (int64_t k = 0; k < MCE; ++k) partial[tile * MCE + k] += partial[(chunk * call.cut.tiles() + tile) * MCE + k];
+    Tile<T> where;
+    where.place(g, at, last);
+    T* lane[n];
+    where.row(static_cast<T*>(call.dquery), MCE, lane);
+    scatter_rows<false, T>(lane, MCE, partial + tile * MCE);
+  }
+}
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

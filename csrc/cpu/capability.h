@@ -1,0 +1,24 @@
+/* Which instruction set the CPU kernels use. C interface: the introspection module reads it too. */
+#pragma once
+
+#if defined(_WIN32)
+#define FASTCAPS_EXPORT __declspec(dllexport)
+#else
+#define FASTCAPS_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The level in use: "default", "avx2" or "avx512". FASTCAPS_CPU_CAPABILITY forces one; null if that one is unknown, not
+   built or more than this processor can do. */
+FASTCAPS_EXPORT const char* fastcaps_capability(void);
+
+/* Comma-separated: the levels in this build, lowest first; the names of the ops it registers. */
+FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
+FASTCAPS_EXPORT const char* fastcaps_ops(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,181 @@
+// Lanes are positions: vector element k of everything here belongs to the k-th position of a tile.
+//
+// A tile is kLanes consecutive positions (b, ho, wo). Its poses are read in place, whatever their strides, and turned
+// so that number j of a pose is one vector over the tile. Softmax over parents then never leaves a lane, weights are
+// broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
+#pragma once
+
+#include "../geometry.h"
+#include "vec.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+// Row r of `lane` (stride 1, `count` numbers each) becomes column r: out[j][r] = lane[r][j]; a null lane reads as 0.
+template <class T, class S>
+FASTCAPS_INLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* out) {
+  constexpr int n = kLanes<T>;
+  int64_t j = 0;
+  for (; j + n <= count; j += n) {
+    Vec<T> rows[n];
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = lane[r] ? load_as<T>(lane[r] + j) : Vec<T>{}; });
+    transpose<T>(rows);
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA { out[j + r] = rows[r]; });
+  }
+  for (; j < count; ++j) {
+    T column[n];
+    for (int r = 0; r < n; ++r) column[r] = lane[r] ? widen<T>(lane[r][j]) : T(0);
+    out[j] = load<T>(column);
+  }
+}
+
+// The way back: lane[r][j] = in[j][r], or += with kAdd; a null lane is skipped.
+template <bool kAdd, class T, class S>
+FASTCAPS_INLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>* in) {
+  constexpr int n = kLanes<T>;
+  int64_t j = 0;
+  for (; j + n <= count; j += n) {
+    Vec<T> rows[n];
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = in[j + r]; });
+    transpose<T>(rows);
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA {
+      if (lane[r]) store_as<S, T>(lane[r] + j, kAdd ? load_as<T>(lane[r] + j) + rows[r] : rows[r]);
+    });
+  }
+  for (; j < count; ++j) {
+    T column[n];
+    store<T>(column, in[j]);
+    for (int r = 0; r < n; ++r)
+      if (lane[r]) lane[r][j] = narrow<S>(kAdd ? widen<T>(lane[r][j]) + column[r] : column[r]);
+  }
+}
+
+// A pose (or several, one after another) of `rows` x `cols` numbers per lane, with any strides.
+template <class T, class S>
+FASTCAPS_INLINE void gather_poses(const S* const* lane, int64_t rows, int64_t cols, int64_t row_stride,
+                                  int64_t col_stride, Vec<T>* out) {
+  constexpr int n = kLanes<T>;
+  if (col_stride == 1 && (row_stride == cols || rows == 1)) return gather_rows<T>(lane, rows * cols, out);
+  for (int64_t c = 0; c < rows; ++c) {
+    for (int64_t d = 0; d < cols; ++d) {
+      T column[n];
+      for (int r = 0; r < n; ++r) column[r] = lane[r] ? widen<T>(lane[r][c * row_stride + d * col_stride]) : T(0);
+      out[c * cols + d] = load<T>(column);
+    }
+  }
+}
+
+// The positions of one tile: where their windows begin. Lanes past `count` are empty.
+template <class T>
+struct Tile {
+  static constexpr int n = kLanes<T>;
+  int64_t b[n], y[n], x[n];
+  int64_t first;
+  int count;
+
+  FASTCAPS_INLINE void place(const Geometry& g, int64_t first_position, int64_t end) {
+    first = first_position;
+    count = end - first < n ? int(end - first) : n;
+    const int64_t L = g.Ho * g.Wo;
+    for (int r = 0; r < n; ++r) {
+      const int64_t p = first + (r < count ? r : 0), at = p % L;
+      b[r] = p / L;
+      y[r] = at / g.Wo * g.window.sh - g.window.ph;
+      x[r] = at % g.Wo * g.window.sw - g.window.pw;
+    }
+  }
+
+  // Where each lane finds child (ky, kx, n) in a [B, H, W, N, ...] tensor; null where the window leaves the grid.
+  template <class S>
+  FASTCAPS_INLINE void child(const Geometry& g, S* data, const int64_t* stride, int64_t i, S** lane) const {
+    const int64_t at = i / g.N, ky = at / g.window.kw * g.window.dh, kx = at % g.window.kw * g.window.dw;
+    S* base = data + (i % g.N) * stride[3];
+    for (int r = 0; r < n; ++r) {
+      const int64_t yy = y[r] + ky, xx = x[r] + kx;
+      const bool inside = r < count && yy >= 0 && yy < g.H && xx >= 0 && xx < g.W;
+      lane[r] = inside ? base + (b[r] * stride[0] + yy * stride[1] + xx * stride[2]) : nullptr;
+    }
+  }
+
+  // Where each lane finds its own row in a contiguous [positions, row] tensor.
+  template <class S>
+  FASTCAPS_INLINE void row(S* data, int64_t length, S** lane) const {
+    for (int r = 0; r < n; ++r) lane[r] = r < count ? data + (first + r) * length : nullptr;
+  }
+
+  // Where each lane finds parent m in a strided [B, Ho, Wo, M, C, E] tensor.
+  template <class S>
+  FASTCAPS_INLINE void parent(const Geometry& g, S* data, const int64_t* stride, int64_t m, S** lane) const {
+    const int64_t L = g.Ho * g.Wo;
+    for (int r = 0; r < n; ++r) {
+      const int64_t p = first + r, at = p % L;
+      lane[r] = r < count ? data + (p / L * stride[0] + at / g.Wo * stride[1] + at % g.Wo * stride[2] + m * stride[3])
+                          : nullptr;
+    }
+  }
+};
+
+// f(S*) with the pointer cast to what it stores.
+template <class F>
+FASTCAPS_INLINE void with_storage(Storage storage, const void* data, F&& f) {
+  switch (storage) {
+    case Storage::kFloat32: return f(static_cast<const float*>(data));
+    case Storage::kFloat64: return f(static_cast<const double*>(data));
+    case Storage::kBFloat16: return f(static_cast<const BFloat16*>(data));
+  }
+}
+
+// All parents' numbers of a tile, [M * C * E] vectors, from a strided [B, Ho, Wo, M, C, E] tensor.
+template <class T>
+void gather_parents(const Geometry& g, const Tile<T>& tile, Storage storage, const View& view, Vec<T>* out) {
+  with_storage(storage, view.data, [&](auto* data) FASTCAPS_LAMBDA {
+    using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    const S* lane[kLanes<T>];
+    const int64_t pose = g.parent_pose();
+    const bool packed = view.stride[5] == 1 && (g.C == 1 || view.stride[4] == g.E);
+    if (packed && (g.M == 1 || view.stride[3] == pose)) {
+      tile.parent(g, data, view.stride, 0, lane);
+      return gather_rows<T>(lane, g.M * pose, out);
+    }
+    for (int64_t m = 0; m < g.M; ++m) {
+      tile.parent(g, data, view.stride, m, lane);
+      gather_poses<T>(lane, g.C, g.E, view.stride[4], view.stride[5], out + m * pose);
+    }
+  });
+}
+
+// Poses of children [first, first + count) as [count][C * D] vectors, and their gates: the user's (1 if none), 0 for
+// a child that the window does not hold.
+template <class T>
+void gather_children(const Geometry& g, const Tile<T>& tile, Storage storage, const View& children, const View& gate,
+                     int64_t first, int64_t count, Vec<T>* poses, Vec<T>* gates) {
+  constexpr int n = kLanes<T>;
+  const int64_t pose = g.child_pose();
+  const bool packed = children.stride[5] == 1 && (g.C == 1 || children.stride[4] == g.D) &&
+                      (g.N == 1 || children.stride[3] == pose);
+  with_storage(storage, children.data, [&](auto* data) FASTCAPS_LAMBDA {
+    using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    const S* lane[n];
+    const S* gate_lane[n];
+    for (int64_t k = 0; k < count;) {
+      const int64_t i = first + k, left = g.N - i % g.N;
+      const int64_t run = packed ? (left < count - k ? left : count - k) : 1;  // neighbours in memory, in one go
+      tile.child(g, data, children.stride, i, lane);
+      if (packed)
+        gather_rows<T>(lane, run * pose, poses + k * pose);
+      else
+        gather_poses<T>(lane, g.C, g.D, children.stride[4], children.stride[5], poses + k * pose);
+      for (int64_t j = 0; j < run; ++j) {
+        if (gate.data) tile.child(g, static_cast<const S*>(gate.data), gate.stride, i + j, gate_lane);
+        T value[n];
+        for (int r = 0; r < n; ++r)
+          value[r] = lane[r] == nullptr ? T(0) : gate.data ? widen<T>(*gate_lane[r]) : T(1);
+        gates[k + j] = load<T>(value);
+      }
+      k += run;
+    }
+  });
+}
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

@@ -1,0 +1,227 @@
+// Vectors of lanes: the widest registers of the instruction set this file is compiled for.
+//
+// Everything here is inlined and lives in a namespace of its own per instruction set (FASTCAPS_NAMESPACE), so that the
+// linker can never serve an AVX-512 body to a caller on a machine without it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#define FASTCAPS_CONCAT_(a, b) a##_##b
+#define FASTCAPS_CONCAT(a, b) FASTCAPS_CONCAT_(a, b)
+#define FASTCAPS_NAMESPACE FASTCAPS_CONCAT(isa, FASTCAPS_ISA)
+#define FASTCAPS_INLINE inline __attribute__((always_inline))
+#define FASTCAPS_LAMBDA __attribute__((always_inline))
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+#if defined(__AVX512F__)
+inline constexpr int kVecBytes = 64;
+inline constexpr bool kManyRegisters = true;
+#elif defined(__AVX2__)
+inline constexpr int kVecBytes = 32;
+inline constexpr bool kManyRegisters = false;
+#else
+inline constexpr int kVecBytes = 16;
+inline constexpr bool kManyRegisters = false;
+#endif
+
+typedef float VecF __attribute__((vector_size(kVecBytes)));
+typedef double VecD __attribute__((vector_size(kVecBytes)));
+typedef int32_t VecI __attribute__((vector_size(kVecBytes)));
+typedef int64_t VecL __attribute__((vector_size(kVecBytes)));
+
+template <class T>
+struct VecTraits;
+template <>
+struct VecTraits<float> {
+  using Vec = VecF;
+  using Int = VecI;
+};
+template <>
+struct VecTraits<double> {
+  using Vec = VecD;
+  using Int = VecL;
+};
+template <class T>
+using Vec = typename VecTraits<T>::Vec;
+template <class T>
+inline constexpr int kLanes = kVecBytes / int(sizeof(T));
+
+// f(0), f(1), ... with compile-time indices: arrays indexed by them become registers.
+template <int N, class F>
+FASTCAPS_INLINE void unroll(F&& f) {
+  [&]<int... K>(std::integer_sequence<int, K...>) FASTCAPS_LAMBDA {
+    (f(std::integral_constant<int, K>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
+
+template <class T>
+FASTCAPS_INLINE Vec<T> broadcast(T x) {
+  return x - Vec<T>{};
+}
+
+template <class T>
+FASTCAPS_INLINE Vec<T> load(const T* p) {
+  Vec<T> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class T>
+FASTCAPS_INLINE void store(T* p, Vec<T> v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+template <class V>
+FASTCAPS_INLINE V max(V a, V b) {
+  return a > b ? a : b;  // a NaN in `a` loses; softmax still turns it into NaN through exp
+}
+
+// exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
+// exp(x) = 2^n * exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], a Taylor polynomial for exp(r). NaN stays NaN; far below
+// the smallest number the answer is 0.
+FASTCAPS_INLINE VecF exp_nonpositive(VecF x) {
+  const float kLowest = -87.0f, kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  VecF clamped = x < kLowest ? broadcast(kLowest) : x;
+  VecF shifted = clamped * 1.44269504088896341f + kRound;
+  VecF n = shifted - kRound;
+  VecF r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  VecF p = r * (1.0f / 5040) + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  VecI bits = ((VecI)shifted - 0x4B400000) << 23;  // n in the exponent's place
+  VecF y = (VecF)((VecI)p + bits);
+  y = x < kLowest ? VecF{} : y;
+  return x != x ? x : y;
+}
+
+FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
+  const double kLowest = -708.0, kRound = 6755399441055744.0;  // 1.5 * 2^52
+  VecD clamped = x < kLowest ? broadcast(kLowest) : x;
+  VecD shifted = clamped * 1.4426950408889634074 + kRound;
+  VecD n = shifted - kRound;
+  VecD r = clamped - n * 6.93145751953125e-1;
+  r = r - n * 1.42860682030941723212e-6;
+  VecD p = broadcast(1.0 / 6227020800.0);
+  const double kInverseFactorials[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
+                                       1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,     1.0 / 6,
+                                       0.5,             1.0,            1.0};
+  for (double c : kInverseFactorials) p = p * r + c;
+  VecL bits = ((VecL)shifted - 0x4338000000000000) << 52;
+  VecD y = (VecD)((VecL)p + bits);
+  y = x < kLowest ? VecD{} : y;
+  return x != x ? x : y;
+}
+
+// In-register transpose of kLanes vectors: log2(kLanes) stages, each swapping blocks of 1, 2, 4, ... lanes.
+template <class T, int Block>
+FASTCAPS_INLINE void transpose_stage(Vec<T>* rows) {
+  constexpr int n = kLanes<T>;
+  unroll<n>([&](auto r) FASTCAPS_LAMBDA {
+    if constexpr ((r & Block) == 0) {
+      Vec<T> a = rows[r], b = rows[r + Block];
+      [&]<int... K>(std::integer_sequence<int, K...>) FASTCAPS_LAMBDA {
+        rows[r] = __builtin_shufflevector(a, b, ((K & Block) ? n + K - Block : K)...);
+        rows[r + Block] = __builtin_shufflevector(a, b, ((K & Block) ? n + K : K + Block)...);
+      }(std::make_integer_sequence<int, n>{});
+    }
+  });
+}
+
+template <class T>
+FASTCAPS_INLINE void transpose(Vec<T>* rows) {
+  constexpr int n = kLanes<T>;
+  transpose_stage<T, 1>(rows);
+  if constexpr (n > 2) transpose_stage<T, 2>(rows);
+  if constexpr (n > 4) transpose_stage<T, 4>(rows);
+  if constexpr (n > 8) transpose_stage<T, 8>(rows);
+}
+
+// The sum over lanes, always in the same order.
+template <class T>
+FASTCAPS_INLINE T sum_lanes(Vec<T> v) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  for (int half = kLanes<T> / 2; half > 0; half /= 2)
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  return lanes[0];
+}
+
+// out[k] += sum over lanes of v[k], for k < count: a transpose and kLanes - 1 additions at a time.
+template <class T>
+FASTCAPS_INLINE void add_lane_sums(const Vec<T>* v, int64_t count, T* out) {
+  constexpr int n = kLanes<T>;
+  int64_t k = 0;
+  for (; k + n <= count; k += n) {
+    Vec<T> rows[n];
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = v[k + r]; });
+    transpose<T>(rows);
+    for (int half = n / 2; half > 0; half /= 2)
+      for (int r = 0; r < half; ++r) rows[r] += rows[r + half];
+    store(out + k, load(out + k) + rows[0]);
+  }
+  for (; k < count; ++k) out[k] += sum_lanes<T>(v[k]);
+}
+
+// Storage types. bfloat16 is the upper half of a float32; narrowing rounds to nearest even, NaN stays NaN.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class T, class S>
+FASTCAPS_INLINE T widen(S x) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    uint32_t u = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return T(f);
+  } else {
+    return T(x);
+  }
+}
+
+template <class S, class T>
+FASTCAPS_INLINE S narrow(T x) {
+  if constexpr (std::is_same_v<S, BFloat16>) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return S{uint16_t((u >> 16) | 0x40u)};
+    return S{uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+  } else {
+    return S(x);
+  }
+}
+
+template <class T, class S>
+FASTCAPS_INLINE Vec<T> load_as(const S* p) {
+  if constexpr (std::is_same_v<S, T>) {
+    return load<T>(p);
+  } else {
+    T wide[kLanes<T>];
+    for (int k = 0; k < kLanes<T>; ++k) wide[k] = widen<T>(p[k]);
+    return load<T>(wide);
+  }
+}
+
+template <class S, class T>
+FASTCAPS_INLINE void store_as(S* p, Vec<T> v) {
+  if constexpr (std::is_same_v<S, T>) {
+    store<T>(p, v);
+  } else {
+    T wide[kLanes<T>];
+    store<T>(wide, v);
+    for (int k = 0; k < kLanes<T>; ++k) p[k] = narrow<S>(wide[k]);
+  }
+}
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

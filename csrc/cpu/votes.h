@@ -1,0 +1,106 @@
+// The vote transform and its two gradients: small matrix products whose elements are vectors over the lanes.
+#pragma once
+
+#include "vec.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+// Poses known at compile time unroll into registers; Rows x Cols is the block of votes held there at once.
+template <int C_, int D_, int E_>
+struct StaticPose {
+  static constexpr int C = C_, D = D_, E = E_;
+  static constexpr int kLimit = kManyRegisters ? 16 : 8;
+  static constexpr int largest_divisor(int of, int limit) {
+    int best = 1;
+    for (int k = 1; k <= limit && k <= of; ++k)
+      if (of % k == 0) best = k;
+    return best;
+  }
+  static constexpr int kRows = largest_divisor(C, kManyRegisters ? 6 : 4);
+  static constexpr int kCols = largest_divisor(E, kLimit / kRows > 1 ? kLimit / kRows : 1);
+  static constexpr int kChildCols = largest_divisor(D, kLimit / kRows > 1 ? kLimit / kRows : 1);
+  static constexpr int kWeightRows = largest_divisor(D, 4);
+  static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
+  // Vector poses with whole vectors of E: their weight gradient is a matmul over positions (see attention_backward.h).
+  static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
+};
+
+struct DynamicPose {
+  int C, D, E;
+  static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4;
+  static constexpr bool kWeightGradientByRows = false;
+};
+
+// X[i, j] = init(i, j) + sum_k a(i, k) b(k, j), given to sink(i, j, X), in register blocks of I x J.
+template <int I, int J, class V, class A, class B, class Init, class Sink>
+FASTCAPS_INLINE void product_block(int i0, int j0, int depth, A&& a, B&& b, Init&& init, Sink&& sink) {
+  V x[I * J];
+  unroll<I * J>([&](auto k) FASTCAPS_LAMBDA { x[k] = init(i0 + k / J, j0 + k % J); });
+#pragma GCC unroll 8
+  for (int k = 0; k < depth; ++k) {
+    std::remove_cvref_t<decltype(a(0, 0))> left[I];
+    unroll<I>([&](auto i) FASTCAPS_LAMBDA { left[i] = a(i0 + i, k); });
+    unroll<J>([&](auto j) FASTCAPS_LAMBDA {
+      const auto right = b(k, j0 + j);
+      unroll<I>([&](auto i) FASTCAPS_LAMBDA { x[i * J + j] += left[i] * right; });
+    });
+  }
+  unroll<I * J>([&](auto k) FASTCAPS_LAMBDA { sink(i0 + k / J, j0 + k % J, x[k]); });
+}
+
+template <int I, int J, class V, class A, class B, class Init, class Sink>
+FASTCAPS_INLINE void product(int rows, int cols, int depth, A&& a, B&& b, Init&& init, Sink&& sink) {
+  for (int i = 0; i + I <= rows; i += I) {  // every pose's I divides its rows
+    int j = 0;
+    for (; j + J <= cols; j += J) product_block<I, J, V>(i, j, depth, a, b, init, sink);
+    if constexpr (J > 1)
+      for (; j < cols; ++j) product_block<I, 1, V>(i, j, depth, a, b, init, sink);
+  }
+}
+
+// V = P W + bias, vote by vote: sink(index in C x E, vote).
+template <class T, class Pose, class Sink>
+FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const T* W, const T* bias, Sink&& sink) {
+  product<Pose::kRows, Pose::kCols, Vec<T>>(
+      pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
+      [&](int c, int e) FASTCAPS_LAMBDA { return bias ? broadcast(bias[c * pose.E + e]) : Vec<T>{}; },
+      [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, v); });
+}
+
+// X += (weight * P) W + weight * bias: the votes' weighted sum without the votes.
+template <class T, class Pose>
+FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T> weight, const T* W, const T* bias,
+                                        Vec<T>* X) {
+  product<Pose::kRows, Pose::kCols, Vec<T>>(
+      pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return weight * P[c * pose.D + d]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
+      [&](int c, int e) FASTCAPS_LAMBDA { return X[c * pose.E + e]; },
+      [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { X[c * pose.E + e] = v; });
+  if (bias)
+    for (int k = 0; k < pose.C * pose.E; ++k) X[k] += weight * bias[k];
+}
+
+// dP += dV W^T.
+template <class T, class Pose>
+FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, const T* W, Vec<T>* dP) {
+  product<Pose::kRows, Pose::kChildCols, Vec<T>>(
+      pose.C, pose.D, pose.E, [&](int c, int e) FASTCAPS_LAMBDA { return dV[c * pose.E + e]; },
+      [&](int e, int d) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
+      [&](int c, int d) FASTCAPS_LAMBDA { return dP[c * pose.D + d]; },
+      [&](int c, int d, Vec<T> v) FASTCAPS_LAMBDA { dP[c * pose.D + d] = v; });
+}
+
+// dW += P^T dV, each lane for itself.
+template <class T, class Pose>
+FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, const Vec<T>* P, const Vec<T>* dV, Vec<T>* dW) {
+  product<Pose::kWeightRows, Pose::kWeightCols, Vec<T>>(
+      pose.D, pose.E, pose.C, [&](int d, int c) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
+      [&](int c, int e) FASTCAPS_LAMBDA { return dV[c * pose.E + e]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return dW[d * pose.E + e]; },
+      [&](int d, int e, Vec<T> v) FASTCAPS_LAMBDA { dW[d * pose.E + e] = v; });
+}
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

@@ -1,0 +1,110 @@
+// Between torch's stable ABI and plain geometry: views, types, and the checks that keep a raw op call inside its memory.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "geometry.h"
+
+namespace fastcaps {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
+
+inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
+
+inline std::string text(const std::vector<int64_t>& shape) {
+  std::string out = "[";
+  for (size_t k = 0; k < shape.size(); ++k) out += (k ? ", " : "") + std::to_string(shape[k]);
+  return out + "]";
+}
+
+inline std::vector<int64_t> shape_of(const Tensor& x) {
+  std::vector<int64_t> out(size_t(x.dim()));
+  for (size_t k = 0; k < out.size(); ++k) out[k] = x.size(int64_t(k));
+  return out;
+}
+
+inline void check_tensor(const Tensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type) {
+  STD_TORCH_CHECK(shape_of(x) == shape, "fastcaps: ", name, " has shape ", text(shape_of(x)), ", expected ", text(shape));
+  STD_TORCH_CHECK(x.scalar_type() == type, "fastcaps: ", name, " has another dtype than the call");
+  STD_TORCH_CHECK(x.is_cpu(), "fastcaps: ", name, " is not on the CPU");
+}
+
+inline Storage storage_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return Storage::kFloat32;
+    case ScalarType::Double: return Storage::kFloat64;
+    case ScalarType::BFloat16: return Storage::kBFloat16;
+    default: STD_TORCH_CHECK(false, "fastcaps: children must be float32, float64 or bfloat16 on the CPU");
+  }
+  return Storage::kFloat32;
+}
+
+inline View view_of(const Tensor& x) {
+  View view;
+  view.data = x.const_data_ptr();
+  for (int64_t k = 0; k < x.dim(); ++k) view.stride[k] = x.stride(k);
+  return view;
+}
+
+// Parameters are read in the compute type and in one layout; for float32 and float64 they usually are there already.
+inline Tensor in_compute_type(const Tensor& x, ScalarType type) {
+  return torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
+}
+
+// Children [B, H, W, N, C, D], weight [G, M, D, E], query [B, Ho, Wo, M, C, E], bias [I or 1, M or 1, C, E],
+// gate [B, H, W, N], norm_* [C * E], window [kh, kw, sh, sw, ph, pw, dh, dw]. The Python layer says what is wrong in
+// the user's own terms; this says it for direct calls of the op.
+inline Geometry attention_geometry(const Tensor& children, const Tensor& weight, const MaybeTensor& query,
+                                   const MaybeTensor& bias, const MaybeTensor& gate, const MaybeTensor& norm_weight,
+                                   const MaybeTensor& norm_bias, const std::vector<int64_t>& window) {
+  STD_TORCH_CHECK(children.dim() == 6, "fastcaps: children must be [B, H, W, N, C, D], got ", text(shape_of(children)));
+  STD_TORCH_CHECK(weight.dim() == 4, "fastcaps: weight must be [G, M, D, E], got ", text(shape_of(weight)));
+  STD_TORCH_CHECK(window.size() == 8, "fastcaps: window must be [kh, kw, sh, sw, ph, pw, dh, dw]");
+  Geometry g{};
+  g.B = children.size(0), g.H = children.size(1), g.W = children.size(2), g.N = children.size(3);
+  g.C = children.size(4), g.D = children.size(5);
+  g.G = weight.size(0), g.M = weight.size(1), g.E = weight.size(3);
+  g.window = {window[0], window[1], window[2], window[3], window[4], window[5], window[6], window[7]};
+  const Window& w = g.window;
+  STD_TORCH_CHECK(w.kh >= 1 && w.kw >= 1 && w.sh >= 1 && w.sw >= 1 && w.ph >= 0 && w.pw >= 0 && w.dh >= 1 && w.dw >= 1,
+                  "fastcaps: window is not valid: ", text(window));
+  STD_TORCH_CHECK(g.H >= 1 && g.W >= 1 && g.N >= 1 && g.C >= 1 && g.D >= 1 && g.G >= 1 && g.M >= 1 && g.E >= 1,
+                  "fastcaps: children ", text(shape_of(children)), " and weight ", text(shape_of(weight)),
+                  " must not have empty dimensions but the batch");
+  const int64_t y = g.H + 2 * w.ph - w.dh * (w.kh - 1) - 1, x = g.W + 2 * w.pw - w.dw * (w.kw - 1) - 1;
+  STD_TORCH_CHECK(y >= 0 && x >= 0, "fastcaps: window ", text(window), " is larger than children ",
+                  text(shape_of(children)));
+  g.Ho = y / w.sh + 1, g.Wo = x / w.sw + 1;
+  STD_TORCH_CHECK(g.children() % g.G == 0, "fastcaps: weight has ", g.G, " groups, which do not divide ", g.children(),
+                  " children");
+  const ScalarType type = children.scalar_type();
+  STD_TORCH_CHECK(children.is_cpu(), "fastcaps: children is not on the CPU");
+  check_tensor(weight, "weight", {g.G, g.M, g.D, g.E}, type);
+  if (query) check_tensor(*query, "query", {g.B, g.Ho, g.Wo, g.M, g.C, g.E}, type);
+  if (gate) check_tensor(*gate, "gate", {g.B, g.H, g.W, g.N}, type);
+  if (norm_weight) check_tensor(*norm_weight, "norm_weight", {g.C * g.E}, type);
+  if (norm_bias) check_tensor(*norm_bias, "norm_bias", {g.C * g.E}, type);
+  if (bias) {
+    STD_TORCH_CHECK(bias->dim() == 4, "fastcaps: bias must be [I or 1, M or 1, C, E]");
+    const int64_t i = bias->size(0), m = bias->size(1);
+    check_tensor(*bias, "bias", {i == 1 ? 1 : g.children(), m == 1 ? 1 : g.M, g.C, g.E}, type);
+  }
+  return g;
+}
+
+}  // namespace fastcaps
