@@ -234,7 +234,6 @@ class BuildNative(build_ext):
             "pybind11_DIR": pybind11_cmake_dir(),
             "FASTCAPS_TORCH_DIR": str(torch.root),
             "FASTCAPS_TORCH_VERSION": torch.version,
-            "FASTCAPS_VERSION": self.distribution.get_version(),
         }
         configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
         configure += [f"-D{name}={value}" for name, value in options.items()]

@@ -1,0 +1,93 @@
+# fastcaps: two commands do everything on a fresh machine: `make demo` and `make test`.
+#
+# Everything lands in this checkout: the environment in .venv, builds in build/, caches in .cache/. Where pip looks for
+# packages is pip's own setting (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), respected here.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= 2.10.0
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+
+BIN := $(VENV)/bin
+export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/torchinductor
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+export TORCH_HOME := $(CURDIR)/.cache/torch
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+
+# What the installed package is made from; Python files need no reinstall, the install is editable.
+SOURCES := setup.py pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc -type f 2>/dev/null)
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format bench build abi-check clean distclean python compiler
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PYTHON=python3.12 chooses the interpreter for a new .venv, MAX_JOBS=4 the compiler processes"
+
+demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, show speed and pictures
+	$(BIN)/fastcaps demo $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode
+	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest bench --quick
+
+test-slow: $(VENV)/.installed-test ## run the tests marked slow
+	$(BIN)/python -m pytest tests -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff, mypy and clang-format, all read-only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/.installed-dev ## rewrite Python and native sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+
+bench: $(VENV)/.installed-test ## run the whole benchmark
+	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
+
+build: $(VENV)/.installed-test ## create .venv and (re)build the native library, nothing more
+
+abi-check: $(VENV)/.installed-test ## build one wheel here, try it under another torch (TORCH=2.10.0)
+	rm -rf build/abi/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/abi/wheel .
+	test -x build/abi/torch-$(TORCH)/bin/python || $(BIN)/python -m venv build/abi/torch-$(TORCH)
+	build/abi/torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH) numpy
+	build/abi/torch-$(TORCH)/bin/python -m pip install --quiet --no-deps --force-reinstall build/abi/wheel/*.whl
+	cd build/abi && torch-$(TORCH)/bin/python $(CURDIR)/scripts/abi_smoke.py
+
+clean: ## remove builds and caches
+	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks fastcaps.egg-info
+	rm -rf fastcaps/lib fastcaps/_C*.so $(VENV)/.installed-*
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment too
+	rm -rf $(VENV)
+
+python:
+	@command -v $(PYTHON) >/dev/null || { echo "fastcaps: no $(PYTHON); name an interpreter: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "fastcaps: $(PYTHON) is older than 3.10; name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "fastcaps: $(PYTHON) cannot make virtual environments; install its venv package (Debian: python3-venv)" >&2; exit 1; }
+
+compiler:
+	@for name in "$$CXX" c++ g++ clang++; do command -v $$name >/dev/null 2>&1 && exit 0; done; \
+		echo "fastcaps: no C++ compiler; install one (Debian: apt-get install g++) or name it: make CXX=..." >&2; exit 1
+
+# A virtual environment with the torch to build against and the build's own tools, so that the build needs no isolation.
+$(BIN)/python: | python
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-%: $(SOURCES) | $(BIN)/python compiler
+	$(INSTALL) torch setuptools cmake ninja pybind11
+	$(INSTALL) --no-build-isolation --editable '.[$*]'
+	@touch $@
