@@ -75,7 +75,7 @@ NETWORKS: dict[str, NetworkConfig] = {
     "tsai-iar-resnet-c100": NetworkConfig("resnet", 128, 32, 36, (*CONV_PAIR, CapsuleSpec(20)), 100, 32, 3),
     # Ours: small enough to train on two CPU cores while one watches.
     "mnist": NetworkConfig("small", 64, 16, 16, (CapsuleSpec(16, kernel_size=3, stride=2),), 10, 28, 1),
-    "digits": NetworkConfig("tiny", 32, 8, 16, (CapsuleSpec(8, kernel_size=3, stride=2),), 10, 8, 1),
+    "digits": NetworkConfig("tiny", 32, 8, 16, (CapsuleSpec(8, kernel_size=3),), 10, 8, 1),
 }
 
 
