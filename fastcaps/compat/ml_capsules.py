@@ -91,6 +91,14 @@ class _Capsule(nn.Module):
             raise ValueError(f"next_capsule_value must be {want}, got {shape_of(parents)}")
 
 
+def _parents(value: Tensor | None, lead: int) -> Tensor | None:
+    """The parents' flat poses; 1 x 1 ones may come as this module gives them, with a dimension more."""
+    if value is None:
+        return None
+    require_tensor(value, "next_capsule_value")
+    return value.flatten(lead) if value.dim() > lead else value
+
+
 class CapsuleFC(_Capsule):
     """A set of capsules routed to a set of parents, with the authors' names.
 
@@ -156,7 +164,7 @@ class CapsuleFC(_Capsule):
             input = flatten_grid(input)
         elif input.dim() == 4:
             input = input.flatten(2)
-        parents = None if next_capsule_value is None else next_capsule_value.flatten(2)
+        parents = _parents(next_capsule_value, 2)
         self._check(
             input, parents, self.in_n_capsules, f"[b, {self.in_n_capsules}, {self.in_d_capsules}] or [b, n, h, w, d]"
         )
@@ -237,7 +245,7 @@ class CapsuleCONV(_Capsule):
         require_tensor(input, "input")
         if input.dim() == 6:
             input = input.flatten(4)
-        parents = None if next_capsule_value is None else next_capsule_value.flatten(4)
+        parents = _parents(next_capsule_value, 4)
         self._check(input, parents, self.in_n_capsules, f"[b, {self.in_n_capsules}, h, w, {self.in_d_capsules}]")
         return self._pass(input, parents)
 

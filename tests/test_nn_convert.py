@@ -1,0 +1,179 @@
+"""Conversion of live models: what is swapped, what is shared, what is left alone and why."""
+
+from __future__ import annotations
+
+import copy
+
+import nn_plain
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import fastcaps
+from fastcaps.compat import ml_capsules
+from fastcaps.nn import ConversionReport
+
+SIZES = {"in_n_capsules": 6, "in_d_capsules": 4, "out_n_capsules": 3, "out_d_capsules": 4}
+
+
+def fc(dp=0.0):
+    return nn_plain.CapsuleFC(**SIZES, matrix_pose=True, dp=dp)
+
+
+@pytest.mark.parametrize("matrix_pose", [True, False])
+def test_a_networks_layers_are_swapped_and_its_results_kept(matrix_pose, capsys):
+    torch.manual_seed(0)
+    net = nn_plain.Network(matrix_pose=matrix_pose, num_routing=3)
+    images = torch.randn(2, 1, 14, 14)
+    want = net(images)
+    keys, parameters = list(net.state_dict()), list(net.parameters())
+    report = fastcaps.convert(net)
+    assert isinstance(report, ConversionReport) and report.model is net
+    assert report.converted == ["capsule_layers.0", "capsule_layers.1", "capsule_layers.2"] and report.left == []
+    assert [type(layer) for layer in net.capsule_layers] == [
+        ml_capsules.CapsuleCONV,
+        ml_capsules.CapsuleFC,
+        ml_capsules.CapsuleFC,
+    ]
+    torch.testing.assert_close(net(images), want, rtol=1e-4, atol=1e-5)
+    assert list(net.state_dict()) == keys
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+    printed = capsys.readouterr().out
+    assert "3 of 3 capsule layers converted" in printed and "nn_plain.CapsuleCONV" in printed
+    assert "results agree" in printed
+
+
+def test_an_optimizer_goes_on_working():
+    torch.manual_seed(0)
+    net = nn_plain.Network()
+    twin = copy.deepcopy(net)
+    steps = []
+    for model, swap in ((net, True), (twin, False)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for turn in range(3):
+            if swap and turn == 1:
+                fastcaps.convert(model, verbose=False)
+            optimizer.zero_grad()
+            model(torch.linspace(-1, 1, 2 * 196).view(2, 1, 14, 14)).square().sum().backward()
+            optimizer.step()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    for got, want in zip(*steps, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_mode_hooks_rate_and_random_state_are_kept():
+    layer = fc(dp=0.25).eval()
+    layer.scale = 0.125
+    seen = []
+    handle = layer.register_forward_hook(lambda *_: seen.append(1))
+    model = nn.Sequential(layer)
+    state = torch.get_rng_state()
+    fastcaps.convert(model, verbose=False)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model[0].training is False and model[0].drop.training is False
+    assert model[0].drop.p == 0.25 and model[0].scale == 0.125 and model[0].dropout_rate == 0.25
+    assert seen == []
+    model[0](torch.randn(1, 6, 4), 0)
+    assert seen == [1]
+    handle.remove()
+    model[0](torch.randn(1, 6, 4), 0)
+    assert seen == [1]
+
+
+def test_training_mode_survives_the_comparison():
+    model = nn.Sequential(fc(dp=0.5))
+    fastcaps.convert(model, verbose=False)
+    assert model[0].training and model[0].drop.training and model[0].nonlinear_act.training
+
+
+def test_a_layer_used_twice_stays_one_layer():
+    layer = fc()
+    model = nn.ModuleDict({"a": layer, "b": nn.ModuleList([layer])})
+    report = fastcaps.convert(model, verbose=False)
+    assert report.converted == ["a", "b.0"]
+    assert model["a"] is model["b"][0] and isinstance(model["a"], ml_capsules.CapsuleFC)
+    assert "same layer" in report.layers[1].why
+
+
+def test_the_model_itself_may_be_a_layer():
+    layer = fc()
+    report = fastcaps.convert(layer, verbose=False)
+    assert isinstance(report.model, ml_capsules.CapsuleFC) and report.model.w is layer.w
+    assert report.layers[0].path == "(the model)"
+
+
+def test_what_is_left_says_why(capsys):
+    class Halved(nn.Module):
+        """Stands for other people's layer of the same name."""
+
+        def forward(self, x):
+            return x / 2
+
+    Halved.__name__ = "CapsuleFC"
+
+    changed = fc()
+    changed.forward = lambda input, num_iter, next_capsule_value=None: torch.zeros(2, 3, 4)
+    buffered = fc()
+    buffered.register_buffer("seen", torch.zeros(1))
+    wrong = fc()
+    wrong.in_n_capsules = 7
+    act = fc()
+    act.nonlinear_act = nn.Identity()
+    normed = fc()
+    parametrize.register_parametrization(normed, "w", nn.Identity())
+    other_shape = fc()
+    other_shape.forward = lambda input, num_iter, next_capsule_value=None: torch.zeros(2, 4)
+    model = nn.ModuleDict(
+        {
+            "other": Halved(),
+            "changed": changed,
+            "buffered": buffered,
+            "wrong": wrong,
+            "act": act,
+            "normed": normed,
+            "shape": other_shape,
+            "ours": ml_capsules.CapsuleFC(6, 4, 3, 4, True, 0.0),
+            "linear": nn.Linear(2, 2),
+            "good": fc(),
+        }
+    )
+    before = dict(model.items())
+    report = fastcaps.convert(model)
+    assert report.converted == ["good"]
+    assert all(model[name] is before[name] for name in before if name != "good")
+    why = {layer.path: layer.why for layer in report.layers}
+    assert "has no attribute in_n_capsules" in why["other"]
+    assert "differ" in why["changed"]
+    assert "holds seen" in why["buffered"]
+    assert "w has shape (6, 2, 2, 3) where its attributes say (7, 2, 2, 3)" in why["wrong"]
+    assert "nonlinear_act must be a LayerNorm" in why["act"]
+    assert "parametrized" in why["normed"]
+    assert "another shape" in why["shape"]
+    assert "already" in why["ours"]
+    assert "linear" not in why
+    assert "1 of 9 capsule layers converted" in capsys.readouterr().out
+
+
+def test_check_can_be_left_out_and_a_broken_layer_is_repaired():
+    broken = fc()
+    broken.forward = None
+    report = fastcaps.convert(nn.Sequential(broken), verbose=False)
+    assert report.converted == ["0"] and "failed with TypeError" in report.layers[0].why
+    changed = fc()
+    changed.forward = lambda *_: torch.zeros(2, 3, 4)
+    report = fastcaps.convert(nn.Sequential(changed), check=False, verbose=False)
+    assert report.converted == ["0"] and "not compared" in report.layers[0].why
+
+
+def test_half_precision_and_meta_layers():
+    report = fastcaps.convert(nn.Sequential(fc().to(torch.bfloat16), fc().to("meta"), fc().double()), verbose=False)
+    assert report.converted == ["0", "1", "2"]
+    assert "no numbers yet" in report.layers[1].why
+
+
+def test_nothing_to_convert_and_wrong_argument(capsys):
+    report = fastcaps.convert(nn.Linear(2, 2))
+    assert report.layers == [] and "no layers named" in capsys.readouterr().out
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
+        fastcaps.convert({})
