@@ -167,30 +167,36 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   Tensor dgate = zeros(needs & kGate, {g.B, g.H, g.W, g.N}, call.dgate);
   Tensor weights = zeros(needs & kWeight, {call.weight_parts, g.G, g.M, g.D, g.E}, call.dweight);
   Tensor biases = zeros(needs & kBias, {call.cut.items(), call.bias_numbers}, call.dbias);
-  Tensor norms = zeros(needs & (kNormWeight | kNormBias), {call.cut.groups, 2, g.C * g.E}, call.dnorm);
+  Tensor norms = zeros(needs & (kNormWeight | kNormBias), {call.cut.tiles(), 2, g.C * g.E}, call.dnorm);
   Tensor dquery = torch::stable::new_empty(children, needs & kQuery ? parents_shape : std::vector<int64_t>{0},
                                            with.compute);
-  Tensor partial;
-  if (needs & kQuery) {
-    call.dquery = data_of(dquery);
-    partial = torch::stable::new_empty(
-        children, {call.cut.chunks * call.cut.tiles() * g.parents() * with.lanes() + 64 / with.number()}, with.compute);
-    call.partial = aligned(data_of(partial));
-  }
+  const auto lanes = [&](bool wanted, int64_t copies, void*& data) {  // parents of all tiles, turned to lanes
+    const int64_t numbers = copies * call.cut.tiles() * g.parents() * with.lanes() + 64 / with.number();
+    Tensor out = torch::stable::new_empty(children, {wanted ? numbers : 0}, with.compute);
+    data = wanted ? aligned(data_of(out)) : nullptr;
+    return out;
+  };
+  const Tensor query_lanes = lanes(query.has_value(), 1, call.query_lanes);
+  const Tensor dsums_lanes = lanes(true, 1, call.dsums_lanes);
+  const Tensor partial = lanes(needs & kQuery, call.cut.chunks, call.partial);
+  call.dquery = needs & kQuery ? data_of(dquery) : nullptr;
 
   const AttentionKernels& kernels = attention_kernels();
+  const int64_t scratch = kernels.backward_scratch(call, with.is_double);
   const bool empty = g.positions() == 0 || (!grad_parents && !grad_sums);
-  run_items(empty ? 0 : call.cut.items(), kernels.backward_scratch(call, with.is_double),
-            [&](int64_t begin, int64_t end, void* memory) {
-              kernels.backward(call, with.is_double, begin, end, memory);
-            });
-  if (call.partial) {
-    if (empty)
-      torch::stable::zero_(dquery);
-    else
+  if (!empty) {
+    run_items(call.cut.tiles(), scratch, [&](int64_t begin, int64_t end, void* memory) {
+      kernels.backward_prepare(call, with.is_double, begin, end, memory);
+    });
+    run_items(call.cut.items(), scratch, [&](int64_t begin, int64_t end, void* memory) {
+      kernels.backward(call, with.is_double, begin, end, memory);
+    });
+    if (call.partial)
       run_items(call.cut.tiles(), 64, [&](int64_t begin, int64_t end, void* memory) {
         kernels.backward_finish(call, with.is_double, begin, end, memory);
       });
+  } else if (call.partial) {
+    torch::stable::zero_(dquery);
   }
 
   const auto stored = [&](const Tensor& x) { return x.scalar_type() == with.storage ? x : torch::stable::to(x, with.storage); };
@@ -200,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   if (needs & kBias)
     dbias = stored(sum_of_parts(biases, call.cut.items(), {bias->size(0), bias->size(1), g.C, g.E}, with.is_double));
   if (needs & (kNormWeight | kNormBias)) {
-    const Tensor both = sum_of_parts(norms, call.cut.groups, {2, g.C * g.E}, with.is_double);
+    const Tensor both = sum_of_parts(norms, call.cut.tiles(), {2, g.C * g.E}, with.is_double);
     if (needs & kNormWeight) dnorm_weight = stored(torch::stable::clone(torch::stable::select(both, 0, 0)));
     if (needs & kNormBias) dnorm_bias = stored(torch::stable::clone(torch::stable::select(both, 0, 1)));
   }

@@ -22,28 +22,30 @@ auto with_pose(const Geometry& g, bool is_double, F&& f) {
   return f(any, float{});
 }
 
-void forward(const AttentionForward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+// Run `work` for [begin, end) on a worker that lives in the thread's scratch memory.
+template <template <class, class> class Worker, class Call, class Work>
+void run(const Call& call, bool is_double, int64_t begin, int64_t end, void* scratch, Work&& work) {
   with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
     Arena arena{static_cast<char*>(scratch)};
-    ForwardItem<decltype(type), decltype(pose)> worker(call, pose, arena);
-    for (int64_t item = begin; item < end; ++item) worker.run(item);
+    Worker<decltype(type), decltype(pose)> worker(call, pose, arena);
+    for (int64_t k = begin; k < end; ++k) work(worker, k);
   });
+}
+
+void forward(const AttentionForward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+  run<ForwardItem>(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
 }
 
 void forward_finish(const AttentionForward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
-  with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
-    Arena arena{static_cast<char*>(scratch)};
-    ForwardItem<decltype(type), decltype(pose)> worker(call, pose, arena);
-    for (int64_t tile = begin; tile < end; ++tile) worker.finish_tile(tile);
-  });
+  run<ForwardItem>(call, is_double, begin, end, scratch, [](auto& worker, int64_t tile) { worker.finish_tile(tile); });
+}
+
+void backward_prepare(const AttentionBackward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+  run<BackwardItem>(call, is_double, begin, end, scratch, [](auto& worker, int64_t tile) { worker.prepare(tile); });
 }
 
 void backward(const AttentionBackward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
-  with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
-    Arena arena{static_cast<char*>(scratch)};
-    BackwardItem<decltype(type), decltype(pose)> worker(call, pose, arena);
-    for (int64_t item = begin; item < end; ++item) worker.run(item);
-  });
+  run<BackwardItem>(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
 }
 
 void backward_finish(const AttentionBackward& call, bool is_double, int64_t begin, int64_t end, void*) {
@@ -73,9 +75,9 @@ int64_t backward_scratch(const AttentionBackward& call, bool is_double) {
 
 extern const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA);
 const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA) = {
-    FASTCAPS_NAMESPACE::kLanes<float>,   FASTCAPS_NAMESPACE::kLanes<double>,   FASTCAPS_NAMESPACE::forward,
-    FASTCAPS_NAMESPACE::forward_finish,  FASTCAPS_NAMESPACE::backward,         FASTCAPS_NAMESPACE::backward_finish,
-    FASTCAPS_NAMESPACE::forward_scratch, FASTCAPS_NAMESPACE::backward_scratch,
+    FASTCAPS_NAMESPACE::kLanes<float>,    FASTCAPS_NAMESPACE::kLanes<double>,  FASTCAPS_NAMESPACE::forward,
+    FASTCAPS_NAMESPACE::forward_finish,   FASTCAPS_NAMESPACE::backward_prepare, FASTCAPS_NAMESPACE::backward,
+    FASTCAPS_NAMESPACE::backward_finish,  FASTCAPS_NAMESPACE::forward_scratch, FASTCAPS_NAMESPACE::backward_scratch,
 };
 
 }  // namespace fastcaps

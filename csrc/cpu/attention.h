@@ -13,6 +13,7 @@ struct Cut {
   int64_t chunks = 1;                     // ranges of children (forward) or of child types n (backward)
   int64_t tiles_per_group = 1;            // tiles
   int64_t block_children = 1, block_tiles = 1;  // children and tiles whose votes are on chip at once
+  int64_t span_tiles = 1;                 // backward: tiles that all children of an item pass over together
   bool keep_votes = true;                 // votes stay in cache between the two halves of a pass, or are made again
 
   int64_t items() const { return groups * chunks; }
@@ -51,18 +52,21 @@ struct AttentionBackward {
   void* dgate = nullptr;          // [B, H, W, N], zeroed
   void* dweight = nullptr;        // [weight_parts, G, M, D, E], zeroed
   void* dbias = nullptr;          // [items, bias], zeroed
-  void* dnorm = nullptr;          // [groups, 2, C * E], zeroed
-  void* partial = nullptr;        // [chunks, tiles, M * C * E, lanes], zeroed: dquery of each item
+  void* dnorm = nullptr;          // [tiles, 2, C * E], zeroed
+  void* partial = nullptr;        // [chunks, tiles, M * C * E, lanes]: dquery of each item
+  void* query_lanes = nullptr;    // [tiles, M * C * E, lanes]: query and dL/dS, made by backward_prepare
+  void* dsums_lanes = nullptr;
   void* dquery = nullptr;         // [positions, M * C * E]
   int64_t weight_parts = 1;       // one a group where chunks own their weights, else one an item
   int64_t bias_numbers = 0;
 };
 
-// One table per instruction set. Items may run in any order and on any thread; `scratch` is the thread's own.
+// One table per instruction set. Items (tiles for prepare and finish) may run in any order and on any thread; `scratch` is the thread's own.
 struct AttentionKernels {
   int lanes_float, lanes_double;
   void (*forward)(const AttentionForward&, bool is_double, int64_t begin, int64_t end, void* scratch);
   void (*forward_finish)(const AttentionForward&, bool is_double, int64_t begin, int64_t end, void* scratch);
+  void (*backward_prepare)(const AttentionBackward&, bool is_double, int64_t begin, int64_t end, void* scratch);
   void (*backward)(const AttentionBackward&, bool is_double, int64_t begin, int64_t end, void* scratch);
   void (*backward_finish)(const AttentionBackward&, bool is_double, int64_t begin, int64_t end, void* scratch);
   int64_t (*forward_scratch)(const AttentionForward&, bool is_double);   // bytes

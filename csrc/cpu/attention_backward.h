@@ -4,13 +4,24 @@
 //
 // An item owns a group of samples and a range of child types n (with all their places in the window), so that nobody
 // else writes the children's gradients it writes. It walks child by child, and for each child over all tiles of its
-// group, so that the gradient of that child's matrices is gathered on chip.
+// group, a span that fits the cache at a time, so that the gradient of that child's matrices is gathered on chip.
 #pragma once
 
 #include "attention_forward.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
+
+// The positions of a group of samples.
+struct Span {
+  int64_t begin, end;
+};
+
+FASTCAPS_INLINE Span group_span(const AttentionBackward& call, int64_t group) {
+  const Geometry& g = call.in.geometry;
+  const int64_t size = call.cut.samples * g.Ho * g.Wo, begin = group * size;
+  return {begin, begin + size < g.positions() ? begin + size : g.positions()};
+}
 
 template <class T, class Pose>
 struct BackwardItem {
@@ -26,11 +37,11 @@ struct BackwardItem {
   const Pose pose;
   const WeightsOf<T> weights;
   const int64_t MCE, CE, CD, DE, slots;
-  V *Q, *dS, *sums, *P, *dP, *gates, *r, *h, *votes_kept, *dV, *dW_lanes, *dnorm;
+  V *sums, *P, *dP, *gates, *r, *h, *votes_kept, *dV, *dW_lanes, *dnorm;
   T *P_rows, *dV_rows;
   Tile<T>* tiles;
+  const V *Q = nullptr, *dS = nullptr;  // of the item's group, made by prepare()
   V* dQ = nullptr;
-  int64_t tile_count = 0;
 
   BackwardItem(const AttentionBackward& call_, const Pose& pose_, Arena& arena)
       : call(call_),
@@ -44,8 +55,6 @@ struct BackwardItem {
         DE(g.D * g.E),
         slots(cut.block_tiles * cut.block_children) {
     tiles = arena.take<Tile<T>>(cut.tiles_per_group);
-    Q = call.in.query.data ? arena.take<V>(cut.tiles_per_group * MCE) : nullptr;
-    dS = arena.take<V>(cut.tiles_per_group * MCE);
     sums = arena.take<V>(MCE);
     P = arena.take<V>(slots * CD);
     dP = arena.take<V>(slots * CD);
@@ -60,43 +69,46 @@ struct BackwardItem {
     dV_rows = call.dweight && kByRows ? arena.take<T>(cut.block_tiles * n * g.E) : nullptr;
   }
 
-  // Gradients of the sums S, through LayerNorm, of every tile of the group.
-  void prepare(int64_t group, bool first_chunk) {
-    const int64_t L = g.Ho * g.Wo, begin = group * cut.samples * L;
-    const int64_t end = min(begin + cut.samples * L, g.positions());
-    tile_count = (end - begin + n - 1) / n;
-    V* dweight = call.dnorm && first_chunk ? dnorm : nullptr;
-    V* dbias = dweight ? dnorm + CE : nullptr;
-    if (dweight) zero(dnorm, 2 * CE);
-    for (int64_t t = 0; t < tile_count; ++t) {
-      V* ds = dS + t * MCE;
-      tiles[t].place(g, begin + t * n, end);
-      if (Q) gather_parents<T>(g, tiles[t], call.in.storage, call.in.query, Q + t * MCE);
-      zero(ds, MCE);
-      if (call.grad_parents.data) {
-        gather_parents<T>(g, tiles[t], call.in.storage, call.grad_parents, ds);
-        if (call.in.normalize) {
-          const T* lane[n];
-          tiles[t].row(static_cast<const T*>(call.sums), MCE, lane);
-          gather_rows<T>(lane, MCE, sums);
-          for (int64_t m = 0; m < g.M; ++m)
-            layer_norm_backward<T>(sums + m * CE, CE, T(call.in.eps), static_cast<const T*>(call.in.norm_weight),
-                                   ds + m * CE, dweight, dbias);
-        }
-      }
-      if (call.grad_sums.data) {
-        gather_parents<T>(g, tiles[t], sizeof(T) == 8 ? Storage::kFloat64 : Storage::kFloat32, call.grad_sums, sums);
-        for (int64_t k = 0; k < MCE; ++k) ds[k] += sums[k];
+  // The parents of one tile, turned to lanes once for all items: Q, and the gradient of the sums S through LayerNorm.
+  void prepare(int64_t tile) {
+    const Span span = group_span(call, tile / cut.tiles_per_group);
+    const int64_t first = span.begin + tile % cut.tiles_per_group * n;
+    if (first >= span.end) return;
+    Tile<T>& where = tiles[0];
+    where.place(g, first, span.end);
+    if (call.in.query.data)
+      gather_parents<T>(g, where, call.in.storage, call.in.query, static_cast<V*>(call.query_lanes) + tile * MCE);
+    V* ds = static_cast<V*>(call.dsums_lanes) + tile * MCE;
+    zero(ds, MCE);
+    if (call.grad_parents.data) {
+      gather_parents<T>(g, where, call.in.storage, call.grad_parents, ds);
+      if (call.in.normalize) {
+        const T* lane[n];
+        where.row(static_cast<const T*>(call.sums), MCE, lane);
+        gather_rows<T>(lane, MCE, sums);
+        V* dweight = call.dnorm ? dnorm : nullptr;
+        if (dweight) zero(dnorm, 2 * CE);
+        for (int64_t m = 0; m < g.M; ++m)
+          layer_norm_backward<T>(sums + m * CE, CE, T(call.in.eps), static_cast<const T*>(call.in.norm_weight),
+                                 ds + m * CE, dweight, dweight ? dnorm + CE : nullptr);
+        if (dweight) add_lane_sums<T>(dnorm, 2 * CE, static_cast<T*>(call.dnorm) + tile * 2 * CE);
       }
     }
-    if (dweight) add_lane_sums<T>(dnorm, 2 * CE, static_cast<T*>(call.dnorm) + group * 2 * CE);
+    if (call.grad_sums.data) {
+      gather_parents<T>(g, where, sizeof(T) == 8 ? Storage::kFloat64 : Storage::kFloat32, call.grad_sums, sums);
+      for (int64_t k = 0; k < MCE; ++k) ds[k] += sums[k];
+    }
   }
 
   void run(int64_t item) {
-    const int64_t chunk = item % cut.chunks, group = item / cut.chunks;
-    prepare(group, chunk == 0);
+    const int64_t chunk = item % cut.chunks, group = item / cut.chunks, first_tile = group * cut.tiles_per_group;
+    const Span span = group_span(call, group);
+    const int64_t tile_count = (span.end - span.begin + n - 1) / n;
+    for (int64_t t = 0; t < tile_count; ++t) tiles[t].place(g, span.begin + t * n, span.end);
+    dS = static_cast<const V*>(call.dsums_lanes) + first_tile * MCE;
+    Q = call.in.query.data ? static_cast<const V*>(call.query_lanes) + first_tile * MCE : nullptr;
     if (call.partial) {
-      dQ = static_cast<V*>(call.partial) + (chunk * cut.tiles() + group * cut.tiles_per_group) * MCE;
+      dQ = static_cast<V*>(call.partial) + (chunk * cut.tiles() + first_tile) * MCE;
       zero(dQ, tile_count * MCE);
     }
     T* dW = static_cast<T*>(call.dweight);
@@ -104,16 +116,19 @@ struct BackwardItem {
     T* dB = static_cast<T*>(call.dbias);
     if (dB) dB += item * call.bias_numbers;
     const int64_t begin = chunk * g.N / cut.chunks, end = (chunk + 1) * g.N / cut.chunks;
-    for (int64_t place = 0; place < g.window.kh * g.window.kw; ++place)
-      for (int64_t at = begin; at < end; at += cut.block_children) {
-        const int64_t first = place * g.N + at, count = min(cut.block_children, end - at);
-        if (dW_lanes) zero(dW_lanes, count * g.M * DE);
-        for (int64_t t = 0; t < tile_count; t += cut.block_tiles)
-          block(first, count, t, min(cut.block_tiles, tile_count - t), dW, dB);
-        if (dW_lanes)
-          for (int64_t j = 0; j < count; ++j)
-            add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.group(first + j) * g.M * DE);
-      }
+    for (int64_t from = 0; from < tile_count; from += cut.span_tiles) {
+      const int64_t to = min(from + cut.span_tiles, tile_count);
+      for (int64_t place = 0; place < g.window.kh * g.window.kw; ++place)
+        for (int64_t at = begin; at < end; at += cut.block_children) {
+          const int64_t first = place * g.N + at, count = min(cut.block_children, end - at);
+          if (dW_lanes) zero(dW_lanes, count * g.M * DE);
+          for (int64_t t = from; t < to; t += cut.block_tiles)
+            block(first, count, t, min(cut.block_tiles, to - t), dW, dB);
+          if (dW_lanes)
+            for (int64_t j = 0; j < count; ++j)
+              add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.group(first + j) * g.M * DE);
+        }
+    }
   }
 
   // Children [first, first + count) of tiles [t0, t0 + nt): slot k = t * block_children + (i - first).
@@ -259,17 +274,16 @@ template <class T>
 void finish_query_gradient(const AttentionBackward& call, int64_t begin, int64_t end) {
   constexpr int n = kLanes<T>;
   const Geometry& g = call.in.geometry;
-  const int64_t MCE = g.parents(), L = g.Ho * g.Wo;
+  const int64_t MCE = g.parents();
   Vec<T>* partial = static_cast<Vec<T>*>(call.partial);
   for (int64_t tile = begin; tile < end; ++tile) {
-    const int64_t group = tile / call.cut.tiles_per_group, first = group * call.cut.samples * L;
-    const int64_t last = first + call.cut.samples * L < g.positions() ? first + call.cut.samples * L : g.positions();
-    const int64_t at = first + tile % call.cut.tiles_per_group * n;
-    if (at >= last) continue;
+    const Span span = group_span(call, tile / call.cut.tiles_per_group);
+    const int64_t at = span.begin + tile % call.cut.tiles_per_group * n;
+    if (at >= span.end) continue;
     for (int64_t chunk = 1; chunk < call.cut.chunks; ++chunk)
       for (int64_t k = 0; k < MCE; ++k) partial[tile * MCE + k] += partial[(chunk * call.cut.tiles() + tile) * MCE + k];
     Tile<T> where;
-    where.place(g, at, last);
+    where.place(g, at, span.end);
     T* lane[n];
     where.row(static_cast<T*>(call.dquery), MCE, lane);
     scatter_rows<false, T>(lane, MCE, partial + tile * MCE);
