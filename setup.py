@@ -138,7 +138,8 @@ def find_torch(environ: Mapping[str, str] = os.environ, path: list[str] | None =
     raise NoTorch(
         f"fastcaps found no torch >= {'.'.join(map(str, OLDEST_TORCH))} to build its native library against.\n"
         "Install torch into this environment first (pip install torch), then install fastcaps again;\n"
-        "or name one with FASTCAPS_TORCH_DIR=/path/to/site-packages/torch;\n"
+        "or, if one is installed that this build does not see, name it: FASTCAPS_TORCH_DIR=.../site-packages/torch,\n"
+        "or build inside the environment: pip install setuptools cmake ninja pybind11, then --no-build-isolation;\n"
         "or install without the native library: FASTCAPS_BUILD=0 pip install .\n"
         f"Looked in:\n{where}"
     )
