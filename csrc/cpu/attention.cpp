@@ -7,28 +7,42 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// f(pose, compute type) for the poses of the papers; any other shape, and double, through the general pose.
-template <class F>
-auto with_pose(const Geometry& g, bool is_double, F&& f) {
+// f(pose, compute type, whether lanes are children). The poses of the papers have code of their own where lanes are
+// positions; any other shape, double, and lanes of children take the general pose.
+template <class Call, class F>
+auto with_pose(const Call& call, bool is_double, F&& f) {
+  const Geometry& g = call.in.geometry;
   const auto is = [&](int c, int d, int e) { return g.C == c && g.D == d && g.E == e; };
   const DynamicPose any{int(g.C), int(g.D), int(g.E)};
-  if (is_double) return f(any, double{});
-  if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{});
-  if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{});
-  if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{});
-  if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{});
-  if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{});
-  if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{});
-  return f(any, float{});
+  const std::false_type positions;
+  const std::true_type children;
+  if (call.cut.child_lanes) return is_double ? f(any, double{}, children) : f(any, float{}, children);
+  if (is_double) return f(any, double{}, positions);
+  if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, positions);
+  if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, positions);
+  if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{}, positions);
+  if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, positions);
+  if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, positions);
+  if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{}, positions);
+  return f(any, float{}, positions);
 }
 
 // Run `work` for [begin, end) on a worker that lives in the thread's scratch memory.
-template <template <class, class> class Worker, class Call, class Work>
+template <template <class, class, bool> class Worker, class Call, class Work>
 void run(const Call& call, bool is_double, int64_t begin, int64_t end, void* scratch, Work&& work) {
-  with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
+  with_pose(call, is_double, [&](auto pose, auto type, auto child_lanes) {
     Arena arena{static_cast<char*>(scratch)};
-    Worker<decltype(type), decltype(pose)> worker(call, pose, arena);
+    Worker<decltype(type), decltype(pose), child_lanes> worker(call, pose, arena);
     for (int64_t k = begin; k < end; ++k) work(worker, k);
+  });
+}
+
+template <template <class, class, bool> class Worker, class Call>
+int64_t scratch_bytes(const Call& call, bool is_double) {
+  return with_pose(call, is_double, [&](auto pose, auto type, auto child_lanes) {
+    Arena counter{nullptr};
+    Worker<decltype(type), decltype(pose), child_lanes>(call, pose, counter);
+    return counter.used;
   });
 }
 
@@ -56,19 +70,11 @@ void backward_finish(const AttentionBackward& call, bool is_double, int64_t begi
 }
 
 int64_t forward_scratch(const AttentionForward& call, bool is_double) {
-  return with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
-    Arena counter{nullptr};
-    ForwardItem<decltype(type), decltype(pose)>(call, pose, counter);
-    return counter.used;
-  });
+  return scratch_bytes<ForwardItem>(call, is_double);
 }
 
 int64_t backward_scratch(const AttentionBackward& call, bool is_double) {
-  return with_pose(call.in.geometry, is_double, [&](auto pose, auto type) {
-    Arena counter{nullptr};
-    BackwardItem<decltype(type), decltype(pose)>(call, pose, counter);
-    return counter.used;
-  });
+  return scratch_bytes<BackwardItem>(call, is_double);
 }
 
 }  // namespace FASTCAPS_NAMESPACE

@@ -23,38 +23,42 @@ FASTCAPS_INLINE Span group_span(const AttentionBackward& call, int64_t group) {
   return {begin, begin + size < g.positions() ? begin + size : g.positions()};
 }
 
-template <class T, class Pose>
+template <class T, class Pose, bool kChildLanes>
 struct BackwardItem {
   using V = Vec<T>;
+  using Weight = std::conditional_t<kChildLanes, V, T>;
+  using Parent = std::conditional_t<kChildLanes, T, V>;
+  using Sits = Seats<T, kChildLanes>;
   static constexpr int n = kLanes<T>;
   // dW of vector poses is a matmul over positions: poses and vote gradients turned back into rows of scalars. Poses
   // with small matrices keep a vector over the lanes for each weight instead and add the lanes up once, at the end.
-  static constexpr bool kByRows = Pose::kWeightGradientByRows;
+  static constexpr bool kByRows = Pose::kWeightGradientByRows && !kChildLanes;
 
   const AttentionBackward& call;
   const Geometry& g;
   const Cut& cut;
   const Pose pose;
-  const WeightsOf<T> weights;
+  const WeightsOf<T, kChildLanes> weights;
   const int64_t MCE, CE, CD, DE, slots;
-  V *sums, *P, *dP, *gates, *r, *h, *votes_kept, *dV, *dW_lanes, *dnorm;
-  T *P_rows, *dV_rows;
+  V *sums, *P, *dP, *gates, *r, *h, *votes_kept, *dV, *dW_lanes, *dQ_lanes, *dnorm;
+  T *P_rows, *dV_rows, *parent_rows;
   Tile<T>* tiles;
-  const V *Q = nullptr, *dS = nullptr;  // of the item's group, made by prepare()
+  const Parent *Q = nullptr, *dS = nullptr;  // of the item's group, made by prepare()
   V* dQ = nullptr;
+  int64_t end = 0;  // of the child types of this item, at the place in the window being worked on
 
   BackwardItem(const AttentionBackward& call_, const Pose& pose_, Arena& arena)
       : call(call_),
         g(call.in.geometry),
         cut(call.cut),
         pose(pose_),
-        weights(call.in),
+        weights(call.in, arena),
         MCE(g.parents()),
         CE(g.parent_pose()),
         CD(g.child_pose()),
         DE(g.D * g.E),
         slots(cut.block_tiles * cut.block_children) {
-    tiles = arena.take<Tile<T>>(cut.tiles_per_group);
+    tiles = arena.take<Tile<T>>(kChildLanes ? n : cut.tiles_per_group);
     sums = arena.take<V>(MCE);
     P = arena.take<V>(slots * CD);
     dP = arena.take<V>(slots * CD);
@@ -64,7 +68,10 @@ struct BackwardItem {
     votes_kept = cut.keep_votes ? arena.take<V>(slots * MCE) : nullptr;
     dV = arena.take<V>(CE);
     dnorm = arena.take<V>(2 * CE);
-    dW_lanes = call.dweight && !kByRows ? arena.take<V>(cut.block_children * g.M * DE) : nullptr;
+    const int64_t matrices = kChildLanes ? 1 : cut.block_children * g.M;
+    dW_lanes = call.dweight && !kByRows ? arena.take<V>(matrices * DE) : nullptr;
+    dQ_lanes = kChildLanes && call.partial ? arena.take<V>(cut.block_tiles * MCE) : nullptr;
+    parent_rows = kChildLanes ? arena.take<T>(2 * cut.block_tiles * MCE) : nullptr;
     P_rows = call.dweight && kByRows ? arena.take<T>(slots * n * g.D) : nullptr;
     dV_rows = call.dweight && kByRows ? arena.take<T>(cut.block_tiles * n * g.E) : nullptr;
   }
@@ -103,40 +110,72 @@ struct BackwardItem {
   void run(int64_t item) {
     const int64_t chunk = item % cut.chunks, group = item / cut.chunks, first_tile = group * cut.tiles_per_group;
     const Span span = group_span(call, group);
-    const int64_t tile_count = (span.end - span.begin + n - 1) / n;
-    for (int64_t t = 0; t < tile_count; ++t) tiles[t].place(g, span.begin + t * n, span.end);
-    dS = static_cast<const V*>(call.dsums_lanes) + first_tile * MCE;
-    Q = call.in.query.data ? static_cast<const V*>(call.query_lanes) + first_tile * MCE : nullptr;
-    if (call.partial) {
-      dQ = static_cast<V*>(call.partial) + (chunk * cut.tiles() + first_tile) * MCE;
-      zero(dQ, tile_count * MCE);
+    const V* dS_lanes = static_cast<const V*>(call.dsums_lanes) + first_tile * MCE;
+    const V* Q_lanes = call.in.query.data ? static_cast<const V*>(call.query_lanes) + first_tile * MCE : nullptr;
+    V* dQ_tiles = call.partial ? static_cast<V*>(call.partial) + (chunk * cut.tiles() + first_tile) * MCE : nullptr;
+    int64_t tile_count = (span.end - span.begin + n - 1) / n;
+    if constexpr (kChildLanes) {  // a single tile of positions, taken apart
+      tile_count = span.end - span.begin;
+      for (int64_t t = 0; t < tile_count; ++t) tiles[t].place(g, span.begin + t, span.begin + t + 1);
+      dS = take_apart(dS_lanes, tile_count, parent_rows);
+      Q = Q_lanes ? take_apart(Q_lanes, tile_count, parent_rows + cut.block_tiles * MCE) : nullptr;
+      dQ = dQ_lanes;
+    } else {
+      for (int64_t t = 0; t < tile_count; ++t) tiles[t].place(g, span.begin + t * n, span.end);
+      dS = dS_lanes;
+      Q = Q_lanes;
+      dQ = dQ_tiles;
     }
+    if (dQ) zero(dQ, tile_count * MCE);
     T* dW = static_cast<T*>(call.dweight);
     if (dW) dW += (call.weight_parts == cut.groups ? group : item) * g.G * g.M * DE;
     T* dB = static_cast<T*>(call.dbias);
     if (dB) dB += item * call.bias_numbers;
-    const int64_t begin = chunk * g.N / cut.chunks, end = (chunk + 1) * g.N / cut.chunks;
-    for (int64_t from = 0; from < tile_count; from += cut.span_tiles) {
-      const int64_t to = min(from + cut.span_tiles, tile_count);
-      for (int64_t place = 0; place < g.window.kh * g.window.kw; ++place)
-        for (int64_t at = begin; at < end; at += cut.block_children) {
-          const int64_t first = place * g.N + at, count = min(cut.block_children, end - at);
-          if (dW_lanes) zero(dW_lanes, count * g.M * DE);
-          for (int64_t t = from; t < to; t += cut.block_tiles)
-            block(first, count, t, min(cut.block_tiles, to - t), dW, dB);
-          if (dW_lanes)
-            for (int64_t j = 0; j < count; ++j)
-              add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.group(first + j) * g.M * DE);
-        }
+    for (int64_t from = 0; from < tile_count; from += cut.span_tiles)
+      for (int64_t place = 0; place < g.window.kh * g.window.kw; ++place) {
+        const int64_t begin = place * g.N + chunk * g.N / cut.chunks;
+        end = place * g.N + (chunk + 1) * g.N / cut.chunks;
+        walk(begin, from, min(from + cut.span_tiles, tile_count), dW, dB);
+      }
+    if constexpr (kChildLanes) {
+      if (!dQ) return;
+      const T* lane[n];
+      T* rows = parent_rows;
+      std::memset(rows, 0, size_t(tile_count * MCE) * sizeof(T));
+      for (int64_t t = 0; t < tile_count; ++t) add_lane_sums<T>(dQ + t * MCE, MCE, rows + t * MCE);
+      for (int k = 0; k < n; ++k) lane[k] = k < tile_count ? rows + k * MCE : nullptr;
+      gather_rows<T>(lane, MCE, dQ_tiles);
     }
   }
 
-  // Children [first, first + count) of tiles [t0, t0 + nt): slot k = t * block_children + (i - first).
+  // Lanes of positions become one row each.
+  const T* take_apart(const V* lanes, int64_t positions, T* rows) {
+    T* lane[n];
+    for (int k = 0; k < n; ++k) lane[k] = k < positions ? rows + k * MCE : nullptr;
+    scatter_rows<false, T>(lane, MCE, lanes);
+    return rows;
+  }
+
+  // Children [begin, end), block by block, each over tiles [from, to).
+  void walk(int64_t begin, int64_t from, int64_t to, T* dW, T* dB) {
+    const int64_t size = cut.block_children * Sits::kUnit;
+    for (int64_t first = begin; first < end; first += size) {
+      const int64_t count = (min(size, end - first) + Sits::kUnit - 1) / Sits::kUnit;
+      const bool gathers = dW_lanes && !kChildLanes;
+      if (gathers) zero(dW_lanes, count * g.M * DE);
+      for (int64_t t = from; t < to; t += cut.block_tiles) block(first, count, t, min(cut.block_tiles, to - t), dW, dB);
+      if (gathers)
+        for (int64_t j = 0; j < count; ++j)
+          add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(first + j, 0));
+    }
+  }
+
+  // Units [0, count) of children from `first` on, for tiles [t0, t0 + nt): slot t * block_children + j.
   void block(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     const int64_t stride = cut.block_children;
     for (int64_t t = 0; t < nt; ++t) {
-      gather_children<T>(g, tiles[t0 + t], call.in.storage, call.in.children, call.in.gate, first, count,
-                         P + t * stride * CD, gates + t * stride);
+      Sits::gather(g, tiles[t0 + t], call.in.storage, call.in.children, call.in.gate, first, count, end,
+                   P + t * stride * CD, gates + t * stride);
       if (call.dchildren) zero(dP + t * stride * CD, count * CD);
       if (P_rows)
         for (int64_t j = 0; j < count; ++j) {
@@ -150,17 +189,22 @@ struct BackwardItem {
     else
       agreements<false>(first, count, t0, nt);
     for (int64_t t = 0; t < nt; ++t)
-      for (int64_t j = 0; j < count; ++j) softmax_backward(first + j, t0 + t, t * stride + j);
+      for (int64_t j = 0; j < count; ++j) softmax_backward(first + j * Sits::kUnit, t0 + t, t * stride + j);
     if (votes_kept)
       gradients<true>(first, count, t0, nt, dW, dB);
     else
       gradients<false>(first, count, t0, nt, dW, dB);
-    if (call.dchildren)
-      for (int64_t t = 0; t < nt; ++t) {
-        const int64_t stride_n[6] = {g.H * g.W * g.N * CD, g.W * g.N * CD, g.N * CD, CD, g.D, 1};
+    if (call.dchildren) add_child_gradients(first, count, t0, nt);
+  }
+
+  void add_child_gradients(int64_t first, int64_t count, int64_t t0, int64_t nt) {
+    const int64_t stride[6] = {g.H * g.W * g.N * CD, g.W * g.N * CD, g.N * CD, CD, g.D, 1};
+    const int64_t run = kChildLanes ? 1 : count;  // neighbours n lie side by side
+    for (int64_t t = 0; t < nt; ++t)
+      for (int64_t j = 0; j < count; j += run) {
         T* lane[n];
-        tiles[t0 + t].child(g, static_cast<T*>(call.dchildren), stride_n, first, lane);
-        scatter_rows<true, T>(lane, count * CD, dP + t * stride * CD);  // neighbours n lie side by side
+        Sits::find(g, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, first + j * Sits::kUnit, end, lane);
+        scatter_rows<true, T>(lane, run * CD, dP + (t * cut.block_children + j) * CD);
       }
   }
 
@@ -170,12 +214,12 @@ struct BackwardItem {
     const T scale = T(call.in.scale);
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const T* W = weights.matrix(first + j, m);
-        const T* bias = weights.bias_of(first + j, m);
+        const Weight* W = weights.matrix(first + j * Sits::kUnit, end, m);
+        const Weight* bias = weights.bias_of(first + j * Sits::kUnit, end, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * cut.block_children + j;
-          const V* ds = dS + (t0 + t) * MCE + m * CE;
-          const V* q = Q ? Q + (t0 + t) * MCE + m * CE : ds;
+          const Parent* ds = dS + (t0 + t) * MCE + m * CE;
+          const Parent* q = Q ? Q + (t0 + t) * MCE + m * CE : ds;
           V* kept = kKeep ? votes_kept + (slot * g.M + m) * CE : nullptr;
           V agreement[2] = {}, gain[2] = {};
           votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
@@ -207,7 +251,7 @@ struct BackwardItem {
     if (call.dgate) {
       const int64_t stride[4] = {g.H * g.W * g.N, g.W * g.N, g.N, 1};
       T* lane[n];
-      tiles[tile].child(g, static_cast<T*>(call.dgate), stride, i, lane);
+      Sits::find(g, tiles[tile], static_cast<T*>(call.dgate), stride, i, end, lane);
       scatter_rows<true, T>(lane, 1, &mean);
     }
   }
@@ -216,41 +260,62 @@ struct BackwardItem {
   void gradients(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const T* W = weights.matrix(first + j, m);
-        const T* bias = weights.bias_of(first + j, m);
+        const int64_t i = first + j * Sits::kUnit;
+        const Weight* W = weights.matrix(i, end, m);
+        const Weight* bias = weights.bias_of(i, end, m);
+        V* dW_unit = dW_lanes + (kChildLanes ? 0 : (j * g.M + m) * DE);
+        if (kChildLanes && dW_lanes) zero(dW_unit, DE);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * cut.block_children + j, at = (t0 + t) * MCE + m * CE;
           const V share = r[slot * g.M + m], da = h[slot * g.M + m];
-          const V* ds = dS + at;
-          if (Q) {
-            const V* q = Q + at;
-            for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k] + da * q[k];
-            if (dQ) {
-              if constexpr (kKept) {
-                const V* v = votes_kept + (slot * g.M + m) * CE;
-                V* dq = dQ + at;
-                for (int64_t k = 0; k < CE; ++k) dq[k] += da * v[k];
-              } else {
-                add_weighted_votes<T>(pose, P + slot * CD, da, W, bias, dQ + at);
-              }
+          vote_gradient(share, da, at);
+          if (dQ) {
+            if constexpr (kKept) {
+              const V* v = votes_kept + (slot * g.M + m) * CE;
+              V* dq = dQ + at;
+              for (int64_t k = 0; k < CE; ++k) dq[k] += da * v[k];
+            } else {
+              add_weighted_votes<T>(pose, P + slot * CD, da, W, bias, dQ + at);
             }
-          } else {
-            for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k];
           }
           if (call.dchildren) add_child_gradient<T>(pose, dV, W, dP + slot * CD);
-          if (dW_lanes) add_weight_gradient<T>(pose, P + slot * CD, dV, dW_lanes + (j * g.M + m) * DE);
+          if (dW_lanes) add_weight_gradient<T>(pose, P + slot * CD, dV, dW_unit);
           if (dV_rows) {
             T* lane[n];
             for (int k = 0; k < n; ++k) lane[k] = dV_rows + (t * n + k) * g.E;
             scatter_rows<false, T>(lane, g.E, dV);
           }
-          if (dB) add_lane_sums<T>(dV, CE, dB + (first + j) * weights.bias_i + m * weights.bias_m);
+          if (dB) add_bias_gradient(i, m, dB);
         }
         if constexpr (kByRows)
-          if (dV_rows)
-            add_weight_gradient_by_rows(P_rows + j * cut.block_tiles * n * g.D, nt * n,
-                                        dW + (weights.group(first + j) * g.M + m) * DE);
+          if (dV_rows) add_weight_gradient_by_rows(P_rows + j * cut.block_tiles * n * g.D, nt * n, dW + weights.offset(i, m));
+        if (kChildLanes && dW_lanes) {
+          T* lane[n];
+          for (int k = 0; k < n; ++k) lane[k] = i + k < end ? dW + weights.offset(i + k, m) : nullptr;
+          scatter_rows<true, T>(lane, DE, dW_unit);
+        }
       }
+  }
+
+  // dV = g r dS + s da Q
+  FASTCAPS_INLINE void vote_gradient(V share, V da, int64_t at) {
+    const Parent* ds = dS + at;
+    if (Q) {
+      const Parent* q = Q + at;
+      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k] + da * q[k];
+    } else {
+      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k];
+    }
+  }
+
+  void add_bias_gradient(int64_t i, int64_t m, T* dB) {
+    if constexpr (kChildLanes) {
+      T* lane[n];
+      for (int k = 0; k < n; ++k) lane[k] = i + k < end ? dB + (i + k) * weights.bias_i + m * weights.bias_m : nullptr;
+      scatter_rows<true, T>(lane, CE, dV);
+    } else {
+      add_lane_sums<T>(dV, CE, dB + i * weights.bias_i + m * weights.bias_m);
+    }
   }
 
   // dW[d, e] += sum over positions of P[d] dV[e]: e in vectors now.

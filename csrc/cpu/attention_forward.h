@@ -2,6 +2,7 @@
 //
 // A tile of positions walks through its children in blocks. Votes of a block exist in registers and, where they fit,
 // in cache until the softmax is known; otherwise they are computed again. Either way none reaches memory.
+// Where positions are few, the lanes are children instead: see Seats in lanes.h.
 #pragma once
 
 #include "attention.h"
@@ -25,24 +26,52 @@ struct Arena {
   }
 };
 
-template <class T>
+// The weights and biases of a unit of children for one parent: where the user put them, or, where lanes are children,
+// turned to lanes in scratch memory and good until the next call.
+template <class T, bool kChildLanes>
 struct WeightsOf {
+  using Weight = std::conditional_t<kChildLanes, Vec<T>, T>;
   const T* weight;
   const T* bias;
-  int64_t G, M, size, bias_i, bias_m;
+  const int64_t G, M, size, pose, bias_i, bias_m;
+  Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
 
-  explicit WeightsOf(const AttentionInputs& in)
+  WeightsOf(const AttentionInputs& in, Arena& arena)
       : weight(static_cast<const T*>(in.weight)),
         bias(static_cast<const T*>(in.bias)),
         G(in.geometry.G),
         M(in.geometry.M),
         size(in.geometry.D * in.geometry.E),
+        pose(in.geometry.parent_pose()),
         bias_i(in.bias_stride_i),
-        bias_m(in.bias_stride_m) {}
-  FASTCAPS_INLINE int64_t group(int64_t i) const { return i % G; }
-  FASTCAPS_INLINE const T* matrix(int64_t i, int64_t m) const { return weight + (group(i) * M + m) * size; }
-  FASTCAPS_INLINE const T* bias_of(int64_t i, int64_t m) const {
-    return bias ? bias + i * bias_i + m * bias_m : nullptr;
+        bias_m(in.bias_stride_m) {
+    if (kChildLanes) weight_lanes = arena.take<Vec<T>>(size);
+    if (kChildLanes && bias) bias_lanes = arena.take<Vec<T>>(pose);
+  }
+
+  FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
+
+  FASTCAPS_INLINE const Weight* matrix(int64_t i, int64_t end, int64_t m) const {
+    if constexpr (kChildLanes) {
+      const T* lane[kLanes<T>];
+      for (int r = 0; r < kLanes<T>; ++r) lane[r] = i + r < end ? weight + offset(i + r, m) : nullptr;
+      gather_rows<T>(lane, size, weight_lanes);
+      return weight_lanes;
+    } else {
+      return weight + offset(i, m);
+    }
+  }
+
+  FASTCAPS_INLINE const Weight* bias_of(int64_t i, int64_t end, int64_t m) const {
+    if (bias == nullptr) return nullptr;
+    if constexpr (kChildLanes) {
+      const T* lane[kLanes<T>];
+      for (int r = 0; r < kLanes<T>; ++r) lane[r] = i + r < end ? bias + (i + r) * bias_i + m * bias_m : nullptr;
+      gather_rows<T>(lane, pose, bias_lanes);
+      return bias_lanes;
+    } else {
+      return bias + i * bias_i + m * bias_m;
+    }
   }
 };
 
@@ -60,42 +89,51 @@ FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> gate) {
   for (int64_t m = 0; m < M; ++m) a[m] *= share;
 }
 
-template <class T, class Pose>
+// With lanes of positions a "tile" below is kLanes positions, with lanes of children it is a single one.
+template <class T, class Pose, bool kChildLanes>
 struct ForwardItem {
   using V = Vec<T>;
+  using Weight = std::conditional_t<kChildLanes, V, T>;
+  using Parent = std::conditional_t<kChildLanes, T, V>;
+  using Sits = Seats<T, kChildLanes>;
+  static constexpr int n = kLanes<T>;
   const AttentionForward& call;
   const Geometry& g;
   const Pose pose;
-  const WeightsOf<T> weights;
+  const WeightsOf<T, kChildLanes> weights;
   const int64_t slots, MCE, CE, CD;
-  V *Q, *S, *P, *gates, *a, *votes_kept, *normed;
+  Parent* Q;
+  V *S, *P, *gates, *a, *votes_kept, *sums;
+  T* rows;
   Tile<T>* tiles;
+  int64_t end = 0;  // of the children of this item
 
   ForwardItem(const AttentionForward& call_, const Pose& pose_, Arena& arena)
       : call(call_),
         g(call.in.geometry),
         pose(pose_),
-        weights(call.in),
+        weights(call.in, arena),
         slots(call.cut.block_tiles * call.cut.block_children),
         MCE(g.parents()),
         CE(g.parent_pose()),
         CD(g.child_pose()) {
     tiles = arena.take<Tile<T>>(call.cut.block_tiles);
-    Q = call.in.query.data ? arena.take<V>(call.cut.block_tiles * MCE) : nullptr;
+    Q = call.in.query.data ? arena.take<Parent>(call.cut.block_tiles * MCE) : nullptr;
     S = arena.take<V>(call.cut.block_tiles * MCE);
     P = arena.take<V>(slots * CD);
     gates = arena.take<V>(slots);
     a = arena.take<V>(slots * g.M);
     votes_kept = call.cut.keep_votes ? arena.take<V>(slots * MCE) : nullptr;
-    normed = arena.take<V>(CE);
+    sums = kChildLanes ? arena.take<V>(MCE) : S;
+    rows = kChildLanes ? arena.take<T>(call.cut.block_tiles * MCE) : nullptr;
   }
 
-  // Children [first, first + count) of tiles [0, nt): slot k = t * block_children + (i - first).
+  // Units [0, count) of children from `first` on, for tiles [0, nt): unit j of tile t has slot t * block_children + j.
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = call.cut.block_children;
     for (int64_t t = 0; t < nt; ++t)
-      gather_children<T>(g, tiles[t], call.in.storage, call.in.children, call.in.gate, first, count,
-                         P + t * stride * CD, gates + t * stride);
+      Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, first, count, end,
+                   P + t * stride * CD, gates + t * stride);
     if (Q) {
       if (votes_kept)
         agreements<true>(first, count, nt);
@@ -122,11 +160,11 @@ struct ForwardItem {
     const T scale = T(call.in.scale);
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const T* W = weights.matrix(first + j, m);
-        const T* bias = weights.bias_of(first + j, m);
+        const Weight* W = weights.matrix(first + j * Sits::kUnit, end, m);
+        const Weight* bias = weights.bias_of(first + j * Sits::kUnit, end, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * call.cut.block_children + j;
-          const V* q = Q + t * MCE + m * CE;
+          const Parent* q = Q + t * MCE + m * CE;
           V* kept = kKeep ? votes_kept + (slot * g.M + m) * CE : nullptr;
           V dot[2] = {};
           votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
@@ -165,8 +203,8 @@ struct ForwardItem {
   void add_again(int64_t first, int64_t count, int64_t nt) {
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const T* W = weights.matrix(first + j, m);
-        const T* bias = weights.bias_of(first + j, m);
+        const Weight* W = weights.matrix(first + j * Sits::kUnit, end, m);
+        const Weight* bias = weights.bias_of(first + j * Sits::kUnit, end, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * call.cut.block_children + j;
           add_weighted_votes<T>(pose, P + slot * CD, a[slot * g.M + m], W, bias, S + t * MCE + m * CE);
@@ -177,36 +215,70 @@ struct ForwardItem {
   void run(int64_t item) {
     const Cut& cut = call.cut;
     const int64_t chunk = item % cut.chunks, group = item / cut.chunks, I = g.children(), positions = g.positions();
-    const int64_t begin = chunk * I / cut.chunks, end = (chunk + 1) * I / cut.chunks;
-    const int64_t last = min((group + 1) * cut.tiles_per_group, (positions + kLanes<T> - 1) / kLanes<T>);
-    for (int64_t first_tile = group * cut.tiles_per_group; first_tile < last; first_tile += cut.block_tiles) {
-      const int64_t nt = min(cut.block_tiles, last - first_tile);
-      for (int64_t t = 0; t < nt; ++t) {
-        tiles[t].place(g, (first_tile + t) * kLanes<T>, positions);
-        if (Q) gather_parents<T>(g, tiles[t], call.in.storage, call.in.query, Q + t * MCE);
-      }
+    const int64_t begin = chunk * I / cut.chunks;
+    end = (chunk + 1) * I / cut.chunks;
+    const int64_t last = min((group + 1) * cut.tiles_per_group, (positions + n - 1) / n);
+    const int64_t step = kChildLanes ? 1 : cut.block_tiles;  // tiles of positions taken together
+    for (int64_t first_tile = group * cut.tiles_per_group; first_tile < last; first_tile += step) {
+      const int64_t nt = kChildLanes ? min(n, positions - first_tile * n) : min(step, last - first_tile);
+      place(first_tile, nt);
       for (int64_t k = 0; k < nt * MCE; ++k) S[k] = V{};
-      for (int64_t i = begin; i < end; i += cut.block_children) block(i, min(cut.block_children, end - i), nt);
-      for (int64_t t = 0; t < nt; ++t) {
-        if (cut.chunks == 1)
-          finish(tiles[t], S + t * MCE);
-        else
-          std::memcpy(static_cast<V*>(call.partial) + (chunk * cut.tiles() + first_tile + t) * MCE, S + t * MCE,
+      const int64_t block_size = cut.block_children * Sits::kUnit;
+      for (int64_t i = begin; i < end; i += block_size)
+        block(i, (min(block_size, end - i) + Sits::kUnit - 1) / Sits::kUnit, nt);
+      if constexpr (kChildLanes) add_lanes(nt);
+      for (int64_t t = 0; t < (kChildLanes ? 1 : nt); ++t) {
+        V* s = kChildLanes ? sums : S + t * MCE;
+        if (cut.chunks == 1) {
+          if (kChildLanes) tiles[0].place(g, first_tile * n, positions);
+          finish(tiles[t], s);
+        } else {
+          std::memcpy(static_cast<V*>(call.partial) + (chunk * cut.tiles() + first_tile + t) * MCE, s,
                       size_t(MCE) * sizeof(V));
+        }
       }
     }
   }
 
+  // Tiles [0, nt) and their parents of the iteration before.
+  void place(int64_t first_tile, int64_t nt) {
+    const int64_t positions = g.positions(), first = first_tile * n;
+    if constexpr (kChildLanes) {
+      if (Q) {
+        T* lane[n];
+        tiles[0].place(g, first, positions);
+        gather_parents<T>(g, tiles[0], call.in.storage, call.in.query, sums);
+        for (int r = 0; r < n; ++r) lane[r] = r < nt ? Q + r * MCE : nullptr;
+        scatter_rows<false, T>(lane, MCE, sums);
+      }
+      for (int64_t t = 0; t < nt; ++t) tiles[t].place(g, first + t, first + t + 1);
+    } else {
+      for (int64_t t = 0; t < nt; ++t) {
+        tiles[t].place(g, first + t * n, positions);
+        if (Q) gather_parents<T>(g, tiles[t], call.in.storage, call.in.query, Q + t * MCE);
+      }
+    }
+  }
+
+  // Lanes of children: their sum is a position's row; the rows turn into lanes of positions.
+  void add_lanes(int64_t nt) {
+    const T* lane[n];
+    std::memset(rows, 0, size_t(nt * MCE) * sizeof(T));
+    for (int64_t t = 0; t < nt; ++t) add_lane_sums<T>(S + t * MCE, MCE, rows + t * MCE);
+    for (int r = 0; r < n; ++r) lane[r] = r < nt ? rows + r * MCE : nullptr;
+    gather_rows<T>(lane, MCE, sums);
+  }
+
   // Sum the chunks of one tile in their order, then normalise and write.
   void finish_tile(int64_t tile) {
-    tiles[0].place(g, tile * kLanes<T>, g.positions());
+    tiles[0].place(g, tile * n, g.positions());
     const V* partial = static_cast<const V*>(call.partial);
     for (int64_t k = 0; k < MCE; ++k) {
       V sum = partial[tile * MCE + k];
       for (int64_t chunk = 1; chunk < call.cut.chunks; ++chunk) sum += partial[(chunk * call.cut.tiles() + tile) * MCE + k];
-      S[k] = sum;
+      sums[k] = sum;
     }
-    finish(tiles[0], S);
+    finish(tiles[0], sums);
   }
 
   void finish(const Tile<T>& tile, V* s) {

@@ -28,6 +28,18 @@ void cut_block(const Geometry& g, int64_t vec, int64_t number, int64_t tiles, in
   if (!cut.keep_votes) cut.block_children = 4;
 }
 
+// Too few positions to fill the lanes: children do. The general pose that serves there is about four times slower.
+bool use_child_lanes(const Geometry& g, int64_t lanes) { return g.positions() * 4 <= lanes && g.N >= lanes; }
+
+void cut_block_of_child_lanes(const Geometry& g, int64_t vec, Cut& cut) {
+  const int64_t votes = g.parents() * vec * g.positions();
+  cut.child_lanes = true;
+  cut.tiles_per_group = 1;
+  cut.block_tiles = cut.span_tiles = std::max<int64_t>(g.positions(), 1);
+  cut.keep_votes = votes <= 2 * kVoteBytesMost;
+  cut.block_children = 1;
+}
+
 int64_t operations(const Geometry& g, int64_t positions, int64_t children) {
   return positions * children * g.M * (g.C * g.D * g.E + 2 * g.C * g.E);
 }
@@ -37,13 +49,19 @@ int64_t operations(const Geometry& g, int64_t positions, int64_t children) {
 Cut cut_forward(const Geometry& g, int64_t lanes, int64_t number) {
   Cut cut;
   const int64_t tiles = ceil_div(g.positions(), lanes), vec = lanes * number, I = g.children();
-  cut_block(g, vec, number, tiles, 0, cut);
-  cut.groups = ceil_div(tiles, cut.block_tiles);
-  cut.tiles_per_group = cut.block_tiles = ceil_div(tiles, std::max<int64_t>(cut.groups, 1));
+  if (use_child_lanes(g, lanes)) {
+    cut_block_of_child_lanes(g, vec, cut);
+    cut.groups = tiles;
+  } else {
+    cut_block(g, vec, number, tiles, 0, cut);
+    cut.groups = ceil_div(tiles, cut.block_tiles);
+    cut.tiles_per_group = cut.block_tiles = ceil_div(tiles, std::max<int64_t>(cut.groups, 1));
+  }
+  const int64_t positions = cut.child_lanes ? g.positions() : lanes * cut.tiles_per_group;
   const int64_t most = std::min({
       ceil_div(kItems, std::max<int64_t>(cut.groups, 1)),
-      I / std::max<int64_t>(cut.block_children, 16),
-      operations(g, lanes * cut.tiles_per_group, I) / kOperationsPerItem,
+      I / std::max<int64_t>(cut.block_children, 2 * lanes),
+      operations(g, positions, I) / kOperationsPerItem,
       kPartialBytes / std::max<int64_t>(tiles * g.parents() * vec, 1),
   });
   cut.chunks = std::max<int64_t>(most, 1);
@@ -59,14 +77,16 @@ Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number) {
   const double work = 3.0 * double(operations(g, g.positions(), g.children()));
   Cut best;
   double best_cost = 0;
-  for (int64_t wanted = 1; wanted <= std::max<int64_t>(std::min<int64_t>(g.B, kItems), 1); wanted *= 2) {
+  const bool child_lanes = use_child_lanes(g, lanes);  // then all positions are one tile, one group
+  const int64_t most_groups = child_lanes ? 1 : std::clamp<int64_t>(g.B, 1, kItems);
+  for (int64_t wanted = 1; wanted <= most_groups; wanted *= 2) {
     Cut cut;
     cut.samples = ceil_div(g.B, wanted);
     cut.groups = cut.samples ? ceil_div(g.B, cut.samples) : 0;
     cut.tiles_per_group = ceil_div(cut.samples * L, lanes);
     const double room = double(g.parents() * vec) * double(std::max<int64_t>(cut.tiles(), 1));
     cut.chunks = std::max<int64_t>(
-        1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)), g.N,
+        1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)), g.N / (child_lanes ? 2 * lanes : 1),
                               int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
                               int64_t(double(2 * kPartialBytes) / room)}));
     const double filled = double(g.positions()) / double(std::max<int64_t>(cut.tiles() * lanes, 1));
@@ -78,6 +98,10 @@ Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number) {
       best_cost = cost;
       best = cut;
     }
+  }
+  if (child_lanes) {
+    cut_block_of_child_lanes(g, vec, best);
+    return best;
   }
   cut_block(g, vec, number, best.tiles_per_group, g.M * g.D * g.E * number, best);
   const int64_t spans = ceil_div(best.tiles_per_group * 3 * g.parents() * vec, kSpanBytes);

@@ -1,8 +1,12 @@
-// Lanes are positions: vector element k of everything here belongs to the k-th position of a tile.
+// What a lane is. Usually a position: vector element k of everything belongs to the k-th position of a tile.
 //
 // A tile is kLanes consecutive positions (b, ho, wo). Its poses are read in place, whatever their strides, and turned
 // so that number j of a pose is one vector over the tile. Softmax over parents then never leaves a lane, weights are
 // broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
+//
+// Where there are too few positions for that (a set at batch 1), a lane is a child: then weights are the vectors, turned
+// to lanes as they are met, parents are the scalars, and sums over children add the lanes up at the end. Both are one
+// source: a scalar times a vector and a vector times a vector are written alike.
 #pragma once
 
 #include "../geometry.h"
@@ -144,38 +148,62 @@ void gather_parents(const Geometry& g, const Tile<T>& tile, Storage storage, con
   });
 }
 
-// Poses of children [first, first + count) as [count][C * D] vectors, and their gates: the user's (1 if none), 0 for
-// a child that the window does not hold.
-template <class T>
-void gather_children(const Geometry& g, const Tile<T>& tile, Storage storage, const View& children, const View& gate,
-                     int64_t first, int64_t count, Vec<T>* poses, Vec<T>* gates) {
-  constexpr int n = kLanes<T>;
-  const int64_t pose = g.child_pose();
-  const bool packed = children.stride[5] == 1 && (g.C == 1 || children.stride[4] == g.D) &&
-                      (g.N == 1 || children.stride[3] == pose);
-  with_storage(storage, children.data, [&](auto* data) FASTCAPS_LAMBDA {
-    using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-    const S* lane[n];
-    const S* gate_lane[n];
-    for (int64_t k = 0; k < count;) {
-      const int64_t i = first + k, left = g.N - i % g.N;
-      const int64_t run = packed ? (left < count - k ? left : count - k) : 1;  // neighbours in memory, in one go
-      tile.child(g, data, children.stride, i, lane);
-      if (packed)
-        gather_rows<T>(lane, run * pose, poses + k * pose);
-      else
-        gather_poses<T>(lane, g.C, g.D, children.stride[4], children.stride[5], poses + k * pose);
-      for (int64_t j = 0; j < run; ++j) {
-        if (gate.data) tile.child(g, static_cast<const S*>(gate.data), gate.stride, i + j, gate_lane);
-        T value[n];
-        for (int r = 0; r < n; ++r)
-          value[r] = lane[r] == nullptr ? T(0) : gate.data ? widen<T>(*gate_lane[r]) : T(1);
-        gates[k + j] = load<T>(value);
+// Who sits in the lanes while a block of children is worked on. A unit is what one vector holds of the children: one
+// child seen from every position of a tile, or kLanes children seen from one position.
+template <class T, bool kChildLanes>
+struct Seats {
+  static constexpr int n = kLanes<T>;
+  static constexpr int64_t kUnit = kChildLanes ? n : 1;
+
+  // Where the lanes of the unit that begins with child i are in a [B, H, W, N, ...] tensor; children from `end` on are
+  // not there.
+  template <class S>
+  static FASTCAPS_INLINE void find(const Geometry& g, const Tile<T>& tile, S* data, const int64_t* stride, int64_t i,
+                                   int64_t end, S** lane) {
+    if constexpr (kChildLanes) {
+      for (int r = 0; r < n; ++r) {
+        S* one[n];
+        lane[r] = nullptr;
+        if (i + r >= end) continue;
+        tile.child(g, data, stride, i + r, one);
+        lane[r] = one[0];
       }
-      k += run;
+    } else {
+      tile.child(g, data, stride, i, lane);
     }
-  });
-}
+  }
+
+  // Poses of `units` units from child `first` on as [units][C * D] vectors, and their gates: the user's (1 if none), 0
+  // for a child that the window does not hold.
+  static void gather(const Geometry& g, const Tile<T>& tile, Storage storage, const View& children, const View& gate,
+                     int64_t first, int64_t units, int64_t end, Vec<T>* poses, Vec<T>* gates) {
+    const int64_t pose = g.child_pose();
+    const bool packed = !kChildLanes && children.stride[5] == 1 && (g.C == 1 || children.stride[4] == g.D) &&
+                        (g.N == 1 || children.stride[3] == pose);
+    with_storage(storage, children.data, [&](auto* data) FASTCAPS_LAMBDA {
+      using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+      const S* lane[n];
+      const S* gate_lane[n];
+      for (int64_t k = 0; k < units;) {
+        const int64_t i = first + k * kUnit, left = g.N - i % g.N;
+        const int64_t run = packed ? (left < units - k ? left : units - k) : 1;  // neighbours in memory, in one go
+        find(g, tile, data, children.stride, i, end, lane);
+        if (packed)
+          gather_rows<T>(lane, run * pose, poses + k * pose);
+        else
+          gather_poses<T>(lane, g.C, g.D, children.stride[4], children.stride[5], poses + k * pose);
+        for (int64_t j = 0; j < run; ++j) {
+          if (gate.data) find(g, tile, static_cast<const S*>(gate.data), gate.stride, i + j, end, gate_lane);
+          T value[n];
+          for (int r = 0; r < n; ++r)
+            value[r] = lane[r] == nullptr ? T(0) : gate.data ? widen<T>(*gate_lane[r]) : T(1);
+          gates[k + j] = load<T>(value);
+        }
+        k += run;
+      }
+    });
+  }
+};
 
 }  // namespace FASTCAPS_NAMESPACE
 }  // namespace fastcaps

@@ -59,20 +59,22 @@ FASTCAPS_INLINE void product(int rows, int cols, int depth, A&& a, B&& b, Init&&
   }
 }
 
+// W and bias: numbers of type `Weight`, a scalar for all lanes or a vector over them.
+
 // V = P W + bias, vote by vote: sink(index in C x E, vote).
-template <class T, class Pose, class Sink>
-FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const T* W, const T* bias, Sink&& sink) {
+template <class T, class Pose, class Weight, class Sink>
+FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, const Weight* bias, Sink&& sink) {
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
-      [&](int c, int e) FASTCAPS_LAMBDA { return bias ? broadcast(bias[c * pose.E + e]) : Vec<T>{}; },
+      [&](int c, int e) FASTCAPS_LAMBDA { return bias ? Vec<T>{} + bias[c * pose.E + e] : Vec<T>{}; },
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, v); });
 }
 
 // X += (weight * P) W + weight * bias: the votes' weighted sum without the votes.
-template <class T, class Pose>
-FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T> weight, const T* W, const T* bias,
-                                        Vec<T>* X) {
+template <class T, class Pose, class Weight>
+FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T> weight, const Weight* W,
+                                        const Weight* bias, Vec<T>* X) {
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return weight * P[c * pose.D + d]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
@@ -83,8 +85,8 @@ FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T
 }
 
 // dP += dV W^T.
-template <class T, class Pose>
-FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, const T* W, Vec<T>* dP) {
+template <class T, class Pose, class Weight>
+FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, const Weight* W, Vec<T>* dP) {
   product<Pose::kRows, Pose::kChildCols, Vec<T>>(
       pose.C, pose.D, pose.E, [&](int c, int e) FASTCAPS_LAMBDA { return dV[c * pose.E + e]; },
       [&](int e, int d) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
