@@ -110,9 +110,10 @@ def _save_pass(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 def _differentiate_pass(ctx: Any, grad_parents: Tensor | None, grad_sums: Tensor | None) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[:_TENSORS])
     gradients: list[Tensor | None] = [None] * _TENSORS
-    if not ctx.settings[2]:  # without LayerNorm its affine is not used, and the second output is empty
-        needed[5:7] = False, False
+    if not ctx.settings[2]:  # without LayerNorm the second output is empty
         grad_sums = None
+    if not ctx.settings[2] or grad_parents is None:  # nothing reached its affine
+        needed[5:7] = False, False
     needs = sum(1 << k for k, need in enumerate(needed) if need)
     if needs and not (grad_parents is None and grad_sums is None):
         results = attention_pass_backward(grad_parents, grad_sums, *ctx.saved_tensors, *ctx.settings, needs)
@@ -167,7 +168,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     That is autocast's own dtype, except that float16 on the CPU becomes float32: the CPU kernels have no float16, since
     processors of every ISA level built here would have to convert each number both ways and gain nothing but error.
     """
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     dtype = torch.get_autocast_dtype(device_type)
     return torch.float32 if device_type == "cpu" and dtype == torch.float16 else dtype

@@ -153,21 +153,35 @@ def attention_pass(
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes).contiguous()
     if not normalize:
         return sums.to(children.dtype), sums.new_empty(0)
-    pose = sums.shape[-2] * sums.shape[-1]
-    parents = F.layer_norm(sums.flatten(-2), [pose], norm_weight, norm_bias, eps)
+    parents, _ = _standardise(sums, eps)
+    if norm_weight is not None:
+        parents = parents * norm_weight
+    if norm_bias is not None:
+        parents = parents + norm_bias
     return parents.reshape(sums.shape).to(children.dtype), sums
+
+
+def _standardise(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return ``[B, Ho, Wo, M, C * E]`` with mean 0 and variance 1 over the pose, and 1 / sqrt(variance + eps).
+
+    Written out, since the library's layer_norm has wrong derivatives from the third on.
+    """
+    flat = sums.flatten(-2)
+    centred = flat - flat.mean(-1, keepdim=True)
+    inverse = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return centred * inverse, inverse
 
 
 def _layer_norm_backward(
     grad: Tensor, sums: Tensor, norm_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dL/dS, dL/dnorm_weight, dL/dnorm_bias of LayerNorm over the last two dimensions."""
-    flat, grad = sums.flatten(-2), grad.flatten(-2)
-    centred = flat - flat.mean(-1, keepdim=True)
-    inverse = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    standard = centred * inverse
+    grad = grad.flatten(-2)
+    standard, inverse = _standardise(sums, eps)
     scaled = grad if norm_weight is None else grad * norm_weight
-    inner = scaled - scaled.mean(-1, keepdim=True) - standard * (scaled * standard).mean(-1, keepdim=True)
+    # centred before the product: standard has mean 0 only up to rounding, and poses of two numbers would show it
+    scaled = scaled - scaled.mean(-1, keepdim=True)
+    inner = scaled - standard * (scaled * standard).mean(-1, keepdim=True)
     outer = tuple(range(grad.dim() - 1))
     return (inverse * inner).reshape(sums.shape), (grad * standard).sum(outer), grad.sum(outer)
 
