@@ -134,7 +134,8 @@ class Report(Callback):
 
     def _text(self, trainer: pl.Trainer) -> str:
         epoch = max(1, math.ceil(trainer.global_step / trainer.num_training_batches))
-        return f"epoch {epoch}/{trainer.max_epochs}  loss {self._loss:.3f}{self._tested}"
+        loss = "" if math.isnan(self._loss) else f"  loss {self._loss:.3f}"
+        return f"epoch {epoch}/{trainer.max_epochs}{loss}{self._tested}"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.quiet or not trainer.is_global_zero:
@@ -163,7 +164,7 @@ class Report(Callback):
             return
         if trainer.global_step % 10 == 0:  # reading the loss waits for the device
             loss = float(outputs["loss"])
-            self._loss = loss if self._loss != self._loss else 0.7 * self._loss + 0.3 * loss
+            self._loss = loss if math.isnan(self._loss) else 0.7 * self._loss + 0.3 * loss
         self._bar.update(self._task, completed=trainer.global_step, description=self._text(trainer))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

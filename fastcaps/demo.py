@@ -1,0 +1,172 @@
+"""``fastcaps demo``: a capsule network learns handwritten digits, then shows what it does and what routing costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+import fastcaps
+from fastcaps import backends, data, measure
+from fastcaps.callbacks import Report
+from fastcaps.training import TrainConfig, TrainResult, train, versions
+
+EPOCHS = 10
+TARGET = 0.97
+SHOWN = (0, 2, 3, 4, 7)  # classes of the digits whose maps are drawn; a mistake, if there is one, comes last
+BACKENDS = ("cpu", "reference")
+
+
+def train_digits(out: Path, epochs: int, seed: int, console: Console) -> tuple[TrainResult, data.Splits]:
+    """Train the network ``digits`` on scikit-learn's digits."""
+    splits = data.load("digits")
+    config = TrainConfig(
+        network="digits",
+        data="digits",
+        out=str(out),
+        epochs=epochs,
+        batch_size=64,
+        lr=3e-3,
+        seed=seed,
+        accelerator="cpu",
+    )
+    return train(config, overwrite=True, report=Report(console), splits=splits), splits
+
+
+def measure_machine(console: Console) -> dict[str, dict[str, measure.Figures]]:
+    """Time and memory of every workload on the compiled kernels and on the reference; ``{workload: {backend: …}}``."""
+    here = {entry.name: entry.available for entry in backends.listing()}
+    chosen = [name for name in BACKENDS if here[name]]
+    figures: dict[str, dict[str, measure.Figures]] = {name: {} for name in measure.WORKLOADS}
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
+        task = progress.add_task("measuring")
+        for name, workload in measure.WORKLOADS.items():
+            for backend in chosen:
+                progress.update(task, description=f"measuring {workload.title} on {backend}, in a fresh process")
+                figures[name][backend] = measure.measure_apart(name, backend)
+    return figures
+
+
+def speed_table(figures: dict[str, dict[str, measure.Figures]]) -> Table:
+    """The figures side by side; ratios are the reference's figure over ours."""
+    table = Table(
+        title=f"One routing pass on this machine: {torch.get_num_threads()} threads, float32, 4 × 4 poses",
+        caption="Medians. Memory: what a training step adds at its peak, in a fresh process.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("children → parents", no_wrap=True)
+    for heading in ("", "kernels", "reference", "gain"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, row in figures.items():
+        workload, reference, kernels = measure.WORKLOADS[name], row["reference"], row.get("cpu")
+        titles = (workload.title, f"{workload.batch} images", "")
+        quantities = (("forward", "forward_ms", "ms"), ("training step", "step_ms", "ms"), ("memory", "step_mb", "MB"))
+        for title, (label, quantity, unit) in zip(titles, quantities, strict=True):
+            slow = getattr(reference, quantity)
+            fast = None if kernels is None else getattr(kernels, quantity)
+            table.add_row(
+                title,
+                label,
+                "—" if fast is None else f"[bold]{fast:,.1f}[/] {unit}",
+                f"{slow:,.1f} {unit}",
+                "—" if fast is None else f"[bold green]{slow / max(fast, 0.1):,.0f}×[/]",
+            )
+        table.add_section()
+    return table
+
+
+def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
+    """Write the two pictures into ``out``; returns their paths."""
+    from fastcaps import viz
+
+    network: Any = result.network
+    images, labels = splits.test.batch(slice(None))
+    with torch.no_grad():
+        predictions = network(images).argmax(dim=1)
+    wrong = (predictions != labels).nonzero().flatten()
+    right = predictions == labels
+    picked = [int(hits[0]) for digit in SHOWN if len(hits := ((labels == digit) & right).nonzero().flatten())]
+    picked += wrong[:1].tolist()
+    curve = viz.learning_curve(
+        result.history,
+        out / "learning_curve.png",
+        title=f"A capsule network learns {len(splits.train):,} handwritten digits",
+        target=TARGET,
+    )
+    heard = viz.listening_map(
+        splits.test.images[picked][:, 0],
+        viz.listening(network, images[picked]),
+        labels[picked].tolist(),
+        predictions[picked].tolist(),
+        out / "who_listened_to_what.png",
+        classes=splits.classes,
+        title="Which children each class listened to (test images the network never trained on)",
+    )
+    return [curve, heard]
+
+
+def run(
+    out: Path, *, epochs: int = EPOCHS, seed: int = 0, speed: bool = True, console: Console | None = None
+) -> dict[str, Any]:
+    """Run the whole demonstration.
+
+    Parameters
+    ----------
+    out : Path
+        The folder for the pictures, ``demo.json`` and the training's own files.
+    epochs : int
+        Passes over the digits.
+    seed : int
+        Seed of the training; with the same seed and number of threads it ends in the same weights.
+    speed : bool
+        Whether to measure this machine.
+    console : rich.console.Console, optional
+        Where to write.
+
+    Returns
+    -------
+    dict
+        What ``demo.json`` holds: accuracy, seconds, figures, versions, paths of the pictures.
+    """
+    console = console or Console()
+    kernels = next(entry for entry in backends.listing() if entry.name == "cpu")
+    console.print(f"fastcaps {fastcaps.__version__}, {kernels.detail}", highlight=False)
+    console.print("\n[bold]1. A capsule network learns handwritten digits[/] (scikit-learn's, 8 × 8 pixels)")
+    began = time.perf_counter()
+    result, splits = train_digits(out, epochs, seed, console)
+    seconds = time.perf_counter() - began
+    console.print(
+        f"[bold]test accuracy {100 * result.test_accuracy:.2f} %[/] on {len(splits.test)} digits it had not seen, "
+        f"after {seconds:.0f} s",
+        highlight=False,
+    )
+    figures: dict[str, dict[str, measure.Figures]] = {}
+    if speed:
+        console.print("\n[bold]2. What routing costs on this machine[/], kernels against the eager reference")
+        figures = measure_machine(console)
+        console.print(speed_table(figures))
+        if not kernels.available:
+            console.print("Only the reference runs here: " + kernels.detail)
+    pictures = draw(result, splits, out)
+    summary = {
+        "test_accuracy": result.test_accuracy,
+        "training_seconds": seconds,
+        "epochs": epochs,
+        "seed": seed,
+        "workloads": {name: {b: asdict(f) for b, f in row.items()} for name, row in figures.items()},
+        "versions": versions(),
+        "pictures": [str(path) for path in pictures],
+    }
+    (out / "demo.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.print(f"\n[bold]{'3' if speed else '2'}. Pictures[/]")
+    for path, what in zip(pictures, ("how it learned", "which children each class listened to"), strict=True):
+        console.print(f"  {path}  ({what})", highlight=False, soft_wrap=True)
+    return summary

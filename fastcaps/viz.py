@@ -1,0 +1,247 @@
+"""Pictures: how a training went, and which children each class listened to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastcaps import reference
+from fastcaps.geometry import SET_WINDOW
+from fastcaps.nn import CapsNet
+
+# Okabe and Ito's colours and a map from orange to purple: told apart by people of every colour vision
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
+DIVERGING = "PuOr_r"
+
+
+def _pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files: a machine without a screen must do."""
+    matplotlib.use("Agg", force=False)
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def learning_curve(
+    history: Sequence[dict[str, float]], path: str | Path, *, title: str, target: float | None = None
+) -> Path:
+    """Draw loss and accuracy over the epochs.
+
+    Parameters
+    ----------
+    history : sequence of dict
+        Rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them.
+    path : str or Path
+        Where the picture goes; the ending says the format.
+    title : str
+        What was trained on what.
+    target : float, optional
+        An accuracy (share of 1) to mark with a line.
+
+    Returns
+    -------
+    Path
+        ``path``.
+
+    Raises
+    ------
+    ValueError
+        If there is no row.
+    """
+    if not history:
+        raise ValueError("history: got no rows, want one per epoch")
+    plt = _pyplot()
+    epochs = [row["epoch"] for row in history]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for axis, quantity, factor in ((left, "loss", 1.0), (right, "accuracy", 100.0)):
+        for part, colour, marker in (("train", BLUE, "o"), ("test", ORANGE, "s")):
+            values = [factor * row[f"{part}_{quantity}"] for row in history]
+            label = {"train": "training images", "test": "test images"}[part]
+            axis.plot(epochs, values, color=colour, marker=marker, markersize=5, linewidth=2, label=label)
+        axis.set_xlabel("epoch")
+        axis.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
+        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        axis.set_axisbelow(True)
+    left.set_title("Cross-entropy loss (lower is better)", loc="left", fontsize=11)
+    left.set_ylabel("loss (nats per image)")
+    left.set_yscale("log")
+    left.legend(frameon=False)
+    right.set_title("Accuracy (higher is better)", loc="left", fontsize=11)
+    right.set_ylabel("images classified correctly (%)")
+    last = 100 * history[-1]["test_accuracy"]
+    lowest = 100 * min(min(row["test_accuracy"], row["train_accuracy"]) for row in history)
+    right.set_ylim(max(0.0, lowest - 3), 101)
+    if target is not None:
+        right.axhline(100 * target, color=GREY, linewidth=1, linestyle="--")
+        where = max(epochs) + 0.4
+        right.text(where, 100 * target - 0.3, f"{100 * target:.0f} % wanted", color=GREY, ha="right", va="top")
+    right.set_title(f"last: {last:.2f} % of test images", loc="right", fontsize=10, color=ORANGE)
+    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return Path(path)
+
+
+@torch.no_grad()
+def listening(network: CapsNet, images: Tensor) -> Tensor:
+    """How much the children at every place raised or lowered every class.
+
+    A class capsule is the normalised sum of the votes that it listened to, ``S_m = Σ_i r_im V_im``, and its logit is
+    read off linearly. With LayerNorm's standard deviation of S_m as it came out, the logit is a sum over the children,
+
+        ``logit_m = const + Σ_i r_im · strength_im``,  ``strength_im = ⟨w ⊙ γ, V_im - mean V_im⟩ / σ(S_m)``:
+
+    the coefficient with which child i was routed to the class, times the strength of its vote for it. Nothing is
+    approximated: what is returned, summed over the places, is the logit but for the constant ``⟨w, β⟩ + b``.
+
+    Parameters
+    ----------
+    network : CapsNet
+        A network whose class capsules read a grid of children.
+    images : Tensor
+        ``[B, channels, H, W]``.
+
+    Returns
+    -------
+    Tensor
+        ``[B, classes, H', W']``, H' x W' being the grid of the children; the child types of a place are summed.
+
+    Raises
+    ------
+    ValueError
+        If the class capsules' children lie on no grid.
+    """
+    layer: Any = network.routing.layers[-1]
+    calls: list[tuple[Any, ...]] = []
+    # what the last pass read: with concurrent routing the layer below has moved on since, in the trace as well
+    hook = layer.register_forward_hook(lambda _, arguments, __: calls.append(arguments))
+    was_training = network.training
+    network.eval()
+    try:
+        _, trace = network(images, return_trace=True)
+    finally:
+        hook.remove()
+        network.train(was_training)
+    below = trace.poses[-2]
+    if below.dim() != 5:
+        raise ValueError(f"the class capsules' children are {list(below.shape)}, want a grid [B, N, H, W, d]")
+    types, height, width = below.shape[1:4]
+    children, _, gate = calls[-1]  # [B, I, d], types slowest
+    poses = children.unflatten(-1, layer.pose_shape[:2])
+    votes = reference.votes(poses[:, None, None], layer.weight, layer.bias, SET_WINDOW)[:, 0, 0].flatten(-2)
+    shares = trace.coefficients[-1]  # [B, I, M]
+    if gate is not None:
+        shares = shares * gate[..., None]
+    reading = network.head.linear.weight[0]  # [d]
+    if layer.norm is not None:
+        sums = torch.einsum("bim,bimd->bmd", shares, votes)
+        deviation = (sums.var(-1, correction=0) + layer.norm.eps).sqrt()  # [B, M]
+        votes = votes - votes.mean(-1, keepdim=True)
+        shares = shares / deviation[:, None]
+        reading = reading * layer.norm.weight
+    heard = shares * (votes @ reading)
+    if trace.activations[-1] is not None:
+        heard = heard * trace.activations[-1][:, None]
+    return heard.unflatten(1, (types, height, width)).sum(1).permute(0, 3, 1, 2)
+
+
+def _outline(axis: Any, image: Tensor, grid: tuple[int, int]) -> None:
+    """Lay the ink's outline over a map of the children: the image reaches past the outermost children's centres."""
+    rows, columns = image.shape
+    # children of an unpadded window sit in the middle of the image, as far apart as its pixels or further
+    y = (np.arange(rows) - (rows - 1) / 2) * max(1.0, grid[0] / rows) + (grid[0] - 1) / 2
+    x = (np.arange(columns) - (columns - 1) / 2) * max(1.0, grid[1] / columns) + (grid[1] - 1) / 2
+    ink = image.numpy().astype(float)
+    axis.contour(x, y, ink, levels=[ink.max() / 2], colors="black", linewidths=1.1)
+    axis.set_xlim(-0.5, grid[1] - 0.5)
+    axis.set_ylim(grid[0] - 0.5, -0.5)
+
+
+def listening_map(
+    images: Tensor,
+    heard: Tensor,
+    labels: Sequence[int],
+    predictions: Sequence[int],
+    path: str | Path,
+    *,
+    classes: Sequence[str],
+    title: str,
+) -> Path:
+    """Draw, for some images, which places every class listened to.
+
+    Parameters
+    ----------
+    images : Tensor
+        ``[n, height, width]`` in grey.
+    heard : Tensor
+        ``[n, classes, H', W']`` from :func:`listening`.
+    labels, predictions : sequence of int
+        The true and the predicted class of every image.
+    path : str or Path
+        Where the picture goes.
+    classes : sequence of str
+        Names of the classes.
+    title : str
+        What network and data.
+
+    Returns
+    -------
+    Path
+        ``path``.
+    """
+    plt = _pyplot()
+    rows, many = heard.shape[:2]
+    figure = plt.figure(figsize=(1.02 * many + 3.4, 1.1 * rows + 1.9), layout="constrained")
+    grid = figure.add_gridspec(rows, many + 1, width_ratios=[1.15] + [1.0] * many)
+    bound = float(np.percentile(heard.abs().numpy(), 99.5)) or 1.0  # one place far above all would pale the others
+    drawn: Any = None
+    maps = []
+    for row in range(rows):
+        axis = figure.add_subplot(grid[row, 0])
+        axis.imshow(images[row].numpy(), cmap="gray_r")
+        told = f"a {classes[labels[row]]}"
+        wrong = labels[row] != predictions[row]
+        axis.set_ylabel(
+            f"{told},\ntaken for {classes[predictions[row]]}" if wrong else told,
+            rotation=0,
+            ha="right",
+            va="center",
+            fontsize=12,
+            labelpad=8,
+        )
+        axis.set(xticks=[], yticks=[])
+        if row == 0:
+            axis.set_title("image", fontsize=11)
+        for column in range(many):
+            axis = figure.add_subplot(grid[row, column + 1])
+            drawn = axis.imshow(heard[row, column].numpy(), cmap=DIVERGING, vmin=-bound, vmax=bound)
+            _outline(axis, images[row], (heard.shape[2], heard.shape[3]))
+            axis.set(xticks=[], yticks=[])
+            axis.set_xlabel(f"{float(heard[row, column].sum()):+.1f}", fontsize=9, labelpad=2)
+            chosen = column == predictions[row]
+            for spine in axis.spines.values():
+                spine.set_color("black" if chosen else "#BBBBBB")
+                spine.set_linewidth(3 if chosen else 0.8)
+            if row == 0:
+                axis.set_title(f"class {classes[column]}", fontsize=11)
+            maps.append(axis)
+    bar = figure.colorbar(drawn, ax=maps, fraction=0.016, pad=0.012, aspect=40, extend="both")
+    bar.set_label("share of the logit: coefficient × strength of the vote", fontsize=10)
+    explained = (
+        "Orange: the capsules at this place spoke for the class. Purple: against it. Lines: the image's outline. "
+        "Below each map: its sum. Thick frame: the class chosen."
+    )
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.75 / figure.get_figheight()))  # room for two lines above
+    figure.text(0.01, 1 - 0.2 / figure.get_figheight(), title, fontsize=13, fontweight="bold", va="center")
+    figure.text(0.01, 1 - 0.5 / figure.get_figheight(), explained, fontsize=10.5, va="center")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return Path(path)
