@@ -80,7 +80,7 @@ python:
 		{ echo "fastcaps: $(PYTHON) cannot make virtual environments; install its venv package (Debian: python3-venv)" >&2; exit 1; }
 
 compiler:
-	@for name in "$$CXX" c++ g++ clang++; do command -v $$name >/dev/null 2>&1 && exit 0; done; \
+	@for name in $$CXX c++ g++ clang++; do command -v "$$name" >/dev/null 2>&1 && exit 0; done; \
 		echo "fastcaps: no C++ compiler; install one (Debian: apt-get install g++) or name it: make CXX=..." >&2; exit 1
 
 # A virtual environment with the torch to build against and the build's own tools, so that the build needs no isolation.
