@@ -164,10 +164,12 @@ def attention_pass(
 def _standardise(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return ``[B, Ho, Wo, M, C * E]`` with mean 0 and variance 1 over the pose, and 1 / sqrt(variance + eps).
 
-    Written out, since the library's layer_norm has wrong derivatives from the third on.
+    Written out, since the library's layer_norm has wrong derivatives from the third on. Centred twice: the backward
+    formula wants a mean of 0 to the last place of the differences, not of the sums that they are taken from.
     """
     flat = sums.flatten(-2)
     centred = flat - flat.mean(-1, keepdim=True)
+    centred = centred - centred.mean(-1, keepdim=True)
     inverse = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centred * inverse, inverse
 
@@ -179,9 +181,7 @@ def _layer_norm_backward(
     grad = grad.flatten(-2)
     standard, inverse = _standardise(sums, eps)
     scaled = grad if norm_weight is None else grad * norm_weight
-    # centred before the product: standard has mean 0 only up to rounding, and poses of two numbers would show it
-    scaled = scaled - scaled.mean(-1, keepdim=True)
-    inner = scaled - standard * (scaled * standard).mean(-1, keepdim=True)
+    inner = scaled - scaled.mean(-1, keepdim=True) - standard * (scaled * standard).mean(-1, keepdim=True)
     outer = tuple(range(grad.dim() - 1))
     return (inverse * inner).reshape(sums.shape), (grad * standard).sum(outer), grad.sum(outer)
 

@@ -16,15 +16,22 @@ FASTCAPS_INLINE Vec<T> reciprocal_sqrt(Vec<T> v) {
 
 template <class T>
 struct Moments {
-  Vec<T> mean, rstd;
+  // The mean is kept with what its own rounding leaves over: the backward formula wants differences that sum to 0 in
+  // their own last place, and poses of two numbers would show it if they did not.
+  Vec<T> mean, rest, rstd;
 
   FASTCAPS_INLINE Moments(const Vec<T>* S, int64_t count, T eps) {
     Vec<T> sum{}, square{};
     for (int64_t k = 0; k < count; ++k) sum += S[k];
     mean = sum / T(count);
-    for (int64_t k = 0; k < count; ++k) square += (S[k] - mean) * (S[k] - mean);
+    rest = Vec<T>{};
+    for (int64_t k = 0; k < count; ++k) rest += S[k] - mean;
+    rest /= T(count);
+    for (int64_t k = 0; k < count; ++k) square += centred(S[k]) * centred(S[k]);
     rstd = reciprocal_sqrt<T>(square / T(count) + eps);
   }
+
+  FASTCAPS_INLINE Vec<T> centred(Vec<T> s) const { return (s - mean) - rest; }
 };
 
 // out = (S - mean) / std * weight + bias
@@ -32,7 +39,7 @@ template <class T>
 FASTCAPS_INLINE void layer_norm(const Vec<T>* S, int64_t count, T eps, const T* weight, const T* bias, Vec<T>* out) {
   const Moments<T> moments(S, count, eps);
   for (int64_t k = 0; k < count; ++k) {
-    Vec<T> y = (S[k] - moments.mean) * moments.rstd;
+    Vec<T> y = moments.centred(S[k]) * moments.rstd;
     if (weight) y *= weight[k];
     if (bias) y += bias[k];
     out[k] = y;
@@ -46,7 +53,7 @@ FASTCAPS_INLINE void layer_norm_backward(const Vec<T>* S, int64_t count, T eps, 
   const Moments<T> moments(S, count, eps);
   Vec<T> sum{}, product{};
   for (int64_t k = 0; k < count; ++k) {
-    const Vec<T> x = (S[k] - moments.mean) * moments.rstd;
+    const Vec<T> x = moments.centred(S[k]) * moments.rstd;
     if (dweight) dweight[k] += dY[k] * x;
     if (dbias) dbias[k] += dY[k];
     if (weight) dY[k] *= weight[k];
@@ -56,7 +63,7 @@ FASTCAPS_INLINE void layer_norm_backward(const Vec<T>* S, int64_t count, T eps, 
   sum /= T(count);
   product /= T(count);
   for (int64_t k = 0; k < count; ++k) {
-    const Vec<T> x = (S[k] - moments.mean) * moments.rstd;
+    const Vec<T> x = moments.centred(S[k]) * moments.rstd;
     dY[k] = moments.rstd * (dY[k] - sum - x * product);
   }
 }
