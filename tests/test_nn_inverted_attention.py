@@ -370,3 +370,15 @@ def test_wrong_inputs_are_named():
 
 def test_exported_at_the_top():
     assert fastcaps.InvertedAttentionRouting is fastcaps.nn.InvertedAttentionRouting
+
+
+@pytest.mark.parametrize("name", ["set-matrix", "grid-matrix"])
+def test_exports_with_a_dynamic_batch(name):
+    layer = make(name)
+    children = draw(layer)
+    parents = layer(children).detach()
+    batch = torch.export.Dim("batch")
+    shapes = {"children": {0: batch}, "parents": {0: batch}}
+    program = torch.export.export(layer, (children, parents), dynamic_shapes=shapes)
+    more = [torch.cat([tensor, tensor, tensor]) for tensor in (children, parents)]
+    torch.testing.assert_close(program.module()(*more), layer(*more))
