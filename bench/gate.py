@@ -1,0 +1,141 @@
+"""The correctness gate: a speed figure stands only while its result agrees with the float64 reference.
+
+The rule is the contract's: the largest error of a result may be at most twice that of the eager reference of the same
+dtype, plus what rounding explains. Rounding is one unit in the last place of the largest number in the result and,
+where that is not enough, the condition of the problem: how far the float64 result moves when every input moves by one
+unit in the last place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.alternatives import build, runner
+from bench.workloads import Inputs, Workload
+
+__all__ = ["ALTERNATIVE_TIMES", "Gate", "Verdict"]
+
+_CHUNK_BYTES = 256 * 2**20
+"""Votes that the float64 reference may store at once; a batch runs in as many parts as this takes."""
+
+ALTERNATIVE_TIMES = 10.0
+"""What the gate grants alternatives. The library's own LayerNorm and convolution sum with more rounding than the
+contract lets a kernel have; to leave them out for that would flatter the package. A wrong result still shows."""
+
+_BATCHED = ("parents", "dchildren", "dparents")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate says of one result.
+
+    Attributes
+    ----------
+    passed
+        Whether every tensor keeps the rule.
+    errors, allowed
+        The largest error of each tensor and what the rule allows it.
+    complaint
+        The first thing that is wrong, in words; empty if nothing is.
+    """
+
+    passed: bool
+    errors: dict[str, float]
+    allowed: dict[str, float]
+    complaint: str = ""
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+class Gate:
+    """The float64 result of one workload at one batch, and how far the eager reference of the inputs' dtype is from it.
+
+    Parameters
+    ----------
+    workload : Workload
+    inputs : Inputs
+        What the implementations under test are given.
+    """
+
+    def __init__(self, workload: Workload, inputs: Inputs) -> None:
+        self.workload = workload
+        self.dtype = inputs.children.dtype
+        self._inputs = inputs
+        self.exact = self._reference(inputs.to(torch.float64))
+        eager = self._reference(inputs.to(self.dtype))
+        self.eager_error = {name: _largest(eager[name].double() - value) for name, value in self.exact.items()}
+        self._condition: dict[str, float] | None = None
+
+    def _reference(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Run the reference's training step in parts of the batch, and put the parts together."""
+        workload, batch = self.workload, inputs.children.shape[0]
+        per_sample = workload.votes_bytes(1, inputs.children.element_size())
+        step = max(1, _CHUNK_BYTES // per_sample)
+        run = build("reference", workload)
+        parts = [
+            runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
+            for first in range(0, batch, step)
+        ]
+        return {
+            name: torch.cat([part[name] for part in parts]) if name in _BATCHED else sum_of(parts, name)
+            for name in parts[0]
+        }
+
+    def condition(self) -> dict[str, float]:
+        """Return how far the float64 result moves when every input moves by one unit in the last place."""
+        if self._condition is None:
+            epsilon = torch.finfo(self.dtype).eps
+            generator = torch.Generator().manual_seed(1)
+
+            def moved(tensor: Tensor | None) -> Tensor | None:
+                if tensor is None:
+                    return None
+                signs = torch.randint(0, 2, tensor.shape, generator=generator).double() * 2 - 1
+                return tensor.detach().double() * (1 + epsilon * signs)
+
+            near = Inputs(*[moved(tensor) for tensor in (*self._inputs.arguments(), self._inputs.grad)])
+            other = self._reference(near)
+            self._condition = {name: _largest(other[name] - value) for name, value in self.exact.items()}
+        return self._condition
+
+    def judge(self, found: dict[str, Tensor], times: float = 2.0) -> Verdict:
+        """Hold a result, of a forward pass or of a training step, to the rule.
+
+        Parameters
+        ----------
+        found : dict of str to Tensor
+            ``parents`` and perhaps ``d`` + the name of each argument, as :func:`bench.alternatives.runner` returns it.
+        times : float
+            By how much the error may exceed the eager reference's: 2 is the contract, which this package is held to.
+        """
+        errors: dict[str, float] = {}
+        allowed: dict[str, float] = {}
+        complaint = ""
+        if "parents" not in found or (len(found) > 1 and found.keys() != self.exact.keys()):
+            return Verdict(False, errors, allowed, f"results are {sorted(found)}, wanted {sorted(self.exact)}")
+        for name, tensor in found.items():
+            exact = self.exact[name]
+            if tensor.shape != exact.shape:
+                return Verdict(False, errors, allowed, f"{name} has shape {[*tensor.shape]}, wanted {[*exact.shape]}")
+            if not torch.isfinite(tensor).all():
+                return Verdict(False, errors, allowed, f"{name} has numbers that are not finite")
+            errors[name] = _largest(tensor.double() - exact)
+            allowed[name] = times * self.eager_error[name] + torch.finfo(self.dtype).eps * _largest(exact)
+            if errors[name] > allowed[name]:
+                allowed[name] += self.condition()[name]
+            if errors[name] > allowed[name] and not complaint:
+                complaint = f"{name} errs by {errors[name]:.3g}, allowed {allowed[name]:.3g}"
+        return Verdict(not complaint, errors, allowed, complaint)
+
+
+def sum_of(parts: list[dict[str, Tensor]], name: str) -> Tensor:
+    """Return the sum of one named tensor over the parts of a batch."""
+    total = parts[0][name].clone()
+    for part in parts[1:]:
+        total += part[name]
+    return total

@@ -1,0 +1,149 @@
+"""Peak memory of one call, really measured: in a process of its own, by the operating system's count.
+
+What is counted is resident memory (RSS). The baseline is taken when the imports are done, the inputs lie in memory, and
+a miniature of the same layer has run once, so that code is loaded and threads are up. The peak is the highest RSS that
+the kernel saw during the call. Results and gradients are part of the growth; ``beyond`` is the growth without them:
+what the call needed for itself. Either is exact to about 1 MB, by which the system's counters may lag.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from bench.alternatives import build, is_compiled, runner
+from bench.workloads import Workload
+
+__all__ = ["Peak", "measure", "measure_fresh", "peak_of_pass", "peak_supported"]
+
+_STATUS = "/proc/self/status"
+_RESET = "/proc/self/clear_refs"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Growth of a process during one call, in bytes.
+
+    Attributes
+    ----------
+    growth
+        Peak minus baseline.
+    results
+        Bytes of what the call returned.
+    """
+
+    growth: int
+    results: int
+
+    @property
+    def beyond(self) -> int:
+        """Growth without the results; never below 0."""
+        return max(0, self.growth - self.results)
+
+
+def _status(field: str) -> int:
+    with open(_STATUS) as lines:
+        for line in lines:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{_STATUS} has no {field}")
+
+
+def peak_supported() -> str:
+    """Return an empty string if this system can measure a peak, or why it cannot."""
+    if not os.path.exists(_STATUS):
+        return f"no {_STATUS} on {sys.platform}"
+    try:
+        with open(_RESET, "w") as reset:
+            reset.write("5")
+    except OSError as error:
+        return f"{_RESET}: {error}"
+    return ""
+
+
+def measure(call: Callable[[], Any]) -> int:
+    """Return by how many bytes the resident memory of this process grows at its peak during ``call()``.
+
+    Memory that the allocator holds for reuse is given back first, so that using it again counts.
+    """
+    gc.collect()
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+    with open(_RESET, "w") as reset:
+        reset.write("5")  # the peak so far becomes the present size
+    before = _status("VmRSS")
+    kept = call()
+    peak = _status("VmHWM")
+    del kept
+    return max(0, peak - before)
+
+
+def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, threads: int) -> Peak:
+    """Measure one pass or training step in this process, which ought to be fresh."""
+    torch.set_num_threads(threads)
+    small = workload.miniature()
+    runner(build(name, small), small.inputs(1), training)()
+    call = runner(build(name, workload), workload.inputs(batch), training)
+    if is_compiled(name):
+        call()  # else the compiler's own memory would count
+    results = 0
+
+    def counted() -> Any:
+        nonlocal results
+        found = call()
+        results = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+        return found
+
+    growth = measure(counted)
+    return Peak(growth, results)
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        pipe.send((True, function(*arguments)))
+    except Exception as error:  # whatever it is, the parent reports it
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+def measure_fresh(function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> Any:
+    """Return ``function(*arguments)``, computed in a process that has done nothing else.
+
+    Raises
+    ------
+    RuntimeError
+        If the function raises, the process dies, or no answer comes in ``timeout`` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise RuntimeError(f"no answer in {timeout:.0f} s")
+        good, answer = ours.recv()
+    except EOFError:
+        process.join(5)
+        raise RuntimeError(f"the process died with exit code {process.exitcode}") from None
+    finally:
+        if process.is_alive():
+            process.join(5)
+        if process.is_alive():
+            process.kill()
+        ours.close()
+    if not good:
+        raise RuntimeError(answer)
+    return answer

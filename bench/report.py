@@ -1,0 +1,246 @@
+"""Tables from results: for the terminal, for docs/performance.md, and what falls short of its goal.
+
+python bench/report.py                                   # the newest results, as a readable table
+python bench/report.py FILE ... --markdown               # several files: later rows replace earlier ones
+python bench/report.py --into docs/performance.md  # between its markers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BEGIN", "END", "into", "markdown", "merge", "print_document", "shortfalls", "tables"]
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+RESULTS = Path(__file__).resolve().parent / "results"
+
+COLUMNS = (
+    "workload",
+    "batch",
+    "votes",
+    "fastcaps ms (p20-p80)",
+    "fastest alternative",
+    "ms (p20-p80)",
+    "speed-up",
+    "GFLOP/s",
+    "of sgemm",
+    "peak memory",
+    "alternative's",
+)
+
+_SHORT = {
+    "reference": "reference",
+    "batched-matmul": "bmm",
+    "reference-compiled": "reference, compiled",
+    "batched-matmul-compiled": "bmm, compiled",
+}
+
+
+def _number(value: float) -> str:
+    """Return a positive number with three significant digits, without an exponent."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.0995 else f"{value:.3f}"
+
+
+def _milliseconds(entry: dict[str, Any]) -> str:
+    median, p20, p80 = (_number(entry[key] * 1e3) for key in ("median", "p20", "p80"))
+    return f"{median} ({p20}-{p80})"
+
+
+def _bytes(count: float) -> str:
+    return f"{_number(max(count, 1e4) / 1e6)} MB"
+
+
+def _peak(memory: dict[str, Any], name: str) -> str:
+    entry = memory.get(name)
+    if entry is None:
+        return ""
+    return "failed" if "failed" in entry else _bytes(entry["peak"])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Return one table line, in the order of ``COLUMNS``."""
+    head = [row["workload"], str(row["batch"]), _bytes(row["votes_bytes"])]
+    if "refused" in row:
+        return [*head, f"refused: {row['refused']}", *[""] * (len(COLUMNS) - 4)]
+    fastest = row["fastest"]
+    other = ["none", "", ""]
+    if fastest is not None:
+        note = "*" if "note" in row["alternatives"][fastest] else ""
+        name = _SHORT.get(fastest, fastest) + note
+        other = [name, _milliseconds(row["alternatives"][fastest]), f"{_number(row['speedup'])}×"]
+    memory = row["memory"]
+    others = [_peak(memory, name) for name in memory if name not in ("fastcaps", "left_out")]
+    return [
+        *head,
+        _milliseconds(row["fastcaps"]),
+        *other,
+        _number(row["gflops"]),
+        f"{row['sgemm_share']:.0%}",
+        _peak(memory, "fastcaps"),
+        others[0] if others else "",
+    ]
+
+
+def tables(document: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Return (title, lines) for each mode, default and other batches before batch 1."""
+    found = []
+    for single in (False, True):
+        for mode in ("forward", "training step"):
+            rows = [row for row in document["rows"] if row["mode"] == mode and (row["batch"] == 1) == single]
+            if rows:
+                title = f"{mode.capitalize()}, batch 1" if single else mode.capitalize()
+                found.append((title, [_cells(row) for row in rows]))
+    return found
+
+
+def shortfalls(document: dict[str, Any]) -> list[str]:
+    """Return a sentence for every figure that misses its goal."""
+    missed = []
+    for row in document["rows"]:
+        goal, place = row.get("goal"), f"{row['workload']} batch {row['batch']} {row['mode']}"
+        if "refused" in row:
+            missed.append(f"{place}: refused, {row['refused']}")
+            continue
+        if not goal:
+            continue
+        wanted = goal.get("speedup")
+        if wanted is not None and row["speedup"] is not None and row["speedup"] < wanted:
+            missed.append(f"{place}: {_number(row['speedup'])}× of the fastest alternative, goal {_number(wanted)}×")
+        share = goal.get("sgemm_share")
+        if share is not None and row["sgemm_share"] < share:
+            missed.append(f"{place}: {row['sgemm_share']:.0%} of sgemm, goal {share:.0%}")
+    return missed
+
+
+def _about(document: dict[str, Any]) -> str:
+    """Return a sentence on machine, versions, commit and date."""
+    about = document["machine"]
+    versions = about["versions"]
+    capability = f" ({about['capability']})" if about["capability"] else ""
+    rates = sorted(row["sgemm_gflops"] for row in document["rows"] if "sgemm_gflops" in row)
+    size = document["sgemm_size"]
+    sgemm = f"; sgemm of {size}³: {_number(rates[len(rates) // 2])} GFLOP/s" if rates else ""
+    commit = about["commit"] + (" (modified)" if about["modified"] else "")
+    return (
+        f"{about['device']}, {about['threads']} threads on {about['cores']} cores{sgemm}. fastcaps "
+        f"{versions['fastcaps']}, backend {about['backend']}{capability}; torch {versions['torch']}, Python "
+        f"{versions['python']}. Commit {commit}, {about['date'][:16].replace('T', ' ')} UTC, {document['kind']} run."
+    )
+
+
+def _failures(document: dict[str, Any]) -> list[str]:
+    """Return a sentence for each alternative that gave no figure, or gave one only after a crash."""
+    found: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        for name, entry in row.get("alternatives", {}).items():
+            what = entry.get("failed") or entry.get("note")
+            if what:
+                place = f"{row['workload']} batch {row['batch']} {row['mode']}"
+                found.setdefault(f"{_SHORT.get(name, name)}: {what}", []).append(place)
+    return [f"{what} — on {'; '.join(places)}" for what, places in found.items()]
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """Return the document as markdown: what was measured on, a table for each mode, and what there is to say."""
+    lines = [_about(document), ""]
+    for title, cells in tables(document):
+        right = ["---"] + ["---:"] * (len(COLUMNS) - 1)
+        lines += [f"**{title}**", ""]
+        lines += [f"| {' | '.join(line)} |" for line in [list(COLUMNS), right, *cells]]
+        lines.append("")
+    for title, sentences in (
+        ("Below the goal:", shortfalls(document)),
+        ("Alternatives without a figure, and those marked *:", _failures(document)),
+    ):
+        if sentences:
+            lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
+    return "\n".join(lines)
+
+
+def print_document(document: dict[str, Any]) -> None:
+    """Print the document as tables for a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    # no terminal (CI, a file): wide enough that no cell is broken
+    if not console.is_terminal or console.width < 150:
+        console.width = 170
+    console.print(_about(document), markup=False)
+    for title, cells in tables(document):
+        table = Table(title=title, title_justify="left", pad_edge=False)
+        for index, column in enumerate(COLUMNS):
+            table.add_column(column, justify="left" if index in (0, 4) else "right", overflow="fold")
+        for line in cells:
+            table.add_row(*line)
+        console.print(table)
+    for title, sentences in (("Below the goal:", shortfalls(document)), ("Alternatives:", _failures(document))):
+        if sentences:
+            console.print(title, markup=False)
+            for sentence in sentences:
+                console.print(f"  {sentence}", markup=False)
+
+
+def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one document with the rows of all; a later row replaces an earlier one of the same name, batch and mode.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or they are from different devices.
+    """
+    if not documents:
+        raise ValueError("no results to report")
+    devices = {document["machine"]["device"] for document in documents}
+    if len(devices) > 1:
+        raise ValueError(f"results are from different devices: {', '.join(sorted(devices))}")
+    rows = {(r["workload"], r["batch"], r["mode"]): r for document in documents for r in document["rows"]}
+    return documents[-1] | {"rows": list(rows.values())}
+
+
+def into(page: str, table: str) -> str:
+    """Return ``page`` with ``table`` between its markers.
+
+    Raises
+    ------
+    ValueError
+        If the page does not have each marker once, in order.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"the page needs one {BEGIN} and, after it, one {END}")
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{table.strip()}\n{END}{after}"
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(description="Tables from benchmark results.")
+    parser.add_argument("files", nargs="*", type=Path, help="JSON files (default: the newest in bench/results)")
+    parser.add_argument("--markdown", action="store_true", help="print markdown")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the markdown between the markers of a page")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    files = given.files or sorted(RESULTS.glob("*.json"), key=lambda path: path.stat().st_mtime)[-1:]
+    try:
+        document = merge([json.loads(path.read_text()) for path in files])
+        if given.into is not None:
+            given.into.write_text(into(given.into.read_text(), markdown(document)))
+        elif given.markdown:
+            print(markdown(document))
+        else:
+            print_document(document)
+    except (OSError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

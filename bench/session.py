@@ -1,0 +1,238 @@
+"""One run of the benchmark: rows are prepared, held to the gate, timed, completed and written down here."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import machine, report
+from bench.alternatives import ALTERNATIVES, OURS, build, is_compiled, runner
+from bench.gate import ALTERNATIVE_TIMES, Gate, Verdict
+from bench.memory_probe import measure_fresh, peak_of_pass, peak_supported
+from bench.timing import Contender, Plan, Schedule, Sgemm, quantiles
+from bench.worker import Worker, WorkerError
+from bench.workloads import Workload
+
+__all__ = ["Case", "Refused", "Session", "Settings"]
+
+_MEMORY_ALTERNATIVE = "batched-matmul"
+"""The alternative whose peak memory is measured beside ours, at default batches."""
+
+_QUICK_MEMORY = ("tsai-c10-conv1",)
+"""Workloads whose memory a quick run measures."""
+
+
+class Refused(Exception):
+    """The result disagrees with the float64 reference: there is no speed figure."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for; see ``pytest bench --help``."""
+
+    results: Path
+    threads: int
+    plan: Plan
+    quick: bool = False
+    compiled: bool = True
+    alternatives: bool = True
+    memory: bool = True
+
+
+@dataclass
+class Case:
+    """One row on its way.
+
+    Attributes
+    ----------
+    workload, batch, training
+        Which row.
+    call
+        What is timed: the package's own pass or training step.
+    schedule
+        Brings the alternatives in between; see :class:`bench.timing.Schedule`.
+    """
+
+    workload: Workload
+    batch: int
+    training: bool
+    call: Callable[[], Any]
+    schedule: Schedule
+    verdict: Verdict
+    sgemm: Contender
+    contenders: list[Contender]
+    failures: dict[str, str]
+    workers: dict[str, Worker] = field(default_factory=dict)
+
+
+class Session:
+    """Workers, machine and rows of one run.
+
+    Attributes
+    ----------
+    document
+        What is written as JSON: the machine, and a row for each case.
+    files
+        What was written.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        torch.set_num_threads(settings.threads)
+        self.document: dict[str, Any] = {
+            "format": 1,
+            "kind": "quick" if settings.quick else "full",
+            "machine": machine.describe(settings.threads),
+            "sgemm_size": settings.plan.sgemm,
+            "rows": [],
+        }
+        self.files: list[Path] = []
+        self._sgemm = Sgemm(settings.plan.sgemm)
+        self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
+        log = Path(self._scratch.name) / "workers.log"
+        names = [n for n in ALTERNATIVES if settings.alternatives and (settings.compiled or not is_compiled(n))]
+        self._workers = {name: Worker(name, settings.threads, log) for name in names}
+        self._gate: tuple[tuple[str, int], Gate] | None = None
+        self._no_memory = "left out" if not settings.memory else peak_supported()
+
+    def _gate_of(self, workload: Workload, batch: int) -> Gate:
+        """Return the gate of a workload at a batch; the last one is kept, as forward and training step share it."""
+        key = (workload.name, batch)
+        if self._gate is None or self._gate[0] != key:
+            self._gate = None
+            self._gate = (key, Gate(workload, workload.inputs(batch)))
+        return self._gate[1]
+
+    def prepare(self, workload: Workload, batch: int, training: bool) -> Case:
+        """Bring one row to where it can be timed: results of everyone computed, and held to the gate.
+
+        Raises
+        ------
+        Refused
+            If the package's own result disagrees with the float64 reference.
+        """
+        failures: dict[str, str] = {}
+        for name, worker in self._workers.items():
+            try:
+                worker.begin(workload.name, batch, training)
+            except WorkerError as error:
+                failures[name] = str(error)
+        gate = self._gate_of(workload, batch)
+        call = runner(build(OURS, workload), workload.inputs(batch), training)
+        verdict = gate.judge(call())
+
+        contenders: list[Contender] = []
+        for name, worker in self._workers.items():
+            if name in failures:
+                continue
+            try:
+                theirs = gate.judge(worker.ready(), ALTERNATIVE_TIMES)
+            except WorkerError as error:
+                failures[name] = str(error)
+                continue
+            if theirs.passed:
+                contenders.append(Contender(name, worker.time))
+            else:
+                failures[name] = f"disagrees with the reference: {theirs.complaint}"
+        if not verdict.passed:
+            self._record(self._row(workload, batch, training) | {"refused": verdict.complaint})
+            raise Refused(verdict.complaint)
+        sgemm = Contender("sgemm", self._sgemm.timer)
+        schedule = Schedule(call, [sgemm, *contenders], self.settings.plan)
+        return Case(
+            workload, batch, training, call, schedule, verdict, sgemm, contenders, failures, dict(self._workers)
+        )
+
+    def _row(self, workload: Workload, batch: int, training: bool) -> dict[str, Any]:
+        """Return what a row says before anything is timed."""
+        goal = None
+        if workload.goal is not None and not self.settings.quick:
+            goal = {"speedup": workload.goal.training if training else workload.goal.forward}
+            if not training:
+                goal["sgemm_share"] = workload.goal.share
+            if batch != workload.batch:
+                goal = {"speedup": 1.0} if batch == 1 else None
+        return {
+            "workload": workload.name,
+            "source": workload.source,
+            "batch": batch,
+            "mode": "training step" if training else "forward",
+            "dtype": "float32",
+            "votes_bytes": workload.votes_bytes(batch),
+            "operations": workload.operations(batch, training),
+            "goal": goal,
+        }
+
+    def finish(self, case: Case, samples: list[float]) -> dict[str, Any]:
+        """Complete a timed row, write it down, and return it."""
+        row = self._row(case.workload, case.batch, case.training)
+        mine = quantiles(samples)
+        sgemm = self._sgemm.rate(quantiles(case.sgemm.samples)["median"])
+        alternatives: dict[str, Any] = {name: {"failed": why} for name, why in case.failures.items()}
+        for contender in case.contenders:
+            name = contender.name
+            alternatives[name] = {"failed": contender.error} if contender.error else quantiles(contender.samples)
+            if case.workers[name].note:
+                alternatives[name]["note"] = case.workers[name].note
+            case.workers[name].end()
+        timed = {name: entry["median"] for name, entry in alternatives.items() if "median" in entry}
+        fastest = min(timed, key=lambda name: timed[name]) if timed else None
+        rate = row["operations"] / mine["median"]
+        row |= {
+            "gate": {"errors": case.verdict.errors, "allowed": case.verdict.allowed},
+            "fastcaps": mine,
+            "alternatives": alternatives,
+            "fastest": fastest,
+            "speedup": timed[fastest] / mine["median"] if fastest else None,
+            "gflops": rate / 1e9,
+            "sgemm_gflops": sgemm / 1e9,
+            "sgemm_share": rate / sgemm,
+            "memory": self._memory(case),
+        }
+        self._record(row)
+        return row
+
+    def _memory(self, case: Case) -> dict[str, Any]:
+        """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
+        if self._no_memory:
+            return {"left_out": self._no_memory}
+        if self.settings.quick and case.workload.name not in _QUICK_MEMORY:
+            return {"left_out": "quick run"}
+        names = [OURS]
+        if _MEMORY_ALTERNATIVE in self._workers and (case.batch == case.workload.batch or self.settings.quick):
+            names.append(_MEMORY_ALTERNATIVE)
+        found: dict[str, Any] = {}
+        for name in names:
+            try:
+                peak = measure_fresh(
+                    peak_of_pass, name, case.workload, case.batch, case.training, self.settings.threads
+                )
+            except RuntimeError as error:
+                found[name] = {"failed": str(error)}
+            else:
+                found[name] = {"peak": peak.growth, "results": peak.results, "beyond": peak.beyond}
+        return found
+
+    def _record(self, row: dict[str, Any]) -> None:
+        """Add a row and write everything so far: a run that is stopped leaves what it has."""
+        self.document["rows"].append(row)
+        about = self.document["machine"]
+        stamp = about["date"][:16].replace(":", "")
+        name = f"attention-{machine.slug(about['device'])}-{about['threads']}t-{stamp}-{about['commit']}"
+        folder = self.settings.results
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = [folder / f"{name}.json", folder / f"{name}.md"]
+        self.files[0].write_text(json.dumps(self.document, indent=1) + "\n")
+        self.files[1].write_text(report.markdown(self.document))
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers.values():
+            worker.close()
+        self._scratch.cleanup()
