@@ -85,9 +85,10 @@ void add_parts(const T* parts, int64_t count, int64_t numbers, T* out) {
 
 // A gradient of which every group or item makes a part of its own.
 Tensor sum_of_parts(const Tensor& parts, int64_t count, const std::vector<int64_t>& shape, bool is_double) {
+  if (count == 0) return torch::stable::new_zeros(parts, shape);
+  if (count == 1) return torch::stable::view(parts, shape);
   Tensor out = torch::stable::new_empty(parts, shape);
   const int64_t numbers = out.numel();
-  if (count == 0) return torch::stable::new_zeros(parts, shape);
   if (is_double)
     add_parts(static_cast<const double*>(data_of(parts)), count, numbers, static_cast<double*>(data_of(out)));
   else

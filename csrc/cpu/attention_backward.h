@@ -40,7 +40,7 @@ struct BackwardItem {
   const Pose pose;
   const WeightsOf<T, kChildLanes> weights;
   const int64_t MCE, CE, CD, DE, slots;
-  V *sums, *P, *dP, *gates, *r, *h, *votes_kept, *dV, *dW_lanes, *dQ_lanes, *dnorm;
+  V *sums, *P, *dP, *gates, *r, *h, *highest, *votes_kept, *dV, *dW_lanes, *dQ_lanes, *dnorm;
   T *P_rows, *dV_rows, *parent_rows;
   Tile<T>* tiles;
   const Parent *Q = nullptr, *dS = nullptr;  // of the item's group, made by prepare()
@@ -65,6 +65,7 @@ struct BackwardItem {
     gates = arena.take<V>(slots);
     r = arena.take<V>(slots * g.M);
     h = arena.take<V>(slots * g.M);
+    highest = arena.take<V>(slots);
     votes_kept = cut.keep_votes ? arena.take<V>(slots * MCE) : nullptr;
     dV = arena.take<V>(CE);
     dnorm = arena.take<V>(2 * CE);
@@ -220,14 +221,16 @@ struct BackwardItem {
           const int64_t slot = t * cut.block_children + j;
           const Parent* ds = dS + (t0 + t) * MCE + m * CE;
           const Parent* q = Q ? Q + (t0 + t) * MCE + m * CE : ds;
-          V* kept = kKeep ? votes_kept + (slot * g.M + m) * CE : nullptr;
+          V* kept = kKeep ? votes_kept + (m * slots + slot) * CE : nullptr;
           V agreement[2] = {}, gain[2] = {};
           votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
             agreement[k & 1] += q[k] * v;
             gain[k & 1] += ds[k] * v;
             if constexpr (kKeep) kept[k] = v;
           });
-          r[slot * g.M + m] = (agreement[0] + agreement[1]) * scale;
+          const V logit = (agreement[0] + agreement[1]) * scale;
+          r[slot * g.M + m] = logit;
+          highest[slot] = m ? max(highest[slot], logit) : logit;
           h[slot * g.M + m] = gain[0] + gain[1];
         }
       }
@@ -238,7 +241,7 @@ struct BackwardItem {
     V *row = r + slot * g.M, *gain = h + slot * g.M;
     const V gate = gates[slot];
     if (Q)
-      softmax<T>(row, g.M, broadcast(T(1)));
+      softmax<T>(row, g.M, highest[slot], broadcast(T(1)));
     else
       for (int64_t m = 0; m < g.M; ++m) row[m] = broadcast(T(1) / T(g.M));
     V mean{};
@@ -271,7 +274,7 @@ struct BackwardItem {
           vote_gradient(share, da, at);
           if (dQ) {
             if constexpr (kKept) {
-              const V* v = votes_kept + (slot * g.M + m) * CE;
+              const V* v = votes_kept + (m * slots + slot) * CE;
               V* dq = dQ + at;
               for (int64_t k = 0; k < CE; ++k) dq[k] += da * v[k];
             } else {

@@ -75,18 +75,19 @@ struct WeightsOf {
   }
 };
 
-// logits -> gate * softmax over m, in place.
+// logits -> gate * softmax over m, in place, given the highest.
 template <class T>
-FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> gate) {
-  Vec<T> highest = a[0];
-  for (int64_t m = 1; m < M; ++m) highest = max(highest, a[m]);
-  Vec<T> sum{};
-  for (int64_t m = 0; m < M; ++m) {
-    a[m] = exp_nonpositive(a[m] - highest);
-    sum += a[m];
-  }
-  const Vec<T> share = gate / sum;
-  for (int64_t m = 0; m < M; ++m) a[m] *= share;
+FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
+  Vec<T> sum[2] = {};
+  int64_t m = 0;
+  for (; m + 2 <= M; m += 2)
+    unroll<2>([&](auto k) FASTCAPS_LAMBDA {
+      a[m + k] = exp_nonpositive(a[m + k] - highest);
+      sum[k] += a[m + k];
+    });
+  if (m < M) sum[0] += a[m] = exp_nonpositive(a[m] - highest);
+  const Vec<T> share = gate / (sum[0] + sum[1]);
+  for (m = 0; m < M; ++m) a[m] *= share;
 }
 
 // With lanes of positions a "tile" below is kLanes positions, with lanes of children it is a single one.
@@ -103,7 +104,7 @@ struct ForwardItem {
   const WeightsOf<T, kChildLanes> weights;
   const int64_t slots, MCE, CE, CD;
   Parent* Q;
-  V *S, *P, *gates, *a, *votes_kept, *sums;
+  V *S, *P, *gates, *a, *highest, *votes_kept, *sums;
   T* rows;
   Tile<T>* tiles;
   int64_t end = 0;  // of the children of this item
@@ -123,6 +124,7 @@ struct ForwardItem {
     P = arena.take<V>(slots * CD);
     gates = arena.take<V>(slots);
     a = arena.take<V>(slots * g.M);
+    highest = arena.take<V>(slots);
     votes_kept = call.cut.keep_votes ? arena.take<V>(slots * MCE) : nullptr;
     sums = kChildLanes ? arena.take<V>(MCE) : S;
     rows = kChildLanes ? arena.take<T>(call.cut.block_tiles * MCE) : nullptr;
@@ -144,7 +146,7 @@ struct ForwardItem {
       for (int64_t j = 0; j < count; ++j) {
         V* row = a + (t * stride + j) * g.M;
         if (Q) {
-          softmax<T>(row, g.M, gates[t * stride + j]);
+          softmax<T>(row, g.M, highest[t * stride + j], gates[t * stride + j]);
         } else {
           for (int64_t m = 0; m < g.M; ++m) row[m] = gates[t * stride + j] / T(g.M);
         }
@@ -165,13 +167,15 @@ struct ForwardItem {
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * call.cut.block_children + j;
           const Parent* q = Q + t * MCE + m * CE;
-          V* kept = kKeep ? votes_kept + (slot * g.M + m) * CE : nullptr;
+          V* kept = kKeep ? votes_kept + (m * slots + slot) * CE : nullptr;
           V dot[2] = {};
           votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
             dot[k & 1] += q[k] * v;
             if constexpr (kKeep) kept[k] = v;
           });
-          a[slot * g.M + m] = (dot[0] + dot[1]) * scale;
+          const V agreement = (dot[0] + dot[1]) * scale;
+          a[slot * g.M + m] = agreement;
+          highest[slot] = m ? max(highest[slot], agreement) : agreement;
         }
       }
   }
@@ -182,19 +186,19 @@ struct ForwardItem {
       for (int64_t m = 0; m < g.M; ++m) {
         V* s = S + t * MCE + m * CE;
         const int64_t slot = t * call.cut.block_children;
-        const V* v = votes_kept + (slot * g.M + m) * CE;
+        const V* v = votes_kept + (m * slots + slot) * CE;
         const V* r = a + slot * g.M + m;
         int64_t k = 0;
         for (; k + kBlock <= CE; k += kBlock) {
           V sum[kBlock];
           unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] = s[k + u]; });
           for (int64_t j = 0; j < count; ++j)
-            unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += r[j * g.M] * v[j * MCE + k + u]; });
+            unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += r[j * g.M] * v[j * CE + k + u]; });
           unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { s[k + u] = sum[u]; });
         }
         for (; k < CE; ++k) {
           V sum = s[k];
-          for (int64_t j = 0; j < count; ++j) sum += r[j * g.M] * v[j * MCE + k];
+          for (int64_t j = 0; j < count; ++j) sum += r[j * g.M] * v[j * CE + k];
           s[k] = sum;
         }
       }

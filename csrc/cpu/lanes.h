@@ -22,7 +22,11 @@ FASTCAPS_INLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* ou
   int64_t j = 0;
   for (; j + n <= count; j += n) {
     Vec<T> rows[n];
-    unroll<n>([&](auto r) FASTCAPS_LAMBDA { rows[r] = lane[r] ? load_as<T>(lane[r] + j) : Vec<T>{}; });
+    unroll<n>([&](auto r) FASTCAPS_LAMBDA {
+      rows[r] = lane[r] ? load_as<T>(lane[r] + j) : Vec<T>{};
+      // What follows in memory is what the next call reads: kLanes streams are more than the hardware foresees.
+      if (lane[r]) __builtin_prefetch(lane[r] + count + j);
+    });
     transpose<T>(rows);
     unroll<n>([&](auto r) FASTCAPS_LAMBDA { out[j + r] = rows[r]; });
   }

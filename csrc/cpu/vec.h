@@ -82,44 +82,40 @@ FASTCAPS_INLINE V max(V a, V b) {
 }
 
 // exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
-// exp(x) = 2^n * exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], a Taylor polynomial for exp(r). NaN stays NaN; far below
-// the smallest number the answer is 0.
+// exp(x) = 2^n exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], with a polynomial for exp(r). Adding 1.5 * 2^23 rounds x / ln 2
+// to the integer n in the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN
+// stays NaN. Below kLowest the answer stays at exp(kLowest), which is as good as 0 beside the 1 of the maximum and keeps
+// denormal numbers, slow on many processors, out of the sums.
 FASTCAPS_INLINE VecF exp_nonpositive(VecF x) {
-  const float kLowest = -87.0f, kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  VecF clamped = x < kLowest ? broadcast(kLowest) : x;
-  VecF shifted = clamped * 1.44269504088896341f + kRound;
-  VecF n = shifted - kRound;
-  VecF r = clamped - n * 0.693359375f;
+  const float kLowest = -80.0f, kRound = 12582912.0f + 127.0f;
+  x = x < kLowest ? VecF{} + kLowest : x;
+  const VecF shifted = x * 1.44269504088896341f + kRound;
+  const VecF n = shifted - kRound;
+  VecF r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  VecF p = r * (1.0f / 5040) + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
+  VecF p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  VecI bits = ((VecI)shifted - 0x4B400000) << 23;  // n in the exponent's place
-  VecF y = (VecF)((VecI)p + bits);
-  y = x < kLowest ? VecF{} : y;
-  return x != x ? x : y;
+  return p * (VecF)((VecI)shifted << 23);
 }
 
 FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
-  const double kLowest = -708.0, kRound = 6755399441055744.0;  // 1.5 * 2^52
-  VecD clamped = x < kLowest ? broadcast(kLowest) : x;
-  VecD shifted = clamped * 1.4426950408889634074 + kRound;
-  VecD n = shifted - kRound;
-  VecD r = clamped - n * 6.93145751953125e-1;
+  const double kLowest = -690.0, kRound = 6755399441055744.0 + 1023.0;
+  x = x < kLowest ? VecD{} + kLowest : x;
+  const VecD shifted = x * 1.4426950408889634074 + kRound;
+  const VecD n = shifted - kRound;
+  VecD r = x - n * 6.93145751953125e-1;
   r = r - n * 1.42860682030941723212e-6;
-  VecD p = broadcast(1.0 / 6227020800.0);
+  VecD p = VecD{} + 1.0 / 6227020800.0;
   const double kInverseFactorials[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
                                        1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,     1.0 / 6,
                                        0.5,             1.0,            1.0};
   for (double c : kInverseFactorials) p = p * r + c;
-  VecL bits = ((VecL)shifted - 0x4338000000000000) << 52;
-  VecD y = (VecD)((VecL)p + bits);
-  y = x < kLowest ? VecD{} : y;
-  return x != x ? x : y;
+  return p * (VecD)((VecL)shifted << 52);
 }
 
 // In-register transpose of kLanes vectors: log2(kLanes) stages, each swapping blocks of 1, 2, 4, ... lanes.
