@@ -227,6 +227,11 @@ class BuildNative(build_ext):
         # Not build_temp: an editable install would make that a new temporary folder and so compile everything again.
         folder = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
         cmake, ninja, jobs = find_program("cmake"), find_program("ninja"), parallel_jobs()
+        # What an earlier configuration found (another CXX, tools of a build environment that is gone) must not stay;
+        # objects whose command is unchanged do.
+        (folder / "CMakeCache.txt").unlink(missing_ok=True)
+        for found in (folder / "CMakeFiles").glob("[0-9]*"):
+            shutil.rmtree(found, ignore_errors=True)
         print(f"fastcaps: torch {torch.version} at {torch.root}; {jobs} jobs; build folder {folder}", flush=True)
         options = {
             "CMAKE_BUILD_TYPE": "Release",
