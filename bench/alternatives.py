@@ -22,7 +22,7 @@ from bench.workloads import EPS, Inputs, Workload
 from fastcaps import functional, reference
 from fastcaps.geometry import SET_WINDOW, from_op, to_op
 
-__all__ = ["ALTERNATIVES", "OURS", "build", "is_compiled", "runner"]
+__all__ = ["ALTERNATIVES", "OURS", "build", "eager", "is_compiled", "runner"]
 
 Pass = Callable[..., Tensor]
 
@@ -162,13 +162,18 @@ def batched_matmul(workload: Workload) -> Pass:
     return run
 
 
-def build(name: str, workload: Workload) -> Pass:
-    """Return the implementation ``name`` of a workload's pass; compiled ones compile at their first call."""
+def eager(name: str, workload: Workload) -> Pass:
+    """Return the implementation ``name`` of a workload's pass, without the compilation that its name may ask for."""
     makers = {OURS: ours, "reference": eager_reference, "batched-matmul": batched_matmul}
     plain = name.removesuffix(_SUFFIX)
-    if plain not in makers or (plain == OURS and plain != name):
+    if name not in (OURS, *ALTERNATIVES):
         raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
-    run = makers[plain](workload)
+    return makers[plain](workload)
+
+
+def build(name: str, workload: Workload) -> Pass:
+    """Return the implementation ``name`` of a workload's pass; compiled ones compile at their first call."""
+    run = eager(name, workload)
     return torch.compile(run, dynamic=False, fullgraph=True) if is_compiled(name) else run
 
 
