@@ -1,4 +1,4 @@
-"""What the native library was built with, and what it chose on this machine (absent from a FASTCAPS_BUILD=0 install)."""
+"""What the native library was built with, and what it chose here; absent from an install with FASTCAPS_BUILD=0."""
 
 from typing import TypedDict
 
