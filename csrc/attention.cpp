@@ -68,9 +68,7 @@ struct Call {
   }
 
   int64_t number() const { return is_double ? 8 : 4; }
-  int64_t lanes() const {
-    return is_double ? attention_kernels().lanes_double : attention_kernels().lanes_float;
-  }
+  int64_t lanes() const { return is_double ? attention_kernels().lanes_double : attention_kernels().lanes_float; }
 };
 
 // out[k] = sum over parts, in their order; parts lie one after another.
@@ -96,14 +94,22 @@ Tensor sum_of_parts(const Tensor& parts, int64_t count, const std::vector<int64_
   return out;
 }
 
-enum Needs : int64_t { kChildren = 1, kWeight = 2, kQuery = 4, kBias = 8, kGate = 16, kNormWeight = 32, kNormBias = 64 };
+enum Needs : int64_t {
+  kChildren = 1,
+  kWeight = 2,
+  kQuery = 4,
+  kBias = 8,
+  kGate = 16,
+  kNormWeight = 32,
+  kNormBias = 64
+};
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor weight, const MaybeTensor query,
-                                          const MaybeTensor bias, const MaybeTensor gate,
-                                          const MaybeTensor norm_weight, const MaybeTensor norm_bias, double scale,
-                                          double eps, bool normalize, const std::vector<int64_t> window) {
+                                          const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
+                                          const MaybeTensor norm_bias, double scale, double eps, bool normalize,
+                                          const std::vector<int64_t> window) {
   const Call with(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window);
   const Geometry& g = with.in.geometry;
   const std::vector<int64_t> shape{g.B, g.Ho, g.Wo, g.M, g.C, g.E};
@@ -169,8 +175,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   Tensor weights = zeros(needs & kWeight, {call.weight_parts, g.G, g.M, g.D, g.E}, call.dweight);
   Tensor biases = zeros(needs & kBias, {call.cut.items(), call.bias_numbers}, call.dbias);
   Tensor norms = zeros(needs & (kNormWeight | kNormBias), {call.cut.tiles(), 2, g.C * g.E}, call.dnorm);
-  Tensor dquery = torch::stable::new_empty(children, needs & kQuery ? parents_shape : std::vector<int64_t>{0},
-                                           with.compute);
+  Tensor dquery =
+      torch::stable::new_empty(children, needs & kQuery ? parents_shape : std::vector<int64_t>{0}, with.compute);
   const auto lanes = [&](bool wanted, int64_t copies, void*& data) {  // parents of all tiles, turned to lanes
     const int64_t numbers = copies * call.cut.tiles() * g.parents() * with.lanes() + 64 / with.number();
     Tensor out = torch::stable::new_empty(children, {wanted ? numbers : 0}, with.compute);
@@ -200,7 +206,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
     torch::stable::zero_(dquery);
   }
 
-  const auto stored = [&](const Tensor& x) { return x.scalar_type() == with.storage ? x : torch::stable::to(x, with.storage); };
+  const auto stored = [&](const Tensor& x) {
+    return x.scalar_type() == with.storage ? x : torch::stable::to(x, with.storage);
+  };
   const Tensor none = torch::stable::new_empty(children, {0});
   Tensor dweight = none, dbias = none, dnorm_weight = none, dnorm_bias = none;
   if (needs & kWeight) dweight = stored(sum_of_parts(weights, call.weight_parts, weight_shape, with.is_double));

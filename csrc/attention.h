@@ -9,9 +9,9 @@
 namespace fastcaps {
 
 std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor weight, const MaybeTensor query,
-                                          const MaybeTensor bias, const MaybeTensor gate,
-                                          const MaybeTensor norm_weight, const MaybeTensor norm_bias, double scale,
-                                          double eps, bool normalize, const std::vector<int64_t> window);
+                                          const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
+                                          const MaybeTensor norm_bias, double scale, double eps, bool normalize,
+                                          const std::vector<int64_t> window);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pass_backward(
     const MaybeTensor grad_parents, const MaybeTensor grad_sums, const Tensor children, const Tensor weight,

@@ -1,4 +1,5 @@
-// Between torch's stable ABI and plain geometry: views, types, and the checks that keep a raw op call inside its memory.
+// Between torch's stable ABI and plain geometry: views, types, and the checks that keep a raw op call inside its
+// memory.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -39,7 +40,8 @@ inline std::vector<int64_t> shape_of(const Tensor& x) {
 }
 
 inline void check_tensor(const Tensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type) {
-  STD_TORCH_CHECK(shape_of(x) == shape, "fastcaps: ", name, " has shape ", text(shape_of(x)), ", expected ", text(shape));
+  STD_TORCH_CHECK(shape_of(x) == shape, "fastcaps: ", name, " has shape ", text(shape_of(x)), ", expected ",
+                  text(shape));
   STD_TORCH_CHECK(x.scalar_type() == type, "fastcaps: ", name, " has another dtype than the call");
   STD_TORCH_CHECK(x.is_cpu(), "fastcaps: ", name, " is not on the CPU");
 }

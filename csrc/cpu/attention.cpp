@@ -81,9 +81,9 @@ int64_t backward_scratch(const AttentionBackward& call, bool is_double) {
 
 extern const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA);
 const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA) = {
-    FASTCAPS_NAMESPACE::kLanes<float>,    FASTCAPS_NAMESPACE::kLanes<double>,  FASTCAPS_NAMESPACE::forward,
-    FASTCAPS_NAMESPACE::forward_finish,   FASTCAPS_NAMESPACE::backward_prepare, FASTCAPS_NAMESPACE::backward,
-    FASTCAPS_NAMESPACE::backward_finish,  FASTCAPS_NAMESPACE::forward_scratch, FASTCAPS_NAMESPACE::backward_scratch,
+    FASTCAPS_NAMESPACE::kLanes<float>,   FASTCAPS_NAMESPACE::kLanes<double>,   FASTCAPS_NAMESPACE::forward,
+    FASTCAPS_NAMESPACE::forward_finish,  FASTCAPS_NAMESPACE::backward_prepare, FASTCAPS_NAMESPACE::backward,
+    FASTCAPS_NAMESPACE::backward_finish, FASTCAPS_NAMESPACE::forward_scratch,  FASTCAPS_NAMESPACE::backward_scratch,
 };
 
 }  // namespace fastcaps

@@ -291,7 +291,8 @@ struct BackwardItem {
           if (dB) add_bias_gradient(i, m, dB);
         }
         if constexpr (kByRows)
-          if (dV_rows) add_weight_gradient_by_rows(P_rows + j * cut.block_tiles * n * g.D, nt * n, dW + weights.offset(i, m));
+          if (dV_rows)
+            add_weight_gradient_by_rows(P_rows + j * cut.block_tiles * n * g.D, nt * n, dW + weights.offset(i, m));
         if (kChildLanes && dW_lanes) {
           T* lane[n];
           for (int k = 0; k < n; ++k) lane[k] = i + k < end ? dW + weights.offset(i + k, m) : nullptr;

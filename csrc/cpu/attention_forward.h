@@ -134,8 +134,8 @@ struct ForwardItem {
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = call.cut.block_children;
     for (int64_t t = 0; t < nt; ++t)
-      Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, first, count, end,
-                   P + t * stride * CD, gates + t * stride);
+      Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, first, count, end, P + t * stride * CD,
+                   gates + t * stride);
     if (Q) {
       if (votes_kept)
         agreements<true>(first, count, nt);
@@ -279,7 +279,8 @@ struct ForwardItem {
     const V* partial = static_cast<const V*>(call.partial);
     for (int64_t k = 0; k < MCE; ++k) {
       V sum = partial[tile * MCE + k];
-      for (int64_t chunk = 1; chunk < call.cut.chunks; ++chunk) sum += partial[(chunk * call.cut.tiles() + tile) * MCE + k];
+      for (int64_t chunk = 1; chunk < call.cut.chunks; ++chunk)
+        sum += partial[(chunk * call.cut.tiles() + tile) * MCE + k];
       sums[k] = sum;
     }
     finish(tiles[0], sums);

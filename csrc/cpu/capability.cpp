@@ -25,13 +25,11 @@ struct Level {
 const Level kLevels[] = {
     {"default", &attention_kernels_default, [] { return true; }},
 #if defined(FASTCAPS_BUILT_AVX512)
-    {"avx2", &attention_kernels_avx2,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {"avx2", &attention_kernels_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
     {"avx512", &attention_kernels_avx512,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-              __builtin_cpu_supports("fma");
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
      }},
 #endif
 };

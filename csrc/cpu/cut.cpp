@@ -7,13 +7,13 @@ namespace {
 
 // Sizes that the figures in docs/performance.md were measured with. Votes of a block live in the second-level cache
 // (1 MiB a core on the machines measured), beside the weights and parents that meet them.
-constexpr int64_t kVoteBytes = 256 << 10;      // votes kept at once, if a single child's do not need more
-constexpr int64_t kVoteBytesMost = 1 << 20;    // beyond this a child's votes are computed twice instead
-constexpr int64_t kParentBytes = 1 << 20;      // parents of the tiles of a block
-constexpr int64_t kWeightBytes = 64 << 10;     // a child's matrices beyond this are shared by several tiles
-constexpr int64_t kSpanBytes = 512 << 10;      // backward: parents, their sums' and own gradients of a span of tiles
-constexpr int64_t kPartialBytes = 16 << 20;    // partial results of all items together
-constexpr int64_t kItems = 32;                 // enough to keep the threads of a large machine busy
+constexpr int64_t kVoteBytes = 256 << 10;        // votes kept at once, if a single child's do not need more
+constexpr int64_t kVoteBytesMost = 1 << 20;      // beyond this a child's votes are computed twice instead
+constexpr int64_t kParentBytes = 1 << 20;        // parents of the tiles of a block
+constexpr int64_t kWeightBytes = 64 << 10;       // a child's matrices beyond this are shared by several tiles
+constexpr int64_t kSpanBytes = 512 << 10;        // backward: parents, their sums' and own gradients of a span of tiles
+constexpr int64_t kPartialBytes = 16 << 20;      // partial results of all items together
+constexpr int64_t kItems = 32;                   // enough to keep the threads of a large machine busy
 constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -86,9 +86,10 @@ Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number) {
     cut.tiles_per_group = ceil_div(cut.samples * L, lanes);
     const double room = double(g.parents() * vec) * double(std::max<int64_t>(cut.tiles(), 1));
     cut.chunks = std::max<int64_t>(
-        1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)), g.N / (child_lanes ? 2 * lanes : 1),
-                              int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
-                              int64_t(double(2 * kPartialBytes) / room)}));
+        1,
+        std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)), g.N / (child_lanes ? 2 * lanes : 1),
+                           int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
+                           int64_t(double(2 * kPartialBytes) / room)}));
     const double filled = double(g.positions()) / double(std::max<int64_t>(cut.tiles() * lanes, 1));
     const double busy = std::min<double>(1.0, double(cut.items()) / 8.0);
     const double parts = double(owned ? cut.groups : cut.items());

@@ -4,9 +4,9 @@
 // so that number j of a pose is one vector over the tile. Softmax over parents then never leaves a lane, weights are
 // broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
 //
-// Where there are too few positions for that (a set at batch 1), a lane is a child: then weights are the vectors, turned
-// to lanes as they are met, parents are the scalars, and sums over children add the lanes up at the end. Both are one
-// source: a scalar times a vector and a vector times a vector are written alike.
+// Where there are too few positions for that (a set at batch 1), a lane is a child: then weights are the vectors,
+// turned to lanes as they are met, parents are the scalars, and sums over children add the lanes up at the end. Both
+// are one source: a scalar times a vector and a vector times a vector are written alike.
 #pragma once
 
 #include "../geometry.h"
@@ -199,8 +199,7 @@ struct Seats {
         for (int64_t j = 0; j < run; ++j) {
           if (gate.data) find(g, tile, static_cast<const S*>(gate.data), gate.stride, i + j, end, gate_lane);
           T value[n];
-          for (int r = 0; r < n; ++r)
-            value[r] = lane[r] == nullptr ? T(0) : gate.data ? widen<T>(*gate_lane[r]) : T(1);
+          for (int r = 0; r < n; ++r) value[r] = lane[r] == nullptr ? T(0) : gate.data ? widen<T>(*gate_lane[r]) : T(1);
           gates[k + j] = load<T>(value);
         }
         k += run;

@@ -10,7 +10,8 @@ template <class T>
 FASTCAPS_INLINE Vec<T> reciprocal_sqrt(Vec<T> v) {
   T lanes[kLanes<T>];
   store<T>(lanes, v);
-  for (int k = 0; k < kLanes<T>; ++k) lanes[k] = T(1) / (sizeof(T) == 4 ? __builtin_sqrtf(lanes[k]) : __builtin_sqrt(lanes[k]));
+  for (int k = 0; k < kLanes<T>; ++k)
+    lanes[k] = T(1) / (sizeof(T) == 4 ? __builtin_sqrtf(lanes[k]) : __builtin_sqrt(lanes[k]));
   return load<T>(lanes);
 }
 

@@ -54,9 +54,8 @@ inline constexpr int kLanes = kVecBytes / int(sizeof(T));
 // f(0), f(1), ... with compile-time indices: arrays indexed by them become registers.
 template <int N, class F>
 FASTCAPS_INLINE void unroll(F&& f) {
-  [&]<int... K>(std::integer_sequence<int, K...>) FASTCAPS_LAMBDA {
-    (f(std::integral_constant<int, K>{}), ...);
-  }(std::make_integer_sequence<int, N>{});
+  [&]<int... K>(std::integer_sequence<int, K...>)
+      FASTCAPS_LAMBDA { (f(std::integral_constant<int, K>{}), ...); }(std::make_integer_sequence<int, N>{});
 }
 
 template <class T>
@@ -82,10 +81,10 @@ FASTCAPS_INLINE V max(V a, V b) {
 }
 
 // exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
-// exp(x) = 2^n exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], with a polynomial for exp(r). Adding 1.5 * 2^23 rounds x / ln 2
-// to the integer n in the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN
-// stays NaN. Below kLowest the answer stays at exp(kLowest), which is as good as 0 beside the 1 of the maximum and keeps
-// denormal numbers, slow on many processors, out of the sums.
+// exp(x) = 2^n exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], with a polynomial for exp(r). Adding 1.5 * 2^23 rounds x / ln
+// 2 to the integer n in the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN
+// stays NaN. Below kLowest the answer stays at exp(kLowest), which is as good as 0 beside the 1 of the maximum and
+// keeps denormal numbers, slow on many processors, out of the sums.
 FASTCAPS_INLINE VecF exp_nonpositive(VecF x) {
   const float kLowest = -80.0f, kRound = 12582912.0f + 127.0f;
   x = x < kLowest ? VecF{} + kLowest : x;
@@ -111,9 +110,9 @@ FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
   VecD r = x - n * 6.93145751953125e-1;
   r = r - n * 1.42860682030941723212e-6;
   VecD p = VecD{} + 1.0 / 6227020800.0;
-  const double kInverseFactorials[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
-                                       1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,     1.0 / 6,
-                                       0.5,             1.0,            1.0};
+  const double kInverseFactorials[] = {
+      1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+      1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
   for (double c : kInverseFactorials) p = p * r + c;
   return p * (VecD)((VecL)shifted << 52);
 }
