@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from bench import machine, report
 from bench.alternatives import ALTERNATIVES, OURS, build, is_compiled, runner
-from bench.gate import ALTERNATIVE_TIMES, Gate, Verdict
+from bench.gate import SAME, Gate, Verdict
 from bench.memory_probe import measure_fresh, peak_of_pass, peak_supported
 from bench.timing import Contender, Plan, Schedule, Sgemm, quantiles
 from bench.worker import Worker, WorkerError
@@ -68,7 +68,6 @@ class Case:
     sgemm: Contender
     contenders: list[Contender]
     failures: dict[str, str]
-    workers: dict[str, Worker] = field(default_factory=dict)
 
 
 class Session:
@@ -129,25 +128,32 @@ class Session:
 
         contenders: list[Contender] = []
         for name, worker in self._workers.items():
-            if name in failures:
-                continue
-            try:
-                theirs = gate.judge(worker.ready(), ALTERNATIVE_TIMES)
-            except WorkerError as error:
-                failures[name] = str(error)
-                continue
-            if theirs.passed:
-                contenders.append(Contender(name, worker.time))
-            else:
-                failures[name] = f"disagrees with the reference: {theirs.complaint}"
+            if name not in failures:
+                failure = self._check(worker, gate)
+                if failure:
+                    failures[name] = failure
+                else:
+                    contenders.append(Contender(name, worker.time))
         if not verdict.passed:
             self._record(self._row(workload, batch, training) | {"refused": verdict.complaint})
             raise Refused(verdict.complaint)
         sgemm = Contender("sgemm", self._sgemm.timer)
         schedule = Schedule(call, [sgemm, *contenders], self.settings.plan)
-        return Case(
-            workload, batch, training, call, schedule, verdict, sgemm, contenders, failures, dict(self._workers)
-        )
+        return Case(workload, batch, training, call, schedule, verdict, sgemm, contenders, failures)
+
+    @staticmethod
+    def _check(worker: Worker, gate: Gate) -> str:
+        """Wait for a worker's result and return why it cannot take part, or an empty string.
+
+        A compiled result that is wrong has the same cause as a crash, and the same second chance.
+        """
+        try:
+            verdict = gate.judge(worker.ready(), SAME)
+            if not verdict.passed and is_compiled(worker.name) and not worker.note:
+                verdict = gate.judge(worker.again(f"wrong result: {verdict.complaint}"), SAME)
+        except WorkerError as error:
+            return str(error)
+        return "" if verdict.passed else f"disagrees with the reference: {verdict.complaint}"
 
     def _row(self, workload: Workload, batch: int, training: bool) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
@@ -174,13 +180,15 @@ class Session:
         row = self._row(case.workload, case.batch, case.training)
         mine = quantiles(samples)
         sgemm = self._sgemm.rate(quantiles(case.sgemm.samples)["median"])
-        alternatives: dict[str, Any] = {name: {"failed": why} for name, why in case.failures.items()}
-        for contender in case.contenders:
-            name = contender.name
-            alternatives[name] = {"failed": contender.error} if contender.error else quantiles(contender.samples)
-            if case.workers[name].note:
-                alternatives[name]["note"] = case.workers[name].note
-            case.workers[name].end()
+        measured = {contender.name: contender for contender in case.contenders}
+        alternatives: dict[str, Any] = {}
+        for name, worker in self._workers.items():
+            contender = measured.get(name)
+            failure = case.failures[name] if contender is None else contender.error
+            alternatives[name] = {"failed": failure} if contender is None or failure else quantiles(contender.samples)
+            if worker.note:
+                alternatives[name]["note"] = worker.note
+            worker.end()
         timed = {name: entry["median"] for name, entry in alternatives.items() if "median" in entry}
         fastest = min(timed, key=lambda name: timed[name]) if timed else None
         rate = row["operations"] / mine["median"]

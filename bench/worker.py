@@ -154,15 +154,21 @@ class Worker:
         except WorkerError as error:
             if self._process is not None or not is_compiled(self.name):
                 raise
-            self._retry(str(error))
-            answer = self._receive()
+            return self.again(str(error))
         return {key: torch.from_numpy(array) for key, array in answer.items()}
 
-    def _retry(self, reason: str) -> None:
-        """Start again, for this case only, without vectorised loop tails."""
+    def again(self, reason: str) -> dict[str, Tensor]:
+        """Start again, for this case only, without vectorised loop tails, and return the result.
+
+        Raises
+        ------
+        WorkerError
+            If the case cannot be run so either.
+        """
         self.note = f"{reason}; run again without vectorised loop tails"
         self._start(safe=True)
         self._send("prepare", self._case or (), _PREPARE_SECONDS)
+        return {key: torch.from_numpy(array) for key, array in self._receive().items()}
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of ``calls`` calls of the prepared case, timed by the worker itself.
@@ -175,8 +181,7 @@ class Worker:
         except WorkerError as error:
             if self._process is not None or not is_compiled(self.name) or self.note:
                 raise
-            self._retry(str(error))
-            self._receive()
+            self.again(str(error))
             self._send("time", (calls, warm), _BLOCK_SECONDS)
             return self._receive()
 
@@ -190,7 +195,7 @@ class Worker:
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
-            self._process.join(0.2)
+            self._process.join(5)  # it ends by itself when the pipe closes
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join(10)

@@ -7,6 +7,7 @@ figure can be followed from a table to the network that it comes from.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Inputs:
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """Return the same numbers in another dtype, memory order kept."""
-        cast = [None if t is None else t.detach().to(dtype) for t in (*self.arguments(), self.grad)]
+        cast: list[Any] = [None if t is None else t.detach().to(dtype) for t in (*self.arguments(), self.grad)]
         return Inputs(*cast)
 
     def samples(self, part: slice) -> Inputs:
