@@ -209,8 +209,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   const auto stored = [&](const Tensor& x) {
     return x.scalar_type() == with.storage ? x : torch::stable::to(x, with.storage);
   };
-  const Tensor none = torch::stable::new_empty(children, {0});
-  Tensor dweight = none, dbias = none, dnorm_weight = none, dnorm_bias = none;
+  const auto none = [&] { return torch::stable::new_empty(children, {0}); };  // one each: outputs must not alias
+  Tensor dweight = none(), dbias = none(), dnorm_weight = none(), dnorm_bias = none();
   if (needs & kWeight) dweight = stored(sum_of_parts(weights, call.weight_parts, weight_shape, with.is_double));
   if (needs & kBias)
     dbias = stored(sum_of_parts(biases, call.cut.items(), {bias->size(0), bias->size(1), g.C, g.E}, with.is_double));
@@ -219,11 +219,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
     if (needs & kNormWeight) dnorm_weight = stored(torch::stable::clone(torch::stable::select(both, 0, 0)));
     if (needs & kNormBias) dnorm_bias = stored(torch::stable::clone(torch::stable::select(both, 0, 1)));
   }
-  return {needs & kChildren ? stored(dchildren) : none,
+  return {needs & kChildren ? stored(dchildren) : none(),
           dweight,
-          needs & kQuery ? stored(dquery) : none,
+          needs & kQuery ? stored(dquery) : none(),
           dbias,
-          needs & kGate ? stored(dgate) : none,
+          needs & kGate ? stored(dgate) : none(),
           dnorm_weight,
           dnorm_bias};
 }

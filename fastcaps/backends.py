@@ -74,7 +74,7 @@ def _library_path() -> Path:
 
 def _load_native() -> None:
     """Load the native CPU library, or have the reference serve the CPU and say so, once."""
-    global _library, _library_problem
+    global _library, _library_problem, _forced
     path = _library_path()
     if not path.is_file():
         _library_problem = "the native library is not built"
@@ -83,6 +83,9 @@ def _load_native() -> None:
             torch.ops.load_library(str(path))
             _library = ctypes.CDLL(str(path))
             _library.fastcaps_capability.restype = ctypes.c_char_p
+            _library.fastcaps_capabilities_built.restype = ctypes.c_char_p
+            if native_capability() is None:
+                _forced = "cpu"  # a level was asked for by name: every call says why it cannot be had
         except OSError as error:
             _library_problem = f"the native library does not load ({error})"
     if _library_problem:
@@ -108,7 +111,10 @@ def _native_problem() -> str:
     """Return why the native library cannot run calls, or an empty string."""
     if _library is not None and native_capability() is None:
         wanted = os.environ.get("FASTCAPS_CPU_CAPABILITY", "")
-        return f"FASTCAPS_CPU_CAPABILITY={wanted!r} is not a level that this build and this processor have"
+        built = _library.fastcaps_capabilities_built().decode()
+        return (
+            f"FASTCAPS_CPU_CAPABILITY={wanted!r} is not a level that this processor has and this build holds ({built})"
+        )
     return _library_problem
 
 

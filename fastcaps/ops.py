@@ -94,7 +94,7 @@ def _attention_pass_backward_fake(
     pose = (children.shape[4] * weight.shape[3],)
     shapes: list[Any] = [children.shape, weight.shape]
     shapes += [None if tensor is None else tensor.shape for tensor in (query, bias, gate)]
-    shapes += [pose if normalize else None] * 2
+    shapes += [pose if normalize and grad_parents is not None else None] * 2
     return tuple(
         children.new_empty(shape if shape is not None and needs >> k & 1 else (0,)) for k, shape in enumerate(shapes)
     )

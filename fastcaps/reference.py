@@ -208,7 +208,8 @@ def attention_pass_backward(
     ``dV_im = g_i r_im dS_m + scale da_im Q_m``, ``dQ_m = scale sum_i da_im V_im``, ``dg_i = sum_m r_im h_im``,
     ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum over (b, l, i of group g) of P_i^T dV_im``, ``dbias = sum dV``.
 
-    A gradient whose bit in ``needs`` is not set (see :data:`NEEDS`), or whose input is absent, is an empty tensor.
+    A gradient whose bit in ``needs`` is not set (see :data:`NEEDS`), or whose input is absent, is an empty tensor; so
+    are those of the affine without ``grad_parents``.
     """
     out_dtype, dtype = children.dtype, accumulation_dtype(children.dtype)
     children_shape, bias_shape = children.shape, None if bias is None else bias.shape
@@ -227,7 +228,8 @@ def attention_pass_backward(
     )
     grad = children.new_zeros(shape) if grad_parents is None else grad_parents
     if normalize:
-        grad, gradients[5], gradients[6] = _layer_norm_backward(grad, sums.to(dtype), norm_weight, eps)
+        grad, *affine = _layer_norm_backward(grad, sums.to(dtype), norm_weight, eps)
+        gradients[5:7] = affine if grad_parents is not None else (None, None)
         if grad_sums is not None:
             grad = grad + grad_sums
 

@@ -13,6 +13,7 @@ POISONED = ("test_attention", "test_ops", "test_errors", "test_nn", "test_compat
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "unpoisoned: allocations are left as they come, since the test measures them")
+    config.addinivalue_line("markers", "before_anything_runs: the call under test must raise before a pass starts")
 
 
 @pytest.fixture(autouse=True)

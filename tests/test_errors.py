@@ -1,0 +1,523 @@
+"""Wrong arguments raise before anything runs and name what is wrong; odd but right ones work."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import BY_NAME, Case, native_only
+
+import fastcaps
+from fastcaps import Window, backends, functional, ops, reference
+
+B, N, H, W, C, D, E, M = 2, 3, 6, 5, 2, 3, 4, 7
+WINDOW = Window(3, stride=2, padding=1)  # Ho, Wo = 3, 3
+
+
+def _set_arguments() -> dict[str, object]:
+    return {
+        "children": torch.randn(B, N, C, D),
+        "weight": torch.randn(N, M, D, E),
+        "parents": torch.randn(B, M, C, E),
+        "bias": torch.randn(N, M, C, E),
+        "gate": torch.rand(B, N),
+        "norm_weight": torch.randn(C * E),
+        "norm_bias": torch.randn(C * E),
+    }
+
+
+def _grid_arguments() -> dict[str, object]:
+    return {
+        **_set_arguments(),
+        "children": torch.randn(B, N, H, W, C, D),
+        "weight": torch.randn(9 * N, M, D, E),
+        "parents": torch.randn(B, M, 3, 3, C, E),
+        "bias": torch.randn(9 * N, M, C, E),
+        "gate": torch.rand(B, N, H, W),
+        "window": WINDOW,
+    }
+
+
+def _call(arguments: dict[str, object]) -> torch.Tensor:
+    return functional.inverted_attention_routing(**arguments)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs_on_error(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test expects an argument error, running the pass at all is a failure."""
+    if "before_anything_runs" in request.keywords:
+
+        def ran(*_: object) -> None:
+            raise AssertionError("the pass ran")
+
+        monkeypatch.setattr(functional, "uniform_pass", ran)
+        monkeypatch.setattr(ops, "attention_pass", ran)
+        monkeypatch.setattr(reference, "attention_pass", ran)
+
+
+def test_the_arguments_themselves_are_right() -> None:
+    assert _call(_set_arguments()).shape == (B, M, C, E)
+    assert _call(_grid_arguments()).shape == (B, M, 3, 3, C, E)
+
+
+SHAPES = [  # argument, wrong shape, what the message must say: the symbols, what is wanted, what came
+    ("children", (N, C, D), [r"\[B, I, C, D\]", r"\[3, 2, 3\]"]),
+    ("children", (B, N, H, W, C, D), [r"\[B, I, C, D\]", "window=None"]),
+    ("children", (B, 0, C, D), ["I >= 1"]),
+    ("children", (B, N, 0, D), ["C >= 1"]),
+    ("weight", (N, M, D), [r"\[G, M, D, E\]", r"\[3, 7, 3\]"]),
+    ("weight", (N, M, D + 1, E), ["D = 3", r"\[3, 7, 4, 4\]"]),
+    ("weight", (2, M, D, E), ["divides the 3 children"]),
+    ("weight", (2 * N, M, D, E), ["divides the 3 children"]),
+    ("weight", (0, M, D, E), ["G >= 1"]),
+    ("weight", (N, 0, D, E), ["M >= 1"]),
+    ("weight", (N, M, D, 0), ["E >= 1"]),
+    ("parents", (B, M + 1, C, E), [r"\[B, M, C, E\] = \[2, 7, 2, 4\]", r"\[2, 8, 2, 4\]"]),
+    ("parents", (1, M, C, E), [r"got \[1, 7, 2, 4\]"]),
+    ("parents", (B, M, E, C), [r"\[2, 7, 4, 2\]"]),
+    ("bias", (M, C, E), [r"\[3 or 1, 7 or 1, 2, 4\]", r"\[7, 2, 4\]"]),
+    ("bias", (2, M, C, E), ["I or 1"]),
+    ("bias", (N, 2, C, E), ["M or 1"]),
+    ("bias", (N, M, C, 1), [r"\[3, 7, 2, 1\]"]),
+    ("gate", (B, N, 1), [r"\[B, I\] = \[2, 3\]"]),
+    ("gate", (N, B), [r"got \[3, 2\]"]),
+    ("norm_weight", (C, E), [r"\[C \* E\] = \[8\]"]),
+    ("norm_bias", (C * E + 1,), [r"got \[9\]"]),
+]
+GRID_SHAPES = [
+    ("children", (B, N, C, D), [r"\[B, N, H, W, C, D\]", "window given"]),
+    ("children", (B, N, H, 0, C, D), ["W >= 1"]),
+    ("weight", (5, M, D, E), ["divides the 27 children"]),
+    ("parents", (B, 3, 3, M, C, E), [r"\[B, M, Ho, Wo, C, E\] = \[2, 7, 3, 3, 2, 4\]"]),
+    ("parents", (B, M, H, W, C, E), [r"\[2, 7, 6, 5, 2, 4\]"]),
+    ("bias", (N, M, C, E), ["27 or 1"]),
+    ("gate", (B, H, W, N), [r"\[B, N, H, W\] = \[2, 3, 6, 5\]"]),
+]
+
+
+@pytest.mark.before_anything_runs
+@pytest.mark.parametrize(
+    ("grid", "name", "shape", "says"),
+    [(False, *row) for row in SHAPES] + [(True, *row) for row in GRID_SHAPES],
+    ids=lambda value: str(value) if isinstance(value, (str, tuple, bool)) else "",
+)
+def test_wrong_shape(grid: bool, name: str, shape: tuple[int, ...], says: list[str]) -> None:
+    arguments = _grid_arguments() if grid else _set_arguments()
+    arguments[name] = torch.randn(shape)
+    for words in [name, *says]:
+        with pytest.raises(ValueError, match=words):
+            _call(arguments)
+    if name != "parents":  # without parents another path runs: the checks are the same
+        arguments.pop("parents")
+        with pytest.raises(ValueError, match=name):
+            _call(arguments)
+
+
+TENSORS = [name for name in _set_arguments() if name != "children"]
+
+
+@pytest.mark.before_anything_runs
+@pytest.mark.parametrize("name", TENSORS)
+def test_wrong_kind_dtype_layout_device(name: str) -> None:
+    good = _set_arguments()
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+        _call({**good, name: [1.0]})
+    for dtype in (torch.float64, torch.int64, torch.complex64, torch.bfloat16):
+        with pytest.raises(TypeError, match=rf"{name} must have the dtype of children, torch.float32, got {dtype}"):
+            _call({**good, name: good[name].to(dtype)})
+    with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
+        _call({**good, name: good[name].to_sparse()})
+    with pytest.raises(ValueError, match=f"{name} must be on the device of children, cpu, got meta"):
+        _call({**good, name: good[name].to("meta")})
+
+
+@pytest.mark.before_anything_runs
+def test_wrong_children() -> None:
+    good = _set_arguments()
+    with pytest.raises(TypeError, match=r"children must be a torch\.Tensor, got NoneType"):
+        _call({**good, "children": None})
+    for dtype in (torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match=rf"children must have a floating-point dtype, got {dtype}"):
+            _call({**good, "children": good["children"].to(dtype)})
+    half = {name: tensor.half() for name, tensor in good.items()}
+    with pytest.raises(TypeError, match=r"float32, float64, bfloat16; got torch\.float16"):
+        _call(half)
+    with pytest.raises(TypeError, match="children must be a dense tensor"):
+        _call({**good, "children": good["children"].to_sparse()})
+    with pytest.raises(ValueError, match="weight must be on the device of children, meta, got cpu"):
+        _call({**good, "children": good["children"].to("meta")})
+
+
+@pytest.mark.before_anything_runs
+def test_wrong_settings() -> None:
+    good = _set_arguments()
+    with pytest.raises(TypeError, match=r"window must be a fastcaps\.Window or None, got int"):
+        _call({**good, "window": 3})
+    with pytest.raises(ValueError, match="eps must be >= 0, got -1"):
+        _call({**good, "eps": -1})
+    with pytest.raises(ValueError, match="eps must be >= 0, got nan"):
+        _call({**good, "eps": float("nan")})
+    with pytest.raises(ValueError, match="norm_weight must be None with normalize=False"):
+        _call({**good, "normalize": False})
+
+
+@pytest.mark.before_anything_runs
+@pytest.mark.parametrize(
+    ("window", "says"),
+    [
+        (Window(7), "spans 7 x 7 .* H x W = 6 x 5"),
+        (Window((2, 6)), "spans 2 x 6"),
+        (Window(3, dilation=3), "spans 7 x 7 positions with its dilation"),
+        (Window(9, padding=1), "with padding 8 x 7"),
+    ],
+)
+def test_window_larger_than_the_grid(window: Window, says: str) -> None:
+    arguments = {"children": torch.randn(B, N, H, W, C, D), "weight": torch.randn(1, M, D, E), "window": window}
+    with pytest.raises(ValueError, match=f"window must fit into the grid.*{says}"):
+        _call(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((0,), ValueError, "kernel_size must be an int or a pair of ints >= 1, got \\(0, 0\\)"),
+        ((3, 0), ValueError, "stride"),
+        ((3, 1, -1), ValueError, "padding must be an int or a pair of ints >= 0"),
+        ((3, 1, 0, 0), ValueError, "dilation"),
+        (((3, 0),), ValueError, "kernel_size"),
+        ((3.0,), TypeError, "kernel_size must be an int or a pair of ints >= 1, got 3.0"),
+        ((True,), TypeError, "kernel_size"),
+        (((3, 3, 3),), TypeError, "kernel_size"),
+        ((3, "2"), TypeError, "stride"),
+        (((3, 2.5),), TypeError, "kernel_size"),
+    ],
+)
+def test_wrong_window(arguments: tuple[object, ...], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=f"Window: .*{says}"):
+        Window(*arguments)
+
+
+def test_window_is_a_value() -> None:
+    assert Window(3, 2) == Window((3, 3), (2, 2)) and hash(Window(3)) == hash(Window([3, 3]))
+    assert Window((3, 2), 2, 1, 2).spec == (3, 2, 2, 2, 1, 1, 2, 2)
+    assert Window((3, 2)).positions == 6 and Window(3, 2).output_size(16, 16) == (7, 7)
+    with pytest.raises(AttributeError):
+        Window(3).stride = 2  # type: ignore[misc]
+
+
+def test_wrong_call_of_the_op_itself_raises() -> None:
+    """The op below the checks must refuse as well, whatever kernel serves it, rather than read beyond its inputs."""
+    case = BY_NAME["padded"]
+
+    def refused(position: int, change: object) -> None:
+        tensors = case.tensors(torch.float32)
+        tensors[position] = change(tensors[position])
+        with pytest.raises((RuntimeError, ValueError, TypeError)):
+            ops.attention_pass(*tensors, *case.settings())
+
+    for position in (1, 2, 4, 5, 6):
+        refused(position, lambda t: t[..., :-1])
+    refused(1, lambda t: t[:4])
+    refused(2, lambda t: t[:1].squeeze(0))
+    refused(0, lambda t: t[0])
+
+
+# ---- what is odd but right -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [_set_arguments, _grid_arguments])
+@pytest.mark.parametrize("with_parents", [True, False])
+def test_empty_batch_forward_and_backward(make: object, with_parents: bool) -> None:
+    arguments = make()
+    if not with_parents:
+        arguments.pop("parents")
+    for name in ("children", "parents", "gate"):
+        if name in arguments:
+            arguments[name] = arguments[name][:0]
+    for value in arguments.values():
+        if isinstance(value, torch.Tensor):
+            value.requires_grad_()
+    routed = _call(arguments)
+    assert routed.shape[0] == 0
+    routed.sum().backward()
+    assert arguments["weight"].grad.abs().sum() == 0 and arguments["bias"].grad.shape == arguments["bias"].shape
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("with_parents", [True, False])
+def test_nan_and_infinity_come_out_where_they_went_in(value: float, with_parents: bool) -> None:
+    """One bad child spoils its own sample, and no other; one bad query its own sample too."""
+    for make in (_set_arguments, _grid_arguments):
+        arguments = make()
+        if not with_parents:
+            arguments.pop("parents")
+        clean = _call(arguments)
+        bad = arguments["children"].clone()
+        bad.select(0, 1).reshape(-1)[0] = value
+        routed = _call({**arguments, "children": bad})
+        assert torch.equal(routed[0], clean[0])
+        assert not torch.isfinite(routed[1]).all()
+    if with_parents:
+        bad = arguments["parents"].clone()
+        bad[1, 0, 0, 0] = value
+        routed = _call({**arguments, "parents": bad})
+        assert torch.equal(routed[0], clean[0])
+        assert not torch.isfinite(routed[1, :, 0, 0]).all()
+        assert torch.equal(routed[1, :, 1:], clean[1, :, 1:]), "another position reads another query"
+
+
+def test_infinite_agreement_behaves_as_in_the_reference() -> None:
+    """Where agreements overflow the softmax gives what PyTorch's gives, NaN included."""
+    case = Case("large", batch=1, types=4, parents=5, pose=(2, 2, 2), normalize=False)
+    tensors = case.tensors(torch.float32)
+    tensors[2] *= 1e38
+    found = ops.attention_pass(*tensors, *case.settings())[0]
+    expected = reference.attention_pass(*tensors, *case.settings())[0]
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    tensors[2] /= 1e33  # one-hot shares, no overflow
+    found = ops.attention_pass(*tensors, *case.settings())[0]
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, reference.attention_pass(*tensors, *case.settings())[0])
+
+
+def test_nan_in_the_gradient_stays_in_its_sample() -> None:
+    arguments = _set_arguments()
+    children = arguments["children"].requires_grad_()
+    routed = _call(arguments)
+    grad = torch.randn_like(routed)
+    grad[1, 0, 0, 0] = torch.nan
+    (found,) = torch.autograd.grad(routed, children, grad)
+    assert torch.isfinite(found[0]).all() and torch.isnan(found[1]).any()
+
+
+def test_public_calls_take_any_strides() -> None:
+    """Expanded children, parents transposed in memory, a stepped weight, the gradient of a sum."""
+    good = _grid_arguments()
+    odd = {
+        "children": good["children"][:1].expand(B, -1, -1, -1, -1, -1),
+        "weight": torch.randn(9 * N, M, D, 2 * E)[..., ::2],
+        "parents": torch.randn(E, C, 3, 3, M, B).permute(5, 4, 2, 3, 1, 0),
+        "bias": torch.randn(1, 1, C, E).expand(9 * N, M, C, E),
+        "gate": torch.rand(()).expand(B, N, H, W),
+        "window": WINDOW,
+    }
+    for names in (odd, {name: value for name, value in odd.items() if name != "parents"}):
+        plain = {k: v.contiguous() if isinstance(v, torch.Tensor) else v for k, v in names.items()}
+        results = []
+        for arguments in (names, plain):
+            leaves = {k: v.detach().requires_grad_() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+            routed = _call({**arguments, **leaves})
+            results.append([routed, *torch.autograd.grad(routed.sum() + routed[0, 0].pow(2).sum(), leaves.values())])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+# ---- sizes beyond 2^31 -----------------------------------------------------------------------------------------------
+
+
+def _far_apart(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in address space that the system commits only where it is written; skip where there is none."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    try:
+        memory = mmap.mmap(-1, extent * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    except (OSError, ValueError, OverflowError) as error:
+        pytest.skip(f"no address space of {extent * dtype.itemsize / 2**30:.0f} GB: {error}")
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
+@pytest.mark.parametrize("dimension", range(6), ids=["batch", "row", "column", "type", "pose-row", "pose-column"])
+def test_children_whose_extent_exceeds_32_bits(dimension: int) -> None:
+    """Real offsets beyond 2^31 numbers: the stride of one dimension after another is 2^30 + 1."""
+    case = Case("far", batch=3, grid=(3, 3), types=3, parents=4, pose=(3, 3, 2), window=(2, 2, 1, 1, 0, 0, 1, 1))
+    tensors, settings = case.tensors(torch.bfloat16), case.settings()
+    shape = tuple(tensors[0].shape)
+    strides = [0] * 6
+    step = 1
+    for k in (k for k in reversed(range(6)) if k != dimension):
+        strides[k], step = step, step * shape[k]
+    strides[dimension] = 2**30 + 1
+    far = _far_apart(shape, tuple(strides), torch.bfloat16)
+    far.copy_(tensors[0])
+    assert max((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) > 2**31
+    expected = ops.attention_pass(*tensors, *settings)
+    sums = expected[1]
+    gradients = ops.attention_pass_backward(*case.grads(torch.bfloat16), *tensors[:6], sums, *settings, 127)
+    tensors[0] = far
+    found = ops.attention_pass(*tensors, *settings)
+    far_gradients = ops.attention_pass_backward(*case.grads(torch.bfloat16), *tensors[:6], sums, *settings, 127)
+    for one, other in zip((*expected, *gradients), (*found, *far_gradients), strict=True):
+        assert torch.equal(one, other)
+    del tensors, far, found, far_gradients
+    gc.collect()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
+def test_query_and_gradients_whose_extent_exceeds_32_bits() -> None:
+    case = Case("far", batch=3, types=5, parents=4, pose=(2, 3, 2), gate=True)
+    tensors, settings, grads = case.tensors(torch.bfloat16), case.settings(), case.grads(torch.bfloat16)
+    expected = ops.attention_pass(*tensors, *settings)
+    gradients = ops.attention_pass_backward(*grads, *tensors[:6], expected[1], *settings, 127)
+    stride = 2**30 + 1
+    tensors[2] = _far_apart((3, 1, 1, 4, 2, 2), (stride, 1, 1, 4, 2, 1), torch.bfloat16).copy_(tensors[2])
+    tensors[4] = _far_apart((3, 1, 1, 5), (stride, 1, 1, 1), torch.bfloat16).copy_(tensors[4])
+    grads[0] = _far_apart((3, 1, 1, 4, 2, 2), (stride, 1, 1, 4, 2, 1), torch.bfloat16).copy_(grads[0])
+    found = ops.attention_pass(*tensors, *settings)
+    far_gradients = ops.attention_pass_backward(*grads, *tensors[:6], found[1], *settings, 127)
+    for one, other in zip((*expected, *gradients), (*found, *far_gradients), strict=True):
+        assert torch.equal(one, other)
+
+
+@native_only
+def test_more_children_than_32_bits_count() -> None:
+    """Stride-0 children whose virtual extent passes 2^31 numbers; 2^27 + 1 children of 16, all alike."""
+    count = 2**27 + 1
+    child = torch.randn(1, 1, 1, 16).bfloat16()
+    weight, parents = torch.randn(1, 1, 16, 1).bfloat16(), torch.randn(1, 1, 1, 1).bfloat16()
+    children = child.expand(1, count, 1, 16)
+    assert children.numel() > 2**31
+    routed = functional.inverted_attention_routing(children, weight, parents)
+    # one parent takes every child whole: the sum is the vote times the count
+    vote = (child.double() @ weight[0].double()).item()
+    assert routed.shape == (1, 1, 1, 1)
+    torch.testing.assert_close(routed.double().item(), vote * count, rtol=2**-7, atol=0.0)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def test_listing_and_names() -> None:
+    entries = backends.listing()
+    assert tuple(entry.name for entry in entries) == backends.NAMES == ("cuda", "triton", "cpu", "reference")
+    assert entries[3].available
+    assert all("not built" in entry.detail for entry in entries[:2])
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+@pytest.mark.parametrize("with_parents", [True, False])
+def test_a_forced_backend_never_falls_back(name: str, with_parents: bool) -> None:
+    arguments = _set_arguments()
+    if not with_parents:
+        arguments.pop("parents")
+    with fastcaps.backend(name), pytest.raises(fastcaps.BackendError, match=f"{name!r} is forced.*not built"):
+        _call(arguments)
+    assert backends.forced() is None
+
+
+def test_a_forced_backend_refuses_what_it_cannot_take() -> None:
+    half = {name: tensor.half() for name, tensor in _set_arguments().items()}
+    with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match="'cpu' is forced"):
+        _call(half)
+    with fastcaps.backend("reference"):
+        assert _call(half).dtype == torch.float16
+    meta = {name: tensor.to("meta") for name, tensor in _set_arguments().items()}
+    with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match="'cpu' is forced"):
+        _call(meta)
+
+
+def test_unknown_backend() -> None:
+    with (
+        pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference, got 'gpu'"),
+        fastcaps.backend("gpu"),
+    ):
+        pass
+
+
+def test_forcing_nests_and_is_undone_by_an_error() -> None:
+    with fastcaps.backend("cpu"):
+        with pytest.raises(ZeroDivisionError), fastcaps.backend("reference"):
+            assert backends.forced() == "reference"
+            _ = 1 / 0
+        assert backends.forced() == "cpu"
+    assert backends.forced() is None
+
+
+def test_explain() -> None:
+    arguments = _set_arguments()
+    told = fastcaps.explain(**arguments)
+    native = backends.listing()[2].available
+    assert told.backend == ("cpu" if native else "reference")
+    assert "not built" in told.reasons["cuda"] and "triton" in told.reasons and told.backend not in told.reasons
+    assert str(told).startswith(f"{told.backend}: ")
+    with fastcaps.backend("reference"):
+        assert fastcaps.explain(**arguments).backend == "reference"
+    with fastcaps.backend("triton"):
+        told = fastcaps.explain(**arguments)
+        assert told.backend is None and "not built" in told.reasons["triton"]
+    arguments.pop("parents")
+    told = fastcaps.explain(**arguments)
+    assert told.backend == "torch" and "convolution or matmul" in told.how
+    arguments["weight"] = arguments["weight"][:2]
+    with pytest.raises(ValueError, match="weight"):
+        fastcaps.explain(**arguments)
+
+
+def _python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environment},
+        cwd=Path(fastcaps.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_environment_forces_a_backend() -> None:
+    script = "import fastcaps; print(fastcaps.backends.forced())"
+    assert _python(script, FASTCAPS_BACKEND="reference").stdout.strip() == "reference"
+    done = _python(script, FASTCAPS_BACKEND="gpu")
+    assert done.returncode != 0 and "FASTCAPS_BACKEND must be one of" in done.stderr
+
+
+def test_without_the_library_the_reference_serves_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the Python files alone, as FASTCAPS_BUILD=0 installs it."""
+    package = Path(fastcaps.__file__).parent
+    for file in package.glob("*.py"):
+        target = tmp_path / "fastcaps" / file.name
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(file.read_text())
+    script = f"""
+import sys, warnings
+sys.path.insert(0, {str(tmp_path)!r})
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, fastcaps
+    for _ in range(2):
+        children = torch.randn(1, 3, 2, 2, requires_grad=True)
+        weight, parents = torch.randn(3, 2, 2, 2), torch.randn(1, 2, 2, 2)
+        fastcaps.functional.inverted_attention_routing(children, weight, parents).sum().backward()
+        assert children.grad.abs().sum() > 0
+ours = [w for w in caught if "fastcaps" in str(w.message)]
+assert len(ours) == 1 and "reference serves" in str(ours[0].message), ours
+told = fastcaps.explain(children, weight, parents)
+assert told.backend == "reference" and "not built" in told.reasons["cpu"], told
+try:
+    with fastcaps.backend("cpu"):
+        fastcaps.functional.inverted_attention_routing(children, weight, parents)
+except fastcaps.BackendError as error:
+    assert "not built" in str(error)
+else:
+    raise SystemExit("the forced backend fell back")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_says_nothing_where_the_library_is() -> None:
+    if not backends.listing()[2].available:
+        pytest.skip("no native library here")
+    done = _python("import fastcaps")
+    assert done.returncode == 0 and not done.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _call(_set_arguments())
