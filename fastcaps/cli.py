@@ -107,12 +107,15 @@ def _refuse_missing(error: ImportError) -> NoReturn:
 
 def _demo(args: argparse.Namespace) -> int:
     try:
+        from fastcaps.data import DataError
         from fastcaps.demo import EPOCHS, run
     except ImportError as error:
         _refuse_missing(error)
-    run(
-        Path(args.out), epochs=EPOCHS if args.epochs is None else args.epochs, seed=args.seed, speed=not args.skip_speed
-    )
+    epochs = EPOCHS if args.epochs is None else args.epochs
+    try:
+        run(Path(args.out), epochs=epochs, seed=args.seed, speed=not args.skip_speed)
+    except (DataError, ValueError) as error:
+        raise _Fail(str(error)) from error
     return 0
 
 

@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 import fastcaps
-from fastcaps import backends, data, measure
+from fastcaps import backends, data, measure, viz
 from fastcaps.callbacks import Report
 from fastcaps.training import TrainConfig, TrainResult, train, versions
 
@@ -85,8 +85,6 @@ def speed_table(figures: dict[str, dict[str, measure.Figures]]) -> Table:
 
 def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
     """Write the two pictures into ``out``; returns their paths."""
-    from fastcaps import viz
-
     network: Any = result.network
     images, labels = splits.test.batch(slice(None))
     with torch.no_grad():

@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import tensorboard  # noqa: F401  (Lightning misses it only when a run begins)
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -370,6 +372,28 @@ def _prepare_folder(out: Path, resume: bool, overwrite: bool) -> None:
         events.unlink()
 
 
+def _make_trainer(config: TrainConfig, out: Path, callbacks: list[pl.Callback]) -> pl.Trainer:
+    """Lightning's Trainer; what it refuses becomes a ValueError that shows what was asked for."""
+    try:
+        return pl.Trainer(
+            accelerator=config.accelerator,
+            devices=int(config.devices) if config.devices.lstrip("-").isdigit() else config.devices,
+            strategy=config.strategy,
+            precision=config.precision,  # type: ignore[arg-type]
+            max_epochs=config.epochs,
+            logger=TensorBoardLogger(out, name="", version="tensorboard"),
+            callbacks=callbacks,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,  # ShuffledBatches knows its rank
+            num_sanity_val_steps=0,
+            log_every_n_steps=10,
+        )
+    except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
+        asked = f"accelerator {config.accelerator!r}, devices {config.devices!r}, strategy {config.strategy!r}"
+        raise ValueError(f"{asked}, precision {config.precision!r}: {error}") from error
+
+
 def train(
     config: TrainConfig,
     *,
@@ -415,24 +439,12 @@ def train(
     module = CapsuleClassifier(network, config)
     data = ImageData(splits, config.batch_size, seed=config.seed, workers=config.workers)
     metrics = MetricsWriter(out / "metrics.csv")
-    trainer = pl.Trainer(
-        accelerator=config.accelerator,
-        devices=int(config.devices) if config.devices.lstrip("-").isdigit() else config.devices,
-        strategy=config.strategy,
-        precision=config.precision,  # type: ignore[arg-type]
-        max_epochs=config.epochs,
-        logger=TensorBoardLogger(out, name="", version="tensorboard"),
-        callbacks=[metrics, CheckpointWriter(checkpoint, config.checkpoint_every), report or Report()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # ShuffledBatches knows its rank
-        num_sanity_val_steps=0,
-        log_every_n_steps=10,
-    )
+    callbacks = [metrics, CheckpointWriter(checkpoint, config.checkpoint_every), report or Report()]
+    trainer = _make_trainer(config, out, callbacks)
     if trainer.is_global_zero:
         _prepare_folder(out, resume, overwrite)
         settings = {**dataclasses.asdict(config), "versions": versions()}
-        (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        (out / "config.json").write_text(json.dumps(settings, indent=2, default=repr) + "\n")
     began = time.perf_counter()
     going_on = resume and checkpoint.is_file()
     try:

@@ -1,0 +1,173 @@
+"""The demo: it writes what it says; its pictures show what the network really did; its figures are measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+pytest.importorskip("matplotlib")
+
+from rich.console import Console
+
+from fastcaps import data, demo, measure, models, viz
+
+HISTORY = [
+    {"epoch": 1.0, "train_loss": 1.5, "test_loss": 0.6, "train_accuracy": 0.6, "test_accuracy": 0.9},
+    {"epoch": 2.0, "train_loss": 0.3, "test_loss": 0.2, "train_accuracy": 0.95, "test_accuracy": 0.97},
+]
+
+
+def pixels(path: Path) -> np.ndarray:
+    import matplotlib.image
+
+    return matplotlib.image.imread(path)
+
+
+def test_a_short_demo_writes_what_it_says(tmp_path: Path) -> None:
+    console = Console(record=True, width=100, file=(tmp_path / "log").open("w"))
+    summary = demo.run(tmp_path / "out", epochs=2, speed=False, console=console)
+    told = console.export_text()
+    assert summary["test_accuracy"] > 0.9
+    assert f"test accuracy {100 * summary['test_accuracy']:.2f} % on 359 digits" in told
+    assert json.loads((tmp_path / "out" / "demo.json").read_text()) == summary
+    assert len(summary["pictures"]) == 2
+    for picture in map(Path, summary["pictures"]):
+        assert picture.name in told.replace("\n", "")
+        height, width = pixels(picture).shape[:2]
+        assert width >= 1000 and height >= 400
+        assert pixels(picture)[..., :3].std() > 0.05  # not an empty page
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
+    summary = demo.run(tmp_path, speed=False, console=Console(quiet=True))
+    assert summary["test_accuracy"] >= 0.97
+    assert summary["training_seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"layer_norm": False},
+        {"activations": True},
+        {"iterations": 1},
+        {"routing": "sequential"},
+        {"pose": "vector"},
+    ],
+)
+def test_maps_add_up_to_the_logits(overrides: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    network = models.create("digits", **overrides).double()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # LayerNorm's affine must not be 1 and 0
+    images = torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    network.train()
+    heard = viz.listening(network, images)
+    assert network.training
+    assert heard.shape == (3, 10, 6, 6)
+    network.eval()
+    with torch.no_grad():
+        logits, trace = network(images, return_trace=True)
+        head, norm = network.head.linear, network.routing.layers[-1].norm
+        constant = torch.zeros(1, 1, dtype=torch.float64) if norm is None else head.weight[0] @ norm.bias
+        if trace.activations[-1] is not None:
+            constant = constant * trace.activations[-1]
+        torch.testing.assert_close(heard.sum((2, 3)) + constant + head.bias, logits, rtol=1e-9, atol=1e-9)
+
+
+def test_maps_show_the_place_that_speaks() -> None:
+    network = models.create("digits", iterations=1).double().eval()
+    images = torch.zeros(2, 1, 8, 8, dtype=torch.float64)
+    images[1, 0, 1, 1] = 3.0  # the second image differs from the first in its upper left corner only
+    difference = (viz.listening(network, images).diff(dim=0)[0]).abs()
+    sums = difference.sum(0)
+    assert float(sums[:3, :3].sum()) > 5 * float(sums[3:, 3:].sum())
+
+
+def test_maps_want_a_grid() -> None:
+    from fastcaps.nn import CapsuleSpec
+
+    network = models.create("digits", hidden=(CapsuleSpec(8, kernel_size=3), CapsuleSpec(12)))
+    with pytest.raises(ValueError, match=r"children are \[2, 12, 16\], want a grid"):
+        viz.listening(network, torch.zeros(2, 1, 8, 8))
+
+
+def test_learning_curve_draws_every_row(tmp_path: Path) -> None:
+    path = viz.learning_curve(HISTORY, tmp_path / "curve.png", title="A title", target=0.97)
+    assert path == tmp_path / "curve.png"
+    other = viz.learning_curve([*HISTORY, {**HISTORY[1], "epoch": 3.0}], tmp_path / "other.png", title="A title")
+    assert pixels(path).shape == pixels(other).shape
+    assert not np.array_equal(pixels(path), pixels(other))
+    assert viz.learning_curve(HISTORY, tmp_path / "curve.svg", title="A title").read_text().count("<svg") == 1
+    with pytest.raises(ValueError, match="history: got no rows"):
+        viz.learning_curve([], tmp_path / "none.png", title="")
+
+
+def test_map_marks_mistakes(tmp_path: Path) -> None:
+    splits = data.load("digits")
+    images = splits.test.images[:2, 0]
+    heard = torch.randn(2, 10, 6, 6)
+    names = {"classes": splits.classes, "title": "Maps"}
+    right = viz.listening_map(images, heard, [3, 7], [3, 7], tmp_path / "right.svg", **names).read_text()
+    wrong = viz.listening_map(images, heard, [3, 7], [3, 8], tmp_path / "wrong.svg", **names).read_text()
+    assert "taken for 8" not in right and "taken for 8" in wrong
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_peak_growth_sees_memory_that_is_gone_again() -> None:
+    hold = 64 << 20
+
+    def touch() -> None:
+        torch.ones(hold // 4)
+
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("not Linux: growth counts from the highest value so far")
+    for _ in range(2):  # the second time the first peak must not hide it
+        grown = measure.peak_growth(touch)
+        assert 0.9 * hold < grown < 1.5 * hold
+    assert measure.peak_growth(lambda: None) < 0.1 * hold
+
+
+def test_workloads_are_the_papers() -> None:
+    for name, parents, votes in (("conv1", (8, 32, 7, 7, 4, 4), 231), ("classes", (64, 10, 4, 4), 32.8)):
+        workload = measure.WORKLOADS[name]
+        assert workload.tensors()[2].shape == parents
+        assert workload.votes_mb() == pytest.approx(votes, rel=0.01)
+
+
+def test_measuring_in_a_fresh_process() -> None:
+    figures = measure.measure_apart("classes", "reference")
+    assert 0 < figures.forward_ms < figures.step_ms
+    # the reference stores its votes, and their gradient
+    assert figures.step_mb > 1.5 * measure.WORKLOADS["classes"].votes_mb()
+    with pytest.raises(RuntimeError, match=r"measuring classes on triton failed: .*BackendError"):
+        measure.measure_apart("classes", "triton")
+
+
+def test_measuring_wants_known_names() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fastcaps.measure", "nothing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "usage: python -m fastcaps.measure {conv1,conv2,classes}" in done.stderr
+
+
+def test_table_holds_figures_and_gains() -> None:
+    row = {"cpu": measure.Figures(2.0, 5.0, 10.0), "reference": measure.Figures(50.0, 200.0, 1234.0)}
+    console = Console(record=True, width=80, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(demo.speed_table({"conv1": row, "classes": {"reference": row["reference"]}}))
+    text = console.export_text()
+    for shown in ("2.0 ms", "50.0 ms", "25×", "40×", "1,234.0 MB", "123×", "—"):
+        assert shown in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -1,0 +1,248 @@
+"""Training: what a run writes, that it learns, and that a killed run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from fastcaps import data
+from fastcaps.callbacks import COLUMNS, Report, read_metrics
+from fastcaps.training import RunError, TrainConfig, build_network, schedule_factor, train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(out: Path, **changes: Any) -> TrainConfig:
+    """Two epochs of three steps on some of the digits."""
+    small: dict[str, Any] = {"epochs": 2, "batch_size": 64, "limit": 192, "accelerator": "cpu"}
+    return TrainConfig(network="digits", data="digits", out=str(out), **{**small, **changes})
+
+
+def run(config: TrainConfig, **options: Any) -> Any:
+    return train(config, report=Report(quiet=True), **options)
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    mine, theirs = a.state_dict(), b.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
+    """One run over all digits, shared by the tests that look at what it left."""
+    out = tmp_path_factory.mktemp("finished")
+    return run(settings(out, limit=None, epochs=3, checkpoint_every=5, seed=3))
+
+
+def test_it_learns(finished: Any) -> None:
+    assert finished.test_accuracy > 0.9
+    assert finished.history[-1]["train_loss"] < finished.history[0]["train_loss"] / 2
+
+
+def test_reported_accuracy_is_that_of_the_weights(finished: Any) -> None:
+    splits = data.load("digits")
+    images, labels = splits.test.batch(slice(None))
+    with torch.no_grad():
+        logits = finished.network(images)
+    assert finished.test_accuracy == pytest.approx((logits.argmax(1) == labels).double().mean().item(), abs=1e-6)
+    loss = torch.nn.functional.cross_entropy(logits.double(), labels).item()
+    assert finished.test_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_what_a_run_leaves(finished: Any) -> None:
+    out = finished.out
+    with (out / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert [row["step"] for row in rows] == ["23", "46", "69"]  # 1,438 images in batches of 64
+    result = json.loads((out / "result.json").read_text())
+    assert result["test_accuracy"] == finished.test_accuracy
+    assert result["epochs"] == len(result["seconds_per_epoch"]) == 3
+    assert result["parameters"] == sum(p.numel() for p in finished.network.parameters())
+    kept = json.loads((out / "config.json").read_text())
+    assert kept["seed"] == 3 and kept["versions"]["torch"] == torch.__version__
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
+    assert {path.name for path in out.iterdir()} == {
+        "metrics.csv",
+        "result.json",
+        "config.json",
+        "last.ckpt",
+        "tensorboard",
+    }
+
+
+def test_tensorboard_holds_the_curves(finished: Any) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished.out / "tensorboard"))
+    events.Reload()
+    accuracies = [event.value for event in events.Scalars("test_accuracy")]
+    assert accuracies == pytest.approx([row["test_accuracy"] for row in finished.history])
+    assert len(events.Scalars("step/train_loss")) > 3
+
+
+KILLED = """
+import os, signal, torch
+from fastcaps.callbacks import Report
+from fastcaps.training import TrainConfig, train
+
+class Killer(Report):
+    def on_train_batch_end(self, trainer, *rest):
+        if trainer.global_step == {step}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+train(TrainConfig(**{config!r}), report=Killer(quiet=True))
+"""
+
+
+def kill_at(step: int, config: TrainConfig) -> None:
+    """Run in a process that is killed, without a chance to clean up, once it has done so many steps."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    code = KILLED.format(step=step, config=vars(config))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(33, id="in the middle of the second epoch"),
+        pytest.param(47, id="just after the second epoch", marks=pytest.mark.slow),
+        pytest.param(13, id="in the first epoch", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: Any, step: int) -> None:
+    config = settings(tmp_path, limit=None, epochs=3, checkpoint_every=5, seed=3)
+    kill_at(step, config)
+    done_before = read_metrics(tmp_path / "metrics.csv")
+    assert len(done_before) == step // 23 and not (tmp_path / "result.json").exists()
+    (tmp_path / "last.writing").write_bytes(b"half a checkpoint, as a kill while writing leaves it")
+    resumed = run(config, resume=True)
+    assert same_weights(resumed.network, finished.network)
+    for mine, theirs in zip(resumed.history, finished.history, strict=True):
+        for name in COLUMNS:
+            if name != "seconds":
+                assert mine[name] == theirs[name], name
+    assert resumed.history[0]["seconds"] == pytest.approx(done_before[0]["seconds"], rel=1e-4) if done_before else True
+
+
+def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
+    before = {name: tensor.clone() for name, tensor in finished.network.state_dict().items()}
+    again = run(settings(finished.out, limit=None, epochs=3, checkpoint_every=5, seed=3), resume=True)
+    assert again.history == finished.history
+    assert all(torch.equal(tensor, before[name]) for name, tensor in again.network.state_dict().items())
+
+
+def test_a_folder_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    first = run(settings(tmp_path, epochs=1))
+    with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\), replace it"):
+        run(settings(tmp_path, epochs=1))
+    second = run(settings(tmp_path, epochs=1), overwrite=True)
+    assert same_weights(first.network, second.network)  # the same seed: the same bits
+    other = run(settings(tmp_path, epochs=1, seed=1), overwrite=True)
+    assert not same_weights(first.network, other.network)
+    assert len(read_metrics(tmp_path / "metrics.csv")) == 1
+
+
+def test_a_broken_checkpoint_is_told(tmp_path: Path) -> None:
+    run(settings(tmp_path, epochs=1))
+    whole = (tmp_path / "last.ckpt").read_bytes()
+    (tmp_path / "last.ckpt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RunError, match=r"last\.ckpt cannot be resumed from"):
+        run(settings(tmp_path, epochs=1), resume=True)
+
+
+def test_resuming_with_another_batch_size_is_refused(tmp_path: Path) -> None:
+    run(settings(tmp_path, epochs=1))
+    with pytest.raises(ValueError, match="3 steps an epoch and this run 6; resume with the data, batch size"):
+        run(settings(tmp_path, epochs=2, batch_size=32), resume=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_precisions_learn(tmp_path: Path, precision: str) -> None:
+    result = run(settings(tmp_path, precision=precision, epochs=3, limit=384))
+    assert result.test_accuracy > 0.5
+    dtypes = {parameter.dtype for parameter in result.network.parameters()}
+    assert dtypes == {torch.float64 if precision == "64-true" else torch.float32}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizers_learn(tmp_path: Path, optimizer: str) -> None:
+    result = run(settings(tmp_path, optimizer=optimizer, lr=0.1 if optimizer == "sgd" else 3e-3, limit=384, epochs=3))
+    assert result.test_accuracy > 0.5
+
+
+def test_networks_are_sized_by_the_data() -> None:
+    splits = data.load("digits")
+    config = TrainConfig(network="mnist", data="digits", out="unused", overrides={"iterations": 3})
+    network: Any = build_network(TrainConfig(network="digits", data="digits", out="unused"), splits)
+    assert network(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+    with pytest.raises(ValueError, match=r"network mnist cannot be built for digits \(.*image_size=8.*iterations=3\)"):
+        build_network(config, splits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, "epochs: got 0, want 1 or more"),
+        ({"batch_size": -1}, "batch_size: got -1"),
+        ({"lr": float("nan")}, "lr: got nan, want a finite number above 0"),
+        ({"lr": 0.0}, "lr: got 0.0"),
+        ({"optimizer": "rprop"}, "optimizer: got 'rprop', want one of adam, adamw, sgd"),
+        ({"schedule": "step"}, "schedule: got 'step', want one of one-cycle"),
+        ({"precision": "8-bit"}, "precision: got '8-bit'"),
+        ({"seed": -1}, "seed: got -1, want 0 or more"),
+        ({"limit": 0}, "limit: got 0"),
+        ({"overrides": {"depth": 3}}, "create.. has no override depth"),
+        ({"devices": "many"}, "devices"),
+        ({"accelerator": "abacus"}, "abacus"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(settings(tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_schedules() -> None:
+    paper = [schedule_factor("paper", epoch, 350) for epoch in (0, 149, 150, 249, 250, 349)]
+    assert paper == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    cycle = [schedule_factor("one-cycle", step, 100) for step in range(101)]
+    assert max(cycle) == cycle[20] == 1.0 and cycle[100] == pytest.approx(0.0) and 0 < cycle[0] < 0.1
+    assert cycle[:21] == sorted(cycle[:21]) and cycle[20:] == sorted(cycle[20:], reverse=True)
+    assert schedule_factor("cosine", 50, 100) == pytest.approx(0.5)
+    assert schedule_factor("constant", 50, 100) == 1.0
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_network(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fastcaps", "train", "--network", "digits", "--data", "digits", "--epochs", "2"]
+    command += ["--accelerator", "cpu", "--devices", "2", "--strategy", "ddp", "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 3  # two epochs and the end: only the first process speaks
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [row["step"] for row in rows] == [12, 24]  # half the images each, in batches of 64
+    assert rows[-1]["test_accuracy"] > 0.9
