@@ -29,8 +29,15 @@ COLUMNS = (
     "speed-up",
     "GFLOP/s",
     "of sgemm",
-    "peak memory",
-    "alternative's",
+    "peak MB (own)",
+    "bmm's",
+)
+
+LEGEND = (
+    "Times are the median (20th-80th percentile) of calls in turns; GFLOP/s counts useful operations, recomputation "
+    "left out (a training step: three times the forward pass). Peak MB: growth of a fresh process during one call, in "
+    "brackets without the results that it returns; bmm's is the eager batched-matmul alternative's. * after a restart, "
+    "see below."
 )
 
 _SHORT = {
@@ -61,7 +68,10 @@ def _peak(memory: dict[str, Any], name: str) -> str:
     entry = memory.get(name)
     if entry is None:
         return ""
-    return "failed" if "failed" in entry else _bytes(entry["peak"])
+    if "failed" in entry:
+        return "failed"
+    peak, own = (_number(max(entry[key], 1e4) / 1e6) for key in ("peak", "beyond"))
+    return f"{peak} ({own})"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -126,7 +136,10 @@ def _about(document: dict[str, Any]) -> str:
     capability = f" ({about['capability']})" if about["capability"] else ""
     rates = sorted(row["sgemm_gflops"] for row in document["rows"] if "sgemm_gflops" in row)
     size = document["sgemm_size"]
-    sgemm = f"; sgemm of {size}³: {_number(rates[len(rates) // 2])} GFLOP/s" if rates else ""
+    sgemm = ""
+    if rates:  # a wide spread says that something else ran meanwhile
+        middle, least, most = (_number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
+        sgemm = f"; sgemm of {size}³: {middle} GFLOP/s ({least} to {most} over the rows)"
     commit = about["commit"] + (" (modified)" if about["modified"] else "")
     return (
         f"{about['device']}, {about['threads']} threads on {about['cores']} cores{sgemm}. fastcaps "
@@ -149,7 +162,7 @@ def _failures(document: dict[str, Any]) -> list[str]:
 
 def markdown(document: dict[str, Any]) -> str:
     """Return the document as markdown: what was measured on, a table for each mode, and what there is to say."""
-    lines = [_about(document), ""]
+    lines = [_about(document), "", LEGEND, ""]
     for title, cells in tables(document):
         right = ["---"] + ["---:"] * (len(COLUMNS) - 1)
         lines += [f"**{title}**", ""]
@@ -174,6 +187,7 @@ def print_document(document: dict[str, Any]) -> None:
     if not console.is_terminal or console.width < 150:
         console.width = 170
     console.print(_about(document), markup=False)
+    console.print(LEGEND, markup=False)
     for title, cells in tables(document):
         table = Table(title=title, title_justify="left", pad_edge=False)
         for index, column in enumerate(COLUMNS):
