@@ -165,7 +165,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   call.bias_numbers = bias ? with.bias.numel() : 0;
 
   const auto zeros = [&](bool wanted, std::vector<int64_t> shape, void*& data) {
-    Tensor out = torch::stable::new_zeros(children, wanted ? shape : std::vector<int64_t>{0}, with.compute);
+    Tensor out = fresh(torch::stable::new_empty(children, wanted ? shape : std::vector<int64_t>{0}, with.compute));
+    torch::stable::zero_(out);
     data = wanted ? data_of(out) : nullptr;
     return out;
   };
@@ -179,7 +180,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
       torch::stable::new_empty(children, needs & kQuery ? parents_shape : std::vector<int64_t>{0}, with.compute);
   const auto lanes = [&](bool wanted, int64_t copies, void*& data) {  // parents of all tiles, turned to lanes
     const int64_t numbers = copies * call.cut.tiles() * g.parents() * with.lanes() + 64 / with.number();
-    Tensor out = torch::stable::new_empty(children, {wanted ? numbers : 0}, with.compute);
+    Tensor out = fresh(torch::stable::new_empty(children, {wanted ? numbers : 0}, with.compute));
     data = wanted ? aligned(data_of(out)) : nullptr;
     return out;
   };

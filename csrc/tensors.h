@@ -15,6 +15,10 @@
 
 #include "geometry.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace fastcaps {
 
 using torch::headeronly::ScalarType;
@@ -26,6 +30,21 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
 
 inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
+
+// A new tensor's memory. Large ones come straight from the system, which hands it out page by page as it is touched; in
+// pages of 2 MiB where it can, a gradient of 100 MB costs 50 page faults, not 25,000.
+inline Tensor fresh(Tensor x) {
+#if defined(__linux__)
+  constexpr int64_t kPage = 2 << 20;
+  const int64_t bytes = x.numel() * int64_t(x.element_size());
+  if (bytes >= 2 * kPage) {
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(data_of(x)) + kPage - 1) / kPage * kPage;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data_of(x)) + uintptr_t(bytes)) / kPage * kPage;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: whatever comes of it is right
+  }
+#endif
+  return x;
+}
 
 inline std::string text(const std::vector<int64_t>& shape) {
   std::string out = "[";

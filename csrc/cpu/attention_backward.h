@@ -45,7 +45,7 @@ struct BackwardItem {
   Tile<T>* tiles;
   const Parent *Q = nullptr, *dS = nullptr;  // of the item's group, made by prepare()
   V* dQ = nullptr;
-  int64_t end = 0;  // of the child types of this item, at the place in the window being worked on
+  Range range{};  // of children of this item: some types, at every place in the window
 
   BackwardItem(const AttentionBackward& call_, const Pose& pose_, Arena& arena)
       : call(call_),
@@ -132,12 +132,10 @@ struct BackwardItem {
     if (dW) dW += (call.weight_parts == cut.groups ? group : item) * g.G * g.M * DE;
     T* dB = static_cast<T*>(call.dbias);
     if (dB) dB += item * call.bias_numbers;
+    const int64_t type = chunk * g.N / cut.chunks, types = (chunk + 1) * g.N / cut.chunks - type;
+    range = {type, types, g.N, types * g.window.kh * g.window.kw};
     for (int64_t from = 0; from < tile_count; from += cut.span_tiles)
-      for (int64_t place = 0; place < g.window.kh * g.window.kw; ++place) {
-        const int64_t begin = place * g.N + chunk * g.N / cut.chunks;
-        end = place * g.N + (chunk + 1) * g.N / cut.chunks;
-        walk(begin, from, min(from + cut.span_tiles, tile_count), dW, dB);
-      }
+      walk(from, min(from + cut.span_tiles, tile_count), dW, dB);
     if constexpr (kChildLanes) {
       if (!dQ) return;
       const T* lane[n];
@@ -157,25 +155,26 @@ struct BackwardItem {
     return rows;
   }
 
-  // Children [begin, end), block by block, each over tiles [from, to).
-  void walk(int64_t begin, int64_t from, int64_t to, T* dW, T* dB) {
+  // All children of the range, block by block, each over tiles [from, to).
+  void walk(int64_t from, int64_t to, T* dW, T* dB) {
     const int64_t size = cut.block_children * Sits::kUnit;
-    for (int64_t first = begin; first < end; first += size) {
-      const int64_t count = (min(size, end - first) + Sits::kUnit - 1) / Sits::kUnit;
+    for (int64_t first = 0; first < range.count; first += size) {
+      const int64_t count = (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit;
       const bool gathers = dW_lanes && !kChildLanes;
       if (gathers) zero(dW_lanes, count * g.M * DE);
       for (int64_t t = from; t < to; t += cut.block_tiles) block(first, count, t, min(cut.block_tiles, to - t), dW, dB);
       if (gathers)
         for (int64_t j = 0; j < count; ++j)
-          add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(first + j, 0));
+          add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(range.child(first + j), 0));
     }
   }
 
-  // Units [0, count) of children from `first` on, for tiles [t0, t0 + nt): slot t * block_children + j.
+  // Units [0, count) of children from number `first` of the range on, for tiles [t0, t0 + nt): slot t * block_children
+  // + j.
   void block(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     const int64_t stride = cut.block_children;
     for (int64_t t = 0; t < nt; ++t) {
-      Sits::gather(g, tiles[t0 + t], call.in.storage, call.in.children, call.in.gate, first, count, end,
+      Sits::gather(g, tiles[t0 + t], call.in.storage, call.in.children, call.in.gate, range, first, count,
                    P + t * stride * CD, gates + t * stride);
       if (call.dchildren) zero(dP + t * stride * CD, count * CD);
       if (P_rows)
@@ -200,12 +199,13 @@ struct BackwardItem {
 
   void add_child_gradients(int64_t first, int64_t count, int64_t t0, int64_t nt) {
     const int64_t stride[6] = {g.H * g.W * g.N * CD, g.W * g.N * CD, g.N * CD, CD, g.D, 1};
-    const int64_t run = kChildLanes ? 1 : count;  // neighbours n lie side by side
     for (int64_t t = 0; t < nt; ++t)
-      for (int64_t j = 0; j < count; j += run) {
+      for (int64_t j = 0; j < count;) {
+        const int64_t q = first + j * Sits::kUnit, run = Sits::neighbours(g, range, q, count - j);
         T* lane[n];
-        Sits::find(g, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, first + j * Sits::kUnit, end, lane);
+        Sits::find(g, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
         scatter_rows<true, T>(lane, run * CD, dP + (t * cut.block_children + j) * CD);
+        j += run;
       }
   }
 
@@ -215,8 +215,8 @@ struct BackwardItem {
     const T scale = T(call.in.scale);
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const Weight* W = weights.matrix(first + j * Sits::kUnit, end, m);
-        const Weight* bias = weights.bias_of(first + j * Sits::kUnit, end, m);
+        const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
+        const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * cut.block_children + j;
           const Parent* ds = dS + (t0 + t) * MCE + m * CE;
@@ -237,7 +237,7 @@ struct BackwardItem {
   }
 
   // r's row becomes g r, h's row becomes s da; the gate's gradient is written.
-  void softmax_backward(int64_t i, int64_t tile, int64_t slot) {
+  void softmax_backward(int64_t q, int64_t tile, int64_t slot) {
     V *row = r + slot * g.M, *gain = h + slot * g.M;
     const V gate = gates[slot];
     if (Q)
@@ -254,7 +254,7 @@ struct BackwardItem {
     if (call.dgate) {
       const int64_t stride[4] = {g.H * g.W * g.N, g.W * g.N, g.N, 1};
       T* lane[n];
-      Sits::find(g, tiles[tile], static_cast<T*>(call.dgate), stride, i, end, lane);
+      Sits::find(g, tiles[tile], static_cast<T*>(call.dgate), stride, range, q, lane);
       scatter_rows<true, T>(lane, 1, &mean);
     }
   }
@@ -263,9 +263,9 @@ struct BackwardItem {
   void gradients(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const int64_t i = first + j * Sits::kUnit;
-        const Weight* W = weights.matrix(i, end, m);
-        const Weight* bias = weights.bias_of(i, end, m);
+        const int64_t q = first + j * Sits::kUnit;
+        const Weight* W = weights.matrix(range, q, m);
+        const Weight* bias = weights.bias_of(range, q, m);
         V* dW_unit = dW_lanes + (kChildLanes ? 0 : (j * g.M + m) * DE);
         if (kChildLanes && dW_lanes) zero(dW_unit, DE);
         for (int64_t t = 0; t < nt; ++t) {
@@ -288,14 +288,16 @@ struct BackwardItem {
             for (int k = 0; k < n; ++k) lane[k] = dV_rows + (t * n + k) * g.E;
             scatter_rows<false, T>(lane, g.E, dV);
           }
-          if (dB) add_bias_gradient(i, m, dB);
+          if (dB) add_bias_gradient(q, m, dB);
         }
         if constexpr (kByRows)
           if (dV_rows)
-            add_weight_gradient_by_rows(P_rows + j * cut.block_tiles * n * g.D, nt * n, dW + weights.offset(i, m));
+            add_weight_gradient_by_rows(P_rows + j * cut.block_tiles * n * g.D, nt * n,
+                                        dW + weights.offset(range.child(q), m));
         if (kChildLanes && dW_lanes) {
           T* lane[n];
-          for (int k = 0; k < n; ++k) lane[k] = i + k < end ? dW + weights.offset(i + k, m) : nullptr;
+          for (int k = 0; k < n; ++k)
+            lane[k] = q + k < range.count ? dW + weights.offset(range.child(q + k), m) : nullptr;
           scatter_rows<true, T>(lane, DE, dW_unit);
         }
       }
@@ -312,13 +314,14 @@ struct BackwardItem {
     }
   }
 
-  void add_bias_gradient(int64_t i, int64_t m, T* dB) {
+  void add_bias_gradient(int64_t q, int64_t m, T* dB) {
+    const auto at = [&](int64_t k) { return dB + range.child(k) * weights.bias_i + m * weights.bias_m; };
     if constexpr (kChildLanes) {
       T* lane[n];
-      for (int k = 0; k < n; ++k) lane[k] = i + k < end ? dB + (i + k) * weights.bias_i + m * weights.bias_m : nullptr;
+      for (int k = 0; k < n; ++k) lane[k] = q + k < range.count ? at(q + k) : nullptr;
       scatter_rows<true, T>(lane, CE, dV);
     } else {
-      add_lane_sums<T>(dV, CE, dB + i * weights.bias_i + m * weights.bias_m);
+      add_lane_sums<T>(dV, CE, at(q));
     }
   }
 

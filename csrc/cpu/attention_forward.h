@@ -51,26 +51,29 @@ struct WeightsOf {
 
   FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
 
-  FASTCAPS_INLINE const Weight* matrix(int64_t i, int64_t end, int64_t m) const {
+  FASTCAPS_INLINE const T* bias_at(int64_t i, int64_t m) const { return bias + i * bias_i + m * bias_m; }
+
+  FASTCAPS_INLINE const Weight* matrix(const Range& range, int64_t q, int64_t m) const {
     if constexpr (kChildLanes) {
       const T* lane[kLanes<T>];
-      for (int r = 0; r < kLanes<T>; ++r) lane[r] = i + r < end ? weight + offset(i + r, m) : nullptr;
+      for (int r = 0; r < kLanes<T>; ++r)
+        lane[r] = q + r < range.count ? weight + offset(range.child(q + r), m) : nullptr;
       gather_rows<T>(lane, size, weight_lanes);
       return weight_lanes;
     } else {
-      return weight + offset(i, m);
+      return weight + offset(range.child(q), m);
     }
   }
 
-  FASTCAPS_INLINE const Weight* bias_of(int64_t i, int64_t end, int64_t m) const {
+  FASTCAPS_INLINE const Weight* bias_of(const Range& range, int64_t q, int64_t m) const {
     if (bias == nullptr) return nullptr;
     if constexpr (kChildLanes) {
       const T* lane[kLanes<T>];
-      for (int r = 0; r < kLanes<T>; ++r) lane[r] = i + r < end ? bias + (i + r) * bias_i + m * bias_m : nullptr;
+      for (int r = 0; r < kLanes<T>; ++r) lane[r] = q + r < range.count ? bias_at(range.child(q + r), m) : nullptr;
       gather_rows<T>(lane, pose, bias_lanes);
       return bias_lanes;
     } else {
-      return bias + i * bias_i + m * bias_m;
+      return bias_at(range.child(q), m);
     }
   }
 };
@@ -107,7 +110,7 @@ struct ForwardItem {
   V *S, *P, *gates, *a, *highest, *votes_kept, *sums;
   T* rows;
   Tile<T>* tiles;
-  int64_t end = 0;  // of the children of this item
+  Range range{};  // of children of this item
 
   ForwardItem(const AttentionForward& call_, const Pose& pose_, Arena& arena)
       : call(call_),
@@ -130,12 +133,13 @@ struct ForwardItem {
     rows = kChildLanes ? arena.take<T>(call.cut.block_tiles * MCE) : nullptr;
   }
 
-  // Units [0, count) of children from `first` on, for tiles [0, nt): unit j of tile t has slot t * block_children + j.
+  // Units [0, count) of children from number `first` of the range on, for tiles [0, nt): unit j of tile t has slot t *
+  // block_children + j.
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = call.cut.block_children;
     for (int64_t t = 0; t < nt; ++t)
-      Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, first, count, end, P + t * stride * CD,
-                   gates + t * stride);
+      Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, range, first, count,
+                   P + t * stride * CD, gates + t * stride);
     if (Q) {
       if (votes_kept)
         agreements<true>(first, count, nt);
@@ -162,8 +166,8 @@ struct ForwardItem {
     const T scale = T(call.in.scale);
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const Weight* W = weights.matrix(first + j * Sits::kUnit, end, m);
-        const Weight* bias = weights.bias_of(first + j * Sits::kUnit, end, m);
+        const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
+        const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * call.cut.block_children + j;
           const Parent* q = Q + t * MCE + m * CE;
@@ -207,8 +211,8 @@ struct ForwardItem {
   void add_again(int64_t first, int64_t count, int64_t nt) {
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const Weight* W = weights.matrix(first + j * Sits::kUnit, end, m);
-        const Weight* bias = weights.bias_of(first + j * Sits::kUnit, end, m);
+        const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
+        const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * call.cut.block_children + j;
           add_weighted_votes<T>(pose, P + slot * CD, a[slot * g.M + m], W, bias, S + t * MCE + m * CE);
@@ -219,8 +223,8 @@ struct ForwardItem {
   void run(int64_t item) {
     const Cut& cut = call.cut;
     const int64_t chunk = item % cut.chunks, group = item / cut.chunks, I = g.children(), positions = g.positions();
-    const int64_t begin = chunk * I / cut.chunks;
-    end = (chunk + 1) * I / cut.chunks;
+    const int64_t begin = chunk * I / cut.chunks, count = (chunk + 1) * I / cut.chunks - begin;
+    range = {begin, count, 0, count};
     const int64_t last = min((group + 1) * cut.tiles_per_group, (positions + n - 1) / n);
     const int64_t step = kChildLanes ? 1 : cut.block_tiles;  // tiles of positions taken together
     for (int64_t first_tile = group * cut.tiles_per_group; first_tile < last; first_tile += step) {
@@ -228,8 +232,8 @@ struct ForwardItem {
       place(first_tile, nt);
       for (int64_t k = 0; k < nt * MCE; ++k) S[k] = V{};
       const int64_t block_size = cut.block_children * Sits::kUnit;
-      for (int64_t i = begin; i < end; i += block_size)
-        block(i, (min(block_size, end - i) + Sits::kUnit - 1) / Sits::kUnit, nt);
+      for (int64_t q = 0; q < count; q += block_size)
+        block(q, (min(block_size, count - q) + Sits::kUnit - 1) / Sits::kUnit, nt);
       if constexpr (kChildLanes) add_lanes(nt);
       for (int64_t t = 0; t < (kChildLanes ? 1 : nt); ++t) {
         V* s = kChildLanes ? sums : S + t * MCE;

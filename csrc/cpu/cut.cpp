@@ -29,7 +29,7 @@ void cut_block(const Geometry& g, int64_t vec, int64_t number, int64_t tiles, in
 }
 
 // Too few positions to fill the lanes: children do. The general pose that serves there is about four times slower.
-bool use_child_lanes(const Geometry& g, int64_t lanes) { return g.positions() * 4 <= lanes && g.N >= lanes; }
+bool use_child_lanes(const Geometry& g, int64_t lanes) { return g.positions() * 4 <= lanes && g.children() >= lanes; }
 
 void cut_block_of_child_lanes(const Geometry& g, int64_t vec, Cut& cut) {
   const int64_t votes = g.parents() * vec * g.positions();

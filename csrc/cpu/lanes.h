@@ -152,6 +152,14 @@ void gather_parents(const Geometry& g, const Tile<T>& tile, Storage storage, con
   });
 }
 
+// The children of an item, numbered q = 0, 1, ...: types [first, first + run) at each place in the window in turn, or
+// simply children [first, first + run) of a single run.
+struct Range {
+  int64_t first, run, step, count;
+
+  FASTCAPS_INLINE int64_t child(int64_t q) const { return first + q / run * step + q % run; }
+};
+
 // Who sits in the lanes while a block of children is worked on. A unit is what one vector holds of the children: one
 // child seen from every position of a tile, or kLanes children seen from one position.
 template <class T, bool kChildLanes>
@@ -159,28 +167,36 @@ struct Seats {
   static constexpr int n = kLanes<T>;
   static constexpr int64_t kUnit = kChildLanes ? n : 1;
 
-  // Where the lanes of the unit that begins with child i are in a [B, H, W, N, ...] tensor; children from `end` on are
-  // not there.
+  // Where the lanes of the unit that begins with child q of the range are in a [B, H, W, N, ...] tensor; null where the
+  // window leaves the grid or the range has ended.
   template <class S>
-  static FASTCAPS_INLINE void find(const Geometry& g, const Tile<T>& tile, S* data, const int64_t* stride, int64_t i,
-                                   int64_t end, S** lane) {
+  static FASTCAPS_INLINE void find(const Geometry& g, const Tile<T>& tile, S* data, const int64_t* stride,
+                                   const Range& range, int64_t q, S** lane) {
     if constexpr (kChildLanes) {
       for (int r = 0; r < n; ++r) {
         S* one[n];
         lane[r] = nullptr;
-        if (i + r >= end) continue;
-        tile.child(g, data, stride, i + r, one);
+        if (q + r >= range.count) continue;
+        tile.child(g, data, stride, range.child(q + r), one);
         lane[r] = one[0];
       }
     } else {
-      tile.child(g, data, stride, i, lane);
+      tile.child(g, data, stride, range.child(q), lane);
     }
   }
 
-  // Poses of `units` units from child `first` on as [units][C * D] vectors, and their gates: the user's (1 if none), 0
+  // How many units from q on, at most `units`, lie side by side in memory if the types of a place do.
+  static FASTCAPS_INLINE int64_t neighbours(const Geometry& g, const Range& range, int64_t q, int64_t units) {
+    if (kChildLanes) return 1;
+    const int64_t in_run = range.run - q % range.run, at_place = g.N - range.child(q) % g.N;
+    const int64_t left = in_run < at_place ? in_run : at_place;
+    return left < units ? left : units;
+  }
+
+  // Poses of `units` units from child q on as [units][C * D] vectors, and their gates: the user's (1 if none), 0
   // for a child that the window does not hold.
   static void gather(const Geometry& g, const Tile<T>& tile, Storage storage, const View& children, const View& gate,
-                     int64_t first, int64_t units, int64_t end, Vec<T>* poses, Vec<T>* gates) {
+                     const Range& range, int64_t q, int64_t units, Vec<T>* poses, Vec<T>* gates) {
     const int64_t pose = g.child_pose();
     const bool packed = !kChildLanes && children.stride[5] == 1 && (g.C == 1 || children.stride[4] == g.D) &&
                         (g.N == 1 || children.stride[3] == pose);
@@ -189,15 +205,14 @@ struct Seats {
       const S* lane[n];
       const S* gate_lane[n];
       for (int64_t k = 0; k < units;) {
-        const int64_t i = first + k * kUnit, left = g.N - i % g.N;
-        const int64_t run = packed ? (left < units - k ? left : units - k) : 1;  // neighbours in memory, in one go
-        find(g, tile, data, children.stride, i, end, lane);
+        const int64_t at = q + k * kUnit, run = packed ? neighbours(g, range, at, units - k) : 1;
+        find(g, tile, data, children.stride, range, at, lane);
         if (packed)
           gather_rows<T>(lane, run * pose, poses + k * pose);
         else
           gather_poses<T>(lane, g.C, g.D, children.stride[4], children.stride[5], poses + k * pose);
         for (int64_t j = 0; j < run; ++j) {
-          if (gate.data) find(g, tile, static_cast<const S*>(gate.data), gate.stride, i + j, end, gate_lane);
+          if (gate.data) find(g, tile, static_cast<const S*>(gate.data), gate.stride, range, at + j, gate_lane);
           T value[n];
           for (int r = 0; r < n; ++r) value[r] = lane[r] == nullptr ? T(0) : gate.data ? widen<T>(*gate_lane[r]) : T(1);
           gates[k + j] = load<T>(value);

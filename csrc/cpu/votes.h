@@ -10,17 +10,19 @@ namespace FASTCAPS_NAMESPACE {
 template <int C_, int D_, int E_>
 struct StaticPose {
   static constexpr int C = C_, D = D_, E = E_;
-  static constexpr int kLimit = kManyRegisters ? 16 : 8;
+  static constexpr int kLimit = kManyRegisters ? 18 : 8;
   static constexpr int largest_divisor(int of, int limit) {
     int best = 1;
     for (int k = 1; k <= limit && k <= of; ++k)
       if (of % k == 0) best = k;
     return best;
   }
-  static constexpr int kRows = largest_divisor(C, kManyRegisters ? 6 : 4);
-  static constexpr int kCols = largest_divisor(E, kLimit / kRows > 1 ? kLimit / kRows : 1);
-  static constexpr int kChildCols = largest_divisor(D, kLimit / kRows > 1 ? kLimit / kRows : 1);
-  static constexpr int kWeightRows = largest_divisor(D, 4);
+  // Votes and children's gradients: vectors by broadcast scalars, which are cheap to load, so wide rather than tall.
+  static constexpr int kRows = largest_divisor(C, kManyRegisters ? 4 : 2);
+  static constexpr int kCols = largest_divisor(E, kLimit / kRows);
+  static constexpr int kChildCols = largest_divisor(D, kLimit / kRows);
+  // Weights' gradients: vectors by vectors.
+  static constexpr int kWeightRows = largest_divisor(D, kManyRegisters ? 6 : 4);
   static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
   // Vector poses with whole vectors of E: their weight gradient is a matmul over positions (see attention_backward.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
