@@ -168,7 +168,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     That is autocast's own dtype, except that float16 on the CPU becomes float32: the CPU kernels have no float16, since
     processors of every ISA level built here would have to convert each number both ways and gain nothing but error.
     """
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    # Not torch.amp.is_autocast_available: torch 2.10's compiler cannot trace it. Other devices have no rule below.
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return None
     dtype = torch.get_autocast_dtype(device_type)
     return torch.float32 if device_type == "cpu" and dtype == torch.float16 else dtype
