@@ -5,9 +5,16 @@ on CUDA devices it always does for now. Layout and meaning of every argument: :m
 
 Workspace
 ---------
-``attention_pass`` allocates its outputs only: the parents, and (with ``normalize``) their sums before LayerNorm.
-``attention_pass_backward`` allocates the gradients asked for. The native kernels add one tile of votes and one partial
-``dweight`` for each thread; the reference, being the oracle, stores the votes of the whole call.
+Beside their outputs the CPU kernels use, with "parents" short for the B * L * M * C * E numbers of one parents tensor:
+
+``attention_pass``: at most 16 MiB of partial sums where positions are too few to keep the threads busy, and about 0.5 MiB
+for each thread (the parents and votes of one block; with very many parents, the parents of 16 positions a few times).
+
+``attention_pass_backward``: two parents (query and dL/dS turned to lanes), one parents more for each range of children and
+one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (``csrc/cpu/cut.cpp`` keeps their sum
+small), and about 1 MiB for each thread.
+
+Nothing grows with children times parents. The reference, being the oracle, stores the votes of the whole call.
 """
 
 from __future__ import annotations
