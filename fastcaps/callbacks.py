@@ -91,9 +91,9 @@ class MetricsWriter(Callback):
             "epoch": float(len(self.rows) + 1),
             "step": float(trainer.global_step),
             "train_loss": float(pl_module.train_loss.compute()),  # type: ignore[operator,union-attr]
-            "train_accuracy": float(pl_module.train_accuracy.compute()),  # type: ignore[operator,union-attr]
+            "train_accuracy": round(float(pl_module.train_accuracy.compute()), 6),  # type: ignore[operator,union-attr]
             "test_loss": float(seen["test_loss"]),
-            "test_accuracy": float(seen["test_accuracy"]),
+            "test_accuracy": round(float(seen["test_accuracy"]), 6),
             "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
             "seconds": self._spent + time.perf_counter() - self._began,
         }

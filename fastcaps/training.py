@@ -323,6 +323,16 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+def _processor() -> str:
+    """The processor's name as its maker writes it, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def versions() -> dict[str, str]:
     """What a figure depends on: versions of everything, and the machine."""
     import lightning
@@ -334,7 +344,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{_processor()}, {torch.get_num_threads()} threads",
     }
 
 
