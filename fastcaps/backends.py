@@ -26,7 +26,19 @@ import torch
 
 from fastcaps import ops
 
-__all__ = ["NAMES", "Backend", "BackendError", "backend", "forced", "listing", "native_capability", "refusal", "show"]
+__all__ = [
+    "NAMES",
+    "Backend",
+    "BackendError",
+    "backend",
+    "default_dtypes",
+    "forced",
+    "listing",
+    "native_capability",
+    "native_serves",
+    "refusal",
+    "show",
+]
 
 NAMES = ("cuda", "triton", "cpu", "reference")
 """The backends in order of preference."""
@@ -63,6 +75,7 @@ class Backend:
 
 _library: ctypes.CDLL | None = None
 _library_problem = ""
+_native_ready = False
 _forced: str | None = None
 
 
@@ -74,7 +87,7 @@ def _library_path() -> Path:
 
 def _load_native() -> None:
     """Load the native CPU library, or have the reference serve the CPU and say so, once."""
-    global _library, _library_problem, _forced
+    global _library, _library_problem, _native_ready, _forced
     path = _library_path()
     if not path.is_file():
         _library_problem = "the native library is not built"
@@ -84,7 +97,8 @@ def _load_native() -> None:
             _library = ctypes.CDLL(str(path))
             _library.fastcaps_capability.restype = ctypes.c_char_p
             _library.fastcaps_capabilities_built.restype = ctypes.c_char_p
-            if native_capability() is None:
+            _native_ready = native_capability() is not None
+            if not _native_ready:
                 _forced = "cpu"  # a level was asked for by name: every call says why it cannot be had
         except OSError as error:
             _library_problem = f"the native library does not load ({error})"
@@ -105,6 +119,11 @@ def native_capability() -> str | None:
         return None
     level: bytes | None = _library.fastcaps_capability()
     return None if level is None else level.decode()
+
+
+def native_serves() -> bool:
+    """Return whether the compiled kernels are what runs on the CPU."""
+    return _native_ready
 
 
 def _native_problem() -> str:

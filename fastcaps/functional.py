@@ -169,7 +169,8 @@ def inverted_attention_routing(
         Q'_m = \operatorname{LayerNorm}\Bigl(\sum_i g_i r_{im} V_{im}\Bigr)
 
     The parents compete for each child: the softmax runs over m. Without ``parents`` this is the first iteration, in
-    which ``r = 1 / M``; before LayerNorm the result is then linear in the children, made by a convolution or matmul.
+    which ``r = 1 / M``; before LayerNorm the result is then linear in the children, and a convolution or matmul makes it
+    (:func:`uniform_pass`), except where copying large weights for that would be most of the work.
 
     Parameters
     ----------
@@ -225,7 +226,7 @@ def inverted_attention_routing(
         reason = backends.refusal(chosen, children.device, ops.autocast_dtype(children.device.type) or children.dtype)
         if reason is not None:
             raise backends.BackendError(f"backend {chosen!r} is forced and cannot take this call: {reason}")
-    if query is None and chosen != "reference":
+    if query is None and chosen != "reference" and not _kernel_beats_library(grid, weight, spec):
         result = uniform_pass(grid, weight, bias, op_gate, norm_weight, norm_bias, eps, normalize, spec)
     else:
         tensors = (grid, weight, query, bias, op_gate, norm_weight, norm_bias)
@@ -238,6 +239,21 @@ def inverted_attention_routing(
         return routed
     shares = reference.coefficients(grid, weight, query, bias, scale, spec)
     return routed, shares if window is not None else shares.squeeze((1, 2))
+
+
+_LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
+
+
+def _kernel_beats_library(children: Tensor, weight: Tensor, window: tuple[int, ...]) -> bool:
+    """Return whether the compiled kernel should run a uniform pass after all, rather than the library.
+
+    The library needs the weights in another order. Copying them is little beside the convolution itself, except where
+    they are large: with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which reads them as
+    they lie, 17. Where children share weights, summing them first wins. Only shapes decide, so that the same numbers
+    give the same bits with and without gradients.
+    """
+    own = weight.shape[0] == window[0] * window[1] * children.shape[3]
+    return own and weight.numel() >= _LARGE and children.device.type == "cpu" and backends.native_serves()
 
 
 def _autocast(device_type: str, *tensors: Tensor | None) -> Any:
@@ -330,9 +346,9 @@ def _uniform_convolution(children: Tensor, weight: Tensor, window: tuple[int, ..
     count = kh * kw * types
     if groups != count:
         weight = weight.repeat(count // groups, 1, 1, 1)
-    kernel = weight.view(kh, kw, types, many, depth, columns).permute(3, 5, 2, 4, 0, 1)
-    kernel = kernel.reshape(many * columns, types * depth, kh, kw)
-    # [B, C, H, W, N, D]: channels last, the layout that convolutions like best
+    # both operands channels last, the layout that convolutions like best: [M, E, kh, kw, N, D] and [B, C, H, W, N, D]
+    kernel = weight.view(kh, kw, types, many, depth, columns).permute(3, 5, 0, 1, 2, 4)
+    kernel = kernel.reshape(many * columns, kh, kw, types * depth).movedim(-1, 1)
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
     result = F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
     ho, wo = result.shape[2:]
@@ -413,7 +429,8 @@ def explain(
             )
         if parents is not None or chosen == "reference":
             return Explanation(chosen, "forced", reasons)
-    if parents is None:
+    spec = SET_WINDOW if window is None else window.spec
+    if parents is None and not _kernel_beats_library(to_op(children, window), weight, spec):
         why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
         reasons = {name: refusals[name] or why for name in backends.NAMES}
         return Explanation("torch", why, reasons)

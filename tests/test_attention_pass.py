@@ -6,6 +6,8 @@ reference of the same dtype errs against float64, plus what rounding alone expla
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_cases import (
@@ -17,12 +19,13 @@ from attention_cases import (
     assert_honest,
     check_op,
     ids,
+    native_only,
     results,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastcaps import Window, backend, functional, ops, reference
+from fastcaps import Window, backend, explain, functional, ops, reference
 from fastcaps.geometry import from_op, to_op
 
 Tensors = list[torch.Tensor | None]
@@ -227,8 +230,27 @@ def test_uniform_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.Monkey
     """Without parents the library's convolution or matmul runs; in bfloat16 it rounds in between, as eager does."""
     if dtype == torch.bfloat16:
         monkeypatch.setattr(reference, "accumulation_dtype", lambda dtype: dtype)
-    without = Case(**{**case.__dict__, "query": False})
-    _check_functional(without, dtype)
+    _check_functional(replace(case, query=False), dtype)
+
+
+@native_only
+@pytest.mark.parametrize("case", [c for c in CASES if c.pose[0] * c.pose[2] > 1][::4], ids=ids)
+def test_uniform_pass_by_the_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_kernel_beats_library", lambda *_: True)
+    monkeypatch.setattr(functional, "uniform_pass", None)
+    for dtype in DTYPES:
+        _check_functional(replace(case, query=False), dtype)
+
+
+@native_only
+def test_when_the_kernel_runs_a_uniform_pass() -> None:
+    children = torch.zeros(()).expand(64, 16, 8, 8, 1, 64)
+    own = torch.zeros(()).expand(144, 16, 64, 64)
+    assert explain(children, own, window=Window(3)).backend == "cpu", "weights too large to copy"
+    assert explain(children, own[:, :8], window=Window(3)).backend == "torch"
+    assert explain(children, own[:16].expand(16, 200, 64, 64), window=Window(3)).backend == "torch", "shared weights"
+    with backend("reference"):
+        assert explain(children, own, window=Window(3)).backend == "reference"
 
 
 def test_uniform_pass_never_stores_votes() -> None:

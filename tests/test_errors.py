@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
-import subprocess
 import sys
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import BY_NAME, Case, native_only
 
-import fastcaps
-from fastcaps import Window, backends, functional, ops, reference
+from fastcaps import Window, functional, ops, reference
 
 B, N, H, W, C, D, E, M = 2, 3, 6, 5, 2, 3, 4, 7
 WINDOW = Window(3, stride=2, padding=1)  # Ho, Wo = 3, 3
 
 
-def _set_arguments() -> dict[str, object]:
+def set_arguments() -> dict[str, object]:
     return {
         "children": torch.randn(B, N, C, D),
         "weight": torch.randn(N, M, D, E),
@@ -33,9 +28,9 @@ def _set_arguments() -> dict[str, object]:
     }
 
 
-def _grid_arguments() -> dict[str, object]:
+def grid_arguments() -> dict[str, object]:
     return {
-        **_set_arguments(),
+        **set_arguments(),
         "children": torch.randn(B, N, H, W, C, D),
         "weight": torch.randn(9 * N, M, D, E),
         "parents": torch.randn(B, M, 3, 3, C, E),
@@ -45,7 +40,7 @@ def _grid_arguments() -> dict[str, object]:
     }
 
 
-def _call(arguments: dict[str, object]) -> torch.Tensor:
+def call(arguments: dict[str, object]) -> torch.Tensor:
     return functional.inverted_attention_routing(**arguments)
 
 
@@ -63,8 +58,8 @@ def _nothing_runs_on_error(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 def test_the_arguments_themselves_are_right() -> None:
-    assert _call(_set_arguments()).shape == (B, M, C, E)
-    assert _call(_grid_arguments()).shape == (B, M, 3, 3, C, E)
+    assert call(set_arguments()).shape == (B, M, C, E)
+    assert call(grid_arguments()).shape == (B, M, 3, 3, C, E)
 
 
 SHAPES = [  # argument, wrong shape, what the message must say: the symbols, what is wanted, what came
@@ -109,63 +104,63 @@ GRID_SHAPES = [
     ids=lambda value: str(value) if isinstance(value, (str, tuple, bool)) else "",
 )
 def test_wrong_shape(grid: bool, name: str, shape: tuple[int, ...], says: list[str]) -> None:
-    arguments = _grid_arguments() if grid else _set_arguments()
+    arguments = grid_arguments() if grid else set_arguments()
     arguments[name] = torch.randn(shape)
     for words in [name, *says]:
         with pytest.raises(ValueError, match=words):
-            _call(arguments)
+            call(arguments)
     if name != "parents":  # without parents another path runs: the checks are the same
         arguments.pop("parents")
         with pytest.raises(ValueError, match=name):
-            _call(arguments)
+            call(arguments)
 
 
-TENSORS = [name for name in _set_arguments() if name != "children"]
+TENSORS = [name for name in set_arguments() if name != "children"]
 
 
 @pytest.mark.before_anything_runs
 @pytest.mark.parametrize("name", TENSORS)
 def test_wrong_kind_dtype_layout_device(name: str) -> None:
-    good = _set_arguments()
+    good = set_arguments()
     with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
-        _call({**good, name: [1.0]})
+        call({**good, name: [1.0]})
     for dtype in (torch.float64, torch.int64, torch.complex64, torch.bfloat16):
         with pytest.raises(TypeError, match=rf"{name} must have the dtype of children, torch.float32, got {dtype}"):
-            _call({**good, name: good[name].to(dtype)})
+            call({**good, name: good[name].to(dtype)})
     with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
-        _call({**good, name: good[name].to_sparse()})
+        call({**good, name: good[name].to_sparse()})
     with pytest.raises(ValueError, match=f"{name} must be on the device of children, cpu, got meta"):
-        _call({**good, name: good[name].to("meta")})
+        call({**good, name: good[name].to("meta")})
 
 
 @pytest.mark.before_anything_runs
 def test_wrong_children() -> None:
-    good = _set_arguments()
+    good = set_arguments()
     with pytest.raises(TypeError, match=r"children must be a torch\.Tensor, got NoneType"):
-        _call({**good, "children": None})
+        call({**good, "children": None})
     for dtype in (torch.int32, torch.bool, torch.complex64):
         with pytest.raises(TypeError, match=rf"children must have a floating-point dtype, got {dtype}"):
-            _call({**good, "children": good["children"].to(dtype)})
+            call({**good, "children": good["children"].to(dtype)})
     half = {name: tensor.half() for name, tensor in good.items()}
     with pytest.raises(TypeError, match=r"float32, float64, bfloat16; got torch\.float16"):
-        _call(half)
+        call(half)
     with pytest.raises(TypeError, match="children must be a dense tensor"):
-        _call({**good, "children": good["children"].to_sparse()})
+        call({**good, "children": good["children"].to_sparse()})
     with pytest.raises(ValueError, match="weight must be on the device of children, meta, got cpu"):
-        _call({**good, "children": good["children"].to("meta")})
+        call({**good, "children": good["children"].to("meta")})
 
 
 @pytest.mark.before_anything_runs
 def test_wrong_settings() -> None:
-    good = _set_arguments()
+    good = set_arguments()
     with pytest.raises(TypeError, match=r"window must be a fastcaps\.Window or None, got int"):
-        _call({**good, "window": 3})
+        call({**good, "window": 3})
     with pytest.raises(ValueError, match="eps must be >= 0, got -1"):
-        _call({**good, "eps": -1})
+        call({**good, "eps": -1})
     with pytest.raises(ValueError, match="eps must be >= 0, got nan"):
-        _call({**good, "eps": float("nan")})
+        call({**good, "eps": float("nan")})
     with pytest.raises(ValueError, match="norm_weight must be None with normalize=False"):
-        _call({**good, "normalize": False})
+        call({**good, "normalize": False})
 
 
 @pytest.mark.before_anything_runs
@@ -181,7 +176,7 @@ def test_wrong_settings() -> None:
 def test_window_larger_than_the_grid(window: Window, says: str) -> None:
     arguments = {"children": torch.randn(B, N, H, W, C, D), "weight": torch.randn(1, M, D, E), "window": window}
     with pytest.raises(ValueError, match=f"window must fit into the grid.*{says}"):
-        _call(arguments)
+        call(arguments)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +227,7 @@ def test_wrong_call_of_the_op_itself_raises() -> None:
 # ---- what is odd but right -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [_set_arguments, _grid_arguments])
+@pytest.mark.parametrize("make", [set_arguments, grid_arguments])
 @pytest.mark.parametrize("with_parents", [True, False])
 def test_empty_batch_forward_and_backward(make: object, with_parents: bool) -> None:
     arguments = make()
@@ -244,7 +239,7 @@ def test_empty_batch_forward_and_backward(make: object, with_parents: bool) -> N
     for value in arguments.values():
         if isinstance(value, torch.Tensor):
             value.requires_grad_()
-    routed = _call(arguments)
+    routed = call(arguments)
     assert routed.shape[0] == 0
     routed.sum().backward()
     assert arguments["weight"].grad.abs().sum() == 0 and arguments["bias"].grad.shape == arguments["bias"].shape
@@ -254,20 +249,20 @@ def test_empty_batch_forward_and_backward(make: object, with_parents: bool) -> N
 @pytest.mark.parametrize("with_parents", [True, False])
 def test_nan_and_infinity_come_out_where_they_went_in(value: float, with_parents: bool) -> None:
     """One bad child spoils its own sample, and no other; one bad query its own sample too."""
-    for make in (_set_arguments, _grid_arguments):
+    for make in (set_arguments, grid_arguments):
         arguments = make()
         if not with_parents:
             arguments.pop("parents")
-        clean = _call(arguments)
+        clean = call(arguments)
         bad = arguments["children"].clone()
         bad.select(0, 1).reshape(-1)[0] = value
-        routed = _call({**arguments, "children": bad})
+        routed = call({**arguments, "children": bad})
         assert torch.equal(routed[0], clean[0])
         assert not torch.isfinite(routed[1]).all()
     if with_parents:
         bad = arguments["parents"].clone()
         bad[1, 0, 0, 0] = value
-        routed = _call({**arguments, "parents": bad})
+        routed = call({**arguments, "parents": bad})
         assert torch.equal(routed[0], clean[0])
         assert not torch.isfinite(routed[1, :, 0, 0]).all()
         assert torch.equal(routed[1, :, 1:], clean[1, :, 1:]), "another position reads another query"
@@ -288,9 +283,9 @@ def test_infinite_agreement_behaves_as_in_the_reference() -> None:
 
 
 def test_nan_in_the_gradient_stays_in_its_sample() -> None:
-    arguments = _set_arguments()
+    arguments = set_arguments()
     children = arguments["children"].requires_grad_()
-    routed = _call(arguments)
+    routed = call(arguments)
     grad = torch.randn_like(routed)
     grad[1, 0, 0, 0] = torch.nan
     (found,) = torch.autograd.grad(routed, children, grad)
@@ -299,7 +294,7 @@ def test_nan_in_the_gradient_stays_in_its_sample() -> None:
 
 def test_public_calls_take_any_strides() -> None:
     """Expanded children, parents transposed in memory, a stepped weight, the gradient of a sum."""
-    good = _grid_arguments()
+    good = grid_arguments()
     odd = {
         "children": good["children"][:1].expand(B, -1, -1, -1, -1, -1),
         "weight": torch.randn(9 * N, M, D, 2 * E)[..., ::2],
@@ -313,7 +308,7 @@ def test_public_calls_take_any_strides() -> None:
         results = []
         for arguments in (names, plain):
             leaves = {k: v.detach().requires_grad_() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-            routed = _call({**arguments, **leaves})
+            routed = call({**arguments, **leaves})
             results.append([routed, *torch.autograd.grad(routed.sum() + routed[0, 0].pow(2).sum(), leaves.values())])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -388,136 +383,3 @@ def test_more_children_than_32_bits_count() -> None:
     vote = (child.double() @ weight[0].double()).item()
     assert routed.shape == (1, 1, 1, 1)
     torch.testing.assert_close(routed.double().item(), vote * count, rtol=2**-7, atol=0.0)
-
-
-# ---- backends --------------------------------------------------------------------------------------------------------
-
-
-def test_listing_and_names() -> None:
-    entries = backends.listing()
-    assert tuple(entry.name for entry in entries) == backends.NAMES == ("cuda", "triton", "cpu", "reference")
-    assert entries[3].available
-    assert all("not built" in entry.detail for entry in entries[:2])
-
-
-@pytest.mark.parametrize("name", ["cuda", "triton"])
-@pytest.mark.parametrize("with_parents", [True, False])
-def test_a_forced_backend_never_falls_back(name: str, with_parents: bool) -> None:
-    arguments = _set_arguments()
-    if not with_parents:
-        arguments.pop("parents")
-    with fastcaps.backend(name), pytest.raises(fastcaps.BackendError, match=f"{name!r} is forced.*not built"):
-        _call(arguments)
-    assert backends.forced() is None
-
-
-def test_a_forced_backend_refuses_what_it_cannot_take() -> None:
-    half = {name: tensor.half() for name, tensor in _set_arguments().items()}
-    with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match="'cpu' is forced"):
-        _call(half)
-    with fastcaps.backend("reference"):
-        assert _call(half).dtype == torch.float16
-    meta = {name: tensor.to("meta") for name, tensor in _set_arguments().items()}
-    with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match="'cpu' is forced"):
-        _call(meta)
-
-
-def test_unknown_backend() -> None:
-    with (
-        pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference, got 'gpu'"),
-        fastcaps.backend("gpu"),
-    ):
-        pass
-
-
-def test_forcing_nests_and_is_undone_by_an_error() -> None:
-    with fastcaps.backend("cpu"):
-        with pytest.raises(ZeroDivisionError), fastcaps.backend("reference"):
-            assert backends.forced() == "reference"
-            _ = 1 / 0
-        assert backends.forced() == "cpu"
-    assert backends.forced() is None
-
-
-def test_explain() -> None:
-    arguments = _set_arguments()
-    told = fastcaps.explain(**arguments)
-    native = backends.listing()[2].available
-    assert told.backend == ("cpu" if native else "reference")
-    assert "not built" in told.reasons["cuda"] and "triton" in told.reasons and told.backend not in told.reasons
-    assert str(told).startswith(f"{told.backend}: ")
-    with fastcaps.backend("reference"):
-        assert fastcaps.explain(**arguments).backend == "reference"
-    with fastcaps.backend("triton"):
-        told = fastcaps.explain(**arguments)
-        assert told.backend is None and "not built" in told.reasons["triton"]
-    arguments.pop("parents")
-    told = fastcaps.explain(**arguments)
-    assert told.backend == "torch" and "convolution or matmul" in told.how
-    arguments["weight"] = arguments["weight"][:2]
-    with pytest.raises(ValueError, match="weight"):
-        fastcaps.explain(**arguments)
-
-
-def _python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **environment},
-        cwd=Path(fastcaps.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_environment_forces_a_backend() -> None:
-    script = "import fastcaps; print(fastcaps.backends.forced())"
-    assert _python(script, FASTCAPS_BACKEND="reference").stdout.strip() == "reference"
-    done = _python(script, FASTCAPS_BACKEND="gpu")
-    assert done.returncode != 0 and "FASTCAPS_BACKEND must be one of" in done.stderr
-
-
-def test_without_the_library_the_reference_serves_and_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy of the Python files alone, as FASTCAPS_BUILD=0 installs it."""
-    package = Path(fastcaps.__file__).parent
-    for file in package.glob("*.py"):
-        target = tmp_path / "fastcaps" / file.name
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(file.read_text())
-    script = f"""
-import sys, warnings
-sys.path.insert(0, {str(tmp_path)!r})
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import torch, fastcaps
-    for _ in range(2):
-        children = torch.randn(1, 3, 2, 2, requires_grad=True)
-        weight, parents = torch.randn(3, 2, 2, 2), torch.randn(1, 2, 2, 2)
-        fastcaps.functional.inverted_attention_routing(children, weight, parents).sum().backward()
-        assert children.grad.abs().sum() > 0
-ours = [w for w in caught if "fastcaps" in str(w.message)]
-assert len(ours) == 1 and "reference serves" in str(ours[0].message), ours
-told = fastcaps.explain(children, weight, parents)
-assert told.backend == "reference" and "not built" in told.reasons["cpu"], told
-try:
-    with fastcaps.backend("cpu"):
-        fastcaps.functional.inverted_attention_routing(children, weight, parents)
-except fastcaps.BackendError as error:
-    assert "not built" in str(error)
-else:
-    raise SystemExit("the forced backend fell back")
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_importing_says_nothing_where_the_library_is() -> None:
-    if not backends.listing()[2].available:
-        pytest.skip("no native library here")
-    done = _python("import fastcaps")
-    assert done.returncode == 0 and not done.stderr
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _call(_set_arguments())

@@ -1,0 +1,146 @@
+"""Which backend runs: listing, forcing, explaining, the environment, and life without the native library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from test_errors import call, set_arguments
+
+import fastcaps
+from fastcaps import backends
+
+
+def test_listing_and_names() -> None:
+    entries = backends.listing()
+    assert tuple(entry.name for entry in entries) == backends.NAMES == ("cuda", "triton", "cpu", "reference")
+    assert entries[3].available
+    assert all("not built" in entry.detail for entry in entries[:2])
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+@pytest.mark.parametrize("with_parents", [True, False])
+def test_a_forced_backend_never_falls_back(name: str, with_parents: bool) -> None:
+    arguments = set_arguments()
+    if not with_parents:
+        arguments.pop("parents")
+    with fastcaps.backend(name), pytest.raises(fastcaps.BackendError, match=f"{name!r} is forced.*not built"):
+        call(arguments)
+    assert backends.forced() is None
+
+
+def test_a_forced_backend_refuses_what_it_cannot_take() -> None:
+    half = {name: tensor.half() for name, tensor in set_arguments().items()}
+    with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match="'cpu' is forced"):
+        call(half)
+    with fastcaps.backend("reference"):
+        assert call(half).dtype == torch.float16
+    meta = {name: tensor.to("meta") for name, tensor in set_arguments().items()}
+    with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match="'cpu' is forced"):
+        call(meta)
+
+
+def test_unknown_backend() -> None:
+    with (
+        pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference, got 'gpu'"),
+        fastcaps.backend("gpu"),
+    ):
+        pass
+
+
+def test_forcing_nests_and_is_undone_by_an_error() -> None:
+    with fastcaps.backend("cpu"):
+        with pytest.raises(ZeroDivisionError), fastcaps.backend("reference"):
+            assert backends.forced() == "reference"
+            _ = 1 / 0
+        assert backends.forced() == "cpu"
+    assert backends.forced() is None
+
+
+def test_explain() -> None:
+    arguments = set_arguments()
+    told = fastcaps.explain(**arguments)
+    native = backends.listing()[2].available
+    assert told.backend == ("cpu" if native else "reference")
+    assert "not built" in told.reasons["cuda"] and "triton" in told.reasons and told.backend not in told.reasons
+    assert str(told).startswith(f"{told.backend}: ")
+    with fastcaps.backend("reference"):
+        assert fastcaps.explain(**arguments).backend == "reference"
+    with fastcaps.backend("triton"):
+        told = fastcaps.explain(**arguments)
+        assert told.backend is None and "not built" in told.reasons["triton"]
+    arguments.pop("parents")
+    told = fastcaps.explain(**arguments)
+    assert told.backend == "torch" and "convolution or matmul" in told.how
+    arguments["weight"] = arguments["weight"][:2]
+    with pytest.raises(ValueError, match="weight"):
+        fastcaps.explain(**arguments)
+
+
+def _python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environment},
+        cwd=Path(fastcaps.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_environment_forces_a_backend() -> None:
+    script = "import fastcaps; print(fastcaps.backends.forced())"
+    assert _python(script, FASTCAPS_BACKEND="reference").stdout.strip() == "reference"
+    done = _python(script, FASTCAPS_BACKEND="gpu")
+    assert done.returncode != 0 and "FASTCAPS_BACKEND must be one of" in done.stderr
+
+
+def test_without_the_library_the_reference_serves_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the Python files alone, as FASTCAPS_BUILD=0 installs it."""
+    package = Path(fastcaps.__file__).parent
+    for file in package.glob("*.py"):
+        target = tmp_path / "fastcaps" / file.name
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(file.read_text())
+    script = f"""
+import sys, warnings
+sys.path.insert(0, {str(tmp_path)!r})
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, fastcaps
+    for _ in range(2):
+        children = torch.randn(1, 3, 2, 2, requires_grad=True)
+        weight, parents = torch.randn(3, 2, 2, 2), torch.randn(1, 2, 2, 2)
+        fastcaps.functional.inverted_attention_routing(children, weight, parents).sum().backward()
+        assert children.grad.abs().sum() > 0
+ours = [w for w in caught if "fastcaps" in str(w.message)]
+assert len(ours) == 1 and "reference serves" in str(ours[0].message), ours
+told = fastcaps.explain(children, weight, parents)
+assert told.backend == "reference" and "not built" in told.reasons["cpu"], told
+try:
+    with fastcaps.backend("cpu"):
+        fastcaps.functional.inverted_attention_routing(children, weight, parents)
+except fastcaps.BackendError as error:
+    assert "not built" in str(error)
+else:
+    raise SystemExit("the forced backend fell back")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_says_nothing_where_the_library_is() -> None:
+    if not backends.listing()[2].available:
+        pytest.skip("no native library here")
+    done = _python("import fastcaps")
+    assert done.returncode == 0 and not done.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(set_arguments())
