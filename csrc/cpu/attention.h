@@ -13,7 +13,6 @@ struct Cut {
   int64_t chunks = 1;                           // ranges of children (forward) or of child types n (backward)
   int64_t tiles_per_group = 1;                  // tiles
   int64_t block_children = 1, block_tiles = 1;  // children and tiles whose votes are on chip at once
-  int64_t span_tiles = 1;                       // backward: tiles that all children of an item pass over together
   bool child_lanes = false;  // a lane is a child, not a position; block_children counts vectors of them
   bool keep_votes = true;    // votes stay in cache between the two halves of a pass, or are made again
 

@@ -4,7 +4,7 @@
 //
 // An item owns a group of samples and a range of child types n (with all their places in the window), so that nobody
 // else writes the children's gradients it writes. It walks child by child, and for each child over all tiles of its
-// group, a span that fits the cache at a time, so that the gradient of that child's matrices is gathered on chip.
+// group, so that the gradient of that child's matrices is gathered on chip.
 #pragma once
 
 #include "attention_forward.h"
@@ -134,8 +134,7 @@ struct BackwardItem {
     if (dB) dB += item * call.bias_numbers;
     const int64_t type = chunk * g.N / cut.chunks, types = (chunk + 1) * g.N / cut.chunks - type;
     range = {type, types, g.N, types * g.window.kh * g.window.kw};
-    for (int64_t from = 0; from < tile_count; from += cut.span_tiles)
-      walk(from, min(from + cut.span_tiles, tile_count), dW, dB);
+    walk(tile_count, dW, dB);
     if constexpr (kChildLanes) {
       if (!dQ) return;
       const T* lane[n];
@@ -155,15 +154,14 @@ struct BackwardItem {
     return rows;
   }
 
-  // All children of the range, block by block, each over tiles [from, to).
-  void walk(int64_t from, int64_t to, T* dW, T* dB) {
+  // All children of the range, block by block, each over all tiles.
+  void walk(int64_t tile_count, T* dW, T* dB) {
     const int64_t size = cut.block_children * Sits::kUnit;
     for (int64_t first = 0; first < range.count; first += size) {
       const int64_t count = (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit;
-      const bool gathers = dW_lanes && !kChildLanes;
-      if (gathers) zero(dW_lanes, count * g.M * DE);
-      for (int64_t t = from; t < to; t += cut.block_tiles) block(first, count, t, min(cut.block_tiles, to - t), dW, dB);
-      if (gathers)
+      for (int64_t t = 0; t < tile_count; t += cut.block_tiles)
+        block(first, count, t, min(cut.block_tiles, tile_count - t), dW, dB);
+      if (dW_lanes && !kChildLanes)
         for (int64_t j = 0; j < count; ++j)
           add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(range.child(first + j), 0));
     }
@@ -267,7 +265,6 @@ struct BackwardItem {
         const Weight* W = weights.matrix(range, q, m);
         const Weight* bias = weights.bias_of(range, q, m);
         V* dW_unit = dW_lanes + (kChildLanes ? 0 : (j * g.M + m) * DE);
-        if (kChildLanes && dW_lanes) zero(dW_unit, DE);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * cut.block_children + j, at = (t0 + t) * MCE + m * CE;
           const V share = r[slot * g.M + m], da = h[slot * g.M + m];
@@ -282,7 +279,7 @@ struct BackwardItem {
             }
           }
           if (call.dchildren) add_child_gradient<T>(pose, dV, W, dP + slot * CD);
-          if (dW_lanes) add_weight_gradient<T>(pose, P + slot * CD, dV, dW_unit);
+          if (dW_lanes) add_weight_gradient<T>(pose, P + slot * CD, dV, t0 + t == 0, dW_unit);
           if (dV_rows) {
             T* lane[n];
             for (int k = 0; k < n; ++k) lane[k] = dV_rows + (t * n + k) * g.E;

@@ -11,7 +11,6 @@ constexpr int64_t kVoteBytes = 256 << 10;        // votes kept at once, if a sin
 constexpr int64_t kVoteBytesMost = 1 << 20;      // beyond this a child's votes are computed twice instead
 constexpr int64_t kParentBytes = 1 << 20;        // parents of the tiles of a block
 constexpr int64_t kWeightBytes = 64 << 10;       // a child's matrices beyond this are shared by several tiles
-constexpr int64_t kSpanBytes = 512 << 10;        // backward: parents, their sums' and own gradients of a span of tiles
 constexpr int64_t kPartialBytes = 16 << 20;      // partial results of all items together
 constexpr int64_t kItems = 32;                   // enough to keep the threads of a large machine busy
 constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
@@ -35,7 +34,7 @@ void cut_block_of_child_lanes(const Geometry& g, int64_t vec, Cut& cut) {
   const int64_t votes = g.parents() * vec * g.positions();
   cut.child_lanes = true;
   cut.tiles_per_group = 1;
-  cut.block_tiles = cut.span_tiles = std::max<int64_t>(g.positions(), 1);
+  cut.block_tiles = std::max<int64_t>(g.positions(), 1);
   cut.keep_votes = votes <= 2 * kVoteBytesMost;
   cut.block_children = 1;
 }
@@ -105,8 +104,6 @@ Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number) {
     return best;
   }
   cut_block(g, vec, number, best.tiles_per_group, g.M * g.D * g.E * number, best);
-  const int64_t spans = ceil_div(best.tiles_per_group * 3 * g.parents() * vec, kSpanBytes);
-  best.span_tiles = std::max(ceil_div(best.tiles_per_group, std::max<int64_t>(spans, 1)), best.block_tiles);
   return best;
 }
 

@@ -96,13 +96,13 @@ FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, cons
       [&](int c, int d, Vec<T> v) FASTCAPS_LAMBDA { dP[c * pose.D + d] = v; });
 }
 
-// dW += P^T dV, each lane for itself.
+// dW += P^T dV, each lane for itself; = where dW is new.
 template <class T, class Pose>
-FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, const Vec<T>* P, const Vec<T>* dV, Vec<T>* dW) {
+FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, const Vec<T>* P, const Vec<T>* dV, bool is_new, Vec<T>* dW) {
   product<Pose::kWeightRows, Pose::kWeightCols, Vec<T>>(
       pose.D, pose.E, pose.C, [&](int d, int c) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
       [&](int c, int e) FASTCAPS_LAMBDA { return dV[c * pose.E + e]; },
-      [&](int d, int e) FASTCAPS_LAMBDA { return dW[d * pose.E + e]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return is_new ? Vec<T>{} : dW[d * pose.E + e]; },
       [&](int d, int e, Vec<T> v) FASTCAPS_LAMBDA { dW[d * pose.E + e] = v; });
 }
 
