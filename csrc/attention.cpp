@@ -164,16 +164,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   call.weight_parts = g.G % g.N == 0 ? call.cut.groups : call.cut.items();
   call.bias_numbers = bias ? with.bias.numel() : 0;
 
-  const auto zeros = [&](bool wanted, std::vector<int64_t> shape, void*& data) {
+  const bool empty = g.positions() == 0 || (!grad_parents && !grad_sums);
+  const auto zeros = [&](bool wanted, std::vector<int64_t> shape, void*& data, bool clear = true) {
     Tensor out = fresh(torch::stable::new_empty(children, wanted ? shape : std::vector<int64_t>{0}, with.compute));
-    torch::stable::zero_(out);
+    if (clear) torch::stable::zero_(out);
     data = wanted ? data_of(out) : nullptr;
     return out;
   };
   const std::vector<int64_t> weight_shape{g.G, g.M, g.D, g.E};
   Tensor dchildren = zeros(needs & kChildren, {g.B, g.H, g.W, g.N, g.C, g.D}, call.dchildren);
   Tensor dgate = zeros(needs & kGate, {g.B, g.H, g.W, g.N}, call.dgate);
-  Tensor weights = zeros(needs & kWeight, {call.weight_parts, g.G, g.M, g.D, g.E}, call.dweight);
+  Tensor weights =
+      zeros(needs & kWeight, {call.weight_parts, g.G, g.M, g.D, g.E}, call.dweight, empty || g.G != g.children());
   Tensor biases = zeros(needs & kBias, {call.cut.items(), call.bias_numbers}, call.dbias);
   Tensor norms = zeros(needs & (kNormWeight | kNormBias), {call.cut.tiles(), 2, g.C * g.E}, call.dnorm);
   Tensor dquery =
@@ -191,7 +193,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
 
   const AttentionKernels& kernels = attention_kernels();
   const int64_t scratch = kernels.backward_scratch(call, with.is_double);
-  const bool empty = g.positions() == 0 || (!grad_parents && !grad_sums);
   if (!empty) {
     run_items(call.cut.tiles(), scratch, [&](int64_t begin, int64_t end, void* memory) {
       kernels.backward_prepare(call, with.is_double, begin, end, memory);

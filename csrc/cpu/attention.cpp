@@ -7,8 +7,8 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// f(pose, compute type, whether lanes are children). The poses of the papers have code of their own where lanes are
-// positions; any other shape, double, and lanes of children take the general pose.
+// f(pose, compute type, whether lanes are children). The poses of the papers have code of their own in float, vector
+// poses only where lanes are positions; everything else takes the general pose.
 template <class Call, class F>
 auto with_pose(const Call& call, bool is_double, F&& f) {
   const Geometry& g = call.in.geometry;
@@ -16,7 +16,12 @@ auto with_pose(const Call& call, bool is_double, F&& f) {
   const DynamicPose any{int(g.C), int(g.D), int(g.E)};
   const std::false_type positions;
   const std::true_type children;
-  if (call.cut.child_lanes) return is_double ? f(any, double{}, children) : f(any, float{}, children);
+  if (call.cut.child_lanes) {
+    if (is_double) return f(any, double{}, children);
+    if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, children);
+    if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, children);
+    return f(any, float{}, children);
+  }
   if (is_double) return f(any, double{}, positions);
   if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, positions);
   if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, positions);

@@ -50,7 +50,7 @@ struct AttentionBackward {
   // Gradients in the compute type; null where not wanted.
   void* dchildren = nullptr;    // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;        // [B, H, W, N], zeroed
-  void* dweight = nullptr;      // [weight_parts, G, M, D, E], zeroed
+  void* dweight = nullptr;      // [weight_parts, G, M, D, E], zeroed unless G = I
   void* dbias = nullptr;        // [items, bias], zeroed
   void* dnorm = nullptr;        // [tiles, 2, C * E], zeroed
   void* partial = nullptr;      // [chunks, tiles, M * C * E, lanes]: dquery of each item

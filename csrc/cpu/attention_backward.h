@@ -159,12 +159,19 @@ struct BackwardItem {
     const int64_t size = cut.block_children * Sits::kUnit;
     for (int64_t first = 0; first < range.count; first += size) {
       const int64_t count = (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit;
+      if (dW && g.G == g.children()) clear_matrices(first, min(size, range.count - first), dW);
       for (int64_t t = 0; t < tile_count; t += cut.block_tiles)
         block(first, count, t, min(cut.block_tiles, tile_count - t), dW, dB);
       if (dW_lanes && !kChildLanes)
         for (int64_t j = 0; j < count; ++j)
           add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(range.child(first + j), 0));
     }
+  }
+
+  // A child with matrices of its own is met once: their gradient is cleared here, while it is about to be in cache.
+  void clear_matrices(int64_t first, int64_t children, T* dW) {
+    for (int64_t q = first; q < first + children; ++q)
+      std::memset(dW + weights.offset(range.child(q), 0), 0, size_t(g.M * DE) * sizeof(T));
   }
 
   // Units [0, count) of children from number `first` of the range on, for tiles [t0, t0 + nt): slot t * block_children

@@ -27,7 +27,7 @@ void cut_block(const Geometry& g, int64_t vec, int64_t number, int64_t tiles, in
   if (!cut.keep_votes) cut.block_children = 4;
 }
 
-// Too few positions to fill the lanes: children do. The general pose that serves there is about four times slower.
+// Too few positions to fill the lanes: children do, at the price of turning weights to lanes as they are met.
 bool use_child_lanes(const Geometry& g, int64_t lanes) { return g.positions() * 4 <= lanes && g.children() >= lanes; }
 
 void cut_block_of_child_lanes(const Geometry& g, int64_t vec, Cut& cut) {
@@ -59,7 +59,7 @@ Cut cut_forward(const Geometry& g, int64_t lanes, int64_t number) {
   const int64_t positions = cut.child_lanes ? g.positions() : lanes * cut.tiles_per_group;
   const int64_t most = std::min({
       ceil_div(kItems, std::max<int64_t>(cut.groups, 1)),
-      I / std::max<int64_t>(cut.block_children, 2 * lanes),
+      cut.child_lanes ? ceil_div(I, lanes) : I / std::max<int64_t>(cut.block_children, 2 * lanes),
       operations(g, positions, I) / kOperationsPerItem,
       kPartialBytes / std::max<int64_t>(tiles * g.parents() * vec, 1),
   });
@@ -85,10 +85,10 @@ Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number) {
     cut.tiles_per_group = ceil_div(cut.samples * L, lanes);
     const double room = double(g.parents() * vec) * double(std::max<int64_t>(cut.tiles(), 1));
     cut.chunks = std::max<int64_t>(
-        1,
-        std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)), g.N / (child_lanes ? 2 * lanes : 1),
-                           int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
-                           int64_t(double(2 * kPartialBytes) / room)}));
+        1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)),
+                              child_lanes ? ceil_div(g.N, lanes) : g.N,
+                              int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
+                              int64_t(double(2 * kPartialBytes) / room)}));
     const double filled = double(g.positions()) / double(std::max<int64_t>(cut.tiles() * lanes, 1));
     const double busy = std::min<double>(1.0, double(cut.items()) / 8.0);
     const double parts = double(owned ? cut.groups : cut.items());
