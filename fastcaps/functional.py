@@ -169,8 +169,8 @@ def inverted_attention_routing(
         Q'_m = \operatorname{LayerNorm}\Bigl(\sum_i g_i r_{im} V_{im}\Bigr)
 
     The parents compete for each child: the softmax runs over m. Without ``parents`` this is the first iteration, in
-    which ``r = 1 / M``; before LayerNorm the result is then linear in the children, and a convolution or matmul makes it
-    (:func:`uniform_pass`), except where copying large weights for that would be most of the work.
+    which ``r = 1 / M``; before LayerNorm the result is then linear in the children, made by a convolution or matmul
+    (:func:`uniform_pass`) except where copying large weights for that would be most of the work.
 
     Parameters
     ----------

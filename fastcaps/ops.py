@@ -7,12 +7,13 @@ Workspace
 ---------
 Beside their outputs the CPU kernels use, with "parents" short for the B * L * M * C * E numbers of one parents tensor:
 
-``attention_pass``: at most 16 MiB of partial sums where positions are too few to keep the threads busy, and about 0.5 MiB
-for each thread (the parents and votes of one block; with very many parents, the parents of 16 positions a few times).
+``attention_pass``: at most 16 MiB of partial sums where positions are too few to keep the threads busy, and about
+0.5 MiB for each thread (the parents and votes of one block; with very many parents, the parents of 16 positions a few
+times).
 
-``attention_pass_backward``: two parents (query and dL/dS turned to lanes), one parents more for each range of children and
-one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (``csrc/cpu/cut.cpp`` keeps their sum
-small), and about 1 MiB for each thread.
+``attention_pass_backward``: two parents (query and dL/dS turned to lanes), one parents more for each range of children
+and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (``csrc/cpu/cut.cpp`` keeps their
+sum small), and about 1 MiB for each thread.
 
 Nothing grows with children times parents. The reference, being the oracle, stores the votes of the whole call.
 """
@@ -172,8 +173,8 @@ torch.library.register_autograd(
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype in which the ops run under the autocast that is on for a device type; None where it is off.
 
-    That is autocast's own dtype, except that float16 on the CPU becomes float32: the CPU kernels have no float16, since
-    processors of every ISA level built here would have to convert each number both ways and gain nothing but error.
+    That is autocast's own dtype, except that float16 on the CPU becomes float32: the CPU kernels take no float16, and
+    float32 loses nothing of what was asked for.
     """
     # Not torch.amp.is_autocast_available: torch 2.10's compiler cannot trace it. Other devices have no rule below.
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):

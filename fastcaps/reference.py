@@ -164,7 +164,7 @@ def attention_pass(
 def _standardise(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return ``[B, Ho, Wo, M, C * E]`` with mean 0 and variance 1 over the pose, and 1 / sqrt(variance + eps).
 
-    Written out, since the library's layer_norm has wrong derivatives from the third on. Centred twice: the backward
+    Written out, since torch 2.13's layer_norm has wrong derivatives from the third on. Centred twice: the backward
     formula wants a mean of 0 to the last place of the differences, not of the sums that they are taken from.
     """
     flat = sums.flatten(-2)

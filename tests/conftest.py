@@ -17,6 +17,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Give every test the same numbers whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fill whatever torch.empty and its like return, in Python and in native code, with NaN."""
     if not request.module.__name__.startswith(POISONED) or request.node.get_closest_marker("unpoisoned"):

@@ -269,6 +269,7 @@ def test_the_installed_version_is_the_packages_own() -> None:
 
 def copy_tree(folder: Path) -> Path:
     """The files a wheel is built from, with what an earlier build may have left among them."""
+    folder.mkdir(exist_ok=True)
     for name in TREE:
         source = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.dylib", "lib")
