@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -16,6 +18,7 @@ from fastcaps import backends, ops, reference
 from fastcaps.geometry import SET_WINDOW, output_size
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TENSORS = reference.NEEDS
 GRADIENTS = tuple(f"d{name}" for name in TENSORS)
 
@@ -150,7 +153,94 @@ def ids(case: Case) -> str:
     return case.name
 
 
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Draw small calls of every kind."""
+    small = st.integers(1, 4)
+    window = tuple(
+        draw(st.integers(low, high)) for low, high in ((1, 3), (1, 3), (1, 3), (1, 3), (0, 2), (0, 2), (1, 2), (1, 2))
+    )
+    least = [max(1, (window[k] - 1) * window[6 + k] + 1 - 2 * window[4 + k]) for k in (0, 1)]
+    types = draw(st.integers(1, 5))
+    children = window[0] * window[1] * types
+    pose = draw(st.sampled_from([(4, 4, 4), (1, 8, 16), (1, 16, 16), (6, 6, 6), None]))
+    return Case(
+        "random",
+        batch=draw(st.integers(0, 3)),
+        grid=(least[0] + draw(st.integers(0, 3)), least[1] + draw(st.integers(0, 3))),
+        types=types,
+        parents=draw(st.one_of(st.integers(1, 6), st.integers(7, 40))),
+        pose=pose or (draw(small), draw(small), draw(small)),
+        groups=draw(st.sampled_from([g for g in range(1, children + 1) if children % g == 0])),
+        window=window,
+        query=draw(st.integers(0, 4)) > 0,
+        bias=draw(st.sampled_from([None, "IM", "I1", "1M", "11"])),
+        gate=draw(st.booleans()),
+        normalize=draw(st.booleans()),
+        affine=draw(st.booleans()),
+    )
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Same numbers, dimensions reversed in memory."""
+    order = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(order).contiguous().permute(order)
+
+
+def interleaved(tensor: torch.Tensor) -> torch.Tensor:
+    """Same numbers, every stride doubled, not at the start of its memory; NaN lies between."""
+    wide = tensor.new_full([2 * size for size in tensor.shape], torch.nan)
+    view = wide[(slice(1, None, 2),) * tensor.dim()]
+    view.copy_(tensor)
+    return view
+
+
+def rows_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Same numbers, the last two dimensions swapped in memory."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor
+
+
+def offset(tensor: torch.Tensor) -> torch.Tensor:
+    """Same numbers, one number behind an aligned address."""
+    memory = tensor.new_full((tensor.numel() + 1,), torch.nan)
+    memory[1:] = tensor.reshape(-1)
+    return memory[1:].view(tensor.shape)
+
+
+LAYOUTS = (transposed, interleaved, rows_first, offset)
 Pass = Callable[..., tuple[Tensor, Tensor]]
+
+
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *options: Any) -> Pass:
+    """Return a backend's own two ops as one differentiable pass; ``options`` trail the arguments of both.
+
+    The ops take what ``fastcaps::attention_pass`` and its backward take; none of them needs an autograd formula.
+    """
+
+    class Routed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, settings: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+            parents, sums = forward(*tensors, *settings, *options)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*tensors[:6], sums)
+            ctx.settings = settings
+            return parents, sums
+
+        @staticmethod
+        def backward(ctx: Any, grad_parents: Tensor | None, grad_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+            normalize = ctx.settings[2]
+            needed = list(ctx.needs_input_grad[1:])
+            if not normalize or grad_parents is None:
+                needed[5:7] = False, False
+            needs = sum(1 << k for k, need in enumerate(needed) if need)
+            grads = (grad_parents, grad_sums if normalize else None)
+            found = backward(*grads, *ctx.saved_tensors, *ctx.settings, needs, *options)
+            return None, *(gradient if need else None for gradient, need in zip(found, needed, strict=True))
+
+    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return Routed.apply(arguments[len(TENSORS) :], *arguments[: len(TENSORS)])
+
+    return run
 
 
 def results(
@@ -205,11 +295,43 @@ class _Rounding(TorchDispatchMode):
         return tree_map(self.move, result)
 
 
+TF32_ROUNDING = 2.0**-11  # at most this share of a number is lost where it is rounded to tf32
+
+
+class _Tf32(TorchDispatchMode):
+    """Rounds the factors of every matrix product to tf32, as float32 products under that setting do on a GPU.
+
+    With ``draws`` the factors move by at most one such rounding, by chance, instead: what another, as good, way of
+    computing the same might have lost.
+    """
+
+    PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "einsum", "convolution")
+
+    def __init__(self, draws: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def round(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if self.draws is not None:
+            share = torch.rand(value.shape, generator=self.draws, dtype=torch.float64) * 2 - 1
+            return value * (1 + TF32_ROUNDING * share)
+        bits = value.contiguous().view(torch.int32)  # nearest, halves away from zero: sign and magnitude are apart
+        return torch.where(value.isfinite(), ((bits + 0x1000) & -0x2000).view(torch.float32), value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") in self.PRODUCTS:
+            args = tree_map(self.round, args)
+        return func(*args, **(kwargs or {}))
+
+
 def assert_honest(
     found: dict[str, Tensor],
     tensors: Sequence[Tensor | None],
     settings: tuple[Any, ...],
     grads: Sequence[Tensor | None],
+    tf32: bool = False,
 ) -> None:
     """Assert that a kernel errs at most twice what the eager reference of the same dtype errs, plus rounding.
 
@@ -217,6 +339,9 @@ def assert_honest(
     results change when all inputs and all intermediate results move by one unit in the last place of the dtype in which
     sums are kept, up or down by chance. Three draws estimate that; where they do not suffice, 30 do it better. In
     float64 nothing more precise is there to measure the reference's own error: its condition stands for it.
+
+    With ``tf32`` (float32 alone) the eager reference is the one whose matrix products round their factors to tf32, and
+    so does the condition, where the factors move by up to that rounding.
     """
     dtype = tensors[0].dtype
     accumulated = reference.accumulation_dtype(dtype)
@@ -227,13 +352,14 @@ def assert_honest(
         assert found[name].shape == value.shape, name
         assert torch.isfinite(found[name]).all(), f"{name} has numbers that were never written"
     error = {name: _largest(found[name] - value) for name, value in exact.items()}
-    eager = {} if dtype == torch.float64 else results(reference.attention_pass, tensors, settings, grads)
+    with _Tf32() if tf32 else nullcontext():
+        eager = {} if dtype == torch.float64 else results(reference.attention_pass, tensors, settings, grads)
     eager_error = {name: _largest(value - exact[name]) for name, value in eager.items()}
     condition = dict.fromkeys(exact, 0.0)
     rounding = _Rounding(torch.finfo(accumulated).eps)
     for draw in range(1, 31):
         moved = [tree_map(rounding.move, given) for given in wide]
-        with rounding:
+        with _Tf32(rounding.generator) if tf32 else nullcontext(), rounding:
             other = results(reference.attention_pass, moved[0], settings, moved[1])
         condition = {name: max(condition[name], _largest(other[name] - exact[name])) for name in exact}
         allowed = {
@@ -252,6 +378,24 @@ def assert_honest(
     assert not wrong, wrong
 
 
-def check_op(tensors: Sequence[Tensor | None], settings: tuple[Any, ...], grads: Sequence[Tensor | None]) -> None:
-    """Run the op with these arguments and hold forward and every gradient to :func:`assert_honest`."""
-    assert_honest(results(ops.attention_pass, tensors, settings, grads), tensors, settings, grads)
+def on_device(tensor: Tensor | None, device: str) -> Tensor | None:
+    """Return the tensor on a device, its strides, its offset and what lies between its numbers kept."""
+    if tensor is None or device == "cpu":
+        return tensor
+    memory = torch.empty(0, dtype=tensor.dtype, device=device).set_(tensor.untyped_storage().to(device=device))
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def check_op(
+    tensors: Sequence[Tensor | None],
+    settings: tuple[Any, ...],
+    grads: Sequence[Tensor | None],
+    run: Pass = ops.attention_pass,
+    *,
+    device: str = "cpu",
+    tf32: bool = False,
+) -> None:
+    """Run an op with these arguments on a device and hold forward and every gradient to :func:`assert_honest`."""
+    there = [[on_device(tensor, device) for tensor in given] for given in (tensors, grads)]
+    found = results(run, there[0], settings, there[1])
+    assert_honest({name: value.cpu() for name, value in found.items()}, tensors, settings, grads, tf32)

@@ -15,12 +15,15 @@ from attention_cases import (
     CASES,
     DTYPES,
     GRADIENTS,
+    LAYOUTS,
     Case,
     assert_honest,
     check_op,
     ids,
     native_only,
+    random_cases,
     results,
+    transposed,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,66 +40,12 @@ def test_forward_and_every_gradient(case: Case, dtype: torch.dtype) -> None:
     check_op(case.tensors(dtype), case.settings(), case.grads(dtype))
 
 
-@st.composite
-def _cases(draw: st.DrawFn) -> Case:
-    small = st.integers(1, 4)
-    window = tuple(
-        draw(st.integers(low, high)) for low, high in ((1, 3), (1, 3), (1, 3), (1, 3), (0, 2), (0, 2), (1, 2), (1, 2))
-    )
-    least = [max(1, (window[k] - 1) * window[6 + k] + 1 - 2 * window[4 + k]) for k in (0, 1)]
-    types = draw(st.integers(1, 5))
-    children = window[0] * window[1] * types
-    pose = draw(st.sampled_from([(4, 4, 4), (1, 8, 16), (1, 16, 16), (6, 6, 6), None]))
-    return Case(
-        "random",
-        batch=draw(st.integers(0, 3)),
-        grid=(least[0] + draw(st.integers(0, 3)), least[1] + draw(st.integers(0, 3))),
-        types=types,
-        parents=draw(st.one_of(st.integers(1, 6), st.integers(7, 40))),
-        pose=pose or (draw(small), draw(small), draw(small)),
-        groups=draw(st.sampled_from([g for g in range(1, children + 1) if children % g == 0])),
-        window=window,
-        query=draw(st.integers(0, 4)) > 0,
-        bias=draw(st.sampled_from([None, "IM", "I1", "1M", "11"])),
-        gate=draw(st.booleans()),
-        normalize=draw(st.booleans()),
-        affine=draw(st.booleans()),
-    )
-
-
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(case=_cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9))
+@given(case=random_cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9))
 def test_random_shapes(case: Case, dtype: torch.dtype, seed: int) -> None:
     check_op(case.tensors(dtype, seed), case.settings(), case.grads(dtype, seed + 1))
 
 
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, dimensions reversed in memory."""
-    order = tuple(reversed(range(tensor.dim())))
-    return tensor.permute(order).contiguous().permute(order)
-
-
-def _interleaved(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, every stride doubled, not at the start of its memory; NaN lies between."""
-    wide = tensor.new_full([2 * size for size in tensor.shape], torch.nan)
-    view = wide[(slice(1, None, 2),) * tensor.dim()]
-    view.copy_(tensor)
-    return view
-
-
-def _rows_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, the last two dimensions swapped in memory."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor
-
-
-def _offset(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, one number behind an aligned address."""
-    memory = tensor.new_full((tensor.numel() + 1,), torch.nan)
-    memory[1:] = tensor.reshape(-1)
-    return memory[1:].view(tensor.shape)
-
-
-LAYOUTS = (_transposed, _interleaved, _rows_first, _offset)
 STRIDED = ("conv-4x4", "padded", "pose-1x8-1x16", "dilated-padded-strided", "no-norm", "groups-1")
 
 
@@ -160,7 +109,7 @@ def test_a_gradient_of_one_output_alone(which: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outputs_are_contiguous_and_of_the_right_dtype(dtype: torch.dtype) -> None:
     case = BY_NAME["conv-4x4"]
-    tensors = [None if tensor is None else _transposed(tensor) for tensor in case.tensors(dtype)]
+    tensors = [None if tensor is None else transposed(tensor) for tensor in case.tensors(dtype)]
     parents, sums = ops.attention_pass(*tensors, *case.settings())
     assert parents.is_contiguous() and parents.dtype == dtype
     assert sums.is_contiguous() and sums.dtype == reference.accumulation_dtype(dtype)
