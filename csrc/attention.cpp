@@ -48,6 +48,7 @@ struct Call {
       : storage(children.scalar_type()) {
     in.geometry = attention_geometry(children, weight_, query, bias_, gate, norm_weight_, norm_bias_, window);
     in.storage = storage_of(children);
+    STD_TORCH_CHECK(in.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
     is_double = storage == ScalarType::Double;
     compute = is_double ? ScalarType::Double : ScalarType::Float;
     in.scale = scale;
@@ -94,16 +95,6 @@ Tensor sum_of_parts(const Tensor& parts, int64_t count, const std::vector<int64_
   return out;
 }
 
-enum Needs : int64_t {
-  kChildren = 1,
-  kWeight = 2,
-  kQuery = 4,
-  kBias = 8,
-  kGate = 16,
-  kNormWeight = 32,
-  kNormBias = 64
-};
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor weight, const MaybeTensor query,
@@ -146,9 +137,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   const Call with(children, weight, query, bias, gate, norm_weight, std::nullopt, scale, eps, normalize, window);
   const Geometry& g = with.in.geometry;
   const std::vector<int64_t> parents_shape{g.B, g.Ho, g.Wo, g.M, g.C, g.E}, pose_shape{g.C * g.E};
-  if (grad_parents) check_tensor(*grad_parents, "grad_parents", parents_shape, with.storage);
-  if (grad_sums) check_tensor(*grad_sums, "grad_sums", parents_shape, with.compute);
-  if (normalize) check_tensor(sums, "sums", parents_shape, with.compute);
+  if (grad_parents) check_tensor(*grad_parents, "grad_parents", parents_shape, with.storage, children);
+  if (grad_sums) check_tensor(*grad_sums, "grad_sums", parents_shape, with.compute, children);
+  if (normalize) check_tensor(sums, "sums", parents_shape, with.compute, children);
   if (!query) needs &= ~kQuery;
   if (!bias) needs &= ~kBias;
   if (!gate) needs &= ~kGate;

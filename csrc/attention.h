@@ -8,6 +8,17 @@
 
 namespace fastcaps {
 
+// Which gradients a backward call is asked for: the bits of its argument `needs`.
+enum Needs : int64_t {
+  kChildren = 1,
+  kWeight = 2,
+  kQuery = 4,
+  kBias = 8,
+  kGate = 16,
+  kNormWeight = 32,
+  kNormBias = 64
+};
+
 std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor weight, const MaybeTensor query,
                                           const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
                                           const MaybeTensor norm_bias, double scale, double eps, bool normalize,

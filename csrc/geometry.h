@@ -29,6 +29,6 @@ struct View {
   int64_t stride[6] = {0, 0, 0, 0, 0, 0};
 };
 
-enum class Storage : int { kFloat32, kFloat64, kBFloat16 };
+enum class Storage : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 }  // namespace fastcaps

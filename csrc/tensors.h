@@ -58,11 +58,14 @@ inline std::vector<int64_t> shape_of(const Tensor& x) {
   return out;
 }
 
-inline void check_tensor(const Tensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type) {
+// A tensor of a call, which goes with the call's children: their device, a given dtype, a given shape.
+inline void check_tensor(const Tensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type,
+                         const Tensor& children) {
   STD_TORCH_CHECK(shape_of(x) == shape, "fastcaps: ", name, " has shape ", text(shape_of(x)), ", expected ",
                   text(shape));
   STD_TORCH_CHECK(x.scalar_type() == type, "fastcaps: ", name, " has another dtype than the call");
-  STD_TORCH_CHECK(x.is_cpu(), "fastcaps: ", name, " is not on the CPU");
+  STD_TORCH_CHECK(x.is_cpu() == children.is_cpu() && x.get_device_index() == children.get_device_index(),
+                  "fastcaps: ", name, " is not on the device of children");
 }
 
 inline Storage storage_of(const Tensor& x) {
@@ -70,7 +73,8 @@ inline Storage storage_of(const Tensor& x) {
     case ScalarType::Float: return Storage::kFloat32;
     case ScalarType::Double: return Storage::kFloat64;
     case ScalarType::BFloat16: return Storage::kBFloat16;
-    default: STD_TORCH_CHECK(false, "fastcaps: children must be float32, float64 or bfloat16 on the CPU");
+    case ScalarType::Half: return Storage::kFloat16;
+    default: STD_TORCH_CHECK(false, "fastcaps: children must be float32, float64, bfloat16 or float16");
   }
   return Storage::kFloat32;
 }
@@ -114,16 +118,15 @@ inline Geometry attention_geometry(const Tensor& children, const Tensor& weight,
   STD_TORCH_CHECK(g.children() % g.G == 0, "fastcaps: weight has ", g.G, " groups, which do not divide ", g.children(),
                   " children");
   const ScalarType type = children.scalar_type();
-  STD_TORCH_CHECK(children.is_cpu(), "fastcaps: children is not on the CPU");
-  check_tensor(weight, "weight", {g.G, g.M, g.D, g.E}, type);
-  if (query) check_tensor(*query, "query", {g.B, g.Ho, g.Wo, g.M, g.C, g.E}, type);
-  if (gate) check_tensor(*gate, "gate", {g.B, g.H, g.W, g.N}, type);
-  if (norm_weight) check_tensor(*norm_weight, "norm_weight", {g.C * g.E}, type);
-  if (norm_bias) check_tensor(*norm_bias, "norm_bias", {g.C * g.E}, type);
+  check_tensor(weight, "weight", {g.G, g.M, g.D, g.E}, type, children);
+  if (query) check_tensor(*query, "query", {g.B, g.Ho, g.Wo, g.M, g.C, g.E}, type, children);
+  if (gate) check_tensor(*gate, "gate", {g.B, g.H, g.W, g.N}, type, children);
+  if (norm_weight) check_tensor(*norm_weight, "norm_weight", {g.C * g.E}, type, children);
+  if (norm_bias) check_tensor(*norm_bias, "norm_bias", {g.C * g.E}, type, children);
   if (bias) {
     STD_TORCH_CHECK(bias->dim() == 4, "fastcaps: bias must be [I or 1, M or 1, C, E]");
     const int64_t i = bias->size(0), m = bias->size(1);
-    check_tensor(*bias, "bias", {i == 1 ? 1 : g.children(), m == 1 ? 1 : g.M, g.C, g.E}, type);
+    check_tensor(*bias, "bias", {i == 1 ? 1 : g.children(), m == 1 ? 1 : g.M, g.C, g.E}, type, children);
   }
   return g;
 }

@@ -1,0 +1,104 @@
+// The attention pass on a GPU: the one argument of its kernels, and the table of their instantiations.
+//
+// A warp's 32 lanes are cut into  columns x parents x rows x positions  (each a power of two, columns fastest). A lane
+// holds, for R positions, a tile of TC x TE numbers of one parent's pose: of its query, of its sums, and of the vote at
+// hand. So a vote lives in registers, from the multiplication that makes it to the sum that takes it in. Several warps
+// share the parents of a position, several more take other positions; a block walks over a range of children, of which
+// a few at a time (a stage) lie in shared memory, while the next few are on their way there.
+#pragma once
+
+#include "../geometry.h"
+#include "device.h"
+
+namespace fastcaps::gpu {
+
+// Unsigned division of numbers below 2^31 by a number known at the launch: a multiplication and a shift.
+struct Divider {
+  uint32_t divisor = 1, multiplier = 0, shift = 0;
+
+  Divider() = default;
+  explicit Divider(int64_t d) : divisor(uint32_t(d)) {
+    while ((int64_t(1) << shift) < d) ++shift;
+    multiplier = uint32_t((uint64_t(1) << 32) * ((uint64_t(1) << shift) - uint64_t(d)) / uint64_t(d) + 1);
+  }
+  FASTCAPS_DEVICE int quotient(int n) const {
+    return int((uint32_t((uint64_t(uint32_t(n)) * multiplier) >> 32) + uint32_t(n)) >> shift);
+  }
+  FASTCAPS_DEVICE int remainder(int n, int quotient) const { return n - quotient * int(divisor); }
+};
+
+struct AttentionArgs {
+  // who sees whom
+  int M, C, D, E, N, I, G, H, W, Ho, Wo;
+  Window window;
+  int64_t positions;         // B * Ho * Wo
+  int64_t seats;             // those of this launch: all, or those of one colour (see Seat)
+  int colours_y, colours_x;  // positions (y, x) with y mod colours_y = colour_y, ...
+  int colour_y, colour_x;
+  Divider by_sample, by_row;                    // seats of one sample, of one of its rows
+  Divider by_types, by_kernel_width, by_group;  // N, kw, I / G
+  bool padded;
+
+  // tensors; strides in elements
+  View children, query, gate;  // query, gate: data may be null
+  Storage storage;             // of those three
+  bool children_copy;          // children may be copied in vectors of the pose's kVector floats
+  const float* weight;         // [G, M, D, E]
+  const float* bias;           // [I or 1, M or 1, C, E] or null
+  int64_t bias_stride_i, bias_stride_m;
+  float scale;
+
+  // how the call is cut
+  int columns, rows, parents;  // lanes (the rest of the 32 are positions)
+  int warps_parents;      // warps that share the parents of a position; the rest of the block takes other positions
+  int tile;               // positions of a block at a time
+  int64_t tiles, groups;  // block (group, chunk) takes tiles group, group + groups, ...
+  int chunks, chunk_children;
+  int first_parent;  // of this launch; block y is added
+  int stage;         // children in shared memory at a time
+  Divider by_chunk, by_unit_tile, by_rows, by_depth,
+      by_weights;  // chunks; tile; padded rows; vectors of a row; of weights
+
+  // Where parents do not fit into a block: what the softmax over all of them needs, [positions, I, 2 or 3], kept while
+  // one launch after another adds its parents (collect), and read by those that follow.
+  float* statistics;
+  bool collect;
+
+  float* sums;  // forward: [chunks, positions, M, C, E]
+  // backward; null where not wanted
+  const float* dsums;                            // dL/dS [positions, M, C, E]
+  float* dquery;                                 // [chunks, positions, M, C, E]
+  float* dchildren;                              // [B, H, W, N, C, D]
+  float* dgate;                                  // [B, H, W, N]
+  float* dweight;                                // [parts, G, M, D, E]
+  float* dbias;                                  // [parts, I or 1, M, C, E]
+  int64_t dweight_part, dbias_part;              // from part to part; 0 where all blocks add to one
+  bool parts_by_chunk;                           // a part for each group and chunk, not for each group
+  bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics
+
+  // byte offsets in shared memory
+  int shared_weight, shared_seen, shared_seat, shared_exchange, shared_dchildren, shared_dweight;
+  int shared_stage;  // from one of the two stages to the other
+};
+
+// One instantiation of the kernels, as the host that cuts the call sees it.
+struct AttentionKernel {
+  int C, D, E;  // the pose; 0: any
+  int tile_rows, tile_columns;
+  int columns, parents;            // lanes; 0: chosen at the launch
+  int vector;                      // floats of a row of children that are copied together
+  int weight_copy, weight_stride;  // floats; no stride: weights are read where they lie
+  int positions;                   // R
+  int threads, blocks;             // of a block, at most; of a multiprocessor, at least
+  void (*run)(const AttentionArgs);
+};
+
+struct AttentionKernels {
+  const AttentionKernel* begin;
+  int count;
+};
+
+AttentionKernels attention_forward_kernels();
+AttentionKernels attention_backward_kernels();  // the same poses in the same order
+
+}  // namespace fastcaps::gpu

@@ -1,0 +1,25 @@
+// The instantiations of the forward kernel.
+#include "attention_forward.h"
+#include "poses.h"
+
+namespace fastcaps::gpu {
+namespace {
+
+template <class Pose, int R, int THREADS, int BLOCKS>
+AttentionKernel kernel() {
+  return describe<Pose>(R, THREADS, BLOCKS, &attention_forward_kernel<Pose, R, THREADS, BLOCKS>);
+}
+
+}  // namespace
+
+AttentionKernels attention_forward_kernels() {
+  static const AttentionKernel all[] = {
+      kernel<Pose4x4Fewer, 2, 256, 2>(), kernel<Pose4x4Few, 2, 256, 2>(), kernel<Pose4x4, 2, 256, 2>(),
+      kernel<Pose6x6, 2, 256, 1>(),      kernel<Pose8x8, 1, 256, 1>(),    kernel<Pose1x8, 4, 256, 1>(),
+      kernel<Pose1x16, 4, 256, 1>(),     kernel<Pose1x64, 8, 256, 1>(),   kernel<PoseMatrix, 1, 256, 1>(),
+      kernel<PoseVector, 1, 256, 1>(),
+  };
+  return {all, sizeof(all) / sizeof(all[0])};
+}
+
+}  // namespace fastcaps::gpu

@@ -1,0 +1,14 @@
+// What this build of the CUDA kernels holds; asks nothing of a driver.
+#include "capability.h"
+
+#define FASTCAPS_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+FASTCAPS_EXPORT const char* fastcaps_cuda_toolkit(void) { return FASTCAPS_CUDA_TOOLKIT; }
+
+FASTCAPS_EXPORT const char* fastcaps_cuda_architectures(void) { return FASTCAPS_CUDA_ARCHITECTURES; }
+
+FASTCAPS_EXPORT const char* fastcaps_cuda_ops(void) { return "attention_pass,attention_pass_backward"; }
+
+}  // extern "C"

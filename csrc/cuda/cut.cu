@@ -1,0 +1,173 @@
+#include "cut.h"
+
+#include <algorithm>
+
+namespace fastcaps::gpu {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, 16) * 16; }
+
+int64_t power_of_two(int64_t at_least) {
+  int64_t power = 1;
+  while (power < at_least) power *= 2;
+  return power;
+}
+
+struct Lanes {
+  int columns, rows, parents;
+  int64_t padded;  // numbers of a parent's pose that the lanes hold
+};
+
+// How a kernel's lanes would share these poses; no columns if they cannot.
+Lanes lanes_of(const AttentionKernel& kernel, int64_t C, int64_t D, int64_t E, int64_t M) {
+  if (kernel.C) {
+    if (kernel.C != C || kernel.D != D || kernel.E != E) return {};
+    return {kernel.columns, 1, kernel.parents, C * E};
+  }
+  const int64_t rows = power_of_two(ceil_div(C, kernel.tile_rows));
+  const int64_t columns = power_of_two(ceil_div(E, kernel.tile_columns));
+  if (rows * columns > 32) return {};
+  const int64_t parents = std::min(32 / (rows * columns), power_of_two(M));
+  return {int(columns), int(rows), int(parents), rows * kernel.tile_rows * columns * kernel.tile_columns};
+}
+
+// A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
+// pose.
+const AttentionKernel* choose(const AttentionKernels& kernels, const Geometry& g) {
+  const AttentionKernel* best = nullptr;
+  Lanes best_lanes{};
+  for (int k = 0; k < kernels.count; ++k) {
+    const AttentionKernel& kernel = kernels.begin[k];
+    const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
+    if (!lanes.columns) continue;
+    const bool better = !best || (kernel.C ? best_lanes.parents < g.M : !best->C && lanes.padded < best_lanes.padded);
+    if (better) best = &kernel, best_lanes = lanes;
+  }
+  return best;
+}
+
+// Bytes of shared memory: a part for each child on the way, and a part that is there once.
+struct Shared {
+  int64_t child_rows, weight, seen, dchildren, dweight, fixed;
+
+  Shared(const Cut& c, const Geometry& g, bool backward) {
+    const AttentionKernel& kernel = *c.kernel;
+    const int64_t rows = kernel.C ? g.C : c.rows * kernel.tile_rows;
+    const int64_t depth = kernel.C ? g.D : ceil_div(g.D, kernel.vector) * kernel.vector;
+    child_rows = c.tile * rows * depth * 4;
+    weight = int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
+    seen = c.tile * 8;
+    dchildren = backward ? child_rows * c.warps_parents : 0;
+    dweight = backward ? weight * c.warps_positions : 0;
+    const int64_t exchange = c.warps_parents > 1 ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
+    fixed = int64_t(c.tile) * 48 + aligned(exchange) + 64;
+  }
+  int64_t bytes(int64_t stage) const {
+    return 2 * (aligned(stage * child_rows) + aligned(stage * weight) + aligned(stage * seen)) +
+           aligned(stage * dchildren) + aligned(stage * dweight) + fixed;
+  }
+};
+
+// Places in shared memory for `stage` children at a time.
+void place(Cut& c, const Shared& shared) {
+  c.shared_weight = int(aligned(c.stage * shared.child_rows));
+  c.shared_seen = c.shared_weight + int(aligned(c.stage * shared.weight));
+  c.shared_stage = c.shared_seen + int(aligned(c.stage * shared.seen));
+  c.shared_dchildren = 2 * c.shared_stage;
+  c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
+  c.shared_seat = c.shared_dweight + int(aligned(c.stage * shared.dweight));
+  c.shared_exchange = c.shared_seat + int(aligned(int64_t(c.tile) * 48));
+  c.shared_bytes = shared.bytes(c.stage);
+}
+
+constexpr int kStage = 8;                   // children in shared memory at a time, at most
+constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
+
+// Where an order must be kept, every group of tiles (and every range of children, if ranges share weights or a bias)
+// adds to a dW of its own: few enough of them to stay small.
+void keep_parts_small(Cut& c, const Geometry& g, bool bias_shared) {
+  const int64_t parts = std::max<int64_t>(1, kParts / (g.G * g.M * g.D * g.E * 4));
+  c.parts_by_chunk = g.G < g.children() || bias_shared;
+  if (c.parts_by_chunk && c.chunks > parts) {
+    c.chunk_children = int(ceil_div(ceil_div(g.children(), parts), c.stage) * c.stage);
+    c.chunks = int(ceil_div(g.children(), c.chunk_children));
+  }
+  c.groups = std::min(c.tiles, std::max<int64_t>(1, c.parts_by_chunk ? parts / c.chunks : parts));
+}
+
+}  // namespace
+
+std::string refusal(int64_t C, int64_t D, int64_t E) {
+  const AttentionKernels kernels = attention_forward_kernels();
+  for (int k = 0; k < kernels.count; ++k)
+    if (lanes_of(kernels.begin[k], C, D, E, 1).columns) {
+      if (D > 4096) return "its shared memory holds children of at most 4096 columns, got " + std::to_string(D);
+      return "";
+    }
+  return "its 32 lanes hold poses of at most 512 numbers (16 a lane, or 8 of one row), got " + std::to_string(C) +
+         " x " + std::to_string(E);
+}
+
+Cut cut(const Geometry& g, bool backward, bool ordered, bool bias, bool bias_shared, const Machine& machine) {
+  Cut c;
+  c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g);
+  const AttentionKernel& kernel = *c.kernel;
+  const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
+  c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
+  const int most_warps = kernel.threads / 32;
+  c.warps_parents = int(std::min<int64_t>(most_warps, ceil_div(g.M, c.parents)));
+  c.parent_blocks = int(ceil_div(g.M, int64_t(c.warps_parents) * c.parents));
+  const int seats = kernel.positions * (32 / (c.columns * c.rows * c.parents));  // positions of a warp
+  // Weights that are read in place are also differentiated in place, by one warp alone if an order must be kept.
+  const bool single = backward && ordered && (kernel.weight_stride == 0 || bias);
+  const int most_positions = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
+
+  // As many warps as give the multiprocessors the fewest rounds of work; then the most, since they share the weights.
+  double best = -1;
+  for (int warps = most_positions; warps >= 1; --warps) {
+    Cut trial = c;
+    trial.warps_positions = warps;
+    trial.tile = warps * seats;
+    trial.tiles = ceil_div(std::max<int64_t>(g.positions(), 1), trial.tile);
+    if (warps > 1 && (warps - 1) * seats >= g.positions()) continue;  // a warp would have nothing to do
+    const Shared shared(trial, g, backward);
+    const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
+    int64_t stage = kStage;
+    while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit) stage /= 2;
+    if (shared.bytes(stage) > machine.shared_limit && warps > 1) continue;
+    const int64_t fitting = std::min(resident, std::max<int64_t>(1, machine.shared_limit / shared.bytes(stage)));
+    const double rounds = double(ceil_div(trial.tiles * trial.parent_blocks, machine.multiprocessors * fitting));
+    const double cost = rounds * double(fitting * trial.threads());
+    if (best >= 0 && cost >= best) continue;
+    best = cost;
+    trial.stage = int(stage);
+    const int64_t wanted = 2 * machine.multiprocessors * fitting;
+    const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
+    trial.chunks = int(std::clamp<int64_t>(wanted / (trial.tiles * trial.parent_blocks), 1,
+                                           std::max<int64_t>(1, g.children() / least)));
+    trial.chunk_children = int(ceil_div(ceil_div(g.children(), trial.chunks), stage) * stage);
+    trial.chunks = int(ceil_div(g.children(), trial.chunk_children));
+    trial.groups = trial.tiles;
+    if (backward && ordered) keep_parts_small(trial, g, bias_shared);
+    place(trial, shared);
+    c = trial;
+  }
+  return c;
+}
+
+std::string describe(const Cut& c, const Geometry& g) {
+  const AttentionKernel& kernel = *c.kernel;
+  const auto n = [](int64_t x) { return std::to_string(x); };
+  std::string text = kernel.C
+                         ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
+                         : "kernel for any pose (" + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane)";
+  text += ", " + n(c.tile) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
+          n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " + n(c.groups * c.chunks) + " blocks";
+  if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
+  if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " sweeps";
+  (void)g;
+  return text;
+}
+
+}  // namespace fastcaps::gpu

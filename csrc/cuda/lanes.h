@@ -1,0 +1,154 @@
+// Poses and lanes: which numbers of which vote a lane holds, and the sums that lanes make together.
+#pragma once
+
+#include "attention.h"
+
+namespace fastcaps::gpu {
+
+// A pose known when compiled: C x D children, C x E parents. COLUMNS lanes share a parent's pose; each holds all C rows
+// of TE columns, of which runs of VECTOR are neighbours (they are read in one go). Weights lie in shared memory with
+// STRIDE floats from parent to parent, so that a warp's reads meet no bank twice; 0: too large for it, read in place.
+template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int STRIDE>
+struct FixedPose {
+  static constexpr bool kFixed = true;
+  static constexpr int kC = C, kD = D, kE = E;
+  static constexpr int kTileRows = C, kTileColumns = TE;
+  static constexpr int kVector = D % 4 == 0 ? 4 : D % 2 == 0 ? 2 : 1;  // of a child's row
+  static constexpr int kWeightVector = VECTOR;
+  static constexpr int kWeightCopy = STRIDE % 4 == 0 && D * E % 4 == 0 ? 4 : STRIDE % 2 == 0 && D * E % 2 == 0 ? 2 : 1;
+  static constexpr int kWeightStride = STRIDE;
+  static constexpr int kColumns = COLUMNS, kParents = PARENTS;
+  static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
+  static_assert(TE * COLUMNS == E && TE % VECTOR == 0 && 32 % (COLUMNS * PARENTS) == 0);
+
+  static FASTCAPS_DEVICE constexpr int C_(const AttentionArgs&) { return C; }
+  static FASTCAPS_DEVICE constexpr int D_(const AttentionArgs&) { return D; }
+  static FASTCAPS_DEVICE constexpr int E_(const AttentionArgs&) { return E; }
+  static FASTCAPS_DEVICE constexpr int padded_rows(const AttentionArgs&) { return C; }
+  static FASTCAPS_DEVICE constexpr int padded_depth(const AttentionArgs&) { return D; }
+  static FASTCAPS_DEVICE constexpr int columns(const AttentionArgs&) { return COLUMNS; }
+  static FASTCAPS_DEVICE constexpr int parents(const AttentionArgs&) { return PARENTS; }
+  static FASTCAPS_DEVICE constexpr int rows(const AttentionArgs&) { return 1; }
+};
+
+// Any other pose: a lane holds TC x TE numbers of it, lanes stand in for the rest; what lies outside the pose is zero.
+template <int TC, int TE>
+struct FreePose {
+  static constexpr bool kFixed = false;
+  static constexpr int kC = 0, kD = 0, kE = 0;
+  static constexpr int kTileRows = TC, kTileColumns = TE;
+  static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
+  static constexpr int kColumns = 0, kParents = 0;
+
+  static FASTCAPS_DEVICE int C_(const AttentionArgs& a) { return a.C; }
+  static FASTCAPS_DEVICE int D_(const AttentionArgs& a) { return a.D; }
+  static FASTCAPS_DEVICE int E_(const AttentionArgs& a) { return a.E; }
+  static FASTCAPS_DEVICE int padded_rows(const AttentionArgs& a) { return a.rows * TC; }
+  static FASTCAPS_DEVICE int padded_depth(const AttentionArgs& a) { return (a.D + 3) / 4 * 4; }
+  static FASTCAPS_DEVICE int columns(const AttentionArgs& a) { return a.columns; }
+  static FASTCAPS_DEVICE int parents(const AttentionArgs& a) { return a.parents; }
+  static FASTCAPS_DEVICE int rows(const AttentionArgs& a) { return a.rows; }
+};
+
+// One lane's place: in the warp, and in the block.
+template <class Pose>
+struct Lane {
+  int lane, column, parent, row, position;  // the last three count within the warp
+  int positions;                            // of a warp, for one r
+  int warp_parent, warp_position;
+  int m_block, m;  // the lane's parent: within the block, and of all
+  bool alive;      // there is such a parent
+
+  FASTCAPS_DEVICE explicit Lane(const AttentionArgs& a) {
+    const int columns = Pose::columns(a), parents = Pose::parents(a), rows = Pose::rows(a);
+    const int warp = thread_index() / kWarp;
+    lane = thread_index() % kWarp;
+    column = lane % columns;
+    parent = lane / columns % parents;
+    row = lane / (columns * parents) % rows;
+    position = lane / (columns * parents * rows);
+    positions = kWarp / (columns * parents * rows);
+    warp_parent = warp % a.warps_parents;
+    warp_position = warp / a.warps_parents;
+    m_block = warp_parent * parents + parent;
+    m = a.first_parent + int(block_y()) * a.warps_parents * parents + m_block;
+    alive = m < a.M;
+  }
+
+  // The r-th of the lane's positions, within the block's tile.
+  template <int R>
+  FASTCAPS_DEVICE int seat(int r) const {
+    return (warp_position * R + r) * positions + position;
+  }
+  FASTCAPS_DEVICE int c(int i) const { return row * Pose::kTileRows + i; }
+  FASTCAPS_DEVICE int e(const AttentionArgs& a, int j) const {
+    constexpr int V = Pose::kWeightVector;
+    return (j / V * Pose::columns(a) + column) * V + j % V;
+  }
+  FASTCAPS_DEVICE bool inside(const AttentionArgs& a, int i, int j) const {
+    return Pose::kFixed || (c(i) < a.C && e(a, j) < a.E);
+  }
+  // One lane speaks for all that hold the same parent's pose; one for all that hold the same position.
+  FASTCAPS_DEVICE bool speaks_for_parent() const { return column == 0 && row == 0; }
+  FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_parent() && parent == 0; }
+};
+
+// ---- sums over lanes; every lane ends with the result ---------------------------------------------------------------
+// Over `count` lanes that lie `first` apart.
+FASTCAPS_DEVICE float sum_lanes(float x, int first, int count) {
+  FASTCAPS_UNROLL
+  for (int mask = first; mask < first * count; mask *= 2) x += shuffle_xor(x, mask);
+  return x;
+}
+FASTCAPS_DEVICE float max_lanes(float x, int first, int count) {
+  FASTCAPS_UNROLL
+  for (int mask = first; mask < first * count; mask *= 2) x = fmaxf(x, shuffle_xor(x, mask));
+  return x;
+}
+
+// Over the lanes of one pose: first its columns, then its rows.
+template <class Pose>
+FASTCAPS_DEVICE float sum_pose(const AttentionArgs& a, float x) {
+  x = sum_lanes(x, 1, Pose::columns(a));
+  return sum_lanes(x, Pose::columns(a) * Pose::parents(a), Pose::rows(a));
+}
+template <class Pose>
+FASTCAPS_DEVICE float sum_parents(const AttentionArgs& a, float x) {
+  return sum_lanes(x, Pose::columns(a), Pose::parents(a));
+}
+template <class Pose>
+FASTCAPS_DEVICE float max_parents(const AttentionArgs& a, float x) {
+  return max_lanes(x, Pose::columns(a), Pose::parents(a));
+}
+
+// N sums over SPAN neighbouring lanes at half the price: with every exchange a lane keeps one half of the numbers. It
+// ends with the sums of x[0 .. count), whose place among the N is `begin`; several lanes may end with the same ones.
+template <int N, int SPAN>
+FASTCAPS_DEVICE void scatter_sums(float (&x)[N], int lane, int& begin, int& count) {
+  begin = 0;
+  count = N;
+  if constexpr (SPAN > 1) {
+    constexpr int kMask = SPAN / 2;
+    if constexpr (N > 1) {
+      constexpr int kHalf = (N + 1) / 2;
+      const bool upper = (lane & kMask) != 0;
+      float kept[kHalf];
+      FASTCAPS_UNROLL
+      for (int k = 0; k < kHalf; ++k) {
+        const float low = x[k], high = k + kHalf < N ? x[k + kHalf] : 0.0f;
+        kept[k] = (upper ? high : low) + shuffle_xor(upper ? low : high, kMask);
+      }
+      int inner;
+      scatter_sums<kHalf, kMask>(kept, lane, inner, count);
+      begin = (upper ? kHalf : 0) + inner;
+      FASTCAPS_UNROLL
+      for (int k = 0; k < kHalf; ++k) x[k] = kept[k];
+      count = begin + count > N ? N - begin : count;  // what lies behind the end was zero
+    } else {
+      x[0] += shuffle_xor(x[0], kMask);
+      scatter_sums<N, kMask>(x, lane, begin, count);
+    }
+  }
+}
+
+}  // namespace fastcaps::gpu

@@ -1,0 +1,53 @@
+// Registration of the CUDA kernels: ops of their own, which fastcaps/backends.py chooses for a call. The tests build
+// the same sources for the CPU, under another name.
+#include "ops.h"
+
+#include "cut.h"
+#include "launch.h"
+
+#ifndef FASTCAPS_CUDA_NAMESPACE
+#define FASTCAPS_CUDA_NAMESPACE fastcaps_cuda
+#define FASTCAPS_CUDA_KEY CUDA
+#endif
+
+STABLE_TORCH_LIBRARY(FASTCAPS_CUDA_NAMESPACE, m) {
+  m.def(
+      "attention_pass(Tensor children, Tensor weight, Tensor? query, Tensor? bias, Tensor? gate, Tensor? norm_weight, "
+      "Tensor? norm_bias, float scale, float eps, bool normalize, int[] window, int options) -> (Tensor, Tensor)");
+  m.def(
+      "attention_pass_backward(Tensor? grad_parents, Tensor? grad_sums, Tensor children, Tensor weight, Tensor? query, "
+      "Tensor? bias, Tensor? gate, Tensor? norm_weight, Tensor sums, float scale, float eps, bool normalize, "
+      "int[] window, int needs, int options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
+  m.impl("attention_pass", TORCH_BOX(&fastcaps::gpu::attention_pass));
+  m.impl("attention_pass_backward", TORCH_BOX(&fastcaps::gpu::attention_pass_backward));
+}
+
+// For fastcaps.explain, which calls them through ctypes. The texts live until the thread's next call.
+extern "C" {
+
+__attribute__((visibility("default"))) const char* fastcaps_cuda_refusal(int64_t C, int64_t D, int64_t E) {
+  static thread_local std::string text;
+  text = fastcaps::gpu::refusal(C, D, E);
+  return text.c_str();
+}
+
+// The geometry as 19 numbers: B H W N C D Ho Wo M E G and the window's 8; then multiprocessors and a block's largest
+// shared memory in bytes.
+__attribute__((visibility("default"))) const char* fastcaps_cuda_plan(const int64_t* geometry, bool backward,
+                                                                      bool deterministic, int64_t multiprocessors,
+                                                                      int64_t shared_limit) {
+  using namespace fastcaps;
+  static thread_local std::string text;
+  const int64_t* n = geometry;
+  const Geometry g{n[0], n[1], n[2], n[3], n[4],  n[5],
+                   n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
+  text = gpu::refusal(g.C, g.D, g.E);
+  if (text.empty())
+    text = gpu::describe(gpu::cut(g, backward, deterministic, false, false, {multiprocessors, shared_limit}), g);
+  return text.c_str();
+}
+
+}  // extern "C"

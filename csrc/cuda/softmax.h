@@ -1,0 +1,96 @@
+// The parents' competition for a child: a softmax over lanes, over the warps that share a position's parents, and over
+// launches where the parents do not fit into one block. Logits are in units of log2.
+#pragma once
+
+#include "stage.h"
+
+namespace fastcaps::gpu {
+
+// What some of the parents know of a softmax: their largest logit, and sums of exponentials below it. N counts the sums
+// beside that of the exponentials themselves: none forward, that of exp * h backward.
+template <int N>
+struct Partial {
+  float top, total[N + 1];
+
+  // Exponentials are taken below this: the largest logit, unless all are -inf, which alone must not make a NaN yet.
+  FASTCAPS_DEVICE float shift() const { return top == -INFINITY ? 0.0f : top; }
+
+  FASTCAPS_DEVICE void join(const Partial& other) {
+    const float before = top;
+    top = fmaxf(top, other.top);
+    const float mine = exp2_fast(before - shift()), theirs = exp2_fast(other.top - shift());
+    FASTCAPS_UNROLL
+    for (int k = 0; k <= N; ++k) total[k] = total[k] * mine + other.total[k] * theirs;
+  }
+};
+
+// The warps of a position put down what they have and take up what all have. Two places take turns, so that nobody
+// overwrites what another still reads: whoever comes back to a place has passed the other one's barrier.
+template <class Pose, int R, int N>
+FASTCAPS_DEVICE void meet(const AttentionArgs& a, const Lane<Pose>& lane, char* shared, int turn,
+                          Partial<N> (&part)[R]) {
+  const int groups = block_threads() / kWarp / a.warps_parents, seats = lane.positions * R;
+  Partial<N>* all = reinterpret_cast<Partial<N>*>(shared + a.shared_exchange) +
+                    (turn * groups + lane.warp_position) * a.warps_parents * seats;
+  if (lane.speaks_for_position()) {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) all[lane.warp_parent * seats + r * lane.positions + lane.position] = part[r];
+  }
+  barrier_part(1 + lane.warp_position, a.warps_parents * kWarp);
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    part[r] = all[r * lane.positions + lane.position];
+    for (int w = 1; w < a.warps_parents; ++w) part[r].join(all[w * seats + r * lane.positions + lane.position]);
+  }
+}
+
+// From a lane's logits (and h, if N = 1) at its R positions to its shares r, and heard = sum_m r_m h_m. Returns false
+// where this launch only collects statistics: there are no shares yet.
+template <class Pose, int R, int N>
+FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, const Seat* seats, int i, char* shared,
+                             int turn, const float (&logit)[R], const float (&h)[R], float (&share)[R],
+                             float (&heard)[R]) {
+  Partial<N> part[R];
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) part[r].top = max_parents<Pose>(a, lane.alive ? logit[r] : -INFINITY);
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    share[r] = lane.alive ? exp2_fast(logit[r] - part[r].shift()) : 0.0f;
+    part[r].total[0] = sum_parents<Pose>(a, share[r]);
+    if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, lane.alive ? share[r] * h[r] : 0.0f);
+  }
+  if (a.warps_parents > 1) meet<Pose, R, N>(a, lane, shared, turn, part);
+  if (a.statistics) {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const int64_t position = seats[lane.template seat<R>(r)].position;
+      if (position < 0) continue;
+      float* kept = a.statistics + (position * a.I + i) * (N + 2);
+      Partial<N> before;
+      before.top = kept[0];
+      FASTCAPS_UNROLL
+      for (int k = 0; k <= N; ++k) before.total[k] = kept[k + 1];
+      if (!a.collect) {
+        part[r] = before;
+        continue;
+      }
+      if (a.first_parent > 0) part[r].join(before);
+      if (lane.warp_parent == 0 && lane.speaks_for_position()) {
+        kept[0] = part[r].top;
+        FASTCAPS_UNROLL
+        for (int k = 0; k <= N; ++k) kept[k + 1] = part[r].total[k];
+      }
+    }
+    if (a.collect) return false;
+  }
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    if (a.warps_parents > 1 || a.statistics) share[r] = lane.alive ? exp2_fast(logit[r] - part[r].shift()) : 0.0f;
+    const float one = reciprocal(part[r].total[0]);
+    share[r] *= one;
+    if constexpr (N > 0) heard[r] = part[r].total[1] * one;
+  }
+  return true;
+}
+
+}  // namespace fastcaps::gpu

@@ -1,0 +1,185 @@
+// Bringing children and weights into shared memory: a stage of a few children for all positions of the block's tile.
+#pragma once
+
+#include "lanes.h"
+
+namespace fastcaps::gpu {
+
+FASTCAPS_DEVICE float load_number(const void* data, int64_t at, Storage storage) {
+  switch (storage) {
+    case Storage::kBFloat16: return bfloat16_to_float(static_cast<const uint16_t*>(data)[at]);
+    case Storage::kFloat16: return float16_to_float(static_cast<const uint16_t*>(data)[at]);
+    default: return static_cast<const float*>(data)[at];
+  }
+}
+
+// A position of the block's tile: where it lies, and where its window begins. Offsets in elements; the window may begin
+// in the padding, before the tensor.
+//
+// Windows overlap, and so two positions may add to one child's gradient. Where that must happen in a fixed order, a
+// launch takes positions of one colour only: those far enough from each other to share no child.
+struct Seat {
+  int64_t position;                     // (b * Ho + y) * Wo + x; -1: none
+  int64_t children, gate, query, cell;  // cell: (b * H + y) * W + x of the window's first child
+  int y, x;
+};
+
+FASTCAPS_DEVICE Seat seat_of(const AttentionArgs& a, int64_t index) {
+  Seat s{-1, 0, 0, 0, 0, 0, 0};
+  if (index >= a.seats) return s;
+  const int64_t samples = int64_t(a.by_sample.divisor);
+  const int64_t b = index / samples;
+  const int rest = int(index - b * samples);
+  const int row = a.by_row.quotient(rest);
+  const int y = a.colour_y + row * a.colours_y, x = a.colour_x + a.by_row.remainder(rest, row) * a.colours_x;
+  s.position = (b * a.Ho + y) * a.Wo + x;
+  s.y = y * int(a.window.sh) - int(a.window.ph);
+  s.x = x * int(a.window.sw) - int(a.window.pw);
+  s.children = b * a.children.stride[0] + s.y * a.children.stride[1] + s.x * a.children.stride[2];
+  s.gate = b * a.gate.stride[0] + s.y * a.gate.stride[1] + s.x * a.gate.stride[2];
+  s.query = b * a.query.stride[0] + y * a.query.stride[1] + x * a.query.stride[2];
+  s.cell = (b * a.H + s.y) * a.W + s.x;
+  return s;
+}
+
+// The t-th child of a position in the order of the kernels: children with the same weights one after another.
+struct Child {
+  int i, g;       // i = (ky * kw + kx) * N + n
+  int n, dy, dx;  // type, and how far from the window's first child
+
+  FASTCAPS_DEVICE Child(const AttentionArgs& a, int t) {
+    g = a.by_group.quotient(t);
+    i = a.by_group.remainder(t, g) * a.G + g;
+    const int q = a.by_types.quotient(i);
+    n = a.by_types.remainder(i, q);
+    const int ky = a.by_kernel_width.quotient(q);
+    dy = ky * int(a.window.dh);
+    dx = a.by_kernel_width.remainder(q, ky) * int(a.window.dw);
+  }
+  FASTCAPS_DEVICE bool exists(const AttentionArgs& a, const Seat& s) const {
+    return s.position >= 0 && (!a.padded || (unsigned(s.y + dy) < unsigned(a.H) && unsigned(s.x + dx) < unsigned(a.W)));
+  }
+  FASTCAPS_DEVICE int64_t cell(const AttentionArgs& a, const Seat& s) const {  // (.., y, x, n) of a dense grid
+    return (s.cell + int64_t(dy) * a.W + dx) * a.N + n;
+  }
+};
+
+FASTCAPS_DEVICE void make_seats(const AttentionArgs& a, int64_t tile, char* shared) {
+  Seat* seats = reinterpret_cast<Seat*>(shared + a.shared_seat);
+  for (int k = thread_index(); k < a.tile; k += block_threads()) seats[k] = seat_of(a, tile * a.tile + k);
+}
+
+// What multiplies a child's share, and whether there is such a child at all: padding holds none, not even a bias.
+struct Seen {
+  float gate, exists;
+};
+
+// Children [count, tile, C, D], zero where there is none and in the padding of rows and depth.
+template <class Pose>
+FASTCAPS_DEVICE void stage_children(const AttentionArgs& a, int first, int count, const Seat* seats, float* to) {
+  constexpr int V = Pose::kVector;
+  const int rows = Pose::padded_rows(a), vectors = Pose::padded_depth(a) / V;
+  const int units = count * a.tile * rows * vectors;
+  for (int unit = thread_index(); unit < units; unit += block_threads()) {
+    int rest, c, d;
+    if constexpr (Pose::kFixed) {
+      rest = unit / (Pose::kC * Pose::kD / V);
+      c = unit / (Pose::kD / V) % Pose::kC;
+      d = unit % (Pose::kD / V) * V;
+    } else {
+      const int q = a.by_depth.quotient(unit);
+      d = a.by_depth.remainder(unit, q) * V;
+      rest = a.by_rows.quotient(q);
+      c = a.by_rows.remainder(q, rest);
+    }
+    const int k = a.by_unit_tile.quotient(rest);
+    const Seat& seat = seats[a.by_unit_tile.remainder(rest, k)];
+    const Child child(a, first + k);
+    const bool exists = child.exists(a, seat) && (Pose::kFixed || c < a.C);
+    const int64_t at = seat.children + child.dy * a.children.stride[1] + child.dx * a.children.stride[2] +
+                       child.n * a.children.stride[3] + c * a.children.stride[4] + d * a.children.stride[5];
+    float* target = to + int64_t(unit) * V;
+    if (a.children_copy) {
+      copy_async<V * 4>(target, static_cast<const float*>(a.children.data) + (exists ? at : 0), exists);
+    } else if (a.storage == Storage::kFloat32) {
+      FASTCAPS_UNROLL
+      for (int v = 0; v < V; ++v) {
+        const bool inside = exists && (Pose::kFixed || d + v < a.D);
+        copy_async<4>(target + v,
+                      static_cast<const float*>(a.children.data) + (inside ? at + v * a.children.stride[5] : 0),
+                      inside);
+      }
+    } else {
+      FASTCAPS_UNROLL
+      for (int v = 0; v < V; ++v) {
+        const bool inside = exists && (Pose::kFixed || d + v < a.D);
+        target[v] = inside ? load_number(a.children.data, at + v * a.children.stride[5], a.storage) : 0.0f;
+      }
+    }
+  }
+}
+
+// Weights [count, parents of the block, stride]; zero for parents that there are not.
+template <class Pose>
+FASTCAPS_DEVICE void stage_weights(const AttentionArgs& a, int first, int count, float* to) {
+  constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
+  const int block_parents = a.warps_parents * Pose::kParents;
+  const int first_parent = a.first_parent + int(block_y()) * block_parents;
+  const int units = count * block_parents * (kNumbers / V);
+  for (int unit = thread_index(); unit < units; unit += block_threads()) {
+    const int k = a.by_weights.quotient(unit), rest = a.by_weights.remainder(unit, k);
+    const int m = rest / (kNumbers / V), number = rest % (kNumbers / V) * V;
+    const int g = a.by_group.quotient(first + k);
+    const bool exists = first_parent + m < a.M;
+    const int64_t at = (int64_t(g) * a.M + first_parent + m) * kNumbers + number;
+    copy_async<V * 4>(to + (k * block_parents + m) * Pose::kWeightStride + number, a.weight + (exists ? at : 0),
+                      exists);
+  }
+}
+
+FASTCAPS_DEVICE void stage_seen(const AttentionArgs& a, int first, int count, const Seat* seats, Seen* to) {
+  for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
+    const int k = a.by_unit_tile.quotient(unit);
+    const Seat& seat = seats[a.by_unit_tile.remainder(unit, k)];
+    const Child child(a, first + k);
+    Seen seen{0.0f, 0.0f};
+    if (child.exists(a, seat)) {
+      seen = {1.0f, 1.0f};
+      if (a.gate.data)
+        seen.gate = load_number(
+            a.gate.data,
+            seat.gate + child.dy * a.gate.stride[1] + child.dx * a.gate.stride[2] + child.n * a.gate.stride[3],
+            a.storage);
+    }
+    to[unit] = seen;
+  }
+}
+
+// One of the two stages in shared memory.
+template <class Pose>
+struct Stage {
+  const float* children;  // [count, tile, C, D]
+  const float* weight;    // [count, parents, stride]
+  const Seen* seen;       // [count, tile]
+
+  FASTCAPS_DEVICE Stage(const AttentionArgs& a, char* shared, int which) {
+    char* base = shared + which * a.shared_stage;
+    children = reinterpret_cast<const float*>(base);
+    weight = reinterpret_cast<const float*>(base + a.shared_weight);
+    seen = reinterpret_cast<const Seen*>(base + a.shared_seen);
+  }
+
+  // Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed.
+  static FASTCAPS_DEVICE void bring(const AttentionArgs& a, char* shared, int which, int first, int last) {
+    const int count = last - first < a.stage ? last - first : a.stage;
+    if (count <= 0) return;
+    const Seat* seats = reinterpret_cast<const Seat*>(shared + a.shared_seat);
+    char* base = shared + which * a.shared_stage;
+    stage_children<Pose>(a, first, count, seats, reinterpret_cast<float*>(base));
+    if constexpr (Pose::kWeightStride > 0)
+      stage_weights<Pose>(a, first, count, reinterpret_cast<float*>(base + a.shared_weight));
+    stage_seen(a, first, count, seats, reinterpret_cast<Seen*>(base + a.shared_seen));
+  }
+};
+
+}  // namespace fastcaps::gpu
