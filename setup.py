@@ -8,12 +8,16 @@ Environment
 -----------
 FASTCAPS_BUILD=0        install the Python files only; the reference implementation serves
 FASTCAPS_TORCH_DIR      the torch package to build against (``.../site-packages/torch`` or the folder that holds it)
+FASTCAPS_CUDA=0|1       never, or by all means, build the CUDA kernels (default: if a CUDA toolkit is found)
+CUDACXX, CUDA_HOME      where nvcc is (CUDA_PATH, /usr/local/cuda and PATH are searched too)
+TORCH_CUDA_ARCH_LIST    what the CUDA kernels are compiled for, as torch writes it (default: 8.0;9.0;10.0;12.0+PTX)
 MAX_JOBS                number of compiler processes (default: from cores and free memory)
 CMAKE_ARGS              further arguments for CMake's configure step
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import os
 import re
@@ -36,6 +40,16 @@ ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 10)  # the stable ABI that CMakeLists.txt targets
 STABLE_HEADER = Path("include/torch/csrc/stable/library.h")
 GIB_PER_JOB = 1.5  # what one compiler process may need for the kernels' templates
+OLDEST_NVCC = (12, 4)
+USUAL_CUDA = Path("/usr/local/cuda")
+LEAST_ARCHITECTURE = 80  # cp.async and bfloat16
+DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"  # as far as nvcc knows them
+ARCHITECTURE_NAMES = {
+    "ampere": "8.0;8.6+PTX",
+    "ada": "8.9+PTX",
+    "hopper": "9.0+PTX",
+    "blackwell": "10.0;12.0+PTX",
+}
 
 
 class NoTorch(SetupError):
@@ -180,6 +194,123 @@ def native_build(environ: Mapping[str, str] = os.environ) -> bool:
     return value != "0"
 
 
+@dataclass(frozen=True)
+class Cuda:
+    """The CUDA half of a build: nvcc and what it compiles for, or why there is none."""
+
+    nvcc: Path | None = None
+    version: str = ""
+    architectures: tuple[str, ...] = ()  # as CMake writes them: 90-real is code for 9.0, 90 code and PTX
+    why_not: str = ""
+
+
+def answer(program: Path, argument: str) -> str:
+    """What a program prints when asked; an empty string if it cannot be run."""
+    try:
+        return subprocess.run([str(program), argument], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def nvcc_version(nvcc: Path) -> tuple[int, int] | None:
+    """The toolkit's version; None where there is no nvcc that runs."""
+    found = re.search(r"release (\d+)\.(\d+)", answer(nvcc, "--version")) if nvcc.is_file() else None
+    return (int(found.group(1)), int(found.group(2))) if found else None
+
+
+def find_nvcc(environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """Find a CUDA compiler that is recent enough; if there is none, say what was looked at."""
+    oldest = ".".join(map(str, OLDEST_NVCC))
+    explicit = environ.get("CUDACXX", "").strip()
+    if explicit:
+        nvcc = Path(shutil.which(explicit, path=environ.get("PATH")) or explicit)
+        version = nvcc_version(nvcc)
+        if version is None or version < OLDEST_NVCC:
+            raise SetupError(f"CUDACXX={explicit} must name an nvcc of CUDA {oldest} or later (or set FASTCAPS_CUDA=0)")
+        return nvcc, ""
+    places: dict[str, Path | None] = {}
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        places[name] = Path(environ[name]) / "bin/nvcc" if environ.get(name) else None
+    places[str(USUAL_CUDA)] = USUAL_CUDA / "bin/nvcc"
+    on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
+    places["PATH"] = Path(on_path) if on_path else None
+    looked = ["CUDACXX (not set)"]
+    for name, nvcc in places.items():
+        version = nvcc_version(nvcc) if nvcc else None
+        if nvcc and version and version >= OLDEST_NVCC:
+            return nvcc, ""
+        old = f"nvcc {version[0]}.{version[1]}" if version else "no nvcc"
+        looked.append(f"{name} ({'not set' if nvcc is None and name in ('CUDA_HOME', 'CUDA_PATH') else old})")
+    return None, f"no nvcc of CUDA {oldest} or later in {', '.join(looked)}"
+
+
+def cuda_architectures(asked: str, supported: list[int]) -> tuple[str, ...]:
+    """Translate a TORCH_CUDA_ARCH_LIST for CMake; an empty one is the default, as far as nvcc goes.
+
+    ``8.0`` makes code for that architecture, ``9.0+PTX`` also what later ones translate for themselves. Architectures
+    before 8.0, which lists made for other packages hold, are passed over; none may be left.
+
+    Raises
+    ------
+    SetupError
+        For what is not an architecture, and for one that this nvcc does not know.
+    """
+    entries: list[str] = []
+    for entry in re.split(r"[;,\s]+", asked.strip()):
+        entries += ARCHITECTURE_NAMES.get(entry.lower(), entry).split(";") if entry else []
+    if not entries:
+        known = [e for e in DEFAULT_ARCHITECTURES.split(";") if int(re.sub(r"\D", "", e)) in supported]
+        entries = known and [*known[:-1], known[-1].removesuffix("+PTX") + "+PTX"]
+    chosen: dict[str, bool] = {}
+    for entry in entries:
+        found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
+        if found is None:
+            raise SetupError(f"TORCH_CUDA_ARCH_LIST={asked!r}: {entry!r} is not an architecture such as 9.0 or 9.0+PTX")
+        number = int(found.group(1) + found.group(2))
+        if number < LEAST_ARCHITECTURE:
+            continue
+        if number not in supported:
+            names = ", ".join(f"{n // 10}.{n % 10}" for n in supported if n >= LEAST_ARCHITECTURE)
+            raise SetupError(f"TORCH_CUDA_ARCH_LIST={asked!r}: this nvcc does not know {entry}; it knows {names}")
+        name = f"{number}{found.group(3)}"
+        chosen[name] = chosen.get(name, False) or bool(found.group(4))
+    return tuple(name if with_ptx else f"{name}-real" for name, with_ptx in chosen.items())
+
+
+def cuda_build(environ: Mapping[str, str] = os.environ) -> Cuda:
+    """Whether and for what to build the CUDA kernels. A toolkit decides, never a visible GPU.
+
+    Raises
+    ------
+    SetupError
+        If FASTCAPS_CUDA=1 asks for them and no toolkit is there, or the list of architectures cannot be met.
+    """
+    value = environ.get("FASTCAPS_CUDA", "").strip()
+    if value not in ("", "0", "1"):
+        raise SetupError(f"FASTCAPS_CUDA must be 0 or 1, got {value!r}")
+    if value == "0":
+        return Cuda(why_not="FASTCAPS_CUDA=0 when it was built")
+    if not sys.platform.startswith("linux"):
+        if value == "1":
+            raise SetupError("FASTCAPS_CUDA=1: the CUDA kernels are built on Linux only")
+        return Cuda(why_not="the CUDA kernels are built on Linux only")
+    nvcc, looked = find_nvcc(environ)
+    if nvcc is None:
+        if value == "1":
+            raise SetupError(f"FASTCAPS_CUDA=1: {looked}.\nInstall a CUDA toolkit, or name its folder in CUDA_HOME.")
+        return Cuda(why_not="no CUDA toolkit when it was built")
+    supported = sorted({int(number) for number in re.findall(r"compute_(\d+)", answer(nvcc, "--list-gpu-arch"))})
+    asked = environ.get("TORCH_CUDA_ARCH_LIST", "")
+    architectures = cuda_architectures(asked, supported)
+    if not architectures:
+        why_not = f"TORCH_CUDA_ARCH_LIST={asked!r} held no architecture of 8.0 or later when it was built"
+        if value == "1":
+            raise SetupError(f"FASTCAPS_CUDA=1: {why_not.removesuffix(' when it was built')}")
+        return Cuda(why_not=why_not)
+    version = nvcc_version(nvcc) or OLDEST_NVCC
+    return Cuda(nvcc, f"{version[0]}.{version[1]}", architectures)
+
+
 def find_program(name: str) -> str:
     """CMake or Ninja: from the package of that name where it is installed, else from this environment's bin or PATH."""
     try:
@@ -211,10 +342,20 @@ class BuildNative(build_ext):
             return Path(self.get_finalized_command("build_py").get_package_dir("fastcaps")).resolve()
         return Path(self.build_lib).resolve() / "fastcaps"
 
-    def get_outputs(self) -> list[str]:
+    @functools.cached_property
+    def cuda(self) -> Cuda:
+        """Whether this build has CUDA kernels; asked once, since asking runs nvcc."""
+        return cuda_build()
+
+    def library(self, name: str) -> Path:
+        """Where one of the libraries is installed."""
         suffix = ".dylib" if sys.platform == "darwin" else ".so"
-        names = [Path(self.get_ext_filename("_C")).name, f"lib/libfastcaps_cpu{suffix}"]
-        return [str(self.package_folder() / name) for name in names]
+        return self.package_folder() / f"lib/libfastcaps_{name}{suffix}"
+
+    def get_outputs(self) -> list[str]:
+        module = self.package_folder() / Path(self.get_ext_filename("_C")).name
+        libraries = [self.library(name) for name in (["cpu", "cuda"] if self.cuda.nvcc else ["cpu"])]
+        return [str(path) for path in [module, *libraries]]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}  # nothing is built elsewhere and copied over
@@ -233,6 +374,9 @@ class BuildNative(build_ext):
         for found in (folder / "CMakeFiles").glob("[0-9]*"):
             shutil.rmtree(found, ignore_errors=True)
         print(f"fastcaps: torch {torch.version} at {torch.root}; {jobs} jobs; build folder {folder}", flush=True)
+        cuda = self.cuda
+        found = f"{cuda.version} by {cuda.nvcc} for {', '.join(cuda.architectures)}" if cuda.nvcc else cuda.why_not
+        print(f"fastcaps: CUDA kernels: {found}", flush=True)
         options = {
             "CMAKE_BUILD_TYPE": "Release",
             "CMAKE_MAKE_PROGRAM": ninja,
@@ -240,11 +384,16 @@ class BuildNative(build_ext):
             "pybind11_DIR": pybind11_cmake_dir(),
             "FASTCAPS_TORCH_DIR": str(torch.root),
             "FASTCAPS_TORCH_VERSION": torch.version,
+            "FASTCAPS_CUDA_COMPILER": str(cuda.nvcc or ""),
+            "FASTCAPS_CUDA_ARCHITECTURES": ";".join(cuda.architectures),
+            "FASTCAPS_CUDA_WHY_NOT": cuda.why_not,
         }
         configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
         configure += [f"-D{name}={value}" for name, value in options.items()]
         self.call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         self.call([cmake, "--build", str(folder), "--parallel", str(jobs)])
+        # An editable install's folder may hold the library of a build that had CUDA.
+        self.library("cuda").unlink(missing_ok=True)
         self.call([cmake, "--install", str(folder), "--prefix", str(self.package_folder())])
         # Editors look for this one folder up.
         shutil.copyfile(folder / "compile_commands.json", folder.parent / "compile_commands.json")
@@ -257,6 +406,8 @@ class BuildNative(build_ext):
             raise ExecError(
                 f"fastcaps: this step of the native build failed (exit {code}): {shlex.join(command)}\n"
                 "A C++20 compiler is needed (g++ 12 or clang 14, or later; CXX names one). Its messages are above.\n"
+                "To leave out the CUDA kernels: FASTCAPS_CUDA=0 pip install ."
+                " (or CUDAHOSTCXX, if nvcc refuses the compiler: it names another).\n"
                 "To install without the native library: FASTCAPS_BUILD=0 pip install ."
             )
 

@@ -32,6 +32,15 @@ py::dict build_info() {
   info["stable_abi_target"] = FASTCAPS_STABLE_ABI;
   info["flags"] = FASTCAPS_FLAGS;
   info["level_flags"] = std::map<std::string, std::string>{FASTCAPS_LEVEL_FLAGS};
+  info["cuda"] = py::none();
+  info["cuda_why_not"] = FASTCAPS_CUDA_WHY_NOT;
+  if (std::string(FASTCAPS_CUDA_TOOLKIT) != "") {
+    py::dict cuda;
+    cuda["toolkit"] = FASTCAPS_CUDA_TOOLKIT;
+    cuda["architectures"] = split(FASTCAPS_CUDA_ARCHITECTURES);
+    cuda["flags"] = FASTCAPS_CUDA_FLAGS;
+    info["cuda"] = cuda;
+  }
   return info;
 }
 
@@ -55,7 +64,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "What the native library of fastcaps was built with, and what it chose on this machine.";
   m.def("build_info", &build_info,
         "Version, compiler, the torch built against, the stable ABI targeted, flags common to all native code "
-        "(`flags`) and those added for each instruction set (`level_flags`).");
+        "(`flags`), those added for each instruction set (`level_flags`), and the CUDA kernels: toolkit, architectures "
+        "and flags (`cuda`), or None and why there are none (`cuda_why_not`).");
   m.def("capabilities_built", &capabilities_built, "The instruction-set levels that this build holds, lowest first.");
   m.def("capability", &capability,
         "The level that the kernels run at on this machine: the highest that the processor has, or the one that the "

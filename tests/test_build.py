@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TREE = ["setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "LICENSE", "csrc", "fastcaps", "triton_kernels"]
 
 
-@pytest.fixture(scope="module")
-def setup_py() -> ModuleType:
+def load_setup() -> ModuleType:
     """setup.py as a module: under any name but __main__ it defines and builds nothing."""
     spec = importlib.util.spec_from_file_location("fastcaps_setup", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
@@ -32,6 +31,11 @@ def setup_py() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def setup_py() -> ModuleType:
+    return load_setup()
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +230,12 @@ def test_free_memory_is_known_on_linux(setup_py: ModuleType) -> None:
     assert memory is not None and memory > 0 if sys.platform == "linux" else memory is None or memory > 0
 
 
+def test_every_native_source_is_compiled() -> None:
+    text = (ROOT / "CMakeLists.txt").read_text()
+    sources = [path for kind in ("*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind)]
+    assert sources and not [path for path in sources if path.relative_to(ROOT).as_posix() not in text]
+
+
 def test_every_folder_of_python_files_is_a_package_of_the_wheel(setup_py: ModuleType) -> None:
     folders = {path.parent for path in (ROOT / "fastcaps").rglob("*.py")}
     wanted = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
@@ -354,15 +364,19 @@ def test_a_native_build_without_torch_fails_with_advice(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_native_wheel_holds_both_libraries_and_no_path_of_this_machine(tmp_path: Path) -> None:
+def test_a_native_wheel_holds_its_libraries_and_no_path_of_this_machine(setup_py: ModuleType, tmp_path: Path) -> None:
     tree = copy_tree(tmp_path / "tree")
-    run = build_wheel(tree, FASTCAPS_BUILD="1")
+    run = build_wheel(tree, FASTCAPS_BUILD="1", TORCH_CUDA_ARCH_LIST="9.0")
     assert run.returncode == 0, run.stderr
     (wheel,) = (tree / "out").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     libraries = sorted(name for name in names if name.endswith((".so", ".dylib")))
-    assert len(libraries) == 2 and libraries[0].startswith("fastcaps/_C.") and libraries[1].startswith("fastcaps/lib/")
+    assert libraries[0].startswith("fastcaps/_C.")
+    cuda = setup_py.cuda_build()
+    built = ["cpu", "cuda"] if cuda.nvcc else ["cpu"]
+    assert [Path(name).stem for name in libraries[1:]] == [f"libfastcaps_{name}" for name in built]
     paths = {str(tmp_path), str(Path(torch.__file__).parent), sys.prefix}
+    paths |= {str(cuda.nvcc.resolve().parents[1])} if cuda.nvcc else set()
     contents = {name: zipfile.ZipFile(wheel).read(name) for name in libraries}
     assert not [(name, path) for name in libraries for path in paths if path.encode() in contents[name]]
     commands = json.loads((tree / "build/compile_commands.json").read_text())

@@ -1,6 +1,8 @@
 // The attention kernels of one instruction set: this file is compiled once for each (FASTCAPS_ISA, CMakeLists.txt).
 #include "attention.h"
 
+#include <type_traits>
+
 #include "attention_backward.h"
 #include "attention_forward.h"
 
@@ -82,6 +84,10 @@ int64_t backward_scratch(const AttentionBackward& call, bool is_double) {
   return scratch_bytes<BackwardItem>(call, is_double);
 }
 
+bool own_pose(const AttentionForward& call, bool is_double) {
+  return with_pose(call, is_double, [](auto pose, auto, auto) { return !std::is_same_v<decltype(pose), DynamicPose>; });
+}
+
 }  // namespace FASTCAPS_NAMESPACE
 
 extern const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA);
@@ -89,6 +95,7 @@ const AttentionKernels FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA) = {
     FASTCAPS_NAMESPACE::kLanes<float>,   FASTCAPS_NAMESPACE::kLanes<double>,   FASTCAPS_NAMESPACE::forward,
     FASTCAPS_NAMESPACE::forward_finish,  FASTCAPS_NAMESPACE::backward_prepare, FASTCAPS_NAMESPACE::backward,
     FASTCAPS_NAMESPACE::backward_finish, FASTCAPS_NAMESPACE::forward_scratch,  FASTCAPS_NAMESPACE::backward_scratch,
+    FASTCAPS_NAMESPACE::own_pose,
 };
 
 }  // namespace fastcaps

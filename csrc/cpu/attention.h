@@ -72,6 +72,7 @@ struct AttentionKernels {
   void (*backward_finish)(const AttentionBackward&, bool is_double, int64_t begin, int64_t end, void* scratch);
   int64_t (*forward_scratch)(const AttentionForward&, bool is_double);  // bytes
   int64_t (*backward_scratch)(const AttentionBackward&, bool is_double);
+  bool (*own_pose)(const AttentionForward&, bool is_double);  // whether the call's pose has kernels of its own
 };
 
 const AttentionKernels& attention_kernels();  // for this machine (capability.cpp)

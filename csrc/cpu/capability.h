@@ -1,6 +1,8 @@
 /* Which instruction set the CPU kernels use. C interface: the introspection module reads it too. */
 #pragma once
 
+#include <stdint.h>
+
 #if defined(_WIN32)
 #define FASTCAPS_EXPORT __declspec(dllexport)
 #else
@@ -18,6 +20,10 @@ FASTCAPS_EXPORT const char* fastcaps_capability(void);
 /* Comma-separated: the levels in this build, lowest first; the names of the ops it registers. */
 FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
 FASTCAPS_EXPORT const char* fastcaps_ops(void);
+
+/* One line for people: how a call would be cut, and by which kernel. `geometry` holds 19 numbers: B H W N C D Ho Wo M E
+   G and the window's 8. The text lives until the thread's next call. */
+FASTCAPS_EXPORT const char* fastcaps_cpu_plan(const int64_t* geometry, int64_t backward, int64_t is_double);
 
 #ifdef __cplusplus
 }

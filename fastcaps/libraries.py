@@ -1,0 +1,136 @@
+"""The native libraries and the Triton kernels: how they are loaded, and what they say of themselves.
+
+Each is loaded at most once. A library that is not there, or does not load, is no error here: it leaves a reason, which
+:mod:`fastcaps.backends` tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+__all__ = ["Library", "architecture_problem", "library", "library_path", "native_build_info", "triton_kernels"]
+
+
+def library_path(name: str) -> Path:
+    """Return where an installation keeps the library ``"cpu"`` or ``"cuda"``."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return Path(__file__).with_name("lib") / f"libfastcaps_{name}.{suffix}"
+
+
+class Library:
+    """One native library: loaded, its ops registered; or the reason why not.
+
+    Attributes
+    ----------
+    problem
+        Why it is not loaded; empty if it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.problem = ""
+        self._handle: ctypes.CDLL | None = None
+        if not path.is_file():
+            self.problem = "it is not built"
+            return
+        try:
+            torch.ops.load_library(str(path))
+            self._handle = ctypes.CDLL(str(path))
+        except OSError as error:
+            self.problem = f"it does not load ({error})"
+
+    def ask(self, function: str, *arguments: int | ctypes.Array[ctypes.c_int64]) -> str | None:
+        """Call a C function that returns text; None if the library, the function or the answer is not there."""
+        called = getattr(self._handle, function, None)
+        if called is None:
+            return None
+        called.restype = ctypes.c_char_p
+        answer = called(*(ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments))
+        return None if answer is None else answer.decode()
+
+
+@cache
+def library(name: str) -> Library:
+    """Load the library ``"cpu"`` or ``"cuda"``, once."""
+    return Library(library_path(name))
+
+
+def native_build_info() -> dict[str, object]:
+    """Return what ``fastcaps._C`` says of the build; empty where the package holds no native part."""
+    try:
+        from fastcaps import _C
+    except ImportError:
+        return {}
+    return dict(_C.build_info())
+
+
+def architecture_problem(architectures: str, capability: tuple[int, int]) -> str:
+    """Return why code for ``architectures`` does not run on a device of that compute capability, or an empty string.
+
+    Parameters
+    ----------
+    architectures : str
+        Comma-separated, as CMake writes them: ``90-real`` is code for 9.0, which serves 9.x from 9.0 on; ``90`` and
+        ``90-virtual`` hold PTX too, which serves whatever is newer. ``90a`` serves 9.0 alone; ``100f`` its family.
+    capability : (int, int)
+        The device's.
+    """
+    major, minor = capability
+    names = []
+    for entry in architectures.split(","):
+        found = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", entry)
+        if found is None:
+            continue
+        own, kind, form = (int(found.group(1)), int(found.group(2))), found.group(3), found.group(4)
+        names.append(f"{own[0]}.{own[1]}{kind}" + ("" if form == "-real" else "+PTX"))
+        if capability == own:
+            return ""
+        code = form != "-virtual" and kind != "a" and own[0] == major and own[1] <= minor
+        ptx = form != "-real" and not kind and own <= capability
+        if code or ptx:
+            return ""
+    return f"it is built for compute capability {', '.join(names)}, the device has {major}.{minor}"
+
+
+@cache
+def triton_kernels() -> tuple[ModuleType | None, str]:
+    """Import the Triton kernels of the attention pass; return the module, or None and why it is not there."""
+    if importlib.util.find_spec("triton") is None:
+        return None, "triton is not installed (pip install 'fastcaps[triton]')"
+    try:
+        return importlib.import_module("fastcaps.triton_kernels.attention"), ""
+    except Exception as error:  # whatever a broken installation of Triton raises
+        return (
+            None,
+            f"triton does not load ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
+        )
+
+
+def _find_kernels_of_checkout() -> None:
+    """Make ``fastcaps.triton_kernels`` importable from a checkout that is on the path but not installed.
+
+    The folder lies at the top of the tree, and only an installation puts it under ``fastcaps``.
+    """
+    name = "fastcaps.triton_kernels"
+    root = Path(__file__).resolve().parents[1]
+    folder = root / "triton_kernels"
+    if not (root / "setup.py").is_file() or not folder.is_dir() or importlib.util.find_spec(name) is not None:
+        return
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[os.fspath(folder)]
+    )
+    if spec is not None and spec.loader is not None:
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+_find_kernels_of_checkout()
