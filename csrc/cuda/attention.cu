@@ -113,7 +113,9 @@ struct Call {
     a.tiles = ceil_div(a.seats, c.tile);
     a.groups = c.groups < a.tiles ? c.groups : a.tiles;
     a.first_parent = first_block * c.warps_parents * c.parents;
-    gpu::launch(c.kernel->run, Grid{a.groups * c.chunks, parent_blocks, c.threads(), c.shared_bytes}, a);
+    const bool plain = !a.bias && !a.padded && a.query.data && c.warps_parents == 1 && c.parent_blocks == 1;
+    gpu::launch(plain ? c.kernel->run_plain : c.kernel->run,
+                Grid{a.groups * c.chunks, parent_blocks, c.threads(), c.shared_bytes}, a);
   }
 
   // The softmax over parents that do not fit into one block: a launch for each blockful of them, one after another.

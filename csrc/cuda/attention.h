@@ -86,11 +86,13 @@ struct AttentionKernel {
   int C, D, E;  // the pose; 0: any
   int tile_rows, tile_columns;
   int columns, parents;            // lanes; 0: chosen at the launch
+  int each;                        // parents of a lane
   int vector;                      // floats of a row of children that are copied together
   int weight_copy, weight_stride;  // floats; no stride: weights are read where they lie
   int positions;                   // R
   int threads, blocks;             // of a block, at most; of a multiprocessor, at least
   void (*run)(const AttentionArgs);
+  void (*run_plain)(const AttentionArgs);  // for calls without bias or padding, whose parents one warp takes
 };
 
 struct AttentionKernels {

@@ -47,42 +47,44 @@ struct Found {
     return children + ((k * a.tile + seat) * a.warps_parents + warp_parent) * child_numbers(a);
   }
   FASTCAPS_DEVICE float* weights(const AttentionArgs& a, int k, int warp_position, int m) const {
-    const int groups = block_threads() / kWarp / a.warps_parents, parents = a.warps_parents * Pose::parents(a);
-    return weight + ((k * groups + warp_position) * parents + m) * Pose::kWeightStride;
+    const int groups = block_threads() / kWarp / a.warps_parents;
+    return weight + ((k * groups + warp_position) * Lane<Pose>::block_parents(a) + m) * Pose::kWeightStride;
   }
 };
 
-// Rows d .. d + V of dP, summed over the parents and columns of the warp, for RB of the lane's positions from r on.
-template <class Pose, int R, int RB>
-FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<Pose>& lane, const Found<Pose>& found,
-                                            int k, int d, int r, const float (&w)[Pose::kVector][Pose::kTileColumns],
-                                            const Tile<Pose> (&dvotes)[R]) {
-  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
-  float x[RB * TC * V];
+// Rows d .. d + V of dP, summed over the parents and columns of the warp, for B of the lane's positions from r on.
+template <class Pose, int R, int B>
+FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                            const Found<Pose>& found, int k, int g, int d, int r,
+                                            const Tiles<Pose, R>& dvotes) {
+  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, N = B * TC * V;
+  float x[N] = {};
   FASTCAPS_UNROLL
-  for (int b = 0; b < RB; ++b) FASTCAPS_UNROLL
-  for (int i = 0; i < TC; ++i) FASTCAPS_UNROLL
-  for (int v = 0; v < V; ++v) {
-    float sum = 0.0f;
+  for (int p = 0; p < Pose::kEach; ++p) {
+    float w[V][TE];
+    Weights<Pose>(a, lane, stage, k, g, p).rows(a, lane, d, w);
     FASTCAPS_UNROLL
-    for (int j = 0; j < TE; ++j) sum += dvotes[r + b][i][j] * w[v][j];
-    x[(b * TC + i) * V + v] = sum;
+    for (int b = 0; b < B; ++b) {
+      FASTCAPS_UNROLL
+      for (int v = 0; v < V; ++v)
+        each_number<Pose>([&](int i, int j) { x[(b * TC + i) * V + v] += dvotes[r + b][p][i][j] * w[v][j]; });
+    }
   }
   const int depth = Pose::padded_depth(a);
-  const auto put = [&](int which, float value) {
-    const int v = which % V, i = which / V % TC, b = which / (V * TC);
-    found.child(a, k, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * depth + d + v] = value;
+  const auto put = [&](int n, float sum) {
+    const int v = n % V, i = n / V % TC, b = n / (V * TC);
+    found.child(a, k, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * depth + d + v] = sum;
   };
   if constexpr (Pose::kFixed) {
+    constexpr int kLanes = Pose::kColumns * Pose::kParents;
     int begin, count;
-    scatter_sums<RB * TC * V, Pose::kColumns * Pose::kParents>(x, lane.lane, begin, count);
-    constexpr int kLeft = (RB * TC * V - 1) / (Pose::kColumns * Pose::kParents) + 1;
+    scatter_sums<N, 1, kLanes>(x, lane.lane, begin, count);
     FASTCAPS_UNROLL
-    for (int n = 0; n < kLeft; ++n)
+    for (int n = 0; n < (N - 1) / kLanes + 1; ++n)
       if (n < count) put(begin + n, x[n]);
   } else {
     FASTCAPS_UNROLL
-    for (int n = 0; n < RB * TC * V; ++n) {
+    for (int n = 0; n < N; ++n) {
       const float sum = sum_lanes(x[n], 1, Pose::columns(a) * Pose::parents(a));
       if (lane.column == 0 && lane.parent == 0) put(n, sum);
     }
@@ -93,101 +95,108 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                            const Found<Pose>& found, float* dweight, int k, const Child& child, int d,
-                                           const Tile<Pose> (&dvotes)[R]) {
+                                           const Tiles<Pose, R>& dvotes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
-  float sum[V][TE] = {};
+  constexpr int N = Pose::kEach * V * TE;
+  float x[N] = {};
   FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) FASTCAPS_UNROLL
-  for (int i = 0; i < TC; ++i) {
-    float p[V];
-    load_vector<V>(child_row(a, lane, stage, k, lane.template seat<R>(r), i) + d, p);
+  for (int r = 0; r < R; ++r) {
     FASTCAPS_UNROLL
-    for (int v = 0; v < V; ++v) FASTCAPS_UNROLL
-    for (int j = 0; j < TE; ++j) sum[v][j] += p[v] * dvotes[r][i][j];
-  }
-  const int inner = Pose::columns(a) * Pose::parents(a);
-  const bool speaks = lane.row == 0 && lane.position == 0;
-  FASTCAPS_UNROLL
-  for (int v = 0; v < V; ++v) FASTCAPS_UNROLL
-  for (int j = 0; j < TE; j += WV) {
-    float part[WV];
-    FASTCAPS_UNROLL
-    for (int x = 0; x < WV; ++x) part[x] = sum_lanes(sum[v][j + x], inner, kWarp / inner);
-    if (!speaks) continue;
-    if constexpr (Pose::kWeightStride > 0) {
-      float* to = found.weights(a, k, lane.warp_position, lane.m_block) + (d + v) * Pose::kE + lane.e(a, j);
+    for (int i = 0; i < TC; ++i) {
+      float row[V];
+      load_vector<V>(child_row(a, lane, stage, k, lane.template seat<R>(r), i) + d, row);
       FASTCAPS_UNROLL
-      for (int x = 0; x < WV; ++x) to[x] = part[x];
-    } else if (lane.alive && (Pose::kFixed || (d + v < a.D && lane.e(a, j) < a.E))) {
-      float* to = dweight + ((int64_t(child.g) * a.M + lane.m) * Pose::D_(a) + d + v) * Pose::E_(a) + lane.e(a, j);
+      for (int n = 0; n < N; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
+    }
+  }
+  // WV neighbours at n: to shared memory, where the other warps' will be added, or to the gradient itself.
+  const auto put = [&](int n, const float* sum) {
+    const int v = n / TE % V, p = n / (TE * V), e = lane.e(a, n % TE);
+    if constexpr (Pose::kWeightStride > 0) {
+      float* to = found.weights(a, k, lane.warp_position, lane.own(p)) + (d + v) * Pose::kE + e;
+      FASTCAPS_UNROLL
+      for (int w = 0; w < WV; ++w) to[w] = sum[w];
+    } else if (lane.alive(a, p) && (Pose::kFixed || (d + v < a.D && e < a.E))) {
+      float part[WV];
+      FASTCAPS_UNROLL
+      for (int w = 0; w < WV; ++w) part[w] = sum[w];
+      float* to = dweight + ((int64_t(child.g) * a.M + lane.m(p)) * Pose::D_(a) + d + v) * Pose::E_(a) + e;
       add_vector<WV>(to, part, a.alone_with_weights);
+    }
+  };
+  if constexpr (Pose::kFixed) {
+    constexpr int kInner = Pose::kColumns * Pose::kParents, kLanes = kWarp / kInner, kLeft = N / kLanes;
+    static_assert(kLeft % WV == 0, "lanes part their sums between vectors");
+    int begin, count;
+    scatter_sums<N, kInner, kLanes>(x, lane.lane, begin, count);
+    FASTCAPS_UNROLL
+    for (int n = 0; n < kLeft; n += WV) put(begin + n, x + n);
+  } else {
+    const int inner = Pose::columns(a) * Pose::parents(a);
+    FASTCAPS_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const float sum = sum_lanes(x[n], inner, kWarp / inner);
+      if (lane.row == 0 && lane.position == 0) put(n, &sum);
     }
   }
 }
 
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>& lane, float* dbias,
-                                        const Child& child, const Tile<Pose> (&dvotes)[R]) {
+                                        const Child& child, const Tiles<Pose, R>& dvotes) {
   const int inner = Pose::columns(a) * Pose::parents(a) * Pose::rows(a);
+  const int64_t first = a.bias_stride_i ? int64_t(child.i) * a.M : 0;
   FASTCAPS_UNROLL
-  for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-  for (int j = 0; j < Pose::kTileColumns; ++j) {
-    float sum = 0.0f;
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) sum += dvotes[r][i][j];
-    sum = sum_lanes(sum, inner, kWarp / inner);
-    if (lane.position == 0 && lane.alive && lane.inside(a, i, j)) {
-      const int64_t first = a.bias_stride_i ? int64_t(child.i) * a.M : 0;
-      add(dbias + ((first + lane.m) * Pose::C_(a) + lane.c(i)) * Pose::E_(a) + lane.e(a, j), sum, a.alone_with_weights);
-    }
-  }
+  for (int p = 0; p < Pose::kEach; ++p)
+    each_number<Pose>([&](int i, int j) {
+      float sum = 0.0f;
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) sum += dvotes[r][p][i][j];
+      sum = sum_lanes(sum, inner, kWarp / inner);
+      if (lane.position == 0 && lane.alive(a, p) && lane.inside(a, i, j))
+        add(dbias + (first + lane.m(p)) * Pose::C_(a) * Pose::E_(a) + lane.number(a, i, j), sum, a.alone_with_weights);
+    });
 }
 
 // One child, at the lane's R positions. `query` carries the scale.
-template <class Pose, int R>
+template <class Pose, int R, bool PLAIN>
 FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                    const Found<Pose>& found, float* dweight, float* dbias, int k, int t,
-                                   const Seat* seats, char* shared, const Tile<Pose> (&query)[R],
-                                   const Tile<Pose> (&dsums)[R], Tile<Pose> (&dquery)[R]) {
-  constexpr int TC = Pose::kTileRows, TE = Pose::kTileColumns, V = Pose::kVector;
+                                   const Seat* seats, char* shared, const Tiles<Pose, R>& query,
+                                   const Tiles<Pose, R>& dsums, Tiles<Pose, R>& dquery) {
   const Child child(a, t);
-  Tile<Pose> votes[R];
-  make_votes<Pose, R>(a, lane, stage, k, child, votes);
-  float logit[R], h[R], share[R], heard[R];
-  FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    logit[r] = kLog2E * sum_pose<Pose>(a, dot<Pose>(query[r], votes[r]));
-    h[r] = sum_pose<Pose>(a, dot<Pose>(dsums[r], votes[r]));
-  }
-  if (!compete<Pose, R, 1>(a, lane, seats, child.i, shared, t & 1, logit, h, share, heard)) return;
-  FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
+  Tiles<Pose, R> votes;
+  make_votes<Pose, R, PLAIN>(a, lane, stage, k, child, votes);
+  float logit[R][Pose::kEach], h[R][Pose::kEach], share[R][Pose::kEach], heard[R];
+  each_tile<Pose, R>([&](int r, int p) {
+    logit[r][p] = kLog2E * dot<Pose>(a, query[r][p], votes[r][p]);
+    h[r][p] = dot<Pose>(a, dsums[r][p], votes[r][p]);
+  });
+  if (!compete<Pose, R, 1, PLAIN>(a, lane, seats, child.i, shared, t & 1, logit, h, share, heard)) return;
+  each_tile<Pose, R>([&](int r, int p) {
     const int at = lane.template seat<R>(r);
     const Seen seen = stage.seen[k * a.tile + at];
-    const bool exists = seen.exists != 0.0f;
-    if (a.dgate && exists && lane.m == 0 && lane.speaks_for_parent())
+    const bool exists = seen.exists != 0.0f, counts = exists && lane.alive(a, p);
+    if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
       add(a.dgate + child.cell(a, seats[at]), heard[r], a.alone_with_children);
-    const float weight = share[r] * seen.gate, dlogit = weight * (h[r] - heard[r]);
-    FASTCAPS_UNROLL
-    for (int i = 0; i < TC; ++i) FASTCAPS_UNROLL
-    for (int j = 0; j < TE; ++j) {
-      if (exists) dquery[r][i][j] += dlogit * votes[r][i][j];
-      votes[r][i][j] = exists && lane.alive ? weight * dsums[r][i][j] + dlogit * query[r][i][j] : 0.0f;  // dL/dV
-    }
-  }
-  const Weights<Pose> weights(a, lane, stage, k, child.g);
+    const float weight = counts ? share[r][p] * seen.gate : 0.0f;
+    const float dlogit = counts ? weight * (h[r][p] - heard[r]) : 0.0f;
+    each_number<Pose>([&](int i, int j) {
+      float& vote = votes[r][p][i][j];
+      if (PLAIN || counts) dquery[r][p][i][j] += dlogit * vote;
+      vote = PLAIN || counts ? weight * dsums[r][p][i][j] + dlogit * query[r][p][i][j] : 0.0f;  // now dL/dV
+    });
+  });
   const int depth = Pose::padded_depth(a);
-  _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V) {
+  _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += Pose::kVector) {
     if (a.dchildren) {
-      float w[V][TE];
-      weights.rows(a, lane, d, w);
-      constexpr int RB = TC == 1 ? R : 1;
+      constexpr int B = Pose::kTileRows == 1 ? R : 1;
       FASTCAPS_UNROLL
-      for (int r = 0; r < R; r += RB) differentiate_children<Pose, R, RB>(a, lane, found, k, d, r, w, votes);
+      for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, k, child.g, d, r, votes);
     }
     if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, dweight, k, child, d, votes);
   }
-  if (a.dbias) differentiate_bias<Pose, R>(a, lane, dbias, child, votes);
+  if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, dbias, child, votes);
 }
 
 // All warps' dP of a stage, added up and brought to the children.
@@ -226,7 +235,7 @@ template <class Pose>
 FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& found, float* dweight, int first,
                                    int count) {
   constexpr int V = Pose::kWeightCopy, kVectors = Pose::kD * Pose::kE / V;
-  const int block_parents = a.warps_parents * Pose::kParents, warps = block_threads() / kWarp / a.warps_parents;
+  const int block_parents = Lane<Pose>::block_parents(a), warps = block_threads() / kWarp / a.warps_parents;
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
   for (int unit = thread_index(); unit < block_parents * kVectors; unit += block_threads()) {
     const int m = unit / kVectors, number = unit % kVectors * V;
@@ -249,7 +258,7 @@ FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& fo
   }
 }
 
-template <class Pose, int R, int THREADS, int BLOCKS>
+template <class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   char* shared = shared_memory();
@@ -264,16 +273,13 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   for (int64_t tile = group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
     barrier();
-    Tile<Pose> query[R], dsums[R], dquery[R];
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) {
+    Tiles<Pose, R> query, dsums, dquery;
+    each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
-      load_query<Pose>(a, lane, seat, a.scale, query[r]);
-      load_parents<Pose>(a, lane, a.dsums, seat, dsums[r]);
-      FASTCAPS_UNROLL
-      for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-      for (int j = 0; j < Pose::kTileColumns; ++j) dquery[r][i][j] = 0.0f;
-    }
+      load_query<Pose>(a, lane, seat, p, a.scale, query[r][p]);
+      load_parent<Pose>(a, lane, a.dsums, seat, p, dsums[r][p]);
+      each_number<Pose>([&](int i, int j) { dquery[r][p][i][j] = 0.0f; });
+    });
     // One turn before the first child only brings it in.
     for (int t = first - a.stage, which = 1; t < last; t += a.stage, which ^= 1) {
       Stage<Pose>::bring(a, shared, which ^ 1, t + a.stage, last);
@@ -285,18 +291,19 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
       const int count = last - t < a.stage ? last - t : a.stage;
       FASTCAPS_NO_UNROLL
       for (int k = 0; k < count; ++k)
-        differentiate<Pose, R>(a, lane, stage, found, dweight, dbias, k, t + k, seats, shared, query, dsums, dquery);
+        differentiate<Pose, R, PLAIN>(a, lane, stage, found, dweight, dbias, k, t + k, seats, shared, query, dsums,
+                                      dquery);
       barrier();
-      if (a.collect) continue;
+      if (!PLAIN && a.collect) continue;
       if (a.dchildren) flush_children<Pose>(a, found, t, count, seats);
       if constexpr (Pose::kWeightStride > 0)
         if (a.dweight) flush_weights<Pose>(a, found, dweight, t, count);
     }
-    if (!a.collect && a.dquery) {
-      FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r)
-        store_parents<Pose>(a, lane, a.dquery + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a),
-                            seats[lane.template seat<R>(r)], dquery[r], a.scale);
+    if ((PLAIN || !a.collect) && a.dquery) {
+      float* to = a.dquery + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
+      each_tile<Pose, R>([&](int r, int p) {
+        store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, dquery[r][p], a.scale);
+      });
     }
     barrier();  // the seats are read to the end
   }

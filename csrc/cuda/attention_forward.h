@@ -9,35 +9,29 @@ namespace fastcaps::gpu {
 constexpr float kLog2E = 1.4426950408889634f;
 
 // One child, at the lane's R positions.
-template <class Pose, int R>
+template <class Pose, int R, bool PLAIN>
 FASTCAPS_DEVICE void hear(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int t,
-                          const Seat* seats, char* shared, const Tile<Pose> (&query)[R], Tile<Pose> (&sums)[R]) {
+                          const Seat* seats, char* shared, const Tiles<Pose, R>& query, Tiles<Pose, R>& sums) {
   const Child child(a, t);
-  Tile<Pose> votes[R];
-  make_votes<Pose, R>(a, lane, stage, k, child, votes);
-  float share[R];
-  if (a.query.data) {
-    float logit[R], none[R] = {};
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) logit[r] = sum_pose<Pose>(a, dot<Pose>(query[r], votes[r]));
-    if (!compete<Pose, R, 0>(a, lane, seats, child.i, shared, t & 1, logit, none, share, none)) return;
+  Tiles<Pose, R> votes;
+  make_votes<Pose, R, PLAIN>(a, lane, stage, k, child, votes);
+  float share[R][Pose::kEach];
+  if (PLAIN || a.query.data) {
+    float logit[R][Pose::kEach], none[R];
+    each_tile<Pose, R>([&](int r, int p) { logit[r][p] = dot<Pose>(a, query[r][p], votes[r][p]); });
+    if (!compete<Pose, R, 0, PLAIN>(a, lane, seats, child.i, shared, t & 1, logit, logit, share, none)) return;
   } else {
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) share[r] = 1.0f / float(a.M);
+    each_tile<Pose, R>([&](int r, int p) { share[r][p] = 1.0f / float(a.M); });
   }
-  FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
+  each_tile<Pose, R>([&](int r, int p) {
     const Seen seen = stage.seen[k * a.tile + lane.template seat<R>(r)];
-    const float weight = share[r] * seen.gate;
-    if (seen.exists != 0.0f) {
-      FASTCAPS_UNROLL
-      for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-      for (int j = 0; j < Pose::kTileColumns; ++j) sums[r][i][j] += weight * votes[r][i][j];
-    }
-  }
+    const float weight = share[r][p] * seen.gate;
+    if (PLAIN || seen.exists != 0.0f)
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
+  });
 }
 
-template <class Pose, int R, int THREADS, int BLOCKS>
+template <class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 attention_forward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   char* shared = shared_memory();
@@ -48,32 +42,28 @@ attention_forward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   for (int64_t tile = group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
     barrier();
-    Tile<Pose> query[R], sums[R];
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) {
-      load_query<Pose>(a, lane, seats[lane.template seat<R>(r)], a.scale * kLog2E, query[r]);
-      FASTCAPS_UNROLL
-      for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-      for (int j = 0; j < Pose::kTileColumns; ++j) sums[r][i][j] = 0.0f;
-    }
-    Stage<Pose>::bring(a, shared, 0, first, last);
-    copy_commit();
-    for (int t = first, which = 0; t < last; t += a.stage, which ^= 1) {
+    Tiles<Pose, R> query, sums;
+    each_tile<Pose, R>([&](int r, int p) {
+      load_query<Pose>(a, lane, seats[lane.template seat<R>(r)], p, a.scale * kLog2E, query[r][p]);
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; });
+    });
+    // One turn before the first child only brings it in.
+    for (int t = first - a.stage, which = 1; t < last; t += a.stage, which ^= 1) {
       Stage<Pose>::bring(a, shared, which ^ 1, t + a.stage, last);
       copy_commit();
+      if (t < first) continue;
       copy_wait<1>();
       barrier();
       const Stage<Pose> stage(a, shared, which);
       const int count = last - t < a.stage ? last - t : a.stage;
       FASTCAPS_NO_UNROLL
-      for (int k = 0; k < count; ++k) hear<Pose, R>(a, lane, stage, k, t + k, seats, shared, query, sums);
+      for (int k = 0; k < count; ++k) hear<Pose, R, PLAIN>(a, lane, stage, k, t + k, seats, shared, query, sums);
       barrier();
     }
-    if (a.collect) continue;
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r)
-      store_parents<Pose>(a, lane, a.sums + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a),
-                          seats[lane.template seat<R>(r)], sums[r], 1.0f);
+    if (!PLAIN && a.collect) continue;
+    float* to = a.sums + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
+    each_tile<Pose, R>(
+        [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, sums[r][p], 1.0f); });
     barrier();  // the seats are read to the end
   }
 }

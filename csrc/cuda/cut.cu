@@ -15,7 +15,8 @@ int64_t power_of_two(int64_t at_least) {
 }
 
 struct Lanes {
-  int columns, rows, parents;
+  int columns, rows;
+  int parents;     // of a warp
   int64_t padded;  // numbers of a parent's pose that the lanes hold
 };
 
@@ -23,7 +24,7 @@ struct Lanes {
 Lanes lanes_of(const AttentionKernel& kernel, int64_t C, int64_t D, int64_t E, int64_t M) {
   if (kernel.C) {
     if (kernel.C != C || kernel.D != D || kernel.E != E) return {};
-    return {kernel.columns, 1, kernel.parents, C * E};
+    return {kernel.columns, 1, kernel.parents * kernel.each, C * E};
   }
   const int64_t rows = power_of_two(ceil_div(C, kernel.tile_rows));
   const int64_t columns = power_of_two(ceil_div(E, kernel.tile_columns));
@@ -118,7 +119,7 @@ Cut cut(const Geometry& g, bool backward, bool ordered, bool bias, bool bias_sha
   const int most_warps = kernel.threads / 32;
   c.warps_parents = int(std::min<int64_t>(most_warps, ceil_div(g.M, c.parents)));
   c.parent_blocks = int(ceil_div(g.M, int64_t(c.warps_parents) * c.parents));
-  const int seats = kernel.positions * (32 / (c.columns * c.rows * c.parents));  // positions of a warp
+  const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
   // Weights that are read in place are also differentiated in place, by one warp alone if an order must be kept.
   const bool single = backward && ordered && (kernel.weight_stride == 0 || bias);
   const int most_positions = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at

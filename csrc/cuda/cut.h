@@ -13,7 +13,8 @@ struct Machine {
 
 struct Cut {
   const AttentionKernel* kernel = nullptr;
-  int columns, rows, parents;  // lanes
+  int columns, rows;  // lanes
+  int parents;        // of a warp
   int warps_parents, warps_positions;
   int tile;  // positions of a block at a time
   int64_t tiles, groups;

@@ -6,9 +6,10 @@
 namespace fastcaps::gpu {
 
 // A pose known when compiled: C x D children, C x E parents. COLUMNS lanes share a parent's pose; each holds all C rows
-// of TE columns, of which runs of VECTOR are neighbours (they are read in one go). Weights lie in shared memory with
-// STRIDE floats from parent to parent, so that a warp's reads meet no bank twice; 0: too large for it, read in place.
-template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int STRIDE>
+// of TE columns, of which runs of VECTOR are neighbours (they are read in one go), for EACH parents; PARENTS lanes take
+// others. Weights lie in shared memory with STRIDE floats from parent to parent, so that a warp's reads meet no bank
+// twice; 0: too large for it, read in place.
+template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE>
 struct FixedPose {
   static constexpr bool kFixed = true;
   static constexpr int kC = C, kD = D, kE = E;
@@ -17,7 +18,7 @@ struct FixedPose {
   static constexpr int kWeightVector = VECTOR;
   static constexpr int kWeightCopy = STRIDE % 4 == 0 && D * E % 4 == 0 ? 4 : STRIDE % 2 == 0 && D * E % 2 == 0 ? 2 : 1;
   static constexpr int kWeightStride = STRIDE;
-  static constexpr int kColumns = COLUMNS, kParents = PARENTS;
+  static constexpr int kColumns = COLUMNS, kParents = PARENTS, kEach = EACH;
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
   static_assert(TE * COLUMNS == E && TE % VECTOR == 0 && 32 % (COLUMNS * PARENTS) == 0);
 
@@ -38,7 +39,7 @@ struct FreePose {
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kTileRows = TC, kTileColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
-  static constexpr int kColumns = 0, kParents = 0;
+  static constexpr int kColumns = 0, kParents = 0, kEach = 1;
 
   static FASTCAPS_DEVICE int C_(const AttentionArgs& a) { return a.C; }
   static FASTCAPS_DEVICE int D_(const AttentionArgs& a) { return a.D; }
@@ -50,18 +51,20 @@ struct FreePose {
   static FASTCAPS_DEVICE int rows(const AttentionArgs& a) { return a.rows; }
 };
 
-// One lane's place: in the warp, and in the block.
+// One lane's place: in the warp, and in the block. It holds tiles of kEach parents at R positions; the letters are
+// r: which of its positions, p: which of its parents, i, j: row and column within the tile.
 template <class Pose>
 struct Lane {
   int lane, column, parent, row, position;  // the last three count within the warp
   int positions;                            // of a warp, for one r
+  int parents;                              // of a warp, for one p
   int warp_parent, warp_position;
-  int m_block, m;  // the lane's parent: within the block, and of all
-  bool alive;      // there is such a parent
+  int first_parent;  // of the block
 
   FASTCAPS_DEVICE explicit Lane(const AttentionArgs& a) {
-    const int columns = Pose::columns(a), parents = Pose::parents(a), rows = Pose::rows(a);
+    const int columns = Pose::columns(a), rows = Pose::rows(a);
     const int warp = thread_index() / kWarp;
+    parents = Pose::parents(a);
     lane = thread_index() % kWarp;
     column = lane % columns;
     parent = lane / columns % parents;
@@ -70,9 +73,10 @@ struct Lane {
     positions = kWarp / (columns * parents * rows);
     warp_parent = warp % a.warps_parents;
     warp_position = warp / a.warps_parents;
-    m_block = warp_parent * parents + parent;
-    m = a.first_parent + int(block_y()) * a.warps_parents * parents + m_block;
-    alive = m < a.M;
+    first_parent = a.first_parent + int(block_y()) * block_parents(a);
+  }
+  static FASTCAPS_DEVICE int block_parents(const AttentionArgs& a) {
+    return a.warps_parents * Pose::parents(a) * Pose::kEach;
   }
 
   // The r-th of the lane's positions, within the block's tile.
@@ -80,18 +84,46 @@ struct Lane {
   FASTCAPS_DEVICE int seat(int r) const {
     return (warp_position * R + r) * positions + position;
   }
+  // The p-th of the lane's parents, within the block and of all; whether there is such a one.
+  FASTCAPS_DEVICE int own(int p) const { return (warp_parent * Pose::kEach + p) * parents + parent; }
+  FASTCAPS_DEVICE int m(int p) const { return first_parent + own(p); }
+  FASTCAPS_DEVICE bool alive(const AttentionArgs& a, int p) const { return m(p) < a.M; }
   FASTCAPS_DEVICE int c(int i) const { return row * Pose::kTileRows + i; }
   FASTCAPS_DEVICE int e(const AttentionArgs& a, int j) const {
     constexpr int V = Pose::kWeightVector;
     return (j / V * Pose::columns(a) + column) * V + j % V;
   }
+  FASTCAPS_DEVICE int number(const AttentionArgs& a, int i, int j) const { return c(i) * Pose::E_(a) + e(a, j); }
   FASTCAPS_DEVICE bool inside(const AttentionArgs& a, int i, int j) const {
     return Pose::kFixed || (c(i) < a.C && e(a, j) < a.E);
   }
-  // One lane speaks for all that hold the same parent's pose; one for all that hold the same position.
-  FASTCAPS_DEVICE bool speaks_for_parent() const { return column == 0 && row == 0; }
-  FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_parent() && parent == 0; }
+  // One lane speaks for all that hold the same poses; one for all that hold the same position.
+  FASTCAPS_DEVICE bool speaks_for_pose() const { return column == 0 && row == 0; }
+  FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_pose() && parent == 0; }
 };
+
+// A lane's part of one pose, and all such parts that it holds.
+template <class Pose>
+using Tile = float[Pose::kTileRows][Pose::kTileColumns];
+template <class Pose, int R>
+using Tiles = Tile<Pose>[R][Pose::kEach];
+
+template <class Pose, class Body>
+FASTCAPS_DEVICE void each_number(Body&& body) {
+  FASTCAPS_UNROLL
+  for (int i = 0; i < Pose::kTileRows; ++i) {
+    FASTCAPS_UNROLL
+    for (int j = 0; j < Pose::kTileColumns; ++j) body(i, j);
+  }
+}
+template <class Pose, int R, class Body>
+FASTCAPS_DEVICE void each_tile(Body&& body) {
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) body(r, p);
+  }
+}
 
 // ---- sums over lanes; every lane ends with the result ---------------------------------------------------------------
 // Over `count` lanes that lie `first` apart.
@@ -121,14 +153,15 @@ FASTCAPS_DEVICE float max_parents(const AttentionArgs& a, float x) {
   return max_lanes(x, Pose::columns(a), Pose::parents(a));
 }
 
-// N sums over SPAN neighbouring lanes at half the price: with every exchange a lane keeps one half of the numbers. It
-// ends with the sums of x[0 .. count), whose place among the N is `begin`; several lanes may end with the same ones.
-template <int N, int SPAN>
+// N sums over SPAN lanes that lie FIRST apart, at half the price: with every exchange a lane keeps one half of the
+// numbers. It ends with the sums of x[0 .. count), whose place among the N is `begin`; lanes may end with the same
+// ones.
+template <int N, int FIRST, int SPAN>
 FASTCAPS_DEVICE void scatter_sums(float (&x)[N], int lane, int& begin, int& count) {
   begin = 0;
   count = N;
   if constexpr (SPAN > 1) {
-    constexpr int kMask = SPAN / 2;
+    constexpr int kMask = FIRST * SPAN / 2;
     if constexpr (N > 1) {
       constexpr int kHalf = (N + 1) / 2;
       const bool upper = (lane & kMask) != 0;
@@ -139,14 +172,14 @@ FASTCAPS_DEVICE void scatter_sums(float (&x)[N], int lane, int& begin, int& coun
         kept[k] = (upper ? high : low) + shuffle_xor(upper ? low : high, kMask);
       }
       int inner;
-      scatter_sums<kHalf, kMask>(kept, lane, inner, count);
+      scatter_sums<kHalf, FIRST, SPAN / 2>(kept, lane, inner, count);
       begin = (upper ? kHalf : 0) + inner;
       FASTCAPS_UNROLL
       for (int k = 0; k < kHalf; ++k) x[k] = kept[k];
       count = begin + count > N ? N - begin : count;  // what lies behind the end was zero
     } else {
       x[0] += shuffle_xor(x[0], kMask);
-      scatter_sums<N, kMask>(x, lane, begin, count);
+      scatter_sums<N, FIRST, SPAN / 2>(x, lane, begin, count);
     }
   }
 }

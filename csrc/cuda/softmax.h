@@ -44,50 +44,68 @@ FASTCAPS_DEVICE void meet(const AttentionArgs& a, const Lane<Pose>& lane, char* 
   }
 }
 
-// From a lane's logits (and h, if N = 1) at its R positions to its shares r, and heard = sum_m r_m h_m. Returns false
-// where this launch only collects statistics: there are no shares yet.
-template <class Pose, int R, int N>
+// What earlier launches knew of the other parents: this one's part joins it (collect), or it is all there is to know.
+template <class Pose, int N>
+FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, float* kept, Partial<N>& part) {
+  Partial<N> before;
+  before.top = kept[0];
+  FASTCAPS_UNROLL
+  for (int k = 0; k <= N; ++k) before.total[k] = kept[k + 1];
+  if (!a.collect) {
+    part = before;
+    return;
+  }
+  if (a.first_parent > 0) part.join(before);
+  if (lane.warp_parent != 0 || !lane.speaks_for_position()) return;
+  kept[0] = part.top;
+  FASTCAPS_UNROLL
+  for (int k = 0; k <= N; ++k) kept[k + 1] = part.total[k];
+}
+
+// From a lane's logits (and h, if N = 1) to its shares r, and heard = sum_m r_m h_m at each of its R positions. Returns
+// false where this launch only collects statistics: there are no shares yet.
+template <class Pose, int R, int N, bool PLAIN>
 FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, const Seat* seats, int i, char* shared,
-                             int turn, const float (&logit)[R], const float (&h)[R], float (&share)[R],
-                             float (&heard)[R]) {
+                             int turn, const float (&logit)[R][Pose::kEach], const float (&h)[R][Pose::kEach],
+                             float (&share)[R][Pose::kEach], float (&heard)[R]) {
   Partial<N> part[R];
   FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) part[r].top = max_parents<Pose>(a, lane.alive ? logit[r] : -INFINITY);
+  for (int r = 0; r < R; ++r) {
+    float top = -INFINITY;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) top = fmaxf(top, lane.alive(a, p) ? logit[r][p] : -INFINITY);
+    part[r].top = max_parents<Pose>(a, top);
+  }
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
-    share[r] = lane.alive ? exp2_fast(logit[r] - part[r].shift()) : 0.0f;
-    part[r].total[0] = sum_parents<Pose>(a, share[r]);
-    if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, lane.alive ? share[r] * h[r] : 0.0f);
+    float total = 0.0f, product = 0.0f;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
+      total += share[r][p];
+      if constexpr (N > 0) product += lane.alive(a, p) ? share[r][p] * h[r][p] : 0.0f;
+    }
+    part[r].total[0] = sum_parents<Pose>(a, total);
+    if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, product);
   }
-  if (a.warps_parents > 1) meet<Pose, R, N>(a, lane, shared, turn, part);
-  if (a.statistics) {
+  if (!PLAIN && a.warps_parents > 1) meet<Pose, R, N>(a, lane, shared, turn, part);
+  if (!PLAIN && a.statistics) {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
       const int64_t position = seats[lane.template seat<R>(r)].position;
-      if (position < 0) continue;
-      float* kept = a.statistics + (position * a.I + i) * (N + 2);
-      Partial<N> before;
-      before.top = kept[0];
-      FASTCAPS_UNROLL
-      for (int k = 0; k <= N; ++k) before.total[k] = kept[k + 1];
-      if (!a.collect) {
-        part[r] = before;
-        continue;
-      }
-      if (a.first_parent > 0) part[r].join(before);
-      if (lane.warp_parent == 0 && lane.speaks_for_position()) {
-        kept[0] = part[r].top;
-        FASTCAPS_UNROLL
-        for (int k = 0; k <= N; ++k) kept[k + 1] = part[r].total[k];
-      }
+      if (position >= 0) remember<Pose, N>(a, lane, a.statistics + (position * a.I + i) * (N + 2), part[r]);
     }
     if (a.collect) return false;
   }
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
-    if (a.warps_parents > 1 || a.statistics) share[r] = lane.alive ? exp2_fast(logit[r] - part[r].shift()) : 0.0f;
     const float one = reciprocal(part[r].total[0]);
-    share[r] *= one;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      if (!PLAIN && (a.warps_parents > 1 || a.statistics))
+        share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
+      share[r][p] *= one;
+    }
     if constexpr (N > 0) heard[r] = part[r].total[1] * one;
   }
   return true;

@@ -123,7 +123,7 @@ FASTCAPS_DEVICE void stage_children(const AttentionArgs& a, int first, int count
 template <class Pose>
 FASTCAPS_DEVICE void stage_weights(const AttentionArgs& a, int first, int count, float* to) {
   constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
-  const int block_parents = a.warps_parents * Pose::kParents;
+  const int block_parents = Lane<Pose>::block_parents(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
   const int units = count * block_parents * (kNumbers / V);
   for (int unit = thread_index(); unit < units; unit += block_threads()) {

@@ -19,21 +19,18 @@ FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
   }
 }
 
-// A lane's part of one pose: its rows and columns.
-template <class Pose>
-using Tile = float[Pose::kTileRows][Pose::kTileColumns];
-
-// One child's weights towards the lane's parent.
+// One child's weights towards one of the lane's parents.
 template <class Pose>
 struct Weights {
   static constexpr int V = Pose::kVector, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
   const float* from;
 
-  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int g) {
+  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int g,
+                          int p) {
     if constexpr (Pose::kWeightStride > 0) {
-      from = stage.weight + (k * a.warps_parents * Pose::kParents + lane.m_block) * Pose::kWeightStride;
+      from = stage.weight + (k * Lane<Pose>::block_parents(a) + lane.own(p)) * Pose::kWeightStride;
     } else {
-      const int m = lane.alive ? lane.m : a.M - 1;  // whose numbers are not used
+      const int m = lane.alive(a, p) ? lane.m(p) : a.M - 1;  // whose numbers are not used
       from = a.weight + (int64_t(g) * a.M + m) * Pose::D_(a) * Pose::E_(a);
     }
   }
@@ -70,87 +67,97 @@ FASTCAPS_DEVICE const float* child_row(const AttentionArgs& a, const Lane<Pose>&
 }
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
-                                const Child& child, Tile<Pose> (&votes)[R]) {
-  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
+FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Child& child,
+                              Tiles<Pose, R>& votes) {
   FASTCAPS_UNROLL
-  for (int i = 0; i < TC; ++i) FASTCAPS_UNROLL
-  for (int j = 0; j < TE; ++j) {
-    float bias = 0.0f;
-    if (a.bias && lane.alive && lane.inside(a, i, j))
-      bias = a.bias[child.i * a.bias_stride_i + lane.m * a.bias_stride_m + lane.c(i) * Pose::E_(a) + lane.e(a, j)];
-    FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) votes[r][i][j] = bias;
+  for (int p = 0; p < Pose::kEach; ++p) {
+    if (!lane.alive(a, p)) continue;
+    const float* bias = a.bias + child.i * a.bias_stride_i + lane.m(p) * a.bias_stride_m;
+    each_number<Pose>([&](int i, int j) {
+      if (!lane.inside(a, i, j)) return;
+      const float number = bias[lane.number(a, i, j)];
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) votes[r][p][i][j] += number;
+    });
   }
-  const Weights<Pose> weights(a, lane, stage, k, child.g);
+}
+
+// PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one warp.
+template <class Pose, int R, bool PLAIN>
+FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
+                                const Child& child, Tiles<Pose, R>& votes) {
+  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
+  each_tile<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; }); });
   const int depth = Pose::padded_depth(a);
   _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V) {
-    float w[V][TE];
-    weights.rows(a, lane, d, w);
+    float rows[R][TC][V];
     FASTCAPS_UNROLL
-    for (int r = 0; r < R; ++r) FASTCAPS_UNROLL
-    for (int i = 0; i < TC; ++i) {
-      float p[V];
-      load_vector<V>(child_row(a, lane, stage, k, lane.template seat<R>(r), i) + d, p);
+    for (int r = 0; r < R; ++r) {
       FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v) FASTCAPS_UNROLL
-      for (int j = 0; j < TE; ++j) votes[r][i][j] += p[v] * w[v][j];
+      for (int i = 0; i < TC; ++i)
+        load_vector<V>(child_row(a, lane, stage, k, lane.template seat<R>(r), i) + d, rows[r][i]);
+    }
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      float w[V][TE];
+      Weights<Pose>(a, lane, stage, k, child.g, p).rows(a, lane, d, w);
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) {
+        FASTCAPS_UNROLL
+        for (int v = 0; v < V; ++v)
+          each_number<Pose>([&](int i, int j) { votes[r][p][i][j] += rows[r][i][v] * w[v][j]; });
+      }
     }
   }
+  if constexpr (!PLAIN)
+    if (a.bias) add_bias<Pose, R>(a, lane, child, votes);
 }
 
+// <x, y> over the whole pose.
 template <class Pose>
-FASTCAPS_DEVICE float dot(const Tile<Pose>& x, const Tile<Pose>& y) {
+FASTCAPS_DEVICE float dot(const AttentionArgs& a, const Tile<Pose>& x, const Tile<Pose>& y) {
   float sum = 0.0f;
-  FASTCAPS_UNROLL
-  for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-  for (int j = 0; j < Pose::kTileColumns; ++j) sum += x[i][j] * y[i][j];
-  return sum;
+  each_number<Pose>([&](int i, int j) { sum += x[i][j] * y[i][j]; });
+  return sum_pose<Pose>(a, sum);
 }
 
-// The lane's tile of a parent's pose, in dense memory [positions, M, C, E]; zero where there is none.
+// A tile of a parent's pose, in dense memory [positions, M, C, E]; zero where there is none.
 template <class Pose>
-FASTCAPS_DEVICE int64_t parent_offset(const AttentionArgs& a, const Lane<Pose>& lane, int64_t position) {
-  return (position * a.M + lane.m) * Pose::C_(a) * Pose::E_(a);
-}
-
-template <class Pose>
-FASTCAPS_DEVICE void load_parents(const AttentionArgs& a, const Lane<Pose>& lane, const float* from, const Seat& seat,
-                                  Tile<Pose>& to) {
-  const int64_t at = parent_offset(a, lane, seat.position);
-  FASTCAPS_UNROLL
-  for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-  for (int j = 0; j < Pose::kTileColumns; ++j)
-    to[i][j] = seat.position >= 0 && lane.alive && lane.inside(a, i, j)
-                   ? from[at + lane.c(i) * Pose::E_(a) + lane.e(a, j)]
-                   : 0.0f;
+FASTCAPS_DEVICE int64_t parent_offset(const AttentionArgs& a, const Lane<Pose>& lane, int64_t position, int p) {
+  return (position * a.M + lane.m(p)) * Pose::C_(a) * Pose::E_(a);
 }
 
 template <class Pose>
-FASTCAPS_DEVICE void store_parents(const AttentionArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat,
-                                   const Tile<Pose>& from, float factor) {
-  if (seat.position < 0 || !lane.alive) return;
-  const int64_t at = parent_offset(a, lane, seat.position);
-  FASTCAPS_UNROLL
-  for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-  for (int j = 0; j < Pose::kTileColumns; ++j)
-    if (lane.inside(a, i, j)) to[at + lane.c(i) * Pose::E_(a) + lane.e(a, j)] = factor * from[i][j];
+FASTCAPS_DEVICE void load_parent(const AttentionArgs& a, const Lane<Pose>& lane, const float* from, const Seat& seat,
+                                 int p, Tile<Pose>& to) {
+  const bool exists = seat.position >= 0 && lane.alive(a, p);
+  const int64_t at = parent_offset(a, lane, seat.position, p);
+  each_number<Pose>(
+      [&](int i, int j) { to[i][j] = exists && lane.inside(a, i, j) ? from[at + lane.number(a, i, j)] : 0.0f; });
+}
+
+template <class Pose>
+FASTCAPS_DEVICE void store_parent(const AttentionArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat, int p,
+                                  const Tile<Pose>& from, float factor) {
+  if (seat.position < 0 || !lane.alive(a, p)) return;
+  const int64_t at = parent_offset(a, lane, seat.position, p);
+  each_number<Pose>([&](int i, int j) {
+    if (lane.inside(a, i, j)) to[at + lane.number(a, i, j)] = factor * from[i][j];
+  });
 }
 
 // The query, times scale; its layout and type are the caller's.
 template <class Pose>
-FASTCAPS_DEVICE void load_query(const AttentionArgs& a, const Lane<Pose>& lane, const Seat& seat, float scale,
+FASTCAPS_DEVICE void load_query(const AttentionArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, float scale,
                                 Tile<Pose>& to) {
   const int64_t* stride = a.query.stride;
-  FASTCAPS_UNROLL
-  for (int i = 0; i < Pose::kTileRows; ++i) FASTCAPS_UNROLL
-  for (int j = 0; j < Pose::kTileColumns; ++j)
-    to[i][j] =
-        a.query.data && seat.position >= 0 && lane.alive && lane.inside(a, i, j)
-            ? scale * load_number(a.query.data,
-                                  seat.query + lane.m * stride[3] + lane.c(i) * stride[4] + lane.e(a, j) * stride[5],
-                                  a.storage)
-            : 0.0f;
+  const bool exists = a.query.data && seat.position >= 0 && lane.alive(a, p);
+  const int64_t at = seat.query + lane.m(p) * stride[3];
+  each_number<Pose>([&](int i, int j) {
+    to[i][j] = exists && lane.inside(a, i, j)
+                   ? scale * load_number(a.query.data, at + lane.c(i) * stride[4] + lane.e(a, j) * stride[5], a.storage)
+                   : 0.0f;
+  });
 }
 
 }  // namespace fastcaps::gpu
