@@ -13,12 +13,16 @@ _ROOT = Path(__file__).resolve().parents[1]
 if str(_ROOT) not in sys.path:
     sys.path.append(str(_ROOT))  # last, so that an installed fastcaps comes before the checkout's
 
-from bench import report  # noqa: E402
+from bench import device_report, report  # noqa: E402
+from bench.device_session import DeviceSession, DeviceSettings, cases  # noqa: E402
+from bench.device_worker import DeviceCase  # noqa: E402
+from bench.precision import PRECISIONS  # noqa: E402
 from bench.session import Session, Settings  # noqa: E402
 from bench.timing import FULL, QUICK  # noqa: E402
-from bench.workloads import WORKLOADS, find  # noqa: E402
+from bench.workloads import WORKLOADS, Workload, find  # noqa: E402
 
 _SESSION = pytest.StashKey[Session]()
+_DEVICE_SESSION = pytest.StashKey[DeviceSession]()
 
 QUICK_BATCHES = {
     "tsai-c10-conv1": 2,
@@ -40,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--no-compile", action="store_true", help="leave the torch.compile alternatives out")
     group.addoption("--no-alternatives", action="store_true", help="time fastcaps and sgemm only")
     group.addoption("--no-memory", action="store_true", help="leave the measurements of peak memory out")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure on (default cpu)")
+    group.addoption("--precision", action="append", default=[], choices=tuple(PRECISIONS), help="cuda: only these")
+    group.addoption("--seconds", type=float, default=270.0, help="cuda: time for everything (default 270)")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,16 +70,32 @@ def _settings(config: pytest.Config) -> Settings:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    unused = "test_device.py" if config.getoption("device") == "cpu" else "test_attention.py"
+    return True if collection_path.name == unused else None
+
+
+def _workloads(config: pytest.Config) -> list[Workload]:
+    names = [name for given in config.getoption("workload") for name in given.split(",")]
+    every = QUICK_BATCHES if config.getoption("quick") else WORKLOADS
+    try:
+        return [find(name) for name in names or every]
+    except ValueError as error:
+        raise pytest.UsageError(f"--workload: {error}") from error
+
+
+def _device_cases(config: pytest.Config) -> list[DeviceCase]:
+    return cases(_workloads(config), config.getoption("batch"), config.getoption("precision"))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device_case" in metafunc.fixturenames:
+        wanted = _device_cases(metafunc.config)
+        metafunc.parametrize("device_case", wanted, ids=[str(case).replace(" ", "-") for case in wanted])
     if "row" not in metafunc.fixturenames:
         return
     option = metafunc.config.getoption
-    names = [name for given in option("workload") for name in given.split(",")]
-    quick = option("quick")
-    try:
-        chosen = [find(name) for name in names] or [find(name) for name in (QUICK_BATCHES if quick else WORKLOADS)]
-    except ValueError as error:
-        raise pytest.UsageError(f"--workload: {error}") from error
+    chosen, quick = _workloads(metafunc.config), option("quick")
     rows, labels = [], []
     for workload in chosen:
         default = QUICK_BATCHES.get(workload.name, 1) if quick else workload.batch
@@ -93,7 +116,31 @@ def bench_session(request: pytest.FixtureRequest) -> Iterator[Session]:
     session.close()
 
 
+@pytest.fixture(scope="session")
+def device_session(request: pytest.FixtureRequest) -> Iterator[DeviceSession]:
+    """The one session that all rows of a device share."""
+    config = request.config
+    option = config.getoption
+    settings = DeviceSettings(
+        results=_settings(config).results,
+        device=option("device"),
+        seconds=option("seconds"),
+        alternatives=not option("no_alternatives"),
+        compiled=not (option("quick") or option("no_compile") or option("no_alternatives")),
+    )
+    session = DeviceSession(settings, _device_cases(config))
+    config.stash[_DEVICE_SESSION] = session
+    yield session
+    session.close()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    measured = config.stash.get(_DEVICE_SESSION, None)
+    if measured is not None and measured.document["rows"]:
+        terminalreporter.section("fastcaps benchmark")
+        terminalreporter.write_line(device_report.markdown(measured.document))
+        for path in measured.files:
+            terminalreporter.write_line(f"written: {os.path.relpath(path)}")
     session = config.stash.get(_SESSION, None)
     if session is None or not session.document["rows"]:
         return

@@ -53,7 +53,8 @@ def describe(threads: int) -> dict[str, Any]:
         "backend": backends.forced() or ("cpu" if native else "reference"),
         "capability": backends.native_capability() if native else None,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "--short=12", "HEAD") or "unknown",
+        # a copy without its history (on a machine lent for a run, say) is told which commit it is
+        "commit": _git("rev-parse", "--short=12", "HEAD") or os.environ.get("FASTCAPS_COMMIT") or "unknown",
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "fastcaps", "csrc", "bench")),
         "versions": {
             "fastcaps": fastcaps.__version__,

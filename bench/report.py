@@ -14,6 +14,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import device_report
+
 __all__ = ["BEGIN", "END", "into", "markdown", "merge", "print_document", "shortfalls", "tables"]
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -212,14 +217,17 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if not documents:
         raise ValueError("no results to report")
+    if len({document["kind"] == "device" for document in documents}) > 1:
+        raise ValueError("results of the CPU and of a device have tables of their own: give the one or the other")
     devices = {document["machine"]["device"] for document in documents}
     if len(devices) > 1:
         raise ValueError(f"results are from different devices: {', '.join(sorted(devices))}")
-    rows = {(r["workload"], r["batch"], r["mode"]): r for document in documents for r in document["rows"]}
+    keys = ("workload", "batch", "mode", "precision")
+    rows = {tuple(row.get(key) for key in keys): row for document in documents for row in document["rows"]}
     return documents[-1] | {"rows": list(rows.values())}
 
 
-def into(page: str, table: str) -> str:
+def into(page: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """Return ``page`` with ``table`` between its markers.
 
     Raises
@@ -227,11 +235,11 @@ def into(page: str, table: str) -> str:
     ValueError
         If the page does not have each marker once, in order.
     """
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"the page needs one {BEGIN} and, after it, one {END}")
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{table.strip()}\n{END}{after}"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page needs one {begin} and, after it, one {end}")
+    before, rest = page.split(begin)
+    after = rest.split(end)[1]
+    return f"{before}{begin}\n{table.strip()}\n{end}{after}"
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -244,10 +252,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     files = given.files or sorted(RESULTS.glob("*.json"), key=lambda path: path.stat().st_mtime)[-1:]
     try:
         document = merge([json.loads(path.read_text()) for path in files])
+        on_device = document["kind"] == "device"
+        text = device_report.markdown(document) if on_device else markdown(document)
         if given.into is not None:
-            given.into.write_text(into(given.into.read_text(), markdown(document)))
-        elif given.markdown:
-            print(markdown(document))
+            markers = (device_report.BEGIN, device_report.END) if on_device else (BEGIN, END)
+            given.into.write_text(into(given.into.read_text(), text, *markers))
+        elif given.markdown or on_device:
+            print(text)
         else:
             print_document(document)
     except (OSError, ValueError) as error:

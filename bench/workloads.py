@@ -69,6 +69,11 @@ class Inputs:
         cast: list[Any] = [None if t is None else t.detach().to(dtype) for t in (*self.arguments(), self.grad)]
         return Inputs(*cast)
 
+    def on(self, device: torch.device) -> Inputs:
+        """Return the same numbers on another device, memory order kept."""
+        moved: list[Any] = [None if t is None else t.detach().to(device) for t in (*self.arguments(), self.grad)]
+        return Inputs(*moved)
+
     def samples(self, part: slice) -> Inputs:
         """Return the samples ``part`` of the batch (views); what has no batch stays whole."""
         parents = None if self.parents is None else self.parents[part]
