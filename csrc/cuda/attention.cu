@@ -113,7 +113,7 @@ struct Call {
     a.tiles = ceil_div(a.seats, c.tile);
     a.groups = c.groups < a.tiles ? c.groups : a.tiles;
     a.first_parent = first_block * c.warps_parents * c.parents;
-    const bool plain = !a.bias && !a.padded && a.query.data && c.warps_parents == 1 && c.parent_blocks == 1;
+    const bool plain = !a.bias && !a.padded && a.query.data && c.parent_blocks == 1;
     gpu::launch(plain ? c.kernel->run_plain : c.kernel->run,
                 Grid{a.groups * c.chunks, parent_blocks, c.threads(), c.shared_bytes}, a);
   }

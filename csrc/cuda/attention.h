@@ -1,6 +1,6 @@
 // The attention pass on a GPU: the one argument of its kernels, and the table of their instantiations.
 //
-// A warp's 32 lanes are cut into  columns x parents x rows x positions  (each a power of two, columns fastest). A lane
+// A warp's 32 lanes are cut into  columns x positions x parents x rows  (each a power of two, columns fastest). A lane
 // holds, for R positions, a tile of TC x TE numbers of one parent's pose: of its query, of its sums, and of the vote at
 // hand. So a vote lives in registers, from the multiplication that makes it to the sum that takes it in. Several warps
 // share the parents of a position, several more take other positions; a block walks over a range of children, of which
@@ -92,7 +92,7 @@ struct AttentionKernel {
   int positions;                   // R
   int threads, blocks;             // of a block, at most; of a multiprocessor, at least
   void (*run)(const AttentionArgs);
-  void (*run_plain)(const AttentionArgs);  // for calls without bias or padding, whose parents one warp takes
+  void (*run_plain)(const AttentionArgs);  // for calls without bias or padding, whose parents one block takes
 };
 
 struct AttentionKernels {

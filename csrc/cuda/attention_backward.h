@@ -78,14 +78,14 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
   if constexpr (Pose::kFixed) {
     constexpr int kLanes = Pose::kColumns * Pose::kParents;
     int begin, count;
-    scatter_sums<N, 1, kLanes>(x, lane.lane, begin, count);
+    scatter_sums<N, Pose::kPositions, kLanes>(x, lane.lane, begin, count);
     FASTCAPS_UNROLL
     for (int n = 0; n < (N - 1) / kLanes + 1; ++n)
       if (n < count) put(begin + n, x[n]);
   } else {
     FASTCAPS_UNROLL
     for (int n = 0; n < N; ++n) {
-      const float sum = sum_lanes(x[n], 1, Pose::columns(a) * Pose::parents(a));
+      const float sum = sum_parents<Pose>(a, sum_columns<Pose>(a, x[n]));
       if (lane.column == 0 && lane.parent == 0) put(n, sum);
     }
   }
@@ -125,17 +125,16 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
     }
   };
   if constexpr (Pose::kFixed) {
-    constexpr int kInner = Pose::kColumns * Pose::kParents, kLanes = kWarp / kInner, kLeft = N / kLanes;
+    constexpr int kLanes = Pose::kPositions, kLeft = N / kLanes;
     static_assert(kLeft % WV == 0, "lanes part their sums between vectors");
     int begin, count;
-    scatter_sums<N, kInner, kLanes>(x, lane.lane, begin, count);
+    scatter_sums<N, Pose::kColumns, kLanes>(x, lane.lane, begin, count);
     FASTCAPS_UNROLL
     for (int n = 0; n < kLeft; n += WV) put(begin + n, x + n);
   } else {
-    const int inner = Pose::columns(a) * Pose::parents(a);
     FASTCAPS_UNROLL
     for (int n = 0; n < N; ++n) {
-      const float sum = sum_lanes(x[n], inner, kWarp / inner);
+      const float sum = sum_rows<Pose>(a, sum_positions<Pose>(a, x[n]));
       if (lane.row == 0 && lane.position == 0) put(n, &sum);
     }
   }
@@ -144,7 +143,6 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>& lane, float* dbias,
                                         const Child& child, const Tiles<Pose, R>& dvotes) {
-  const int inner = Pose::columns(a) * Pose::parents(a) * Pose::rows(a);
   const int64_t first = a.bias_stride_i ? int64_t(child.i) * a.M : 0;
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p)
@@ -152,7 +150,7 @@ FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>
       float sum = 0.0f;
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) sum += dvotes[r][p][i][j];
-      sum = sum_lanes(sum, inner, kWarp / inner);
+      sum = sum_positions<Pose>(a, sum);
       if (lane.position == 0 && lane.alive(a, p) && lane.inside(a, i, j))
         add(dbias + (first + lane.m(p)) * Pose::C_(a) * Pose::E_(a) + lane.number(a, i, j), sum, a.alone_with_weights);
     });

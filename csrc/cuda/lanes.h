@@ -19,8 +19,10 @@ struct FixedPose {
   static constexpr int kWeightCopy = STRIDE % 4 == 0 && D * E % 4 == 0 ? 4 : STRIDE % 2 == 0 && D * E % 2 == 0 ? 2 : 1;
   static constexpr int kWeightStride = STRIDE;
   static constexpr int kColumns = COLUMNS, kParents = PARENTS, kEach = EACH;
+  static constexpr int kPositions = 32 / (COLUMNS * PARENTS);
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
   static_assert(TE * COLUMNS == E && TE % VECTOR == 0 && 32 % (COLUMNS * PARENTS) == 0);
+  static_assert(COLUMNS == 1 || kPositions == 1, "the lanes of a sum over columns and parents must be neighbours");
 
   static FASTCAPS_DEVICE constexpr int C_(const AttentionArgs&) { return C; }
   static FASTCAPS_DEVICE constexpr int D_(const AttentionArgs&) { return D; }
@@ -65,12 +67,12 @@ struct Lane {
     const int columns = Pose::columns(a), rows = Pose::rows(a);
     const int warp = thread_index() / kWarp;
     parents = Pose::parents(a);
+    positions = kWarp / (columns * parents * rows);
     lane = thread_index() % kWarp;
     column = lane % columns;
-    parent = lane / columns % parents;
-    row = lane / (columns * parents) % rows;
-    position = lane / (columns * parents * rows);
-    positions = kWarp / (columns * parents * rows);
+    position = lane / columns % positions;
+    parent = lane / (columns * positions) % parents;
+    row = lane / (columns * positions * parents);
     warp_parent = warp % a.warps_parents;
     warp_position = warp / a.warps_parents;
     first_parent = a.first_parent + int(block_y()) * block_parents(a);
@@ -138,19 +140,29 @@ FASTCAPS_DEVICE float max_lanes(float x, int first, int count) {
   return x;
 }
 
-// Over the lanes of one pose: first its columns, then its rows.
 template <class Pose>
-FASTCAPS_DEVICE float sum_pose(const AttentionArgs& a, float x) {
-  x = sum_lanes(x, 1, Pose::columns(a));
-  return sum_lanes(x, Pose::columns(a) * Pose::parents(a), Pose::rows(a));
+FASTCAPS_DEVICE int positions_of(const AttentionArgs& a) {
+  return kWarp / (Pose::columns(a) * Pose::parents(a) * Pose::rows(a));
+}
+template <class Pose>
+FASTCAPS_DEVICE float sum_columns(const AttentionArgs& a, float x) {
+  return sum_lanes(x, 1, Pose::columns(a));
+}
+template <class Pose>
+FASTCAPS_DEVICE float sum_positions(const AttentionArgs& a, float x) {
+  return sum_lanes(x, Pose::columns(a), positions_of<Pose>(a));
 }
 template <class Pose>
 FASTCAPS_DEVICE float sum_parents(const AttentionArgs& a, float x) {
-  return sum_lanes(x, Pose::columns(a), Pose::parents(a));
+  return sum_lanes(x, Pose::columns(a) * positions_of<Pose>(a), Pose::parents(a));
 }
 template <class Pose>
 FASTCAPS_DEVICE float max_parents(const AttentionArgs& a, float x) {
-  return max_lanes(x, Pose::columns(a), Pose::parents(a));
+  return max_lanes(x, Pose::columns(a) * positions_of<Pose>(a), Pose::parents(a));
+}
+template <class Pose>
+FASTCAPS_DEVICE float sum_rows(const AttentionArgs& a, float x) {
+  return sum_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
 }
 
 // N sums over SPAN lanes that lie FIRST apart, at half the price: with every exchange a lane keeps one half of the

@@ -44,9 +44,10 @@ FASTCAPS_DEVICE void meet(const AttentionArgs& a, const Lane<Pose>& lane, char* 
   }
 }
 
-// What earlier launches knew of the other parents: this one's part joins it (collect), or it is all there is to know.
+// What earlier launches knew of the other parents: this launch's part joins it (collect), or it is all there is to know.
 template <class Pose, int N>
 FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, float* kept, Partial<N>& part) {
+  if (a.collect && (lane.warp_parent != 0 || !lane.speaks_for_position())) return;
   Partial<N> before;
   before.top = kept[0];
   FASTCAPS_UNROLL
@@ -56,7 +57,6 @@ FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, fl
     return;
   }
   if (a.first_parent > 0) part.join(before);
-  if (lane.warp_parent != 0 || !lane.speaks_for_position()) return;
   kept[0] = part.top;
   FASTCAPS_UNROLL
   for (int k = 0; k <= N; ++k) kept[k + 1] = part.total[k];
@@ -88,7 +88,15 @@ FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, con
     part[r].total[0] = sum_parents<Pose>(a, total);
     if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, product);
   }
-  if (!PLAIN && a.warps_parents > 1) meet<Pose, R, N>(a, lane, shared, turn, part);
+  const auto take_up = [&] {  // what was below the lanes' own top is now below that of all
+    each_tile<Pose, R>([&](int r, int p) {
+      share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
+    });
+  };
+  if (a.warps_parents > 1) {
+    meet<Pose, R, N>(a, lane, shared, turn, part);
+    take_up();
+  }
   if (!PLAIN && a.statistics) {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -96,16 +104,13 @@ FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, con
       if (position >= 0) remember<Pose, N>(a, lane, a.statistics + (position * a.I + i) * (N + 2), part[r]);
     }
     if (a.collect) return false;
+    take_up();
   }
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
     const float one = reciprocal(part[r].total[0]);
     FASTCAPS_UNROLL
-    for (int p = 0; p < Pose::kEach; ++p) {
-      if (!PLAIN && (a.warps_parents > 1 || a.statistics))
-        share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
-      share[r][p] *= one;
-    }
+    for (int p = 0; p < Pose::kEach; ++p) share[r][p] *= one;
     if constexpr (N > 0) heard[r] = part[r].total[1] * one;
   }
   return true;

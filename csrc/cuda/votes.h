@@ -82,7 +82,7 @@ FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, co
   }
 }
 
-// PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one warp.
+// PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
 template <class Pose, int R, bool PLAIN>
 FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
                                 const Child& child, Tiles<Pose, R>& votes) {
@@ -118,7 +118,7 @@ template <class Pose>
 FASTCAPS_DEVICE float dot(const AttentionArgs& a, const Tile<Pose>& x, const Tile<Pose>& y) {
   float sum = 0.0f;
   each_number<Pose>([&](int i, int j) { sum += x[i][j] * y[i][j]; });
-  return sum_pose<Pose>(a, sum);
+  return sum_rows<Pose>(a, sum_columns<Pose>(a, sum));
 }
 
 // A tile of a parent's pose, in dense memory [positions, M, C, E]; zero where there is none.
