@@ -13,24 +13,25 @@ The choice is one global of the process, like the flags of :mod:`torch.backends`
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
-from fastcaps import ops
+from fastcaps import libraries, ops
 
 __all__ = [
     "NAMES",
     "Backend",
     "BackendError",
     "backend",
+    "choose",
+    "convolution_rounds",
     "default_dtypes",
     "forced",
     "listing",
@@ -38,6 +39,7 @@ __all__ = [
     "native_serves",
     "refusal",
     "show",
+    "tf32_allowed",
 ]
 
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -45,6 +47,7 @@ NAMES = ("cuda", "triton", "cpu", "reference")
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _GPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the CUDA and Triton kernels
 
 
 class BackendError(RuntimeError):
@@ -73,77 +76,96 @@ class Backend:
         return f"{self.name:<10} {'yes' if self.available else 'no':<4} {self.detail}"
 
 
-_library: ctypes.CDLL | None = None
-_library_problem = ""
-_native_ready = False
+_cpu = libraries.library("cpu")
 _forced: str | None = None
 
 
-def _library_path() -> Path:
-    """Return where an installation keeps the native CPU library."""
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return Path(__file__).with_name("lib") / f"libfastcaps_cpu.{suffix}"
-
-
 def _load_native() -> None:
-    """Load the native CPU library, or have the reference serve the CPU and say so, once."""
-    global _library, _library_problem, _native_ready, _forced
-    path = _library_path()
-    if not path.is_file():
-        _library_problem = "the native library is not built"
-    else:
-        try:
-            torch.ops.load_library(str(path))
-            _library = ctypes.CDLL(str(path))
-            _library.fastcaps_capability.restype = ctypes.c_char_p
-            _library.fastcaps_capabilities_built.restype = ctypes.c_char_p
-            _native_ready = native_capability() is not None
-            if not _native_ready:
-                _forced = "cpu"  # a level was asked for by name: every call says why it cannot be had
-        except OSError as error:
-            _library_problem = f"the native library does not load ({error})"
-    if _library_problem:
-        ops.serve_by_reference("CPU")
-        warnings.warn(
-            f"fastcaps: {_library_problem}; the reference serves instead. Results are the same, but votes are stored: "
-            "it is slow and needs much memory. Install fastcaps without FASTCAPS_BUILD=0 for the compiled kernels.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    ops.serve_by_reference("CUDA")
+    """Have the native library serve the CPU, or the reference, which is said once."""
+    global _forced
+    if not _cpu.problem:
+        if native_capability() is None:
+            _forced = "cpu"  # a level was asked for by name: every call says why it cannot be had
+        return
+    ops.serve_by_reference("CPU")
+    warnings.warn(
+        f"fastcaps: the native library cannot serve: {_cpu.problem}; the reference serves instead. Results are the "
+        "same, but votes are stored: it is slow and needs much memory. Install fastcaps without FASTCAPS_BUILD=0 for "
+        "the compiled kernels.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def native_capability() -> str | None:
     """Return the instruction set that the native library chose; None without a library or a usable level."""
-    if _library is None:
-        return None
-    level: bytes | None = _library.fastcaps_capability()
-    return None if level is None else level.decode()
+    return _cpu.ask("fastcaps_capability")
 
 
 def native_serves() -> bool:
     """Return whether the compiled kernels are what runs on the CPU."""
-    return _native_ready
+    return not _cpu_problem()
 
 
-def _native_problem() -> str:
-    """Return why the native library cannot run calls, or an empty string."""
-    if _library is not None and native_capability() is None:
+@lru_cache(maxsize=1)
+def _cpu_problem() -> str:
+    """Return why the native library cannot run calls on the CPU, or an empty string."""
+    if not _cpu.problem and native_capability() is None:
         wanted = os.environ.get("FASTCAPS_CPU_CAPABILITY", "")
-        built = _library.fastcaps_capabilities_built().decode()
+        built = _cpu.ask("fastcaps_capabilities_built")
         return (
             f"FASTCAPS_CPU_CAPABILITY={wanted!r} is not a level that this processor has and this build holds ({built})"
         )
-    return _library_problem
+    return _cpu.problem
+
+
+def _torch_problem() -> str:
+    """Return why torch reaches no GPU here, or an empty string."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a CPU build"
+    return "" if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def _cuda_problem() -> str:
+    """Return why the CUDA kernels cannot run calls here, or an empty string. Loads their library, if torch has CUDA."""
+    if not libraries.library_path("cuda").is_file():
+        why = libraries.native_build_info().get("cuda_why_not") or "the package was installed without native libraries"
+        return f"not built: {why}"
+    if torch.version.hip is not None:
+        return f"torch {torch.__version__} is a ROCm build"
+    return _torch_problem() or libraries.library("cuda").problem
+
+
+def _triton_problem() -> str:
+    """Return why the Triton kernels cannot run calls here, or an empty string."""
+    return _torch_problem() or libraries.triton_kernels()[1]
+
+
+@cache
+def _device_problem(device: torch.device) -> str:
+    """Return why the CUDA kernels do not run on a device, or an empty string."""
+    library = libraries.library("cuda")
+    toolkit = library.ask("fastcaps_cuda_toolkit") or "0"
+    driver: int = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)() // 1000
+    if driver and driver < int(toolkit.split(".")[0]):
+        return f"it is built with CUDA {toolkit}, the driver serves CUDA {driver} at most"
+    built = library.ask("fastcaps_cuda_architectures") or ""
+    return libraries.architecture_problem(built, torch.cuda.get_device_capability(device))
+
+
+def _built_for() -> str:
+    library = libraries.library("cuda")
+    built = libraries.architecture_names(library.ask("fastcaps_cuda_architectures") or "")
+    return f"compiled kernels, CUDA {library.ask('fastcaps_cuda_toolkit')}, for compute capability {built}"
 
 
 def listing() -> tuple[Backend, ...]:
     """Return all backends, in order of preference, with whether and why each runs here."""
-    problem = _native_problem()
+    cuda, triton, cpu = _cuda_problem(), _triton_problem(), _cpu_problem()
     return (
-        Backend("cuda", False, "not built: this version has no CUDA kernels"),
-        Backend("triton", False, "not built: this version has no Triton kernels"),
-        Backend("cpu", not problem, problem or f"compiled kernels, instruction set {native_capability()}"),
+        Backend("cuda", not cuda, cuda or _built_for()),
+        Backend("triton", not triton, triton or "kernels that Triton compiles when they are first called"),
+        Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
         Backend("reference", True, "plain PyTorch, any device; stores the votes"),
     )
 
@@ -154,18 +176,99 @@ def show() -> None:
         print(entry)
 
 
-def refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why backend ``name`` cannot take tensors of this device and dtype, or None if it can."""
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    return ", ".join(names[:-1]) + " and " + names[-1]
+
+
+@torch.compiler.assume_constant_result
+def refusal(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    pose: tuple[int, int, int] | None = None,
+    parents: int | None = None,
+) -> str | None:
+    """Return why a backend cannot take a call, or None if it can.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`NAMES`.
+    device, dtype
+        Of the children (under autocast, the dtype that they are cast to).
+    pose : (C, D, E), optional
+        A child's pose is C x D numbers, a parent's C x E. Without it, limits of poses are not looked at.
+    parents : int, optional
+        M; likewise.
+    """
     if name == "reference":
-        return None if dtype.is_floating_point else f"the reference takes floating-point tensors, got {dtype}"
-    entry = listing()[NAMES.index(name)]
-    if not entry.available:
-        return entry.detail
-    if device.type != "cpu":
-        return f"it runs on the CPU only, the tensors are on {device}"
-    if dtype not in _CPU_DTYPES:
-        return f"it takes float32, float64 and bfloat16, got {dtype}"
-    return None
+        return None if dtype.is_floating_point else f"it takes floating-point tensors, got {dtype}"
+    if name == "cuda":
+        problem = _cuda_problem()
+    else:
+        problem = _triton_problem() if name == "triton" else _cpu_problem()
+    if problem:
+        return problem
+    wanted, dtypes = ("cpu", _CPU_DTYPES) if name == "cpu" else ("cuda", _KERNEL_DTYPES)
+    if device.type != wanted:
+        where = "the CPU" if name == "cpu" else "a GPU"
+        return f"it runs on {where} only, the tensors are on {device}"
+    if dtype not in dtypes:
+        return f"it takes {_names(dtypes)}, got {str(dtype).removeprefix('torch.')}"
+    if name == "cuda" and _device_problem(device):
+        return _device_problem(device)
+    if name == "cpu" or pose is None or parents is None:
+        return None
+    if name == "cuda":
+        return libraries.library("cuda").ask("fastcaps_cuda_refusal", *pose) or None
+    kernels: Any = libraries.triton_kernels()[0]
+    return kernels.refusal(device, dtype, pose, parents)
+
+
+@cache
+def _chosen(
+    name: str | None, device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int
+) -> str:
+    if name is None:
+        return next(n for n in NAMES if refusal(n, device, dtype, pose, parents) is None)
+    reason = refusal(name, device, dtype, pose, parents)
+    if reason is not None:
+        raise BackendError(f"backend {name!r} is forced and cannot take this call: {reason}")
+    return name
+
+
+@torch.compiler.assume_constant_result
+def convolution_rounds() -> bool:
+    """Return whether float32 convolutions on a GPU round to TF32, as torch has it, while matrix products may not."""
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.conv.fp32_precision == "tf32" and not tf32_allowed()
+
+
+@torch.compiler.assume_constant_result
+def choose(device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int) -> str:
+    """Return the name of the backend that runs a call: the forced one, else the first that can take it.
+
+    Parameters
+    ----------
+    device, dtype, pose, parents
+        As in :func:`refusal`.
+
+    Raises
+    ------
+    BackendError
+        If a backend is forced and cannot take the call.
+    """
+    return _chosen(_forced, device, dtype, pose, parents)
+
+
+def tf32_allowed() -> bool:
+    """Return whether the user lets float32 matrix products on a GPU round their factors to TF32.
+
+    That is ``torch.backends.cuda.matmul.fp32_precision``, which ``torch.set_float32_matmul_precision`` and the older
+    ``allow_tf32`` set too.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def default_dtypes(device_type: str) -> tuple[torch.dtype, ...]:

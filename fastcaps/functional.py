@@ -7,7 +7,6 @@ counts, devices and windows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import backends, ops, reference
+from fastcaps.explanation import Explanation, Explanations, explain_call
 from fastcaps.geometry import SET_WINDOW, Window, from_op, output_size, to_op, window_extent
 
-__all__ = ["Explanation", "Window", "explain", "inverted_attention_routing", "uniform_pass"]
+__all__ = ["Explanation", "Explanations", "Window", "explain", "inverted_attention_routing", "uniform_pass"]
 
 
 def _shape(tensor: Tensor) -> str:
@@ -214,6 +214,8 @@ def inverted_attention_routing(
         If a forced backend cannot take the call.
     """
     _check(children, weight, parents, bias, gate, norm_weight, norm_bias, eps, window, normalize)
+    if _watching is not None:
+        return _watch(children, weight, parents, window, return_coefficients)
     pose = children.shape[-2] * weight.shape[3]
     scale = pose**-0.5 if scale is None else scale
     normalize = normalize and pose != 1
@@ -223,7 +225,7 @@ def inverted_attention_routing(
     op_gate = None if gate is None else to_op(gate, window)
     chosen = backends.forced()
     if chosen is not None:
-        reason = backends.refusal(chosen, children.device, ops.autocast_dtype(children.device.type) or children.dtype)
+        reason = _refusal(chosen, children, weight)
         if reason is not None:
             raise backends.BackendError(f"backend {chosen!r} is forced and cannot take this call: {reason}")
     if query is None and chosen != "reference" and not _kernel_beats_library(grid, weight, spec):
@@ -241,6 +243,18 @@ def inverted_attention_routing(
     return routed, shares if window is not None else shares.squeeze((1, 2))
 
 
+def _refusal(name: str, children: Tensor, weight: Tensor) -> str | None:
+    """Return why a backend cannot take a call on children and weight, public or of the op, or None if it can.
+
+    While ``torch.compile`` traces, sizes may be symbols: then limits of poses are left to the op, which sees numbers.
+    """
+    dtype = ops.autocast_dtype(children.device.type) or children.dtype
+    if torch.compiler.is_compiling():
+        return backends.refusal(name, children.device, dtype)
+    pose = (children.shape[-2], children.shape[-1], weight.shape[3])
+    return backends.refusal(name, children.device, dtype, pose, weight.shape[1])
+
+
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
 
@@ -249,9 +263,19 @@ def _kernel_beats_library(children: Tensor, weight: Tensor, window: tuple[int, .
 
     The library needs the weights in another order. Copying them is little beside the convolution itself, except where
     they are large: with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which reads them as
-    they lie, 17. Where children share weights, summing them first wins. Only shapes decide, so that the same numbers
-    give the same bits with and without gradients.
+    they lie, 17. Where children share weights, summing them first wins. On a GPU the library's convolution may round
+    float32 to TF32 though its matmul, whose setting is the one that counts here, may not: then our kernel runs. Nothing
+    but shapes and settings decides, so that the same numbers give the same bits with and without gradients.
     """
+    if children.device.type == "cuda":
+        dtype = ops.autocast_dtype("cuda") or children.dtype
+        convolution = window != SET_WINDOW and children.shape[3] % weight.shape[0] != 0
+        return (
+            convolution
+            and dtype == torch.float32
+            and backends.convolution_rounds()
+            and any(_refusal(name, children, weight) is None for name in ("cuda", "triton"))
+        )
     own = weight.shape[0] == window[0] * window[1] * children.shape[3]
     return own and weight.numel() >= _LARGE and children.device.type == "cpu" and backends.native_serves()
 
@@ -372,33 +396,12 @@ def _uniform_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: t
     return result.movedim(1, -1).unflatten(-1, bias.shape[1:])
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What a routing call would run on, and why not on the backends before it.
-
-    Attributes
-    ----------
-    backend
-        The name of the backend that runs, ``"torch"`` for the library's own convolution or matmul, or None if a forced
-        backend cannot take the call.
-    how
-        One sentence about what runs.
-    reasons
-        For every backend that does not run, why not.
-    """
-
-    backend: str | None
-    how: str
-    reasons: dict[str, str]
-
-    def __str__(self) -> str:
-        head = f"{self.backend or 'nothing'}: {self.how}"
-        return "\n".join([head, *(f"  not {name}: {reason}" for name, reason in self.reasons.items())])
+_watching: list[Explanation] | None = None  # while a module is explained: what its calls would do
 
 
 def explain(
-    children: Tensor,
-    weight: Tensor,
+    children: Tensor | torch.nn.Module,
+    weight: Tensor | None = None,
     parents: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -410,31 +413,76 @@ def explain(
     window: Window | None = None,
     normalize: bool = True,
     return_coefficients: bool = False,
-) -> Explanation:
-    """Say which backend would run :func:`inverted_attention_routing` with these arguments, and why not the others.
+) -> Explanation | Explanations:
+    """Say which backend, kernel and tile would run a routing call, and why not the others.
 
-    Nothing is computed. Raises what the call itself would raise for wrong arguments, but not
-    :class:`~fastcaps.BackendError`: that a forced backend cannot take the call is part of the answer.
+    Called with the arguments of :func:`inverted_attention_routing`, or with a module and its inputs: ``explain(layer,
+    children, parents)``, ``explain(network, images)``. A routing layer may be given alone; it is then explained for a
+    batch of 1 (on a grid, the smallest), with parents.
+
+    No routing is computed; the other parts of a module (convolutions, say) do run. Raises what the call itself would
+    raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced backend cannot take the call is
+    part of the answer.
+
+    Returns
+    -------
+    Explanation or Explanations
+        The latter, a tuple, for a module that makes any other number of calls than one. Both print as text.
     """
+    if isinstance(children, torch.nn.Module):
+        given = [argument for argument in (weight, parents) if argument is not None]
+        return _explain_module(children, *(given or _smallest_inputs(children)))
+    if weight is None:
+        raise TypeError("weight must be a torch.Tensor, got NoneType")
     _check(children, weight, parents, bias, gate, norm_weight, norm_bias, eps, window, normalize)
+    return _explain_call(children, weight, parents, window)
+
+
+def _explain_call(children: Tensor, weight: Tensor, parents: Tensor | None, window: Window | None) -> Explanation:
+    """Explain a call whose arguments are right."""
+    grid, spec = to_op(children, window), SET_WINDOW if window is None else window.spec
     dtype = ops.autocast_dtype(children.device.type) or children.dtype
-    refusals = {name: backends.refusal(name, children.device, dtype) for name in backends.NAMES}
-    chosen = backends.forced()
-    if chosen is not None:
-        reasons = {name: refusals[name] or f"{chosen!r} is forced" for name in backends.NAMES if name != chosen}
-        problem = refusals[chosen]
-        if problem is not None:
-            return Explanation(
-                None, f"backend {chosen!r} is forced and cannot take this call", {chosen: problem, **reasons}
-            )
-        if parents is not None or chosen == "reference":
-            return Explanation(chosen, "forced", reasons)
-    spec = SET_WINDOW if window is None else window.spec
-    if parents is None and not _kernel_beats_library(to_op(children, window), weight, spec):
-        why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
-        reasons = {name: refusals[name] or why for name in backends.NAMES}
-        return Explanation("torch", why, reasons)
-    runs = next(name for name in backends.NAMES if refusals[name] is None)
-    how = backends.listing()[backends.NAMES.index(runs)].detail
-    reasons = {name: reason or f"{runs} comes first" for name, reason in refusals.items() if name != runs}
-    return Explanation(runs, how, reasons)
+    library_first = not _kernel_beats_library(grid, weight, spec)
+    return explain_call(grid, weight, spec, dtype, parents is not None, library_first)
+
+
+def _explain_module(module: torch.nn.Module, *inputs: Tensor) -> Explanation | Explanations:
+    """Run a module with its routing calls replaced by their explanations."""
+    global _watching
+    before, _watching = _watching, []
+    try:
+        with torch.no_grad():
+            module(*inputs)
+        found = _watching
+    finally:
+        _watching = before
+    return found[0] if len(found) == 1 else Explanations(found)
+
+
+def _smallest_inputs(layer: Any) -> list[Tensor]:
+    """Return children and parents of the smallest call that a routing layer takes."""
+    if not hasattr(layer, "in_capsules") or not hasattr(layer, "window"):
+        raise TypeError(f"explain: a {type(layer).__name__} must be given with its inputs: explain(module, inputs)")
+    window = layer.window
+    extent, padding = ((), ()) if window is None else (window_extent(window.spec), window.spec[4:6])
+    grid = [max(1, size - 2 * pad) for size, pad in zip(extent, padding, strict=True)]
+    parents_grid = [] if window is None else window.output_size(*grid)
+    weight: Tensor = layer.weight
+    return [
+        weight.new_zeros((1, layer.in_capsules, *grid, layer.in_dim)),
+        weight.new_zeros((1, layer.out_capsules, *parents_grid, layer.out_dim)),
+    ]
+
+
+def _watch(
+    children: Tensor, weight: Tensor, parents: Tensor | None, window: Window | None, return_coefficients: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Note what a call would do; return zeros of the shapes that it would return."""
+    assert _watching is not None
+    _watching.append(_explain_call(children, weight, parents, window))
+    many = weight.shape[1]
+    spatial = () if window is None else window.output_size(children.shape[2], children.shape[3])
+    batch, count = children.shape[0], children.shape[1] * (1 if window is None else window.positions)
+    dtype = ops.autocast_dtype(children.device.type) or children.dtype
+    routed = children.new_zeros((batch, many, *spatial, children.shape[-2], weight.shape[3]), dtype=dtype)
+    return (routed, children.new_zeros((batch, *spatial, count, many))) if return_coefficients else routed

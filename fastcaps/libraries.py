@@ -18,7 +18,15 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["Library", "architecture_problem", "library", "library_path", "native_build_info", "triton_kernels"]
+__all__ = [
+    "Library",
+    "architecture_names",
+    "architecture_problem",
+    "library",
+    "library_path",
+    "native_build_info",
+    "triton_kernels",
+]
 
 
 def library_path(name: str) -> Path:
@@ -73,6 +81,20 @@ def native_build_info() -> dict[str, object]:
     return dict(_C.build_info())
 
 
+def _parse(architectures: str) -> list[tuple[tuple[int, int], str, str]]:
+    """Split ``"80-real,90a"`` into (compute capability, suffix letter, form)."""
+    found = re.findall(r"(\d+)(\d)([af]?)(-real|-virtual)?(?:,|$)", architectures)
+    return [((int(major), int(minor)), kind, form) for major, minor, kind, form in found]
+
+
+def architecture_names(architectures: str) -> str:
+    """Write architectures as torch does: ``"80-real,90"`` as ``"8.0, 9.0+PTX"``."""
+    return ", ".join(
+        f"{major}.{minor}{kind}" + ("" if form == "-real" else "+PTX")
+        for (major, minor), kind, form in _parse(architectures)
+    )
+
+
 def architecture_problem(architectures: str, capability: tuple[int, int]) -> str:
     """Return why code for ``architectures`` does not run on a device of that compute capability, or an empty string.
 
@@ -85,20 +107,15 @@ def architecture_problem(architectures: str, capability: tuple[int, int]) -> str
         The device's.
     """
     major, minor = capability
-    names = []
-    for entry in architectures.split(","):
-        found = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", entry)
-        if found is None:
-            continue
-        own, kind, form = (int(found.group(1)), int(found.group(2))), found.group(3), found.group(4)
-        names.append(f"{own[0]}.{own[1]}{kind}" + ("" if form == "-real" else "+PTX"))
+    for own, kind, form in _parse(architectures):
         if capability == own:
             return ""
         code = form != "-virtual" and kind != "a" and own[0] == major and own[1] <= minor
         ptx = form != "-real" and not kind and own <= capability
         if code or ptx:
             return ""
-    return f"it is built for compute capability {', '.join(names)}, the device has {major}.{minor}"
+    names = architecture_names(architectures)
+    return f"it is built for compute capability {names}, the device has {major}.{minor}"
 
 
 @cache

@@ -1,7 +1,7 @@
 """The ops of the package: schemas, fake kernels, autograd, autocast.
 
-Each schema is defined once, here; native libraries only implement it. Where none serves the CPU the reference does, and
-on CUDA devices it always does for now. Layout and meaning of every argument: :mod:`fastcaps.reference`.
+Each schema is defined once, here; native libraries only implement it. Where none serves the CPU the reference does; on
+a GPU :mod:`fastcaps.dispatch` chooses for each call. Layout and meaning of every argument: :mod:`fastcaps.reference`.
 
 Workspace
 ---------
@@ -20,7 +20,7 @@ Nothing grows with children times parents. The reference, being the oracle, stor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,15 @@ from torch import Tensor
 from fastcaps import reference
 from fastcaps.geometry import output_size
 
-__all__ = ["attention_pass", "attention_pass_backward", "autocast_dtype", "serve_by_reference"]
+__all__ = [
+    "attention_pass",
+    "attention_pass_backward",
+    "autocast_dtype",
+    "check_backward",
+    "check_pass",
+    "implement",
+    "serve_by_reference",
+]
 
 _LIBRARY = torch.library.Library("fastcaps", "DEF")
 _LIBRARY.define(
@@ -50,10 +58,111 @@ attention_pass_backward = torch.ops.fastcaps.attention_pass_backward.default
 _TENSORS = 7  # the leading arguments of attention_pass that are tensors, in the order of reference.NEEDS
 
 
+def implement(key: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Register Python functions as the kernels of both ops under a dispatch key, ``"CPU"`` or ``"CUDA"``."""
+    _LIBRARY.impl("attention_pass", forward, key)
+    _LIBRARY.impl("attention_pass_backward", backward, key)
+
+
 def serve_by_reference(key: str) -> None:
-    """Register the reference as the kernel of both ops under a dispatch key, ``"CPU"`` or ``"CUDA"``."""
-    _LIBRARY.impl("attention_pass", reference.attention_pass, key)
-    _LIBRARY.impl("attention_pass_backward", reference.attention_pass_backward, key)
+    """Register the reference as the kernel of both ops under a dispatch key."""
+
+    def forward(*arguments: Any) -> Any:
+        check_pass(*arguments)
+        return reference.attention_pass(*arguments)
+
+    def backward(*arguments: Any) -> Any:
+        check_backward(*arguments)
+        return reference.attention_pass_backward(*arguments)
+
+    implement(key, forward, backward)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(f"fastcaps: {message}")
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    _check(list(tensor.shape) == list(shape), f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    _check(tensor.dtype == dtype, f"{name} has another dtype than the call")
+    _check(tensor.device == device, f"{name} is not on the device of children")
+
+
+def check_pass(
+    children: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    window: Sequence[int],
+) -> None:
+    """Raise RuntimeError unless the arguments of ``attention_pass`` fit together.
+
+    For kernels in Python, which would broadcast a size of 1 in silence. It says what the native libraries say
+    (``csrc/tensors.h``); what a user sees of wrong arguments is :mod:`fastcaps.functional`'s.
+    """
+    _check(children.dim() == 6, f"children must be [B, H, W, N, C, D], got {list(children.shape)}")
+    _check(weight.dim() == 4, f"weight must be [G, M, D, E], got {list(weight.shape)}")
+    _check(len(window) == 8, "window must be [kh, kw, sh, sw, ph, pw, dh, dw]")
+    least = (1, 1, 1, 1, 0, 0, 1, 1)
+    _check(all(n >= m for n, m in zip(window, least, strict=True)), f"window is not valid: {list(window)}")
+    _check(
+        min(*children.shape[1:], *weight.shape) >= 1,
+        f"children {list(children.shape)} and weight {list(weight.shape)} must not have empty dimensions but the batch",
+    )
+    ho, wo = output_size(window, children.shape[1], children.shape[2])
+    _check(ho >= 1 and wo >= 1, f"window {list(window)} is larger than children {list(children.shape)}")
+    count = window[0] * window[1] * children.shape[3]
+    groups, many, _, columns = weight.shape
+    _check(count % groups == 0, f"weight has {groups} groups, which do not divide {count} children")
+    batch, rows = children.shape[0], children.shape[4]
+    pose = [rows * columns]
+    shapes: list[tuple[str, Tensor | None, list[int]]] = [
+        ("weight", weight, [groups, many, children.shape[5], columns]),
+        ("query", query, [batch, ho, wo, many, rows, columns]),
+        ("gate", gate, list(children.shape[:4])),
+        ("norm_weight", norm_weight, pose),
+        ("norm_bias", norm_bias, pose),
+    ]
+    if bias is not None:
+        _check(bias.dim() == 4, "bias must be [I or 1, M or 1, C, E]")
+        first, second = (1 if size == 1 else full for size, full in zip(bias.shape[:2], (count, many), strict=True))
+        shapes.append(("bias", bias, [first, second, rows, columns]))
+    for name, tensor, shape in shapes:
+        if tensor is not None:
+            _check_tensor(name, tensor, shape, children.dtype, children.device)
+
+
+def check_backward(
+    grad_parents: Tensor | None,
+    grad_sums: Tensor | None,
+    children: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    sums: Tensor,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    window: Sequence[int],
+    needs: int,
+) -> None:
+    """Raise RuntimeError unless the arguments of ``attention_pass_backward`` fit together; see :func:`check_pass`."""
+    check_pass(children, weight, query, bias, gate, norm_weight, None, scale, eps, normalize, window)
+    shape, accumulated = _pass_shape(children, weight, window), reference.accumulation_dtype(children.dtype)
+    checked = [("grad_parents", grad_parents, children.dtype), ("grad_sums", grad_sums, accumulated)]
+    checked += [("sums", sums, accumulated)] if normalize else []
+    for name, tensor, dtype in checked:
+        if tensor is not None:
+            _check_tensor(name, tensor, shape, dtype, children.device)
 
 
 def _pass_shape(children: Tensor, weight: Tensor, window: Sequence[int]) -> tuple[Any, ...]:
