@@ -18,8 +18,19 @@ export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 export TORCH_HOME := $(CURDIR)/.cache/torch
 export XDG_CACHE_HOME := $(CURDIR)/.cache
 
+# CUDA kernels are compiled for one architecture here, the visible GPU's or else 9.0: nothing on this machine runs the
+# others, and each would cost a build as much again. A wheel for others (pip wheel .) holds all of them.
+ifndef TORCH_CUDA_ARCH_LIST
+TORCH_CUDA_ARCH_LIST := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | paste -sd ';' -)
+endif
+ifeq ($(strip $(TORCH_CUDA_ARCH_LIST)),)
+TORCH_CUDA_ARCH_LIST := 9.0
+endif
+export TORCH_CUDA_ARCH_LIST
+
 # What the installed package is made from; Python files need no reinstall, the install is editable.
 SOURCES := setup.py pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc -type f 2>/dev/null)
+NATIVE  := csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu'
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -28,7 +39,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  PYTHON=python3.12 chooses the interpreter for a new .venv, MAX_JOBS=4 the compiler processes"
+	@echo "  PYTHON=python3.12 chooses the interpreter for a new .venv, MAX_JOBS=4 the compiler processes,"
+	@echo "  FASTCAPS_CUDA=0 leaves out the CUDA kernels, TORCH_CUDA_ARCH_LIST='8.0;9.0' says what they are compiled for"
 
 demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, show speed and pictures
 	$(BIN)/fastcaps demo $(DEMO_ARGS)
@@ -44,12 +56,12 @@ lint: $(VENV)/.installed-dev ## ruff, mypy and clang-format, all read-only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	find $(NATIVE) | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.installed-dev ## rewrite Python and native sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+	find $(NATIVE) | xargs $(BIN)/clang-format -i
 
 bench: $(VENV)/.installed-test ## run the whole benchmark
 	$(BIN)/python -m pytest bench $(PYTEST_ARGS)

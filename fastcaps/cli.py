@@ -201,6 +201,10 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
+def _joined(value: Any) -> Any:
+    return ", ".join(value) if isinstance(value, list) else value
+
+
 def _info(args: argparse.Namespace) -> int:
     import torch
 
@@ -234,10 +238,13 @@ def _info(args: argparse.Namespace) -> int:
         return 0
     print(f"fastcaps {fastcaps.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("build" if build else "build: no native library (FASTCAPS_BUILD=0); the reference serves")
+    why_not = build.pop("cuda_why_not", "")
+    if why_not:
+        build["cuda"] = f"none: {why_not}"
     for name, value in build.items():
         if isinstance(value, dict):
-            value = "; ".join(f"{key}: {part}" for key, part in value.items())
-        print(f"  {name.replace('_', ' '):<20}{', '.join(value) if isinstance(value, list) else value}")
+            value = "; ".join(f"{key}: {_joined(part)}" for key, part in value.items())
+        print(f"  {name.replace('_', ' '):<20}{_joined(value)}")
     print("\nbackends")
     for entry in listing:
         print(f"  {entry}")

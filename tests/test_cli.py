@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,8 @@ def test_info_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     for entry in fastcaps.backends.listing():
         assert str(entry) in out
     assert f"fastcaps {fastcaps.__version__}" in out
+    if fastcaps.backends.native_serves():
+        assert re.search(r"^  cuda +(toolkit: [\d.]+; architectures: |none: )", out, re.MULTILINE)
 
 
 def test_info_as_json_explains_a_call(capsys: pytest.CaptureFixture[str]) -> None:
