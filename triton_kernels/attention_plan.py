@@ -1,0 +1,225 @@
+"""How an attention pass is cut into programs: a table of a few numbers and pure functions of shapes. No autotuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LIMITS", "Limits", "MatrixPlan", "Plan", "matrix_plan", "plan"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may hold.
+
+    Attributes
+    ----------
+    forward, backward
+        Numbers of one tile that a thread holds. Forward keeps three tiles (votes, query, sums), backward five.
+    warps
+        The most warps of a program, and the most where parents of one position alone ask for it.
+    positions
+        The most positions of a program.
+    programs
+        Programs that one processor should get; children are split over programs until there are as many.
+    part_bytes
+        The most memory for parts of dW in the deterministic mode, unless one part is larger.
+    """
+
+    forward: int = 32
+    backward: int = 16
+    warps: tuple[int, int] = (8, 16)
+    positions: int = 64
+    programs: int = 4
+    part_bytes: int = 1 << 26
+
+
+LIMITS = Limits()
+_DOT = 16  # the least size of each side of a matrix product
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run the pass.
+
+    Attributes
+    ----------
+    positions, rows, parents, columns
+        A tile: BL positions, BC rows, BM parents, BE columns of a pose, powers of two.
+    depth
+        Columns of a child's pose that one matrix product takes; 0 where votes are made column by column instead.
+    blocks, tiles, splits
+        Blocks of positions, tiles of parents, ranges of children: programs in all three directions.
+    per_split
+        Children of a range.
+    warps
+        Warps of a program.
+    """
+
+    positions: int
+    rows: int
+    parents: int
+    columns: int
+    depth: int
+    blocks: int
+    tiles: int
+    splits: int
+    per_split: int
+    warps: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a tile."""
+        return self.positions * self.rows * self.parents * self.columns
+
+    def __str__(self) -> str:
+        how = f"matrix products of depth {self.depth}" if self.depth else "products column by column"
+        sweeps = "one sweep" if self.tiles == 1 else f"two sweeps over {self.tiles} tiles"
+        return (
+            f"{sweeps}; programs of {self.positions} positions x {self.parents} parents, {self.warps} warps, "
+            f"{self.blocks * self.tiles * self.splits} of them, children in {self.splits} ranges; {how}"
+        )
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """How the deterministic mode makes dW and dbias: the tile of ``tile``, and parts that are added up in order.
+
+    Attributes
+    ----------
+    tile
+        Plan of the tile; its splits are not used.
+    depth
+        Rows of the matrices that a program gathers.
+    splits, group_children
+        Ranges of a group's children, and children of a range.
+    position_splits, per_split
+        Ranges of blocks of positions, and blocks of a range.
+    """
+
+    tile: Plan
+    depth: int
+    splits: int
+    group_children: int
+    position_splits: int
+    per_split: int
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not below ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def largest_pose(limits: Limits = LIMITS) -> int:
+    """Return how many numbers of a padded parent's pose a program can hold, forward and backward."""
+    return min(limits.forward, limits.backward) * 32 * limits.warps[1]
+
+
+def plan(
+    positions: int,
+    children: int,
+    parents: int,
+    pose: tuple[int, int, int],
+    *,
+    backward: bool = False,
+    tensor_cores: bool = False,
+    products: bool | None = None,
+    processors: int = 132,
+    limits: Limits = LIMITS,
+) -> Plan:
+    """Return the plan for a pass over B * L ``positions`` that see I ``children`` and have M ``parents``.
+
+    Parameters
+    ----------
+    positions, children, parents, pose
+        B * L, I, M and (C, D, E).
+    backward
+        Whether it is for the gradients.
+    tensor_cores
+        Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
+    products
+        Whether votes are matrix products; by default where tensor cores or depth make it pay.
+    processors
+        Of the device (132 on an H200).
+    limits
+        What a program may hold.
+    """
+    rows, inner, columns = power_of_two(pose[0]), pose[1], power_of_two(pose[2])
+    unit = rows * columns
+    per_thread = limits.backward if backward else limits.forward
+    if products is None:
+        products = inner >= 4 if tensor_cores else inner >= _DOT
+    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
+    least_positions = max(1, _DOT // rows) if products else 1
+    least_parents = max(1, _DOT // columns) if products else 1
+    usual, most = (32 * warps * per_thread for warps in limits.warps)
+    if least_positions * least_parents * unit > most:
+        return plan(
+            positions, children, parents, pose, backward=backward, products=False, processors=processors, limits=limits
+        )
+    tile_parents = max(power_of_two(parents), least_parents)
+    capacity = usual if tile_parents * least_positions * unit <= usual else most
+    if tile_parents * least_positions * unit > most:
+        capacity = max(usual, least_positions * least_parents * unit)
+        tile_parents = max(least_parents, capacity // (least_positions * unit))
+    tile_positions = least_positions
+    wanted = min(power_of_two(max(1, positions)), limits.positions)
+    half = max(capacity // 2, 1)  # four warps do as well as eight where all parents fit
+    while tile_positions < wanted and 2 * tile_positions * tile_parents * unit <= half:
+        tile_positions *= 2
+    numbers = tile_positions * tile_parents * unit
+    warps = min(max(1, power_of_two(_ceil(numbers, 32 * per_thread))), limits.warps[1])
+    blocks, tiles = _ceil(max(1, positions), tile_positions), _ceil(parents, tile_parents)
+    splits = min(children, max(1, limits.programs * processors // (blocks * tiles)))
+    per_split = _ceil(children, splits)
+    depth = 0
+    if products:
+        depth = min(max(_DOT, power_of_two(inner)), 32)
+    return Plan(
+        tile_positions,
+        rows,
+        tile_parents,
+        columns,
+        depth,
+        blocks,
+        tiles,
+        _ceil(children, per_split),
+        per_split,
+        warps,
+    )
+
+
+def matrix_plan(
+    positions: int,
+    children: int,
+    groups: int,
+    parents: int,
+    pose: tuple[int, int, int],
+    *,
+    processors: int = 132,
+    limits: Limits = LIMITS,
+) -> MatrixPlan:
+    """Return the plan for dW and dbias in a fixed order; arguments as :func:`plan`, and G ``groups``."""
+    # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
+    tile = plan(positions, children, parents, pose, backward=True, products=True, processors=processors, limits=limits)
+    least = Plan(
+        max(tile.positions, _ceil(_DOT, tile.rows)),
+        tile.rows,
+        max(tile.parents, _ceil(_DOT, tile.columns)),
+        *(tile.columns, tile.depth, tile.blocks, tile.tiles, tile.splits, tile.per_split, tile.warps),
+    )
+    blocks, tiles = _ceil(max(1, positions), least.positions), _ceil(parents, least.parents)
+    tile = Plan(
+        least.positions, least.rows, least.parents, least.columns, tile.depth, blocks, tiles, 1, children, least.warps
+    )
+    programs = groups * tiles * _ceil(pose[1], _DOT)
+    part = 4 * groups * parents * max(pose[1] * pose[2], pose[0] * pose[2])
+    parts = max(1, min(limits.programs * processors // programs, limits.part_bytes // part))
+    own = children // groups
+    per_split = _ceil(blocks, min(parts, blocks))
+    position_splits = _ceil(blocks, per_split)
+    group_children = _ceil(own, max(1, min(parts // position_splits, own)))
+    return MatrixPlan(tile, _DOT, _ceil(own, group_children), group_children, position_splits, per_split)

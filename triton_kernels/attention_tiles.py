@@ -1,0 +1,193 @@
+"""What the attention kernels share: where children lie, the votes of one child, the tiles of a parents tensor.
+
+A *tile* holds the poses of every (position l, parent m), shape ``[BC, BE, BL, BM]`` for rows c and columns e of a pose,
+each size a power of two; numbers beyond the true sizes are zero and stay zero. Triton deals the last dimensions out to
+lanes and then to warps: a lane is a parent, a warp has positions, a pose stays within a thread, and so do sums over it.
+
+``V_im = P_i W_gm + bias_im`` is made for one child i at a time and never leaves the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+
+COUNTS = (
+    "count", "length", "columns", "height", "width", "types", "groups", "many", "seen_children", "blocks", "tiles",
+    "first_tile", "first_child", "last_child", "per_split", "poses", "splits", "group_children", "position_splits",
+)  # fmt: skip
+"""Arguments of kernels that never get a kernel compiled for their value, as Triton does for 1 and multiples of 16."""
+
+
+def kernel(function: Callable[..., None]) -> triton.JITFunction:
+    """Compile a kernel; what varies from call to call (see :data:`COUNTS`) does not compile it anew."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in names if name in COUNTS])
+
+
+@triton.jit
+def position_origin(p, count, length, columns, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr):
+    """Return (sample, first row, first column) of the windows of flat positions ``p``; row and column may be < 0.
+
+    Positions beyond ``count`` get those of the last one: their addresses stay small, and masks do the rest.
+    """
+    inside = tl.minimum(p, count - 1)
+    sample = inside // length
+    rest = inside - sample * length
+    row = rest // columns
+    return sample, row * SH - PH, (rest - row * columns) * SW - PW
+
+
+@triton.jit
+def is_present(exists, row, column, dy, dx, height, width, PADDED: tl.constexpr):
+    """Return which positions see a child at (row + dy, column + dx) of the grid; in the padding there is none."""
+    if PADDED:
+        down, right = row + dy, column + dx
+        exists = exists & (down >= 0) & (down < height) & (right >= 0) & (right < width)
+    return exists
+
+
+@triton.jit
+def tile_mask(first, parents, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr):
+    """Return which (c, m, e) of a tile that begins at parent ``first`` are numbers of a pose, ``[BC, BE, 1, BM]``."""
+    c = tl.arange(0, BC)[:, None, None, None]
+    m = first + tl.arange(0, BM)[None, None, None, :]
+    e = tl.arange(0, BE)[None, :, None, None]
+    return (c < C) & (m < parents) & (e < E)
+
+
+@triton.jit
+def tile_offsets(
+    p, first, parents, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr
+):
+    """Return where the numbers of a tile lie in a contiguous parents tensor ``[positions, M, C, E]``."""
+    c = tl.arange(0, BC)[:, None, None, None]
+    m = first + tl.arange(0, BM)[None, None, None, :]
+    e = tl.arange(0, BE)[None, :, None, None]
+    return p.to(tl.int64)[None, None, :, None] * (parents * (C * E)) + (m * C + c) * E + e
+
+
+INTERPRETED = tl.constexpr(not isinstance(tile_offsets, triton.JITFunction))
+"""Whether Triton interprets kernels (TRITON_INTERPRET=1): products of bfloat16 numbers are wrong there."""
+
+
+@triton.jit
+def votes_by_columns(
+    child, origin, seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e,
+    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Return ``P_i W_gm`` as a tile, one column of the pose times one row of the matrix after the other."""
+    c = tl.arange(0, BC)[:, None, None, None]
+    m = first + tl.arange(0, BM)[None, None, None, :]
+    e = tl.arange(0, BE)[None, :, None, None]
+    poses = child + origin[None, None, :, None] + c * cs_c
+    poses_in = seen[None, None, :, None] & (c < C)
+    rows = matrix + m.to(tl.int64) * ws_m + e * ws_e
+    rows_in = (m < parents) & (e < E)
+    votes = tl.zeros([BC, BE, BL, BM], tl.float32)
+    for d in range(D):
+        pose = tl.load(poses + d * cs_d, mask=poses_in, other=0.0).to(tl.float32)
+        votes += pose * tl.load(rows + d * ws_d, mask=rows_in, other=0.0).to(tl.float32)
+    return votes
+
+
+@triton.jit
+def load_poses(
+    child, row_origin, row_seen, k, cs_c, cs_d,
+    C: tl.constexpr, D: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return columns k to k + BK of the poses of one child, ``[BL * BC, BK]``: row l * BC + c."""
+    c = tl.arange(0, BL * BC) % BC
+    d = k + tl.arange(0, BK)
+    at = child + row_origin[:, None] + (c * cs_c)[:, None] + (d * cs_d)[None, :]
+    return tl.load(at, mask=(row_seen & (c < C))[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_matrices(
+    matrix, first, parents, k, ws_m, ws_d, ws_e,
+    D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return rows k to k + BK of the matrices of one group, ``[BK, BM * BE]``: column m * BE + e."""
+    column = tl.arange(0, BM * BE)
+    m, e = first + column // BE, column % BE
+    d = k + tl.arange(0, BK)
+    at = matrix + (d * ws_d)[:, None] + (m.to(tl.int64) * ws_m + e * ws_e)[None, :]
+    return tl.load(at, mask=(d < D)[:, None] & ((m < parents) & (e < E))[None, :], other=0.0)
+
+
+@triton.jit
+def votes_by_dot(
+    child, row_origin, row_seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e,
+    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return ``P_i W_gm`` as a tile by matrix products: positions times rows against parents times columns."""
+    votes = tl.zeros([BL * BC, BM * BE], tl.float32)
+    for k in range(0, D, BK):
+        poses = load_poses(child, row_origin, row_seen, k, cs_c, cs_d, C, D, BL, BC, BK)
+        matrices = load_matrices(matrix, first, parents, k, ws_m, ws_d, ws_e, D, E, BM, BE, BK)
+        if INTERPRETED:
+            poses, matrices = poses.to(tl.float32), matrices.to(tl.float32)
+        votes = tl.dot(poses, matrices, votes, input_precision=PRECISION)
+    return tl.permute(tl.reshape(votes, [BL, BC, BM, BE]), (1, 3, 0, 2))
+
+
+@triton.jit
+def votes_of_child(
+    child, origin, row_origin, seen, row_seen, matrix, bias, first, parents,
+    cs_c, cs_d, ws_m, ws_d, ws_e, bs_m, inside,
+    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the votes of one child as a tile, zero where the child is absent or the tile is padding.
+
+    Not a product with the mask: a bias or a weight of infinity must not turn an absent child into NaN. ``BK`` is 0
+    where products column by column are wanted, else the depth of one matrix product.
+    """
+    if BK > 0:
+        votes = votes_by_dot(
+            child, row_origin, row_seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e,
+            C, D, E, BL, BC, BM, BE, BK, PRECISION,
+        )  # fmt: skip
+    else:
+        votes = votes_by_columns(
+            child, origin, seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e, C, D, E, BL, BC, BM, BE
+        )
+    if bias is not None:
+        c = tl.arange(0, BC)[:, None, None, None]
+        m = first + tl.arange(0, BM)[None, None, None, :]
+        e = tl.arange(0, BE)[None, :, None, None]
+        votes += tl.load(bias + m.to(tl.int64) * bs_m + c * E + e, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside & seen[None, None, :, None], votes, 0.0)
+
+
+@triton.jit
+def inner_product(left, right):
+    """Return ``<X_m, Y_m>`` over the numbers of a pose: two tiles to ``[BL, BM]``."""
+    return tl.sum(tl.sum(left * right, axis=0), axis=0)
+
+
+@triton.jit
+def spread(values):
+    """Return ``[BL, BM]`` as something to multiply a tile with."""
+    return values[None, None, :, :]
+
+
+@triton.jit
+def routing_weights(agreement, first, parents, normalizer, BM: tl.constexpr):
+    """Return ``r = softmax over m`` of agreements ``[BL, BM]``.
+
+    With a ``normalizer`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
+    """
+    real = (first + tl.arange(0, BM) < parents)[None, :]
+    agreement = tl.where(real, agreement, float("-inf"))
+    if normalizer is not None:
+        return tl.exp(agreement - normalizer[:, None])
+    shares = tl.exp(agreement - tl.max(agreement, axis=1)[:, None])
+    return shares / tl.sum(shares, axis=1)[:, None]
