@@ -6,9 +6,23 @@
 #include "launch.h"
 #include "layer_norm.h"
 #include "ops.h"
+#include "tensor.h"
 
 namespace fastcaps::gpu {
 namespace {
+
+struct RoundArgs {
+  const float* from;
+  float* to;
+  int64_t count;
+};
+
+// Weights to tf32, once a call.
+FASTCAPS_KERNEL(256, 1)
+round_kernel(const FASTCAPS_CONSTANT RoundArgs a) {
+  for (int64_t k = block_x() * block_threads() + thread_index(); k < a.count; k += blocks_x() * block_threads())
+    a.to[k] = bits_float(to_tf32(a.from[k]));
+}
 
 Machine machine() { return {multiprocessors(), shared_limit()}; }
 
@@ -33,7 +47,7 @@ struct Call {
   Geometry geometry;
   AttentionArgs args{};
   LayerNormArgs norm{};
-  Tensor weight, bias, norm_weight, norm_bias;  // kept alive here
+  Tensor weight, rounded, bias, norm_weight, norm_bias;  // kept alive here
   Tensor children;
 
   Call(const Tensor& children_, const Tensor& weight_, const MaybeTensor& query, const MaybeTensor& bias_,
@@ -84,6 +98,9 @@ struct Call {
     return torch::stable::new_zeros(children, shape, ScalarType::Float);
   }
 
+  // May products be rounded to tf32? Half-precision numbers lose nothing by it.
+  bool rounds(int64_t options) const { return (options & kTF32) || args.storage != Storage::kFloat32; }
+
   void take(const Cut& c) {
     AttentionArgs& a = args;
     a.columns = c.columns, a.rows = c.rows, a.parents = c.parents;
@@ -94,6 +111,12 @@ struct Call {
     a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
     a.by_depth = Divider(ceil_div(geometry.D, c.kernel->vector));
     a.by_weights = Divider(int64_t(c.warps_parents) * c.parents * geometry.D * geometry.E / c.kernel->weight_copy);
+    if (c.kernel->tensor && a.storage == Storage::kFloat32) {  // half-precision numbers are round already
+      rounded = empty({weight.numel()});
+      gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
+                  RoundArgs{a.weight, floats(rounded), weight.numel()});
+      a.weight = floats(rounded);
+    }
     a.children_copy = copies_in_vectors(children, c.kernel->vector, geometry.D);
     a.shared_weight = c.shared_weight, a.shared_seen = c.shared_seen, a.shared_seat = c.shared_seat;
     a.shared_exchange = c.shared_exchange, a.shared_dchildren = c.shared_dchildren;
@@ -164,7 +187,6 @@ std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor we
                                           const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
                                           const MaybeTensor norm_bias, double scale, double eps, bool normalize,
                                           const std::vector<int64_t> window, int64_t options) {
-  (void)options;  // every forward sum has an order of its own
   const DeviceGuard guard(children);
   Call call(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window);
   const Geometry& g = call.geometry;
@@ -173,7 +195,7 @@ std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor we
   Tensor sums = call.empty(normalize ? shape : std::vector<int64_t>{0});
   if (g.positions() == 0) return {parents, sums};
 
-  const Cut c = cut(g, false, false, false, false, machine());
+  const Cut c = cut(g, false, call.rounds(options), false, false, false, machine());
   call.take(c);
   const Tensor statistics = query ? call.collect(c, 2) : Tensor();
   const bool direct = c.chunks == 1 && (normalize || call.args.storage == Storage::kFloat32);
@@ -209,7 +231,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   const bool ordered = options & kDeterministic, empty = g.positions() == 0 || (!grad_parents && !grad_sums);
 
   AttentionArgs& a = call.args;
-  const Cut c = cut(g, true, ordered, needs & kBias, (needs & kBias) && bias->size(0) == 1, machine());
+  const Cut c =
+      cut(g, true, call.rounds(options), ordered, needs & kBias, (needs & kBias) && bias->size(0) == 1, machine());
   call.take(c);
   const int64_t parts = !ordered ? 1 : c.parts_by_chunk ? c.groups * c.chunks : c.groups;
   const int64_t weights = g.G * g.M * g.D * g.E, biases = (bias ? bias->size(0) : 0) * g.parents();

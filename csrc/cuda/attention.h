@@ -87,8 +87,9 @@ struct AttentionKernel {
   int tile_rows, tile_columns;
   int columns, parents;            // lanes; 0: chosen at the launch
   int each;                        // parents of a lane
-  int vector;                      // floats of a row of children that are copied together
-  int weight_copy, weight_stride;  // floats; no stride: weights are read where they lie
+  bool tensor;                     // products in tf32
+  int vector, row_stride;          // of a child's rows, in floats: what is copied together; in shared memory, 0: any
+  int weight_copy, weight_stride;  // of a parent's weights; no stride: they are read where they lie
   int positions;                   // R
   int threads, blocks;             // of a block, at most; of a multiprocessor, at least
   void (*run)(const AttentionArgs);

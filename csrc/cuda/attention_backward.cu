@@ -17,8 +17,8 @@ AttentionKernels attention_backward_kernels() {
   static const AttentionKernel all[] = {
       kernel<Pose4x4x8, 1, 256, 1>(),  kernel<Pose4x4x16, 1, 256, 1>(), kernel<Pose4x4x32Back, 1, 256, 1>(),
       kernel<Pose6x6, 1, 256, 1>(),    kernel<Pose8x8, 1, 256, 1>(),    kernel<Pose1x8, 2, 256, 1>(),
-      kernel<Pose1x16, 2, 256, 1>(),   kernel<Pose1x64, 4, 256, 1>(),   kernel<PoseMatrix, 1, 256, 1>(),
-      kernel<PoseVector, 1, 256, 1>(),
+      kernel<Pose1x16, 2, 256, 1>(),   kernel<Pose1x64, 4, 256, 1>(),   kernel<Tensor4x4x16, 1, 256, 1>(),
+      kernel<Tensor1x64, 2, 256, 1>(), kernel<PoseMatrix, 1, 256, 1>(), kernel<PoseVector, 1, 256, 1>(),
   };
   return {all, sizeof(all) / sizeof(all[0])};
 }

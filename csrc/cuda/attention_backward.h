@@ -78,7 +78,7 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
   if constexpr (Pose::kFixed) {
     constexpr int kLanes = Pose::kColumns * Pose::kParents;
     int begin, count;
-    scatter_sums<N, Pose::kPositions, kLanes>(x, lane.lane, begin, count);
+    scatter_sums<N, Pose::kColumns == 1 ? Pose::kPositions : 1, kLanes>(x, lane.lane, begin, count);
     FASTCAPS_UNROLL
     for (int n = 0; n < (N - 1) / kLanes + 1; ++n)
       if (n < count) put(begin + n, x[n]);

@@ -35,14 +35,16 @@ Lanes lanes_of(const AttentionKernel& kernel, int64_t C, int64_t D, int64_t E, i
 
 // A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
 // pose.
-const AttentionKernel* choose(const AttentionKernels& kernels, const Geometry& g) {
+const AttentionKernel* choose(const AttentionKernels& kernels, const Geometry& g, bool tensor) {
   const AttentionKernel* best = nullptr;
   Lanes best_lanes{};
   for (int k = 0; k < kernels.count; ++k) {
     const AttentionKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
-    if (!lanes.columns) continue;
-    const bool better = !best || (kernel.C ? best_lanes.parents < g.M : !best->C && lanes.padded < best_lanes.padded);
+    if (!lanes.columns || (kernel.tensor && !tensor)) continue;
+    const bool better = !best || kernel.tensor > best->tensor ||
+                        (kernel.tensor == best->tensor &&
+                         (kernel.C ? best_lanes.parents < g.M : !best->C && lanes.padded < best_lanes.padded));
     if (better) best = &kernel, best_lanes = lanes;
   }
   return best;
@@ -55,7 +57,7 @@ struct Shared {
   Shared(const Cut& c, const Geometry& g, bool backward) {
     const AttentionKernel& kernel = *c.kernel;
     const int64_t rows = kernel.C ? g.C : c.rows * kernel.tile_rows;
-    const int64_t depth = kernel.C ? g.D : ceil_div(g.D, kernel.vector) * kernel.vector;
+    const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(g.D, kernel.vector) * kernel.vector;
     child_rows = c.tile * rows * depth * 4;
     weight = int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile * 8;
@@ -110,15 +112,17 @@ std::string refusal(int64_t C, int64_t D, int64_t E) {
          " x " + std::to_string(E);
 }
 
-Cut cut(const Geometry& g, bool backward, bool ordered, bool bias, bool bias_shared, const Machine& machine) {
+Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, bool bias_shared,
+        const Machine& machine) {
   Cut c;
-  c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g);
+  c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g, tensor);
   const AttentionKernel& kernel = *c.kernel;
   const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
   const int most_warps = kernel.threads / 32;
-  c.warps_parents = int(std::min<int64_t>(most_warps, ceil_div(g.M, c.parents)));
-  c.parent_blocks = int(ceil_div(g.M, int64_t(c.warps_parents) * c.parents));
+  const int64_t warps = ceil_div(g.M, c.parents);
+  c.warps_parents = int(ceil_div(warps, ceil_div(warps, most_warps)));
+  c.parent_blocks = int(ceil_div(warps, c.warps_parents));
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
   // Weights that are read in place are also differentiated in place, by one warp alone if an order must be kept.
   const bool single = backward && ordered && (kernel.weight_stride == 0 || bias);
@@ -160,9 +164,9 @@ Cut cut(const Geometry& g, bool backward, bool ordered, bool bias, bool bias_sha
 std::string describe(const Cut& c, const Geometry& g) {
   const AttentionKernel& kernel = *c.kernel;
   const auto n = [](int64_t x) { return std::to_string(x); };
-  std::string text = kernel.C
-                         ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
-                         : "kernel for any pose (" + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane)";
+  std::string text = kernel.tensor ? "tensor-core " : "";
+  text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
+                   : "kernel for any pose (" + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane)";
   text += ", " + n(c.tile) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
           n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " + n(c.groups * c.chunks) + " blocks";
   if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";

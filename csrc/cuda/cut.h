@@ -31,8 +31,10 @@ struct Cut {
 std::string refusal(int64_t C, int64_t D, int64_t E);
 
 // The backward kernel adds to gradients from many blocks at once; `ordered` forbids that, at the price of fewer blocks.
-// `bias`: its gradient is wanted too; `bias_shared`: and all children have the same.
-Cut cut(const Geometry& g, bool backward, bool ordered, bool bias, bool bias_shared, const Machine& machine);
+// `tensor`: products may be rounded to tf32; `bias`: its gradient is wanted too; `bias_shared`: and all children have
+// the same.
+Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, bool bias_shared,
+        const Machine& machine);
 
 // One line for people: kernel, tile, blocks.
 std::string describe(const Cut& cut, const Geometry& g);

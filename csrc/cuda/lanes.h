@@ -11,7 +11,7 @@ namespace fastcaps::gpu {
 // twice; 0: too large for it, read in place.
 template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE>
 struct FixedPose {
-  static constexpr bool kFixed = true;
+  static constexpr bool kFixed = true, kTensor = false;
   static constexpr int kC = C, kD = D, kE = E;
   static constexpr int kTileRows = C, kTileColumns = TE;
   static constexpr int kVector = D % 4 == 0 ? 4 : D % 2 == 0 ? 2 : 1;  // of a child's row
@@ -22,7 +22,9 @@ struct FixedPose {
   static constexpr int kPositions = 32 / (COLUMNS * PARENTS);
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
   static_assert(TE * COLUMNS == E && TE % VECTOR == 0 && 32 % (COLUMNS * PARENTS) == 0);
-  static_assert(COLUMNS == 1 || kPositions == 1, "the lanes of a sum over columns and parents must be neighbours");
+  static constexpr int kRowStride = D;  // of a child's rows in shared memory
+  static_assert(COLUMNS == 1 || PARENTS == 1 || kPositions == 1,
+                "the lanes of a sum over columns and parents must be neighbours");
 
   static FASTCAPS_DEVICE constexpr int C_(const AttentionArgs&) { return C; }
   static FASTCAPS_DEVICE constexpr int D_(const AttentionArgs&) { return D; }
@@ -37,11 +39,11 @@ struct FixedPose {
 // Any other pose: a lane holds TC x TE numbers of it, lanes stand in for the rest; what lies outside the pose is zero.
 template <int TC, int TE>
 struct FreePose {
-  static constexpr bool kFixed = false;
+  static constexpr bool kFixed = false, kTensor = false;
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kTileRows = TC, kTileColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
-  static constexpr int kColumns = 0, kParents = 0, kEach = 1;
+  static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0;
 
   static FASTCAPS_DEVICE int C_(const AttentionArgs& a) { return a.C; }
   static FASTCAPS_DEVICE int D_(const AttentionArgs& a) { return a.D; }
@@ -103,6 +105,11 @@ struct Lane {
   FASTCAPS_DEVICE bool speaks_for_pose() const { return column == 0 && row == 0; }
   FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_pose() && parent == 0; }
 };
+
+template <class Pose>
+FASTCAPS_DEVICE int row_stride(const AttentionArgs& a) {
+  return Pose::kFixed ? Pose::kRowStride : Pose::padded_depth(a);
+}
 
 // A lane's part of one pose, and all such parts that it holds.
 template <class Pose>

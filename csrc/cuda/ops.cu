@@ -37,8 +37,8 @@ __attribute__((visibility("default"))) const char* fastcaps_cuda_refusal(int64_t
 // The geometry as 19 numbers: B H W N C D Ho Wo M E G and the window's 8; then multiprocessors and a block's largest
 // shared memory in bytes.
 __attribute__((visibility("default"))) const char* fastcaps_cuda_plan(const int64_t* geometry, bool backward,
-                                                                      bool deterministic, int64_t multiprocessors,
-                                                                      int64_t shared_limit) {
+                                                                      int64_t options, bool half,
+                                                                      int64_t multiprocessors, int64_t shared_limit) {
   using namespace fastcaps;
   static thread_local std::string text;
   const int64_t* n = geometry;
@@ -46,7 +46,9 @@ __attribute__((visibility("default"))) const char* fastcaps_cuda_plan(const int6
                    n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
   text = gpu::refusal(g.C, g.D, g.E);
   if (text.empty())
-    text = gpu::describe(gpu::cut(g, backward, deterministic, false, false, {multiprocessors, shared_limit}), g);
+    text = gpu::describe(gpu::cut(g, backward, half || (options & gpu::kTF32), options & gpu::kDeterministic, false,
+                                  false, {multiprocessors, shared_limit}),
+                         g);
   return text.c_str();
 }
 

@@ -1,7 +1,7 @@
 // The poses that kernels are compiled for, in order of preference; whatever is none of them takes a free one.
 #pragma once
 
-#include "lanes.h"
+#include "tensor.h"
 
 namespace fastcaps::gpu {
 
@@ -18,6 +18,9 @@ using Pose1x8 = FixedPose   <1,  8, 16,  8, 4,  2, 16, 1, 136>;
 using Pose1x16 = FixedPose  <1, 16, 16,  8, 4,  2, 16, 1, 264>;
 using Pose1x64 = FixedPose  <1, 64, 64,  4, 4, 16,  2, 1,   0>;
 // clang-format on
+using Tensor4x4x32 = TensorPose4x4<4>;
+using Tensor4x4x16 = TensorPose4x4<2>;
+using Tensor1x64 = TensorPose1x64;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;
 
@@ -25,9 +28,24 @@ using Kernel = void (*)(const AttentionArgs);
 
 template <class Pose>
 constexpr AttentionKernel describe(int positions, int threads, int blocks, Kernel run, Kernel run_plain) {
-  return {Pose::kC,       Pose::kD,    Pose::kE,      Pose::kTileRows,   Pose::kTileColumns,  Pose::kColumns,
-          Pose::kParents, Pose::kEach, Pose::kVector, Pose::kWeightCopy, Pose::kWeightStride, positions,
-          threads,        blocks,      run,           run_plain};
+  return {Pose::kC,
+          Pose::kD,
+          Pose::kE,
+          Pose::kTileRows,
+          Pose::kTileColumns,
+          Pose::kColumns,
+          Pose::kParents,
+          Pose::kEach,
+          Pose::kTensor,
+          Pose::kVector,
+          Pose::kRowStride,
+          Pose::kWeightCopy,
+          Pose::kWeightStride,
+          positions,
+          threads,
+          blocks,
+          run,
+          run_plain};
 }
 
 }  // namespace fastcaps::gpu

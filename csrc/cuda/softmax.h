@@ -44,7 +44,8 @@ FASTCAPS_DEVICE void meet(const AttentionArgs& a, const Lane<Pose>& lane, char* 
   }
 }
 
-// What earlier launches knew of the other parents: this launch's part joins it (collect), or it is all there is to know.
+// What earlier launches knew of the other parents: this launch's part joins it (collect), or it is all there is to
+// know.
 template <class Pose, int N>
 FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, float* kept, Partial<N>& part) {
   if (a.collect && (lane.warp_parent != 0 || !lane.speaks_for_position())) return;
@@ -89,9 +90,8 @@ FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, con
     if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, product);
   }
   const auto take_up = [&] {  // what was below the lanes' own top is now below that of all
-    each_tile<Pose, R>([&](int r, int p) {
-      share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
-    });
+    each_tile<Pose, R>(
+        [&](int r, int p) { share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f; });
   };
   if (a.warps_parents > 1) {
     meet<Pose, R, N>(a, lane, shared, turn, part);

@@ -98,7 +98,7 @@ FASTCAPS_DEVICE void stage_children(const AttentionArgs& a, int first, int count
     const bool exists = child.exists(a, seat) && (Pose::kFixed || c < a.C);
     const int64_t at = seat.children + child.dy * a.children.stride[1] + child.dx * a.children.stride[2] +
                        child.n * a.children.stride[3] + c * a.children.stride[4] + d * a.children.stride[5];
-    float* target = to + int64_t(unit) * V;
+    float* target = to + unit / vectors * row_stride<Pose>(a) + d;
     if (a.children_copy) {
       copy_async<V * 4>(target, static_cast<const float*>(a.children.data) + (exists ? at : 0), exists);
     } else if (a.storage == Storage::kFloat32) {

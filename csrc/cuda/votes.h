@@ -1,70 +1,9 @@
 // Votes V = P W + bias: made where they are used, in registers, as often as they are needed.
 #pragma once
 
-#include "stage.h"
+#include "tensor.h"
 
 namespace fastcaps::gpu {
-
-template <int N>
-FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
-  static_assert(N == 1 || N == 2 || N == 4);
-  if constexpr (N == 4) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-  } else if constexpr (N == 2) {
-    const float2 v = *reinterpret_cast<const float2*>(from);
-    to[0] = v.x, to[1] = v.y;
-  } else {
-    to[0] = *from;
-  }
-}
-
-// One child's weights towards one of the lane's parents.
-template <class Pose>
-struct Weights {
-  static constexpr int V = Pose::kVector, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
-  const float* from;
-
-  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int g,
-                          int p) {
-    if constexpr (Pose::kWeightStride > 0) {
-      from = stage.weight + (k * Lane<Pose>::block_parents(a) + lane.own(p)) * Pose::kWeightStride;
-    } else {
-      const int m = lane.alive(a, p) ? lane.m(p) : a.M - 1;  // whose numbers are not used
-      from = a.weight + (int64_t(g) * a.M + m) * Pose::D_(a) * Pose::E_(a);
-    }
-  }
-
-  // Rows d .. d + V of the lane's columns.
-  FASTCAPS_DEVICE void rows(const AttentionArgs& a, const Lane<Pose>& lane, int d, float (&w)[V][TE]) const {
-    FASTCAPS_UNROLL
-    for (int v = 0; v < V; ++v) {
-      if constexpr (Pose::kFixed) {
-        FASTCAPS_UNROLL
-        for (int j = 0; j < TE; j += WV) {
-          float part[WV];
-          load_vector<WV>(from + (d + v) * Pose::kE + lane.e(a, j), part);
-          FASTCAPS_UNROLL
-          for (int x = 0; x < WV; ++x) w[v][j + x] = part[x];
-        }
-      } else {
-        FASTCAPS_UNROLL
-        for (int j = 0; j < TE; ++j) {
-          const int e = lane.e(a, j);
-          w[v][j] = d + v < a.D && e < a.E ? from[int64_t(d + v) * a.E + e] : 0.0f;
-        }
-      }
-    }
-  }
-};
-
-// Rows of the child's pose at one of the lane's positions: d .. d + V of row i.
-template <class Pose>
-FASTCAPS_DEVICE const float* child_row(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
-                                       int seat, int i) {
-  const int depth = Pose::padded_depth(a);
-  return stage.children + ((int64_t(k) * a.tile + seat) * Pose::padded_rows(a) + lane.c(i)) * depth;
-}
 
 template <class Pose, int R>
 FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Child& child,
@@ -82,10 +21,9 @@ FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, co
   }
 }
 
-// PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
-template <class Pose, int R, bool PLAIN>
-FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
-                                const Child& child, Tiles<Pose, R>& votes) {
+template <class Pose, int R>
+FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int g,
+                              Tiles<Pose, R>& votes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
   each_tile<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; }); });
   const int depth = Pose::padded_depth(a);
@@ -100,7 +38,7 @@ FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, 
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
       float w[V][TE];
-      Weights<Pose>(a, lane, stage, k, child.g, p).rows(a, lane, d, w);
+      Weights<Pose>(a, lane, stage, k, g, p).rows(a, lane, d, w);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) {
         FASTCAPS_UNROLL
@@ -109,6 +47,16 @@ FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, 
       }
     }
   }
+}
+
+// PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
+template <class Pose, int R, bool PLAIN>
+FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
+                                const Child& child, Tiles<Pose, R>& votes) {
+  if constexpr (Pose::kTensor)
+    multiply_on_tensor_cores(a, lane, stage, k, child.g, votes);
+  else
+    multiply<Pose, R>(a, lane, stage, k, child.g, votes);
   if constexpr (!PLAIN)
     if (a.bias) add_bias<Pose, R>(a, lane, child, votes);
 }

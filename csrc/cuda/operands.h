@@ -1,0 +1,68 @@
+// What a vote is made from: rows of a child's pose and of its weights, as a lane reads them.
+#pragma once
+
+#include "stage.h"
+
+namespace fastcaps::gpu {
+
+template <int N>
+FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
+  static_assert(N == 1 || N == 2 || N == 4);
+  if constexpr (N == 4) {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  } else if constexpr (N == 2) {
+    const float2 v = *reinterpret_cast<const float2*>(from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    to[0] = *from;
+  }
+}
+
+// One child's weights towards one of the lane's parents.
+template <class Pose>
+struct Weights {
+  static constexpr int V = Pose::kVector, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
+  const float* from;
+
+  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int g,
+                          int p) {
+    if constexpr (Pose::kWeightStride > 0) {
+      from = stage.weight + (k * Lane<Pose>::block_parents(a) + lane.own(p)) * Pose::kWeightStride;
+    } else {
+      const int m = lane.alive(a, p) ? lane.m(p) : a.M - 1;  // whose numbers are not used
+      from = a.weight + (int64_t(g) * a.M + m) * Pose::D_(a) * Pose::E_(a);
+    }
+  }
+
+  // Rows d .. d + V of the lane's columns.
+  FASTCAPS_DEVICE void rows(const AttentionArgs& a, const Lane<Pose>& lane, int d, float (&w)[V][TE]) const {
+    FASTCAPS_UNROLL
+    for (int v = 0; v < V; ++v) {
+      if constexpr (Pose::kFixed) {
+        FASTCAPS_UNROLL
+        for (int j = 0; j < TE; j += WV) {
+          float part[WV];
+          load_vector<WV>(from + (d + v) * Pose::kE + lane.e(a, j), part);
+          FASTCAPS_UNROLL
+          for (int x = 0; x < WV; ++x) w[v][j + x] = part[x];
+        }
+      } else {
+        FASTCAPS_UNROLL
+        for (int j = 0; j < TE; ++j) {
+          const int e = lane.e(a, j);
+          w[v][j] = d + v < a.D && e < a.E ? from[int64_t(d + v) * a.E + e] : 0.0f;
+        }
+      }
+    }
+  }
+};
+
+// Rows of the child's pose at one of the lane's positions: d .. d + V of row i.
+template <class Pose>
+FASTCAPS_DEVICE const float* child_row(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
+                                       int seat, int i) {
+  return stage.children + ((k * a.tile + seat) * Pose::padded_rows(a) + lane.c(i)) * row_stride<Pose>(a);
+}
+
+}  // namespace fastcaps::gpu

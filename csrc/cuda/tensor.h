@@ -1,0 +1,82 @@
+// Votes on the tensor cores, in tf32: products of numbers rounded to 10 bits of mantissa, sums in float. Taken where
+// the user's precision allows it, and for half-precision tensors always: their numbers are such numbers.
+//
+// The layouts are chosen so that the instruction leaves each lane with exactly the numbers that the lane holds anyway:
+// nothing moves between lanes before or after.
+#pragma once
+
+#include "operands.h"
+
+namespace fastcaps::gpu {
+
+// Weights come rounded (round_kernel); children are rounded as they are read.
+
+// 4 x 4 poses. One instruction takes 8 parents with two columns each (rows) and 4 positions with two rows each of the
+// child's pose (columns): a[(e, m), d] = W[m, d, e], b[d, (position, row)] = P[position, row, d].
+template <int EACH>
+struct TensorPose4x4 : FixedPose<4, 4, 4, 4, 4, 1, 8, EACH, 16> {
+  static constexpr bool kTensor = true;
+};
+
+// 1 x 64 poses. One instruction takes 16 positions (rows) and 8 columns of one parent's pose, for 8 of the child's
+// columns; a lane ends with two positions and two columns, which are neighbours.
+struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
+  static constexpr bool kTensor = true;
+  static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment meet 32 banks
+};
+
+template <int EACH, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane<TensorPose4x4<EACH>>& lane,
+                                              const Stage<TensorPose4x4<EACH>>& stage, int k, int g,
+                                              Tile<TensorPose4x4<EACH>> (&votes)[R][EACH]) {
+  using Pose = TensorPose4x4<EACH>;
+  static_assert(R == 1, "the four positions of an instruction are four lanes'");
+  const int t = lane.position, seat = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
+  uint32_t children[2];
+  FASTCAPS_UNROLL
+  for (int half = 0; half < 2; ++half)
+    children[half] = to_tf32(stage.children[(k * a.tile + seat) * 16 + (2 * half + row) * 4 + t]);
+  FASTCAPS_UNROLL
+  for (int p = 0; p < EACH; ++p) {
+    float weights[4];
+    load_vector<4>(Weights<Pose>(a, lane, stage, k, g, p).from + t * 4, weights);
+    FASTCAPS_UNROLL
+    for (int e = 0; e < 4; e += 2) {
+      FASTCAPS_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float d[4] = {};
+        mma_tf32_16x8x4(d, {float_bits(weights[e]), float_bits(weights[e + 1])}, children[half]);
+        FASTCAPS_UNROLL
+        for (int x = 0; x < 4; ++x) votes[0][p][2 * half + x % 2][e + x / 2] = d[x];
+      }
+    }
+  }
+}
+
+template <int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane<TensorPose1x64>& lane,
+                                              const Stage<TensorPose1x64>& stage, int k, int g,
+                                              Tile<TensorPose1x64> (&votes)[R][1]) {
+  static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
+  const int t = lane.column;
+  const float* weight = Weights<TensorPose1x64>(a, lane, stage, k, g, 0).from + t * 64 + lane.position;
+  float d[8][4] = {};
+  _Pragma("unroll 2") for (int first = 0; first < 64; first += 8) {
+    uint32_t children[4];
+    FASTCAPS_UNROLL
+    for (int x = 0; x < 4; ++x)
+      children[x] = to_tf32(child_row(a, lane, stage, k, lane.seat<2>(x % 2), 0)[first + t + x / 2 * 4]);
+    FASTCAPS_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const float* at = weight + first * 64 + e * 8;
+      mma_tf32_16x8x8(d[e], children, {float_bits(at[0]), float_bits(at[4 * 64])});
+    }
+  }
+  FASTCAPS_UNROLL
+  for (int e = 0; e < 8; ++e) {
+    FASTCAPS_UNROLL
+    for (int x = 0; x < 4; ++x) votes[x / 2][0][0][2 * e + x % 2] = d[e][x];
+  }
+}
+
+}  // namespace fastcaps::gpu
