@@ -159,7 +159,7 @@ class Compiled:
         """The loop over children: the innermost one that ends a softmax, or else the one that computes most."""
         if self.kernel is None:
             return None
-        softmax = [loop for loop in sass.loops(self.kernel) if any(_ends_softmax(one) for one in sass.hot_path(loop))]
+        softmax = [loop for loop in sass.loops(self.kernel) if is_softmax(sass.hot_path(loop))]
         if softmax:
             return min(softmax, key=lambda loop: (loop.inner, len(loop.body)))
         return sass.hot_loop(self.kernel)
@@ -186,8 +186,9 @@ class Compiled:
         return found
 
 
-def _ends_softmax(one: Instruction) -> bool:
-    return one.opcode.startswith("MUFU.RCP")
+def is_softmax(path: Sequence[Instruction]) -> bool:
+    """Tell whether instructions hold exponentials and a reciprocal (which alone may be a division of integers)."""
+    return all(any(one.opcode.startswith(f"MUFU.{name}") for one in path) for name in ("EX2", "RCP"))
 
 
 def collect(paths: Sequence[Path], detailed: str | None = DETAILED) -> list[Compiled]:

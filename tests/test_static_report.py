@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import estimates, sass, static_report  # noqa: E402
+from bench import estimates, sass, static_report, triton_report  # noqa: E402
 from bench.chip import H200, macs, wavefronts  # noqa: E402
 from bench.sass import Instruction, Kernel, Usage  # noqa: E402
 from bench.static_report import Compiled, collect, identify, spilled  # noqa: E402
@@ -232,7 +232,7 @@ def _kernel(direction: str, parents: int, path: list[str], pose: str = "4, 4, 4,
 def test_the_estimate_of_a_loop_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates, "_plan", lambda *arguments: None)
     path = ["LDS.128"] * 12 + ["FFMA"] * 192 + ["SHFL.BFLY"] * 20 + ["MUFU.EX2", "MUFU.RCP"] + ["FADD"] * 23
-    found = [_kernel("forward", 32, path), _kernel("forward", 16, ["FFMA", "MUFU.RCP"])]
+    found = [_kernel("forward", 32, path), _kernel("forward", 16, ["FFMA", "MUFU.EX2", "MUFU.RCP"])]
     one = estimates.estimate(found, find("tsai-c10-conv1"), 128, "forward")
     assert one is not None and one.kernel is found[0] and one.slots == 250
     trips = 128 * 49 / 2 * 288
@@ -248,7 +248,7 @@ def test_the_estimate_of_a_loop_counted_by_hand(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_loops_over_the_depth_count_as_often_as_they_run() -> None:
-    path = ["FFMA"] * 8 + ["IADD3"] + ["FFMA"] * 32 + ["BRA"] + ["FFMA"] * 8 + ["MUFU.RCP"]
+    path = ["FFMA"] * 8 + ["IADD3"] + ["FFMA"] * 32 + ["BRA"] + ["FFMA"] * 8 + ["MUFU.EX2", "MUFU.RCP"]
     kernel = _kernel("forward", 2, path, "1, 64, 64, 4, 4, 16")
     made = kernel.kernel
     assert made is not None
@@ -336,3 +336,29 @@ def test_the_loops_of_the_library_are_found() -> None:
 def test_without_a_library_the_report_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert static_report.main([str(tmp_path / "absent.so")]) == 2
     assert "are not built" in capsys.readouterr().err
+
+
+# Triton
+
+
+@pytest.mark.skipif(bool(triton_report.unavailable()), reason=triton_report.unavailable())
+def test_triton_says_what_it_would_launch_and_the_compiler_what_that_takes(tmp_path: Path) -> None:
+    layer = find("tsai-c10-fc")
+    found = [one for one in triton_report.launches(layer, 128, "fp32", False) if "KW" in one.arguments]
+    (launch,) = found
+    assert launch.name == "attention forward" and launch.programs * launch.arguments["BL"] >= 128
+    made = triton_report.make(launch, tmp_path)
+    assert 0 < made.usage.registers <= 255 and made.shared >= 0
+    useful = sass.mix(made.slots)["FFMA"] + sass.mix(made.slots)["FADD/FMUL"]
+    tile = launch.arguments["BL"] * launch.arguments["BM"] * 16  # numbers of votes: 4 products, a dot, a sum each
+    assert useful >= 5 * tile / (32 * made.warps)
+    trips = launch.programs * launch.arguments["per_split"] * made.warps
+    assert made.seconds == pytest.approx(trips * len(made.slots) / 4 / 132 / 1.755e9)
+    backward = triton_report.launches(layer, 128, "bf16", True)
+    assert [one.name for one in backward if "KW" in one.arguments] == ["attention backward"]
+
+
+def test_without_triton_its_report_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(triton_report, "unavailable", lambda: "triton is not installed")
+    assert triton_report.main([]) == 2
+    assert "triton is not installed" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""What the Triton kernels are compiled to for an H200, on a machine without one: registers, spills, shared memory.
+
+python bench/triton_report.py --precision fp32 tf32
+python bench/triton_report.py --into docs/performance.md
+
+The host side of the kernels runs on tensors without data and says what it would launch; Triton's compiler makes that
+for compute capability 9.0, and ``cuobjdump`` reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import sass
+from bench.chip import H200
+from bench.precision import PRECISIONS
+from bench.sass import Instruction, Usage
+from bench.static_report import as_markdown, is_softmax
+from bench.workloads import EPS, WORKLOADS, Workload, find
+from fastcaps import libraries
+from fastcaps.geometry import SET_WINDOW
+
+__all__ = ["BEGIN", "END", "Launch", "Made", "launches", "main", "make", "table", "unavailable"]
+
+BEGIN, END = "<!-- static-triton:begin -->", "<!-- static-triton:end -->"
+BATCH = 128
+CAPABILITY = 90
+_ALL_BUT_BIAS_AND_GATE = 0b1100111
+_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that a call would make: the kernel, how many programs, its arguments."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name for people."""
+        return str(self.kernel.__name__).strip("_").removesuffix("_kernel").replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A launch's kernel as compiled.
+
+    Attributes
+    ----------
+    launch, usage, shared
+        Of which launch; registers and local memory; bytes of shared memory.
+    trip, inner
+        The instructions of a warp for one child, and those of its loops over the depth, which `trip` holds once.
+    """
+
+    launch: Launch
+    usage: Usage
+    shared: int
+    trip: list[Instruction]
+    inner: list[list[Instruction]]
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        return int(self.launch.arguments["num_warps"])
+
+    @property
+    def slots(self) -> list[Instruction]:
+        """Every instruction of a warp for one child: a loop over the depth takes one column, or one product, a trip."""
+        depth, product = (int(self.launch.arguments[name]) for name in ("D", "BK"))
+        trips = -(-depth // product) if product else depth
+        return self.trip + [one for path in self.inner for one in path] * (trips - 1)
+
+    @property
+    def seconds(self) -> float:
+        """The schedulers' time on an H200 for the loop over children."""
+        children = self.launch.arguments["per_split"]
+        return H200.seconds(self.launch.programs * children * self.warps * len(self.slots) / 4)
+
+
+def unavailable() -> str:
+    """Return why there can be no report here, or an empty string."""
+    module, reason = libraries.triton_kernels()
+    if module is None:
+        return reason
+    return "" if sass.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolkit that has it nor Triton's package"
+
+
+def launches(workload: Workload, batch: int, precision: str, backward: bool) -> list[Launch]:
+    """Return what the Triton kernels would launch on an H200 for a call of a workload, or for its backward."""
+    module, reason = libraries.triton_kernels()
+    if module is None:
+        raise RuntimeError(reason)
+    dtype, tf32 = PRECISIONS[precision].dtype, PRECISIONS[precision].tf32
+    rows, inner, columns, many = workload.rows, workload.columns_in, workload.columns_out, workload.parents
+    grid, places = workload.grid or (1, 1), workload.output_grid or (1, 1)
+
+    def made(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    children = made(batch, *grid, workload.types, rows, inner)
+    weight = made(workload.children, many, inner, columns)
+    parents = made(batch, *places, many, rows, columns)
+    norm = made(rows * columns) if workload.normalize else None
+    window = SET_WINDOW if workload.window is None else workload.window.spec
+    query = None if workload.uniform else parents
+    scale = (rows * columns) ** -0.5
+    found: list[Launch] = []
+    with module.watched(lambda kernel, programs, arguments: found.append(Launch(kernel, programs, arguments))):
+        if backward:
+            sums = made(*parents.shape, kind=torch.float32)
+            inputs = (children, weight, query, None, None, norm, sums, scale, EPS, workload.normalize, window)
+            module.attention_pass_backward(parents, None, *inputs, _ALL_BUT_BIAS_AND_GATE, allow_tf32=tf32)
+        else:
+            inputs = (children, weight, query, None, None, norm, norm, scale, EPS, workload.normalize, window)
+            module.attention_pass(*inputs, allow_tf32=tf32)
+    return found
+
+
+def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
+    """Return types, constants and hints as Triton itself would take them from the arguments of a launch."""
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    hints: dict[tuple[int, ...], Any] = {}
+    for parameter in launch.kernel.params:
+        value, place = launch.arguments[parameter.name], (parameter.num,)
+        specialised = not parameter.do_not_specialize
+        one = specialised and _whole(value) and value == 1
+        if parameter.is_constexpr or value is None or one:
+            types[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            types[parameter.name], hints[place] = _TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif _whole(value):
+            types[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if specialised and value % 16 == 0:
+                hints[place] = [["tt.divisibility", 16]]
+        else:
+            types[parameter.name] = "fp32"
+    return types, constants, hints
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def make(launch: Launch, folder: Path) -> Made:
+    """Compile the kernel of a launch for compute capability 9.0 and read it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types, constants, hints = _signature(launch)
+    source = ASTSource(launch.kernel, types, constants, hints)
+    options = {"num_warps": int(launch.arguments["num_warps"])}
+    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    path = folder / f"{launch.kernel.__name__}.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    (usage,) = sass.parse_usage(sass.dump(path, "-res-usage"))
+    (kernel,) = sass.parse_sass(sass.dump(path, "-sass"))
+    every = sass.loops(kernel)
+    over_children = [loop for loop in every if is_softmax(sass.hot_path(loop))]
+    loop = min(over_children, key=lambda one: (one.inner, len(one.body)), default=None) or sass.hot_loop(kernel)
+    trip = sass.hot_path(loop) if loop else []
+    taken = {one.address for one in trip}
+    paths = [sass.hot_path(one) for one in every if one.inner == 0 and one != loop and one.last in taken]
+    inner = [path for path in paths if sass.arithmetic(path) > 0]
+    return Made(launch, usage, int(compiled.metadata.shared), trip, inner)
+
+
+HEAD = (
+    "workload", "precision", "kernel", "tile", "warps", "registers", "spills", "shared KB", "warps a multiprocessor",
+    "slots", "FFMA", "HMMA", "issue-bound, ms",
+)  # fmt: skip
+
+
+def _cells(made: Made) -> list[str]:
+    arguments, usage = made.launch.arguments, made.usage
+    tile = "×".join(str(arguments[name]) for name in ("BL", "BM", "BC", "BE") if name in arguments)
+    fits = H200.occupancy(32 * made.warps, usage.registers, made.shared)
+    counted = sass.mix(made.slots)
+    return [
+        made.launch.name,
+        tile,
+        str(made.warps),
+        str(usage.registers),
+        f"{usage.stack} B" if usage.local else "",
+        f"{made.shared / 1024:.1f}",
+        str(fits.warps),
+        str(len(made.slots)),
+        str(counted["FFMA"] or ""),
+        str(counted["HMMA"] or ""),
+        f"{made.seconds * 1e3:.3f}",
+    ]
+
+
+def table(workloads: Sequence[Workload], precisions: Sequence[str], batch: int = BATCH) -> list[list[str]]:
+    """Return a line for each launch with a loop over children, the head first."""
+    lines = [list(HEAD)]
+    with tempfile.TemporaryDirectory(prefix="fastcaps-triton-") as folder:
+        for workload in workloads:
+            for precision in precisions:
+                for backward in (False, True):
+                    for launch in launches(workload, batch, precision, backward):
+                        if "per_split" not in launch.arguments or "KW" not in launch.arguments:
+                            continue
+                        lines.append([workload.name, precision, *_cells(make(launch, Path(folder)))])
+    return lines
+
+
+def markdown(workloads: Sequence[Workload], precisions: Sequence[str]) -> str:
+    """Return the table with what it says as markdown."""
+    import triton
+
+    legend = (
+        f"Triton {triton.__version__}, batch {BATCH}, compiled for compute capability {CAPABILITY / 10:.1f}. *Tile*: "
+        "positions × parents × rows × columns of a program. *Slots*: of a warp for one child. "
+        "*Issue-bound*: all programs' trips at one instruction a cycle and "
+        f"scheduler, {H200.sustained} GHz; an estimate, and other units or latency may take longer."
+    )
+    return f"{legend}\n\n{as_markdown(table(workloads, precisions))}"
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(description="Static report of the Triton kernels, for an H200.")
+    parser.add_argument("--workload", nargs="+", default=[], help="only these")
+    parser.add_argument("--precision", nargs="+", default=["fp32", "tf32"], choices=tuple(PRECISIONS))
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the table between the markers of a page")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    reason = unavailable()
+    if reason:
+        print(f"triton_report: {reason}", file=sys.stderr)
+        return 2
+    try:
+        every = [work for work in WORKLOADS.values() if not work.uniform]
+        text = markdown([find(name) for name in given.workload] or every, given.precision)
+        if given.into is None:
+            print(text)
+        else:
+            from bench.report import into
+
+            given.into.write_text(into(given.into.read_text(), text, BEGIN, END))
+    except (ValueError, OSError) as error:
+        print(f"triton_report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
