@@ -30,39 +30,45 @@ FASTCAPS_DEVICE void add_vector(float* at, const float (&x)[N], bool alone) {
   }
 }
 
-// Where the warps of a block put what they found for the children of a stage, before the block adds it all up.
+// Where the warps of a block put what they found for the children of a stage, one child after another, before the block
+// adds it all up.
 template <class Pose>
 struct Found {
-  float* children;  // [stage, tile, warps that share parents, C, D]
-  float* weight;    // [stage, warps that take other positions, parents of the block, stride]
+  float* children;  // [tile, warps that share parents, C, D]
+  float* weight;    // [warps that take other positions, parents of the block, stride]
 
   FASTCAPS_DEVICE Found(const AttentionArgs& a, char* shared)
       : children(reinterpret_cast<float*>(shared + a.shared_dchildren)),
         weight(reinterpret_cast<float*>(shared + a.shared_dweight)) {}
+  FASTCAPS_DEVICE void next(const AttentionArgs& a) {
+    children += a.tile * a.warps_parents * child_numbers(a);
+    weight += warps_positions(a) * Lane<Pose>::block_parents(a) * Pose::kWeightStride;
+  }
 
+  static FASTCAPS_DEVICE int warps_positions(const AttentionArgs& a) {
+    return block_threads() / kWarp / a.warps_parents;
+  }
   static FASTCAPS_DEVICE int child_numbers(const AttentionArgs& a) {
     return Pose::padded_rows(a) * Pose::padded_depth(a);
   }
-  FASTCAPS_DEVICE float* child(const AttentionArgs& a, int k, int seat, int warp_parent) const {
-    return children + ((k * a.tile + seat) * a.warps_parents + warp_parent) * child_numbers(a);
+  FASTCAPS_DEVICE float* child(const AttentionArgs& a, int seat, int warp_parent) const {
+    return children + (seat * a.warps_parents + warp_parent) * child_numbers(a);
   }
-  FASTCAPS_DEVICE float* weights(const AttentionArgs& a, int k, int warp_position, int m) const {
-    const int groups = block_threads() / kWarp / a.warps_parents;
-    return weight + ((k * groups + warp_position) * Lane<Pose>::block_parents(a) + m) * Pose::kWeightStride;
+  FASTCAPS_DEVICE float* weights(const AttentionArgs& a, int warp_position, int own) const {
+    return weight + (warp_position * Lane<Pose>::block_parents(a) + own) * Pose::kWeightStride;
   }
 };
 
 // Rows d .. d + V of dP, summed over the parents and columns of the warp, for B of the lane's positions from r on.
 template <class Pose, int R, int B>
 FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                            const Found<Pose>& found, int k, int g, int d, int r,
-                                            const Tiles<Pose, R>& dvotes) {
+                                            const Found<Pose>& found, int d, int r, const Tiles<Pose, R>& dvotes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, N = B * TC * V;
   float x[N] = {};
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
     float w[V][TE];
-    Weights<Pose>(a, lane, stage, k, g, p).rows(a, lane, d, w);
+    Weights<Pose>(a, lane, stage, p).rows(a, lane, d, w);
     FASTCAPS_UNROLL
     for (int b = 0; b < B; ++b) {
       FASTCAPS_UNROLL
@@ -73,7 +79,7 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
   const int depth = Pose::padded_depth(a);
   const auto put = [&](int n, float sum) {
     const int v = n % V, i = n / V % TC, b = n / (V * TC);
-    found.child(a, k, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * depth + d + v] = sum;
+    found.child(a, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * depth + d + v] = sum;
   };
   if constexpr (Pose::kFixed) {
     constexpr int kLanes = Pose::kColumns * Pose::kParents;
@@ -94,7 +100,7 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
 // Rows d .. d + V of dW, summed over the rows and positions of the warp.
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                           const Found<Pose>& found, float* dweight, int k, const Child& child, int d,
+                                           const Found<Pose>& found, float* dweight, int d,
                                            const Tiles<Pose, R>& dvotes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
   constexpr int N = Pose::kEach * V * TE;
@@ -104,7 +110,7 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
     FASTCAPS_UNROLL
     for (int i = 0; i < TC; ++i) {
       float row[V];
-      load_vector<V>(child_row(a, lane, stage, k, lane.template seat<R>(r), i) + d, row);
+      load_vector<V>(child_row(a, lane, stage, lane.template seat<R>(r), i) + d, row);
       FASTCAPS_UNROLL
       for (int n = 0; n < N; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
     }
@@ -113,14 +119,15 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
   const auto put = [&](int n, const float* sum) {
     const int v = n / TE % V, p = n / (TE * V), e = lane.e(a, n % TE);
     if constexpr (Pose::kWeightStride > 0) {
-      float* to = found.weights(a, k, lane.warp_position, lane.own(p)) + (d + v) * Pose::kE + e;
+      float* to = found.weights(a, lane.warp_position, lane.own(p)) + (d + v) * Pose::kE + e;
       FASTCAPS_UNROLL
       for (int w = 0; w < WV; ++w) to[w] = sum[w];
     } else if (lane.alive(a, p) && (Pose::kFixed || (d + v < a.D && e < a.E))) {
       float part[WV];
       FASTCAPS_UNROLL
       for (int w = 0; w < WV; ++w) part[w] = sum[w];
-      float* to = dweight + ((int64_t(child.g) * a.M + lane.m(p)) * Pose::D_(a) + d + v) * Pose::E_(a) + e;
+      float* to =
+          dweight + ((int64_t(a.by_group.quotient(stage.t)) * a.M + lane.m(p)) * Pose::D_(a) + d + v) * Pose::E_(a) + e;
       add_vector<WV>(to, part, a.alone_with_weights);
     }
   };
@@ -141,9 +148,9 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
 }
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>& lane, float* dbias,
-                                        const Child& child, const Tiles<Pose, R>& dvotes) {
-  const int64_t first = a.bias_stride_i ? int64_t(child.i) * a.M : 0;
+FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                        float* dbias, const Tiles<Pose, R>& dvotes) {
+  const int64_t first = a.bias_stride_i ? int64_t(Child(a, stage.t).i) * a.M : 0;
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p)
     each_number<Pose>([&](int i, int j) {
@@ -159,24 +166,23 @@ FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>
 // One child, at the lane's R positions. `query` carries the scale.
 template <class Pose, int R, bool PLAIN>
 FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                   const Found<Pose>& found, float* dweight, float* dbias, int k, int t,
-                                   const Seat* seats, char* shared, const Tiles<Pose, R>& query,
-                                   const Tiles<Pose, R>& dsums, Tiles<Pose, R>& dquery) {
-  const Child child(a, t);
+                                   const Found<Pose>& found, float* dweight, float* dbias, const Seat* seats,
+                                   char* shared, const Tiles<Pose, R>& query, const Tiles<Pose, R>& dsums,
+                                   Tiles<Pose, R>& dquery) {
   Tiles<Pose, R> votes;
-  make_votes<Pose, R, PLAIN>(a, lane, stage, k, child, votes);
+  make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
   float logit[R][Pose::kEach], h[R][Pose::kEach], share[R][Pose::kEach], heard[R];
   each_tile<Pose, R>([&](int r, int p) {
     logit[r][p] = kLog2E * dot<Pose>(a, query[r][p], votes[r][p]);
     h[r][p] = dot<Pose>(a, dsums[r][p], votes[r][p]);
   });
-  if (!compete<Pose, R, 1, PLAIN>(a, lane, seats, child.i, shared, t & 1, logit, h, share, heard)) return;
+  if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, h, share, heard)) return;
   each_tile<Pose, R>([&](int r, int p) {
     const int at = lane.template seat<R>(r);
-    const Seen seen = stage.seen[k * a.tile + at];
+    const Seen seen = stage.seen[at];
     const bool exists = seen.exists != 0.0f, counts = exists && lane.alive(a, p);
     if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
-      add(a.dgate + child.cell(a, seats[at]), heard[r], a.alone_with_children);
+      add(a.dgate + Child(a, stage.t).cell(a, seats[at]), heard[r], a.alone_with_children);
     const float weight = counts ? share[r][p] * seen.gate : 0.0f;
     const float dlogit = counts ? weight * (h[r][p] - heard[r]) : 0.0f;
     each_number<Pose>([&](int i, int j) {
@@ -190,11 +196,11 @@ FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lan
     if (a.dchildren) {
       constexpr int B = Pose::kTileRows == 1 ? R : 1;
       FASTCAPS_UNROLL
-      for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, k, child.g, d, r, votes);
+      for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, d, r, votes);
     }
-    if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, dweight, k, child, d, votes);
+    if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, dweight, d, votes);
   }
-  if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, dbias, child, votes);
+  if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, stage, dbias, votes);
 }
 
 // All warps' dP of a stage, added up and brought to the children.
@@ -209,7 +215,7 @@ FASTCAPS_DEVICE void flush_children(const AttentionArgs& a, const Found<Pose>& f
     const int k = a.by_unit_tile.quotient(rest), at = a.by_unit_tile.remainder(rest, k);
     const Child child(a, first + k);
     if (!child.exists(a, seats[at]) || c >= Pose::C_(a)) continue;
-    const float* from = found.child(a, k, at, 0) + c * depth + d;
+    const float* from = found.child(a, k * a.tile + at, 0) + c * depth + d;
     float sum[V] = {};
     for (int w = 0; w < a.warps_parents; ++w) {
       float x[V];
@@ -233,7 +239,7 @@ template <class Pose>
 FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& found, float* dweight, int first,
                                    int count) {
   constexpr int V = Pose::kWeightCopy, kVectors = Pose::kD * Pose::kE / V;
-  const int block_parents = Lane<Pose>::block_parents(a), warps = block_threads() / kWarp / a.warps_parents;
+  const int block_parents = Lane<Pose>::block_parents(a), warps = Found<Pose>::warps_positions(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
   for (int unit = thread_index(); unit < block_parents * kVectors; unit += block_threads()) {
     const int m = unit / kVectors, number = unit % kVectors * V;
@@ -242,7 +248,7 @@ FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& fo
     for (int k = 0; k < count; ++k) {
       for (int w = 0; w < warps; ++w) {
         float x[V];
-        load_vector<V>(found.weights(a, k, w, m) + number, x);
+        load_vector<V>(found.weights(a, k * warps + w, m) + number, x);
         FASTCAPS_UNROLL
         for (int v = 0; v < V; ++v) sum[v] += x[v];
       }
@@ -285,12 +291,15 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
       if (t < first) continue;
       copy_wait<1>();
       barrier();
-      const Stage<Pose> stage(a, shared, which);
+      Stage<Pose> stage(a, shared, which, t);
+      Found<Pose> child = found;
       const int count = last - t < a.stage ? last - t : a.stage;
       FASTCAPS_NO_UNROLL
-      for (int k = 0; k < count; ++k)
-        differentiate<Pose, R, PLAIN>(a, lane, stage, found, dweight, dbias, k, t + k, seats, shared, query, dsums,
-                                      dquery);
+      for (int k = 0; k < count; ++k) {
+        differentiate<Pose, R, PLAIN>(a, lane, stage, child, dweight, dbias, seats, shared, query, dsums, dquery);
+        stage.next(a);
+        child.next(a);
+      }
       barrier();
       if (!PLAIN && a.collect) continue;
       if (a.dchildren) flush_children<Pose>(a, found, t, count, seats);

@@ -10,21 +10,20 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 // One child, at the lane's R positions.
 template <class Pose, int R, bool PLAIN>
-FASTCAPS_DEVICE void hear(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int t,
-                          const Seat* seats, char* shared, const Tiles<Pose, R>& query, Tiles<Pose, R>& sums) {
-  const Child child(a, t);
+FASTCAPS_DEVICE void hear(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
+                          char* shared, const Tiles<Pose, R>& query, Tiles<Pose, R>& sums) {
   Tiles<Pose, R> votes;
-  make_votes<Pose, R, PLAIN>(a, lane, stage, k, child, votes);
+  make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
   float share[R][Pose::kEach];
   if (PLAIN || a.query.data) {
     float logit[R][Pose::kEach], none[R];
     each_tile<Pose, R>([&](int r, int p) { logit[r][p] = dot<Pose>(a, query[r][p], votes[r][p]); });
-    if (!compete<Pose, R, 0, PLAIN>(a, lane, seats, child.i, shared, t & 1, logit, logit, share, none)) return;
+    if (!compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none)) return;
   } else {
     each_tile<Pose, R>([&](int r, int p) { share[r][p] = 1.0f / float(a.M); });
   }
   each_tile<Pose, R>([&](int r, int p) {
-    const Seen seen = stage.seen[k * a.tile + lane.template seat<R>(r)];
+    const Seen seen = stage.seen[lane.template seat<R>(r)];
     const float weight = share[r][p] * seen.gate;
     if (PLAIN || seen.exists != 0.0f)
       each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
@@ -54,10 +53,13 @@ attention_forward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
       if (t < first) continue;
       copy_wait<1>();
       barrier();
-      const Stage<Pose> stage(a, shared, which);
+      Stage<Pose> stage(a, shared, which, t);
       const int count = last - t < a.stage ? last - t : a.stage;
       FASTCAPS_NO_UNROLL
-      for (int k = 0; k < count; ++k) hear<Pose, R, PLAIN>(a, lane, stage, k, t + k, seats, shared, query, sums);
+      for (int k = 0; k < count; ++k) {
+        hear<Pose, R, PLAIN>(a, lane, stage, seats, shared, query, sums);
+        stage.next(a);
+      }
       barrier();
     }
     if (!PLAIN && a.collect) continue;

@@ -25,13 +25,12 @@ struct Weights {
   static constexpr int V = Pose::kVector, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
   const float* from;
 
-  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int g,
-                          int p) {
+  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p) {
     if constexpr (Pose::kWeightStride > 0) {
-      from = stage.weight + (k * Lane<Pose>::block_parents(a) + lane.own(p)) * Pose::kWeightStride;
+      from = stage.weight + lane.own(p) * Pose::kWeightStride;
     } else {
       const int m = lane.alive(a, p) ? lane.m(p) : a.M - 1;  // whose numbers are not used
-      from = a.weight + (int64_t(g) * a.M + m) * Pose::D_(a) * Pose::E_(a);
+      from = a.weight + (int64_t(a.by_group.quotient(stage.t)) * a.M + m) * Pose::D_(a) * Pose::E_(a);
     }
   }
 
@@ -60,9 +59,9 @@ struct Weights {
 
 // Rows of the child's pose at one of the lane's positions: d .. d + V of row i.
 template <class Pose>
-FASTCAPS_DEVICE const float* child_row(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
+FASTCAPS_DEVICE const float* child_row(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                        int seat, int i) {
-  return stage.children + ((k * a.tile + seat) * Pose::padded_rows(a) + lane.c(i)) * row_stride<Pose>(a);
+  return stage.children + (seat * Pose::padded_rows(a) + lane.c(i)) * row_stride<Pose>(a);
 }
 
 }  // namespace fastcaps::gpu

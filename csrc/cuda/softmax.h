@@ -2,6 +2,8 @@
 // launches where the parents do not fit into one block. Logits are in units of log2.
 #pragma once
 
+#include <cfloat>
+
 #include "stage.h"
 
 namespace fastcaps::gpu {
@@ -13,7 +15,7 @@ struct Partial {
   float top, total[N + 1];
 
   // Exponentials are taken below this: the largest logit, unless all are -inf, which alone must not make a NaN yet.
-  FASTCAPS_DEVICE float shift() const { return top == -INFINITY ? 0.0f : top; }
+  FASTCAPS_DEVICE float shift() const { return fmaxf(top, -FLT_MAX); }
 
   FASTCAPS_DEVICE void join(const Partial& other) {
     const float before = top;
@@ -66,25 +68,28 @@ FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, fl
 // From a lane's logits (and h, if N = 1) to its shares r, and heard = sum_m r_m h_m at each of its R positions. Returns
 // false where this launch only collects statistics: there are no shares yet.
 template <class Pose, int R, int N, bool PLAIN>
-FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, const Seat* seats, int i, char* shared,
-                             int turn, const float (&logit)[R][Pose::kEach], const float (&h)[R][Pose::kEach],
-                             float (&share)[R][Pose::kEach], float (&heard)[R]) {
+FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                             const Seat* seats, char* shared, const float (&logit)[R][Pose::kEach],
+                             const float (&h)[R][Pose::kEach], float (&share)[R][Pose::kEach], float (&heard)[R]) {
   Partial<N> part[R];
+  float x[R][Pose::kEach];  // logits; those of parents that there are not take no part
+  each_tile<Pose, R>([&](int r, int p) { x[r][p] = lane.alive(a, p) ? logit[r][p] : -INFINITY; });
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
-    float top = -INFINITY;
+    float top = x[r][0];
     FASTCAPS_UNROLL
-    for (int p = 0; p < Pose::kEach; ++p) top = fmaxf(top, lane.alive(a, p) ? logit[r][p] : -INFINITY);
+    for (int p = 1; p < Pose::kEach; ++p) top = fmaxf(top, x[r][p]);
     part[r].top = max_parents<Pose>(a, top);
   }
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
+    const float shift = part[r].shift();
     float total = 0.0f, product = 0.0f;
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
-      share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f;
+      share[r][p] = exp2_fast(x[r][p] - shift);
       total += share[r][p];
-      if constexpr (N > 0) product += lane.alive(a, p) ? share[r][p] * h[r][p] : 0.0f;
+      if constexpr (N > 0) product += share[r][p] * h[r][p];
     }
     part[r].total[0] = sum_parents<Pose>(a, total);
     if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, product);
@@ -94,14 +99,15 @@ FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, con
         [&](int r, int p) { share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f; });
   };
   if (a.warps_parents > 1) {
-    meet<Pose, R, N>(a, lane, shared, turn, part);
+    meet<Pose, R, N>(a, lane, shared, stage.t & 1, part);
     take_up();
   }
   if (!PLAIN && a.statistics) {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
       const int64_t position = seats[lane.template seat<R>(r)].position;
-      if (position >= 0) remember<Pose, N>(a, lane, a.statistics + (position * a.I + i) * (N + 2), part[r]);
+      if (position >= 0)
+        remember<Pose, N>(a, lane, a.statistics + (position * a.I + Child(a, stage.t).i) * (N + 2), part[r]);
     }
     if (a.collect) return false;
     take_up();

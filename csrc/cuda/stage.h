@@ -155,18 +155,25 @@ FASTCAPS_DEVICE void stage_seen(const AttentionArgs& a, int first, int count, co
   }
 }
 
-// One of the two stages in shared memory.
+// One child after another of a stage in shared memory.
 template <class Pose>
 struct Stage {
-  const float* children;  // [count, tile, C, D]
-  const float* weight;    // [count, parents, stride]
-  const Seen* seen;       // [count, tile]
+  const float* children;  // [tile, C, D]
+  const float* weight;    // [parents of the block, stride]
+  const Seen* seen;       // [tile]
+  int t;                  // which child it is, in the order of the kernels
 
-  FASTCAPS_DEVICE Stage(const AttentionArgs& a, char* shared, int which) {
+  FASTCAPS_DEVICE Stage(const AttentionArgs& a, char* shared, int which, int first) : t(first) {
     char* base = shared + which * a.shared_stage;
     children = reinterpret_cast<const float*>(base);
     weight = reinterpret_cast<const float*>(base + a.shared_weight);
     seen = reinterpret_cast<const Seen*>(base + a.shared_seen);
+  }
+  FASTCAPS_DEVICE void next(const AttentionArgs& a) {
+    children += a.tile * Pose::padded_rows(a) * row_stride<Pose>(a);
+    weight += Lane<Pose>::block_parents(a) * Pose::kWeightStride;
+    seen += a.tile;
+    ++t;
   }
 
   // Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed.

@@ -27,19 +27,18 @@ struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
 
 template <int EACH, int R>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane<TensorPose4x4<EACH>>& lane,
-                                              const Stage<TensorPose4x4<EACH>>& stage, int k, int g,
+                                              const Stage<TensorPose4x4<EACH>>& stage,
                                               Tile<TensorPose4x4<EACH>> (&votes)[R][EACH]) {
   using Pose = TensorPose4x4<EACH>;
   static_assert(R == 1, "the four positions of an instruction are four lanes'");
   const int t = lane.position, seat = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
   uint32_t children[2];
   FASTCAPS_UNROLL
-  for (int half = 0; half < 2; ++half)
-    children[half] = to_tf32(stage.children[(k * a.tile + seat) * 16 + (2 * half + row) * 4 + t]);
+  for (int half = 0; half < 2; ++half) children[half] = to_tf32(stage.children[seat * 16 + (2 * half + row) * 4 + t]);
   FASTCAPS_UNROLL
   for (int p = 0; p < EACH; ++p) {
     float weights[4];
-    load_vector<4>(Weights<Pose>(a, lane, stage, k, g, p).from + t * 4, weights);
+    load_vector<4>(Weights<Pose>(a, lane, stage, p).from + t * 4, weights);
     FASTCAPS_UNROLL
     for (int e = 0; e < 4; e += 2) {
       FASTCAPS_UNROLL
@@ -55,17 +54,16 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane
 
 template <int R>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane<TensorPose1x64>& lane,
-                                              const Stage<TensorPose1x64>& stage, int k, int g,
-                                              Tile<TensorPose1x64> (&votes)[R][1]) {
+                                              const Stage<TensorPose1x64>& stage, Tile<TensorPose1x64> (&votes)[R][1]) {
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
   const int t = lane.column;
-  const float* weight = Weights<TensorPose1x64>(a, lane, stage, k, g, 0).from + t * 64 + lane.position;
+  const float* weight = Weights<TensorPose1x64>(a, lane, stage, 0).from + t * 64 + lane.position;
   float d[8][4] = {};
   _Pragma("unroll 2") for (int first = 0; first < 64; first += 8) {
     uint32_t children[4];
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x)
-      children[x] = to_tf32(child_row(a, lane, stage, k, lane.seat<2>(x % 2), 0)[first + t + x / 2 * 4]);
+      children[x] = to_tf32(child_row(a, lane, stage, lane.seat<2>(x % 2), 0)[first + t + x / 2 * 4]);
     FASTCAPS_UNROLL
     for (int e = 0; e < 8; ++e) {
       const float* at = weight + first * 64 + e * 8;

@@ -6,12 +6,12 @@
 namespace fastcaps::gpu {
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Child& child,
+FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                               Tiles<Pose, R>& votes) {
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
     if (!lane.alive(a, p)) continue;
-    const float* bias = a.bias + child.i * a.bias_stride_i + lane.m(p) * a.bias_stride_m;
+    const float* bias = a.bias + Child(a, stage.t).i * a.bias_stride_i + lane.m(p) * a.bias_stride_m;
     each_number<Pose>([&](int i, int j) {
       if (!lane.inside(a, i, j)) return;
       const float number = bias[lane.number(a, i, j)];
@@ -22,7 +22,7 @@ FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, co
 }
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k, int g,
+FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                               Tiles<Pose, R>& votes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
   each_tile<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; }); });
@@ -33,12 +33,12 @@ FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, co
     for (int r = 0; r < R; ++r) {
       FASTCAPS_UNROLL
       for (int i = 0; i < TC; ++i)
-        load_vector<V>(child_row(a, lane, stage, k, lane.template seat<R>(r), i) + d, rows[r][i]);
+        load_vector<V>(child_row(a, lane, stage, lane.template seat<R>(r), i) + d, rows[r][i]);
     }
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
       float w[V][TE];
-      Weights<Pose>(a, lane, stage, k, g, p).rows(a, lane, d, w);
+      Weights<Pose>(a, lane, stage, p).rows(a, lane, d, w);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) {
         FASTCAPS_UNROLL
@@ -51,14 +51,14 @@ FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, co
 
 // PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
 template <class Pose, int R, bool PLAIN>
-FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int k,
-                                const Child& child, Tiles<Pose, R>& votes) {
+FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                Tiles<Pose, R>& votes) {
   if constexpr (Pose::kTensor)
-    multiply_on_tensor_cores(a, lane, stage, k, child.g, votes);
+    multiply_on_tensor_cores(a, lane, stage, votes);
   else
-    multiply<Pose, R>(a, lane, stage, k, child.g, votes);
+    multiply<Pose, R>(a, lane, stage, votes);
   if constexpr (!PLAIN)
-    if (a.bias) add_bias<Pose, R>(a, lane, child, votes);
+    if (a.bias) add_bias<Pose, R>(a, lane, stage, votes);
 }
 
 // <x, y> over the whole pose.
