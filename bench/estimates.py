@@ -8,16 +8,17 @@ cache what every block asks for. Small calls are bound by the latency of a chain
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench import sass
-from bench.chip import H200, wavefronts
+from bench.chip import H200, macs, wavefronts
 from bench.static_report import Compiled, Identity, as_markdown
 from bench.workloads import WORKLOADS, Workload, find
-from fastcaps import libraries
+from fastcaps import dispatch, libraries
 
 __all__ = ["TARGETS", "Estimate", "choose", "estimate", "markdown", "supported", "training"]
 
@@ -67,14 +68,20 @@ class Estimate:
         return max(self.bound[1], self.units["issue"] / ISSUED) / self.tail + LAUNCH
 
 
-def choose(found: Sequence[Compiled], workload: Workload, direction: str) -> Compiled | None:
-    """Return the kernel that serves a workload, as the library chooses: its pose, the fewest parents that suffice."""
+def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor: bool) -> Compiled | None:
+    """Return the kernel that serves a workload, as the library chooses.
+
+    Its pose, on the tensor cores where that is allowed and there is one; of these the fewest parents that suffice. More
+    parents than any takes are shared by several warps, which the plain kernels leave out.
+    """
     pose = (workload.rows, workload.columns_in, workload.columns_out)
     fitting: list[tuple[Identity, Compiled]] = []
     for one in found:
         named = one.identity
-        if named is not None and one.trip and (named.direction, named.pose) == (direction, pose) and not named.rest:
+        if named is not None and one.trip and (named.direction, named.pose) == (direction, pose):
             fitting.append((named, one))
+    wanted = tensor and any(named.tensor for named, _ in fitting)
+    fitting = [pair for pair in fitting if pair[0].tensor == wanted]
     enough = [pair for pair in fitting if pair[0].parents >= workload.parents and pair[0].plain]
     if enough:
         return min(enough, key=lambda pair: pair[0].parents)[1]
@@ -82,48 +89,57 @@ def choose(found: Sequence[Compiled], workload: Workload, direction: str) -> Com
     return max(many, key=lambda pair: pair[0].parents)[1] if many else None
 
 
-def depth_trips(kernel: Compiled, depth: int) -> list[int]:
+def depth_trips(kernel: Compiled) -> list[int]:
     """Return how often each loop over the depth runs for one child.
 
-    Outside of these loops every number of a vote takes two multiply-adds forward (the dot with the query, the sum) and
-    four backward; in the first loop one for each column of a child's row, in the second (dP and dW) two.
+    The first makes the votes of a warp's positions and parents; the second, backward, takes twice as many
+    multiply-adds: dP and dW.
     """
-    inner = [sass.mix(path)["FFMA"] for path in kernel.inner_trips]
-    assert kernel.identity is not None
-    outer = sass.mix(kernel.trip)["FFMA"] - sum(inner)
-    numbers = outer / (2 if kernel.identity.direction == "forward" else 4)
-    return [max(1, round(depth * numbers * (1 + index) / count)) for index, count in enumerate(inner)]
+    named = kernel.identity
+    if named is None or named.pose is None:
+        return []
+    votes = named.seats * named.parents * named.pose[0] * named.pose[1] * named.pose[2]
+    return [max(1, round(votes * (1 + k) / _multiply_adds(path))) for k, path in enumerate(kernel.inner_trips)]
 
 
-def _plan(workload: Workload, batch: int, backward: bool) -> tuple[int, int, int] | None:
+def _multiply_adds(path: Sequence[sass.Instruction]) -> int:
+    matrix = sum(macs(one) for one in path if sass.classify(one.opcode) == "HMMA")
+    return 32 * sass.mix(path)["FFMA"] + matrix
+
+
+def _plan(workload: Workload, batch: int, backward: bool, tensor: bool) -> tuple[int, int, int] | None:
     """Ask the library how it would cut a call on an H200: positions and threads of a block, and blocks."""
-    import ctypes
-
     height, width = workload.grid or (1, 1)
     out_height, out_width = workload.output_grid or (1, 1)
     size, stride = workload.kernel_size, workload.stride
     numbers = (batch, height, width, workload.types, workload.rows, workload.columns_in, out_height, out_width)
     numbers += (workload.parents, workload.columns_out, workload.children, size, size, stride, stride, 0, 0, 1, 1)
     geometry = (ctypes.c_int64 * len(numbers))(*numbers)
-    library = libraries.library("cuda")
-    told = library.ask("fastcaps_cuda_plan", geometry, int(backward), 0, H200.multiprocessors, SHARED_LIMIT) or ""
+    options = dispatch.ALLOW_TF32 if tensor else 0
+    machine = (H200.multiprocessors, SHARED_LIMIT)
+    told = libraries.library("cuda").ask("fastcaps_cuda_plan", geometry, int(backward), options, 0, *machine) or ""
     found = re.search(r"(\d+) positions x \d+ parents a block of (\d+) threads.*?(\d+) blocks", told)
     return (int(found.group(1)), int(found.group(2)), int(found.group(3))) if found else None
 
 
-def estimate(found: Sequence[Compiled], workload: Workload, batch: int, direction: str) -> Estimate | None:
-    """Estimate the call of one workload by the kernel that serves it; None if no compiled kernel does."""
-    kernel = choose(found, workload, direction)
+def estimate(
+    found: Sequence[Compiled], workload: Workload, batch: int, direction: str, tensor: bool = False
+) -> Estimate | None:
+    """Estimate the call of one workload by the kernel that serves it; None if no compiled kernel does.
+
+    With ``tensor``, products may be rounded to tf32.
+    """
+    kernel = choose(found, workload, direction, tensor)
     if kernel is None or kernel.identity is None:
         return None
     named, backward = kernel.identity, direction == "backward"
     positions = batch * workload.positions
     warps_parents = math.ceil(workload.parents / named.parents)
-    plan = _plan(workload, batch, backward)
+    plan = _plan(workload, batch, backward, tensor)
     tile, threads, blocks = plan or (named.seats * max(1, named.threads // 32 // warps_parents), named.threads, 0)
     tiles = math.ceil(positions / tile)
     trips = tiles * tile / named.seats * workload.children * warps_parents
-    counts = depth_trips(kernel, workload.columns_in)
+    counts = depth_trips(kernel)
     body = list(kernel.trip)
     for path, count in zip(kernel.inner_trips, counts, strict=True):
         body += list(path) * (count - 1)
@@ -164,9 +180,9 @@ def _tail(kernel: Compiled, threads: int, blocks: int) -> float:
     return blocks / (math.ceil(blocks / room) * room) if blocks > room else 1.0
 
 
-def training(found: Sequence[Compiled], workload: Workload, batch: int) -> float | None:
+def training(found: Sequence[Compiled], workload: Workload, batch: int, tensor: bool = False) -> float | None:
     """Return the seconds of a training step: forward and backward."""
-    both = [estimate(found, workload, batch, direction) for direction in ("forward", "backward")]
+    both = [estimate(found, workload, batch, direction, tensor) for direction in ("forward", "backward")]
     return None if None in both else sum(one.seconds for one in both if one is not None)
 
 
@@ -185,11 +201,11 @@ def supported(found: Sequence[Compiled]) -> list[list[str]]:
     lines = [["target, H200", "ms", "estimate, ms", "supported"]]
     for name, batch, precision, mode, wanted in TARGETS:
         head = [f"`{name}`, batch {batch}, {precision}, {mode}", f"{wanted * 1e3:.2f}"]
-        if precision != "fp32":
-            lines.append([*head, "", "no: the kernels use no tensor cores"])
-            continue
-        one = estimate(found, find(name), batch, "forward")
-        seconds = training(found, find(name), batch) if mode == "training step" else one.seconds if one else None
+        tensor = precision == "tf32"
+        one = estimate(found, find(name), batch, "forward", tensor)
+        seconds = None if one is None else one.seconds
+        if mode == "training step":
+            seconds = training(found, find(name), batch, tensor)
         if seconds is None:
             lines.append([*head, "", "no: no kernel"])
         else:
@@ -198,21 +214,22 @@ def supported(found: Sequence[Compiled]) -> list[list[str]]:
 
 
 def table(found: Sequence[Compiled]) -> list[list[str]]:
-    """Return a line for each workload with parents and each direction."""
-    head = ["workload", "direction", "kernel", "slots", "issue", "multiply-add", "shared", "L2", "HBM"]
+    """Return a line for each workload with parents and each direction, twice where tensor cores make a difference."""
+    head = ["workload", "direction", "kernel", "slots", "issue", "multiply-add", "matrix", "shared", "L2", "HBM"]
     lines = [[*head, "fills", "estimate, ms"]]
+    names = ("issue", "multiply-add", "matrix", "shared memory", "second-level cache", "device memory")
     for workload in WORKLOADS.values():
         if workload.uniform:
             continue
         for direction in ("forward", "backward"):
-            one = estimate(found, workload, BATCH, direction)
-            if one is None:
-                continue
-            names = ("issue", "multiply-add", "shared memory", "second-level cache", "device memory")
-            units = [f"{one.units.get(name, 0) * 1e3:.3f}" for name in names]
-            what = one.kernel.title.partition(" ")[2]
-            cells = [workload.name, direction, what, f"{one.slots:.0f}", *units, f"{one.tail:.0%}"]
-            lines.append([*cells, f"{one.seconds * 1e3:.3f}"])
+            for tensor in (False, True):
+                one = estimate(found, workload, BATCH, direction, tensor)
+                if one is None or (tensor and not (one.kernel.identity and one.kernel.identity.tensor)):
+                    continue
+                units = [f"{one.units[name] * 1e3:.3f}" if name in one.units else "" for name in names]
+                what = one.kernel.title.partition(" ")[2]
+                cells = [workload.name, direction, what, f"{one.slots:.0f}", *units, f"{one.tail:.0%}"]
+                lines.append([*cells, f"{one.seconds * 1e3:.3f}"])
     return lines
 
 
@@ -221,7 +238,8 @@ def markdown(found: Sequence[Compiled]) -> str:
     assumed = (
         "**Estimates** (nothing here was measured): milliseconds that each unit of an H200 is busy at batch "
         f"{BATCH}, if its {H200.multiprocessors} multiprocessors hold {H200.sustained} GHz (the boost clock is "
-        f"{H200.boost}). One instruction a cycle and scheduler; a cycle and multiprocessor do 128 multiply-adds and "
+        f"{H200.boost}). One instruction a cycle and scheduler; a cycle and multiprocessor do 128 multiply-adds (the "
+        f"tensor cores {H200.matrix:.0f} in tf32) and "
         f"one access of 128 bytes to shared memory; {L2_READS / 1e12:.1f} TB/s come out of the second-level cache and "
         f"{L2_ADDS / 1e12:.1f} TB/s of sums go into it; device memory moves {H200.bandwidth / 1e12:.1f} TB/s. "
         "*Slots*: of a warp for one child at its positions and parents. *Fills*: how full the rounds of blocks leave "

@@ -51,8 +51,8 @@ class Identity:
         Whether it leaves out what few calls want: bias, padding, parents in more than one warp.
     threads, blocks
         Of its launch bounds: threads of a block, blocks that a multiprocessor must have room for.
-    rest
-        Further template arguments, as they stand in the name.
+    tensor
+        Whether the tensor cores make the votes.
     """
 
     direction: str
@@ -64,7 +64,7 @@ class Identity:
     plain: bool
     threads: int
     blocks: int
-    rest: tuple[str, ...] = ()
+    tensor: bool = False
 
     @property
     def parents(self) -> int:
@@ -83,11 +83,14 @@ class Identity:
             rows, inner, columns = self.pose
             made = f"{rows}×{inner}" if inner == columns else f"{rows}×{inner}→{rows}×{columns}"
             what = f"{made}, {self.parents} parents × {self.seats} positions"
-        extra = "".join(f", {word}" for word in self.rest)
-        return f"{self.direction} {what}{'' if self.plain else ', all options'}{extra}"
+        cores = ", tensor cores" if self.tensor else ""
+        return f"{self.direction} {what}{cores}{'' if self.plain else ', all options'}"
 
 
-_NAME = re.compile(r"attention_(forward|backward)_kernel<(?:[\w:]*::)?(Fixed|Free)Pose<([\d, ]+)>\s*,\s*(.*)>$")
+_NAME = re.compile(r"attention_(forward|backward)_kernel<(?:[\w:]*::)?(\w+)Pose(\w*)(?:<([\d, ]+)>)?\s*,\s*(.*)>$")
+
+_TENSOR_LANES = {"4x4": ((4, 4, 4), 1, 8), "1x64": ((1, 64, 64), 4, 1)}
+"""Poses with kernels for tensor cores: C, D, E; lanes that share a parent's pose; lanes that take other parents."""
 
 
 def identify(name: str) -> Identity | None:
@@ -95,27 +98,23 @@ def identify(name: str) -> Identity | None:
     found = _NAME.search(name)
     if found is None:
         return None
-    direction, kind, pose, rest = found.groups()
-    numbers = [int(number) for number in pose.split(",")]
+    direction, kind, size, pose, rest = found.groups()
+    numbers = [int(number) for number in pose.split(",")] if pose else []
     words = [word.strip() for word in rest.split(",")]
     flags = [word for word in words if word in ("true", "false")]
     counts = [int(word) for word in words if word.isdigit()]
     if len(counts) < 3 or not flags:
         return None
-    further = tuple(f"option {word}" for word in flags[1:])
-    fixed = kind == "Fixed"
-    return Identity(
-        direction,
-        (numbers[0], numbers[1], numbers[2]) if fixed else None,
-        numbers[5] if fixed else 0,
-        numbers[6] if fixed else 0,
-        numbers[7] if len(numbers) == 9 else int(fixed),
-        counts[0],
-        flags[0] == "true",
-        counts[-2],
-        counts[-1],
-        further,
-    )
+    lanes: tuple[tuple[int, int, int] | None, int, int] = (None, 0, 0)
+    each = 1
+    if kind == "Fixed":
+        lanes = ((numbers[0], numbers[1], numbers[2]), numbers[5], numbers[6])
+        each = numbers[7] if len(numbers) == 9 else 1
+    elif kind == "Tensor":
+        if size not in _TENSOR_LANES:
+            return None
+        lanes, each = _TENSOR_LANES[size], numbers[0] if numbers else 1
+    return Identity(direction, *lanes, each, counts[0], flags[0] == "true", counts[-2], counts[-1], kind == "Tensor")
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,8 @@ def _sorted(found: Iterable[Compiled]) -> list[Compiled]:
         named = one.identity
         if named is None:
             return (2, one.name)
-        return (0 if named.pose else 1, named.direction == "backward", named.pose or (), named.parents, not named.plain)
+        where = (0 if named.pose else 1, named.direction == "backward", named.pose or ())
+        return (*where, named.tensor, named.parents, not named.plain)
 
     return sorted(found, key=key)
 

@@ -37,7 +37,6 @@ BEGIN, END = "<!-- static-triton:begin -->", "<!-- static-triton:end -->"
 BATCH = 128
 CAPABILITY = 90
 _ALL_BUT_BIAS_AND_GATE = 0b1100111
-_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
 @dataclass(frozen=True)
@@ -130,42 +129,11 @@ def launches(workload: Workload, batch: int, precision: str, backward: bool) -> 
     return found
 
 
-def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
-    """Return types, constants and hints as Triton itself would take them from the arguments of a launch."""
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    hints: dict[tuple[int, ...], Any] = {}
-    for parameter in launch.kernel.params:
-        value, place = launch.arguments[parameter.name], (parameter.num,)
-        specialised = not parameter.do_not_specialize
-        one = specialised and _whole(value) and value == 1
-        if parameter.is_constexpr or value is None or one:
-            types[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            types[parameter.name], hints[place] = _TYPES[value.dtype], [["tt.divisibility", 16]]
-        elif _whole(value):
-            types[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if specialised and value % 16 == 0:
-                hints[place] = [["tt.divisibility", 16]]
-        else:
-            types[parameter.name] = "fp32"
-    return types, constants, hints
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def make(launch: Launch, folder: Path) -> Made:
     """Compile the kernel of a launch for compute capability 9.0 and read it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from fastcaps.triton_kernels import static
 
-    types, constants, hints = _signature(launch)
-    source = ASTSource(launch.kernel, types, constants, hints)
-    options = {"num_warps": int(launch.arguments["num_warps"])}
-    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    compiled = static.build(f"sm_{CAPABILITY}", launch)
     path = folder / f"{launch.kernel.__name__}.cubin"
     path.write_bytes(compiled.asm["cubin"])
     (usage,) = sass.parse_usage(sass.dump(path, "-res-usage"))

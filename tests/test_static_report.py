@@ -215,6 +215,11 @@ def test_names_of_kernels() -> None:
     assert str(found) == "forward 4×4, 32 parents × 4 positions"
     free = identify("fastcaps::gpu::attention_backward_kernel<fastcaps::gpu::FreePose<1, 8>, 1, false, 128, 2>")
     assert free is not None and free.pose is None and str(free) == "backward any pose, all options"
+    tensor = identify("gpu::attention_forward_kernel<gpu::TensorPose4x4<4>, 1, true, 256, 1>")
+    assert tensor is not None and tensor.tensor and (tensor.pose, tensor.parents, tensor.seats) == ((4, 4, 4), 32, 4)
+    assert str(tensor) == "forward 4×4, 32 parents × 4 positions, tensor cores"
+    vector = identify("gpu::attention_backward_kernel<gpu::TensorPose1x64, 2, true, 320, 1>")
+    assert vector is not None and (vector.pose, vector.parents, vector.seats) == ((1, 64, 64), 1, 16)
     assert identify("fastcaps::gpu::finish_kernel<4>") is None
 
 
@@ -254,16 +259,17 @@ def test_loops_over_the_depth_count_as_often_as_they_run() -> None:
     assert made is not None
     made.instructions[41] = Instruction(41 * 16, "@P1", "BRA", f"0x{9 * 16:x}")  # back to the first of the 32
     assert [len(inner) for inner in kernel.inner_trips] == [33]
-    assert estimates.depth_trips(kernel, 64) == [16]  # 8 numbers of a vote a lane: 4 of the depth a trip
+    # 2 positions x 2 parents x 64 x 64 multiply-adds, 32 x 32 a trip
+    assert estimates.depth_trips(kernel) == [16]
 
 
 def test_targets_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates, "_plan", lambda *arguments: None)
     found = [_kernel(way, 32, ["FFMA"] * 200 + ["MUFU.RCP"]) for way in ("forward", "backward")]
     lines = estimates.supported(found)[1:]
-    assert [line[-1].split(":")[0] for line in lines] == ["yes", "yes", "no", "no", "yes"]
-    assert lines[0][2] == "0.236"
-    assert [line[-1] for line in estimates.supported([])[1:]].count("no: no kernel") == 3
+    assert [line[-1] for line in lines] == ["yes", "yes", "no", "yes", "yes"]
+    assert [line[2] for line in lines[:3]] == ["0.236", "0.476", "0.236"]  # no tensor cores: tf32 takes as long
+    assert [line[-1] for line in estimates.supported([])[1:]].count("no: no kernel") == 5
 
 
 def test_the_report_has_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
