@@ -35,14 +35,16 @@ FASTCAPS_DEVICE void add_vector(float* at, const float (&x)[N], bool alone) {
 template <class Pose>
 struct Found {
   float* children;  // [tile, warps that share parents, C, D]
-  float* weight;    // [warps that take other positions, parents of the block, stride]
+  float* weight;    // [warps that take other positions, parents of the block, stride]; or, where weights are large,
+                    // dL/dV: [parents of the block, tile, E]
 
   FASTCAPS_DEVICE Found(const AttentionArgs& a, char* shared)
       : children(reinterpret_cast<float*>(shared + a.shared_dchildren)),
         weight(reinterpret_cast<float*>(shared + a.shared_dweight)) {}
   FASTCAPS_DEVICE void next(const AttentionArgs& a) {
     children += a.tile * a.warps_parents * child_numbers(a);
-    weight += warps_positions(a) * Lane<Pose>::block_parents(a) * Pose::kWeightStride;
+    weight += Lane<Pose>::block_parents(a) *
+              (kLargeWeights<Pose> ? a.tile * Pose::kE : warps_positions(a) * Pose::kWeightStride);
   }
 
   static FASTCAPS_DEVICE int warps_positions(const AttentionArgs& a) {
@@ -147,6 +149,18 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
   }
 }
 
+// Where weights are large, dL/dV itself is put down; the block makes dW from it and the children (multiply_outer).
+template <class Pose, int R>
+FASTCAPS_DEVICE void put_down(const AttentionArgs& a, const Lane<Pose>& lane, const Found<Pose>& found,
+                              const Tiles<Pose, R>& dvotes) {
+  static_assert(Pose::kTileRows == 1, "large weights belong to vectors");
+  each_tile<Pose, R>([&](int r, int p) {
+    float* to = found.weight + (lane.own(p) * a.tile + lane.template seat<R>(r)) * Pose::kE;
+    FASTCAPS_UNROLL
+    for (int j = 0; j < Pose::kTileColumns; ++j) to[lane.e(a, j)] = dvotes[r][p][0][j];
+  });
+}
+
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                         float* dbias, const Tiles<Pose, R>& dvotes) {
@@ -198,8 +212,10 @@ FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lan
       FASTCAPS_UNROLL
       for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, d, r, votes);
     }
-    if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, dweight, d, votes);
+    if (!kLargeWeights<Pose> && a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, dweight, d, votes);
   }
+  if constexpr (kLargeWeights<Pose>)
+    if (a.dweight) put_down<Pose, R>(a, lane, found, votes);
   if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, stage, dbias, votes);
 }
 
@@ -262,6 +278,37 @@ FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& fo
   }
 }
 
+// dW = sum over the tile's positions of P^T dV, four by four numbers a thread.
+template <class Pose>
+FASTCAPS_DEVICE void multiply_outer(const AttentionArgs& a, const Stage<Pose>& stage, const Found<Pose>& found,
+                                    float* dweight, int first, int count) {
+  constexpr int kColumns = Pose::kE / 4, kSquares = Pose::kD / 4 * kColumns;
+  const int block_parents = Lane<Pose>::block_parents(a);
+  const int first_parent = a.first_parent + int(block_y()) * block_parents;
+  for (int unit = thread_index(); unit < count * block_parents * kSquares; unit += block_threads()) {
+    const int rest = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
+    const int k = rest / block_parents, own = rest % block_parents;
+    if (first_parent + own >= a.M) continue;
+    const float* rows = stage.children + k * a.tile * Pose::kRowStride + d;
+    const float* columns = found.weight + (k * block_parents + own) * a.tile * Pose::kE + e;
+    float sum[4][4] = {};
+    for (int seat = 0; seat < a.tile; ++seat) {
+      float p[4], v[4];
+      load_vector<4>(rows + seat * Pose::kRowStride, p);
+      load_vector<4>(columns + seat * Pose::kE, v);
+      FASTCAPS_UNROLL
+      for (int x = 0; x < 4; ++x) {
+        FASTCAPS_UNROLL
+        for (int y = 0; y < 4; ++y) sum[x][y] += p[x] * v[y];
+      }
+    }
+    float* to =
+        dweight + ((int64_t(a.by_group.quotient(first + k)) * a.M + first_parent + own) * Pose::kD + d) * Pose::kE + e;
+    FASTCAPS_UNROLL
+    for (int x = 0; x < 4; ++x) add_vector<4>(to + x * Pose::kE, sum[x], a.alone_with_weights);
+  }
+}
+
 template <class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
@@ -305,6 +352,10 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
       if (a.dchildren) flush_children<Pose>(a, found, t, count, seats);
       if constexpr (Pose::kWeightStride > 0)
         if (a.dweight) flush_weights<Pose>(a, found, dweight, t, count);
+      if constexpr (kLargeWeights<Pose>) {
+        if (a.dweight) multiply_outer<Pose>(a, Stage<Pose>(a, shared, which, t), found, dweight, t, count);
+        barrier();  // the children are read to the end
+      }
     }
     if ((PLAIN || !a.collect) && a.dquery) {
       float* to = a.dquery + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);

@@ -62,7 +62,10 @@ struct Shared {
     weight = int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile * 8;
     dchildren = backward ? child_rows * c.warps_parents : 0;
-    dweight = backward ? weight * c.warps_positions : 0;
+    const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV takes the place of dW
+    dweight = !backward ? 0
+              : large   ? int64_t(c.warps_parents) * c.parents * c.tile * g.C * g.E * 4
+                        : weight * c.warps_positions;
     const int64_t exchange = c.warps_parents > 1 ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
     fixed = int64_t(c.tile) * 48 + aligned(exchange) + 64;
   }
@@ -120,12 +123,15 @@ Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, 
   const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
   const int most_warps = kernel.threads / 32;
-  const int64_t warps = ceil_div(g.M, c.parents);
-  c.warps_parents = int(ceil_div(warps, ceil_div(warps, most_warps)));
+  // Large weights come from far away for every tile: better many positions than many parents, whose softmax then takes
+  // launches of its own.
+  const bool large = kernel.C && kernel.weight_stride == 0 && g.positions() > 32;
+  const int64_t warps = ceil_div(g.M, c.parents), together = large ? 1 : most_warps;
+  c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
   c.parent_blocks = int(ceil_div(warps, c.warps_parents));
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
-  // Weights that are read in place are also differentiated in place, by one warp alone if an order must be kept.
-  const bool single = backward && ordered && (kernel.weight_stride == 0 || bias);
+  // What a warp adds to memory by itself it must add alone if an order is to be kept.
+  const bool single = backward && ordered && (!kernel.C || bias);
   const int most_positions = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
 
   // As many warps as give the multiprocessors the fewest rounds of work; then the most, since they share the weights.

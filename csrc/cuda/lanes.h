@@ -106,6 +106,10 @@ struct Lane {
   FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_pose() && parent == 0; }
 };
 
+// Weights too large for shared memory: they are read in place, and their gradient is made by the whole block.
+template <class Pose>
+constexpr bool kLargeWeights = Pose::kFixed && Pose::kWeightStride == 0;
+
 template <class Pose>
 FASTCAPS_DEVICE int row_stride(const AttentionArgs& a) {
   return Pose::kFixed ? Pose::kRowStride : Pose::padded_depth(a);
