@@ -7,8 +7,12 @@ is tried on the CPU, whose compiled kernel it replaces for the length of a test.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +27,12 @@ from fastcaps import Window, backends, dispatch, functional, libraries, ops, ref
 
 GPU = torch.device("cuda:0")
 POSE = (4, 4, 4)
+
+
+needs_fake_gpu_tensors = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="a torch with CUDA asks for a driver even for tensors that are made up",
+)
 
 
 class FakeLibrary:
@@ -169,6 +179,7 @@ def test_a_forced_backend_is_obeyed_or_raises(gpu: object) -> None:
     assert chosen() == "cuda"
 
 
+@needs_fake_gpu_tensors
 def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
     """Kernel and tile come from the backend that runs."""
     plans: list[str] = []
@@ -211,6 +222,7 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@needs_fake_gpu_tensors
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_convolution_that_would_round_to_tf32_against_the_users_word_is_left_to_our_kernel(
     gpu: object, settings_kept: None, allowed: bool
@@ -436,3 +448,35 @@ def test_wrong_windows_and_gradients(serve: Callable[[str], None]) -> None:
     with pytest.raises(RuntimeError, match="sums has shape"):
         ops.attention_pass_backward(*good, *tensors[:6], sums[:1], *settings, 127)
     ops.attention_pass_backward(*good, *tensors[:6], sums, *settings, 127)
+
+
+def test_the_triton_kernels_serve_a_call_through_the_choice() -> None:
+    """The whole way from the public op to Triton's interpreter, which must be switched on before Triton is imported."""
+    pytest.importorskip("triton")
+    script = """if True:
+        import warnings
+        import torch
+        from attention_cases import BY_NAME
+        from fastcaps import backends, dispatch, ops, reference
+
+        library = torch.library.Library("fastcaps", "IMPL")
+        warnings.simplefilter("ignore")
+        library.impl("attention_pass", dispatch.attention_pass, "CPU", allow_override=True)
+        library.impl("attention_pass_backward", dispatch.attention_pass_backward, "CPU", allow_override=True)
+        backends.choose = lambda *_: "triton"
+        case = BY_NAME["padded"]
+
+        def run(op):
+            tensors = [t.requires_grad_() for t in case.tensors(torch.float32)]
+            outputs = op(*tensors, *case.settings())
+            return [*outputs, *torch.autograd.grad(outputs, tensors, case.grads(torch.float32))]
+
+        for one, other in zip(run(ops.attention_pass), run(reference.attention_pass), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert "attention_forward_kernel" in repr(vars(__import__("fastcaps.triton_kernels.attention", fromlist=["x"])))
+        print("served")
+    """
+    path = os.pathsep.join([str(Path(fastcaps.__file__).parents[1]), str(Path(__file__).parent)])
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0 and "served" in done.stdout, done.stderr
