@@ -2,7 +2,7 @@
 
 ``S_m = sum_i g_i softmax_m(scale <Q_m, V_im>) V_im``, ``parents = LayerNorm(S)``: arguments, layouts and results are
 those of the ops (:mod:`fastcaps.reference`). Kernels: ``attention_forward.py``, ``attention_backward.py``,
-``attention_ordered.py``; how a call is cut up: ``attention_plan.py``.
+``attention_ordered.py``; what they share of a call: ``attention_call.py``; how it is cut up: ``attention_plan.py``.
 
 Workspace, beside the outputs, with "parents" short for the B * L * M * C * E numbers of one parents tensor in float32:
 forward, one parents for each range of children where positions are too few for the device (together at most four tiles
@@ -13,23 +13,21 @@ backward, parts of dW of 64 MiB together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .attention_backward import _attention_backward_kernel, _attention_norm_backward_kernel
-from .attention_forward import _attention_finish_kernel, _attention_forward_kernel, _attention_normalizer_kernel
+from .attention_call import Call, current, launch, processors, watched
+from .attention_forward import _attention_finish_kernel, _attention_forward_kernel
 from .attention_ordered import _attention_matrix_backward_kernel
 from .attention_plan import LIMITS, Limits, Plan, largest_pose, matrix_plan, plan, power_of_two
 
-__all__ = ["attention_pass", "attention_pass_backward", "plan", "plan_call", "refusal"]
+__all__ = ["attention_pass", "attention_pass_backward", "plan", "plan_call", "refusal", "watched"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NORM_NUMBERS = 2048  # of a tile in the kernels that walk over poses
 
 
 def refusal(device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int) -> str | None:
@@ -49,163 +47,6 @@ def refusal(device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int]
     return None
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132 if device.type == "meta" else 2  # an H200; the interpreter, where programs run in turn
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which kernels start on a device and on its current stream."""
-    return nullcontext() if device.type in ("cpu", "meta") else torch.get_device_module(device).device(device)
-
-
-def _launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Start a kernel, or hand it to whoever asked to see what would start."""
-    if _watcher is None:
-        kernel[(programs,)](**arguments)
-    else:
-        _watcher(kernel, programs, arguments)
-
-
-_watcher: Callable[[Any, int, dict[str, Any]], None] | None = None
-
-
-@contextmanager
-def watched(watcher: Callable[[Any, int, dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, hand every launch (kernel, programs, arguments) to ``watcher`` instead of running it.
-
-    With tensors on the meta device that tells what a call would launch, of any size, on a machine without a GPU.
-    """
-    global _watcher
-    before, _watcher = _watcher, watcher
-    try:
-        yield
-    finally:
-        _watcher = before
-
-
-class _Call:
-    """One call of the pass: its sizes, and the arguments that all its kernels share."""
-
-    def __init__(
-        self,
-        children: Tensor,
-        weight: Tensor,
-        query: Tensor | None,
-        bias: Tensor | None,
-        gate: Tensor | None,
-        scale: float,
-        window: Sequence[int],
-        allow_tf32: bool,
-        limits: Limits,
-    ) -> None:
-        kh, kw, sh, sw, ph, pw, dh, dw = window
-        batch, self.height, self.width, self.types, rows, inner = children.shape
-        self.groups, self.parents, _, columns = weight.shape
-        ho = (self.height + 2 * ph - (kh - 1) * dh - 1) // sh + 1
-        wo = (self.width + 2 * pw - (kw - 1) * dw - 1) // sw + 1
-        self.device, self.dtype = children.device, children.dtype
-        self.window, self.pose = tuple(window), (rows, inner, columns)
-        self.positions, self.children, self.slots = batch * ho * wo, kh * kw * self.types, kh * kw
-        self.shape = (batch, ho, wo, self.parents, rows, columns)
-        self.numbers = self.positions * self.parents * rows * columns
-        self.limits = limits
-        self.tensor_cores = allow_tf32 or self.dtype != torch.float32
-        self.tensors: dict[str, Any] = {
-            "children": children,
-            "weight": weight,
-            "query": None if query is None else query.contiguous(),
-            "bias": None if bias is None else bias.contiguous(),
-        }
-        self.gate = {"gate": gate, **self._strides("gs", "bhwn", gate)}
-        own, per_parent = (0, 0) if bias is None else (bias.shape[0] > 1, bias.shape[1] > 1)
-        self.arguments: dict[str, Any] = {
-            "count": self.positions,
-            "length": ho * wo,
-            "columns": wo,
-            "height": self.height,
-            "width": self.width,
-            "types": self.types,
-            "groups": self.groups,
-            "many": self.parents,
-            "seen_children": self.children,
-            **self._strides("cs", "bhwncd", children),
-            **self._strides("ws", "gmde", weight),
-            "bs_i": 0 if bias is None or not own else bias.shape[1] * rows * columns,
-            "bs_m": rows * columns if per_parent else 0,
-            "scale": scale,
-            **dict(zip(("KW", "SH", "SW", "PH", "PW", "DH", "DW"), (kw, sh, sw, ph, pw, dh, dw), strict=True)),
-            "PADDED": bool(ph or pw),
-            **dict(zip("CDE", self.pose, strict=True)),
-            "PRECISION": "tf32" if self.tensor_cores and torch.version.hip is None else "ieee",
-        }
-
-    @staticmethod
-    def _strides(prefix: str, names: str, tensor: Tensor | None) -> dict[str, int]:
-        return {f"{prefix}_{name}": 0 if tensor is None else tensor.stride(k) for k, name in enumerate(names)}
-
-    def plan(self, backward: bool, children: int | None = None) -> Plan:
-        """Return the plan for this call, or for a launch over fewer children of it."""
-        return plan(
-            self.positions,
-            self.children if children is None else children,
-            self.parents,
-            self.pose,
-            backward=backward,
-            tensor_cores=self.tensor_cores,
-            processors=_processors(self.device),
-            limits=self.limits,
-        )
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=torch.float32)
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, device=self.device, dtype=torch.float32)
-
-    @staticmethod
-    def tile(chosen: Plan) -> dict[str, int]:
-        return {
-            "BL": chosen.positions,
-            "BC": chosen.rows,
-            "BM": chosen.parents,
-            "BE": chosen.columns,
-            "BK": chosen.depth,
-            "blocks": chosen.blocks,
-            "tiles": chosen.tiles,
-            "num_warps": chosen.warps,
-        }
-
-    def pose_tile(self, poses: int) -> tuple[dict[str, int], int]:
-        """Return the tile of kernels that walk over poses of parents, and how many of its blocks there are."""
-        rows, columns = power_of_two(self.pose[0]), power_of_two(self.pose[2])
-        size = min(max(1, _NORM_NUMBERS // (rows * columns)), power_of_two(poses))
-        warps = min(16, max(1, size * rows * columns // 512))
-        tile = {"C": self.pose[0], "E": self.pose[2], "BL": size, "BC": rows, "BE": columns, "num_warps": warps}
-        return tile, -(-poses // size)
-
-    def normalizer(self, chosen: Plan, slope: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Sweep over all parents once: log-sum-exp of every (position, child), and hbar if there is a gradient."""
-        normalizer = self.empty(self.positions, self.children)
-        heard = None if slope is None else torch.empty_like(normalizer)
-        ranges = min(self.children, max(1, self.limits.programs * _processors(self.device) // chosen.blocks))
-        per_split = -(-self.children // ranges)
-        _launch(
-            _attention_normalizer_kernel,
-            chosen.blocks * -(-self.children // per_split),
-            **self.tensors,
-            grad=slope,
-            normalizer=normalizer,
-            heard=heard,
-            per_split=per_split,
-            **self.arguments,
-            **self.tile(chosen),
-        )
-        return normalizer, heard
-
-
 def plan_call(
     children: Tensor,
     weight: Tensor,
@@ -216,7 +57,7 @@ def plan_call(
     limits: Limits = LIMITS,
 ) -> Plan:
     """Return how a call with these arguments would be cut up; nothing runs, and meta tensors will do."""
-    return _Call(children, weight, None, None, None, 1.0, window, allow_tf32, limits).plan(backward)
+    return Call(children, weight, None, None, None, 1.0, window, allow_tf32, limits).plan(backward)
 
 
 def attention_pass(
@@ -247,7 +88,7 @@ def attention_pass(
     limits
         What a program may hold; tests make it small.
     """
-    call = _Call(children, weight, query, bias, gate, scale, window, allow_tf32, limits)
+    call = Call(children, weight, query, bias, gate, scale, window, allow_tf32, limits)
     parents = children.new_empty(call.shape)
     sums = call.empty(*call.shape) if normalize else call.empty(0)
     if call.numbers == 0:
@@ -256,12 +97,12 @@ def attention_pass(
     chosen = call.plan(backward=False)
     norms = {"norm_weight": affine[0], "norm_bias": affine[1], "eps": eps, "NORMALIZE": bool(normalize)}
     whole = chosen.splits == 1
-    with _current(call.device):
+    with current(call.device):
         normalizer = None
         if chosen.tiles > 1 and query is not None:
             normalizer, _ = call.normalizer(chosen, None)
         target = sums if whole else call.empty(chosen.splits, call.numbers)
-        _launch(
+        launch(
             _attention_forward_kernel,
             chosen.blocks * chosen.tiles * chosen.splits,
             **call.tensors,
@@ -278,7 +119,7 @@ def attention_pass(
         if not whole:
             poses = call.positions * call.parents
             tile, blocks = call.pose_tile(poses)
-            _launch(
+            launch(
                 _attention_finish_kernel,
                 blocks,
                 partial=target,
@@ -293,7 +134,7 @@ def attention_pass(
 
 
 def _slope(
-    call: _Call,
+    call: Call,
     grad_parents: Tensor | None,
     grad_sums: Tensor | None,
     norm_weight: Tensor | None,
@@ -310,10 +151,10 @@ def _slope(
     slope = call.empty(*call.shape)
     poses = call.positions * call.parents
     tile, blocks = call.pose_tile(poses)
-    per_split = -(-blocks // min(blocks, call.limits.programs * _processors(call.device)))
+    per_split = -(-blocks // min(blocks, max(1, call.limits.resident * processors(call.device) // tile["num_warps"])))
     programs = -(-blocks // per_split)
     parts = call.empty(programs, 2, call.pose[0] * call.pose[2]) if affine else None
-    _launch(
+    launch(
         _attention_norm_backward_kernel,
         programs,
         grad_parents=None if grad_parents is None else grad_parents.contiguous(),
@@ -331,7 +172,7 @@ def _slope(
 
 
 def _ordered_matrix_gradients(
-    call: _Call, shared: dict[str, Any], sweep: Any, weight: bool, bias: Tensor | None
+    call: Call, shared: dict[str, Any], sweep: Any, weight: bool, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dW and dbias (of every parent) in float32, every sum in one order."""
     chosen = matrix_plan(
@@ -340,7 +181,7 @@ def _ordered_matrix_gradients(
         call.groups,
         call.parents,
         call.pose,
-        processors=_processors(call.device),
+        processors=processors(call.device),
         limits=call.limits,
     )
     tile, (rows, inner, columns) = chosen.tile, call.pose
@@ -353,7 +194,7 @@ def _ordered_matrix_gradients(
         dbias = call.empty(*lead, call.parents, rows, columns)
     normalizer, heard = sweep(tile)
     slices = -(-inner // chosen.depth)
-    _launch(
+    launch(
         _attention_matrix_backward_kernel,
         call.groups * tile.tiles * slices * chosen.splits * chosen.position_splits,
         **shared,
@@ -402,7 +243,7 @@ def attention_pass_backward(
     allow_tf32, limits
         As for :func:`attention_pass`.
     """
-    call = _Call(children, weight, query, bias, gate, scale, window, allow_tf32, limits)
+    call = Call(children, weight, query, bias, gate, scale, window, allow_tf32, limits)
     wanted = [bool(needs >> k & 1) for k in range(7)]
     for k, tensor in ((2, query), (3, bias), (4, gate)):
         wanted[k] = wanted[k] and tensor is not None
@@ -410,12 +251,11 @@ def attention_pass_backward(
     found: list[Tensor | None] = [None] * 7
     rows, _, columns = call.pose
     if call.numbers == 0:
-        shapes = [children.shape, weight.shape, call.shape, bias, gate, (rows * columns,), (rows * columns,)]
-        for k, shape in enumerate(shapes):
-            if wanted[k]:
-                found[k] = call.zeros(*(shape.shape if isinstance(shape, Tensor) else shape))
+        shapes: list[Any] = [t if t is None else t.shape for t in (children, weight, query, bias, gate)]
+        shapes += [(rows * columns,)] * 2
+        found = [call.zeros(*shape) if want else None for want, shape in zip(wanted, shapes, strict=True)]
     else:
-        with _current(call.device):
+        with current(call.device):
             slope, affine = _slope(
                 call, grad_parents, grad_sums, norm_weight, sums, eps, normalize, wanted[5] or wanted[6]
             )
@@ -430,7 +270,7 @@ def attention_pass_backward(
 
 
 def _gradients(
-    call: _Call, slope: Tensor, wanted: Sequence[bool], bias: Tensor | None, deterministic: bool
+    call: Call, slope: Tensor, wanted: Sequence[bool], bias: Tensor | None, deterministic: bool
 ) -> list[Tensor | None]:
     """Return the gradients of children, weight, query, bias and gate that are wanted, from dL/dS."""
     children, weight = call.tensors["children"], call.tensors["weight"]
@@ -472,7 +312,7 @@ def _gradients(
                 for tile in range(chosen.tiles)
             ]
         for first_tile, tiles, first_child, last_child in launches:
-            _launch(
+            launch(
                 _attention_backward_kernel,
                 chosen.blocks * tiles * chosen.splits,
                 **shared,

@@ -16,11 +16,11 @@ class Limits:
     forward, backward
         Numbers of one tile that a thread holds. Forward keeps three tiles (votes, query, sums), backward five.
     warps
-        The most warps of a program, and the most where parents of one position alone ask for it.
+        The most warps of a program, and the most where the pose of one parent alone asks for it.
     positions
         The most positions of a program.
-    programs
-        Programs that one processor should get; children are split over programs until there are as many.
+    resident
+        Warps that one processor should get; children are split over programs until there are as many.
     part_bytes
         The most memory for parts of dW in the deterministic mode, unless one part is larger.
     """
@@ -29,7 +29,7 @@ class Limits:
     backward: int = 16
     warps: tuple[int, int] = (8, 16)
     positions: int = 64
-    programs: int = 4
+    resident: int = 16
     part_bytes: int = 1 << 26
 
 
@@ -161,23 +161,24 @@ def plan(
             positions, children, parents, pose, backward=backward, products=False, processors=processors, limits=limits
         )
     tile_parents = max(power_of_two(parents), least_parents)
-    capacity = usual if tile_parents * least_positions * unit <= usual else most
-    if tile_parents * least_positions * unit > most:
+    if tile_parents * least_positions * unit > usual:
+        # Two sweeps. Sixteen warps, with 128 registers a thread, only where the poses themselves are that large.
         capacity = max(usual, least_positions * least_parents * unit)
         tile_parents = max(least_parents, capacity // (least_positions * unit))
     tile_positions = least_positions
     wanted = min(power_of_two(max(1, positions)), limits.positions)
-    half = max(capacity // 2, 1)  # four warps do as well as eight where all parents fit
-    while tile_positions < wanted and 2 * tile_positions * tile_parents * unit <= half:
+    # Column by column one warp works best: nothing waits for other warps. Matrix products like four.
+    target = 32 * per_thread * (4 if products else 1)
+    while tile_positions < wanted and 2 * tile_positions * tile_parents * unit <= target:
         tile_positions *= 2
     numbers = tile_positions * tile_parents * unit
     warps = min(max(1, power_of_two(_ceil(numbers, 32 * per_thread))), limits.warps[1])
     blocks, tiles = _ceil(max(1, positions), tile_positions), _ceil(parents, tile_parents)
-    splits = min(children, max(1, limits.programs * processors // (blocks * tiles)))
+    splits = min(children, max(1, limits.resident * processors // (blocks * tiles * warps)))
     per_split = _ceil(children, splits)
     depth = 0
     if products:
-        depth = min(max(_DOT, power_of_two(inner)), 32)
+        depth = _DOT
     return Plan(
         tile_positions,
         rows,
@@ -217,7 +218,8 @@ def matrix_plan(
     )
     programs = groups * tiles * _ceil(pose[1], _DOT)
     part = 4 * groups * parents * max(pose[1] * pose[2], pose[0] * pose[2])
-    parts = max(1, min(limits.programs * processors // programs, limits.part_bytes // part))
+    wanted = limits.resident * processors // (programs * tile.warps)
+    parts = max(1, min(wanted, limits.part_bytes // part))
     own = children // groups
     per_split = _ceil(blocks, min(parts, blocks))
     position_splits = _ceil(blocks, per_split)

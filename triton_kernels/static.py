@@ -1,0 +1,145 @@
+"""What the kernels are compiled to, for a GPU that need not be there: registers, spills, shared memory.
+
+Triton's compiler takes its target as an argument, so that ``compiled_for("sm_90", ...)`` works on any machine with
+Triton. Not under TRITON_INTERPRET=1, where kernels are Python functions.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+__all__ = ["Compiled", "Launch", "build", "compiled_for", "target_of"]
+
+_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+class Launch(Protocol):
+    """One kernel start of a call, as :func:`fastcaps.triton_kernels.attention.watched` hears of it."""
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel."""
+
+    @property
+    def programs(self) -> int:
+        """How many programs of it start."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By name; tensors may be on the meta device."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel, specialised for a launch, takes of a GPU.
+
+    Attributes
+    ----------
+    kernel, target, programs, num_warps
+        Which kernel, for what, and how it is started.
+    n_regs
+        Registers of a thread.
+    n_spills
+        Registers of a thread that live in memory instead.
+    shared
+        Bytes of shared memory of a program.
+    instructions
+        How often an instruction stands in the text (PTX's or AMD's mnemonic up to the first dot or underscore).
+    """
+
+    kernel: str
+    target: str
+    programs: int
+    num_warps: int
+    n_regs: int
+    n_spills: int
+    shared: int
+    instructions: dict[str, int]
+
+
+def target_of(name: str) -> GPUTarget:
+    """Return Triton's target for ``"sm_90"`` or an AMD name such as ``"gfx942"``."""
+    if name.startswith("sm_"):
+        return GPUTarget("cuda", int(name[3:]), 32)
+    return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+
+
+def _source(launch: Launch, precision: str | None) -> ASTSource:
+    """Return the kernel with the types, constants and alignments that Triton would find at this launch."""
+    signature, constants, alignments = {}, {}, {}
+    for k, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.name == "PRECISION" and precision is not None:
+            value = precision
+        specialised = not parameter.do_not_specialize
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (specialised and not isinstance(value, torch.Tensor) and value == 1)
+        ):
+            signature[parameter.name], constants[(k,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], alignments[(k,)] = _POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            if specialised and value % 16 == 0:
+                alignments[(k,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, alignments)
+
+
+def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
+    """Return registers, and registers that were spilled, from the compiled code."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"\bREG:(\d+)", text), re.search(r"\bSTACK:(\d+)", text)
+    if registers is None or stack is None:
+        raise RuntimeError(f"cuobjdump did not say what the kernel uses: {text!r}")
+    return int(registers[1]), int(stack[1]) // 4
+
+
+def build(target: str, launch: Launch) -> Any:
+    """Return Triton's compiled kernel of a launch for a target; its code is in ``asm``. No GPU is needed."""
+    if not isinstance(launch.kernel, triton.JITFunction):
+        raise RuntimeError("kernels are interpreted (TRITON_INTERPRET=1) and cannot be compiled")
+    chosen = target_of(target)
+    options = {name: launch.arguments[name] for name in ("num_warps", "num_stages") if name in launch.arguments}
+    source = _source(launch, "ieee" if chosen.backend == "hip" else None)
+    return triton.compile(source, target=chosen, options=options)
+
+
+def compiled_for(target: str, launch: Launch) -> Compiled:
+    """Compile the kernel of a launch for ``"sm_80"``, ``"sm_90"``, ``"gfx942"`` and the like, and say what it takes."""
+    built = build(target, launch)
+    if "cubin" in built.asm:
+        text = built.asm["ptx"]
+        registers, spills = _nvidia_resources(built.asm["cubin"])
+    else:
+        text = built.asm["amdgcn"]
+        used = {name: int(n) for name, n in re.findall(r"\.(vgpr_(?:spill_)?count):\s*(\d+)", text)}
+        registers, spills = used["vgpr_count"], used["vgpr_spill_count"]
+    words = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]+)[._ ]", text, re.MULTILINE)
+    return Compiled(
+        kernel=str(launch.kernel.__name__),
+        target=target,
+        programs=launch.programs,
+        num_warps=int(built.metadata.num_warps),
+        n_regs=registers,
+        n_spills=spills,
+        shared=int(built.metadata.shared),
+        instructions={word: words.count(word) for word in sorted(set(words))},
+    )
