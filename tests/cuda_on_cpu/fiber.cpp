@@ -1,0 +1,136 @@
+#include "fiber.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <new>
+
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#include <ucontext.h>
+#endif
+
+namespace cuda_on_cpu {
+
+uintptr_t stacks_begin = 0;
+
+namespace {
+
+size_t page() { return size_t(sysconf(_SC_PAGESIZE)); }
+
+// Tops are staggered: at equal distances all stacks would fall into the same few sets of the caches.
+char* top_of(int index) {
+  return reinterpret_cast<char*>(stacks_begin) + size_t(index + 1) * kStack - 64 - size_t(index % 32) * 576;
+}
+
+}  // namespace
+
+void make_stacks() {
+  if (stacks_begin != 0) return;
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#ifdef MAP_NORESERVE
+  flags |= MAP_NORESERVE;
+#endif
+  void* found = mmap(nullptr, kStack * kFibers, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (found == MAP_FAILED) throw std::bad_alloc();
+  for (int k = 0; k < kFibers; ++k) mprotect(static_cast<char*>(found) + k * kStack, page(), PROT_NONE);
+  stacks_begin = reinterpret_cast<uintptr_t>(found);
+}
+
+bool on_stack_guard(uintptr_t address) { return on_stacks(address) && (address - stacks_begin) % kStack < page(); }
+
+// A switch saves what a called function must keep, on the stack that is left, and loads the same from the other.
+#if defined(__x86_64__)
+extern "C" __attribute__((visibility("hidden"))) void cuda_on_cpu_switch(void** from, void* to);
+asm(R"(
+.text
+.hidden cuda_on_cpu_switch
+.globl cuda_on_cpu_switch
+.type cuda_on_cpu_switch, @function
+cuda_on_cpu_switch:
+  endbr64
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size cuda_on_cpu_switch, .-cuda_on_cpu_switch
+)");
+void switch_fiber(Fiber& from, Fiber& to) { cuda_on_cpu_switch(&from.context, to.context); }
+void Fiber::start(int index, Entry entry) {
+  void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(top_of(index)) / 16 * 16);
+  *--top = nullptr;  // the return address of entry, which so finds its stack as after a call
+  *--top = reinterpret_cast<void*>(entry);
+  for (int k = 0; k < 6; ++k) *--top = nullptr;
+  context = top;
+}
+#elif defined(__aarch64__)
+extern "C" __attribute__((visibility("hidden"))) void cuda_on_cpu_switch(void** from, void* to);
+#if defined(__APPLE__)
+#define SYMBOL "_cuda_on_cpu_switch"
+#else
+#define SYMBOL "cuda_on_cpu_switch"
+#endif
+asm(".text\n.p2align 2\n.globl " SYMBOL "\n" SYMBOL
+    ":\n"
+    R"(
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+)");
+void switch_fiber(Fiber& from, Fiber& to) { cuda_on_cpu_switch(&from.context, to.context); }
+void Fiber::start(int index, Entry entry) {
+  void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(top_of(index)) / 16 * 16) - 20;
+  for (int k = 0; k < 20; ++k) top[k] = nullptr;
+  top[11] = reinterpret_cast<void*>(entry);  // x30, where the switch returns to
+  context = top;
+}
+#else
+// Elsewhere the system's own switch, at the price of a system call each.
+void switch_fiber(Fiber& from, Fiber& to) {
+  if (from.context == nullptr) from.context = new ucontext_t;
+  swapcontext(static_cast<ucontext_t*>(from.context), static_cast<ucontext_t*>(to.context));
+}
+void Fiber::start(int index, Entry entry) {
+  if (context == nullptr) context = new ucontext_t;
+  ucontext_t* made = static_cast<ucontext_t*>(context);
+  getcontext(made);
+  made->uc_stack.ss_sp = reinterpret_cast<char*>(stacks_begin) + index * kStack + page();
+  made->uc_stack.ss_size = size_t(top_of(index) - static_cast<char*>(made->uc_stack.ss_sp));
+  makecontext(made, entry, 0);
+}
+#endif
+
+}  // namespace cuda_on_cpu

@@ -1,0 +1,117 @@
+// What the compiler calls from code made with -fsanitize=thread,alignment,bounds: every access to memory, every pointer
+// to a type that it is not aligned for, every index outside of an array. Outside of kernels nothing is done about them.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "machine.h"
+#include "watch.h"
+
+using cuda_on_cpu::Access;
+
+namespace {
+
+struct Place {
+  const char* file;
+  uint32_t line, column;
+
+  std::string text() const {
+    const char* name = std::strrchr(file, '/');
+    return std::string(" (") + (name ? name + 1 : file) + ":" + std::to_string(line) + ")";
+  }
+};
+struct Type {
+  uint16_t kind, info;
+  char name[1];
+};
+struct Misaligned {
+  Place place;
+  const Type* type;
+  unsigned char log_alignment, access;
+};
+struct OutOfBounds {
+  Place place;
+  const Type *array, *index;
+};
+
+}  // namespace
+
+extern "C" {
+
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
+
+#define WATCH(name, bytes)                                                                                          \
+  void __tsan_read##name(void* at) { cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0)); }   \
+  void __tsan_write##name(void* at) { cuda_on_cpu::watch(at, bytes, Access::kWrite, __builtin_return_address(0)); } \
+  void __tsan_unaligned_read##name(void* at) {                                                                      \
+    cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0));                                      \
+  }                                                                                                                 \
+  void __tsan_unaligned_write##name(void* at) {                                                                     \
+    cuda_on_cpu::watch(at, bytes, Access::kWrite, __builtin_return_address(0));                                     \
+  }                                                                                                                 \
+  void __tsan_volatile_read##name(void* at) {                                                                       \
+    cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0));                                      \
+  }                                                                                                                 \
+  void __tsan_volatile_write##name(void* at) {                                                                      \
+    cuda_on_cpu::watch(at, bytes, Access::kWrite, __builtin_return_address(0));                                     \
+  }
+WATCH(1, 1)
+WATCH(2, 2)
+WATCH(4, 4)
+WATCH(8, 8)
+WATCH(16, 16)
+#undef WATCH
+void __tsan_read_range(void* at, size_t bytes) {
+  cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0));
+}
+void __tsan_write_range(void* at, size_t bytes) {
+  cuda_on_cpu::watch(at, bytes, Access::kWrite, __builtin_return_address(0));
+}
+void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
+  cuda_on_cpu::watch(from, bytes, Access::kRead, __builtin_return_address(0));
+  cuda_on_cpu::watch(to, bytes, Access::kWrite, __builtin_return_address(0));
+  return std::memcpy(to, from, bytes);
+}
+void* __tsan_memset(void* to, int value, size_t bytes) {
+  cuda_on_cpu::watch(to, bytes, Access::kWrite, __builtin_return_address(0));
+  return std::memset(to, value, bytes);
+}
+
+// Atomics are the host code's, in the same files: reference counts.
+#define ATOMICS(bits, T)                                                                                              \
+  T __tsan_atomic##bits##_load(const volatile T* at, int) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }           \
+  void __tsan_atomic##bits##_store(volatile T* at, T x, int) { __atomic_store_n(at, x, __ATOMIC_SEQ_CST); }           \
+  T __tsan_atomic##bits##_exchange(volatile T* at, T x, int) { return __atomic_exchange_n(at, x, __ATOMIC_SEQ_CST); } \
+  T __tsan_atomic##bits##_fetch_add(volatile T* at, T x, int) { return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST); } \
+  T __tsan_atomic##bits##_fetch_sub(volatile T* at, T x, int) { return __atomic_fetch_sub(at, x, __ATOMIC_SEQ_CST); } \
+  T __tsan_atomic##bits##_fetch_or(volatile T* at, T x, int) { return __atomic_fetch_or(at, x, __ATOMIC_SEQ_CST); }   \
+  T __tsan_atomic##bits##_fetch_and(volatile T* at, T x, int) { return __atomic_fetch_and(at, x, __ATOMIC_SEQ_CST); } \
+  int __tsan_atomic##bits##_compare_exchange_strong(volatile T* at, T* old, T x, int, int) {                          \
+    return __atomic_compare_exchange_n(at, old, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                        \
+  }                                                                                                                   \
+  int __tsan_atomic##bits##_compare_exchange_weak(volatile T* at, T* old, T x, int, int) {                            \
+    return __atomic_compare_exchange_n(at, old, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                        \
+  }
+ATOMICS(8, unsigned char)
+ATOMICS(16, unsigned short)
+ATOMICS(32, unsigned)
+ATOMICS(64, unsigned long)
+#undef ATOMICS
+void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+void __ubsan_handle_type_mismatch_v1(const Misaligned* what, void* at) {
+  if (!cuda_on_cpu::block.running) return;
+  cuda_on_cpu::fail(std::string("accesses ") + what->type->name + " at an address that is not a multiple of " +
+                    std::to_string(1 << what->log_alignment) + (at ? "" : ": null") + what->place.text());
+}
+void __ubsan_handle_out_of_bounds(const OutOfBounds* what, size_t index) {
+  if (!cuda_on_cpu::block.running) return;
+  cuda_on_cpu::fail("takes element " + std::to_string(int64_t(index)) + " of " + what->array->name +
+                    what->place.text());
+}
+
+}  // extern "C"
