@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BEGIN", "END", "about", "device_seconds", "markdown", "shortfalls", "tables"]
+__all__ = ["BEGIN", "END", "SHORT", "about", "device_seconds", "markdown", "number", "shortfalls", "tables"]
 
 BEGIN, END = "<!-- bench-device:begin -->", "<!-- bench-device:end -->"
 
@@ -33,7 +33,7 @@ LEGEND = (
     "the eager batched-matmul alternative's."
 )
 
-_SHORT = {
+SHORT = {
     "reference": "reference",
     "batched-matmul": "bmm",
     "reference-compiled": "reference, compiled",
@@ -41,7 +41,7 @@ _SHORT = {
 }
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Return a number that is not negative with three significant digits, without an exponent."""
     if value >= 99.95:
         return f"{value:,.0f}"
@@ -49,7 +49,7 @@ def _number(value: float) -> str:
 
 
 def _megabytes(count: float) -> str:
-    return _number(count / 1e6)
+    return number(count / 1e6)
 
 
 def _own(entry: dict[str, Any] | None, votes: float | None = None) -> str:
@@ -68,7 +68,7 @@ def device_seconds(entry: dict[str, Any]) -> float:
 def _milliseconds(entry: dict[str, Any] | None) -> str:
     if not entry:
         return ""
-    return "failed" if "failed" in entry else _number(device_seconds(entry) * 1e3)
+    return "failed" if "failed" in entry else number(device_seconds(entry) * 1e3)
 
 
 def _cells(row: dict[str, Any], rates: dict[str, float]) -> list[str]:
@@ -77,19 +77,19 @@ def _cells(row: dict[str, Any], rates: dict[str, float]) -> list[str]:
     if "refused" in row:
         return [*head, f"refused: {row['refused']}", *[""] * (len(COLUMNS) - 4)]
     mine, fastest = row["fastcaps"], row["fastest"]
-    median, p20, p80 = (_number(mine[key] * 1e3) for key in ("median", "p20", "p80"))
+    median, p20, p80 = (number(mine[key] * 1e3) for key in ("median", "p20", "p80"))
     graph = mine.get("graph", {})
     other = ["none", "", ""]
     if fastest is not None:
-        other = [_SHORT.get(fastest, fastest), _milliseconds(row["alternatives"][fastest])]
-        other.append(f"{_number(row['speedup'])}×")
+        other = [SHORT.get(fastest, fastest), _milliseconds(row["alternatives"][fastest])]
+        other.append(f"{number(row['speedup'])}×")
     return [
         *head,
         f"{median} ({p20}-{p80})",
-        _number(graph["median"] * 1e3) if "median" in graph else "failed" if graph else "",
+        number(graph["median"] * 1e3) if "median" in graph else "failed" if graph else "",
         _milliseconds(row.get("triton")),
         *other,
-        _number(row["tflops"]),
+        number(row["tflops"]),
         f"{row['tflops'] * 1e12 / rates[row['precision']]:.0%}",
         _own(mine, row["votes_bytes"]),
         _own(row["alternatives"].get("batched-matmul")),
@@ -120,11 +120,9 @@ def shortfalls(document: dict[str, Any]) -> list[str]:
             continue
         mine = row["fastcaps"]
         if "seconds" in goal and device_seconds(mine) > goal["seconds"]:
-            missed.append(
-                f"{place}: {_number(device_seconds(mine) * 1e3)} ms, goal {_number(goal['seconds'] * 1e3)} ms"
-            )
+            missed.append(f"{place}: {number(device_seconds(mine) * 1e3)} ms, goal {number(goal['seconds'] * 1e3)} ms")
         if "speedup" in goal and row["speedup"] is not None and row["speedup"] < goal["speedup"]:
-            missed.append(f"{place}: {_number(row['speedup'])}×, goal {_number(goal['speedup'])}×")
+            missed.append(f"{place}: {number(row['speedup'])}×, goal {number(goal['speedup'])}×")
         if "launches" in goal and mine["latency"] > launches:
             missed.append(
                 f"{place}: {mine['latency'] * 1e6:.0f} us to the end, three of the smallest launches take "
@@ -144,12 +142,12 @@ def about(document: dict[str, Any]) -> str:
     found = document["machine"]
     rates, versions = found["rates"], found["versions"]
     products = ", ".join(
-        f"{name} {_number(rates[name] / 1e12)} TFLOP/s" for name in ("fp32", "tf32", "bf16") if name in rates
+        f"{name} {number(rates[name] / 1e12)} TFLOP/s" for name in ("fp32", "tf32", "bf16") if name in rates
     )
     cuda = f", CUDA {found['cuda']}" if found.get("cuda") else ""
     commit = found["commit"] + (" (modified)" if found["modified"] else "")
     return (
-        f"{found['device']}: copies {_number(rates['copy'] / 1e12)} TB/s (read and written); large products "
+        f"{found['device']}: copies {number(rates['copy'] / 1e12)} TB/s (read and written); large products "
         f"{products}; three of the smallest launches {found['three_launches']['latency'] * 1e6:.0f} us. fastcaps "
         f"{versions['fastcaps']}; torch {versions['torch']}{cuda}, Triton {versions['triton'] or 'none'}, Python "
         f"{versions['python']}. Commit {commit}, {found['date'][:16].replace('T', ' ')} UTC."
@@ -164,9 +162,9 @@ def _failures(document: dict[str, Any]) -> list[str]:
         ours = {"fastcaps": row.get("fastcaps", {}), "fastcaps by Triton": row.get("triton", {})}
         for name, entry in {**row["alternatives"], **ours}.items():
             if "failed" in entry:
-                found.setdefault(f"{_SHORT.get(name, name)}: {entry['failed']}", []).append(place)
+                found.setdefault(f"{SHORT.get(name, name)}: {entry['failed']}", []).append(place)
             if "failed" in entry.get("graph", {}):
-                what = f"{_SHORT.get(name, name)}, not captured in a graph: {entry['graph']['failed']}"
+                what = f"{SHORT.get(name, name)}, not captured in a graph: {entry['graph']['failed']}"
                 found.setdefault(what, []).append(place)
     return [f"{what} — on {'; '.join(places)}" for what, places in found.items()]
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import device_report
+from bench.device_report import SHORT, number
 
 __all__ = ["BEGIN", "END", "into", "markdown", "merge", "print_document", "shortfalls", "tables"]
 
@@ -45,28 +46,14 @@ LEGEND = (
     "see below."
 )
 
-_SHORT = {
-    "reference": "reference",
-    "batched-matmul": "bmm",
-    "reference-compiled": "reference, compiled",
-    "batched-matmul-compiled": "bmm, compiled",
-}
-
-
-def _number(value: float) -> str:
-    """Return a positive number with three significant digits, without an exponent."""
-    if value >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.0995 else f"{value:.3f}"
-
 
 def _milliseconds(entry: dict[str, Any]) -> str:
-    median, p20, p80 = (_number(entry[key] * 1e3) for key in ("median", "p20", "p80"))
+    median, p20, p80 = (number(entry[key] * 1e3) for key in ("median", "p20", "p80"))
     return f"{median} ({p20}-{p80})"
 
 
 def _bytes(count: float) -> str:
-    return f"{_number(max(count, 1e4) / 1e6)} MB"
+    return f"{number(max(count, 1e4) / 1e6)} MB"
 
 
 def _peak(memory: dict[str, Any], name: str) -> str:
@@ -75,7 +62,7 @@ def _peak(memory: dict[str, Any], name: str) -> str:
         return ""
     if "failed" in entry:
         return "failed"
-    peak, own = (_number(max(entry[key], 1e4) / 1e6) for key in ("peak", "beyond"))
+    peak, own = (number(max(entry[key], 1e4) / 1e6) for key in ("peak", "beyond"))
     return f"{peak} ({own})"
 
 
@@ -88,15 +75,15 @@ def _cells(row: dict[str, Any]) -> list[str]:
     other = ["none", "", ""]
     if fastest is not None:
         note = "*" if "note" in row["alternatives"][fastest] else ""
-        name = _SHORT.get(fastest, fastest) + note
-        other = [name, _milliseconds(row["alternatives"][fastest]), f"{_number(row['speedup'])}×"]
+        name = SHORT.get(fastest, fastest) + note
+        other = [name, _milliseconds(row["alternatives"][fastest]), f"{number(row['speedup'])}×"]
     memory = row["memory"]
     others = [_peak(memory, name) for name in memory if name not in ("fastcaps", "left_out")]
     return [
         *head,
         _milliseconds(row["fastcaps"]),
         *other,
-        _number(row["gflops"]),
+        number(row["gflops"]),
         f"{row['sgemm_share']:.0%}",
         _peak(memory, "fastcaps"),
         others[0] if others else "",
@@ -127,7 +114,7 @@ def shortfalls(document: dict[str, Any]) -> list[str]:
             continue
         wanted = goal.get("speedup")
         if wanted is not None and row["speedup"] is not None and row["speedup"] < wanted:
-            missed.append(f"{place}: {_number(row['speedup'])}× of the fastest alternative, goal {_number(wanted)}×")
+            missed.append(f"{place}: {number(row['speedup'])}× of the fastest alternative, goal {number(wanted)}×")
         share = goal.get("sgemm_share")
         if share is not None and row["sgemm_share"] < share:
             missed.append(f"{place}: {row['sgemm_share']:.0%} of sgemm, goal {share:.0%}")
@@ -143,7 +130,7 @@ def _about(document: dict[str, Any]) -> str:
     size = document["sgemm_size"]
     sgemm = ""
     if rates:  # a wide spread says that something else ran meanwhile
-        middle, least, most = (_number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
+        middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
         sgemm = f"; sgemm of {size}³: {middle} GFLOP/s ({least} to {most} over the rows)"
     commit = about["commit"] + (" (modified)" if about["modified"] else "")
     return (
@@ -161,7 +148,7 @@ def _failures(document: dict[str, Any]) -> list[str]:
             what = entry.get("failed") or entry.get("note")
             if what:
                 place = f"{row['workload']} batch {row['batch']} {row['mode']}"
-                found.setdefault(f"{_SHORT.get(name, name)}: {what}", []).append(place)
+                found.setdefault(f"{SHORT.get(name, name)}: {what}", []).append(place)
     return [f"{what} — on {'; '.join(places)}" for what, places in found.items()]
 
 
