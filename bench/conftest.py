@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 _ROOT = Path(__file__).resolve().parents[1]
 if str(_ROOT) not in sys.path:
@@ -121,6 +122,8 @@ def device_session(request: pytest.FixtureRequest) -> Iterator[DeviceSession]:
     """The one session that all rows of a device share."""
     config = request.config
     option = config.getoption
+    if option("device") == "cuda" and not torch.cuda.is_available():
+        pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
     settings = DeviceSettings(
         results=_settings(config).results,
         device=option("device"),

@@ -157,6 +157,16 @@ def test_a_process_answers_errs_and_is_replaced(tmp_path: Path) -> None:
         remote.close()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_process_without_its_device_says_so(tmp_path: Path) -> None:
+    remote = Remote("cuda", 0.005, tmp_path / "log")
+    try:
+        with pytest.raises(WorkerError, match="CUDA|NVIDIA"):
+            remote.call(60, "check", _case(), OURS)
+    finally:
+        remote.close()
+
+
 # Session
 
 
