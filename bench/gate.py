@@ -24,7 +24,7 @@ from bench.workloads import Inputs, Workload
 __all__ = ["SAME", "Gate", "Verdict"]
 
 _CHUNK_BYTES = 256 * 2**20
-"""Votes that the float64 reference may store at once (16 times as many on a GPU), by running a batch in parts."""
+"""Votes that the float64 reference may store at once (four times as many on a GPU), by running a batch in parts."""
 
 SAME = 1e-4
 """Alternatives are asked only whether they compute the same thing: within this share of a result's largest number. The
@@ -93,7 +93,7 @@ class Gate:
         """Run a training step in parts of the batch, and put the parts together."""
         workload, batch = self.workload, inputs.children.shape[0]
         per_sample = workload.votes_bytes(1, inputs.children.element_size())
-        step = max(1, _CHUNK_BYTES * (16 if inputs.children.is_cuda else 1) // per_sample)
+        step = max(1, _CHUNK_BYTES * (4 if inputs.children.is_cuda else 1) // per_sample)
         parts = [
             runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
             for first in range(0, batch, step)

@@ -161,7 +161,7 @@ def test_a_process_answers_errs_and_is_replaced(tmp_path: Path) -> None:
 def test_a_process_without_its_device_says_so(tmp_path: Path) -> None:
     remote = Remote("cuda", 0.005, tmp_path / "log")
     try:
-        with pytest.raises(WorkerError, match="CUDA|NVIDIA"):
+        with pytest.raises(WorkerError, match=r"CUDA|NVIDIA"):
             remote.call(60, "check", _case(), OURS)
     finally:
         remote.close()
