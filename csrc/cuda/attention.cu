@@ -133,12 +133,14 @@ struct Call {
     a.colours_y = colours_y, a.colours_x = colours_x, a.colour_y = colour_y, a.colour_x = colour_x;
     a.by_sample = Divider(rows * columns), a.by_row = Divider(columns);
     a.seats = geometry.B * rows * columns;
-    a.tiles = ceil_div(a.seats, c.tile);
-    a.groups = c.groups < a.tiles ? c.groups : a.tiles;
+    STD_TORCH_CHECK(ceil_div(a.seats, c.tile) * c.chunks < (int64_t(1) << 31),
+                    "fastcaps: too many positions for one launch");
+    a.tiles = int(ceil_div(a.seats, c.tile));
+    a.groups = c.groups < a.tiles ? int(c.groups) : a.tiles;
     a.first_parent = first_block * c.warps_parents * c.parents;
     const bool plain = !a.bias && !a.padded && a.query.data && c.parent_blocks == 1;
     gpu::launch(plain ? c.kernel->run_plain : c.kernel->run,
-                Grid{a.groups * c.chunks, parent_blocks, c.threads(), c.shared_bytes}, a);
+                Grid{int64_t(a.groups) * c.chunks, parent_blocks, c.threads(), c.shared_bytes}, a);
   }
 
   // The softmax over parents that do not fit into one block: a launch for each blockful of them, one after another.

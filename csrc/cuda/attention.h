@@ -50,9 +50,9 @@ struct AttentionArgs {
 
   // how the call is cut
   int columns, rows, parents;  // lanes (the rest of the 32 are positions)
-  int warps_parents;      // warps that share the parents of a position; the rest of the block takes other positions
-  int tile;               // positions of a block at a time
-  int64_t tiles, groups;  // block (group, chunk) takes tiles group, group + groups, ...
+  int warps_parents;  // warps that share the parents of a position; the rest of the block takes other positions
+  int tile;           // positions of a block at a time
+  int tiles, groups;  // block (group, chunk) takes tiles group, group + groups, ...
   int chunks, chunk_children;
   int first_parent;  // of this launch; block y is added
   int stage;         // children in shared memory at a time

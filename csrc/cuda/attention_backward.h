@@ -30,6 +30,18 @@ FASTCAPS_DEVICE void add_vector(float* at, const float (&x)[N], bool alone) {
   }
 }
 
+// The block's own part of a gradient that is made in parts.
+FASTCAPS_DEVICE float* part_of(const AttentionArgs& a, float* parts, int64_t numbers) {
+  return parts + (a.parts_by_chunk ? block_x() : int64_t(a.by_chunk.quotient(int(block_x())))) * numbers;
+}
+
+// Where the weights' gradient of the t-th child towards parent m is added up, [D, E].
+template <class Pose>
+FASTCAPS_DEVICE float* gradient_of_weights(const AttentionArgs& a, int t, int m) {
+  const int64_t pair = int64_t(a.by_group.quotient(t)) * a.M + m;
+  return part_of(a, a.dweight, a.dweight_part) + pair * Pose::D_(a) * Pose::E_(a);
+}
+
 // Where the warps of a block put what they found for the children of a stage, one child after another, before the block
 // adds it all up.
 template <class Pose>
@@ -102,8 +114,7 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
 // Rows d .. d + V of dW, summed over the rows and positions of the warp.
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                           const Found<Pose>& found, float* dweight, int d,
-                                           const Tiles<Pose, R>& dvotes) {
+                                           const Found<Pose>& found, int d, const Tiles<Pose, R>& dvotes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
   constexpr int N = Pose::kEach * V * TE;
   float x[N] = {};
@@ -128,8 +139,7 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
       float part[WV];
       FASTCAPS_UNROLL
       for (int w = 0; w < WV; ++w) part[w] = sum[w];
-      float* to =
-          dweight + ((int64_t(a.by_group.quotient(stage.t)) * a.M + lane.m(p)) * Pose::D_(a) + d + v) * Pose::E_(a) + e;
+      float* to = gradient_of_weights<Pose>(a, stage.t, lane.m(p)) + (d + v) * Pose::E_(a) + e;
       add_vector<WV>(to, part, a.alone_with_weights);
     }
   };
@@ -163,7 +173,7 @@ FASTCAPS_DEVICE void put_down(const AttentionArgs& a, const Lane<Pose>& lane, co
 
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                        float* dbias, const Tiles<Pose, R>& dvotes) {
+                                        const Tiles<Pose, R>& dvotes) {
   const int64_t first = a.bias_stride_i ? int64_t(Child(a, stage.t).i) * a.M : 0;
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p)
@@ -173,16 +183,16 @@ FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>
       for (int r = 0; r < R; ++r) sum += dvotes[r][p][i][j];
       sum = sum_positions<Pose>(a, sum);
       if (lane.position == 0 && lane.alive(a, p) && lane.inside(a, i, j))
-        add(dbias + (first + lane.m(p)) * Pose::C_(a) * Pose::E_(a) + lane.number(a, i, j), sum, a.alone_with_weights);
+        add(part_of(a, a.dbias, a.dbias_part) + (first + lane.m(p)) * Pose::C_(a) * Pose::E_(a) + lane.number(a, i, j),
+            sum, a.alone_with_weights);
     });
 }
 
 // One child, at the lane's R positions. `query` carries the scale.
 template <class Pose, int R, bool PLAIN>
 FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                   const Found<Pose>& found, float* dweight, float* dbias, const Seat* seats,
-                                   char* shared, const Tiles<Pose, R>& query, const Tiles<Pose, R>& dsums,
-                                   Tiles<Pose, R>& dquery) {
+                                   const Found<Pose>& found, const Seat* seats, char* shared,
+                                   const Tiles<Pose, R>& query, const Tiles<Pose, R>& dsums, Tiles<Pose, R>& dquery) {
   Tiles<Pose, R> votes;
   make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
   float logit[R][Pose::kEach], h[R][Pose::kEach], share[R][Pose::kEach], heard[R];
@@ -212,11 +222,11 @@ FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lan
       FASTCAPS_UNROLL
       for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, d, r, votes);
     }
-    if (!kLargeWeights<Pose> && a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, dweight, d, votes);
+    if (!kLargeWeights<Pose> && a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, d, votes);
   }
   if constexpr (kLargeWeights<Pose>)
     if (a.dweight) put_down<Pose, R>(a, lane, found, votes);
-  if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, stage, dbias, votes);
+  if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, stage, votes);
 }
 
 // All warps' dP of a stage, added up and brought to the children.
@@ -252,8 +262,7 @@ FASTCAPS_DEVICE void flush_children(const AttentionArgs& a, const Found<Pose>& f
 
 // All warps' dW of a stage; children that share their weights are added up first.
 template <class Pose>
-FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& found, float* dweight, int first,
-                                   int count) {
+FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& found, int first, int count) {
   constexpr int V = Pose::kWeightCopy, kVectors = Pose::kD * Pose::kE / V;
   const int block_parents = Lane<Pose>::block_parents(a), warps = Found<Pose>::warps_positions(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
@@ -270,8 +279,7 @@ FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& fo
       }
       const int g = a.by_group.quotient(first + k);
       if (k + 1 < count && a.by_group.quotient(first + k + 1) == g) continue;
-      add_vector<V>(dweight + (int64_t(g) * a.M + first_parent + m) * (Pose::kD * Pose::kE) + number, sum,
-                    a.alone_with_weights);
+      add_vector<V>(gradient_of_weights<Pose>(a, first + k, first_parent + m) + number, sum, a.alone_with_weights);
       FASTCAPS_UNROLL
       for (int v = 0; v < V; ++v) sum[v] = 0.0f;
     }
@@ -281,7 +289,7 @@ FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& fo
 // dW = sum over the tile's positions of P^T dV, four by four numbers a thread.
 template <class Pose>
 FASTCAPS_DEVICE void multiply_outer(const AttentionArgs& a, const Stage<Pose>& stage, const Found<Pose>& found,
-                                    float* dweight, int first, int count) {
+                                    int first, int count) {
   constexpr int kColumns = Pose::kE / 4, kSquares = Pose::kD / 4 * kColumns;
   const int block_parents = Lane<Pose>::block_parents(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
@@ -302,8 +310,7 @@ FASTCAPS_DEVICE void multiply_outer(const AttentionArgs& a, const Stage<Pose>& s
         for (int y = 0; y < 4; ++y) sum[x][y] += p[x] * v[y];
       }
     }
-    float* to =
-        dweight + ((int64_t(a.by_group.quotient(first + k)) * a.M + first_parent + own) * Pose::kD + d) * Pose::kE + e;
+    float* to = gradient_of_weights<Pose>(a, first + k, first_parent + own) + d * Pose::kE + e;
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) add_vector<4>(to + x * Pose::kE, sum[x], a.alone_with_weights);
   }
@@ -318,10 +325,7 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   const Found<Pose> found(a, shared);
   const int group = a.by_chunk.quotient(int(block_x())), chunk = a.by_chunk.remainder(int(block_x()), group);
   const int first = chunk * a.chunk_children, last = first + a.chunk_children < a.I ? first + a.chunk_children : a.I;
-  const int64_t part = a.parts_by_chunk ? block_x() : group;
-  float* dweight = a.dweight + part * a.dweight_part;
-  float* dbias = a.dbias + part * a.dbias_part;
-  for (int64_t tile = group; tile < a.tiles; tile += a.groups) {
+  for (int tile = group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
     barrier();
     Tiles<Pose, R> query, dsums, dquery;
@@ -343,7 +347,7 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
       const int count = last - t < a.stage ? last - t : a.stage;
       FASTCAPS_NO_UNROLL
       for (int k = 0; k < count; ++k) {
-        differentiate<Pose, R, PLAIN>(a, lane, stage, child, dweight, dbias, seats, shared, query, dsums, dquery);
+        differentiate<Pose, R, PLAIN>(a, lane, stage, child, seats, shared, query, dsums, dquery);
         stage.next(a);
         child.next(a);
       }
@@ -351,9 +355,9 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
       if (!PLAIN && a.collect) continue;
       if (a.dchildren) flush_children<Pose>(a, found, t, count, seats);
       if constexpr (Pose::kWeightStride > 0)
-        if (a.dweight) flush_weights<Pose>(a, found, dweight, t, count);
+        if (a.dweight) flush_weights<Pose>(a, found, t, count);
       if constexpr (kLargeWeights<Pose>) {
-        if (a.dweight) multiply_outer<Pose>(a, Stage<Pose>(a, shared, which, t), found, dweight, t, count);
+        if (a.dweight) multiply_outer<Pose>(a, Stage<Pose>(a, shared, which, t), found, t, count);
         barrier();  // the children are read to the end
       }
     }

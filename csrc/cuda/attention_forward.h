@@ -38,7 +38,7 @@ attention_forward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   const Lane<Pose> lane(a);
   const int group = a.by_chunk.quotient(int(block_x())), chunk = a.by_chunk.remainder(int(block_x()), group);
   const int first = chunk * a.chunk_children, last = first + a.chunk_children < a.I ? first + a.chunk_children : a.I;
-  for (int64_t tile = group; tile < a.tiles; tile += a.groups) {
+  for (int tile = group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
     barrier();
     Tiles<Pose, R> query, sums;

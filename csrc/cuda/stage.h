@@ -64,9 +64,9 @@ struct Child {
   }
 };
 
-FASTCAPS_DEVICE void make_seats(const AttentionArgs& a, int64_t tile, char* shared) {
+FASTCAPS_DEVICE void make_seats(const AttentionArgs& a, int tile, char* shared) {
   Seat* seats = reinterpret_cast<Seat*>(shared + a.shared_seat);
-  for (int k = thread_index(); k < a.tile; k += block_threads()) seats[k] = seat_of(a, tile * a.tile + k);
+  for (int k = thread_index(); k < a.tile; k += block_threads()) seats[k] = seat_of(a, int64_t(tile) * a.tile + k);
 }
 
 // What multiplies a child's share, and whether there is such a child at all: padding holds none, not even a bias.
