@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcaps import backends, libraries
+from fastcaps import backends, dispatch, libraries
 from fastcaps.geometry import output_size
 
 __all__ = ["Explanation", "Explanations", "explain_call"]
@@ -75,10 +75,9 @@ def _plan(
         return libraries.library("cpu").ask("fastcaps_cpu_plan", numbers, int(backward), wide) or ""
     if name == "cuda":
         machine: Any = torch.cuda.get_device_properties(device)
-        ordered = int(torch.are_deterministic_algorithms_enabled())
         size, shared = machine.multi_processor_count, machine.shared_memory_per_block_optin
-        library = libraries.library("cuda")
-        return library.ask("fastcaps_cuda_plan", numbers, int(backward), ordered, size, shared) or ""
+        how = (int(backward), dispatch.options(), int(dtype != torch.float32))
+        return libraries.library("cuda").ask("fastcaps_cuda_plan", numbers, *how, size, shared) or ""
     if name == "triton":
         kernels: Any = libraries.triton_kernels()[0]
         tf32 = backends.tf32_allowed()

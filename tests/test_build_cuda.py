@@ -225,10 +225,9 @@ def test_the_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(librar
     assert b"512" in refusal(*(ctypes.c_int64(n) for n in (30, 30, 30)))
     # tsai-c10-conv1 at batch 128 on a device of 132 multiprocessors and 227 KB of shared memory
     geometry = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
-    for backward in (0, 1):
-        told = handle.fastcaps_cuda_plan(
-            geometry, ctypes.c_int64(backward), ctypes.c_int64(0), ctypes.c_int64(132), ctypes.c_int64(227 << 10)
-        ).decode()
+    for backward, options, half in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 2, 0), (0, 0, 1)):
+        numbers = (ctypes.c_int64(n) for n in (backward, options, half, 132, 227 << 10))
+        told = handle.fastcaps_cuda_plan(geometry, *numbers).decode()
         assert "4x4" in told and "threads" in told and "blocks" in told
 
 

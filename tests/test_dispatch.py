@@ -187,8 +187,8 @@ def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
     class Planning(FakeLibrary):
         def ask(self, function: str, *arguments: Any) -> str | None:
             if function == "fastcaps_cuda_plan":
-                numbers, backward, ordered, processors, shared = arguments
-                return f"plan {list(numbers)} {backward} {ordered} {processors} {shared}"
+                numbers, backward, options, half, processors, shared = arguments
+                return f"plan {list(numbers)} {backward} {options} {half} {processors} {shared}"
             return super().ask(function, *arguments)
 
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
@@ -206,7 +206,7 @@ def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
             other = fastcaps.explain(children, weight, parents, window=Window(3, 2))
     assert isinstance(told, functional.Explanation) and told.backend == "cuda"
     geometry = [8, 16, 16, 32, 4, 4, 7, 7, 10, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1]
-    assert told.forward == f"plan {geometry} 0 0 132 232448" and told.backward.startswith(f"plan {geometry} 1 ")
+    assert told.forward == f"plan {geometry} 0 0 0 132 232448" and told.backward.startswith(f"plan {geometry} 1 ")
     assert told.reasons["triton"] == "cuda comes first" and "on the CPU only" in told.reasons["cpu"]
     assert isinstance(other, functional.Explanation) and other.forward == other.backward == "plan of Triton"
     assert ["'backward': False" in one for one in plans] == [True, False]
