@@ -89,17 +89,22 @@ def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor
     return max(many, key=lambda pair: pair[0].parents)[1] if many else None
 
 
-def depth_trips(kernel: Compiled) -> list[int]:
-    """Return how often each loop over the depth runs for one child.
+def whole_child(kernel: Compiled) -> list[sass.Instruction]:
+    """Return all instructions of a warp for one child, every loop as often as it runs.
 
-    The first makes the votes of a warp's positions and parents; the second, backward, takes twice as many
-    multiply-adds: dP and dW.
+    The loops over the depth are known by their multiply-adds. The first makes the votes of a warp's positions and
+    parents; the second, backward, takes as many for dP and, unless the block does that together, as many for dW.
     """
-    named = kernel.identity
+    body, named = list(kernel.trip), kernel.identity
     if named is None or named.pose is None:
-        return []
+        return body
     votes = named.seats * named.parents * named.pose[0] * named.pose[1] * named.pose[2]
-    return [max(1, round(votes * (1 + k) / _multiply_adds(path))) for k, path in enumerate(kernel.inner_trips)]
+    for k, path in enumerate(kernel.inner_trips):
+        needed = votes * (2 if k > 0 and not kernel.product else 1)
+        body += path * (max(1, round(needed / _multiply_adds(path))) - 1)
+    if kernel.product and named.direction == "backward":
+        body += kernel.product * max(1, round(votes / _multiply_adds(kernel.product)))
+    return body
 
 
 def _multiply_adds(path: Sequence[sass.Instruction]) -> int:
@@ -139,10 +144,7 @@ def estimate(
     tile, threads, blocks = plan or (named.seats * max(1, named.threads // 32 // warps_parents), named.threads, 0)
     tiles = math.ceil(positions / tile)
     trips = tiles * tile / named.seats * workload.children * warps_parents
-    counts = depth_trips(kernel)
-    body = list(kernel.trip)
-    for path, count in zip(kernel.inner_trips, counts, strict=True):
-        body += list(path) * (count - 1)
+    body = whole_child(kernel)
     cycles = H200.cycles(body)
     cycles["shared memory"] = _shared_cycles(named, workload, body, backward)
     units = {name: H200.seconds(trips * value) for name, value in cycles.items() if value}

@@ -184,6 +184,19 @@ class Compiled:
                     found.append(path)
         return found
 
+    @cached_property
+    def product(self) -> list[Instruction]:
+        """The instructions of one trip of a matrix product beside the loop over children: dW by the whole block."""
+        if self.kernel is None or self.child_loop is None:
+            return []
+        every = [loop for loop in sass.loops(self.kernel) if loop.inner == 0 and _far_from(loop, self.child_loop)]
+        paths = [path for path in map(sass.hot_path, every) if sass.arithmetic(path) >= len(path) / 2]
+        return max(paths, key=sass.arithmetic, default=[])
+
+
+def _far_from(loop: Loop, other: Loop) -> bool:
+    return loop.last < other.first or other.last < loop.first
+
 
 def is_softmax(path: Sequence[Instruction]) -> bool:
     """Tell whether instructions hold exponentials and a reciprocal (which alone may be a division of integers)."""

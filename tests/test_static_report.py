@@ -260,7 +260,9 @@ def test_loops_over_the_depth_count_as_often_as_they_run() -> None:
     made.instructions[41] = Instruction(41 * 16, "@P1", "BRA", f"0x{9 * 16:x}")  # back to the first of the 32
     assert [len(inner) for inner in kernel.inner_trips] == [33]
     # 2 positions x 2 parents x 64 x 64 multiply-adds, 32 x 32 a trip
-    assert estimates.depth_trips(kernel) == [16]
+    body = estimates.whole_child(kernel)
+    assert len(body) == len(kernel.trip) + 15 * 33 and sass.mix(body)["FFMA"] == 16 + 16 * 32
+    assert kernel.product == []
 
 
 def test_targets_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
