@@ -26,7 +26,7 @@ def standardise(sums, inside, eps, SIZE: tl.constexpr):
     """
     centred = tl.where(inside, sums - spread(tl.sum(tl.sum(sums, axis=0), axis=0) / SIZE), 0.0)
     centred = tl.where(inside, centred - spread(tl.sum(tl.sum(centred, axis=0), axis=0) / SIZE), 0.0)
-    inverse = 1.0 / tl.sqrt(inner_product(centred, centred) / SIZE + eps)
+    inverse = tl.rsqrt(inner_product(centred, centred) / SIZE + eps)
     return centred * spread(inverse), inverse
 
 

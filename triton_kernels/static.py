@@ -50,7 +50,7 @@ class Compiled:
     n_regs
         Registers of a thread.
     n_spills
-        Registers of a thread that live in memory instead.
+        Words of memory of a thread's own: registers that were spilled, and little else.
     shared
         Bytes of shared memory of a program.
     instructions

@@ -1,0 +1,377 @@
+"""The attention pass in Triton against the float64 reference: forward, every gradient, and what it compiles to.
+
+On a GPU the kernels run as they are; elsewhere Triton interprets them (``triton_worker.py``), so shapes are small. The
+tolerance is that of ``attention_cases.assert_honest``. Kernels are wrapped in ops of the tests' own, with a fake and
+an autograd formula, as a library would register them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import BY_NAME, CASES, GRADIENTS, LAYOUTS, Case, check_op, ids, random_cases, results
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from triton_worker import Interpreter
+
+from fastcaps import ops, reference
+from fastcaps.geometry import SET_WINDOW
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
+
+from fastcaps.triton_kernels import attention, attention_plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: parents and children are split
+WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with many positions, for the interpreter's sake
+SLOW = {"many-children", "conv-4x4", "conv-8x8", "conv-4x4-m32"}  # for the interpreter; smaller ones stand for them
+
+interpret = Interpreter()
+options: dict[str, Any] = {}
+"""Of the calls that the test ops make: deterministic, allow_tf32, limits."""
+
+_LIBRARY = torch.library.Library("fastcaps_triton_test", "DEF")
+for _name in ("attention_pass", "attention_pass_backward"):
+    _LIBRARY.define(_name + str(getattr(ops, _name)._schema).partition(_name)[2], tags=(torch.Tag.pt2_compliant_tag,))
+triton_pass = torch.ops.fastcaps_triton_test.attention_pass.default
+triton_backward = torch.ops.fastcaps_triton_test.attention_pass_backward.default
+
+
+def _kernel(function: str) -> Any:
+    def run(*arguments: Any) -> Any:
+        if arguments[2].device.type == "cpu" if function.endswith("backward") else arguments[0].device.type == "cpu":
+            return interpret(function, *arguments, **options)
+        chosen = {**options}
+        if "limits" in chosen:
+            chosen["limits"] = attention.Limits(**chosen["limits"])
+        return getattr(attention, function)(*arguments, **chosen)
+
+    return run
+
+
+for _name, _fake in (
+    ("attention_pass", ops._attention_pass_fake),
+    ("attention_pass_backward", ops._attention_pass_backward_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _kernel(_name), _key)
+    torch.library.register_fake(f"fastcaps_triton_test::{_name}", _fake, lib=_LIBRARY)
+
+
+def _differentiate(ctx: Any, grad_parents: torch.Tensor | None, grad_sums: torch.Tensor | None) -> tuple[Any, ...]:
+    scale, eps, normalize, window = ctx.settings
+    needed = list(ctx.needs_input_grad[:7])
+    if not normalize:
+        grad_sums = None
+    if not normalize or grad_parents is None:
+        needed[5:] = False, False
+    needs = sum(1 << k for k, need in enumerate(needed) if need)
+    found: Sequence[torch.Tensor | None] = [None] * 7
+    if needs and not (grad_parents is None and grad_sums is None):
+        found = triton_backward(grad_parents, grad_sums, *ctx.saved_tensors, scale, eps, normalize, window, needs)
+    return (*(g if need else None for g, need in zip(found, needed, strict=True)), None, None, None, None)
+
+
+torch.library.register_autograd(
+    "fastcaps_triton_test::attention_pass", _differentiate, setup_context=ops._save_pass, lib=_LIBRARY
+)
+
+
+@pytest.fixture(autouse=True)
+def plain() -> Any:
+    options.clear()
+    yield
+    options.clear()
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    """Hold the kernels to the honest tolerance on a case."""
+    check_op(case.tensors(dtype, seed), case.settings(), case.grads(dtype, seed + 1), triton_pass, device=DEVICE)
+
+
+def _small(case: Case) -> Case:
+    """Return a case of the same kind that the interpreter is done with in a second."""
+    if DEVICE == "cuda" or case.name not in SLOW:
+        return case
+    grid = tuple(min(size, case.window[k] + 1) for k, size in enumerate(case.grid))
+    return replace(case, batch=1, grid=grid, types=min(case.types, 3 if case.grid != (1, 1) else 21), groups="I")
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_forward_and_every_gradient(case: Case) -> None:
+    options.update({"limits": WIDE} if DEVICE == "cpu" else {})
+    check(_small(case))
+
+
+HALF = ("primes", "padded-no-query", "pose-6x6", "pose-1x64-1x2", "no-norm", "bias-11")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    check(BY_NAME[name], dtype)
+
+
+@pytest.mark.parametrize("name", ["primes", "padded", "groups-3-of-6", "pose-1x64", "pose-8x8", "one-parent"])
+def test_votes_by_matrix_products(name: str) -> None:
+    """As with TF32; the interpreter multiplies in float32, a GPU is held to TF32's own rounding."""
+    options.update(allow_tf32=True)
+    case = replace(BY_NAME[name], batch=1)
+    check_op(
+        case.tensors(torch.float32), case.settings(), case.grads(torch.float32), triton_pass,
+        device=DEVICE, tf32=DEVICE == "cuda",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["atomic", "ordered"])
+@pytest.mark.parametrize("name", ["groups-3-of-6", "no-query", "no-norm", "whole-grid"])
+def test_two_sweeps(name: str, ordered: bool) -> None:
+    """Parents that do not fit into a program: log-sum-exp over tiles of them first, weights second."""
+    options.update(limits=TINY, deterministic=ordered)
+    case = replace(BY_NAME[name], batch=1, parents=11, gate=True)
+    if case.grid != (1, 1):
+        case = replace(case, types=1, grid=(1, 3), window=(2, 2, 1, 1, 1, 0, 1, 1), groups="I")
+    assert attention_plan.plan(2, case.children, 11, case.pose, limits=attention.Limits(**TINY)).tiles > 1
+    check(case)
+
+
+@pytest.mark.parametrize("name", ["primes", "padded", "dilated-padded-strided", "conv-groups-12", "groups-1"])
+def test_deterministic_mode(name: str) -> None:
+    options.update(deterministic=True)
+    check(BY_NAME[name])
+
+
+@pytest.mark.parametrize("name", ["pointwise", "groups-3-of-6"])
+def test_deterministic_mode_gives_the_same_bits(name: str) -> None:
+    options.update(deterministic=True)
+    case = replace(BY_NAME[name], batch=1)
+    tensors = [None if t is None else t.to(DEVICE) for t in case.tensors(torch.float32)]
+    grads = [None if t is None else t.to(DEVICE) for t in case.grads(torch.float32)]
+    first = results(triton_pass, tensors, case.settings(), grads)
+    again = results(triton_pass, tensors, case.settings(), grads)
+    options.clear()
+    fast = results(triton_pass, tensors, case.settings(), grads)
+    for name, value in first.items():
+        assert torch.equal(value, again[name]), name
+        torch.testing.assert_close(value, fast[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("resident", [1, 64])
+def test_children_split_over_programs(resident: int) -> None:
+    """One range of children or many: the parts are added up by the finishing kernel."""
+    case = replace(BY_NAME["many-children"], types=23, groups=1, parents=3, bias="I1")
+    splits = attention_plan.plan(1, 23, 3, case.pose, processors=2, limits=attention.Limits(resident=resident)).splits
+    assert (splits == 23) == (resident == 64)
+    options.update(limits={"resident": resident})
+    check(case)
+
+
+@settings(
+    max_examples=8 if DEVICE == "cpu" else 60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    case=random_cases(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 9),
+    ordered=st.booleans(),
+    products=st.booleans(),
+)
+def test_random_shapes(case: Case, dtype: torch.dtype, seed: int, ordered: bool, products: bool) -> None:
+    options.clear()
+    options.update(deterministic=ordered, allow_tf32=products and DEVICE == "cpu")
+    case = replace(case, batch=min(case.batch, 1), types=1 if case.grid != (1, 1) else case.types, groups="I")
+    check(case, dtype, seed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("name", ["padded-no-gate", "groups-1", "no-norm"])
+def test_any_strides(name: str, layout: Any) -> None:
+    case = BY_NAME[name]
+    tensors = [None if t is None else layout(t) for t in case.tensors(torch.float32)]
+    grads = [None if t is None else layout(t) for t in case.grads(torch.float32)]
+    check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE)
+
+
+@pytest.mark.parametrize("kept", [1, -1])
+@pytest.mark.parametrize("argument", range(7), ids=reference.NEEDS)
+def test_expanded_inputs(argument: int, kept: int) -> None:
+    case = replace(BY_NAME["primes"], batch=2, types=3, parents=2)
+    tensors = case.tensors(torch.float32)
+    whole = tensors[argument]
+    start = whole[:1] if kept == 1 else whole[(slice(0, 1),) * (whole.dim() - 1)]
+    tensors[argument] = start.expand(whole.shape)
+    grads = [None if g is None else torch.full((), 0.7).expand(g.shape) for g in case.grads(torch.float32)]
+    check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE)
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["atomic", "ordered"])
+def test_only_the_gradients_asked_for(ordered: bool) -> None:
+    options.update(deterministic=ordered)
+    case = replace(BY_NAME["padded"], batch=1, grid=(1, 2), types=1, parents=2)
+    tensors = [None if t is None else t.to(DEVICE) for t in case.tensors(torch.float32)]
+    grads = [None if t is None else t.to(DEVICE) for t in case.grads(torch.float32)]
+    _, sums = triton_pass(*tensors, *case.settings())
+    everything = triton_backward(*grads, *tensors[:6], sums, *case.settings(), 127)
+    for needs in [1 << k for k in range(7)] + [0, 3]:
+        found = triton_backward(*grads, *tensors[:6], sums, *case.settings(), needs)
+        for k, gradient in enumerate(found):
+            if needs >> k & 1:
+                torch.testing.assert_close(gradient, everything[k], rtol=1e-5, atol=1e-6, msg=GRADIENTS[k])
+            else:
+                assert gradient.shape == (0,)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["parents", "sums"])
+def test_a_gradient_of_one_output_alone(which: int) -> None:
+    case = BY_NAME["conv-shared"] if DEVICE == "cuda" else BY_NAME["bias-11"]
+    tensors, grads = case.tensors(torch.float32), case.grads(torch.float32)
+    grads[1 - which] = None
+    check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE) if which == 1 else None
+    found = results(triton_pass, [None if t is None else t.to(DEVICE) for t in tensors], case.settings(),
+                    [None if g is None else g.to(DEVICE) for g in grads])  # fmt: skip
+    expected = results(reference.attention_pass, tensors, case.settings(), grads)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_stays_where_it_is(bad: float) -> None:
+    """A bad child spoils its own position, a bad bias of a padded child nothing."""
+    case = replace(BY_NAME["padded-no-gate"], batch=1, grid=(2, 3), groups="N")
+    tensors = case.tensors(torch.float32)
+    tensors[0][0, 0, 0, 0, 0, 0] = bad
+    expected, _ = reference.attention_pass(*tensors, *case.settings())
+    found, _ = triton_pass(*(None if t is None else t.to(DEVICE) for t in tensors), *case.settings())
+    assert torch.equal(found.cpu().isfinite(), expected.isfinite()) and not expected.isfinite().all()
+    case = BY_NAME["padded-all-absent"]
+    tensors = case.tensors(torch.float32)
+    tensors[3].fill_(bad)
+    expected, _ = reference.attention_pass(*tensors, *case.settings())
+    found, _ = triton_pass(*(None if t is None else t.to(DEVICE) for t in tensors), *case.settings())
+    assert torch.equal(found.cpu().isfinite(), expected.isfinite())
+
+
+# ---- as a citizen of PyTorch -----------------------------------------------------------------------------------------
+
+
+def _arguments(case: Case) -> tuple[Any, ...]:
+    return (
+        *(None if t is None else t.to(DEVICE).requires_grad_() for t in case.tensors(torch.float32)),
+        *case.settings(),
+    )
+
+
+@pytest.mark.parametrize("name", ["no-affine", "no-norm"])
+def test_opcheck(name: str) -> None:
+    case = replace(BY_NAME[name], batch=1, types=2)
+    torch.library.opcheck(triton_pass, _arguments(case))
+
+
+def test_compiles_without_a_break() -> None:
+    case = replace(BY_NAME["bias-11"], batch=1, types=2)
+    arguments = _arguments(case)
+
+    def step(*arguments: Any) -> torch.Tensor:
+        return triton_pass(*arguments)[0].square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for run in (step, compiled):
+        run(*arguments).backward()
+    once = arguments[0].grad
+    arguments[0].grad = None
+    step(*arguments).backward()
+    torch.testing.assert_close(once, 2 * arguments[0].grad)
+
+
+# ---- plans, refusals, what would be compiled -------------------------------------------------------------------------
+
+
+def test_refusals_say_why() -> None:
+    gpu = torch.device("cuda")
+    assert attention.refusal(gpu, torch.float32, (4, 4, 4), 32) is None
+    assert attention.refusal(gpu, torch.float16, (1, 700, 8192), 30_000) is None
+    assert "on cpu" in attention.refusal(torch.device("cpu"), torch.float32, (4, 4, 4), 32)
+    assert "float64" in attention.refusal(gpu, torch.float64, (4, 4, 4), 32)
+    assert "8192 numbers" in attention.refusal(gpu, torch.float32, (128, 4, 128), 32)
+
+
+@pytest.mark.parametrize("products", [None, False, True])
+@pytest.mark.parametrize("pose", [(1, 1, 1), (4, 4, 4), (6, 6, 6), (5, 3, 7), (1, 64, 64), (64, 64, 64), (1, 3, 8192)])
+def test_plans_cover_everything_and_fit(pose: tuple[int, int, int], products: bool | None) -> None:
+    for positions, children, parents in ((1, 1, 1), (6272, 288, 32), (128, 800, 10), (3, 7, 30_000), (2, 10**6, 64)):
+        for backward in (False, True):
+            plan = attention_plan.plan(positions, children, parents, pose, backward=backward, products=products)
+            assert plan.positions * plan.blocks >= positions and plan.parents * plan.tiles >= parents
+            assert children <= plan.per_split * plan.splits < children + plan.per_split
+            assert plan.rows >= pose[0] and plan.columns >= pose[2]
+            assert plan.numbers <= 32 * plan.warps * (16 if backward else 32) and plan.warps <= 16
+            if plan.depth:
+                assert plan.positions * plan.rows >= 16 and plan.parents * plan.columns >= 16
+            assert f"{plan.positions} positions" in str(plan)
+        made = attention_plan.matrix_plan(positions, children, 1, parents, pose)
+        assert made.position_splits * made.per_split >= made.tile.blocks
+        assert made.splits * made.group_children >= children
+    meta = torch.empty(128, 16, 16, 32, 4, 4, device="meta")
+    weight = torch.empty(288, 32, 4, 4, device="meta")
+    told = str(attention.plan_call(meta, weight, (3, 3, 2, 2, 0, 0, 1, 1), allow_tf32=products is True))
+    assert ("matrix products" in told) == (products is True)
+
+
+POSES = {
+    "4x4": (32, 4, 4, 4),
+    "6x6": (20, 6, 6, 6),
+    "8x8": (16, 8, 8, 8),
+    "1x8-1x16": (10, 1, 8, 16),
+    "1x64": (10, 1, 64, 64),
+}
+
+
+def _launches(pose: str, dtype: torch.dtype, **chosen: Any) -> list[Any]:
+    """Return what a training step at batch 128 would start, once for each kernel."""
+    from types import SimpleNamespace
+
+    many, rows, inner, columns = POSES[pose]
+    found: dict[str, Any] = {}
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def watch(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        found.setdefault(kernel.__name__, SimpleNamespace(kernel=kernel, programs=programs, arguments=arguments))
+
+    tensors = (meta(128, 1, 1, 200, rows, inner), meta(200, many, inner, columns), meta(128, 1, 1, many, rows, columns))
+    norm, given = meta(rows * columns), (0.5, 1e-5, True, SET_WINDOW)
+    with attention.watched(watch):
+        parents, sums = attention.attention_pass(*tensors, None, None, norm, norm, *given, **chosen)
+        attention.attention_pass_backward(parents, None, *tensors, None, None, norm, sums, *given, 0b1100111, **chosen)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("pose", "target"), [*((pose, "sm_90") for pose in POSES), ("4x4", "sm_80"), ("4x4", "gfx942"), ("1x64", "gfx942")]
+)
+def test_compiles_without_a_gpu(pose: str, target: str) -> None:
+    """Every kernel of a training step, for GPUs that are not there; few registers may spill, in large poses only."""
+    import triton
+
+    from fastcaps.triton_kernels import attention_forward, static
+
+    if not isinstance(attention_forward._attention_forward_kernel, triton.JITFunction):
+        pytest.skip("kernels are interpreted in this process (TRITON_INTERPRET=1)")
+    modes = [{}] if target != "sm_90" else [{}, {"allow_tf32": True}, {"deterministic": True}]
+    for mode in modes:
+        launches = _launches(pose, torch.float32, **mode)
+        assert {"_attention_forward_kernel", "_attention_backward_kernel"} <= {one.kernel.__name__ for one in launches}
+        assert mode != {"deterministic": True} or "_attention_matrix_backward_kernel" in [
+            one.kernel.__name__ for one in launches
+        ]
+        for launch in launches:
+            made = static.compiled_for(target, launch)
+            assert made.num_warps in (1, 2, 4, 8, 16) and 0 < made.n_regs <= 512
+            assert made.shared <= 64 << 10, made
+            assert made.n_spills <= (24 if pose in ("6x6", "1x64") else 4), made
