@@ -159,6 +159,21 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
   }
 }
 
+template <class Pose>
+FASTCAPS_DEVICE void differentiate_weights_on_tensor_cores(const AttentionArgs& a, const Lane<Pose>& lane,
+                                                           const Stage<Pose>& stage, const Found<Pose>& found,
+                                                           const Tiles<Pose, 1>& dvotes) {
+  FASTCAPS_UNROLL
+  for (int p = 0; p < Pose::kEach; ++p) {
+    float rows[2][4];
+    outer_on_tensor_cores(lane, stage, dvotes[0][p], rows);
+    if (lane.position >= 2) continue;
+    float* to = found.weights(a, lane.warp_position, lane.own(p)) + lane.position * 2 * Pose::kE;
+    FASTCAPS_UNROLL
+    for (int n = 0; n < 8; ++n) to[n] = rows[n / 4][n % 4];
+  }
+}
+
 // Where weights are large, dL/dV itself is put down; the block makes dW from it and the children (multiply_outer).
 template <class Pose, int R>
 FASTCAPS_DEVICE void put_down(const AttentionArgs& a, const Lane<Pose>& lane, const Found<Pose>& found,
@@ -222,10 +237,15 @@ FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lan
       FASTCAPS_UNROLL
       for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, d, r, votes);
     }
-    if (!kLargeWeights<Pose> && a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, d, votes);
+    if constexpr (!kLargeWeights<Pose> && !Pose::kTensor)
+      if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, d, votes);
   }
-  if constexpr (kLargeWeights<Pose>)
-    if (a.dweight) put_down<Pose, R>(a, lane, found, votes);
+  if (a.dweight) {
+    if constexpr (kLargeWeights<Pose>)
+      put_down<Pose, R>(a, lane, found, votes);
+    else if constexpr (Pose::kTensor)
+      differentiate_weights_on_tensor_cores<Pose>(a, lane, stage, found, votes);
+  }
   if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, stage, votes);
 }
 

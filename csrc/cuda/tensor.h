@@ -77,4 +77,29 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane
   }
 }
 
+// dW of one of the lane's parents, summed over the warp's four positions: a[(e, m), (position, row)] = dV[m, position,
+// row, e], b[(position, row), d] = P[position, row, d]. Half of the 8 columns d stand in for others and are dropped;
+// the lanes of the first two positions end with rows d = 2 position + {0, 1}.
+template <int EACH>
+FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH>>& lane,
+                                           const Stage<TensorPose4x4<EACH>>& stage,
+                                           const Tile<TensorPose4x4<EACH>>& dvotes, float (&rows)[2][4]) {
+  uint32_t children[4];
+  FASTCAPS_UNROLL
+  for (int c = 0; c < 4; ++c)
+    children[c] = to_tf32(stage.children[lane.template seat<1>(0) * 16 + c * 4 + lane.parent % 4]);
+  FASTCAPS_UNROLL
+  for (int e = 0; e < 4; e += 2) {
+    float d[4] = {};
+    FASTCAPS_UNROLL
+    for (int c = 0; c < 4; c += 2)
+      mma_tf32_16x8x8(
+          d,
+          {to_tf32(dvotes[c][e]), to_tf32(dvotes[c][e + 1]), to_tf32(dvotes[c + 1][e]), to_tf32(dvotes[c + 1][e + 1])},
+          {children[c], children[c + 1]});
+    FASTCAPS_UNROLL
+    for (int x = 0; x < 4; ++x) rows[x % 2][e + x / 2] = d[x];
+  }
+}
+
 }  // namespace fastcaps::gpu
