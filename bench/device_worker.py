@@ -170,14 +170,13 @@ class Runner:
     def chosen(self, case: DeviceCase) -> str:
         """Return which backend serves the package's own call, in the words of ``fastcaps.explain``."""
         inputs = self._inputs_of(case)
-        children, weight, parents, norm_weight, norm_bias = inputs.arguments()
         with PRECISIONS[case.precision].active():
             told = fastcaps.explain(
-                children,
-                weight,
-                parents,
-                norm_weight=norm_weight,
-                norm_bias=norm_bias,
+                inputs.children,
+                inputs.weight,
+                inputs.parents,
+                norm_weight=inputs.norm_weight,
+                norm_bias=inputs.norm_bias,
                 window=case.workload.window,
                 normalize=case.workload.normalize,
             )

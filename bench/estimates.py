@@ -117,7 +117,7 @@ def _plan(workload: Workload, batch: int, backward: bool, tensor: bool) -> tuple
     height, width = workload.grid or (1, 1)
     out_height, out_width = workload.output_grid or (1, 1)
     size, stride = workload.kernel_size, workload.stride
-    numbers = (batch, height, width, workload.types, workload.rows, workload.columns_in, out_height, out_width)
+    numbers = [batch, height, width, workload.types, workload.rows, workload.columns_in, out_height, out_width]
     numbers += (workload.parents, workload.columns_out, workload.children, size, size, stride, stride, 0, 0, 1, 1)
     geometry = (ctypes.c_int64 * len(numbers))(*numbers)
     options = dispatch.ALLOW_TF32 if tensor else 0

@@ -53,7 +53,7 @@ class Call:
         seen = self.types
         if self.window is not None and self.grid is not None:
             places = self.window.output_size(*self.grid)
-            seen *= self.window.kernel_size[0] * self.window.kernel_size[1]
+            seen *= self.window.spec[0] * self.window.spec[1]
         groups = 1 if self.shared else seen
         found = {
             "children": normal(self.batch, self.types, *grid, rows, inner),

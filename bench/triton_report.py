@@ -121,8 +121,8 @@ def launches(workload: Workload, batch: int, precision: str, backward: bool) -> 
     with module.watched(lambda kernel, programs, arguments: found.append(Launch(kernel, programs, arguments))):
         if backward:
             sums = made(*parents.shape, kind=torch.float32)
-            inputs = (children, weight, query, None, None, norm, sums, scale, EPS, workload.normalize, window)
-            module.attention_pass_backward(parents, None, *inputs, _ALL_BUT_BIAS_AND_GATE, allow_tf32=tf32)
+            saved = (children, weight, query, None, None, norm, sums, scale, EPS, workload.normalize, window)
+            module.attention_pass_backward(parents, None, *saved, _ALL_BUT_BIAS_AND_GATE, allow_tf32=tf32)
         else:
             inputs = (children, weight, query, None, None, norm, norm, scale, EPS, workload.normalize, window)
             module.attention_pass(*inputs, allow_tf32=tf32)
