@@ -117,7 +117,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     check(BY_NAME[name], dtype)
 
 
-@pytest.mark.parametrize("name", ["primes", "padded", "groups-3-of-6", "pose-1x64", "pose-8x8", "one-parent"])
+@pytest.mark.parametrize("name", ["padded", "pose-1x64", "pose-8x8", "pose-1x8-1x16"])
 def test_votes_by_matrix_products(name: str) -> None:
     """As with TF32; the interpreter multiplies in float32, a GPU is held to TF32's own rounding."""
     options.update(allow_tf32=True)
@@ -172,7 +172,7 @@ def test_children_split_over_programs(resident: int) -> None:
 
 
 @settings(
-    max_examples=8 if DEVICE == "cpu" else 60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=8 if DEVICE == "cpu" else 12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     case=random_cases(),
@@ -184,12 +184,13 @@ def test_children_split_over_programs(resident: int) -> None:
 def test_random_shapes(case: Case, dtype: torch.dtype, seed: int, ordered: bool, products: bool) -> None:
     options.clear()
     options.update(deterministic=ordered, allow_tf32=products and DEVICE == "cpu")
-    case = replace(case, batch=min(case.batch, 1), types=1 if case.grid != (1, 1) else case.types, groups="I")
+    case = replace(case, batch=min(case.batch, 1), types=1 if case.grid != (1, 1) else case.types)
+    case = replace(case, groups=case.groups if case.children % int(case.groups) == 0 else "I")
     check(case, dtype, seed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("name", ["padded-no-gate", "groups-1", "no-norm"])
+@pytest.mark.parametrize("name", ["padded-no-gate", "groups-1"])
 def test_any_strides(name: str, layout: Any) -> None:
     case = BY_NAME[name]
     tensors = [None if t is None else layout(t) for t in case.tensors(torch.float32)]
@@ -197,13 +198,13 @@ def test_any_strides(name: str, layout: Any) -> None:
     check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE)
 
 
-@pytest.mark.parametrize("kept", [1, -1])
 @pytest.mark.parametrize("argument", range(7), ids=reference.NEEDS)
-def test_expanded_inputs(argument: int, kept: int) -> None:
+def test_expanded_inputs(argument: int) -> None:
+    """One argument with stride 0, in its first dimension or in all but the last, and gradients that are one number."""
     case = replace(BY_NAME["primes"], batch=2, types=3, parents=2)
     tensors = case.tensors(torch.float32)
     whole = tensors[argument]
-    start = whole[:1] if kept == 1 else whole[(slice(0, 1),) * (whole.dim() - 1)]
+    start = whole[:1] if argument % 2 else whole[(slice(0, 1),) * (whole.dim() - 1)]
     tensors[argument] = start.expand(whole.shape)
     grads = [None if g is None else torch.full((), 0.7).expand(g.shape) for g in case.grads(torch.float32)]
     check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE)
@@ -316,8 +317,8 @@ def test_plans_cover_everything_and_fit(pose: tuple[int, int, int], products: bo
         made = attention_plan.matrix_plan(positions, children, 1, parents, pose)
         assert made.position_splits * made.per_split >= made.tile.blocks
         assert made.splits * made.group_children >= children
-    meta = torch.empty(128, 16, 16, 32, 4, 4, device="meta")
-    weight = torch.empty(288, 32, 4, 4, device="meta")
+    meta = torch.empty(128, 16, 16, 32, 8, 8, device="meta")
+    weight = torch.empty(288, 32, 8, 8, device="meta")
     told = str(attention.plan_call(meta, weight, (3, 3, 2, 2, 0, 0, 1, 1), allow_tf32=products is True))
     assert ("matrix products" in told) == (products is True)
 

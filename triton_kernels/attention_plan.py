@@ -141,7 +141,7 @@ def plan(
     tensor_cores
         Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
     products
-        Whether votes are matrix products; by default where tensor cores or depth make it pay.
+        Whether votes and their gradients are matrix products; by default backward, and where depth makes it pay.
     processors
         Of the device (132 on an H200).
     limits
@@ -151,7 +151,8 @@ def plan(
     unit = rows * columns
     per_thread = limits.backward if backward else limits.forward
     if products is None:
-        products = inner >= 4 if tensor_cores else inner >= _DOT
+        # Backward sums over parents (dP) and positions (dW): column by column that costs a barrier each.
+        products = backward or inner >= (_DOT // 2 if tensor_cores else _DOT)
     # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
     least_positions = max(1, _DOT // rows) if products else 1
     least_parents = max(1, _DOT // columns) if products else 1
@@ -167,7 +168,7 @@ def plan(
         tile_parents = max(least_parents, capacity // (least_positions * unit))
     tile_positions = least_positions
     wanted = min(power_of_two(max(1, positions)), limits.positions)
-    # Column by column one warp works best: nothing waits for other warps. Matrix products like four.
+    # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
     target = 32 * per_thread * (4 if products else 1)
     while tile_positions < wanted and 2 * tile_positions * tile_parents * unit <= target:
         tile_positions *= 2
