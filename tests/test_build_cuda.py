@@ -203,7 +203,7 @@ def test_the_library_loads_beside_this_torch_and_registers_its_ops(info: dict, l
         try:
             x = torch.zeros(1, 1, 1, 1, 1, 1)
             torch.ops.fastcaps_cuda.attention_pass(x, x[0, 0], *[None] * 5, 1.0, 0.0, False, [1] * 8, 0)
-        except NotImplementedError as error:
+        except RuntimeError as error:
             assert "fastcaps_cuda::attention_pass" in str(error)
         else:
             raise SystemExit("tensors on the CPU were taken")
