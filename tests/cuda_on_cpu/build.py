@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,13 @@ ORDERS = {"forward": 0, "backward": 1, "shuffled": 2, "mixed": -1}
 def set_order(target: str, order: str) -> None:
     """Choose the order for all launches to come."""
     library(target).cuda_on_cpu_order(ORDERS[order])
+
+
+@contextlib.contextmanager
+def guarded(target: str) -> Iterator[None]:
+    """Give every tensor on the CPU memory of its own, behind which (and far before which) nothing can be accessed."""
+    library(target).cuda_on_cpu_guard(True)
+    try:
+        yield
+    finally:
+        library(target).cuda_on_cpu_guard(False)
