@@ -1,0 +1,289 @@
+"""The papers' iterative routings, and the passes they are made of, as plain Python loops over Python floats.
+
+Votes come as ``votes[i][m]``, flat lists of numbers; a child that is not there is not in the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from oracle import softmax
+
+Vector = list[float]
+Votes = list[list[Vector]]
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def norm(vector: Vector) -> Vector:
+    size = math.sqrt(dot(vector, vector))
+    return [x / size if size else 0.0 for x in vector]
+
+
+def squash(vector: Vector) -> Vector:
+    square = dot(vector, vector)
+    return [square / (1 + square) * x for x in norm(vector)]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def weighted_sum(weights: list[float], vectors: list[Vector]) -> Vector:
+    return [sum(w * x for w, x in zip(weights, column, strict=True)) for column in zip(*vectors, strict=True)]
+
+
+class Child(NamedTuple):
+    index: int
+    gate: float
+    votes: list[Vector]
+
+
+def positions(
+    children: Any, weight: Any, bias: Any, gate: Any, window: Any, parents: int = 1
+) -> Iterator[tuple[tuple[int, int, int], list[Child]]]:
+    """Yield every output position (b, y, x) with the children that it sees, on nested lists in op layout."""
+    kh, kw, sh, sw, ph, pw, dh, dw = window
+    for b, grid in enumerate(children):
+        height, width, types = len(grid), len(grid[0]), len(grid[0][0])
+        rows = (height + 2 * ph - (kh - 1) * dh - 1) // sh + 1
+        columns = (width + 2 * pw - (kw - 1) * dw - 1) // sw + 1
+        for y, x in product(range(rows), range(columns)):
+            seen = []
+            for ky, kx, n in product(range(kh), range(kw), range(types)):
+                above, left = y * sh - ph + ky * dh, x * sw - pw + kx * dw
+                if 0 <= above < height and 0 <= left < width:
+                    i = (ky * kw + kx) * types + n
+                    votes = child_votes(grid[above][left][n], i, weight, bias, parents)
+                    seen.append(Child(i, 1.0 if gate is None else gate[b][above][left][n], votes))
+            yield (b, y, x), seen
+
+
+def child_votes(pose: Any, i: int, weight: Any, bias: Any, parents: int) -> list[Vector]:
+    """``P W + bias`` for every parent, flat; without weights ``P + bias``."""
+    result = []
+    for m in range(parents if weight is None else len(weight[0])):
+        matrix = None if weight is None else weight[i % len(weight)][m]
+        vote = [row if matrix is None else weighted_sum(row, matrix) for row in pose]
+        if bias is not None:
+            offset = bias[i if len(bias) > 1 else 0]
+            offset = offset[m if len(offset) > 1 else 0]
+            vote = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(vote, offset, strict=True)]
+        result.append([number for row in vote for number in row])
+    return result
+
+
+def pool(
+    seen: list[Child], m: int, query: Vector | None, scale: float, normalize: bool
+) -> tuple[Vector, float, list[float]]:
+    """One parent of the pooling pass: the sum, the log-sum-exp, the shares of the children seen."""
+    logits = []
+    for child in seen:
+        vote = child.votes[m]
+        logits.append(0.0 if query is None else scale * dot(query, norm(vote) if normalize else vote))
+    exponentials = [child.gate * math.exp(logit) for child, logit in zip(seen, logits, strict=True)]
+    total = sum(exponentials)
+    if total == 0:
+        return [0.0], -math.inf, [0.0] * len(seen)
+    shares = [e / total for e in exponentials]
+    return weighted_sum(shares, [child.votes[m] for child in seen]), math.log(total), shares
+
+
+class Explained(NamedTuple):
+    counts: list[float]
+    means: list[Vector]
+    variances: list[Vector]
+    evidence: list[float]
+    shares: list[list[float]]
+
+
+def explain(
+    seen: list[Child],
+    parents: int,
+    mean: list[Vector] | None,
+    variance: list[Vector] | None,
+    log_weight: list[float] | None,
+    beta_use: Any,
+    beta_ignore: Any,
+    eps: float,
+) -> Explained:
+    """All parents of one position of the Gaussian pass."""
+    size = len(seen[0].votes[0]) if seen else 1
+    shares = []
+    for child in seen:
+        logits = []
+        for m in range(parents):
+            logit = 0.0 if log_weight is None else log_weight[m]
+            if mean is not None:
+                for k in range(size):
+                    square = (child.votes[m][k] - mean[m][k]) ** 2
+                    logit -= square if variance is None else square / (2 * variance[m][k])
+            logits.append(logit)
+        shares.append(softmax(logits))
+
+    def beta(table: Any, i: int, m: int) -> float:
+        row = table[i if len(table) > 1 else 0]
+        return row[m if len(row) > 1 else 0]
+
+    counts, means, variances, evidence = [], [], [], []
+    for m in range(parents):
+        used = [child.gate * share[m] for child, share in zip(seen, shares, strict=True)]
+        count = sum(used)
+        divisor = count + eps if count + eps else math.inf
+        centre = [sum(u * c.votes[m][k] for u, c in zip(used, seen, strict=True)) / divisor for k in range(size)]
+        counts.append(count)
+        means.append(centre)
+        variances.append(
+            [
+                sum(u * (c.votes[m][k] - centre[k]) ** 2 for u, c in zip(used, seen, strict=True)) / divisor
+                for k in range(size)
+            ]
+        )
+        if beta_use is not None:
+            evidence.append(
+                sum(
+                    beta(beta_use, c.index, m) * u - beta(beta_ignore, c.index, m) * (c.gate - u)
+                    for u, c in zip(used, seen, strict=True)
+                )
+            )
+    return Explained(counts, means, variances, evidence, shares)
+
+
+def dynamic(
+    votes: Votes, iterations: int, compete: str = "parents", leaky: bool = False
+) -> tuple[list[Vector], list[list[float]]]:
+    """Procedure 1 of Sabour et al. 2017, "ROUTING"; returns v_j and the last c_ij.
+
+    ``compete="children"``: the softmax runs over i, as in many published codes. ``leaky``: a child may also choose none
+    of the parents, whose log-prior stays 0.
+    """
+    lower, upper = range(len(votes)), range(len(votes[0]))
+    b = [[0.0 for _ in upper] for _ in lower]
+    v: list[Vector] = []
+    c: list[list[float]] = []
+    for _ in range(iterations):
+        if compete == "children":
+            columns = [softmax([b[i][j] for i in lower]) for j in upper]
+            c = [[columns[j][i] for j in upper] for i in lower]
+        elif leaky:
+            c = [softmax([0.0, *b[i]])[1:] for i in lower]
+        else:
+            c = [softmax(b[i]) for i in lower]
+        s = [weighted_sum([c[i][j] for i in lower], [votes[i][j] for i in lower]) for j in upper]
+        v = [squash(s[j]) for j in upper]
+        for i, j in product(lower, upper):
+            b[i][j] += dot(votes[i][j], v[j])
+    return v, c
+
+
+def vector_normed(votes: Votes, iterations: int, sharpness: float) -> list[Vector]:
+    """Algorithm 1 of Zhao & Huang 2019, "Vector-Normed Dynamic Routing", for each parent; without an activation."""
+    result = []
+    for j in range(len(votes[0])):
+        u = [child[j] for child in votes]
+        keys = [norm(x) for x in u]
+        b = [0.0 for _ in u]
+        c = softmax(b)
+        for _ in range(iterations):
+            v = norm(weighted_sum(c, u))
+            b = [b_i + dot(key, v) for b_i, key in zip(b, keys, strict=True)]
+            c = softmax([sharpness * b_i for b_i in b])
+        result.append(weighted_sum(c, u))
+    return result
+
+
+def em(
+    votes: Votes,
+    activations: list[float],
+    beta_u: list[float],
+    beta_a: list[float],
+    inverse_temperatures: list[float],
+    eps: float = 0.0,
+) -> tuple[list[Vector], list[float], list[list[float]]]:
+    """Procedure 1 of Hinton et al. 2018, "EM ROUTING"; returns the poses mu_j, activations a_j and the last R_ij.
+
+    One turn for each inverse temperature. ``eps`` stands where the package has it: beside sum_i R_ij, under which the
+    moments are divided, and in the variances; the paper has none. The E-step after the last M-step is left out: nothing
+    reads it.
+    """
+    lower, upper = range(len(votes)), range(len(votes[0]))
+    size = range(len(votes[0][0]))
+    responsibility = [[1 / len(votes[0]) for _ in upper] for _ in lower]
+    mu: list[Vector] = []
+    square: list[Vector] = []
+    a: list[float] = []
+    for turn, inverse_temperature in enumerate(inverse_temperatures):
+        if turn:  # E-step
+            for i in lower:
+                p = []
+                for j in upper:
+                    density = 1.0
+                    for h in size:
+                        exponent = -((votes[i][j][h] - mu[j][h]) ** 2) / (2 * square[j][h])
+                        density *= math.exp(exponent) / math.sqrt(2 * math.pi * square[j][h])
+                    p.append(a[j] * density)
+                responsibility[i] = [p_j / sum(p) for p_j in p]
+        mu, square, a = [], [], []
+        for j in upper:  # M-step
+            r = [responsibility[i][j] * activations[i] for i in lower]
+            total = sum(r)
+            mu.append([sum(r[i] * votes[i][j][h] for i in lower) / (total + eps) for h in size])
+            square.append(
+                [sum(r[i] * (votes[i][j][h] - mu[j][h]) ** 2 for i in lower) / (total + eps) + eps for h in size]
+            )
+            cost = sum((beta_u[j] + math.log(math.sqrt(square[j][h]))) * total for h in size)
+            a.append(sigmoid(inverse_temperature * (beta_a[j] - cost)))
+    return mu, a, responsibility
+
+
+def heinsen(
+    votes: Votes,
+    scores: list[float],
+    beta_use: list[list[float]],
+    beta_ignore: list[list[float]],
+    iterations: int,
+    model: str = "gaussian",
+    eps: float = 1e-5,
+) -> tuple[list[float], list[Vector], list[Vector], list[list[float]]]:
+    """Algorithm 1 of Heinsen 2019; returns scores a_j, means mu_j, variances sigma_j^2 and the last R_ij.
+
+    ``eps`` as in the author's code. ``model="kmeans"``: the density is exp(-|V_ij - mu_j|^2). A table of betas with one
+    row serves any number of inputs.
+    """
+    lower, upper = range(len(votes)), range(len(votes[0]))
+    size = range(len(votes[0][0]))
+    a: list[float] = []
+    mu: list[Vector] = []
+    square: list[Vector] = []
+    r = [[1 / len(votes[0]) for _ in upper] for _ in lower]
+    for turn in range(iterations):
+        for i in lower:
+            if turn:  # E-step
+                p = []
+                for j in upper:
+                    if model == "gaussian":
+                        p_ij = 1 / math.sqrt(math.prod(2 * math.pi * square[j][h] for h in size))
+                        p_ij *= math.exp(-sum((votes[i][j][h] - mu[j][h]) ** 2 / (2 * square[j][h]) for h in size))
+                    else:
+                        p_ij = math.exp(-sum((votes[i][j][h] - mu[j][h]) ** 2 for h in size))
+                    p.append(sigmoid(a[j]) * p_ij)
+                r[i] = [p_ij / sum(p) for p_ij in p]
+        use = [[sigmoid(scores[i]) * r[i][j] for j in upper] for i in lower]  # D-step
+        ignore = [[sigmoid(scores[i]) - use[i][j] for j in upper] for i in lower]
+        a, mu, square = [], [], []
+        for j in upper:  # M-step
+            rows = [i if len(beta_use) > 1 else 0 for i in lower]
+            benefit = sum(beta_use[rows[i]][j] * use[i][j] for i in lower)
+            cost = sum(beta_ignore[rows[i]][j] * ignore[i][j] for i in lower)
+            total = sum(use[i][j] for i in lower) + eps
+            a.append(benefit - cost)
+            mu.append([sum(use[i][j] * votes[i][j][h] for i in lower) / total for h in size])
+            square.append(
+                [sum(use[i][j] * (votes[i][j][h] - mu[j][h]) ** 2 for i in lower) / total + eps for h in size]
+            )
+    return a, mu, square, r
