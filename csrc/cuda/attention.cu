@@ -1,6 +1,8 @@
 // Op bodies of the attention pass on a GPU: check, cut, allocate, launch.
 #include "../attention.h"
 
+#include <algorithm>
+
 #include "attention.h"
 #include "cut.h"
 #include "launch.h"
@@ -102,6 +104,7 @@ struct Call {
   bool rounds(int64_t options) const { return (options & kTF32) || args.storage != Storage::kFloat32; }
 
   void take(const Cut& c) {
+    STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
     AttentionArgs& a = args;
     a.columns = c.columns, a.rows = c.rows, a.parents = c.parents;
     a.warps_parents = c.warps_parents;
@@ -137,10 +140,14 @@ struct Call {
                     "fastcaps: too many positions for one launch");
     a.tiles = int(ceil_div(a.seats, c.tile));
     a.groups = c.groups < a.tiles ? int(c.groups) : a.tiles;
-    a.first_parent = first_block * c.warps_parents * c.parents;
     const bool plain = !a.bias && !a.padded && a.query.data && c.parent_blocks == 1;
-    gpu::launch(plain ? c.kernel->run_plain : c.kernel->run,
-                Grid{int64_t(a.groups) * c.chunks, parent_blocks, c.threads(), c.shared_bytes}, a);
+    constexpr int kMost = 65535;  // blocks along y
+    for (int block = 0; block < parent_blocks; block += kMost) {
+      a.first_parent = (first_block + block) * c.warps_parents * c.parents;
+      const Grid grid{int64_t(a.groups) * c.chunks, std::min(parent_blocks - block, kMost), c.threads(),
+                      c.shared_bytes};
+      gpu::launch(plain ? c.kernel->run_plain : c.kernel->run, grid, a);
+    }
   }
 
   // The softmax over parents that do not fit into one block: a launch for each blockful of them, one after another.

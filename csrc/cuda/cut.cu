@@ -102,51 +102,24 @@ void keep_parts_small(Cut& c, const Geometry& g, bool bias_shared) {
   c.groups = std::min(c.tiles, std::max<int64_t>(1, c.parts_by_chunk ? parts / c.chunks : parts));
 }
 
-}  // namespace
-
-std::string refusal(int64_t C, int64_t D, int64_t E) {
-  const AttentionKernels kernels = attention_forward_kernels();
-  for (int k = 0; k < kernels.count; ++k)
-    if (lanes_of(kernels.begin[k], C, D, E, 1).columns) {
-      if (D > 4096) return "its shared memory holds children of at most 4096 columns, got " + std::to_string(D);
-      return "";
-    }
-  return "its 32 lanes hold poses of at most 512 numbers (16 a lane, or 8 of one row), got " + std::to_string(C) +
-         " x " + std::to_string(E);
-}
-
-Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, bool bias_shared,
-        const Machine& machine) {
-  Cut c;
-  c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g, tensor);
+// As many warps on positions as give the multiprocessors the fewest rounds of work; then the most, since they share the
+// weights. False if not even one fits into shared memory.
+bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, bool bias_shared, int most,
+            const Machine& machine) {
   const AttentionKernel& kernel = *c.kernel;
-  const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
-  c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
-  const int most_warps = kernel.threads / 32;
-  // Large weights come from far away for every tile: better many positions than many parents, whose softmax then takes
-  // launches of its own.
-  const bool large = kernel.C && kernel.weight_stride == 0 && g.positions() > 32;
-  const int64_t warps = ceil_div(g.M, c.parents), together = large ? 1 : most_warps;
-  c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
-  c.parent_blocks = int(ceil_div(warps, c.warps_parents));
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
-  // What a warp adds to memory by itself it must add alone if an order is to be kept.
-  const bool single = backward && ordered && (!kernel.C || bias);
-  const int most_positions = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
-
-  // As many warps as give the multiprocessors the fewest rounds of work; then the most, since they share the weights.
   double best = -1;
-  for (int warps = most_positions; warps >= 1; --warps) {
+  for (int warps = most; warps >= 1; --warps) {
     Cut trial = c;
     trial.warps_positions = warps;
     trial.tile = warps * seats;
     trial.tiles = ceil_div(std::max<int64_t>(g.positions(), 1), trial.tile);
     if (warps > 1 && (warps - 1) * seats >= g.positions()) continue;  // a warp would have nothing to do
     const Shared shared(trial, g, backward);
+    if (shared.bytes(1) > machine.shared_limit) continue;
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
     int64_t stage = kStage;
     while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit) stage /= 2;
-    if (shared.bytes(stage) > machine.shared_limit && warps > 1) continue;
     const int64_t fitting = std::min(resident, std::max<int64_t>(1, machine.shared_limit / shared.bytes(stage)));
     const double rounds = double(ceil_div(trial.tiles * trial.parent_blocks, machine.multiprocessors * fitting));
     const double cost = rounds * double(fitting * trial.threads());
@@ -164,6 +137,48 @@ Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, 
     place(trial, shared);
     c = trial;
   }
+  return best >= 0;
+}
+
+// Shared memory of a block on the smallest of the GPUs that the kernels are built for.
+constexpr int64_t kLeastShared = 99 * 1024;
+
+}  // namespace
+
+std::string refusal(int64_t C, int64_t D, int64_t E) {
+  const std::string pose = std::to_string(C) + " x " + std::to_string(D) + " children and " + std::to_string(C) +
+                           " x " + std::to_string(E) + " parents";
+  const Geometry one{1, 1, 1, 1, C, D, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
+  if (!choose(attention_forward_kernels(), one, false))
+    return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose;
+  if (!cut(one, true, false, false, false, false, {1, kLeastShared}).kernel)
+    return "its shared memory does not hold so large a pose, got " + pose;
+  return "";
+}
+
+Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, bool bias_shared,
+        const Machine& machine) {
+  Cut c;
+  c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g, tensor);
+  const AttentionKernel& kernel = *c.kernel;
+  const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
+  c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
+  const int most_warps = kernel.threads / 32;
+  // Large weights come from far away for every tile: better many positions than many parents, whose softmax then takes
+  // launches of its own.
+  const bool large = kernel.C && kernel.weight_stride == 0 && g.positions() > 32;
+  // What a warp adds to memory by itself it must add alone if an order is to be kept.
+  const bool single = backward && ordered && (!kernel.C || bias);
+  for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
+    // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
+    if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
+    const int64_t warps = ceil_div(g.M, c.parents);
+    c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
+    c.parent_blocks = int(ceil_div(warps, c.warps_parents));
+    const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
+    if (spread(c, g, backward, ordered, bias_shared, most, machine)) return c;
+  }
+  c.kernel = nullptr;
   return c;
 }
 

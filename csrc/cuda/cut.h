@@ -30,9 +30,9 @@ struct Cut {
 // Why no kernel takes these poses; empty if one does.
 std::string refusal(int64_t C, int64_t D, int64_t E);
 
-// The backward kernel adds to gradients from many blocks at once; `ordered` forbids that, at the price of fewer blocks.
-// `tensor`: products may be rounded to tf32; `bias`: its gradient is wanted too; `bias_shared`: and all children have
-// the same.
+// No kernel if the poses do not fit (see refusal). The backward kernel adds to gradients from many blocks at once;
+// `ordered` forbids that, at the price of fewer blocks. `tensor`: products may be rounded to tf32; `bias`: its gradient
+// is wanted too; `bias_shared`: and all children have the same.
 Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, bool bias_shared,
         const Machine& machine);
 

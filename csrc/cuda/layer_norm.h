@@ -154,7 +154,7 @@ prepare_kernel(const FASTCAPS_CONSTANT LayerNormArgs a) {
     }
   }
   if (!a.dnorm) return;
-  // Threads that hold the same numbers of different parents meet in shared memory, in their order.
+  // Threads that hold the same numbers of different parents meet in shared memory, two by two.
   float* meeting = reinterpret_cast<float*>(shared_memory());  // [threads / lanes, 2, C * E]
   float* own = meeting + thread_index() / a.lanes * 2 * grad.numbers;
   FASTCAPS_UNROLL
@@ -164,11 +164,13 @@ prepare_kernel(const FASTCAPS_CONSTANT LayerNormArgs a) {
     own[grad.numbers + grad.index(k)] = dbias[k];
   }
   barrier();
-  for (int n = thread_index(); n < 2 * grad.numbers; n += block_threads()) {
-    float sum = 0.0f;
-    for (int k = 0; k < block_threads() / a.lanes; ++k) sum += meeting[k * 2 * grad.numbers + n];
-    a.dnorm[block_x() * 2 * grad.numbers + n] = sum;
+  for (int threads = block_threads() / a.lanes / 2; threads > 0; threads /= 2) {
+    for (int n = thread_index(); n < threads * 2 * grad.numbers; n += block_threads())
+      meeting[n] += meeting[threads * 2 * grad.numbers + n];
+    barrier();
   }
+  for (int n = thread_index(); n < 2 * grad.numbers; n += block_threads())
+    a.dnorm[block_x() * 2 * grad.numbers + n] = meeting[n];
 }
 
 }  // namespace fastcaps::gpu
