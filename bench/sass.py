@@ -174,7 +174,8 @@ def demangle(names: Sequence[str]) -> dict[str, str]:
         done = subprocess.run([program, "-p"], input="\n".join(plain), capture_output=True, text=True, timeout=60)
         if done.returncode == 0 and len(done.stdout.splitlines()) == len(plain):
             plain = done.stdout.splitlines()
-    return dict(zip(names, (re.sub(r"^void ", "", name) for name in plain), strict=True))
+    tidied = (re.sub(r"^void |\(anonymous namespace\)::", "", name) for name in plain)
+    return dict(zip(names, tidied, strict=True))
 
 
 # ---- parsing ---------------------------------------------------------------------------------------------------------

@@ -205,6 +205,14 @@ def test_shapes_of_matrix_instructions_and_widths_of_accesses() -> None:
 # Names
 
 
+@pytest.mark.skipif(shutil.which("c++filt") is None, reason="no c++filt")
+def test_names_are_made_readable() -> None:
+    mangled = "_ZN8fastcaps3gpu12_GLOBAL__N_112round_kernelEPfl"
+    assert sass.demangle([mangled]) == {mangled: "fastcaps::gpu::round_kernel"}
+    one = Compiled("fastcaps::gpu::round_kernel", Usage(mangled, "sm_90", 14, 0, 0))
+    assert one.title == "round"
+
+
 def test_names_of_kernels() -> None:
     name = (
         "fastcaps::gpu::attention_forward_kernel<fastcaps::gpu::FixedPose<4, 4, 4, 4, 4, 1, 8, 4, 20>, 1, true, 256, 1>"
