@@ -1,8 +1,8 @@
 """fastcaps: kernels and modules for capsule networks that never store a vote.
 
-``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks;
-``fastcaps.backends`` says what runs where. The modules are imported on first use, so that ``import fastcaps`` costs
-little beyond torch.
+``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks,
+``fastcaps.losses`` what they are trained on; ``fastcaps.backends`` says what runs where. The modules are imported on
+first use, so that ``import fastcaps`` costs little beyond torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastcaps.backends import BackendError, backend
 from fastcaps.functional import Window, explain
 
 if TYPE_CHECKING:
-    from fastcaps import models
+    from fastcaps import losses, models
     from fastcaps.nn import ClassHead, InvertedAttentionRouting, PrimaryCapsules, RoutingStack
     from fastcaps.nn.convert import convert
 
@@ -35,6 +35,7 @@ __all__ = [
     "dispatch",
     "explain",
     "functional",
+    "losses",
     "models",
 ]
 
@@ -45,7 +46,7 @@ _LAZY = {
     "RoutingStack": "fastcaps.nn",
     "convert": "fastcaps.nn",
 }
-_LAZY_MODULES = ("compat", "models", "nn")
+_LAZY_MODULES = ("compat", "losses", "models", "nn")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,325 @@
+"""What capsule networks are trained on: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
+
+All losses are means over the batch unless told otherwise, and have a gradient everywhere: :func:`length` has one at the
+zero vector too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.vectors import length
+
+__all__ = [
+    "ReconstructionDecoder",
+    "length",
+    "margin_loss",
+    "reconstruction_loss",
+    "spread_loss",
+    "spread_margin",
+]
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def _reduce(per_sample: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return per_sample
+    return per_sample.mean() if reduction == "mean" else per_sample.sum()
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+
+
+def _check_activations(activations: Tensor, name: str) -> None:
+    require_tensor(activations, name)
+    if not activations.is_floating_point():
+        raise TypeError(f"{name} must have a floating-point dtype, got {activations.dtype}")
+    if activations.dim() != 2 or activations.shape[1] < 1:
+        raise ValueError(f"{name} must be [B, M] with M >= 1, got {shape_of(activations)}")
+
+
+def _check_labels(target: Tensor, batch: int) -> None:
+    require_tensor(target, "target")
+    if target.shape != (batch,):
+        raise ValueError(f"target must be [{batch}], a class for every sample, got {shape_of(target)}")
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must hold classes as int64, got {target.dtype}")
+
+
+def margin_loss(
+    lengths: Tensor,
+    target: Tensor,
+    *,
+    upper: float = 0.9,
+    lower: float = 0.1,
+    down_weight: float = 0.5,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Margin loss (Sabour et al. 2017), for one class or several at a time.
+
+    .. math:: L = \sum_k T_k \max(0, m^+ - \lVert v_k \rVert)^2
+              + \lambda (1 - T_k) \max(0, \lVert v_k \rVert - m^-)^2
+
+    Parameters
+    ----------
+    lengths : Tensor
+        ``[B, M]``, the class capsules' lengths (:func:`length`) or other activations.
+    target : Tensor
+        ``[B]`` int64, the class of every sample; or ``[B, M]``, 1 (True) for each class that is there.
+    upper, lower : float
+        :math:`m^+` and :math:`m^-`: a present class is content above the one, an absent class below the other.
+    down_weight : float
+        :math:`\lambda`, which keeps absent classes from shrinking all capsules early in training.
+    reduction : str
+        ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
+
+    Returns
+    -------
+    Tensor
+        A scalar, or ``[B]`` for ``"none"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong type, dtype or shape.
+
+    Examples
+    --------
+    >>> import torch
+    >>> lengths = torch.tensor([[0.7, 0.3, 0.05]])
+    >>> margin_loss(lengths, torch.tensor([0]))  # (0.9 - 0.7)^2 + 0.5 (0.3 - 0.1)^2
+    tensor(0.0600)
+    >>> margin_loss(lengths, torch.tensor([[1, 1, 0]]))  # two classes: (0.9 - 0.7)^2 + (0.9 - 0.3)^2
+    tensor(0.4000)
+    """
+    _check_activations(lengths, "lengths")
+    _check_reduction(reduction)
+    require_tensor(target, "target")
+    if target.dim() == 2:
+        if target.shape != lengths.shape:
+            raise ValueError(f"target must be {shape_of(lengths)} as the lengths, got {shape_of(target)}")
+        present = target.to(lengths.dtype)
+    else:
+        _check_labels(target, lengths.shape[0])
+        present = F.one_hot(target, lengths.shape[1]).to(lengths.dtype)
+    missed = (upper - lengths).clamp(min=0).square()
+    imagined = (lengths - lower).clamp(min=0).square()
+    return _reduce((present * missed + down_weight * (1 - present) * imagined).sum(1), reduction)
+
+
+def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction: str = "mean") -> Tensor:
+    r"""Spread loss (Hinton et al. 2018): the right class is to be ahead of every other by a margin.
+
+    .. math:: L = \sum_{i \ne t} \max(0, m - (a_t - a_i))^2
+
+    Parameters
+    ----------
+    activations : Tensor
+        ``[B, M]``, the class capsules' activations.
+    target : Tensor
+        ``[B]`` int64, the class of every sample.
+    margin : float
+        m, which grows during training: :func:`spread_margin`.
+    reduction : str
+        ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
+
+    Returns
+    -------
+    Tensor
+        A scalar, or ``[B]`` for ``"none"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong type, dtype or shape.
+
+    Examples
+    --------
+    >>> import torch
+    >>> activations = torch.tensor([[0.6, 0.5, 0.1]])
+    >>> spread_loss(activations, torch.tensor([0]), margin=0.2)  # (0.2 - 0.1)^2; the third class is far enough
+    tensor(0.0100)
+    """
+    _check_activations(activations, "activations")
+    _check_labels(target, activations.shape[0])
+    _check_reduction(reduction)
+    ahead = activations.gather(1, target.unsqueeze(1)) - activations
+    short = (margin - ahead).clamp(min=0).square()
+    return _reduce(short.scatter(1, target.unsqueeze(1), 0.0).sum(1), reduction)
+
+
+def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9) -> float:
+    """Return the margin of :func:`spread_loss` at a step of training.
+
+    It grows linearly from ``start`` to ``end`` over ``steps`` steps and stays there: a large margin from the beginning
+    would leave many capsules dead.
+
+    Parameters
+    ----------
+    step : int
+        Steps (or epochs) done, counted from 0.
+    steps : int
+        After how many of them the margin is ``end``.
+    start, end : float
+        The first and the last margin.
+
+    Returns
+    -------
+    float
+
+    Raises
+    ------
+    ValueError
+        If ``step`` is negative or ``steps`` below 1.
+
+    Examples
+    --------
+    >>> [round(spread_margin(step, 100), 2) for step in (0, 50, 100, 1000)]
+    [0.2, 0.55, 0.9, 0.9]
+    """
+    positive(steps, "steps")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
+    return start + (end - start) * min(1.0, step / steps)
+
+
+def reconstruction_loss(
+    reconstruction: Tensor, images: Tensor, *, scale: float = 0.0005, reduction: str = "mean"
+) -> Tensor:
+    r"""Sum of squared differences between images and their reconstructions, scaled down (Sabour et al. 2017).
+
+    .. math:: L = 0.0005 \sum_x (\hat I_x - I_x)^2
+
+    The scale keeps it from outweighing the margin loss, to which it is added.
+
+    Parameters
+    ----------
+    reconstruction, images : Tensor
+        ``[B, ...]``, of the same shape.
+    scale : float
+        What the sum over an image is multiplied by.
+    reduction : str
+        ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
+
+    Returns
+    -------
+    Tensor
+        A scalar, or ``[B]`` for ``"none"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has the wrong type or shape.
+
+    Examples
+    --------
+    >>> import torch
+    >>> reconstruction_loss(torch.zeros(2, 1, 28, 28), torch.ones(2, 1, 28, 28))  # 784 * 0.0005
+    tensor(0.3920)
+    """
+    require_tensor(reconstruction, "reconstruction")
+    require_tensor(images, "images")
+    if reconstruction.dim() < 2:
+        raise ValueError(f"reconstruction must be [B, ...], got {shape_of(reconstruction)}")
+    if images.shape != reconstruction.shape:
+        raise ValueError(f"images must be {shape_of(reconstruction)} as the reconstruction, got {shape_of(images)}")
+    _check_reduction(reduction)
+    return _reduce(scale * (reconstruction - images).square().flatten(1).sum(1), reduction)
+
+
+class ReconstructionDecoder(nn.Module):
+    """Draw the image again from one class capsule (Sabour et al. 2017): three linear layers, ReLU, ReLU, sigmoid.
+
+    All class capsules but one are masked with zeros: while training the one of the right class is kept, afterwards the
+    longest. Which one it is tells the decoder the class, its numbers how the class looks here.
+
+    Parameters
+    ----------
+    classes : int
+        Class capsules M.
+    dim : int
+        Numbers in a class capsule's pose.
+    image_shape : sequence of int
+        Shape of an image, without the batch.
+    hidden : sequence of int
+        Widths of the layers before the last.
+
+    Examples
+    --------
+    >>> import torch
+    >>> decoder = ReconstructionDecoder(10, 16, (1, 28, 28))
+    >>> capsules, labels = torch.randn(4, 10, 16), torch.tensor([3, 1, 4, 1])
+    >>> decoder(capsules, labels).shape
+    torch.Size([4, 1, 28, 28])
+    >>> decoder(capsules).shape  # of the longest capsule
+    torch.Size([4, 1, 28, 28])
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        dim: int,
+        image_shape: Sequence[int],
+        *,
+        hidden: Sequence[int] = (512, 1024),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.classes = positive(classes, "classes")
+        self.dim = positive(dim, "dim")
+        self.image_shape = tuple(positive(size, "image_shape") for size in image_shape)
+        widths = [classes * dim, *(positive(width, "hidden") for width in hidden), math.prod(self.image_shape)]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after, device=device, dtype=dtype), nn.ReLU()]
+        layers[-1] = nn.Sigmoid()
+        self.layers = nn.Sequential(*layers)
+
+    def mask(self, capsules: Tensor, target: Tensor | None = None) -> Tensor:
+        """Return ``capsules`` ``[B, M, dim]`` with zeros for all but those of ``target`` ``[B]``, or the longest."""
+        require_tensor(capsules, "capsules")
+        if capsules.dim() != 3 or capsules.shape[1:] != (self.classes, self.dim):
+            raise ValueError(f"capsules must be [B, {self.classes}, {self.dim}], got {shape_of(capsules)}")
+        if target is None:
+            target = length(capsules.detach()).argmax(1)
+        else:
+            _check_labels(target, capsules.shape[0])
+        kept = F.one_hot(target, self.classes).to(torch.bool)
+        return capsules.masked_fill(~kept.unsqueeze(-1), 0.0)
+
+    def forward(self, capsules: Tensor, target: Tensor | None = None) -> Tensor:
+        """Draw the images.
+
+        Parameters
+        ----------
+        capsules : Tensor
+            ``[B, M, dim]``, the class capsules.
+        target : Tensor, optional
+            ``[B]`` int64, which class to draw; None draws each sample's longest capsule.
+
+        Returns
+        -------
+        Tensor
+            ``[B, *image_shape]``, in (0, 1).
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong type, dtype or shape.
+        """
+        return self.layers(self.mask(capsules, target).flatten(1)).unflatten(1, self.image_shape)
+
+    def extra_repr(self) -> str:
+        """What is drawn from what."""
+        return f"classes={self.classes}, dim={self.dim}, image_shape={self.image_shape}"

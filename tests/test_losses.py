@@ -1,0 +1,211 @@
+"""Losses by values worked out by hand, their gradients, and their error messages."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+
+import fastcaps
+from fastcaps import losses
+from fastcaps.losses import (
+    ReconstructionDecoder,
+    length,
+    margin_loss,
+    reconstruction_loss,
+    spread_loss,
+    spread_margin,
+)
+from fastcaps.vectors import squash, unit
+
+LENGTHS = torch.tensor([[0.95, 0.4, 0.05], [0.2, 0.5, 0.3]], dtype=torch.float64)
+LABELS = torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize("name", ["fastcaps.losses", "fastcaps.vectors"])
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_exported() -> None:
+    assert fastcaps.losses is losses and "losses" in dir(fastcaps)
+
+
+def test_margin_loss_by_hand() -> None:
+    # 0 + 0.5 * 0.3^2 + 0 = 0.045; 0.6^2 + 0.5 * (0.1^2 + 0.4^2) = 0.445
+    each = margin_loss(LENGTHS, LABELS, reduction="none")
+    torch.testing.assert_close(each, torch.tensor([0.045, 0.445], dtype=torch.float64))
+    assert margin_loss(LENGTHS, LABELS).item() == pytest.approx(0.245)
+    assert margin_loss(LENGTHS, LABELS, reduction="sum").item() == pytest.approx(0.49)
+    # m+ = 1, m- = 0.2, lambda = 0.25: 0.05^2 + 0.25 * 0.2^2; 0.7^2 + 0.25 * 0.3^2
+    other = margin_loss(LENGTHS, LABELS, upper=1.0, lower=0.2, down_weight=0.25, reduction="none")
+    torch.testing.assert_close(other, torch.tensor([0.0125, 0.5125], dtype=torch.float64))
+
+
+def test_margin_loss_of_several_classes() -> None:
+    several = torch.tensor([[True, False, True], [False, False, False]])
+    # 0 + 0.5 * 0.3^2 + 0.85^2; 0.5 * (0.1^2 + 0.4^2 + 0.2^2)
+    expected = torch.tensor([0.7675, 0.105], dtype=torch.float64)
+    for target in (several, several.long(), several.double()):
+        torch.testing.assert_close(margin_loss(LENGTHS, target, reduction="none"), expected)
+    one_hot = torch.nn.functional.one_hot(LABELS, 3)
+    torch.testing.assert_close(margin_loss(LENGTHS, one_hot), margin_loss(LENGTHS, LABELS))
+
+
+def test_margin_loss_gradient_by_hand() -> None:
+    lengths = LENGTHS.clone().requires_grad_()
+    margin_loss(lengths, LABELS, reduction="sum").backward()
+    expected = [[0.0, 0.3, 0.0], [0.1, 0.4, -1.2]]
+    torch.testing.assert_close(lengths.grad, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_spread_loss_by_hand() -> None:
+    # m = 0.6: a_t - a_i = 0.55, 0.9 -> 0.05^2; 0.1, -0.2 -> 0.5^2 + 0.8^2
+    each = spread_loss(LENGTHS, LABELS, 0.6, reduction="none")
+    torch.testing.assert_close(each, torch.tensor([0.0025, 0.89], dtype=torch.float64))
+    assert spread_loss(LENGTHS, LABELS, 0.6).item() == pytest.approx(0.44625)
+    assert spread_loss(LENGTHS[:1], LABELS[:1], 0.2).item() == 0.0
+
+
+def test_spread_loss_gradient_by_hand() -> None:
+    activations = LENGTHS.clone().requires_grad_()
+    spread_loss(activations, LABELS, 0.6, reduction="sum").backward()
+    expected = [[-0.1, 0.1, 0.0], [1.0, 1.6, -2.6]]
+    torch.testing.assert_close(activations.grad, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("run", [lambda x: margin_loss(x, LABELS), lambda x: spread_loss(x, LABELS, 0.55)])
+def test_gradcheck(run: object) -> None:
+    assert torch.autograd.gradcheck(run, LENGTHS.clone().requires_grad_())
+
+
+def test_spread_margin() -> None:
+    margins = [spread_margin(step, 10) for step in (0, 1, 5, 10, 11)]
+    assert margins == pytest.approx([0.2, 0.27, 0.55, 0.9, 0.9])
+    assert spread_margin(1, 2, start=0.0, end=1.0) == 0.5
+
+
+def test_reconstruction_loss_by_hand() -> None:
+    images = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]])
+    drawn = torch.tensor([[[0.0, 4.0]], [[3.0, 0.0]]], requires_grad=True)
+    torch.testing.assert_close(reconstruction_loss(drawn, images, reduction="none"), torch.tensor([0.0025, 0.0045]))
+    loss = reconstruction_loss(drawn, images, scale=1.0)
+    assert loss.item() == 7.0
+    loss.backward()
+    assert drawn.grad.tolist() == [[[-1.0, 2.0]], [[3.0, 0.0]]]
+
+
+def test_decoder_sees_one_capsule_alone() -> None:
+    decoder = ReconstructionDecoder(3, 4, (2, 5), hidden=(7,), dtype=torch.float64)
+    capsules = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    drawn = decoder(capsules, LABELS)
+    assert drawn.shape == (2, 2, 5) and ((drawn > 0) & (drawn < 1)).all()
+    gradient = torch.autograd.grad(drawn.sum(), capsules)[0]
+    for sample, label in enumerate(LABELS.tolist()):
+        others = [k for k in range(3) if k != label]
+        assert (gradient[sample, others] == 0).all() and (gradient[sample, label] != 0).any()
+    by_hand = torch.zeros(2, 12, dtype=torch.float64)
+    by_hand[0, :4], by_hand[1, 8:] = capsules[0, 0], capsules[1, 2]
+    first, _, second, _ = decoder.layers
+    torch.testing.assert_close(drawn.flatten(1), second(first(by_hand).relu()).sigmoid())
+
+
+def test_decoder_draws_the_longest_capsule() -> None:
+    decoder = ReconstructionDecoder(3, 4, (5,))
+    capsules = torch.randn(2, 3, 4)
+    capsules[0, 1] *= 100
+    capsules[1, 2] *= 100
+    assert torch.equal(decoder(capsules), decoder(capsules, torch.tensor([1, 2])))
+    assert decoder(capsules[:0]).shape == (0, 5)
+
+
+def test_decoder_masks_what_is_not_finite() -> None:
+    decoder = ReconstructionDecoder(3, 4, (5,))
+    capsules = torch.randn(1, 3, 4)
+    capsules[0, 0] = torch.nan
+    assert decoder(capsules, torch.tensor([1])).isfinite().all()
+
+
+def test_decoder_has_the_layers_of_the_paper() -> None:
+    decoder = ReconstructionDecoder(10, 16, (1, 28, 28))
+    shapes = [tuple(layer.weight.shape) for layer in decoder.layers if hasattr(layer, "weight")]
+    assert shapes == [(512, 160), (1024, 512), (784, 1024)]
+    assert repr(decoder).startswith("ReconstructionDecoder(\n  classes=10, dim=16, image_shape=(1, 28, 28)")
+
+
+def test_training_on_zero_capsules_has_finite_gradients() -> None:
+    capsules = torch.zeros(2, 3, 4, requires_grad=True)
+    decoder = ReconstructionDecoder(3, 4, (5,))
+    routed = squash(capsules)
+    loss = margin_loss(length(routed), LABELS) + reconstruction_loss(decoder(routed, LABELS), torch.ones(2, 5))
+    loss.backward()
+    assert capsules.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_lengths_of_any_size(scale: float) -> None:
+    vectors = torch.tensor([[3.0, -4.0], [0.0, 0.0]]) * scale
+    torch.testing.assert_close(length(vectors), torch.tensor([5.0, 0.0]) * scale)
+    torch.testing.assert_close(unit(vectors), torch.tensor([[0.6, -0.8], [0.0, 0.0]]))
+    assert length(vectors, keepdim=True).shape == (2, 1)
+    assert length(vectors.view(1, 2, 1, 2), (-2, -1)).shape == (1, 2)
+
+
+def test_length_of_what_is_not_finite() -> None:
+    assert length(torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0]])).tolist()[0] == torch.inf
+    assert length(torch.tensor([torch.nan, 1.0])).isnan()
+
+
+@pytest.mark.parametrize("function", [length, unit, squash])
+def test_vectors_gradcheck(function: object) -> None:
+    vectors = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, vectors)
+    assert torch.autograd.gradgradcheck(function, vectors)
+    zero = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+    first = torch.autograd.grad(function(zero).sum(), zero, create_graph=True)[0]
+    assert (first == 0).all()
+    if first.requires_grad:
+        assert torch.autograd.grad(first.sum(), zero)[0].isfinite().all()
+
+
+def test_squash_by_hand() -> None:
+    # |s| = 3: 9 / 10; |s| = 0.5: 0.25 / 1.25
+    found = squash(torch.tensor([[0.0, 3.0], [0.3, 0.4]]))
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.9], [0.12, 0.16]]))
+
+
+@pytest.mark.parametrize(
+    "error, named, call",
+    [
+        (TypeError, "lengths must be a tensor", lambda: margin_loss([0.5], LABELS)),
+        (TypeError, "lengths must have a floating-point dtype", lambda: margin_loss(LENGTHS.long(), LABELS)),
+        (ValueError, r"lengths must be \[B, M\]", lambda: margin_loss(LENGTHS[0], LABELS)),
+        (TypeError, "target must be a tensor", lambda: margin_loss(LENGTHS, 1)),
+        (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
+        (ValueError, r"target must be \[2, 3\] as the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
+        (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
+        (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
+        (ValueError, r"activations must be \[B, M\]", lambda: spread_loss(LENGTHS[0], LABELS, 0.2)),
+        (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
+        (ValueError, "reduction must be one of", lambda: spread_loss(LENGTHS, LABELS, 0.2, reduction="max")),
+        (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
+        (ValueError, "steps must be at least 1, got 0", lambda: spread_margin(1, 0)),
+        (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
+        (ValueError, r"reconstruction must be \[B, ...\]", lambda: reconstruction_loss(LABELS, LABELS)),
+        (TypeError, "images must be a tensor", lambda: reconstruction_loss(LENGTHS, None)),
+        (ValueError, "classes must be at least 1", lambda: ReconstructionDecoder(0, 4, (5,))),
+        (ValueError, "image_shape must be at least 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
+        (ValueError, r"capsules must be \[B, 3, 4\]", lambda: ReconstructionDecoder(3, 4, (5,))(torch.ones(2, 4, 3))),
+        (
+            ValueError,
+            r"target must be \[2\]",
+            lambda: ReconstructionDecoder(3, 4, (5,))(torch.ones(2, 3, 4), torch.tensor([1])),
+        ),
+    ],
+)
+def test_errors_name_the_argument(error: type[Exception], named: str, call: object) -> None:
+    with pytest.raises(error, match=named):
+        call()
