@@ -162,7 +162,9 @@ def heinsen_routing(
     of one row, any number of children will do, and with one column each, any number of parents (expand the weight).
     """
     gate = scores.sigmoid()
-    mean = variance = log_weight = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+    log_weight: Tensor | None = None
     shares = score = None
     for _ in range(iterations):
         shape = variance if model == "gaussian" else None

@@ -16,7 +16,7 @@ from routing_cases import (
 )
 from torch import Tensor
 
-from fastcaps import reference_gaussian
+from fastcaps import reference, reference_gaussian
 from fastcaps.geometry import SET_WINDOW
 from fastcaps.reference_gaussian import NEEDS, gaussian_pass, gaussian_pass_backward
 
@@ -171,6 +171,23 @@ def test_a_variance_of_one_half_is_k_means() -> None:
     tensors[3] = torch.full_like(tensors[2], 0.5)
     for found, wanted in zip(gaussian_pass(*tensors, *settings), k_means, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+def test_moments_may_be_summed_about_any_shift(eps: float) -> None:
+    """The formulas by which one sweep finds both moments (docs/algebra.md)."""
+    tensors = gaussian_tensors(BY_NAME["primes"])
+    counts, means, variances, _ = gaussian_pass(*tensors, eps, list(SET_WINDOW))
+    children, weight, *_, bias, gate = tensors[:7]
+    shares = reference_gaussian.coefficients(*tensors[:6], list(SET_WINDOW)) * gate[..., None]
+    shift = tensors[2] + 3
+    offsets = reference.votes(children, weight, bias, list(SET_WINDOW)) - shift.unsqueeze(3)
+    first = torch.einsum("bhwim,bhwimce->bhwmce", shares, offsets)
+    second = torch.einsum("bhwim,bhwimce->bhwmce", shares, offsets.square())
+    count = counts[..., None, None]
+    delta = (first - eps * shift) / (count + eps)
+    torch.testing.assert_close(shift + delta, means)
+    torch.testing.assert_close((second - 2 * delta * first + delta.square() * count) / (count + eps), variances)
 
 
 @pytest.mark.parametrize("first_turn", [True, False])
