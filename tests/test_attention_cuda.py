@@ -50,8 +50,8 @@ CUT = (  # how the kernels cut a call: what the common cases are too small for
     Case("papers-dmm-conv", batch=1, grid=(3, 4), types=3, parents=16, pose=(8, 8, 8), window=(3, 3, 1, 1, 0, 0, 1, 1)),
     Case("papers-dmm-vector", batch=1, types=8, parents=16, pose=(1, 64, 64), window=(1, 1, 1, 1, 0, 0, 1, 1)),
     Case("papers-dr", batch=2, types=9, parents=100, pose=(1, 8, 16)),
-    Case("two-sweeps", batch=1, types=3, parents=1100, pose=(4, 4, 4), gate=True),
-    Case("two-sweeps-vector", batch=1, types=3, parents=2100, pose=(1, 16, 16), groups=1, bias="1M"),
+    Case("two-sweeps", batch=1, types=2, parents=1100, pose=(4, 4, 4), gate=True),
+    Case("two-sweeps-vector", batch=1, types=2, parents=2100, pose=(1, 16, 16), groups=1, bias="1M"),
     Case(
         "two-sweeps-free", batch=1, grid=(2, 1), types=1, parents=700, pose=(2, 3, 5), window=(2, 1, 1, 1, 0, 0, 1, 1)
     ),
@@ -139,7 +139,7 @@ def test_forward_and_every_gradient(case: Case, option: str, target: Target) -> 
 
 @every_target
 @pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
-@pytest.mark.parametrize("case", CASES + CUT[:6], ids=ids)
+@pytest.mark.parametrize("case", CASES + CUT[:2], ids=ids)
 def test_half_precision(case: Case, dtype: torch.dtype, target: Target) -> None:
     target.check(case, dtype)
 
@@ -245,7 +245,7 @@ def test_ordered_results_have_the_same_bits(case: Case, option: str, target: Tar
     run = differentiable(target.op("attention_pass"), target.op("attention_pass_backward"), OPTIONS[option])
     tensors, grads = target.arguments(case.tensors(torch.float32)), target.arguments(case.grads(torch.float32))
     first = None
-    for order in ("forward", "backward", "shuffled", "shuffled"):
+    for order in ("forward", "backward", "shuffled"):
         build.set_order(build.ATTENTION, order)
         found = results(run, tensors, case.settings(), grads)
         first = first or found

@@ -1,5 +1,6 @@
-// Memory for tensors that ends where access ends: who reads or writes behind a tensor, or far before it, is caught in the
-// act. This is torch's CPU allocator for as long as a test asks for it; it needs more of torch than the stable ABI has.
+// Memory for tensors that ends where access ends: who reads or writes behind a tensor, or far before it, is caught in
+// the act. This is torch's CPU allocator for as long as a test asks for it; it needs more of torch than the stable ABI
+// has.
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 #include <unistd.h>
