@@ -100,8 +100,11 @@ struct Call {
     return torch::stable::new_zeros(children, shape, ScalarType::Float);
   }
 
-  // May products be rounded to tf32? Half-precision numbers lose nothing by it.
-  bool rounds(int64_t options) const { return (options & kTF32) || args.storage != Storage::kFloat32; }
+  // May products be rounded to tf32? Half-precision numbers lose nothing by it; the gradients of votes, which backward
+  // rounds too, lose what bfloat16 does not show and float16 would.
+  bool rounds(int64_t options, Storage half) const {
+    return (options & kTF32) || args.storage == Storage::kBFloat16 || args.storage == half;
+  }
 
   void take(const Cut& c) {
     STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
@@ -204,7 +207,7 @@ std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor we
   Tensor sums = call.empty(normalize ? shape : std::vector<int64_t>{0});
   if (g.positions() == 0) return {parents, sums};
 
-  const Cut c = cut(g, false, call.rounds(options), false, false, false, machine());
+  const Cut c = cut(g, false, call.rounds(options, Storage::kFloat16), false, {}, machine());
   call.take(c);
   const Tensor statistics = query ? call.collect(c, 2) : Tensor();
   const bool direct = c.chunks == 1 && (normalize || call.args.storage == Storage::kFloat32);
@@ -240,21 +243,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   const bool ordered = options & kDeterministic, empty = g.positions() == 0 || (!grad_parents && !grad_sums);
 
   AttentionArgs& a = call.args;
-  const Cut c =
-      cut(g, true, call.rounds(options), ordered, needs & kBias, (needs & kBias) && bias->size(0) == 1, machine());
+  const int64_t weights = g.G * g.M * g.D * g.E, biases = (bias ? bias->size(0) : 0) * g.parents();
+  const Bias wanted_bias{needs & kBias ? biases : 0, (needs & kBias) && bias->size(0) == 1};
+  const Cut c = cut(g, true, call.rounds(options, Storage::kBFloat16), ordered, wanted_bias, machine());
   call.take(c);
   const int64_t parts = !ordered ? 1 : c.parts_by_chunk ? c.groups * c.chunks : c.groups;
-  const int64_t weights = g.G * g.M * g.D * g.E, biases = (bias ? bias->size(0) : 0) * g.parents();
   const auto wanted = [&](int64_t bit, int64_t numbers) { return needs & bit ? numbers : 0; };
   const Tensor dchildren = call.zeros({wanted(kChildren, children.numel())});
   const Tensor dgate = call.zeros({wanted(kGate, g.B * g.H * g.W * g.N)});
   const Tensor dweights = call.zeros({parts, wanted(kWeight, weights)});
   const Tensor dbiases = call.zeros({parts, wanted(kBias, biases)});
-  const Tensor dqueries = call.empty({c.chunks, wanted(kQuery, g.positions() * g.parents())});
   const int64_t norm_blocks = call.norm_blocks(1024);
   const Tensor dnorms = call.empty({norm_blocks, 2, wanted(kNormWeight | kNormBias, g.parent_pose())});
   Tensor dquery = torch::stable::new_empty(children, needs & kQuery ? shape : std::vector<int64_t>{0});
   if (empty) torch::stable::zero_(dquery);
+  const bool direct = c.chunks == 1 && storage == ScalarType::Float;
+  const Tensor dqueries =
+      direct || empty ? dquery : call.empty({c.chunks, wanted(kQuery, g.positions() * g.parents())});
 
   if (!empty) {
     const Tensor dsums = call.empty({g.positions() * g.parents()});
@@ -270,19 +275,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
     a.dsums = floats(dsums), a.dquery = floats(dqueries), a.dchildren = floats(dchildren), a.dgate = floats(dgate);
     a.dweight = floats(dweights), a.dbias = floats(dbiases);
     a.dweight_part = ordered ? weights : 0, a.dbias_part = ordered ? biases : 0;
-    const Tensor statistics = call.collect(c, 3);
+    const bool affine_only = !(needs & ~(kNormWeight | kNormBias));
+    const Tensor statistics = affine_only ? Tensor() : call.collect(c, 3);
     const Window& w = g.window;
     const int colours_y = colours(w.kh, w.sh, w.dh, g.Ho), colours_x = colours(w.kw, w.sw, w.dw, g.Wo);
     a.alone_with_weights = ordered;
     a.alone_with_children = ordered || (colours_y * colours_x == 1 && c.parent_blocks == 1);
-    if (!ordered) {
+    if (affine_only) {
+      // the LayerNorm is all there was to differentiate
+    } else if (!ordered) {
       call.launch(c, 0, c.parent_blocks);
     } else {
       for (int y = 0; y < colours_y; ++y)
         for (int x = 0; x < colours_x; ++x)
           for (int block = 0; block < c.parent_blocks; ++block) call.launch(c, block, 1, colours_y, colours_x, y, x);
     }
-    if (needs & kQuery) call.add_up(dqueries, c.chunks, dquery);
+    if ((needs & kQuery) && !direct) call.add_up(dqueries, c.chunks, dquery);
   }
 
   const auto none = [&] { return torch::stable::new_empty(children, {0}); };  // one each: outputs must not alias

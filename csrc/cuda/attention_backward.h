@@ -63,7 +63,7 @@ struct Found {
     return block_threads() / kWarp / a.warps_parents;
   }
   static FASTCAPS_DEVICE int child_numbers(const AttentionArgs& a) {
-    return Pose::padded_rows(a) * Pose::padded_depth(a);
+    return Pose::padded_rows(a) * row_stride<Pose>(a);
   }
   FASTCAPS_DEVICE float* child(const AttentionArgs& a, int seat, int warp_parent) const {
     return children + (seat * a.warps_parents + warp_parent) * child_numbers(a);
@@ -90,10 +90,9 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
         each_number<Pose>([&](int i, int j) { x[(b * TC + i) * V + v] += dvotes[r + b][p][i][j] * w[v][j]; });
     }
   }
-  const int depth = Pose::padded_depth(a);
   const auto put = [&](int n, float sum) {
     const int v = n % V, i = n / V % TC, b = n / (V * TC);
-    found.child(a, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * depth + d + v] = sum;
+    found.child(a, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * row_stride<Pose>(a) + d + v] = sum;
   };
   if constexpr (Pose::kFixed) {
     constexpr int kLanes = Pose::kColumns * Pose::kParents;
@@ -133,8 +132,7 @@ FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Po
     const int v = n / TE % V, p = n / (TE * V), e = lane.e(a, n % TE);
     if constexpr (Pose::kWeightStride > 0) {
       float* to = found.weights(a, lane.warp_position, lane.own(p)) + (d + v) * Pose::kE + e;
-      FASTCAPS_UNROLL
-      for (int w = 0; w < WV; ++w) to[w] = sum[w];
+      store_vector<WV>(to, sum);
     } else if (lane.alive(a, p) && (Pose::kFixed || (d + v < a.D && e < a.E))) {
       float part[WV];
       FASTCAPS_UNROLL
@@ -167,10 +165,11 @@ FASTCAPS_DEVICE void differentiate_weights_on_tensor_cores(const AttentionArgs& 
   for (int p = 0; p < Pose::kEach; ++p) {
     float rows[2][4];
     outer_on_tensor_cores(lane, stage, dvotes[0][p], rows);
-    if (lane.position >= 2) continue;
     float* to = found.weights(a, lane.warp_position, lane.own(p)) + lane.position * 2 * Pose::kE;
-    FASTCAPS_UNROLL
-    for (int n = 0; n < 8; ++n) to[n] = rows[n / 4][n % 4];
+    if (lane.position < 2) {
+      store_vector<4>(to, rows[0]);
+      store_vector<4>(to + Pose::kE, rows[1]);
+    }
   }
 }
 
@@ -182,7 +181,8 @@ FASTCAPS_DEVICE void put_down(const AttentionArgs& a, const Lane<Pose>& lane, co
   each_tile<Pose, R>([&](int r, int p) {
     float* to = found.weight + (lane.own(p) * a.tile + lane.template seat<R>(r)) * Pose::kE;
     FASTCAPS_UNROLL
-    for (int j = 0; j < Pose::kTileColumns; ++j) to[lane.e(a, j)] = dvotes[r][p][0][j];
+    for (int j = 0; j < Pose::kTileColumns; j += Pose::kWeightVector)
+      store_vector<Pose::kWeightVector>(to + lane.e(a, j), &dvotes[r][p][0][j]);
   });
 }
 
@@ -210,9 +210,10 @@ FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lan
                                    const Tiles<Pose, R>& query, const Tiles<Pose, R>& dsums, Tiles<Pose, R>& dquery) {
   Tiles<Pose, R> votes;
   make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
+  const bool asks = PLAIN || a.query.data;  // or all shares are 1 / M
   float logit[R][Pose::kEach], h[R][Pose::kEach], share[R][Pose::kEach], heard[R];
   each_tile<Pose, R>([&](int r, int p) {
-    logit[r][p] = kLog2E * dot<Pose>(a, query[r][p], votes[r][p]);
+    logit[r][p] = asks ? kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
     h[r][p] = dot<Pose>(a, dsums[r][p], votes[r][p]);
   });
   if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, h, share, heard)) return;
@@ -223,7 +224,7 @@ FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lan
     if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
       add(a.dgate + Child(a, stage.t).cell(a, seats[at]), heard[r], a.alone_with_children);
     const float weight = counts ? share[r][p] * seen.gate : 0.0f;
-    const float dlogit = counts ? weight * (h[r][p] - heard[r]) : 0.0f;
+    const float dlogit = counts && asks ? weight * (h[r][p] - heard[r]) : 0.0f;
     each_number<Pose>([&](int i, int j) {
       float& vote = votes[r][p][i][j];
       if (PLAIN || counts) dquery[r][p][i][j] += dlogit * vote;
@@ -261,7 +262,7 @@ FASTCAPS_DEVICE void flush_children(const AttentionArgs& a, const Found<Pose>& f
     const int k = a.by_unit_tile.quotient(rest), at = a.by_unit_tile.remainder(rest, k);
     const Child child(a, first + k);
     if (!child.exists(a, seats[at]) || c >= Pose::C_(a)) continue;
-    const float* from = found.child(a, k * a.tile + at, 0) + c * depth + d;
+    const float* from = found.child(a, k * a.tile + at, 0) + c * row_stride<Pose>(a) + d;
     float sum[V] = {};
     for (int w = 0; w < a.warps_parents; ++w) {
       float x[V];
@@ -306,33 +307,40 @@ FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& fo
   }
 }
 
-// dW = sum over the tile's positions of P^T dV, four by four numbers a thread.
+// dW = sum over the tile's positions of P^T dV, four by four numbers a thread; children that share their weights are
+// added up first.
 template <class Pose>
 FASTCAPS_DEVICE void multiply_outer(const AttentionArgs& a, const Stage<Pose>& stage, const Found<Pose>& found,
                                     int first, int count) {
   constexpr int kColumns = Pose::kE / 4, kSquares = Pose::kD / 4 * kColumns;
   const int block_parents = Lane<Pose>::block_parents(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
-  for (int unit = thread_index(); unit < count * block_parents * kSquares; unit += block_threads()) {
-    const int rest = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
-    const int k = rest / block_parents, own = rest % block_parents;
+  for (int unit = thread_index(); unit < block_parents * kSquares; unit += block_threads()) {
+    const int own = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
     if (first_parent + own >= a.M) continue;
-    const float* rows = stage.children + k * a.tile * Pose::kRowStride + d;
-    const float* columns = found.weight + (k * block_parents + own) * a.tile * Pose::kE + e;
     float sum[4][4] = {};
-    for (int seat = 0; seat < a.tile; ++seat) {
-      float p[4], v[4];
-      load_vector<4>(rows + seat * Pose::kRowStride, p);
-      load_vector<4>(columns + seat * Pose::kE, v);
+    for (int k = 0; k < count; ++k) {
+      const float* rows = stage.children + k * a.tile * Pose::kRowStride + d;
+      const float* columns = found.weight + (k * block_parents + own) * a.tile * Pose::kE + e;
+      for (int seat = 0; seat < a.tile; ++seat) {
+        float p[4], v[4];
+        load_vector<4>(rows + seat * Pose::kRowStride, p);
+        load_vector<4>(columns + seat * Pose::kE, v);
+        FASTCAPS_UNROLL
+        for (int x = 0; x < 4; ++x) {
+          FASTCAPS_UNROLL
+          for (int y = 0; y < 4; ++y) sum[x][y] += p[x] * v[y];
+        }
+      }
+      if (k + 1 < count && a.by_group.quotient(first + k + 1) == a.by_group.quotient(first + k)) continue;
+      float* to = gradient_of_weights<Pose>(a, first + k, first_parent + own) + d * Pose::kE + e;
       FASTCAPS_UNROLL
       for (int x = 0; x < 4; ++x) {
+        add_vector<4>(to + x * Pose::kE, sum[x], a.alone_with_weights);
         FASTCAPS_UNROLL
-        for (int y = 0; y < 4; ++y) sum[x][y] += p[x] * v[y];
+        for (int y = 0; y < 4; ++y) sum[x][y] = 0.0f;
       }
     }
-    float* to = gradient_of_weights<Pose>(a, first + k, first_parent + own) + d * Pose::kE + e;
-    FASTCAPS_UNROLL
-    for (int x = 0; x < 4; ++x) add_vector<4>(to + x * Pose::kE, sum[x], a.alone_with_weights);
   }
 }
 

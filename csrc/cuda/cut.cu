@@ -91,20 +91,27 @@ constexpr int kStage = 8;                   // children in shared memory at a ti
 constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
 
 // Where an order must be kept, every group of tiles (and every range of children, if ranges share weights or a bias)
-// adds to a dW of its own: few enough of them to stay small.
-void keep_parts_small(Cut& c, const Geometry& g, bool bias_shared) {
-  const int64_t parts = std::max<int64_t>(1, kParts / (g.G * g.M * g.D * g.E * 4));
-  c.parts_by_chunk = g.G < g.children() || bias_shared;
-  if (c.parts_by_chunk && c.chunks > parts) {
-    c.chunk_children = int(ceil_div(ceil_div(g.children(), parts), c.stage) * c.stage);
-    c.chunks = int(ceil_div(g.children(), c.chunk_children));
+// adds to gradients of weights and bias of its own: few enough of them to stay small. Ranges that share nothing cost
+// only parts of dQ, and keep the multiprocessors busy instead.
+void keep_parts_small(Cut& c, const Geometry& g, const Bias& bias, int64_t wanted, int64_t least) {
+  const int64_t bytes = 4 * (g.G * g.M * g.D * g.E + bias.numbers);
+  const int64_t parts = std::max<int64_t>(bytes > kParts / 4 ? 4 : 1, kParts / bytes);
+  c.parts_by_chunk = g.G < g.children() || bias.shared;
+  if (!c.parts_by_chunk) {
+    c.groups = std::min(c.tiles, parts);
+    const int64_t most = std::min(g.children() / least, kParts / (4 * g.positions() * g.parents() + 1));
+    c.chunks = int(std::clamp<int64_t>(wanted / c.groups, 1, std::max<int64_t>(1, most)));
+  } else {
+    c.chunks = int(std::min<int64_t>(c.chunks, parts));
   }
-  c.groups = std::min(c.tiles, std::max<int64_t>(1, c.parts_by_chunk ? parts / c.chunks : parts));
+  c.chunk_children = int(ceil_div(ceil_div(g.children(), c.chunks), c.stage) * c.stage);
+  c.chunks = int(ceil_div(g.children(), c.chunk_children));
+  if (c.parts_by_chunk) c.groups = std::min(c.tiles, std::max<int64_t>(1, parts / c.chunks));
 }
 
 // As many warps on positions as give the multiprocessors the fewest rounds of work; then the most, since they share the
 // weights. False if not even one fits into shared memory.
-bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, bool bias_shared, int most,
+bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& bias, int most,
             const Machine& machine) {
   const AttentionKernel& kernel = *c.kernel;
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
@@ -119,10 +126,11 @@ bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, bool bias_sh
     if (shared.bytes(1) > machine.shared_limit) continue;
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
     int64_t stage = kStage;
-    while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit) stage /= 2;
+    while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit * 3 / 4) stage /= 2;  // the rest caches
     const int64_t fitting = std::min(resident, std::max<int64_t>(1, machine.shared_limit / shared.bytes(stage)));
     const double rounds = double(ceil_div(trial.tiles * trial.parent_blocks, machine.multiprocessors * fitting));
-    const double cost = rounds * double(fitting * trial.threads());
+    const int64_t at_once = std::min(fitting, ceil_div(trial.tiles * trial.parent_blocks, machine.multiprocessors));
+    const double cost = rounds * double(at_once * trial.threads());
     if (best >= 0 && cost >= best) continue;
     best = cost;
     trial.stage = int(stage);
@@ -133,7 +141,7 @@ bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, bool bias_sh
     trial.chunk_children = int(ceil_div(ceil_div(g.children(), trial.chunks), stage) * stage);
     trial.chunks = int(ceil_div(g.children(), trial.chunk_children));
     trial.groups = trial.tiles;
-    if (backward && ordered) keep_parts_small(trial, g, bias_shared);
+    if (backward && ordered) keep_parts_small(trial, g, bias, wanted, least);
     place(trial, shared);
     c = trial;
   }
@@ -151,13 +159,12 @@ std::string refusal(int64_t C, int64_t D, int64_t E) {
   const Geometry one{1, 1, 1, 1, C, D, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
   if (!choose(attention_forward_kernels(), one, false))
     return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose;
-  if (!cut(one, true, false, false, false, false, {1, kLeastShared}).kernel)
+  if (!cut(one, true, false, false, {}, {1, kLeastShared}).kernel)
     return "its shared memory does not hold so large a pose, got " + pose;
   return "";
 }
 
-Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, bool bias_shared,
-        const Machine& machine) {
+Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias& bias, const Machine& machine) {
   Cut c;
   c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g, tensor);
   const AttentionKernel& kernel = *c.kernel;
@@ -168,7 +175,7 @@ Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, 
   // launches of its own.
   const bool large = kernel.C && kernel.weight_stride == 0 && g.positions() > 32;
   // What a warp adds to memory by itself it must add alone if an order is to be kept.
-  const bool single = backward && ordered && (!kernel.C || bias);
+  const bool single = backward && ordered && (!kernel.C || bias.numbers > 0);
   for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
     // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
     if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
@@ -176,13 +183,14 @@ Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, 
     c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
     c.parent_blocks = int(ceil_div(warps, c.warps_parents));
     const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
-    if (spread(c, g, backward, ordered, bias_shared, most, machine)) return c;
+    if (spread(c, g, backward, ordered, bias, most, machine)) return c;
   }
   c.kernel = nullptr;
   return c;
 }
 
-std::string describe(const Cut& c, const Geometry& g) {
+std::string describe(const Cut& c) {
+  if (!c.kernel) return "this device's shared memory does not hold these poses";
   const AttentionKernel& kernel = *c.kernel;
   const auto n = [](int64_t x) { return std::to_string(x); };
   std::string text = kernel.tensor ? "tensor-core " : "";
@@ -192,7 +200,6 @@ std::string describe(const Cut& c, const Geometry& g) {
           n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " + n(c.groups * c.chunks) + " blocks";
   if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
   if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " sweeps";
-  (void)g;
   return text;
 }
 

@@ -11,6 +11,12 @@ struct Machine {
   int64_t multiprocessors, shared_limit;
 };
 
+// A bias's gradient, if it is wanted: its numbers, and whether all children have the same.
+struct Bias {
+  int64_t numbers = 0;
+  bool shared = false;
+};
+
 struct Cut {
   const AttentionKernel* kernel = nullptr;
   int columns, rows;  // lanes
@@ -33,10 +39,9 @@ std::string refusal(int64_t C, int64_t D, int64_t E);
 // No kernel if the poses do not fit (see refusal). The backward kernel adds to gradients from many blocks at once;
 // `ordered` forbids that, at the price of fewer blocks. `tensor`: products may be rounded to tf32; `bias`: its gradient
 // is wanted too; `bias_shared`: and all children have the same.
-Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, bool bias, bool bias_shared,
-        const Machine& machine);
+Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias& bias, const Machine& machine);
 
 // One line for people: kernel, tile, blocks.
-std::string describe(const Cut& cut, const Geometry& g);
+std::string describe(const Cut& cut);
 
 }  // namespace fastcaps::gpu

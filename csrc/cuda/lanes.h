@@ -129,6 +129,14 @@ FASTCAPS_DEVICE void each_number(Body&& body) {
     for (int j = 0; j < Pose::kTileColumns; ++j) body(i, j);
   }
 }
+template <class Pose, class Body>
+FASTCAPS_DEVICE void each_vector(Body&& body) {  // of kWeightVector neighbours
+  FASTCAPS_UNROLL
+  for (int i = 0; i < Pose::kTileRows; ++i) {
+    FASTCAPS_UNROLL
+    for (int j = 0; j < Pose::kTileColumns; j += Pose::kWeightVector) body(i, j);
+  }
+}
 template <class Pose, int R, class Body>
 FASTCAPS_DEVICE void each_tile(Body&& body) {
   FASTCAPS_UNROLL

@@ -71,8 +71,8 @@ template <class Args>
 void launch(void (*kernel)(const Args), const Grid& grid, const Args& args) {
   if (grid.x == 0 || grid.y == 0) return;
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (grid.shared_bytes > 48 * 1024)
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared_bytes)),
+  if (grid.shared_bytes > 48 * 1024)  // always to the limit: another thread may be about to launch the same kernel
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_limit())),
           "cudaFuncSetAttribute");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));

@@ -19,17 +19,30 @@ FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
   }
 }
 
+template <int N>
+FASTCAPS_DEVICE void store_vector(float* to, const float* from) {
+  static_assert(N == 1 || N == 2 || N == 4);
+  if constexpr (N == 4)
+    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+  else if constexpr (N == 2)
+    *reinterpret_cast<float2*>(to) = make_float2(from[0], from[1]);
+  else
+    *to = *from;
+}
+
 // One child's weights towards one of the lane's parents.
 template <class Pose>
 struct Weights {
   static constexpr int V = Pose::kVector, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
   const float* from;
+  bool alive;
 
-  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p) {
+  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p)
+      : alive(lane.alive(a, p)) {
     if constexpr (Pose::kWeightStride > 0) {
       from = stage.weight + lane.own(p) * Pose::kWeightStride;
     } else {
-      const int m = lane.alive(a, p) ? lane.m(p) : a.M - 1;  // whose numbers are not used
+      const int m = alive ? lane.m(p) : a.M - 1;  // whose numbers are read and not used
       from = a.weight + (int64_t(a.by_group.quotient(stage.t)) * a.M + m) * Pose::D_(a) * Pose::E_(a);
     }
   }
@@ -44,13 +57,13 @@ struct Weights {
           float part[WV];
           load_vector<WV>(from + (d + v) * Pose::kE + lane.e(a, j), part);
           FASTCAPS_UNROLL
-          for (int x = 0; x < WV; ++x) w[v][j + x] = part[x];
+          for (int x = 0; x < WV; ++x) w[v][j + x] = Pose::kWeightStride > 0 || alive ? part[x] : 0.0f;
         }
       } else {
         FASTCAPS_UNROLL
         for (int j = 0; j < TE; ++j) {
           const int e = lane.e(a, j);
-          w[v][j] = d + v < a.D && e < a.E ? from[int64_t(d + v) * a.E + e] : 0.0f;
+          w[v][j] = alive && d + v < a.D && e < a.E ? from[int64_t(d + v) * a.E + e] : 0.0f;
         }
       }
     }

@@ -46,9 +46,8 @@ __attribute__((visibility("default"))) const char* fastcaps_cuda_plan(const int6
                    n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
   text = gpu::refusal(g.C, g.D, g.E);
   if (text.empty())
-    text = gpu::describe(gpu::cut(g, backward, half || (options & gpu::kTF32), options & gpu::kDeterministic, false,
-                                  false, {multiprocessors, shared_limit}),
-                         g);
+    text = gpu::describe(gpu::cut(g, backward, half || (options & gpu::kTF32), options & gpu::kDeterministic, {},
+                                  {multiprocessors, shared_limit}));
   return text.c_str();
 }
 

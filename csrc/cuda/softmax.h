@@ -51,15 +51,17 @@ FASTCAPS_DEVICE void meet(const AttentionArgs& a, const Lane<Pose>& lane, char* 
 template <class Pose, int N>
 FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, float* kept, Partial<N>& part) {
   if (a.collect && (lane.warp_parent != 0 || !lane.speaks_for_position())) return;
-  Partial<N> before;
-  before.top = kept[0];
-  FASTCAPS_UNROLL
-  for (int k = 0; k <= N; ++k) before.total[k] = kept[k + 1];
-  if (!a.collect) {
-    part = before;
-    return;
+  if (!a.collect || a.first_parent > 0) {
+    Partial<N> before;
+    before.top = kept[0];
+    FASTCAPS_UNROLL
+    for (int k = 0; k <= N; ++k) before.total[k] = kept[k + 1];
+    if (!a.collect) {
+      part = before;
+      return;
+    }
+    part.join(before);
   }
-  if (a.first_parent > 0) part.join(before);
   kept[0] = part.top;
   FASTCAPS_UNROLL
   for (int k = 0; k <= N; ++k) kept[k + 1] = part.total[k];

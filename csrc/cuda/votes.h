@@ -47,6 +47,10 @@ FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, co
       }
     }
   }
+  if constexpr (!Pose::kFixed)  // what is no number of the pose must not be 0 * inf
+    each_tile<Pose, R>([&](int r, int p) {
+      each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = lane.inside(a, i, j) ? votes[r][p][i][j] : 0.0f; });
+    });
 }
 
 // PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
@@ -78,19 +82,28 @@ FASTCAPS_DEVICE int64_t parent_offset(const AttentionArgs& a, const Lane<Pose>& 
 template <class Pose>
 FASTCAPS_DEVICE void load_parent(const AttentionArgs& a, const Lane<Pose>& lane, const float* from, const Seat& seat,
                                  int p, Tile<Pose>& to) {
+  constexpr int V = Pose::kWeightVector;
   const bool exists = seat.position >= 0 && lane.alive(a, p);
   const int64_t at = parent_offset(a, lane, seat.position, p);
-  each_number<Pose>(
-      [&](int i, int j) { to[i][j] = exists && lane.inside(a, i, j) ? from[at + lane.number(a, i, j)] : 0.0f; });
+  each_vector<Pose>([&](int i, int j) {
+    float part[V] = {};
+    if (exists && lane.inside(a, i, j)) load_vector<V>(from + at + lane.number(a, i, j), part);
+    FASTCAPS_UNROLL
+    for (int v = 0; v < V; ++v) to[i][j + v] = part[v];
+  });
 }
 
 template <class Pose>
 FASTCAPS_DEVICE void store_parent(const AttentionArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat, int p,
                                   const Tile<Pose>& from, float factor) {
+  constexpr int V = Pose::kWeightVector;
   if (seat.position < 0 || !lane.alive(a, p)) return;
   const int64_t at = parent_offset(a, lane, seat.position, p);
-  each_number<Pose>([&](int i, int j) {
-    if (lane.inside(a, i, j)) to[at + lane.number(a, i, j)] = factor * from[i][j];
+  each_vector<Pose>([&](int i, int j) {
+    float part[V];
+    FASTCAPS_UNROLL
+    for (int v = 0; v < V; ++v) part[v] = factor * from[i][j + v];
+    if (lane.inside(a, i, j)) store_vector<V>(to + at + lane.number(a, i, j), part);
   });
 }
 
