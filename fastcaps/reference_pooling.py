@@ -88,7 +88,6 @@ def _agreement(
     sight = without(sight, finite.all(-1))
     assert sight.broken is not None
     all_votes, logits, shift = run(sight)
-    all_votes = all_votes.masked_fill(sight.broken[..., None, None, None], 0.0)
     exponents = (logits - shift).masked_fill(sight.broken[..., None], 0.0)
     return sight, all_votes, exponents.exp(), shift
 

@@ -59,7 +59,7 @@ def dynamic_routing(
         return reference.coefficients(children, weight, query, bias, 1.0, window)
 
     def route(query: Tensor | None) -> Tensor:
-        if detach:
+        if detach:  # the shares have no gradient, and so none reaches the query either
             all_votes = reference.votes(children, weight, bias, window)
             return torch.einsum("bhwim,bhwimce->bhwmce", shares(query), all_votes)
         if compete == "children":
@@ -69,8 +69,6 @@ def dynamic_routing(
     query = None
     for _ in range(iterations - 1):
         parents = squash(route(query), POSE)
-        if detach:
-            parents = parents.detach()
         query = parents if query is None else query + parents
     return squash(route(query), POSE)[:, :, :, :many], shares(query)[..., :many]
 

@@ -42,15 +42,19 @@ def see(children: Tensor, gate: Tensor | None, window: Sequence[int]) -> Sight:
 
 
 def make_votes(sight: Sight, weight: Tensor | None, bias: Tensor | None, parents: int) -> Tensor:
-    """Return the votes ``[B, Ho, Wo, I, M, C, E]``: ``P W + bias``, or ``P + bias`` for each of ``parents``."""
+    """Return the votes ``[B, Ho, Wo, I, M, C, E]``: ``P W + bias``, or ``P + bias`` for each of ``parents``.
+
+    Votes of absent and of broken children are 0 whatever their bias is.
+    """
     if weight is not None:
-        return _matmul_votes(sight.children, weight, bias, sight.present)
-    result = sight.children.unsqueeze(4).expand(*sight.children.shape[:4], parents, *sight.children.shape[4:])
-    if bias is not None:
-        result = result + bias
-        if sight.present is not None:
-            result = result.masked_fill(sight.present[..., None, None, None] == 0, 0.0)
-    return result
+        result = _matmul_votes(sight.children, weight, bias, sight.present)
+    else:
+        result = sight.children.unsqueeze(4).expand(*sight.children.shape[:4], parents, *sight.children.shape[4:])
+        if bias is not None:
+            result = result + bias
+            if sight.present is not None:
+                result = result.masked_fill(sight.present[..., None, None, None] == 0, 0.0)
+    return result if sight.broken is None else result.masked_fill(sight.broken[..., None, None, None], 0.0)
 
 
 def without(sight: Sight, finite: Tensor) -> Sight:
@@ -76,9 +80,10 @@ def votes_backward(
     children_shape: Sequence[int],
     window: Sequence[int],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dL/dchildren, dL/dweight and dL/dbias from dL/dvotes; None for what is absent."""
-    if sight.present is not None:
-        grad_votes = grad_votes.masked_fill(sight.present[..., None, None, None] == 0, 0.0)
+    """Return dL/dchildren, dL/dweight and dL/dbias from dL/dvotes; None for what is absent.
+
+    Votes of absent children must have a gradient of 0, as they have by their gates.
+    """
     grad_bias = None if bias is None else grad_votes.sum((0, 1, 2)).sum_to_size(bias.shape)
     if weight is None:
         return windows_adjoint(grad_votes.sum(4), children_shape, window), None, grad_bias

@@ -214,6 +214,8 @@ def test_a_gate_of_0_leaves_no_trace(name: str, trash: float) -> None:
     tensors[6][..., 1] = 0
     clean = [None if t is None else t.clone() for t in tensors]
     tensors[0][..., 1, :, :] = trash
+    if name == "primes":  # a set, where a bias belongs to one child
+        tensors[5][1] = trash
     outputs = gaussian_pass(*clean, *settings)
     for found, wanted in zip(gaussian_pass(*tensors, *settings), outputs, strict=True):
         assert torch.equal(found, wanted)
@@ -228,6 +230,23 @@ def test_a_gate_of_0_leaves_no_trace(name: str, trash: float) -> None:
         torch.testing.assert_close(found[6][..., 0], wanted[6][..., 0], rtol=1e-11, atol=1e-12)
         if trash != 1e300 or name != "no-query":  # of a finite vote whose distances overflow, too
             assert (found[6][..., 1] == 0).all()
+
+
+def test_nothing_overflows_in_place_of_a_child_that_is_not_there() -> None:
+    """Far from the means, and by variances as small as these, a vote of zero would be infinitely unlikely."""
+    children = torch.full((1, 1, 1, 3, 1, 2), 1e150, dtype=torch.float64)
+    children[0, 0, 0, 1] = torch.nan
+    weight = torch.eye(2, dtype=torch.float64).expand(1, 2, 2, 2)
+    mean = torch.full((1, 1, 1, 2, 1, 2), 1e150, dtype=torch.float64)
+    gate = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64).view(1, 1, 1, 3)
+    tensors = [children, weight, mean, torch.full_like(mean, 1e-12), None, None, gate, None, None]
+    settings = 0.0, list(SET_WINDOW)
+    outputs = gaussian_pass(*tensors, *settings)
+    torch.testing.assert_close(outputs[0], torch.ones_like(outputs[0]))
+    torch.testing.assert_close(outputs[1], mean)
+    for run in (backward, gradients):
+        found = run(tensors, settings, gradients_like(outputs))
+        assert all(gradient.isfinite().all() for gradient in found if gradient is not None)
 
 
 def test_a_gate_of_0_may_open_again() -> None:

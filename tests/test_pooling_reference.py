@@ -173,6 +173,8 @@ def test_a_gate_of_0_leaves_no_trace(name: str, trash: float) -> None:
     clean = [None if t is None else t.clone() for t in tensors]
     clean[0][..., 1, :, :] = 0  # finite: any number will do
     tensors[0][..., 1, :, :] = trash
+    if name == "primes":  # a set, where a bias belongs to one child
+        tensors[3][1] = trash
     outputs = pooling_pass(*clean, *settings)
     for found, wanted in zip(pooling_pass(*tensors, *settings), outputs, strict=True):
         assert torch.equal(found, wanted)
@@ -188,6 +190,20 @@ def test_a_gate_of_0_leaves_no_trace(name: str, trash: float) -> None:
         torch.testing.assert_close(found[4][..., 0], wanted[4][..., 0], rtol=1e-12, atol=1e-12)
         if trash != 1e300:
             assert (found[4][..., 1] == 0).all()
+
+
+def test_nothing_overflows_in_place_of_a_child_that_is_not_there() -> None:
+    """Among scores of -2000 a score of zero would win by more than a float holds."""
+    children = torch.full((1, 1, 1, 3, 1, 2), -1000.0, dtype=torch.float64)
+    children[0, 0, 0, 1] = torch.nan
+    gate = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64).view(1, 1, 1, 3)
+    tensors = [children, None, torch.ones(1, 1, 1, 1, 1, 2, dtype=torch.float64), None, gate]
+    settings = 1.0, False, [1, 1, 1, 1, 0, 0, 1, 1]
+    outputs = pooling_pass(*tensors, *settings)
+    torch.testing.assert_close(outputs[0], torch.full_like(outputs[0], -1000.0))
+    for run in (backward, gradients):
+        found = run(tensors, settings, gradients_like(outputs))
+        assert all(gradient.isfinite().all() for gradient in found if gradient is not None and gradient.numel())
 
 
 def test_a_gate_of_0_may_open_again() -> None:
@@ -208,9 +224,11 @@ def test_nobody_there() -> None:
     parents, logsumexp = pooling_pass(*tensors, *settings)
     assert (parents[0] == 0).all() and (logsumexp[0] == -torch.inf).all() and logsumexp[1:].isfinite().all()
     grads = gradients_like((parents, logsumexp))
-    for run in (backward, gradients):
-        for gradient in run(tensors, settings, grads):
-            assert gradient.isfinite().all()
+    expected = gradients(tensors, settings, grads)
+    for gradient, wanted in zip(backward(tensors, settings, grads), expected, strict=True):
+        assert wanted.isfinite().all()
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-10)
+    assert all((expected[k][0] == 0).all() for k in (0, 2, 4))  # nothing to learn from an empty place
 
 
 def test_nan_and_infinity_come_out_where_they_went_in() -> None:
