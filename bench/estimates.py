@@ -72,7 +72,8 @@ def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor
     """Return the kernel that serves a workload, as the library chooses.
 
     Its pose, on the tensor cores where that is allowed and there is one; of these the fewest parents that suffice. More
-    parents than any takes are shared by several warps, which the plain kernels leave out.
+    parents than any takes are shared by several warps of a block, or, where weights are large, by blocks, which the
+    plain kernels leave out.
     """
     pose = (workload.rows, workload.columns_in, workload.columns_out)
     fitting: list[tuple[Identity, Compiled]] = []
@@ -85,7 +86,7 @@ def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor
     enough = [pair for pair in fitting if pair[0].parents >= workload.parents and pair[0].plain]
     if enough:
         return min(enough, key=lambda pair: pair[0].parents)[1]
-    many = [pair for pair in fitting if not pair[0].plain]
+    many = [pair for pair in fitting if pair[0].plain != (pose == (1, 64, 64))]
     return max(many, key=lambda pair: pair[0].parents)[1] if many else None
 
 
