@@ -38,7 +38,7 @@ def layer(window: tuple[int, ...], groups: int | None = None, parents: int = 3) 
     return draw(2, *grid, types, 2, 2), draw(groups or count, parents, 2, 2, seed=1), draw(count, parents, 2, 2, seed=2)
 
 
-def close(found: Tensor, expected: list) -> None:
+def expect(found: Tensor, expected: list) -> None:
     """Assert that one position's tensor has the numbers of nested lists, whatever way poses are cut."""
     torch.testing.assert_close(found.reshape(-1), torch.tensor(expected, dtype=torch.float64).reshape(-1), **CLOSE)
 
@@ -54,8 +54,8 @@ def test_dynamic(window: tuple[int, ...], iterations: int, options: dict) -> Non
     oracle_options = {name: value for name, value in options.items() if name != "detach"}
     for place, seen in positions(*lists(children, weight, bias), None, window):
         v, c = dynamic([child.votes for child in seen], iterations, **oracle_options)
-        close(parents[place], v)
-        close(shares[place][[child.index for child in seen]], c)
+        expect(parents[place], v)
+        expect(shares[place][[child.index for child in seen]], c)
     absent = reference.windows(torch.ones(children.shape[:4]), window) == 0
     assert (shares[absent] == 0).all()
 
@@ -64,7 +64,7 @@ def test_dynamic_with_one_bias_for_all_parents_may_leak() -> None:
     children, weight, bias = layer(SET_WINDOW)
     parents, _ = dynamic_routing(children, weight, bias[:1, :1], leaky=True)
     for place, seen in positions(*lists(children, weight, bias[:1, :1]), None, SET_WINDOW):
-        close(parents[place], dynamic([child.votes for child in seen], 3, leaky=True)[0])
+        expect(parents[place], dynamic([child.votes for child in seen], 3, leaky=True)[0])
     with pytest.raises(ValueError, match="compete='parents'"):
         dynamic_routing(children, weight, leaky=True, compete="children")
 
@@ -101,7 +101,7 @@ def test_pooling(window: tuple[int, ...], iterations: int) -> None:
         weight, bias = (weight, bias) if matrices else (None, None)
         pooled, _ = routing_pool(children, weight, bias, iterations=iterations, sharpness=1.7, window=window)
         for place, seen in positions(*lists(children, weight, bias), None, window):
-            close(pooled[place], vector_normed([child.votes for child in seen], iterations, 1.7))
+            expect(pooled[place], vector_normed([child.votes for child in seen], iterations, 1.7))
 
 
 def test_pooling_with_sharpness_0_is_average_pooling() -> None:
@@ -135,9 +135,9 @@ def test_em(window: tuple[int, ...], groups: int | None, eps: float) -> None:
     for place, seen in positions(*lists(children, weight, bias, activations), window):
         gates = [child.gate for child in seen]
         mu, a, r = em([child.votes for child in seen], gates, *lists(beta_u, beta_a), temperatures, eps)
-        close(poses[place], mu)
-        close(active[place], a)
-        close(shares[place], r)
+        expect(poses[place], mu)
+        expect(active[place], a)
+        expect(shares[place], r)
 
 
 def test_em_schedule() -> None:
@@ -170,8 +170,8 @@ def test_coordinate_addition_is_a_bias() -> None:
         gates = activations[b].flatten().tolist()
         temperatures = [default_inverse_temperature(turn) for turn in range(3)]
         mu, a, _ = em(votes, gates, *lists(beta, beta), temperatures, eps=1e-8)
-        close(poses[b, 0, 0], mu)
-        close(active[b, 0, 0], a)
+        expect(poses[b, 0, 0], mu)
+        expect(active[b, 0, 0], a)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -207,7 +207,7 @@ def test_heinsen(model: str, form: str, iterations: int) -> None:
     for place, seen in positions(*lists(children, weight, bias, scores), SET_WINDOW):
         inputs = [child.votes for child in seen], [child.gate for child in seen]
         for tensor, wanted in zip(found, heinsen(*inputs, *tables, iterations, model), strict=True):
-            close(tensor[place], wanted)
+            expect(tensor[place], wanted)
 
 
 @pytest.mark.parametrize("model", ["gaussian", "kmeans"])
@@ -235,7 +235,7 @@ def test_heinsen_on_a_grid() -> None:
     for place, seen in positions(*lists(children, weight, bias, scores), CONV):
         inputs = [child.votes for child in seen], [child.gate for child in seen]
         for tensor, wanted in zip(found, heinsen(*inputs, *lists(use, ignore), 3), strict=True):
-            close(tensor[place], wanted)
+            expect(tensor[place], wanted)
 
 
 def test_gradients_of_whole_routings() -> None:
