@@ -28,11 +28,9 @@ class DeviceGuard {
   explicit DeviceGuard(const Tensor& x) {
     check(cudaGetDevice(&before_), "cudaGetDevice");
     device() = int(x.get_device_index());
-    if (device() != before_) check(cudaSetDevice(device()), "cudaSetDevice");
+    check(cudaSetDevice(device()), "cudaSetDevice");  // whatever torch's own copy of the runtime believes
   }
-  ~DeviceGuard() {
-    if (device() != before_) cudaSetDevice(before_);
-  }
+  ~DeviceGuard() { cudaSetDevice(before_); }
   DeviceGuard(const DeviceGuard&) = delete;
 
   static int& device() {
