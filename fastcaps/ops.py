@@ -18,12 +18,12 @@ sum small), and about 1 MiB for each thread.
 The CUDA kernels use
 
 ``attention_pass``: one parents for each range of children, where positions are too few to fill the device (each range
-has at least 8 children); 2 * B * L * I numbers where the parents do not fit into one block, and, for 64 x 64 weights, from
-33 positions on; the weights once more where they are rounded to TF32.
+has at least 8 children); 2 * B * L * I numbers where the parents do not fit into one block and, for 64 x 64 weights,
+from 33 positions on; the weights once more where they are rounded to TF32.
 
-``attention_pass_backward``: one parents (dL/dS), one parents for each range of children if there are several, 3 * B * L * I
-numbers as above; in the deterministic mode about 64 MiB of parts of ``dweight`` and ``dbias``, or four of them if they are
-larger.
+``attention_pass_backward``: one parents (dL/dS), one parents for each range of children if there are several,
+3 * B * L * I numbers as above; in the deterministic mode about 64 MiB of parts of ``dweight`` and ``dbias``, or four of
+them if they are larger.
 
 Nothing grows with children times parents. The reference, being the oracle, stores the votes of the whole call.
 """
