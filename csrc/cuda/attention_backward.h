@@ -95,12 +95,14 @@ FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<P
     found.child(a, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * row_stride<Pose>(a) + d + v] = sum;
   };
   if constexpr (Pose::kFixed) {
-    constexpr int kLanes = Pose::kColumns * Pose::kParents;
+    constexpr int kLanes = Pose::kColumns * Pose::kParents, kFirst = Pose::kColumns == 1 ? Pose::kPositions : 1;
     int begin, count;
-    scatter_sums<N, Pose::kColumns == 1 ? Pose::kPositions : 1, kLanes>(x, lane.lane, begin, count);
+    scatter_sums<N, kFirst, kLanes>(x, lane.lane, begin, count);
+    constexpr int kSame = lanes_with_the_same(N, kLanes);
+    const bool speaks = lane.lane / kFirst % kSame == 0;
     FASTCAPS_UNROLL
     for (int n = 0; n < (N - 1) / kLanes + 1; ++n)
-      if (n < count) put(begin + n, x[n]);
+      if (speaks && n < count) put(begin + n, x[n]);
   } else {
     FASTCAPS_UNROLL
     for (int n = 0; n < N; ++n) {

@@ -184,6 +184,12 @@ FASTCAPS_DEVICE float sum_rows(const AttentionArgs& a, float x) {
   return sum_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
 }
 
+// How many lanes end with the same sums, as neighbours, when N are scattered over `span`.
+FASTCAPS_DEVICE constexpr int lanes_with_the_same(int N, int span) {
+  for (; N > 1 && span > 1; span /= 2) N = (N + 1) / 2;
+  return span;
+}
+
 // N sums over SPAN lanes that lie FIRST apart, at half the price: with every exchange a lane keeps one half of the
 // numbers. It ends with the sums of x[0 .. count), whose place among the N is `begin`; lanes may end with the same
 // ones.
