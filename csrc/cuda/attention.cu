@@ -113,10 +113,9 @@ struct Call {
     a.warps_parents = c.warps_parents;
     a.tile = c.tile, a.stage = c.stage, a.chunks = c.chunks, a.chunk_children = c.chunk_children;
     a.parts_by_chunk = c.parts_by_chunk;
-    a.by_chunk = Divider(c.chunks), a.by_unit_tile = Divider(c.tile);
+    a.by_chunk = Divider(c.chunks), a.by_tile = Divider(c.tile);
     a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
     a.by_depth = Divider(ceil_div(geometry.D, c.kernel->vector));
-    a.by_weights = Divider(int64_t(c.warps_parents) * c.parents * geometry.D * geometry.E / c.kernel->weight_copy);
     if (c.kernel->tensor && a.storage == Storage::kFloat32) {  // half-precision numbers are round already
       rounded = empty({weight.numel()});
       gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
@@ -125,7 +124,7 @@ struct Call {
     }
     a.children_copy = copies_in_vectors(children, c.kernel->vector, geometry.D);
     a.shared_weight = c.shared_weight, a.shared_seen = c.shared_seen, a.shared_seat = c.shared_seat;
-    a.shared_exchange = c.shared_exchange, a.shared_dchildren = c.shared_dchildren;
+    a.shared_offset = c.shared_offset, a.shared_exchange = c.shared_exchange, a.shared_dchildren = c.shared_dchildren;
     a.shared_dweight = c.shared_dweight, a.shared_stage = c.shared_stage;
   }
 

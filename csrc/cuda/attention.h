@@ -27,6 +27,8 @@ struct Divider {
   FASTCAPS_DEVICE int remainder(int n, int quotient) const { return n - quotient * int(divisor); }
 };
 
+constexpr int kMostChildren = 8;  // in shared memory at a time
+
 struct AttentionArgs {
   // who sees whom
   int M, C, D, E, N, I, G, H, W, Ho, Wo;
@@ -54,10 +56,9 @@ struct AttentionArgs {
   int tile;           // positions of a block at a time
   int tiles, groups;  // block (group, chunk) takes tiles group, group + groups, ...
   int chunks, chunk_children;
-  int first_parent;  // of this launch; block y is added
-  int stage;         // children in shared memory at a time
-  Divider by_chunk, by_unit_tile, by_rows, by_depth,
-      by_weights;  // chunks; tile; padded rows; vectors of a row; of weights
+  int first_parent;                              // of this launch; block y is added
+  int stage;                                     // children in shared memory at a time
+  Divider by_chunk, by_tile, by_rows, by_depth;  // chunks; tile; padded rows; vectors of a row
 
   // Where parents do not fit into a block: what the softmax over all of them needs, [positions, I, 2 or 3], kept while
   // one launch after another adds its parents (collect), and read by those that follow.
@@ -77,7 +78,7 @@ struct AttentionArgs {
   bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics
 
   // byte offsets in shared memory
-  int shared_weight, shared_seen, shared_seat, shared_exchange, shared_dchildren, shared_dweight;
+  int shared_weight, shared_seen, shared_seat, shared_offset, shared_exchange, shared_dchildren, shared_dweight;
   int shared_stage;  // from one of the two stages to the other
 };
 

@@ -261,7 +261,7 @@ FASTCAPS_DEVICE void flush_children(const AttentionArgs& a, const Found<Pose>& f
   const int units = count * a.tile * rows * vectors;
   for (int unit = thread_index(); unit < units; unit += block_threads()) {
     const int rest = unit / (rows * vectors), c = unit / vectors % rows, d = unit % vectors * V;
-    const int k = a.by_unit_tile.quotient(rest), at = a.by_unit_tile.remainder(rest, k);
+    const int k = a.by_tile.quotient(rest), at = a.by_tile.remainder(rest, k);
     const Child child(a, first + k);
     if (!child.exists(a, seats[at]) || c >= Pose::C_(a)) continue;
     const float* from = found.child(a, k * a.tile + at, 0) + c * row_stride<Pose>(a) + d;
@@ -357,6 +357,7 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   const int first = chunk * a.chunk_children, last = first + a.chunk_children < a.I ? first + a.chunk_children : a.I;
   for (int tile = group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
+    make_offsets(a, shared, 0, first, last);
     barrier();
     Tiles<Pose, R> query, dsums, dquery;
     each_tile<Pose, R>([&](int r, int p) {
@@ -369,7 +370,10 @@ attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
     for (int t = first - a.stage, which = 1; t < last; t += a.stage, which ^= 1) {
       Stage<Pose>::bring(a, shared, which ^ 1, t + a.stage, last);
       copy_commit();
-      if (t < first) continue;
+      if (t < first) {
+        barrier();  // before the next offsets are read
+        continue;
+      }
       copy_wait<1>();
       barrier();
       Stage<Pose> stage(a, shared, which, t);

@@ -40,6 +40,7 @@ attention_forward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
   const int first = chunk * a.chunk_children, last = first + a.chunk_children < a.I ? first + a.chunk_children : a.I;
   for (int tile = group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
+    make_offsets(a, shared, 0, first, last);
     barrier();
     Tiles<Pose, R> query, sums;
     each_tile<Pose, R>([&](int r, int p) {
@@ -50,7 +51,10 @@ attention_forward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
     for (int t = first - a.stage, which = 1; t < last; t += a.stage, which ^= 1) {
       Stage<Pose>::bring(a, shared, which ^ 1, t + a.stage, last);
       copy_commit();
-      if (t < first) continue;
+      if (t < first) {
+        barrier();  // before the next offsets are read
+        continue;
+      }
       copy_wait<1>();
       barrier();
       Stage<Pose> stage(a, shared, which, t);

@@ -50,6 +50,8 @@ const AttentionKernel* choose(const AttentionKernels& kernels, const Geometry& g
   return best;
 }
 
+constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.h
+
 // Bytes of shared memory: a part for each child on the way, and a part that is there once.
 struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, fixed;
@@ -67,7 +69,7 @@ struct Shared {
               : large   ? int64_t(c.warps_parents) * c.parents * c.tile * g.C * g.E * 4
                         : weight * c.warps_positions;
     const int64_t exchange = c.warps_parents > 1 ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
-    fixed = int64_t(c.tile) * 48 + aligned(exchange) + 64;
+    fixed = int64_t(c.tile) * 48 + kOffsets + aligned(exchange) + 64;
   }
   int64_t bytes(int64_t stage) const {
     return 2 * (aligned(stage * child_rows) + aligned(stage * weight) + aligned(stage * seen)) +
@@ -83,11 +85,11 @@ void place(Cut& c, const Shared& shared) {
   c.shared_dchildren = 2 * c.shared_stage;
   c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
   c.shared_seat = c.shared_dweight + int(aligned(c.stage * shared.dweight));
-  c.shared_exchange = c.shared_seat + int(aligned(int64_t(c.tile) * 48));
+  c.shared_offset = c.shared_seat + int(aligned(int64_t(c.tile) * 48));
+  c.shared_exchange = c.shared_offset + kOffsets;
   c.shared_bytes = shared.bytes(c.stage);
 }
 
-constexpr int kStage = 8;                   // children in shared memory at a time, at most
 constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
 
 // Where an order must be kept, every group of tiles (and every range of children, if ranges share weights or a bias)
@@ -125,7 +127,7 @@ bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& 
     const Shared shared(trial, g, backward);
     if (shared.bytes(1) > machine.shared_limit) continue;
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
-    int64_t stage = kStage;
+    int64_t stage = kMostChildren;
     while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit * 3 / 4) stage /= 2;  // the rest caches
     const int64_t fitting = std::min(resident, std::max<int64_t>(1, machine.shared_limit / shared.bytes(stage)));
     const double rounds = double(ceil_div(trial.tiles * trial.parent_blocks, machine.multiprocessors * fitting));

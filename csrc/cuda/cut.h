@@ -28,7 +28,8 @@ struct Cut {
   int stage, chunks, chunk_children;
   bool parts_by_chunk = false;  // parts of dW: one for each group and chunk, not for each group
   int64_t shared_bytes;
-  int shared_weight, shared_seen, shared_stage, shared_seat, shared_exchange, shared_dchildren, shared_dweight;
+  int shared_weight, shared_seen, shared_stage, shared_seat, shared_offset, shared_exchange, shared_dchildren,
+      shared_dweight;
 
   int threads() const { return 32 * warps_parents * warps_positions; }
 };

@@ -22,6 +22,11 @@ struct Seat {
   int64_t position;                     // (b * Ho + y) * Wo + x; -1: none
   int64_t children, gate, query, cell;  // cell: (b * H + y) * W + x of the window's first child
   int y, x;
+
+  // Is there a child so far from the window's first, or only padding?
+  FASTCAPS_DEVICE bool sees(const AttentionArgs& a, int dy, int dx) const {
+    return position >= 0 && (!a.padded || (unsigned(y + dy) < unsigned(a.H) && unsigned(x + dx) < unsigned(a.W)));
+  }
 };
 
 FASTCAPS_DEVICE Seat seat_of(const AttentionArgs& a, int64_t index) {
@@ -56,9 +61,7 @@ struct Child {
     dy = ky * int(a.window.dh);
     dx = a.by_kernel_width.remainder(q, ky) * int(a.window.dw);
   }
-  FASTCAPS_DEVICE bool exists(const AttentionArgs& a, const Seat& s) const {
-    return s.position >= 0 && (!a.padded || (unsigned(s.y + dy) < unsigned(a.H) && unsigned(s.x + dx) < unsigned(a.W)));
-  }
+  FASTCAPS_DEVICE bool exists(const AttentionArgs& a, const Seat& s) const { return s.sees(a, dy, dx); }
   FASTCAPS_DEVICE int64_t cell(const AttentionArgs& a, const Seat& s) const {  // (.., y, x, n) of a dense grid
     return (s.cell + int64_t(dy) * a.W + dx) * a.N + n;
   }
@@ -69,87 +72,108 @@ FASTCAPS_DEVICE void make_seats(const AttentionArgs& a, int tile, char* shared) 
   for (int k = thread_index(); k < a.tile; k += block_threads()) seats[k] = seat_of(a, int64_t(tile) * a.tile + k);
 }
 
-// What multiplies a child's share, and whether there is such a child at all: padding holds none, not even a bias.
-struct Seen {
-  float gate, exists;
+// Where the children of a stage lie, seen from the first child of a window. Worked out by one thread a child, one stage
+// ahead, in one of two places that take turns.
+struct Offset {
+  int64_t children, gate;
+  int dy, dx;
+
+  FASTCAPS_DEVICE bool exists(const AttentionArgs& a, const Seat& s) const { return s.sees(a, dy, dx); }
 };
 
-// Children [count, tile, C, D], zero where there is none and in the padding of rows and depth.
+FASTCAPS_DEVICE Offset* offsets_of(const AttentionArgs& a, char* shared, int which) {
+  return reinterpret_cast<Offset*>(shared + a.shared_offset) + which * kMostChildren;
+}
+
+FASTCAPS_DEVICE void make_offsets(const AttentionArgs& a, char* shared, int which, int first, int last) {
+  const int k = thread_index();
+  if (k >= a.stage || first + k >= last) return;
+  const Child child(a, first + k);
+  const int64_t* p = a.children.stride;
+  const int64_t* g = a.gate.stride;
+  offsets_of(a, shared, which)[k] = {child.dy * p[1] + child.dx * p[2] + child.n * p[3],
+                                     child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.dy, child.dx};
+}
+
+// V neighbours of a row to shared memory; `inside` says how many of them there are.
+template <int V>
+FASTCAPS_DEVICE void stage_vector(const AttentionArgs& a, float* to, int64_t at, int inside) {
+  const float* from = static_cast<const float*>(a.children.data);
+  const int64_t step = a.children.stride[5];
+  if (a.children_copy) {
+    copy_async<V * 4>(to, from + (inside > 0 ? at : 0), inside > 0);
+    return;
+  }
+  FASTCAPS_UNROLL
+  for (int v = 0; v < V; ++v) {
+    if (a.storage == Storage::kFloat32)
+      copy_async<4>(to + v, from + (v < inside ? at + v * step : 0), v < inside);
+    else
+      to[v] = v < inside ? load_number(a.children.data, at + v * step, a.storage) : 0.0f;
+  }
+}
+
+// Children [count, tile, C, D], zero where there is none and in the padding of rows and depth. A thread keeps its place
+// within a child and goes through the children.
 template <class Pose>
-FASTCAPS_DEVICE void stage_children(const AttentionArgs& a, int first, int count, const Seat* seats, float* to) {
+FASTCAPS_DEVICE void stage_children(const AttentionArgs& a, int count, const Seat* seats, const Offset* offsets,
+                                    float* to) {
   constexpr int V = Pose::kVector;
-  const int rows = Pose::padded_rows(a), vectors = Pose::padded_depth(a) / V;
-  const int units = count * a.tile * rows * vectors;
-  for (int unit = thread_index(); unit < units; unit += block_threads()) {
-    int rest, c, d;
+  const int rows = Pose::padded_rows(a), vectors = Pose::padded_depth(a) / V, stride = row_stride<Pose>(a);
+  for (int unit = thread_index(); unit < a.tile * rows * vectors; unit += block_threads()) {
+    int row, d;
     if constexpr (Pose::kFixed) {
-      rest = unit / (Pose::kC * Pose::kD / V);
-      c = unit / (Pose::kD / V) % Pose::kC;
+      row = unit / (Pose::kD / V);
       d = unit % (Pose::kD / V) * V;
     } else {
-      const int q = a.by_depth.quotient(unit);
-      d = a.by_depth.remainder(unit, q) * V;
-      rest = a.by_rows.quotient(q);
-      c = a.by_rows.remainder(q, rest);
+      row = a.by_depth.quotient(unit);
+      d = a.by_depth.remainder(unit, row) * V;
     }
-    const int k = a.by_unit_tile.quotient(rest);
-    const Seat& seat = seats[a.by_unit_tile.remainder(rest, k)];
-    const Child child(a, first + k);
-    const bool exists = child.exists(a, seat) && (Pose::kFixed || c < a.C);
-    const int64_t at = seat.children + child.dy * a.children.stride[1] + child.dx * a.children.stride[2] +
-                       child.n * a.children.stride[3] + c * a.children.stride[4] + d * a.children.stride[5];
-    float* target = to + unit / vectors * row_stride<Pose>(a) + d;
-    if (a.children_copy) {
-      copy_async<V * 4>(target, static_cast<const float*>(a.children.data) + (exists ? at : 0), exists);
-    } else if (a.storage == Storage::kFloat32) {
-      FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v) {
-        const bool inside = exists && (Pose::kFixed || d + v < a.D);
-        copy_async<4>(target + v,
-                      static_cast<const float*>(a.children.data) + (inside ? at + v * a.children.stride[5] : 0),
-                      inside);
-      }
-    } else {
-      FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v) {
-        const bool inside = exists && (Pose::kFixed || d + v < a.D);
-        target[v] = inside ? load_number(a.children.data, at + v * a.children.stride[5], a.storage) : 0.0f;
-      }
+    const int which = Pose::kFixed ? row / (Pose::kFixed ? Pose::kC : 1) : a.by_rows.quotient(row);
+    const int c = row - which * rows;
+    const Seat& seat = seats[which];
+    const int inside = Pose::kFixed ? V : c >= a.C ? 0 : a.D - d < V ? a.D - d : V;
+    const int64_t at = seat.children + c * a.children.stride[4] + d * a.children.stride[5];
+    float* target = to + row * stride + d;
+    for (int k = 0; k < count; ++k) {
+      stage_vector<V>(a, target, at + offsets[k].children, offsets[k].exists(a, seat) ? inside : 0);
+      target += a.tile * rows * stride;
     }
   }
 }
 
-// Weights [count, parents of the block, stride]; zero for parents that there are not.
+// Weights [count, parents of the block, stride]; zero for parents that there are not. As above.
 template <class Pose>
 FASTCAPS_DEVICE void stage_weights(const AttentionArgs& a, int first, int count, float* to) {
   constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
   const int block_parents = Lane<Pose>::block_parents(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
-  const int units = count * block_parents * (kNumbers / V);
-  for (int unit = thread_index(); unit < units; unit += block_threads()) {
-    const int k = a.by_weights.quotient(unit), rest = a.by_weights.remainder(unit, k);
-    const int m = rest / (kNumbers / V), number = rest % (kNumbers / V) * V;
-    const int g = a.by_group.quotient(first + k);
+  for (int unit = thread_index(); unit < block_parents * (kNumbers / V); unit += block_threads()) {
+    const int m = unit / (kNumbers / V), number = unit % (kNumbers / V) * V;
     const bool exists = first_parent + m < a.M;
-    const int64_t at = (int64_t(g) * a.M + first_parent + m) * kNumbers + number;
-    copy_async<V * 4>(to + (k * block_parents + m) * Pose::kWeightStride + number, a.weight + (exists ? at : 0),
-                      exists);
+    const float* from = a.weight + (exists ? int64_t(first_parent + m) * kNumbers + number : 0);
+    float* target = to + m * Pose::kWeightStride + number;
+    for (int k = 0; k < count; ++k) {
+      const int64_t group = exists ? a.by_group.quotient(first + k) : 0;
+      copy_async<V * 4>(target, from + group * a.M * kNumbers, exists);
+      target += block_parents * Pose::kWeightStride;
+    }
   }
 }
 
-FASTCAPS_DEVICE void stage_seen(const AttentionArgs& a, int first, int count, const Seat* seats, Seen* to) {
+// What multiplies a child's share, and whether there is such a child at all: padding holds none, not even a bias.
+struct Seen {
+  float gate, exists;
+};
+
+FASTCAPS_DEVICE void stage_seen(const AttentionArgs& a, int count, const Seat* seats, const Offset* offsets, Seen* to) {
   for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
-    const int k = a.by_unit_tile.quotient(unit);
-    const Seat& seat = seats[a.by_unit_tile.remainder(unit, k)];
-    const Child child(a, first + k);
+    const int k = a.by_tile.quotient(unit);
+    const Seat& seat = seats[a.by_tile.remainder(unit, k)];
     Seen seen{0.0f, 0.0f};
-    if (child.exists(a, seat)) {
+    if (offsets[k].exists(a, seat)) {
       seen = {1.0f, 1.0f};
-      if (a.gate.data)
-        seen.gate = load_number(
-            a.gate.data,
-            seat.gate + child.dy * a.gate.stride[1] + child.dx * a.gate.stride[2] + child.n * a.gate.stride[3],
-            a.storage);
+      if (a.gate.data) seen.gate = load_number(a.gate.data, seat.gate + offsets[k].gate, a.storage);
     }
     to[unit] = seen;
   }
@@ -176,16 +200,19 @@ struct Stage {
     ++t;
   }
 
-  // Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed.
+  // Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed. The offsets of
+  // the first must be there, behind a barrier; those of the children after them are made.
   static FASTCAPS_DEVICE void bring(const AttentionArgs& a, char* shared, int which, int first, int last) {
     const int count = last - first < a.stage ? last - first : a.stage;
     if (count <= 0) return;
+    make_offsets(a, shared, which ^ 1, first + a.stage, last);
     const Seat* seats = reinterpret_cast<const Seat*>(shared + a.shared_seat);
+    const Offset* offsets = offsets_of(a, shared, which);
     char* base = shared + which * a.shared_stage;
-    stage_children<Pose>(a, first, count, seats, reinterpret_cast<float*>(base));
+    stage_children<Pose>(a, count, seats, offsets, reinterpret_cast<float*>(base));
     if constexpr (Pose::kWeightStride > 0)
       stage_weights<Pose>(a, first, count, reinterpret_cast<float*>(base + a.shared_weight));
-    stage_seen(a, first, count, seats, reinterpret_cast<Seen*>(base + a.shared_seen));
+    stage_seen(a, count, seats, offsets, reinterpret_cast<Seen*>(base + a.shared_seen));
   }
 };
 
