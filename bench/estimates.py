@@ -176,11 +176,18 @@ def _shared_cycles(named: Identity, workload: Workload, body: Sequence[sass.Inst
 
 
 def _tail(kernel: Compiled, threads: int, blocks: int) -> float:
-    """Return the share of a launch's rounds that its blocks fill; 1 where their number is not known."""
+    """Return the share of the schedulers' rounds that a launch's warps fill; 1 where the blocks are not known.
+
+    A multiprocessor has as many blocks at a time as its registers allow, and its schedulers share their warps as evenly
+    as they go: six warps keep two of four schedulers waiting for the other two.
+    """
     if not blocks:
         return 1.0
-    room = H200.occupancy(threads, kernel.usage.registers, 0).blocks * H200.multiprocessors
-    return blocks / (math.ceil(blocks / room) * room) if blocks > room else 1.0
+    warps = threads // 32
+    room = max(1, H200.occupancy(threads, kernel.usage.registers, 0).blocks)
+    each = math.ceil(blocks / H200.multiprocessors)
+    rounds = each // room * math.ceil(room * warps / 4) + math.ceil(each % room * warps / 4)
+    return blocks * warps / (4 * H200.multiprocessors * rounds)
 
 
 def training(found: Sequence[Compiled], workload: Workload, batch: int, tensor: bool = False) -> float | None:

@@ -111,8 +111,18 @@ void keep_parts_small(Cut& c, const Geometry& g, const Bias& bias, int64_t wante
   if (c.parts_by_chunk) c.groups = std::min(c.tiles, std::max<int64_t>(1, parts / c.chunks));
 }
 
-// As many warps on positions as give the multiprocessors the fewest rounds of work; then the most, since they share the
-// weights. False if not even one fits into shared memory.
+// How long a multiprocessor takes for some blocks, `fitting` of them at a time: a warp's trip through one child is 1.
+// Its four schedulers share the warps as evenly as they go; one that has a single warp often waits for it.
+double time(int64_t blocks, int64_t fitting, int64_t warps) {
+  const auto round = [&](int64_t together) {
+    const int64_t each = ceil_div(together * warps, 4);
+    return each == 1 ? 1.4 : each == 2 ? 2.2 : double(each);
+  };
+  return double(blocks / fitting) * round(fitting) + (blocks % fitting ? round(blocks % fitting) : 0.0);
+}
+
+// As many warps on positions as get the work done soonest; then the most, since they share the weights. False if not
+// even one fits into shared memory.
 bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& bias, int most,
             const Machine& machine) {
   const AttentionKernel& kernel = *c.kernel;
@@ -130,22 +140,24 @@ bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& 
     int64_t stage = kMostChildren;
     while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit * 3 / 4) stage /= 2;  // the rest caches
     const int64_t fitting = std::min(resident, std::max<int64_t>(1, machine.shared_limit / shared.bytes(stage)));
-    const double rounds = double(ceil_div(trial.tiles * trial.parent_blocks, machine.multiprocessors * fitting));
-    const int64_t at_once = std::min(fitting, ceil_div(trial.tiles * trial.parent_blocks, machine.multiprocessors));
-    const double cost = rounds * double(at_once * trial.threads());
-    if (best >= 0 && cost >= best) continue;
-    best = cost;
     trial.stage = int(stage);
-    const int64_t wanted = 2 * machine.multiprocessors * fitting;
-    const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
-    trial.chunks = int(std::clamp<int64_t>(wanted / (trial.tiles * trial.parent_blocks), 1,
-                                           std::max<int64_t>(1, g.children() / least)));
-    trial.chunk_children = int(ceil_div(ceil_div(g.children(), trial.chunks), stage) * stage);
-    trial.chunks = int(ceil_div(g.children(), trial.chunk_children));
     trial.groups = trial.tiles;
-    if (backward && ordered) keep_parts_small(trial, g, bias, wanted, least);
-    place(trial, shared);
-    c = trial;
+    // One range of children, or several where that fills the last round better or positions are few.
+    const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;
+    const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
+    const int64_t most = std::max<int64_t>(1, g.children() / least);
+    for (const int64_t chunks : {int64_t(1), int64_t(2), int64_t(3), int64_t(4), wanted / blocks}) {
+      trial.chunk_children = int(ceil_div(ceil_div(g.children(), std::clamp<int64_t>(chunks, 1, most)), stage) * stage);
+      trial.chunks = int(ceil_div(g.children(), trial.chunk_children));
+      const int64_t each = ceil_div(blocks * trial.chunks, machine.multiprocessors);
+      const double parts = 1 + 0.02 * std::min(trial.chunks - 1, 4);  // what adding them up costs, about
+      const double cost = time(each, fitting, trial.threads() / 32) * trial.chunk_children * parts;
+      if (best >= 0 && cost >= best) continue;
+      best = cost;
+      c = trial;
+      if (backward && ordered) keep_parts_small(c, g, bias, wanted, least);
+      place(c, shared);
+    }
   }
   return best >= 0;
 }
