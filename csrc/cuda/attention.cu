@@ -106,14 +106,19 @@ struct Call {
     return (options & kTF32) || args.storage == Storage::kBFloat16 || args.storage == half;
   }
 
+  void take_ranges(const Cut& c) {
+    args.chunks = c.chunks, args.chunk_children = c.chunk_children;
+    args.by_chunk = Divider(c.chunks);
+  }
+
   void take(const Cut& c) {
     STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
+    take_ranges(c);
     AttentionArgs& a = args;
     a.columns = c.columns, a.rows = c.rows, a.parents = c.parents;
     a.warps_parents = c.warps_parents;
-    a.tile = c.tile, a.stage = c.stage, a.chunks = c.chunks, a.chunk_children = c.chunk_children;
-    a.parts_by_chunk = c.parts_by_chunk;
-    a.by_chunk = Divider(c.chunks), a.by_tile = Divider(c.tile);
+    a.tile = c.tile, a.stage = c.stage, a.parts_by_chunk = c.parts_by_chunk;
+    a.by_tile = Divider(c.tile);
     a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
     a.by_depth = Divider(ceil_div(geometry.D, c.kernel->vector));
     if (c.kernel->tensor && a.storage == Storage::kFloat32) {  // half-precision numbers are round already
@@ -158,10 +163,15 @@ struct Call {
     if (c.parent_blocks == 1) return statistics;
     args.statistics = floats(statistics);
     args.collect = true;
-    Cut all = c;
+    Cut all = c;  // nothing is summed over children: they may be spread over as many blocks as there is room for
     all.groups = c.tiles;
+    const int64_t ranges = std::max<int64_t>(c.chunks, ceil_div(2 * multiprocessors(), c.tiles));
+    all.chunk_children = int(ceil_div(ceil_div(geometry.children(), ranges), c.stage) * c.stage);
+    all.chunks = int(ceil_div(geometry.children(), all.chunk_children));
+    take_ranges(all);
     for (int block = 0; block < c.parent_blocks; ++block) launch(all, block, 1);
     args.collect = false;
+    take_ranges(c);
     return statistics;
   }
 

@@ -211,7 +211,8 @@ std::string describe(const Cut& c) {
   text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
                    : "kernel for any pose (" + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane)";
   text += ", " + n(c.tile) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
-          n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " + n(c.groups * c.chunks) + " blocks";
+          n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " +
+          n(c.groups * c.chunks * c.parent_blocks) + " blocks";
   if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
   if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " sweeps";
   return text;
