@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "geometry.h"
@@ -24,6 +25,9 @@ namespace fastcaps {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
+
+// A bit of the backward ops' argument `needs`: the coefficients are constants, no gradient flows through them.
+inline constexpr int64_t kFrozen = int64_t(1) << 30;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -79,6 +83,11 @@ inline Storage storage_of(const Tensor& x) {
   return Storage::kFloat32;
 }
 
+// The type in which sums over a tensor's numbers are kept.
+inline ScalarType accumulation_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
 inline View view_of(const Tensor& x) {
   View view;
   view.data = x.const_data_ptr();
@@ -91,26 +100,27 @@ inline Tensor in_compute_type(const Tensor& x, ScalarType type) {
   return torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
 }
 
-// Children [B, H, W, N, C, D], weight [G, M, D, E], query [B, Ho, Wo, M, C, E], bias [I or 1, M or 1, C, E],
-// gate [B, H, W, N], norm_* [C * E], window [kh, kw, sh, sw, ph, pw, dh, dw]. The Python layer says what is wrong in
-// the user's own terms; this says it for direct calls of the op.
-inline Geometry attention_geometry(const Tensor& children, const Tensor& weight, const MaybeTensor& query,
-                                   const MaybeTensor& bias, const MaybeTensor& gate, const MaybeTensor& norm_weight,
-                                   const MaybeTensor& norm_bias, const std::vector<int64_t>& window) {
+// What every pass is given: children [B, H, W, N, C, D], weight [G, M, D, E], bias [I or 1, M or 1, C, E], gate
+// [B, H, W, N], window [kh, kw, sh, sw, ph, pw, dh, dw]. Without weights the votes are the children's own poses, for
+// each of `parents`. The Python layer says what is wrong in the user's own terms; this says it for direct calls of the
+// ops.
+inline Geometry pass_geometry(const Tensor& children, const MaybeTensor& weight, int64_t parents,
+                              const MaybeTensor& bias, const MaybeTensor& gate, const std::vector<int64_t>& window) {
   STD_TORCH_CHECK(children.dim() == 6, "fastcaps: children must be [B, H, W, N, C, D], got ", text(shape_of(children)));
-  STD_TORCH_CHECK(weight.dim() == 4, "fastcaps: weight must be [G, M, D, E], got ", text(shape_of(weight)));
+  STD_TORCH_CHECK(!weight || weight->dim() == 4, "fastcaps: weight must be [G, M, D, E], got ",
+                  text(weight ? shape_of(*weight) : std::vector<int64_t>{}));
   STD_TORCH_CHECK(window.size() == 8, "fastcaps: window must be [kh, kw, sh, sw, ph, pw, dh, dw]");
   Geometry g{};
   g.B = children.size(0), g.H = children.size(1), g.W = children.size(2), g.N = children.size(3);
   g.C = children.size(4), g.D = children.size(5);
-  g.G = weight.size(0), g.M = weight.size(1), g.E = weight.size(3);
+  g.G = weight ? weight->size(0) : 1, g.M = weight ? weight->size(1) : parents, g.E = weight ? weight->size(3) : g.D;
   g.window = {window[0], window[1], window[2], window[3], window[4], window[5], window[6], window[7]};
   const Window& w = g.window;
   STD_TORCH_CHECK(w.kh >= 1 && w.kw >= 1 && w.sh >= 1 && w.sw >= 1 && w.ph >= 0 && w.pw >= 0 && w.dh >= 1 && w.dw >= 1,
                   "fastcaps: window is not valid: ", text(window));
   STD_TORCH_CHECK(g.H >= 1 && g.W >= 1 && g.N >= 1 && g.C >= 1 && g.D >= 1 && g.G >= 1 && g.M >= 1 && g.E >= 1,
-                  "fastcaps: children ", text(shape_of(children)), " and weight ", text(shape_of(weight)),
-                  " must not have empty dimensions but the batch");
+                  "fastcaps: children ", text(shape_of(children)), " and weight ",
+                  weight ? text(shape_of(*weight)) : "None", " must not have empty dimensions but the batch");
   const int64_t y = g.H + 2 * w.ph - w.dh * (w.kh - 1) - 1, x = g.W + 2 * w.pw - w.dw * (w.kw - 1) - 1;
   STD_TORCH_CHECK(y >= 0 && x >= 0, "fastcaps: window ", text(window), " is larger than children ",
                   text(shape_of(children)));
@@ -118,15 +128,62 @@ inline Geometry attention_geometry(const Tensor& children, const Tensor& weight,
   STD_TORCH_CHECK(g.children() % g.G == 0, "fastcaps: weight has ", g.G, " groups, which do not divide ", g.children(),
                   " children");
   const ScalarType type = children.scalar_type();
-  check_tensor(weight, "weight", {g.G, g.M, g.D, g.E}, type, children);
-  if (query) check_tensor(*query, "query", {g.B, g.Ho, g.Wo, g.M, g.C, g.E}, type, children);
+  if (weight) check_tensor(*weight, "weight", {g.G, g.M, g.D, g.E}, type, children);
   if (gate) check_tensor(*gate, "gate", {g.B, g.H, g.W, g.N}, type, children);
-  if (norm_weight) check_tensor(*norm_weight, "norm_weight", {g.C * g.E}, type, children);
-  if (norm_bias) check_tensor(*norm_bias, "norm_bias", {g.C * g.E}, type, children);
   if (bias) {
     STD_TORCH_CHECK(bias->dim() == 4, "fastcaps: bias must be [I or 1, M or 1, C, E]");
     const int64_t i = bias->size(0), m = bias->size(1);
     check_tensor(*bias, "bias", {i == 1 ? 1 : g.children(), m == 1 ? 1 : g.M, g.C, g.E}, type, children);
+  }
+  return g;
+}
+
+// One number or one pose for every parent at every position.
+inline std::vector<int64_t> parents_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M, g.C, g.E}; }
+inline std::vector<int64_t> numbers_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M}; }
+
+// The attention pass has a query [B, Ho, Wo, M, C, E] and norm_* [C * E] besides.
+inline Geometry attention_geometry(const Tensor& children, const Tensor& weight, const MaybeTensor& query,
+                                   const MaybeTensor& bias, const MaybeTensor& gate, const MaybeTensor& norm_weight,
+                                   const MaybeTensor& norm_bias, const std::vector<int64_t>& window) {
+  const Geometry g = pass_geometry(children, weight, 0, bias, gate, window);
+  const ScalarType type = children.scalar_type();
+  if (query) check_tensor(*query, "query", parents_shape(g), type, children);
+  if (norm_weight) check_tensor(*norm_weight, "norm_weight", {g.C * g.E}, type, children);
+  if (norm_bias) check_tensor(*norm_bias, "norm_bias", {g.C * g.E}, type, children);
+  return g;
+}
+
+// The pooling pass: identity votes have as many parents as the query, or else the bias, or else one.
+inline Geometry pooling_geometry(const Tensor& children, const MaybeTensor& weight, const MaybeTensor& query,
+                                 const MaybeTensor& bias, const MaybeTensor& gate, const std::vector<int64_t>& window) {
+  STD_TORCH_CHECK(!query || query->dim() == 6, "fastcaps: query must be [B, Ho, Wo, M, C, E]");
+  STD_TORCH_CHECK(!bias || bias->dim() == 4, "fastcaps: bias must be [I or 1, M or 1, C, E]");
+  const int64_t parents = query ? query->size(3) : bias ? bias->size(1) : 1;
+  const Geometry g = pass_geometry(children, weight, parents, bias, gate, window);
+  if (query) check_tensor(*query, "query", parents_shape(g), children.scalar_type(), children);
+  return g;
+}
+
+// The Gaussian pass: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M] and betas [I or 1, M or 1], all
+// in the type in which sums are kept.
+inline Geometry gaussian_geometry(const Tensor& children, const Tensor& weight, const MaybeTensor& mean,
+                                  const MaybeTensor& variance, const MaybeTensor& log_weight, const MaybeTensor& bias,
+                                  const MaybeTensor& gate, const MaybeTensor& beta_use, const MaybeTensor& beta_ignore,
+                                  const std::vector<int64_t>& window) {
+  const Geometry g = pass_geometry(children, weight, 0, bias, gate, window);
+  const ScalarType type = accumulation_type(children);
+  if (mean) check_tensor(*mean, "mean", parents_shape(g), type, children);
+  STD_TORCH_CHECK(mean || !variance, "fastcaps: a variance wants a mean");
+  if (variance) check_tensor(*variance, "variance", parents_shape(g), type, children);
+  if (log_weight) check_tensor(*log_weight, "log_weight", numbers_shape(g), type, children);
+  STD_TORCH_CHECK(beta_use.has_value() == beta_ignore.has_value(),
+                  "fastcaps: beta_use and beta_ignore come together or not at all");
+  for (const auto& [beta, name] : {std::pair{&beta_use, "beta_use"}, std::pair{&beta_ignore, "beta_ignore"}}) {
+    if (!*beta) continue;
+    STD_TORCH_CHECK((*beta)->dim() == 2, "fastcaps: ", name, " must be [I or 1, M or 1]");
+    const int64_t i = (*beta)->size(0), m = (*beta)->size(1);
+    check_tensor(**beta, name, {i == 1 ? 1 : g.children(), m == 1 ? 1 : g.M}, type, children);
   }
   return g;
 }
