@@ -1,6 +1,6 @@
 """The routing procedures as plain Python loops over Python floats: no tensor operation, nothing vectorised.
 
-Slow, and short enough to be compared with the paper line by line. ``fastcaps/reference.py`` is tested against it.
+Slow, and short enough to be compared with the paper line by line. ``fastcaps/reference`` is tested against it.
 """
 
 from __future__ import annotations

@@ -178,7 +178,8 @@ def test_functional(case: Case) -> None:
 def test_uniform_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without parents the library's convolution or matmul runs; in bfloat16 it rounds in between, as eager does."""
     if dtype == torch.bfloat16:
-        monkeypatch.setattr(reference, "accumulation_dtype", lambda dtype: dtype)
+        for module in (reference, reference.attention, reference.sight):
+            monkeypatch.setattr(module, "accumulation_dtype", lambda dtype: dtype)
     _check_functional(replace(case, query=False), dtype)
 
 

@@ -154,7 +154,7 @@ def test_coefficients_are_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
     case = BY_NAME["conv-groups-12"]
     children, weight, query, bias = case.tensors()[:4]
     whole = reference.coefficients(children, weight, query, bias, 0.5, case.window)
-    monkeypatch.setattr(reference, "_SLICE", 1)  # one child at a time
+    monkeypatch.setattr(reference.attention, "_SLICE", 1)  # one child at a time
     sliced = reference.coefficients(children, weight, query, bias, 0.5, case.window)
     torch.testing.assert_close(sliced, whole, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(whole.sum(-1), torch.ones_like(whole[..., 0]))

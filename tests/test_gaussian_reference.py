@@ -16,9 +16,10 @@ from routing_cases import (
 )
 from torch import Tensor
 
-from fastcaps import reference, reference_gaussian
+from fastcaps import reference
 from fastcaps.geometry import SET_WINDOW
-from fastcaps.reference_gaussian import NEEDS, gaussian_pass, gaussian_pass_backward
+from fastcaps.reference import gaussian
+from fastcaps.reference.gaussian import NEEDS, gaussian_pass, gaussian_pass_backward
 
 BY_NAME = {case.name: case for case in GAUSSIAN}
 GRADCHECKED = ("primes", "padded", "no-affine", "no-query", "groups-1", "large-eps", "dilated-padded-strided", "ones")
@@ -52,7 +53,7 @@ def test_loops(case: Case) -> None:
     )
     eps, window = settings
     outputs = gaussian_pass(*tensors, *settings)
-    shares = reference_gaussian.coefficients(*tensors[:6], window)
+    shares = gaussian.coefficients(*tensors[:6], window)
     assert outputs[1].shape == parents_shape(case)
     expected = [torch.zeros_like(t) for t in (*outputs, shares)]
     for (b, y, x), seen in positions(children, weight, bias, gate, window):
@@ -179,7 +180,7 @@ def test_moments_may_be_summed_about_any_shift(eps: float) -> None:
     tensors = gaussian_tensors(BY_NAME["primes"])
     counts, means, variances, _ = gaussian_pass(*tensors, eps, list(SET_WINDOW))
     children, weight, *_, bias, gate = tensors[:7]
-    shares = reference_gaussian.coefficients(*tensors[:6], list(SET_WINDOW)) * gate[..., None]
+    shares = gaussian.coefficients(*tensors[:6], list(SET_WINDOW)) * gate[..., None]
     shift = tensors[2] + 3
     offsets = reference.votes(children, weight, bias, list(SET_WINDOW)) - shift.unsqueeze(3)
     first = torch.einsum("bhwim,bhwimce->bhwmce", shares, offsets)

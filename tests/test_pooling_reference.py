@@ -9,8 +9,8 @@ from oracle_routings import pool, positions
 from routing_cases import POOLING, autograd_gradients, gradients_like, parents_shape, pooling_settings, pooling_tensors
 from torch import Tensor
 
-from fastcaps import reference_pooling
-from fastcaps.reference_pooling import NEEDS, pooling_pass, pooling_pass_backward
+from fastcaps.reference import pooling
+from fastcaps.reference.pooling import NEEDS, pooling_pass, pooling_pass_backward
 
 BY_NAME = {case.name: case for case in POOLING}
 GRADCHECKED = ("primes", "padded", "no-norm", "groups-1", "no-query", "identity-padded", "identity-one-parent")
@@ -36,7 +36,7 @@ def test_loops(case: Case) -> None:
     children, weight, query, bias, gate = (None if t is None else t.tolist() for t in tensors)
     scale, normalize, window = settings
     found, logsumexp = pooling_pass(*tensors, *settings)
-    shares = reference_pooling.coefficients(*tensors, *settings)
+    shares = pooling.coefficients(*tensors, *settings)
     assert found.shape == parents_shape(case)
     expected, expected_lse, expected_shares = (torch.zeros_like(t) for t in (found, logsumexp, shares))
     seen_positions = 0

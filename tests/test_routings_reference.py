@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastcaps import reference
 from fastcaps.geometry import SET_WINDOW
-from fastcaps.reference_routings import (
+from fastcaps.reference.routings import (
     default_inverse_temperature,
     dynamic_routing,
     em_routing,

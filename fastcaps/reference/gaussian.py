@@ -1,6 +1,6 @@
 """The oracle of the Gaussian pass: eager, differentiable PyTorch that stores the votes.
 
-Layout and meaning of the arguments: :mod:`fastcaps.reference`; gates: :mod:`fastcaps.reference_votes`.
+Layout and meaning of the arguments: :mod:`fastcaps.reference`; gates: :mod:`fastcaps.reference.sight`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastcaps.reference import accumulation_dtype
-from fastcaps.reference_votes import (
+from fastcaps.reference.sight import (
     Sight,
+    accumulation_dtype,
     collect,
     gate_backward,
     inverse_or_zero,
@@ -22,7 +22,7 @@ from fastcaps.reference_votes import (
     without,
 )
 
-__all__ = ["coefficients", "gaussian_pass", "gaussian_pass_backward"]
+__all__ = ["NEEDS", "coefficients", "gaussian_pass", "gaussian_pass_backward"]
 
 NEEDS = ("children", "weight", "mean", "variance", "log_weight", "bias", "gate", "beta_use", "beta_ignore")
 """The gradients of the pass in the order of their bits: gradient k is asked for if ``needs`` has bit ``1 << k``."""

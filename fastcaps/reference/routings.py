@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps import reference, reference_gaussian, reference_pooling
 from fastcaps.geometry import SET_WINDOW
+from fastcaps.reference import attention, gaussian, pooling
+from fastcaps.reference.sight import votes
 from fastcaps.vectors import squash, unit
 
 __all__ = ["default_inverse_temperature", "dynamic_routing", "em_routing", "heinsen_routing", "routing_pool"]
@@ -55,16 +56,16 @@ def dynamic_routing(
 
     def shares(query: Tensor | None) -> Tensor:
         if compete == "children":
-            return reference_pooling.coefficients(children, weight, query, bias, None, 1.0, False, window)
-        return reference.coefficients(children, weight, query, bias, 1.0, window)
+            return pooling.coefficients(children, weight, query, bias, None, 1.0, False, window)
+        return attention.coefficients(children, weight, query, bias, 1.0, window)
 
     def route(query: Tensor | None) -> Tensor:
         if detach:  # the shares have no gradient, and so none reaches the query either
-            all_votes = reference.votes(children, weight, bias, window)
+            all_votes = votes(children, weight, bias, window)
             return torch.einsum("bhwim,bhwimce->bhwmce", shares(query), all_votes)
         if compete == "children":
-            return reference_pooling.pooling_pass(children, weight, query, bias, None, 1.0, False, window)[0]
-        return reference.attention_pass(children, weight, query, bias, None, None, None, 1.0, 0.0, False, window)[0]
+            return pooling.pooling_pass(children, weight, query, bias, None, 1.0, False, window)[0]
+        return attention.attention_pass(children, weight, query, bias, None, None, None, 1.0, 0.0, False, window)[0]
 
     query = None
     for _ in range(iterations - 1):
@@ -90,12 +91,12 @@ def routing_pool(
     """
     query = None
     for _ in range(iterations):
-        sums, _ = reference_pooling.pooling_pass(children, weight, query, bias, gate, sharpness, True, window)
+        sums, _ = pooling.pooling_pass(children, weight, query, bias, gate, sharpness, True, window)
         proposal = unit(sums, POSE)
         query = proposal if query is None else query + proposal
     settings = (sharpness, True, window)
-    sums, _ = reference_pooling.pooling_pass(children, weight, query, bias, gate, *settings)
-    return sums, reference_pooling.coefficients(children, weight, query, bias, gate, *settings)
+    sums, _ = pooling.pooling_pass(children, weight, query, bias, gate, *settings)
+    return sums, pooling.coefficients(children, weight, query, bias, gate, *settings)
 
 
 def default_inverse_temperature(turn: int) -> float:
@@ -126,8 +127,8 @@ def em_routing(
     mean = variance = log_weight = None
     shares = score = None
     for turn in range(iterations):
-        shares = reference_gaussian.coefficients(children, weight, mean, variance, log_weight, bias, window)
-        counts, mean, variance, _ = reference_gaussian.gaussian_pass(
+        shares = gaussian.coefficients(children, weight, mean, variance, log_weight, bias, window)
+        counts, mean, variance, _ = gaussian.gaussian_pass(
             children, weight, mean, variance, log_weight, bias, activations, None, None, eps, window
         )
         variance = variance + eps
@@ -166,8 +167,8 @@ def heinsen_routing(
     shares = score = None
     for _ in range(iterations):
         shape = variance if model == "gaussian" else None
-        shares = reference_gaussian.coefficients(children, weight, mean, shape, log_weight, bias, window)
-        _, mean, variance, score = reference_gaussian.gaussian_pass(
+        shares = gaussian.coefficients(children, weight, mean, shape, log_weight, bias, window)
+        _, mean, variance, score = gaussian.gaussian_pass(
             children, weight, mean, shape, log_weight, bias, gate, beta_use, beta_ignore, eps, window
         )
         variance = variance + eps

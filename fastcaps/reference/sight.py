@@ -13,11 +13,102 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps.reference import _matmul_votes, _presence, _seen_gate, windows, windows_adjoint
+from fastcaps.geometry import window_extent
 
-__all__ = ["Sight", "collect", "gate_backward", "inverse_or_zero", "make_votes", "see", "votes_backward", "without"]
+__all__ = [
+    "Sight",
+    "accumulation_dtype",
+    "collect",
+    "gate_backward",
+    "inverse_or_zero",
+    "make_votes",
+    "matmul_votes",
+    "presence",
+    "see",
+    "seen_gate",
+    "votes",
+    "votes_backward",
+    "windows",
+    "windows_adjoint",
+    "without",
+]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over ``dtype`` are kept: float32 for the half-precision types, else itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def windows(grid: Tensor, window: Sequence[int]) -> Tensor:
+    """Return what every output position sees of ``grid`` ``[B, H, W, N, ...]``, as ``[B, Ho, Wo, I, ...]``.
+
+    Child ``i = (ky * kw + kx) * N + n``. Padded positions hold zeros.
+    """
+    kh, kw, sh, sw, ph, pw, dh, dw = window
+    if ph or pw:
+        grid = F.pad(grid, [0, 0] * (grid.dim() - 3) + [pw, pw, ph, ph])
+    rows, columns = window_extent(window)
+    seen = grid.unfold(1, rows, sh)[..., ::dh].unfold(2, columns, sw)[..., ::dw]  # [B, Ho, Wo, N, ..., kh, kw]
+    seen = seen.movedim((-2, -1), (3, 4))
+    return seen.reshape(seen.shape[:3] + (kh * kw * grid.shape[3],) + grid.shape[4:])
+
+
+def windows_adjoint(seen: Tensor, grid_shape: Sequence[int], window: Sequence[int]) -> Tensor:
+    """Return the adjoint of :func:`windows`: ``[B, Ho, Wo, I, ...]`` summed back to the grid it was cut from."""
+    kh, kw, sh, sw, ph, pw, dh, dw = window
+    batch, height, width, types = grid_shape[:4]
+    ho, wo = seen.shape[1:3]
+    parts = seen.reshape(seen.shape[:3] + (kh, kw, types) + seen.shape[4:])
+    padded = seen.new_zeros((batch, height + 2 * ph, width + 2 * pw, types, *seen.shape[4:]))
+    for ky in range(kh):
+        for kx in range(kw):
+            rows = slice(ky * dh, ky * dh + sh * (ho - 1) + 1, sh)
+            columns = slice(kx * dw, kx * dw + sw * (wo - 1) + 1, sw)
+            padded[:, rows, columns] += parts[:, :, :, ky, kx]
+    if not (ph or pw):
+        return padded
+    return padded[:, ph : ph + height, pw : pw + width].clone(memory_format=torch.contiguous_format)
+
+
+def presence(children: Tensor, window: Sequence[int]) -> Tensor | None:
+    """Return which children exist, ``[1, Ho, Wo, I]`` of 0 and 1, or None where no window reaches into the padding."""
+    if not (window[4] or window[5]):
+        return None
+    return windows(children.new_ones((1, *children.shape[1:4])), window)
+
+
+def matmul_votes(seen: Tensor, weight: Tensor, bias: Tensor | None, present: Tensor | None) -> Tensor:
+    """Return ``P W + bias`` for children ``seen`` ``[B, Ho, Wo, I, C, D]``, zero where a child is absent."""
+    groups, parents, _, columns = weight.shape
+    batch, ho, wo, count, rows = seen.shape[:5]
+    grouped = seen.reshape(batch, ho, wo, count // groups, groups, rows, seen.shape[5])
+    result = torch.einsum("bhwjgcd,gmde->bhwjgmce", grouped, weight)
+    result = result.reshape(batch, ho, wo, count, parents, rows, columns)
+    if bias is not None:
+        result = result + bias
+    if present is not None:
+        # not a product: a bias or a weight of infinity must not turn an absent child into NaN
+        result = result.masked_fill(present[..., None, None, None] == 0, 0.0)
+    return result
+
+
+def votes(children: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[int]) -> Tensor:
+    """Return all votes ``V[b, l, i, m] = P[b, l, i] W[i mod G, m] + bias[i, m]`` as ``[B, Ho, Wo, I, M, C, E]``.
+
+    Votes are in the accumulation dtype; those of absent (padded) children are zero.
+    """
+    dtype = accumulation_dtype(children.dtype)
+    children, weight = children.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return matmul_votes(windows(children, window), weight, bias, presence(children, window))
+
+
+def seen_gate(gate: Tensor | None, present: Tensor | None, window: Sequence[int]) -> Tensor | None:
+    """Return what multiplies each child's share, ``[B | 1, Ho, Wo, I]``; None where that is 1 everywhere."""
+    return present if gate is None else windows(gate, window)  # padded gates are already 0
 
 
 @dataclass(frozen=True)
@@ -37,8 +128,8 @@ class Sight:
 
 def see(children: Tensor, gate: Tensor | None, window: Sequence[int]) -> Sight:
     """Return what every output position sees of ``children`` ``[B, H, W, N, C, D]`` and ``gate`` ``[B, H, W, N]``."""
-    present = _presence(children, window)
-    return Sight(windows(children, window), _seen_gate(gate, present, window), present)
+    present = presence(children, window)
+    return Sight(windows(children, window), seen_gate(gate, present, window), present)
 
 
 def make_votes(sight: Sight, weight: Tensor | None, bias: Tensor | None, parents: int) -> Tensor:
@@ -47,7 +138,7 @@ def make_votes(sight: Sight, weight: Tensor | None, bias: Tensor | None, parents
     Votes of absent and of broken children are 0 whatever their bias is.
     """
     if weight is not None:
-        result = _matmul_votes(sight.children, weight, bias, sight.present)
+        result = matmul_votes(sight.children, weight, bias, sight.present)
     else:
         result = sight.children.unsqueeze(4).expand(*sight.children.shape[:4], parents, *sight.children.shape[4:])
         if bias is not None:

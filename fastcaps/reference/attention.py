@@ -1,11 +1,6 @@
-"""The oracle: every op of the package in plain, eager, differentiable PyTorch.
+"""The oracle of the attention pass: eager, differentiable PyTorch that stores the votes.
 
-Arguments, layouts and results are those of the ops (see :mod:`fastcaps.ops`): children ``[B, H, W, N, C, D]``, weight
-``[G, M, D, E]``, query ``[B, Ho, Wo, M, C, E]``, bias ``[I | 1, M | 1, C, E]``, gate ``[B, H, W, N]``, and a window of
-eight numbers. Clarity comes first here: votes are stored, all B * Ho * Wo * I * M * C * E of them. Every backend is
-tested against this file, and this file against the paper's procedure as plain loops (``tests/oracle.py``).
-
-Half-precision inputs are computed in float32 and rounded once, at the end; float32 and float64 in themselves.
+Layout and meaning of the arguments: :mod:`fastcaps.reference`.
 """
 
 from __future__ import annotations
@@ -13,94 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps.geometry import output_size, window_extent
+from fastcaps.geometry import output_size
+from fastcaps.reference.sight import (
+    accumulation_dtype,
+    matmul_votes,
+    presence,
+    seen_gate,
+    votes,
+    windows,
+    windows_adjoint,
+)
 
-__all__ = [
-    "accumulation_dtype",
-    "attention_pass",
-    "attention_pass_backward",
-    "coefficients",
-    "votes",
-    "windows",
-    "windows_adjoint",
-]
+__all__ = ["NEEDS", "attention_pass", "attention_pass_backward", "coefficients"]
 
 NEEDS = ("children", "weight", "query", "bias", "gate", "norm_weight", "norm_bias")
 """The gradients of the pass in the order of their bits: gradient k is asked for if ``needs`` has bit ``1 << k``."""
 
 _SLICE = 1 << 22  # votes that `coefficients` holds at a time, counted in numbers: 16 MB of float32
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over ``dtype`` are kept: float32 for the half-precision types, else itself."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def windows(grid: Tensor, window: Sequence[int]) -> Tensor:
-    """Return what every output position sees of ``grid`` ``[B, H, W, N, ...]``, as ``[B, Ho, Wo, I, ...]``.
-
-    Child ``i = (ky * kw + kx) * N + n``. Padded positions hold zeros.
-    """
-    kh, kw, sh, sw, ph, pw, dh, dw = window
-    if ph or pw:
-        grid = F.pad(grid, [0, 0] * (grid.dim() - 3) + [pw, pw, ph, ph])
-    rows, columns = window_extent(window)
-    seen = grid.unfold(1, rows, sh)[..., ::dh].unfold(2, columns, sw)[..., ::dw]  # [B, Ho, Wo, N, ..., kh, kw]
-    seen = seen.movedim((-2, -1), (3, 4))
-    return seen.reshape(seen.shape[:3] + (kh * kw * grid.shape[3],) + grid.shape[4:])
-
-
-def windows_adjoint(seen: Tensor, grid_shape: Sequence[int], window: Sequence[int]) -> Tensor:
-    """Return the adjoint of :func:`windows`: ``[B, Ho, Wo, I, ...]`` summed back to the grid it was cut from."""
-    kh, kw, sh, sw, ph, pw, dh, dw = window
-    batch, height, width, types = grid_shape[:4]
-    ho, wo = seen.shape[1:3]
-    parts = seen.reshape(seen.shape[:3] + (kh, kw, types) + seen.shape[4:])
-    padded = seen.new_zeros((batch, height + 2 * ph, width + 2 * pw, types, *seen.shape[4:]))
-    for ky in range(kh):
-        for kx in range(kw):
-            rows = slice(ky * dh, ky * dh + sh * (ho - 1) + 1, sh)
-            columns = slice(kx * dw, kx * dw + sw * (wo - 1) + 1, sw)
-            padded[:, rows, columns] += parts[:, :, :, ky, kx]
-    if not (ph or pw):
-        return padded
-    return padded[:, ph : ph + height, pw : pw + width].clone(memory_format=torch.contiguous_format)
-
-
-def _presence(children: Tensor, window: Sequence[int]) -> Tensor | None:
-    """Return which children exist, ``[1, Ho, Wo, I]`` of 0 and 1, or None where no window reaches into the padding."""
-    if not (window[4] or window[5]):
-        return None
-    return windows(children.new_ones((1, *children.shape[1:4])), window)
-
-
-def _matmul_votes(seen: Tensor, weight: Tensor, bias: Tensor | None, present: Tensor | None) -> Tensor:
-    """Return ``P W + bias`` for children ``seen`` ``[B, Ho, Wo, I, C, D]``, zero where a child is absent."""
-    groups, parents, _, columns = weight.shape
-    batch, ho, wo, count, rows = seen.shape[:5]
-    grouped = seen.reshape(batch, ho, wo, count // groups, groups, rows, seen.shape[5])
-    result = torch.einsum("bhwjgcd,gmde->bhwjgmce", grouped, weight)
-    result = result.reshape(batch, ho, wo, count, parents, rows, columns)
-    if bias is not None:
-        result = result + bias
-    if present is not None:
-        # not a product: a bias or a weight of infinity must not turn an absent child into NaN
-        result = result.masked_fill(present[..., None, None, None] == 0, 0.0)
-    return result
-
-
-def votes(children: Tensor, weight: Tensor, bias: Tensor | None, window: Sequence[int]) -> Tensor:
-    """Return all votes ``V[b, l, i, m] = P[b, l, i] W[i mod G, m] + bias[i, m]`` as ``[B, Ho, Wo, I, M, C, E]``.
-
-    Votes are in the accumulation dtype; those of absent (padded) children are zero.
-    """
-    dtype = accumulation_dtype(children.dtype)
-    children, weight = children.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    return _matmul_votes(windows(children, window), weight, bias, _presence(children, window))
 
 
 def _weights(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
@@ -109,11 +35,6 @@ def _weights(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
         return all_votes.new_full(all_votes.shape[:5], 1.0 / all_votes.shape[4])
     agreement = torch.einsum("bhwmce,bhwimce->bhwim", query, all_votes) * scale
     return agreement.softmax(dim=-1)
-
-
-def _seen_gate(gate: Tensor | None, present: Tensor | None, window: Sequence[int]) -> Tensor | None:
-    """Return what multiplies each child's share, ``[B | 1, Ho, Wo, I]``; None where that is 1 everywhere."""
-    return present if gate is None else windows(gate, window)  # padded gates are already 0
 
 
 def attention_pass(
@@ -147,9 +68,9 @@ def attention_pass(
     )
     all_votes = votes(children, weight, bias, window)
     shares = _weights(all_votes, query, scale)
-    seen_gate = _seen_gate(gate, _presence(children.to(dtype), window), window)
-    if seen_gate is not None:
-        shares = shares * seen_gate[..., None]
+    allowed = seen_gate(gate, presence(children.to(dtype), window), window)
+    if allowed is not None:
+        shares = shares * allowed[..., None]
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes).contiguous()
     if not normalize:
         return sums.to(children.dtype), sums.new_empty(0)
@@ -233,12 +154,12 @@ def attention_pass_backward(
         if grad_sums is not None:
             grad = grad + grad_sums
 
-    present = _presence(children, window)
+    present = presence(children, window)
     seen = windows(children, window)
-    all_votes = _matmul_votes(seen, weight, bias, present)
+    all_votes = matmul_votes(seen, weight, bias, present)
     share = _weights(all_votes, query, scale)
-    seen_gate = _seen_gate(gate, present, window)
-    gated = share if seen_gate is None else share * seen_gate[..., None]
+    allowed = seen_gate(gate, present, window)
+    gated = share if allowed is None else share * allowed[..., None]
     heard = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes)
     grad_votes = gated[..., None, None] * grad.unsqueeze(3)
     if query is not None:
@@ -289,7 +210,7 @@ def coefficients(
     ho, wo = output_size(window, children.shape[1], children.shape[2])
     count = window[0] * window[1] * children.shape[3]
     result = children.new_full((children.shape[0], ho, wo, count, parents), 1.0 / parents)
-    present = _presence(children, window)
+    present = presence(children, window)
     if query is not None:
         per_child = max(ho * wo * children.shape[4], children.shape[5]) * parents * columns  # its votes, or its weights
         step = max(1, _SLICE // per_child)
@@ -299,7 +220,7 @@ def coefficients(
                 part = slice(first, min(first + step, count))
                 group = torch.arange(part.start, part.stop, device=children.device) % groups
                 part_bias = bias if bias is None or bias.shape[0] == 1 else bias[part]
-                part_votes = _matmul_votes(
+                part_votes = matmul_votes(
                     seen[:, :, :, part], weight[group], None if part_bias is None else part_bias.to(dtype), None
                 )
                 result[b, :, :, part] = _weights(part_votes, query[b : b + 1], scale)[0]
