@@ -79,7 +79,9 @@ def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor
     fitting: list[tuple[Identity, Compiled]] = []
     for one in found:
         named = one.identity
-        if named is not None and one.trip and (named.direction, named.pose) == (direction, pose):
+        if named is None or not one.trip or named.subject != "attention":
+            continue
+        if (named.direction, named.pose) == (direction, pose):
             fitting.append((named, one))
     wanted = tensor and any(named.tensor for named, _ in fitting)
     fitting = [pair for pair in fitting if pair[0].tensor == wanted]

@@ -53,6 +53,8 @@ class Identity:
         Of its launch bounds: threads of a block, blocks that a multiprocessor must have room for.
     tensor
         Whether the tensor cores make the votes.
+    subject
+        The pass: ``attention``, ``pooling`` or ``gaussian``.
     """
 
     direction: str
@@ -65,6 +67,7 @@ class Identity:
     threads: int
     blocks: int
     tensor: bool = False
+    subject: str = "attention"
 
     @property
     def parents(self) -> int:
@@ -84,21 +87,25 @@ class Identity:
             made = f"{rows}×{inner}" if inner == columns else f"{rows}×{inner}→{rows}×{columns}"
             what = f"{made}, {self.parents} parents × {self.seats} positions"
         cores = ", tensor cores" if self.tensor else ""
-        return f"{self.direction} {what}{cores}{'' if self.plain else ', all options'}"
+        which = "" if self.subject == "attention" else f"{self.subject} "
+        return f"{which}{self.direction} {what}{cores}{'' if self.plain else ', all options'}"
 
 
-_NAME = re.compile(r"attention_(forward|backward)_kernel<(?:[\w:]*::)?(\w+)Pose(\w*)(?:<([\d, ]+)>)?\s*,\s*(.*)>$")
+_NAME = re.compile(
+    r"\b(?:forward|backward)_kernel<(?:[\w:]*::)?(Attention|Pooling|Gaussian)(Forward|Backward)\s*,\s*"
+    r"(?:[\w:]*::)?(\w+)Pose(\w*)(?:<([\d, ]+)>)?\s*,\s*(.*)>$"
+)
 
 _TENSOR_LANES = {"4x4": ((4, 4, 4), 1, 8), "1x64": ((1, 64, 64), 4, 1)}
 """Poses with kernels for tensor cores: C, D, E; lanes that share a parent's pose; lanes that take other parents."""
 
 
 def identify(name: str) -> Identity | None:
-    """Read a readable kernel name; None if it is not one of the attention pass's."""
+    """Read a readable kernel name; None if it is not one of a pass's."""
     found = _NAME.search(name)
     if found is None:
         return None
-    direction, kind, size, pose, rest = found.groups()
+    subject, direction, kind, size, pose, rest = found.groups()
     numbers = [int(number) for number in pose.split(",")] if pose else []
     words = [word.strip() for word in rest.split(",")]
     flags = [word for word in words if word in ("true", "false")]
@@ -114,7 +121,8 @@ def identify(name: str) -> Identity | None:
         if size not in _TENSOR_LANES:
             return None
         lanes, each = _TENSOR_LANES[size], numbers[0] if numbers else 1
-    return Identity(direction, *lanes, each, counts[0], flags[0] == "true", counts[-2], counts[-1], kind == "Tensor")
+    bounds = (flags[0] == "true", counts[-2], counts[-1])
+    return Identity(direction.lower(), *lanes, each, counts[0], *bounds, kind == "Tensor", subject.lower())
 
 
 @dataclass(frozen=True)

@@ -214,20 +214,23 @@ def test_names_are_made_readable() -> None:
 
 
 def test_names_of_kernels() -> None:
-    name = (
-        "fastcaps::gpu::attention_forward_kernel<fastcaps::gpu::FixedPose<4, 4, 4, 4, 4, 1, 8, 4, 20>, 1, true, 256, 1>"
+    gpu = "fastcaps::gpu::"
+    found = identify(
+        f"{gpu}forward_kernel<{gpu}AttentionForward, {gpu}FixedPose<4, 4, 4, 4, 4, 1, 8, 4, 20>, 1, true, 256, 1>"
     )
-    found = identify(name)
     assert found is not None and found.pose == (4, 4, 4) and (found.parents, found.seats) == (32, 4)
     assert (found.direction, found.plain, found.threads, found.blocks) == ("forward", True, 256, 1)
     assert str(found) == "forward 4×4, 32 parents × 4 positions"
-    free = identify("fastcaps::gpu::attention_backward_kernel<fastcaps::gpu::FreePose<1, 8>, 1, false, 128, 2>")
+    free = identify(f"{gpu}backward_kernel<{gpu}AttentionBackward, {gpu}FreePose<1, 8>, 1, false, 128, 2>")
     assert free is not None and free.pose is None and str(free) == "backward any pose, all options"
-    tensor = identify("gpu::attention_forward_kernel<gpu::TensorPose4x4<4>, 1, true, 256, 1>")
+    tensor = identify("gpu::forward_kernel<gpu::AttentionForward, gpu::TensorPose4x4<4>, 1, true, 256, 1>")
     assert tensor is not None and tensor.tensor and (tensor.pose, tensor.parents, tensor.seats) == ((4, 4, 4), 32, 4)
     assert str(tensor) == "forward 4×4, 32 parents × 4 positions, tensor cores"
-    vector = identify("gpu::attention_backward_kernel<gpu::TensorPose1x64, 2, true, 320, 1>")
+    vector = identify("gpu::backward_kernel<gpu::AttentionBackward, gpu::TensorPose1x64, 2, true, 320, 1>")
     assert vector is not None and (vector.pose, vector.parents, vector.seats) == ((1, 64, 64), 1, 16)
+    pooling = identify(f"{gpu}backward_kernel<{gpu}PoolingBackward, {gpu}FreePose<1, 8>, 1, false, 256, 1>")
+    assert pooling is not None and (pooling.subject, pooling.direction) == ("pooling", "backward")
+    assert str(pooling) == "pooling backward any pose, all options"
     assert identify("fastcaps::gpu::finish_kernel<4>") is None
 
 
@@ -297,15 +300,16 @@ def test_the_report_has_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
 SPILLING = """\
 namespace fastcaps::gpu {
 template <int...> struct FixedPose {};
-template <class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS) attention_forward_kernel(float* x, const int* at) {
+template <class Pose, int R, bool PLAIN> struct AttentionForward;
+template <template <class, int, bool> class Policy, class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) forward_kernel(float* x, const int* at) {
   float kept[ROOM];
   for (int i = 0; i < ROOM; ++i) kept[i] = x[i * 32 + threadIdx.x];
   for (int i = 0; i < 100; ++i) kept[AT] += x[i];
   for (int i = 0; i < ROOM; ++i) x[i * 32 + threadIdx.x] = kept[i];
 }
 using Pose = FixedPose<4, 4, 4, 4, 4, 1, 8, 4, 20>;
-template __global__ void attention_forward_kernel<Pose, 1, true, 256, 1>(float*, const int*);
+template __global__ void forward_kernel<AttentionForward, Pose, 1, true, 256, 1>(float*, const int*);
 }
 """
 

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 
-#include "attention.h"
 #include "cut.h"
 #include "launch.h"
 #include "layer_norm.h"
 #include "ops.h"
+#include "pass.h"
 #include "tensor.h"
 
 namespace fastcaps::gpu {
@@ -47,7 +47,7 @@ Tensor parameter(const Tensor& x) {
 // One call of either op: its tensors as the kernels want them.
 struct Call {
   Geometry geometry;
-  AttentionArgs args{};
+  PassArgs args{};
   LayerNormArgs norm{};
   Tensor weight, rounded, bias, norm_weight, norm_bias;  // kept alive here
   Tensor children;
@@ -63,7 +63,7 @@ struct Call {
     STD_TORCH_CHECK(why_not.empty(), "fastcaps: the CUDA kernels cannot take this call: ", why_not);
     for (const int64_t size : {g.children(), g.M, g.H * g.W, g.C * g.D * g.M, g.Ho * g.Wo})
       STD_TORCH_CHECK(size < (int64_t(1) << 30), "fastcaps: the CUDA kernels count children and parents in 30 bits");
-    AttentionArgs& a = args;
+    PassArgs& a = args;
     a.M = int(g.M), a.C = int(g.C), a.D = int(g.D), a.E = int(g.E), a.N = int(g.N), a.I = int(g.children());
     a.G = int(g.G), a.H = int(g.H), a.W = int(g.W), a.Ho = int(g.Ho), a.Wo = int(g.Wo);
     a.window = g.window;
@@ -114,7 +114,7 @@ struct Call {
   void take(const Cut& c) {
     STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
     take_ranges(c);
-    AttentionArgs& a = args;
+    PassArgs& a = args;
     a.columns = c.columns, a.rows = c.rows, a.parents = c.parents;
     a.warps_parents = c.warps_parents;
     a.tile = c.tile, a.stage = c.stage, a.parts_by_chunk = c.parts_by_chunk;
@@ -136,7 +136,7 @@ struct Call {
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Cut& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1, int colour_y = 0,
               int colour_x = 0) {
-    AttentionArgs& a = args;
+    PassArgs& a = args;
     const int64_t rows = ceil_div(geometry.Ho - colour_y, colours_y),
                   columns = ceil_div(geometry.Wo - colour_x, colours_x);
     if (rows <= 0 || columns <= 0) return;
@@ -251,7 +251,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
   if (!normalize || !grad_parents) needs &= ~(kNormWeight | kNormBias);
   const bool ordered = options & kDeterministic, empty = g.positions() == 0 || (!grad_parents && !grad_sums);
 
-  AttentionArgs& a = call.args;
+  PassArgs& a = call.args;
   const int64_t weights = g.G * g.M * g.D * g.E, biases = (bias ? bias->size(0) : 0) * g.parents();
   const Bias wanted_bias{needs & kBias ? biases : 0, (needs & kBias) && bias->size(0) == 1};
   const Cut c = cut(g, true, call.rounds(options, Storage::kBFloat16), ordered, wanted_bias, machine());

@@ -3,406 +3,58 @@
 //   dQ_m = scale sum_i da_im V_im    dg_i = sum_m r_im h_im    dP_i = sum_m dV_im W_m^T    dW_m = sum P_i^T dV_im
 #pragma once
 
-#include "attention_forward.h"
+#include "backward.h"
+#include "softmax.h"
 
 namespace fastcaps::gpu {
 
-FASTCAPS_DEVICE void add(float* at, float x, bool alone) {
-  if (alone)
-    *at += x;
-  else
-    atomic_add(at, x);
-}
-
-template <int N>
-FASTCAPS_DEVICE void add_vector(float* at, const float (&x)[N], bool alone) {
-  if constexpr (N == 4) {
-    if (alone) {
-      float4* to = reinterpret_cast<float4*>(at);
-      const float4 old = *to;
-      *to = make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]);
-    } else {
-      atomic_add4(at, make_float4(x[0], x[1], x[2], x[3]));
-    }
-  } else {
-    FASTCAPS_UNROLL
-    for (int k = 0; k < N; ++k) add(at + k, x[k], alone);
-  }
-}
-
-// The block's own part of a gradient that is made in parts.
-FASTCAPS_DEVICE float* part_of(const AttentionArgs& a, float* parts, int64_t numbers) {
-  return parts + (a.parts_by_chunk ? block_x() : int64_t(a.by_chunk.quotient(int(block_x())))) * numbers;
-}
-
-// Where the weights' gradient of the t-th child towards parent m is added up, [D, E].
-template <class Pose>
-FASTCAPS_DEVICE float* gradient_of_weights(const AttentionArgs& a, int t, int m) {
-  const int64_t pair = int64_t(a.by_group.quotient(t)) * a.M + m;
-  return part_of(a, a.dweight, a.dweight_part) + pair * Pose::D_(a) * Pose::E_(a);
-}
-
-// Where the warps of a block put what they found for the children of a stage, one child after another, before the block
-// adds it all up.
-template <class Pose>
-struct Found {
-  float* children;  // [tile, warps that share parents, C, D]
-  float* weight;    // [warps that take other positions, parents of the block, stride]; or, where weights are large,
-                    // dL/dV: [parents of the block, tile, E]
-
-  FASTCAPS_DEVICE Found(const AttentionArgs& a, char* shared)
-      : children(reinterpret_cast<float*>(shared + a.shared_dchildren)),
-        weight(reinterpret_cast<float*>(shared + a.shared_dweight)) {}
-  FASTCAPS_DEVICE void next(const AttentionArgs& a) {
-    children += a.tile * a.warps_parents * child_numbers(a);
-    weight += Lane<Pose>::block_parents(a) *
-              (kLargeWeights<Pose> ? a.tile * Pose::kE : warps_positions(a) * Pose::kWeightStride);
-  }
-
-  static FASTCAPS_DEVICE int warps_positions(const AttentionArgs& a) {
-    return block_threads() / kWarp / a.warps_parents;
-  }
-  static FASTCAPS_DEVICE int child_numbers(const AttentionArgs& a) {
-    return Pose::padded_rows(a) * row_stride<Pose>(a);
-  }
-  FASTCAPS_DEVICE float* child(const AttentionArgs& a, int seat, int warp_parent) const {
-    return children + (seat * a.warps_parents + warp_parent) * child_numbers(a);
-  }
-  FASTCAPS_DEVICE float* weights(const AttentionArgs& a, int warp_position, int own) const {
-    return weight + (warp_position * Lane<Pose>::block_parents(a) + own) * Pose::kWeightStride;
-  }
-};
-
-// Rows d .. d + V of dP, summed over the parents and columns of the warp, for B of the lane's positions from r on.
-template <class Pose, int R, int B>
-FASTCAPS_DEVICE void differentiate_children(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                            const Found<Pose>& found, int d, int r, const Tiles<Pose, R>& dvotes) {
-  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, N = B * TC * V;
-  float x[N] = {};
-  FASTCAPS_UNROLL
-  for (int p = 0; p < Pose::kEach; ++p) {
-    float w[V][TE];
-    Weights<Pose>(a, lane, stage, p).rows(a, lane, d, w);
-    FASTCAPS_UNROLL
-    for (int b = 0; b < B; ++b) {
-      FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v)
-        each_number<Pose>([&](int i, int j) { x[(b * TC + i) * V + v] += dvotes[r + b][p][i][j] * w[v][j]; });
-    }
-  }
-  const auto put = [&](int n, float sum) {
-    const int v = n % V, i = n / V % TC, b = n / (V * TC);
-    found.child(a, lane.template seat<R>(r + b), lane.warp_parent)[lane.c(i) * row_stride<Pose>(a) + d + v] = sum;
-  };
-  if constexpr (Pose::kFixed) {
-    constexpr int kLanes = Pose::kColumns * Pose::kParents, kFirst = Pose::kColumns == 1 ? Pose::kPositions : 1;
-    int begin, count;
-    scatter_sums<N, kFirst, kLanes>(x, lane.lane, begin, count);
-    constexpr int kSame = lanes_with_the_same(N, kLanes);
-    const bool speaks = lane.lane / kFirst % kSame == 0;
-    FASTCAPS_UNROLL
-    for (int n = 0; n < (N - 1) / kLanes + 1; ++n)
-      if (speaks && n < count) put(begin + n, x[n]);
-  } else {
-    FASTCAPS_UNROLL
-    for (int n = 0; n < N; ++n) {
-      const float sum = sum_parents<Pose>(a, sum_columns<Pose>(a, x[n]));
-      if (lane.column == 0 && lane.parent == 0) put(n, sum);
-    }
-  }
-}
-
-// Rows d .. d + V of dW, summed over the rows and positions of the warp.
-template <class Pose, int R>
-FASTCAPS_DEVICE void differentiate_weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                           const Found<Pose>& found, int d, const Tiles<Pose, R>& dvotes) {
-  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
-  constexpr int N = Pose::kEach * V * TE;
-  float x[N] = {};
-  FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    FASTCAPS_UNROLL
-    for (int i = 0; i < TC; ++i) {
-      float row[V];
-      load_vector<V>(child_row(a, lane, stage, lane.template seat<R>(r), i) + d, row);
-      FASTCAPS_UNROLL
-      for (int n = 0; n < N; ++n) x[n] += row[n / TE % V] * dvotes[r][n / (TE * V)][i][n % TE];
-    }
-  }
-  // WV neighbours at n: to shared memory, where the other warps' will be added, or to the gradient itself.
-  const auto put = [&](int n, const float* sum) {
-    const int v = n / TE % V, p = n / (TE * V), e = lane.e(a, n % TE);
-    if constexpr (Pose::kWeightStride > 0) {
-      float* to = found.weights(a, lane.warp_position, lane.own(p)) + (d + v) * Pose::kE + e;
-      store_vector<WV>(to, sum);
-    } else if (lane.alive(a, p) && (Pose::kFixed || (d + v < a.D && e < a.E))) {
-      float part[WV];
-      FASTCAPS_UNROLL
-      for (int w = 0; w < WV; ++w) part[w] = sum[w];
-      float* to = gradient_of_weights<Pose>(a, stage.t, lane.m(p)) + (d + v) * Pose::E_(a) + e;
-      add_vector<WV>(to, part, a.alone_with_weights);
-    }
-  };
-  if constexpr (Pose::kFixed) {
-    constexpr int kLanes = Pose::kPositions, kLeft = N / kLanes;
-    static_assert(kLeft % WV == 0, "lanes part their sums between vectors");
-    int begin, count;
-    scatter_sums<N, Pose::kColumns, kLanes>(x, lane.lane, begin, count);
-    FASTCAPS_UNROLL
-    for (int n = 0; n < kLeft; n += WV) put(begin + n, x + n);
-  } else {
-    FASTCAPS_UNROLL
-    for (int n = 0; n < N; ++n) {
-      const float sum = sum_rows<Pose>(a, sum_positions<Pose>(a, x[n]));
-      if (lane.row == 0 && lane.position == 0) put(n, &sum);
-    }
-  }
-}
-
-template <class Pose>
-FASTCAPS_DEVICE void differentiate_weights_on_tensor_cores(const AttentionArgs& a, const Lane<Pose>& lane,
-                                                           const Stage<Pose>& stage, const Found<Pose>& found,
-                                                           const Tiles<Pose, 1>& dvotes) {
-  FASTCAPS_UNROLL
-  for (int p = 0; p < Pose::kEach; ++p) {
-    float rows[2][4];
-    outer_on_tensor_cores(lane, stage, dvotes[0][p], rows);
-    float* to = found.weights(a, lane.warp_position, lane.own(p)) + lane.position * 2 * Pose::kE;
-    if (lane.position < 2) {
-      store_vector<4>(to, rows[0]);
-      store_vector<4>(to + Pose::kE, rows[1]);
-    }
-  }
-}
-
-// Where weights are large, dL/dV itself is put down; the block makes dW from it and the children (multiply_outer).
-template <class Pose, int R>
-FASTCAPS_DEVICE void put_down(const AttentionArgs& a, const Lane<Pose>& lane, const Found<Pose>& found,
-                              const Tiles<Pose, R>& dvotes) {
-  static_assert(Pose::kTileRows == 1, "large weights belong to vectors");
-  each_tile<Pose, R>([&](int r, int p) {
-    float* to = found.weight + (lane.own(p) * a.tile + lane.template seat<R>(r)) * Pose::kE;
-    FASTCAPS_UNROLL
-    for (int j = 0; j < Pose::kTileColumns; j += Pose::kWeightVector)
-      store_vector<Pose::kWeightVector>(to + lane.e(a, j), &dvotes[r][p][0][j]);
-  });
-}
-
-template <class Pose, int R>
-FASTCAPS_DEVICE void differentiate_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                        const Tiles<Pose, R>& dvotes) {
-  const int64_t first = a.bias_stride_i ? int64_t(Child(a, stage.t).i) * a.M : 0;
-  FASTCAPS_UNROLL
-  for (int p = 0; p < Pose::kEach; ++p)
-    each_number<Pose>([&](int i, int j) {
-      float sum = 0.0f;
-      FASTCAPS_UNROLL
-      for (int r = 0; r < R; ++r) sum += dvotes[r][p][i][j];
-      sum = sum_positions<Pose>(a, sum);
-      if (lane.position == 0 && lane.alive(a, p) && lane.inside(a, i, j))
-        add(part_of(a, a.dbias, a.dbias_part) + (first + lane.m(p)) * Pose::C_(a) * Pose::E_(a) + lane.number(a, i, j),
-            sum, a.alone_with_weights);
-    });
-}
-
-// One child, at the lane's R positions. `query` carries the scale.
 template <class Pose, int R, bool PLAIN>
-FASTCAPS_DEVICE void differentiate(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                   const Found<Pose>& found, const Seat* seats, char* shared,
-                                   const Tiles<Pose, R>& query, const Tiles<Pose, R>& dsums, Tiles<Pose, R>& dquery) {
-  Tiles<Pose, R> votes;
-  make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
-  const bool asks = PLAIN || a.query.data;  // or all shares are 1 / M
-  float logit[R][Pose::kEach], h[R][Pose::kEach], share[R][Pose::kEach], heard[R];
-  each_tile<Pose, R>([&](int r, int p) {
-    logit[r][p] = asks ? kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
-    h[r][p] = dot<Pose>(a, dsums[r][p], votes[r][p]);
-  });
-  if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, h, share, heard)) return;
-  each_tile<Pose, R>([&](int r, int p) {
-    const int at = lane.template seat<R>(r);
-    const Seen seen = stage.seen[at];
-    const bool exists = seen.exists != 0.0f, counts = exists && lane.alive(a, p);
-    if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
-      add(a.dgate + Child(a, stage.t).cell(a, seats[at]), heard[r], a.alone_with_children);
-    const float weight = counts ? share[r][p] * seen.gate : 0.0f;
-    const float dlogit = counts && asks ? weight * (h[r][p] - heard[r]) : 0.0f;
-    each_number<Pose>([&](int i, int j) {
-      float& vote = votes[r][p][i][j];
-      if (PLAIN || counts) dquery[r][p][i][j] += dlogit * vote;
-      vote = PLAIN || counts ? weight * dsums[r][p][i][j] + dlogit * query[r][p][i][j] : 0.0f;  // now dL/dV
-    });
-  });
-  const int depth = Pose::padded_depth(a);
-  _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += Pose::kVector) {
-    if (a.dchildren) {
-      constexpr int B = Pose::kTileRows == 1 ? R : 1;
-      FASTCAPS_UNROLL
-      for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, d, r, votes);
-    }
-    if constexpr (!kLargeWeights<Pose> && !Pose::kTensor)
-      if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, d, votes);
-  }
-  if (a.dweight) {
-    if constexpr (kLargeWeights<Pose>)
-      put_down<Pose, R>(a, lane, found, votes);
-    else if constexpr (Pose::kTensor)
-      differentiate_weights_on_tensor_cores<Pose>(a, lane, stage, found, votes);
-  }
-  if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, stage, votes);
-}
+struct AttentionBackward {
+  static constexpr bool kHushes = false;
+  Tiles<Pose, R> query, dsums, dquery;  // query carries the scale
 
-// All warps' dP of a stage, added up and brought to the children.
-template <class Pose>
-FASTCAPS_DEVICE void flush_children(const AttentionArgs& a, const Found<Pose>& found, int first, int count,
-                                    const Seat* seats) {
-  constexpr int V = Pose::kVector;
-  const int rows = Pose::padded_rows(a), depth = Pose::padded_depth(a), vectors = depth / V;
-  const int units = count * a.tile * rows * vectors;
-  for (int unit = thread_index(); unit < units; unit += block_threads()) {
-    const int rest = unit / (rows * vectors), c = unit / vectors % rows, d = unit % vectors * V;
-    const int k = a.by_tile.quotient(rest), at = a.by_tile.remainder(rest, k);
-    const Child child(a, first + k);
-    if (!child.exists(a, seats[at]) || c >= Pose::C_(a)) continue;
-    const float* from = found.child(a, k * a.tile + at, 0) + c * row_stride<Pose>(a) + d;
-    float sum[V] = {};
-    for (int w = 0; w < a.warps_parents; ++w) {
-      float x[V];
-      load_vector<V>(from + w * Found<Pose>::child_numbers(a), x);
-      FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v) sum[v] += x[v];
-    }
-    float* to = a.dchildren + (child.cell(a, seats[at]) * Pose::C_(a) + c) * Pose::D_(a) + d;
-    if constexpr (Pose::kFixed) {
-      add_vector<V>(to, sum, a.alone_with_children);
-    } else {
-      FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v)
-        if (d + v < a.D) add(to + v, sum[v], a.alone_with_children);
-    }
-  }
-}
-
-// All warps' dW of a stage; children that share their weights are added up first.
-template <class Pose>
-FASTCAPS_DEVICE void flush_weights(const AttentionArgs& a, const Found<Pose>& found, int first, int count) {
-  constexpr int V = Pose::kWeightCopy, kVectors = Pose::kD * Pose::kE / V;
-  const int block_parents = Lane<Pose>::block_parents(a), warps = Found<Pose>::warps_positions(a);
-  const int first_parent = a.first_parent + int(block_y()) * block_parents;
-  for (int unit = thread_index(); unit < block_parents * kVectors; unit += block_threads()) {
-    const int m = unit / kVectors, number = unit % kVectors * V;
-    if (first_parent + m >= a.M) continue;
-    float sum[V] = {};
-    for (int k = 0; k < count; ++k) {
-      for (int w = 0; w < warps; ++w) {
-        float x[V];
-        load_vector<V>(found.weights(a, k * warps + w, m) + number, x);
-        FASTCAPS_UNROLL
-        for (int v = 0; v < V; ++v) sum[v] += x[v];
-      }
-      const int g = a.by_group.quotient(first + k);
-      if (k + 1 < count && a.by_group.quotient(first + k + 1) == g) continue;
-      add_vector<V>(gradient_of_weights<Pose>(a, first + k, first_parent + m) + number, sum, a.alone_with_weights);
-      FASTCAPS_UNROLL
-      for (int v = 0; v < V; ++v) sum[v] = 0.0f;
-    }
-  }
-}
-
-// dW = sum over the tile's positions of P^T dV, four by four numbers a thread; children that share their weights are
-// added up first.
-template <class Pose>
-FASTCAPS_DEVICE void multiply_outer(const AttentionArgs& a, const Stage<Pose>& stage, const Found<Pose>& found,
-                                    int first, int count) {
-  constexpr int kColumns = Pose::kE / 4, kSquares = Pose::kD / 4 * kColumns;
-  const int block_parents = Lane<Pose>::block_parents(a);
-  const int first_parent = a.first_parent + int(block_y()) * block_parents;
-  for (int unit = thread_index(); unit < block_parents * kSquares; unit += block_threads()) {
-    const int own = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
-    if (first_parent + own >= a.M) continue;
-    float sum[4][4] = {};
-    for (int k = 0; k < count; ++k) {
-      const float* rows = stage.children + k * a.tile * Pose::kRowStride + d;
-      const float* columns = found.weight + (k * block_parents + own) * a.tile * Pose::kE + e;
-      for (int seat = 0; seat < a.tile; ++seat) {
-        float p[4], v[4];
-        load_vector<4>(rows + seat * Pose::kRowStride, p);
-        load_vector<4>(columns + seat * Pose::kE, v);
-        FASTCAPS_UNROLL
-        for (int x = 0; x < 4; ++x) {
-          FASTCAPS_UNROLL
-          for (int y = 0; y < 4; ++y) sum[x][y] += p[x] * v[y];
-        }
-      }
-      if (k + 1 < count && a.by_group.quotient(first + k + 1) == a.by_group.quotient(first + k)) continue;
-      float* to = gradient_of_weights<Pose>(a, first + k, first_parent + own) + d * Pose::kE + e;
-      FASTCAPS_UNROLL
-      for (int x = 0; x < 4; ++x) {
-        add_vector<4>(to + x * Pose::kE, sum[x], a.alone_with_weights);
-        FASTCAPS_UNROLL
-        for (int y = 0; y < 4; ++y) sum[x][y] = 0.0f;
-      }
-    }
-  }
-}
-
-template <class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
-FASTCAPS_KERNEL(THREADS, BLOCKS)
-attention_backward_kernel(const FASTCAPS_CONSTANT AttentionArgs a) {
-  char* shared = shared_memory();
-  const Seat* seats = reinterpret_cast<const Seat*>(shared + a.shared_seat);
-  const Lane<Pose> lane(a);
-  const Found<Pose> found(a, shared);
-  const int group = a.by_chunk.quotient(int(block_x())), chunk = a.by_chunk.remainder(int(block_x()), group);
-  const int first = chunk * a.chunk_children, last = first + a.chunk_children < a.I ? first + a.chunk_children : a.I;
-  for (int tile = group; tile < a.tiles; tile += a.groups) {
-    make_seats(a, tile, shared);
-    make_offsets(a, shared, 0, first, last);
-    barrier();
-    Tiles<Pose, R> query, dsums, dquery;
+  FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       load_query<Pose>(a, lane, seat, p, a.scale, query[r][p]);
       load_parent<Pose>(a, lane, a.dsums, seat, p, dsums[r][p]);
       each_number<Pose>([&](int i, int j) { dquery[r][p][i][j] = 0.0f; });
     });
-    // One turn before the first child only brings it in.
-    for (int t = first - a.stage, which = 1; t < last; t += a.stage, which ^= 1) {
-      Stage<Pose>::bring(a, shared, which ^ 1, t + a.stage, last);
-      copy_commit();
-      if (t < first) {
-        barrier();  // before the next offsets are read
-        continue;
-      }
-      copy_wait<1>();
-      barrier();
-      Stage<Pose> stage(a, shared, which, t);
-      Found<Pose> child = found;
-      const int count = last - t < a.stage ? last - t : a.stage;
-      FASTCAPS_NO_UNROLL
-      for (int k = 0; k < count; ++k) {
-        differentiate<Pose, R, PLAIN>(a, lane, stage, child, seats, shared, query, dsums, dquery);
-        stage.next(a);
-        child.next(a);
-      }
-      barrier();
-      if (!PLAIN && a.collect) continue;
-      if (a.dchildren) flush_children<Pose>(a, found, t, count, seats);
-      if constexpr (Pose::kWeightStride > 0)
-        if (a.dweight) flush_weights<Pose>(a, found, t, count);
-      if constexpr (kLargeWeights<Pose>) {
-        if (a.dweight) multiply_outer<Pose>(a, Stage<Pose>(a, shared, which, t), found, t, count);
-        barrier();  // the children are read to the end
-      }
-    }
-    if ((PLAIN || !a.collect) && a.dquery) {
-      float* to = a.dquery + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
-      each_tile<Pose, R>([&](int r, int p) {
-        store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, dquery[r][p], a.scale);
-      });
-    }
-    barrier();  // the seats are read to the end
   }
-}
+
+  FASTCAPS_DEVICE bool differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                     const Found<Pose>&, const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
+    const bool asks = PLAIN || a.query.data;  // or all shares are 1 / M
+    float logit[R][Pose::kEach], h[R][Pose::kEach], share[R][Pose::kEach], heard[R];
+    each_tile<Pose, R>([&](int r, int p) {
+      logit[r][p] = asks ? kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
+      h[r][p] = dot<Pose>(a, dsums[r][p], votes[r][p]);
+    });
+    if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, h, share, heard)) return false;
+    each_tile<Pose, R>([&](int r, int p) {
+      const int at = lane.template seat<R>(r);
+      const Seen seen = stage.seen[at];
+      const bool exists = seen.exists != 0.0f, counts = exists && lane.alive(a, p);
+      if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
+        add(a.dgate + Child(a, stage.t).cell(a, seats[at]), heard[r], a.alone_with_children);
+      const float weight = counts ? share[r][p] * seen.gate : 0.0f;
+      const float dlogit = counts && asks ? weight * (h[r][p] - heard[r]) : 0.0f;
+      each_number<Pose>([&](int i, int j) {
+        float& vote = votes[r][p][i][j];
+        if (PLAIN || counts) dquery[r][p][i][j] += dlogit * vote;
+        vote = PLAIN || counts ? weight * dsums[r][p][i][j] + dlogit * query[r][p][i][j] : 0.0f;  // now dL/dV
+      });
+    });
+    return true;
+  }
+
+  FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) const {
+    if (!a.dquery) return;
+    float* to = a.dquery + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
+    each_tile<Pose, R>([&](int r, int p) {
+      store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, dquery[r][p], a.scale);
+    });
+  }
+};
 
 }  // namespace fastcaps::gpu

@@ -6,15 +6,15 @@ namespace fastcaps::gpu {
 namespace {
 
 template <class Pose, int R, int THREADS, int BLOCKS>
-AttentionKernel kernel() {
-  return describe<Pose>(R, THREADS, BLOCKS, &attention_forward_kernel<Pose, R, false, THREADS, BLOCKS>,
-                        &attention_forward_kernel<Pose, R, true, THREADS, BLOCKS>);
+PassKernel kernel() {
+  return describe<Pose>(R, THREADS, BLOCKS, &forward_kernel<AttentionForward, Pose, R, false, THREADS, BLOCKS>,
+                        &forward_kernel<AttentionForward, Pose, R, true, THREADS, BLOCKS>);
 }
 
 }  // namespace
 
-AttentionKernels attention_forward_kernels() {
-  static const AttentionKernel all[] = {
+PassKernels attention_forward_kernels() {
+  static const PassKernel all[] = {
       kernel<Pose4x4x8, 1, 256, 1>(),    kernel<Pose4x4x12, 1, 256, 1>(),   kernel<Pose4x4x16, 1, 256, 1>(),
       kernel<Pose4x4x32, 1, 256, 1>(),   kernel<Pose6x6, 1, 256, 1>(),      kernel<Pose8x8, 1, 256, 1>(),
       kernel<Pose1x8, 4, 256, 1>(),      kernel<Pose1x16, 4, 256, 1>(),     kernel<Pose1x64, 8, 256, 1>(),

@@ -21,7 +21,7 @@ struct Lanes {
 };
 
 // How a kernel's lanes would share these poses; no columns if they cannot.
-Lanes lanes_of(const AttentionKernel& kernel, int64_t C, int64_t D, int64_t E, int64_t M) {
+Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_t M) {
   if (kernel.C) {
     if (kernel.C != C || kernel.D != D || kernel.E != E) return {};
     return {kernel.columns, 1, kernel.parents * kernel.each, C * E};
@@ -35,11 +35,11 @@ Lanes lanes_of(const AttentionKernel& kernel, int64_t C, int64_t D, int64_t E, i
 
 // A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
 // pose.
-const AttentionKernel* choose(const AttentionKernels& kernels, const Geometry& g, bool tensor) {
-  const AttentionKernel* best = nullptr;
+const PassKernel* choose(const PassKernels& kernels, const Geometry& g, bool tensor) {
+  const PassKernel* best = nullptr;
   Lanes best_lanes{};
   for (int k = 0; k < kernels.count; ++k) {
-    const AttentionKernel& kernel = kernels.begin[k];
+    const PassKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
     if (!lanes.columns || (kernel.tensor && !tensor)) continue;
     const bool better = !best || kernel.tensor > best->tensor ||
@@ -57,7 +57,7 @@ struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, fixed;
 
   Shared(const Cut& c, const Geometry& g, bool backward) {
-    const AttentionKernel& kernel = *c.kernel;
+    const PassKernel& kernel = *c.kernel;
     const int64_t rows = kernel.C ? g.C : c.rows * kernel.tile_rows;
     const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(g.D, kernel.vector) * kernel.vector;
     child_rows = c.tile * rows * depth * 4;
@@ -125,7 +125,7 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
 // even one fits into shared memory.
 bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& bias, int most,
             const Machine& machine) {
-  const AttentionKernel& kernel = *c.kernel;
+  const PassKernel& kernel = *c.kernel;
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
   double best = -1;
   for (int warps = most; warps >= 1; --warps) {
@@ -181,7 +181,7 @@ std::string refusal(int64_t C, int64_t D, int64_t E) {
 Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias& bias, const Machine& machine) {
   Cut c;
   c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g, tensor);
-  const AttentionKernel& kernel = *c.kernel;
+  const PassKernel& kernel = *c.kernel;
   const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
   const int most_warps = kernel.threads / 32;
@@ -205,7 +205,7 @@ Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias&
 
 std::string describe(const Cut& c) {
   if (!c.kernel) return "this device's shared memory does not hold these poses";
-  const AttentionKernel& kernel = *c.kernel;
+  const PassKernel& kernel = *c.kernel;
   const auto n = [](int64_t x) { return std::to_string(x); };
   std::string text = kernel.tensor ? "tensor-core " : "";
   text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)

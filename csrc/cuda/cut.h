@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "attention.h"
+#include "pass.h"
 
 namespace fastcaps::gpu {
 
@@ -18,7 +18,7 @@ struct Bias {
 };
 
 struct Cut {
-  const AttentionKernel* kernel = nullptr;
+  const PassKernel* kernel = nullptr;
   int columns, rows;  // lanes
   int parents;        // of a warp
   int warps_parents, warps_positions;

@@ -1,7 +1,7 @@
 // Poses and lanes: which numbers of which vote a lane holds, and the sums that lanes make together.
 #pragma once
 
-#include "attention.h"
+#include "pass.h"
 
 namespace fastcaps::gpu {
 
@@ -26,14 +26,14 @@ struct FixedPose {
   static_assert(COLUMNS == 1 || PARENTS == 1 || kPositions == 1,
                 "the lanes of a sum over columns and parents must be neighbours");
 
-  static FASTCAPS_DEVICE constexpr int C_(const AttentionArgs&) { return C; }
-  static FASTCAPS_DEVICE constexpr int D_(const AttentionArgs&) { return D; }
-  static FASTCAPS_DEVICE constexpr int E_(const AttentionArgs&) { return E; }
-  static FASTCAPS_DEVICE constexpr int padded_rows(const AttentionArgs&) { return C; }
-  static FASTCAPS_DEVICE constexpr int padded_depth(const AttentionArgs&) { return D; }
-  static FASTCAPS_DEVICE constexpr int columns(const AttentionArgs&) { return COLUMNS; }
-  static FASTCAPS_DEVICE constexpr int parents(const AttentionArgs&) { return PARENTS; }
-  static FASTCAPS_DEVICE constexpr int rows(const AttentionArgs&) { return 1; }
+  static FASTCAPS_DEVICE constexpr int C_(const PassArgs&) { return C; }
+  static FASTCAPS_DEVICE constexpr int D_(const PassArgs&) { return D; }
+  static FASTCAPS_DEVICE constexpr int E_(const PassArgs&) { return E; }
+  static FASTCAPS_DEVICE constexpr int padded_rows(const PassArgs&) { return C; }
+  static FASTCAPS_DEVICE constexpr int padded_depth(const PassArgs&) { return D; }
+  static FASTCAPS_DEVICE constexpr int columns(const PassArgs&) { return COLUMNS; }
+  static FASTCAPS_DEVICE constexpr int parents(const PassArgs&) { return PARENTS; }
+  static FASTCAPS_DEVICE constexpr int rows(const PassArgs&) { return 1; }
 };
 
 // Any other pose: a lane holds TC x TE numbers of it, lanes stand in for the rest; what lies outside the pose is zero.
@@ -45,14 +45,14 @@ struct FreePose {
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
   static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0;
 
-  static FASTCAPS_DEVICE int C_(const AttentionArgs& a) { return a.C; }
-  static FASTCAPS_DEVICE int D_(const AttentionArgs& a) { return a.D; }
-  static FASTCAPS_DEVICE int E_(const AttentionArgs& a) { return a.E; }
-  static FASTCAPS_DEVICE int padded_rows(const AttentionArgs& a) { return a.rows * TC; }
-  static FASTCAPS_DEVICE int padded_depth(const AttentionArgs& a) { return (a.D + 3) / 4 * 4; }
-  static FASTCAPS_DEVICE int columns(const AttentionArgs& a) { return a.columns; }
-  static FASTCAPS_DEVICE int parents(const AttentionArgs& a) { return a.parents; }
-  static FASTCAPS_DEVICE int rows(const AttentionArgs& a) { return a.rows; }
+  static FASTCAPS_DEVICE int C_(const PassArgs& a) { return a.C; }
+  static FASTCAPS_DEVICE int D_(const PassArgs& a) { return a.D; }
+  static FASTCAPS_DEVICE int E_(const PassArgs& a) { return a.E; }
+  static FASTCAPS_DEVICE int padded_rows(const PassArgs& a) { return a.rows * TC; }
+  static FASTCAPS_DEVICE int padded_depth(const PassArgs& a) { return (a.D + 3) / 4 * 4; }
+  static FASTCAPS_DEVICE int columns(const PassArgs& a) { return a.columns; }
+  static FASTCAPS_DEVICE int parents(const PassArgs& a) { return a.parents; }
+  static FASTCAPS_DEVICE int rows(const PassArgs& a) { return a.rows; }
 };
 
 // One lane's place: in the warp, and in the block. It holds tiles of kEach parents at R positions; the letters are
@@ -65,7 +65,7 @@ struct Lane {
   int warp_parent, warp_position;
   int first_parent;  // of the block
 
-  FASTCAPS_DEVICE explicit Lane(const AttentionArgs& a) {
+  FASTCAPS_DEVICE explicit Lane(const PassArgs& a) {
     const int columns = Pose::columns(a), rows = Pose::rows(a);
     const int warp = thread_index() / kWarp;
     parents = Pose::parents(a);
@@ -79,7 +79,7 @@ struct Lane {
     warp_position = warp / a.warps_parents;
     first_parent = a.first_parent + int(block_y()) * block_parents(a);
   }
-  static FASTCAPS_DEVICE int block_parents(const AttentionArgs& a) {
+  static FASTCAPS_DEVICE int block_parents(const PassArgs& a) {
     return a.warps_parents * Pose::parents(a) * Pose::kEach;
   }
 
@@ -91,14 +91,14 @@ struct Lane {
   // The p-th of the lane's parents, within the block and of all; whether there is such a one.
   FASTCAPS_DEVICE int own(int p) const { return (warp_parent * Pose::kEach + p) * parents + parent; }
   FASTCAPS_DEVICE int m(int p) const { return first_parent + own(p); }
-  FASTCAPS_DEVICE bool alive(const AttentionArgs& a, int p) const { return m(p) < a.M; }
+  FASTCAPS_DEVICE bool alive(const PassArgs& a, int p) const { return m(p) < a.M; }
   FASTCAPS_DEVICE int c(int i) const { return row * Pose::kTileRows + i; }
-  FASTCAPS_DEVICE int e(const AttentionArgs& a, int j) const {
+  FASTCAPS_DEVICE int e(const PassArgs& a, int j) const {
     constexpr int V = Pose::kWeightVector;
     return (j / V * Pose::columns(a) + column) * V + j % V;
   }
-  FASTCAPS_DEVICE int number(const AttentionArgs& a, int i, int j) const { return c(i) * Pose::E_(a) + e(a, j); }
-  FASTCAPS_DEVICE bool inside(const AttentionArgs& a, int i, int j) const {
+  FASTCAPS_DEVICE int number(const PassArgs& a, int i, int j) const { return c(i) * Pose::E_(a) + e(a, j); }
+  FASTCAPS_DEVICE bool inside(const PassArgs& a, int i, int j) const {
     return Pose::kFixed || (c(i) < a.C && e(a, j) < a.E);
   }
   // One lane speaks for all that hold the same poses; one for all that hold the same position.
@@ -111,7 +111,7 @@ template <class Pose>
 constexpr bool kLargeWeights = Pose::kFixed && Pose::kWeightStride == 0;
 
 template <class Pose>
-FASTCAPS_DEVICE int row_stride(const AttentionArgs& a) {
+FASTCAPS_DEVICE int row_stride(const PassArgs& a) {
   return Pose::kFixed ? Pose::kRowStride : Pose::padded_depth(a);
 }
 
@@ -160,27 +160,27 @@ FASTCAPS_DEVICE float max_lanes(float x, int first, int count) {
 }
 
 template <class Pose>
-FASTCAPS_DEVICE int positions_of(const AttentionArgs& a) {
+FASTCAPS_DEVICE int positions_of(const PassArgs& a) {
   return kWarp / (Pose::columns(a) * Pose::parents(a) * Pose::rows(a));
 }
 template <class Pose>
-FASTCAPS_DEVICE float sum_columns(const AttentionArgs& a, float x) {
+FASTCAPS_DEVICE float sum_columns(const PassArgs& a, float x) {
   return sum_lanes(x, 1, Pose::columns(a));
 }
 template <class Pose>
-FASTCAPS_DEVICE float sum_positions(const AttentionArgs& a, float x) {
+FASTCAPS_DEVICE float sum_positions(const PassArgs& a, float x) {
   return sum_lanes(x, Pose::columns(a), positions_of<Pose>(a));
 }
 template <class Pose>
-FASTCAPS_DEVICE float sum_parents(const AttentionArgs& a, float x) {
+FASTCAPS_DEVICE float sum_parents(const PassArgs& a, float x) {
   return sum_lanes(x, Pose::columns(a) * positions_of<Pose>(a), Pose::parents(a));
 }
 template <class Pose>
-FASTCAPS_DEVICE float max_parents(const AttentionArgs& a, float x) {
+FASTCAPS_DEVICE float max_parents(const PassArgs& a, float x) {
   return max_lanes(x, Pose::columns(a) * positions_of<Pose>(a), Pose::parents(a));
 }
 template <class Pose>
-FASTCAPS_DEVICE float sum_rows(const AttentionArgs& a, float x) {
+FASTCAPS_DEVICE float sum_rows(const PassArgs& a, float x) {
   return sum_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
 }
 

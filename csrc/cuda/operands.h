@@ -37,7 +37,7 @@ struct Weights {
   const float* from;
   bool alive;
 
-  FASTCAPS_DEVICE Weights(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p)
+  FASTCAPS_DEVICE Weights(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p)
       : alive(lane.alive(a, p)) {
     if constexpr (Pose::kWeightStride > 0) {
       from = stage.weight + lane.own(p) * Pose::kWeightStride;
@@ -48,7 +48,7 @@ struct Weights {
   }
 
   // Rows d .. d + V of the lane's columns.
-  FASTCAPS_DEVICE void rows(const AttentionArgs& a, const Lane<Pose>& lane, int d, float (&w)[V][TE]) const {
+  FASTCAPS_DEVICE void rows(const PassArgs& a, const Lane<Pose>& lane, int d, float (&w)[V][TE]) const {
     FASTCAPS_UNROLL
     for (int v = 0; v < V; ++v) {
       if constexpr (Pose::kFixed) {
@@ -72,8 +72,8 @@ struct Weights {
 
 // Rows of the child's pose at one of the lane's positions: d .. d + V of row i.
 template <class Pose>
-FASTCAPS_DEVICE const float* child_row(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                       int seat, int i) {
+FASTCAPS_DEVICE const float* child_row(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int seat,
+                                       int i) {
   return stage.children + (seat * Pose::padded_rows(a) + lane.c(i)) * row_stride<Pose>(a);
 }
 

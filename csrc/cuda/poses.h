@@ -24,10 +24,10 @@ using Tensor1x64 = TensorPose1x64;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;
 
-using Kernel = void (*)(const AttentionArgs);
+using Kernel = void (*)(const PassArgs);
 
 template <class Pose>
-constexpr AttentionKernel describe(int positions, int threads, int blocks, Kernel run, Kernel run_plain) {
+constexpr PassKernel describe(int positions, int threads, int blocks, Kernel run, Kernel run_plain) {
   return {Pose::kC,
           Pose::kD,
           Pose::kE,

@@ -29,8 +29,7 @@ struct Partial {
 // The warps of a position put down what they have and take up what all have. Two places take turns, so that nobody
 // overwrites what another still reads: whoever comes back to a place has passed the other one's barrier.
 template <class Pose, int R, int N>
-FASTCAPS_DEVICE void meet(const AttentionArgs& a, const Lane<Pose>& lane, char* shared, int turn,
-                          Partial<N> (&part)[R]) {
+FASTCAPS_DEVICE void meet(const PassArgs& a, const Lane<Pose>& lane, char* shared, int turn, Partial<N> (&part)[R]) {
   const int groups = block_threads() / kWarp / a.warps_parents, seats = lane.positions * R;
   Partial<N>* all = reinterpret_cast<Partial<N>*>(shared + a.shared_exchange) +
                     (turn * groups + lane.warp_position) * a.warps_parents * seats;
@@ -49,7 +48,7 @@ FASTCAPS_DEVICE void meet(const AttentionArgs& a, const Lane<Pose>& lane, char* 
 // What earlier launches knew of the other parents: this launch's part joins it (collect), or it is all there is to
 // know.
 template <class Pose, int N>
-FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, float* kept, Partial<N>& part) {
+FASTCAPS_DEVICE void remember(const PassArgs& a, const Lane<Pose>& lane, float* kept, Partial<N>& part) {
   if (a.collect && (lane.warp_parent != 0 || !lane.speaks_for_position())) return;
   if (!a.collect || a.first_parent > 0) {
     Partial<N> before;
@@ -70,9 +69,9 @@ FASTCAPS_DEVICE void remember(const AttentionArgs& a, const Lane<Pose>& lane, fl
 // From a lane's logits (and h, if N = 1) to its shares r, and heard = sum_m r_m h_m at each of its R positions. Returns
 // false where this launch only collects statistics: there are no shares yet.
 template <class Pose, int R, int N, bool PLAIN>
-FASTCAPS_DEVICE bool compete(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                             const Seat* seats, char* shared, const float (&logit)[R][Pose::kEach],
-                             const float (&h)[R][Pose::kEach], float (&share)[R][Pose::kEach], float (&heard)[R]) {
+FASTCAPS_DEVICE bool compete(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
+                             char* shared, const float (&logit)[R][Pose::kEach], const float (&h)[R][Pose::kEach],
+                             float (&share)[R][Pose::kEach], float (&heard)[R]) {
   Partial<N> part[R];
   float x[R][Pose::kEach];  // logits; those of parents that there are not take no part
   each_tile<Pose, R>([&](int r, int p) { x[r][p] = lane.alive(a, p) ? logit[r][p] : -INFINITY; });

@@ -24,12 +24,12 @@ struct Seat {
   int y, x;
 
   // Is there a child so far from the window's first, or only padding?
-  FASTCAPS_DEVICE bool sees(const AttentionArgs& a, int dy, int dx) const {
+  FASTCAPS_DEVICE bool sees(const PassArgs& a, int dy, int dx) const {
     return position >= 0 && (!a.padded || (unsigned(y + dy) < unsigned(a.H) && unsigned(x + dx) < unsigned(a.W)));
   }
 };
 
-FASTCAPS_DEVICE Seat seat_of(const AttentionArgs& a, int64_t index) {
+FASTCAPS_DEVICE Seat seat_of(const PassArgs& a, int64_t index) {
   Seat s{-1, 0, 0, 0, 0, 0, 0};
   if (index >= a.seats) return s;
   const int64_t samples = int64_t(a.by_sample.divisor);
@@ -52,7 +52,7 @@ struct Child {
   int i, g;       // i = (ky * kw + kx) * N + n
   int n, dy, dx;  // type, and how far from the window's first child
 
-  FASTCAPS_DEVICE Child(const AttentionArgs& a, int t) {
+  FASTCAPS_DEVICE Child(const PassArgs& a, int t) {
     g = a.by_group.quotient(t);
     i = a.by_group.remainder(t, g) * a.G + g;
     const int q = a.by_types.quotient(i);
@@ -61,13 +61,13 @@ struct Child {
     dy = ky * int(a.window.dh);
     dx = a.by_kernel_width.remainder(q, ky) * int(a.window.dw);
   }
-  FASTCAPS_DEVICE bool exists(const AttentionArgs& a, const Seat& s) const { return s.sees(a, dy, dx); }
-  FASTCAPS_DEVICE int64_t cell(const AttentionArgs& a, const Seat& s) const {  // (.., y, x, n) of a dense grid
+  FASTCAPS_DEVICE bool exists(const PassArgs& a, const Seat& s) const { return s.sees(a, dy, dx); }
+  FASTCAPS_DEVICE int64_t cell(const PassArgs& a, const Seat& s) const {  // (.., y, x, n) of a dense grid
     return (s.cell + int64_t(dy) * a.W + dx) * a.N + n;
   }
 };
 
-FASTCAPS_DEVICE void make_seats(const AttentionArgs& a, int tile, char* shared) {
+FASTCAPS_DEVICE void make_seats(const PassArgs& a, int tile, char* shared) {
   Seat* seats = reinterpret_cast<Seat*>(shared + a.shared_seat);
   for (int k = thread_index(); k < a.tile; k += block_threads()) seats[k] = seat_of(a, int64_t(tile) * a.tile + k);
 }
@@ -78,14 +78,14 @@ struct Offset {
   int64_t children, gate;
   int dy, dx;
 
-  FASTCAPS_DEVICE bool exists(const AttentionArgs& a, const Seat& s) const { return s.sees(a, dy, dx); }
+  FASTCAPS_DEVICE bool exists(const PassArgs& a, const Seat& s) const { return s.sees(a, dy, dx); }
 };
 
-FASTCAPS_DEVICE Offset* offsets_of(const AttentionArgs& a, char* shared, int which) {
+FASTCAPS_DEVICE Offset* offsets_of(const PassArgs& a, char* shared, int which) {
   return reinterpret_cast<Offset*>(shared + a.shared_offset) + which * kMostChildren;
 }
 
-FASTCAPS_DEVICE void make_offsets(const AttentionArgs& a, char* shared, int which, int first, int last) {
+FASTCAPS_DEVICE void make_offsets(const PassArgs& a, char* shared, int which, int first, int last) {
   const int k = thread_index();
   if (k >= a.stage || first + k >= last) return;
   const Child child(a, first + k);
@@ -97,7 +97,7 @@ FASTCAPS_DEVICE void make_offsets(const AttentionArgs& a, char* shared, int whic
 
 // V neighbours of a row to shared memory; `inside` says how many of them there are.
 template <int V>
-FASTCAPS_DEVICE void stage_vector(const AttentionArgs& a, float* to, int64_t at, int inside) {
+FASTCAPS_DEVICE void stage_vector(const PassArgs& a, float* to, int64_t at, int inside) {
   const float* from = static_cast<const float*>(a.children.data);
   const int64_t step = a.children.stride[5];
   if (a.children_copy) {
@@ -116,8 +116,7 @@ FASTCAPS_DEVICE void stage_vector(const AttentionArgs& a, float* to, int64_t at,
 // Children [count, tile, C, D], zero where there is none and in the padding of rows and depth. A thread keeps its place
 // within a child and goes through the children.
 template <class Pose>
-FASTCAPS_DEVICE void stage_children(const AttentionArgs& a, int count, const Seat* seats, const Offset* offsets,
-                                    float* to) {
+FASTCAPS_DEVICE void stage_children(const PassArgs& a, int count, const Seat* seats, const Offset* offsets, float* to) {
   constexpr int V = Pose::kVector;
   const int rows = Pose::padded_rows(a), vectors = Pose::padded_depth(a) / V, stride = row_stride<Pose>(a);
   for (int unit = thread_index(); unit < a.tile * rows * vectors; unit += block_threads()) {
@@ -144,7 +143,7 @@ FASTCAPS_DEVICE void stage_children(const AttentionArgs& a, int count, const Sea
 
 // Weights [count, parents of the block, stride]; zero for parents that there are not. As above.
 template <class Pose>
-FASTCAPS_DEVICE void stage_weights(const AttentionArgs& a, int first, int count, float* to) {
+FASTCAPS_DEVICE void stage_weights(const PassArgs& a, int first, int count, float* to) {
   constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
   const int block_parents = Lane<Pose>::block_parents(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
@@ -166,7 +165,7 @@ struct Seen {
   float gate, exists;
 };
 
-FASTCAPS_DEVICE void stage_seen(const AttentionArgs& a, int count, const Seat* seats, const Offset* offsets, Seen* to) {
+FASTCAPS_DEVICE void stage_seen(const PassArgs& a, int count, const Seat* seats, const Offset* offsets, Seen* to) {
   for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
     const int k = a.by_tile.quotient(unit);
     const Seat& seat = seats[a.by_tile.remainder(unit, k)];
@@ -187,13 +186,13 @@ struct Stage {
   const Seen* seen;       // [tile]
   int t;                  // which child it is, in the order of the kernels
 
-  FASTCAPS_DEVICE Stage(const AttentionArgs& a, char* shared, int which, int first) : t(first) {
+  FASTCAPS_DEVICE Stage(const PassArgs& a, char* shared, int which, int first) : t(first) {
     char* base = shared + which * a.shared_stage;
     children = reinterpret_cast<const float*>(base);
     weight = reinterpret_cast<const float*>(base + a.shared_weight);
     seen = reinterpret_cast<const Seen*>(base + a.shared_seen);
   }
-  FASTCAPS_DEVICE void next(const AttentionArgs& a) {
+  FASTCAPS_DEVICE void next(const PassArgs& a) {
     children += a.tile * Pose::padded_rows(a) * row_stride<Pose>(a);
     weight += Lane<Pose>::block_parents(a) * Pose::kWeightStride;
     seen += a.tile;
@@ -202,7 +201,7 @@ struct Stage {
 
   // Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed. The offsets of
   // the first must be there, behind a barrier; those of the children after them are made.
-  static FASTCAPS_DEVICE void bring(const AttentionArgs& a, char* shared, int which, int first, int last) {
+  static FASTCAPS_DEVICE void bring(const PassArgs& a, char* shared, int which, int first, int last) {
     const int count = last - first < a.stage ? last - first : a.stage;
     if (count <= 0) return;
     make_offsets(a, shared, which ^ 1, first + a.stage, last);

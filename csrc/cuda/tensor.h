@@ -26,7 +26,7 @@ struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
 };
 
 template <int EACH, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane<TensorPose4x4<EACH>>& lane,
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose4x4<EACH>>& lane,
                                               const Stage<TensorPose4x4<EACH>>& stage,
                                               Tile<TensorPose4x4<EACH>> (&votes)[R][EACH]) {
   using Pose = TensorPose4x4<EACH>;
@@ -53,7 +53,7 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane
 }
 
 template <int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const AttentionArgs& a, const Lane<TensorPose1x64>& lane,
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose1x64>& lane,
                                               const Stage<TensorPose1x64>& stage, Tile<TensorPose1x64> (&votes)[R][1]) {
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
   const int t = lane.column;

@@ -6,7 +6,7 @@
 namespace fastcaps::gpu {
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+FASTCAPS_DEVICE void add_bias(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                               Tiles<Pose, R>& votes) {
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
@@ -22,7 +22,7 @@ FASTCAPS_DEVICE void add_bias(const AttentionArgs& a, const Lane<Pose>& lane, co
 }
 
 template <class Pose, int R>
-FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+FASTCAPS_DEVICE void multiply(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                               Tiles<Pose, R>& votes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
   each_tile<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; }); });
@@ -55,7 +55,7 @@ FASTCAPS_DEVICE void multiply(const AttentionArgs& a, const Lane<Pose>& lane, co
 
 // PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
 template <class Pose, int R, bool PLAIN>
-FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+FASTCAPS_DEVICE void make_votes(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                 Tiles<Pose, R>& votes) {
   if constexpr (Pose::kTensor)
     multiply_on_tensor_cores(a, lane, stage, votes);
@@ -67,7 +67,7 @@ FASTCAPS_DEVICE void make_votes(const AttentionArgs& a, const Lane<Pose>& lane, 
 
 // <x, y> over the whole pose.
 template <class Pose>
-FASTCAPS_DEVICE float dot(const AttentionArgs& a, const Tile<Pose>& x, const Tile<Pose>& y) {
+FASTCAPS_DEVICE float dot(const PassArgs& a, const Tile<Pose>& x, const Tile<Pose>& y) {
   float sum = 0.0f;
   each_number<Pose>([&](int i, int j) { sum += x[i][j] * y[i][j]; });
   return sum_rows<Pose>(a, sum_columns<Pose>(a, sum));
@@ -75,13 +75,13 @@ FASTCAPS_DEVICE float dot(const AttentionArgs& a, const Tile<Pose>& x, const Til
 
 // A tile of a parent's pose, in dense memory [positions, M, C, E]; zero where there is none.
 template <class Pose>
-FASTCAPS_DEVICE int64_t parent_offset(const AttentionArgs& a, const Lane<Pose>& lane, int64_t position, int p) {
+FASTCAPS_DEVICE int64_t parent_offset(const PassArgs& a, const Lane<Pose>& lane, int64_t position, int p) {
   return (position * a.M + lane.m(p)) * Pose::C_(a) * Pose::E_(a);
 }
 
 template <class Pose>
-FASTCAPS_DEVICE void load_parent(const AttentionArgs& a, const Lane<Pose>& lane, const float* from, const Seat& seat,
-                                 int p, Tile<Pose>& to) {
+FASTCAPS_DEVICE void load_parent(const PassArgs& a, const Lane<Pose>& lane, const float* from, const Seat& seat, int p,
+                                 Tile<Pose>& to) {
   constexpr int V = Pose::kWeightVector;
   const bool exists = seat.position >= 0 && lane.alive(a, p);
   const int64_t at = parent_offset(a, lane, seat.position, p);
@@ -94,7 +94,7 @@ FASTCAPS_DEVICE void load_parent(const AttentionArgs& a, const Lane<Pose>& lane,
 }
 
 template <class Pose>
-FASTCAPS_DEVICE void store_parent(const AttentionArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat, int p,
+FASTCAPS_DEVICE void store_parent(const PassArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat, int p,
                                   const Tile<Pose>& from, float factor) {
   constexpr int V = Pose::kWeightVector;
   if (seat.position < 0 || !lane.alive(a, p)) return;
@@ -109,7 +109,7 @@ FASTCAPS_DEVICE void store_parent(const AttentionArgs& a, const Lane<Pose>& lane
 
 // The query, times scale; its layout and type are the caller's.
 template <class Pose>
-FASTCAPS_DEVICE void load_query(const AttentionArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, float scale,
+FASTCAPS_DEVICE void load_query(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, float scale,
                                 Tile<Pose>& to) {
   const int64_t* stride = a.query.stride;
   const bool exists = a.query.data && seat.position >= 0 && lane.alive(a, p);

@@ -29,7 +29,7 @@ struct Divider {
 
 constexpr int kMostChildren = 8;  // in shared memory at a time
 
-struct AttentionArgs {
+struct PassArgs {
   // who sees whom
   int M, C, D, E, N, I, G, H, W, Ho, Wo;
   Window window;
@@ -83,7 +83,7 @@ struct AttentionArgs {
 };
 
 // One instantiation of the kernels, as the host that cuts the call sees it.
-struct AttentionKernel {
+struct PassKernel {
   int C, D, E;  // the pose; 0: any
   int tile_rows, tile_columns;
   int columns, parents;            // lanes; 0: chosen at the launch
@@ -93,16 +93,16 @@ struct AttentionKernel {
   int weight_copy, weight_stride;  // of a parent's weights; no stride: they are read where they lie
   int positions;                   // R
   int threads, blocks;             // of a block, at most; of a multiprocessor, at least
-  void (*run)(const AttentionArgs);
-  void (*run_plain)(const AttentionArgs);  // for calls without bias or padding, whose parents one block takes
+  void (*run)(const PassArgs);
+  void (*run_plain)(const PassArgs);  // for calls without bias or padding, whose parents one block takes
 };
 
-struct AttentionKernels {
-  const AttentionKernel* begin;
+struct PassKernels {
+  const PassKernel* begin;
   int count;
 };
 
-AttentionKernels attention_forward_kernels();
-AttentionKernels attention_backward_kernels();  // the same poses in the same order
+PassKernels attention_forward_kernels();
+PassKernels attention_backward_kernels();  // the same poses in the same order
 
 }  // namespace fastcaps::gpu

@@ -1,0 +1,82 @@
+// The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children;
+// what becomes of a vote is the policy's, a struct template Policy<Pose, R, PLAIN> of what a lane keeps for its R x
+// kEach parents, with
+//   kHushes                                             whether a gate of exactly 0 hides the child, be it NaN
+//   load(a, lane, seats)                                before the first child
+//   hear(a, lane, stage, seats, shared, votes)          one child
+//   store(a, lane, seats, chunk)                        behind the last
+#pragma once
+
+#include "votes.h"
+
+namespace fastcaps::gpu {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// A block's range of children, and its share of the tiles.
+struct Range {
+  int group, chunk, first, last;
+
+  FASTCAPS_DEVICE explicit Range(const PassArgs& a) {
+    group = a.by_chunk.quotient(int(block_x())), chunk = a.by_chunk.remainder(int(block_x()), group);
+    first = chunk * a.chunk_children, last = first + a.chunk_children < a.I ? first + a.chunk_children : a.I;
+  }
+};
+
+// The children of a tile of positions, a stage after the other: body(which, t, count) has `count` of them, from the
+// t-th on, in one of the two stages of shared memory. It ends with a barrier. The seats and the first offsets must be
+// there, behind a barrier.
+template <class State, class Pose, class Body>
+FASTCAPS_DEVICE void walk(const PassArgs& a, char* shared, const Range& range, Body&& body) {
+  // One turn before the first child only brings it in.
+  for (int t = range.first - a.stage, which = 1; t < range.last; t += a.stage, which ^= 1) {
+    Stage<Pose>::bring(a, shared, which ^ 1, t + a.stage, range.last);
+    copy_commit();
+    if (t < range.first) {
+      barrier();  // before the next offsets are read
+      continue;
+    }
+    copy_wait<1>();
+    barrier();
+    const int count = range.last - t < a.stage ? range.last - t : a.stage;
+    if constexpr (State::kHushes) {
+      if (a.gate.data) {
+        Stage<Pose>::hush(a, shared, which, count);
+        barrier();
+      }
+    }
+    body(which, t, count);
+  }
+}
+
+template <template <class, int, bool> class Policy, class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
+FASTCAPS_KERNEL(THREADS, BLOCKS)
+forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
+  char* shared = shared_memory();
+  const Seat* seats = reinterpret_cast<const Seat*>(shared + a.shared_seat);
+  const Lane<Pose> lane(a);
+  const Range range(a);
+  for (int tile = range.group; tile < a.tiles; tile += a.groups) {
+    make_seats(a, tile, shared);
+    make_offsets(a, shared, 0, range.first, range.last);
+    barrier();
+    Policy<Pose, R, PLAIN> state;
+    state.load(a, lane, seats);
+    walk<Policy<Pose, R, PLAIN>, Pose>(a, shared, range, [&](int which, int t, int count) {
+      Stage<Pose> stage(a, shared, which, t);
+      FASTCAPS_NO_UNROLL
+      for (int k = 0; k < count; ++k) {
+        Tiles<Pose, R> votes;
+        make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
+        state.hear(a, lane, stage, seats, shared, votes);
+        stage.next(a);
+      }
+      barrier();
+    });
+    if (!PLAIN && a.collect) continue;
+    state.store(a, lane, seats, range.chunk);
+    barrier();  // the seats are read to the end
+  }
+}
+
+}  // namespace fastcaps::gpu
