@@ -186,8 +186,8 @@ def test_uniform_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.Monkey
 @native_only
 @pytest.mark.parametrize("case", [c for c in CASES if c.pose[0] * c.pose[2] > 1][::4], ids=ids)
 def test_uniform_pass_by_the_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_kernel_beats_library", lambda *_: True)
-    monkeypatch.setattr(functional, "uniform_pass", None)
+    monkeypatch.setattr(functional.uniform, "kernel_beats_library", lambda *_: True)
+    monkeypatch.setattr(functional.uniform, "uniform_pass", None)
     for dtype in DTYPES:
         _check_functional(replace(case, query=False), dtype)
 

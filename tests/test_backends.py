@@ -121,7 +121,7 @@ def test_explain_a_layer() -> None:
         assert "bfloat16" in fastcaps.explain(layer, children, parents).call
     with pytest.raises(ValueError, match="children"):
         fastcaps.explain(layer, children[..., :9])
-    assert functional._watching is None, "an error leaves no trace"
+    assert functional.explaining._watching is None, "an error leaves no trace"
     with pytest.raises(TypeError, match="Linear must be given with its inputs"):
         fastcaps.explain(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor"):
@@ -132,7 +132,7 @@ def test_explain_a_network_runs_no_routing(monkeypatch: pytest.MonkeyPatch) -> N
     def ran(*_: object) -> None:
         raise AssertionError("a pass ran")
 
-    for module, name in ((functional, "uniform_pass"), (functional.ops, "attention_pass")):
+    for module, name in ((functional.uniform, "uniform_pass"), (functional.inverted_attention.ops, "attention_pass")):
         monkeypatch.setattr(module, name, ran)
     layers = [fastcaps.InvertedAttentionRouting(6, 4, 16, 16), fastcaps.InvertedAttentionRouting(4, 3, 16, 16)]
     stack = fastcaps.RoutingStack(layers, iterations=2)
@@ -166,9 +166,9 @@ def test_without_the_library_the_reference_serves_and_says_so_once(
 ) -> None:
     """A copy of the Python files alone, as FASTCAPS_BUILD=0 installs it."""
     package = Path(fastcaps.__file__).parent
-    for file in package.glob("*.py"):
-        target = tmp_path / "fastcaps" / file.name
-        target.parent.mkdir(exist_ok=True)
+    for file in package.rglob("*.py"):
+        target = tmp_path / "fastcaps" / file.relative_to(package)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(file.read_text())
     script = f"""
 import sys, warnings

@@ -52,7 +52,7 @@ def _nothing_runs_on_error(request: pytest.FixtureRequest, monkeypatch: pytest.M
         def ran(*_: object) -> None:
             raise AssertionError("the pass ran")
 
-        monkeypatch.setattr(functional, "uniform_pass", ran)
+        monkeypatch.setattr(functional.uniform, "uniform_pass", ran)
         monkeypatch.setattr(ops, "attention_pass", ran)
         monkeypatch.setattr(reference, "attention_pass", ran)
 

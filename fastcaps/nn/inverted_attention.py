@@ -8,20 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.geometry import Window
-from fastcaps.nn.poses import (
-    flatten_gate,
-    flatten_grid,
-    pose_shape,
-    positive,
-    probability,
-    require_tensor,
-    route,
-    shape_of,
-)
+from fastcaps.nn.layer import RoutingLayer
+from fastcaps.nn.poses import probability, require_tensor, route, shape_of
 
 
-class InvertedAttentionRouting(nn.Module):
+class InvertedAttentionRouting(RoutingLayer):
     r"""Route child capsules to parents by inverted dot-product attention (Tsai et al., 2020, Procedure 1).
 
     .. math::
@@ -87,6 +78,8 @@ class InvertedAttentionRouting(nn.Module):
     torch.Size([2, 4, 7, 7, 16])
     """
 
+    whole_grid_allowed = False
+
     def __init__(
         self,
         in_capsules: int,
@@ -108,31 +101,27 @@ class InvertedAttentionRouting(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.in_capsules = positive(in_capsules, "in_capsules")
-        self.out_capsules = positive(out_capsules, "out_capsules")
-        self.in_dim = positive(in_dim, "in_dim")
-        self.out_dim = positive(out_dim, "out_dim")
-        self.pose = pose
-        self.pose_shape = pose_shape(in_dim, out_dim, pose)
-        self.window: Window | None = None
-        if kernel_size is not None:
-            self.window = Window(kernel_size, stride, padding, dilation)
-        elif stride not in (1, (1, 1)) or padding not in (0, (0, 0)) or dilation not in (1, (1, 1)):
-            raise ValueError("stride, padding and dilation need a kernel_size; kernel_size=None routes a set")
-        self.share = bool(share)
+        super().__init__(
+            in_capsules,
+            out_capsules,
+            in_dim,
+            out_dim,
+            pose=pose,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            share=share,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
         self.dropout = probability(dropout, "dropout")
         self.activations = bool(activations)
         self.eps = float(eps)
         self.scale = 1.0 / math.sqrt(out_dim)
 
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
-        _, columns, out_columns = self.pose_shape
-        self.weight = nn.Parameter(torch.empty(self.groups, out_capsules, columns, out_columns, **kwargs))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            children = 1 if self.share else self.groups
-            self.bias = nn.Parameter(torch.empty(children, out_capsules, self.pose_shape[0], out_columns, **kwargs))
         self.norm: nn.LayerNorm | None = None
         if layer_norm and out_dim > 1:
             self.norm = nn.LayerNorm(out_dim, eps=self.eps, **kwargs)
@@ -142,25 +131,6 @@ class InvertedAttentionRouting(nn.Module):
             self.activation_weight = nn.Parameter(torch.empty(out_capsules, out_dim, **kwargs))
             self.activation_bias = nn.Parameter(torch.empty(out_capsules, **kwargs))
         self.reset_parameters()
-
-    @property
-    def kernel_size(self) -> tuple[int, int] | None:
-        """The window's size, or None for a set."""
-        return None if self.window is None else self.window.spec[:2]  # type: ignore[return-value]
-
-    @property
-    def children_per_position(self) -> int:
-        """I: the children that one position sees."""
-        if self.window is None:
-            return self.in_capsules
-        return self.window.positions * self.in_capsules
-
-    @property
-    def groups(self) -> int:
-        """G: how many children have matrices of their own; child i uses group i mod G."""
-        if not self.share:
-            return self.children_per_position
-        return 1 if self.window is None else self.in_capsules
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew."""
@@ -174,11 +144,6 @@ class InvertedAttentionRouting(nn.Module):
             bound = 1.0 / math.sqrt(self.out_dim)
             nn.init.uniform_(self.activation_weight, -bound, bound)
             nn.init.zeros_(self.activation_bias)
-
-    def output_size(self, size: tuple[int, int]) -> tuple[int, int] | None:
-        """The parents' grid (height, width) for children on a grid of ``size``; None for a set layer, which has no
-        grid."""
-        return None if self.window is None else self.window.output_size(*size)
 
     def forward(
         self,
@@ -213,10 +178,8 @@ class InvertedAttentionRouting(nn.Module):
         ValueError, TypeError
             Naming the argument whose shape, dtype or device does not fit.
         """
-        require_tensor(children, "children")
-        if self.window is None and children.dim() == 5:
-            children, activations = flatten_grid(children), flatten_gate(activations)
-        self._check(children, parents)
+        children, activations = self.as_read(children, activations)
+        self._check_parents(children, parents)
         poses, coefficients = route(
             children,
             self.weight,
@@ -246,19 +209,8 @@ class InvertedAttentionRouting(nn.Module):
         stored = poses.permute(0, 2, 3, 1, 4)  # [B, Ho, Wo, M, d'], as it lies in memory
         return torch.sigmoid((stored * self.activation_weight).sum(-1) + self.activation_bias).permute(0, 3, 1, 2)
 
-    def _check(self, children: Tensor, parents: Tensor | None) -> None:
-        """What the functional API cannot know: flat poses of the right length, and the number of capsules this layer
-        was built for."""
-        wanted = f"[B, I, {self.in_dim}]" if self.window is None else f"[B, {self.in_capsules}, H, W, {self.in_dim}]"
-        if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_dim:
-            raise ValueError(f"children must be {wanted}, got {shape_of(children)}")
-        free = self.window is None and self.share
-        if not free and children.shape[1] != self.in_capsules:
-            what = "children" if self.window is None else "child types at a position"
-            raise ValueError(
-                f"children must hold the {self.in_capsules} {what} that this layer was built for, "
-                f"got {children.shape[1]} in {shape_of(children)}"
-            )
+    def _check_parents(self, children: Tensor, parents: Tensor | None) -> None:
+        """What the functional API cannot know: flat poses of the right length."""
         if parents is None:
             return
         require_tensor(parents, "parents")
@@ -272,14 +224,7 @@ class InvertedAttentionRouting(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
-        text = f"{self.in_capsules}, {self.out_capsules}, {self.in_dim}, {self.out_dim}, pose={self.pose!r}"
-        if self.window is not None:
-            text += f", kernel_size={self.window.kernel_size}"
-            for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
-                value = getattr(self.window, name)
-                text += f", {name}={value}" if value != default else ""
-        text += ", share=True" if self.share else ""
-        text += ", bias=True" if self.bias is not None else ""
+        text = self.sizes_repr()
         text += f", dropout={self.dropout}" if self.dropout else ""
         text += ", layer_norm=False" if self.norm is None and self.out_dim > 1 else ""
         text += ", activations=True" if self.activations else ""

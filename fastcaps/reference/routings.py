@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastcaps.geometry import SET_WINDOW
 from fastcaps.reference import attention, gaussian, pooling
-from fastcaps.reference.sight import votes
+from fastcaps.reference.sight import votes, windows
 from fastcaps.vectors import squash, unit
 
 __all__ = ["default_inverse_temperature", "dynamic_routing", "em_routing", "heinsen_routing", "routing_pool"]
@@ -30,6 +30,7 @@ def dynamic_routing(
     children: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    gate: Tensor | None = None,
     *,
     iterations: int = 3,
     compete: Literal["parents", "children"] = "parents",
@@ -44,7 +45,8 @@ def dynamic_routing(
 
     ``detach``: coefficients are constants to the gradient, which so flows through the last turn's sum alone.
     ``leaky``: one logit of 0 more for every child, whose share is dropped; that is a parent whose matrix and bias are
-    zeros. It needs the parents to compete.
+    zeros. It needs the parents to compete. Gates are as in the passes: factors of the coefficients where the parents
+    compete, inside the softmax where the children do.
     """
     if leaky and compete == "children":
         raise ValueError("leaky routing has a parent too many: it needs compete='parents'")
@@ -56,16 +58,18 @@ def dynamic_routing(
 
     def shares(query: Tensor | None) -> Tensor:
         if compete == "children":
-            return pooling.coefficients(children, weight, query, bias, None, 1.0, False, window)
+            return pooling.coefficients(children, weight, query, bias, gate, 1.0, False, window)
         return attention.coefficients(children, weight, query, bias, 1.0, window)
 
     def route(query: Tensor | None) -> Tensor:
         if detach:  # the shares have no gradient, and so none reaches the query either
-            all_votes = votes(children, weight, bias, window)
-            return torch.einsum("bhwim,bhwimce->bhwmce", shares(query), all_votes)
+            used = shares(query)
+            if gate is not None and compete == "parents":
+                used = used * windows(gate, window)[..., None]
+            return torch.einsum("bhwim,bhwimce->bhwmce", used, votes(children, weight, bias, window))
         if compete == "children":
-            return pooling.pooling_pass(children, weight, query, bias, None, 1.0, False, window)[0]
-        return attention.attention_pass(children, weight, query, bias, None, None, None, 1.0, 0.0, False, window)[0]
+            return pooling.pooling_pass(children, weight, query, bias, gate, 1.0, False, window)[0]
+        return attention.attention_pass(children, weight, query, bias, gate, None, None, 1.0, 0.0, False, window)[0]
 
     query = None
     for _ in range(iterations - 1):
