@@ -80,14 +80,18 @@ _cpu = libraries.library("cpu")
 _forced: str | None = None
 
 
+_native = frozenset(one.stem for one in ops.PASSES if ops.has_kernel(one.name, "CPU"))
+"""The passes of which the native library has kernels."""
+
+
 def _load_native() -> None:
     """Have the native library serve the CPU, or the reference, which is said once."""
     global _forced
+    ops.serve_the_rest("CPU")
     if not _cpu.problem:
         if native_capability() is None:
             _forced = "cpu"  # a level was asked for by name: every call says why it cannot be had
         return
-    ops.serve_by_reference("CPU")
     warnings.warn(
         f"fastcaps: the native library cannot serve: {_cpu.problem}; the reference serves instead. Results are the "
         "same, but votes are stored: it is slow and needs much memory. Install fastcaps without FASTCAPS_BUILD=0 for "
@@ -102,9 +106,9 @@ def native_capability() -> str | None:
     return _cpu.ask("fastcaps_capability")
 
 
-def native_serves() -> bool:
-    """Return whether the compiled kernels are what runs on the CPU."""
-    return not _cpu_problem()
+def native_serves(stem: str = "attention") -> bool:
+    """Return whether the compiled kernels are what runs a pass on the CPU."""
+    return not _cpu_problem() and stem in _native
 
 
 @lru_cache(maxsize=1)
@@ -181,6 +185,14 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(names[:-1]) + " and " + names[-1]
 
 
+def _no_kernels(name: str, stem: str) -> str:
+    """Return that a backend which runs here has no kernels of a pass, or an empty string."""
+    if name == "triton":
+        return libraries.triton_kernels(stem)[1]
+    has = stem in _native if name == "cpu" else stem == "attention" or hasattr(torch.ops.fastcaps_cuda, f"{stem}_pass")
+    return "" if has else f"it has no kernels of the {stem} pass"
+
+
 @torch.compiler.assume_constant_result
 def refusal(
     name: str,
@@ -188,6 +200,7 @@ def refusal(
     dtype: torch.dtype,
     pose: tuple[int, int, int] | None = None,
     parents: int | None = None,
+    stem: str = "attention",
 ) -> str | None:
     """Return why a backend cannot take a call, or None if it can.
 
@@ -201,6 +214,8 @@ def refusal(
         A child's pose is C x D numbers, a parent's C x E. Without it, limits of poses are not looked at.
     parents : int, optional
         M; likewise.
+    stem : str
+        The pass: ``"attention"``, ``"pooling"`` or ``"gaussian"``.
     """
     if name == "reference":
         return None if dtype.is_floating_point else f"it takes floating-point tensors, got {dtype}"
@@ -208,6 +223,7 @@ def refusal(
         problem = _cuda_problem()
     else:
         problem = _triton_problem() if name == "triton" else _cpu_problem()
+    problem = problem or _no_kernels(name, stem)
     if problem:
         return problem
     wanted, dtypes = ("cpu", _CPU_DTYPES) if name == "cpu" else ("cuda", _KERNEL_DTYPES)
@@ -221,18 +237,20 @@ def refusal(
     if name == "cpu" or pose is None or parents is None:
         return None
     if name == "cuda":
-        return libraries.library("cuda").ask("fastcaps_cuda_refusal", *pose) or None
-    kernels: Any = libraries.triton_kernels()[0]
+        library = libraries.library("cuda")
+        answer = None if stem == "attention" else library.ask(f"fastcaps_cuda_{stem}_refusal", *pose)
+        return (library.ask("fastcaps_cuda_refusal", *pose) if answer is None else answer) or None
+    kernels: Any = libraries.triton_kernels(stem)[0]
     return kernels.refusal(device, dtype, pose, parents)
 
 
 @cache
 def _chosen(
-    name: str | None, device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int
+    name: str | None, device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int, stem: str
 ) -> str:
     if name is None:
-        return next(n for n in NAMES if refusal(n, device, dtype, pose, parents) is None)
-    reason = refusal(name, device, dtype, pose, parents)
+        return next(n for n in NAMES if refusal(n, device, dtype, pose, parents, stem) is None)
+    reason = refusal(name, device, dtype, pose, parents, stem)
     if reason is not None:
         raise BackendError(f"backend {name!r} is forced and cannot take this call: {reason}")
     return name
@@ -246,12 +264,14 @@ def convolution_rounds() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def choose(device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int) -> str:
+def choose(
+    device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int, stem: str = "attention"
+) -> str:
     """Return the name of the backend that runs a call: the forced one, else the first that can take it.
 
     Parameters
     ----------
-    device, dtype, pose, parents
+    device, dtype, pose, parents, stem
         As in :func:`refusal`.
 
     Raises
@@ -259,7 +279,7 @@ def choose(device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int],
     BackendError
         If a backend is forced and cannot take the call.
     """
-    return _chosen(_forced, device, dtype, pose, parents)
+    return _chosen(_forced, device, dtype, pose, parents, stem)
 
 
 def tf32_allowed() -> bool:

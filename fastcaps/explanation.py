@@ -13,7 +13,7 @@ from torch import Tensor
 from fastcaps import backends, dispatch, libraries
 from fastcaps.geometry import output_size
 
-__all__ = ["Explanation", "Explanations", "explain_call"]
+__all__ = ["Explanation", "Explanations", "explain_call", "geometry_of"]
 
 
 @dataclass(frozen=True)
@@ -57,31 +57,42 @@ class Explanations(tuple[Explanation, ...]):
         return "\n".join(f"[{k}] {one}" for k, one in enumerate(self))
 
 
-def _geometry(children: Tensor, weight: Tensor, window: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers that the native libraries know a call by: B H W N C D Ho Wo M E G, and the window's eight."""
-    groups, many, _, columns = weight.shape
+def geometry_of(children: Tensor, weight: Tensor | None, window: Sequence[int], parents: int = 1) -> tuple[int, ...]:
+    """Return the numbers that the native libraries know a call by: B H W N C D Ho Wo M E G, and the window's eight.
+
+    Without a weight votes are the children's own poses, for each of ``parents``.
+    """
+    groups, many, _, columns = (1, parents, 0, children.shape[5]) if weight is None else weight.shape
     grid = output_size(window, children.shape[1], children.shape[2])
     return (*children.shape, *grid, many, columns, groups, *window)
 
 
 def _plan(
-    name: str, children: Tensor, weight: Tensor, window: Sequence[int], dtype: torch.dtype, backward: bool
+    name: str,
+    stem: str,
+    children: Tensor,
+    weight: Tensor | None,
+    geometry: tuple[int, ...],
+    dtype: torch.dtype,
+    backward: bool,
 ) -> str:
     """Return what a backend says of its kernel and cut, in one line."""
-    geometry, device = _geometry(children, weight, window), children.device
+    device = children.device
+    asked = "plan" if stem == "attention" else f"{stem}_plan"
     numbers = (ctypes.c_int64 * len(geometry))(*geometry)
     if name == "cpu":
         wide = int(dtype == torch.float64)
-        return libraries.library("cpu").ask("fastcaps_cpu_plan", numbers, int(backward), wide) or ""
+        return libraries.library("cpu").ask(f"fastcaps_cpu_{asked}", numbers, int(backward), wide) or ""
     if name == "cuda":
         machine: Any = torch.cuda.get_device_properties(device)
         size, shared = machine.multi_processor_count, machine.shared_memory_per_block_optin
         how = (int(backward), dispatch.options(), int(dtype != torch.float32))
-        return libraries.library("cuda").ask("fastcaps_cuda_plan", numbers, *how, size, shared) or ""
+        return libraries.library("cuda").ask(f"fastcaps_cuda_{asked}", numbers, *how, size, shared) or ""
     if name == "triton":
-        kernels: Any = libraries.triton_kernels()[0]
-        tf32 = backends.tf32_allowed()
-        return str(kernels.plan_call(children.to(dtype), weight, window, backward=backward, allow_tf32=tf32))
+        plan: Any = getattr(libraries.triton_kernels(stem)[0], "plan_call", None)
+        if plan is not None and weight is not None:
+            tf32 = backends.tf32_allowed()
+            return str(plan(children.to(dtype), weight, geometry[11:], backward=backward, allow_tf32=tf32))
     return ""
 
 
@@ -97,7 +108,14 @@ def _describe(geometry: tuple[int, ...], device: torch.device, dtype: torch.dtyp
 
 
 def explain_call(
-    children: Tensor, weight: Tensor, window: Sequence[int], dtype: torch.dtype, with_parents: bool, library_first: bool
+    children: Tensor,
+    weight: Tensor | None,
+    window: Sequence[int],
+    dtype: torch.dtype,
+    with_parents: bool,
+    library_first: bool,
+    stem: str = "attention",
+    parents: int = 1,
 ) -> Explanation:
     """Explain one call.
 
@@ -111,12 +129,16 @@ def explain_call(
         False for a first iteration.
     library_first
         Whether such an iteration is left to torch's convolution or matmul.
+    stem
+        The pass: ``"attention"``, ``"pooling"`` or ``"gaussian"``.
+    parents
+        M, where there is no weight.
     """
     device = children.device
-    geometry = _geometry(children, weight, window)
+    geometry = geometry_of(children, weight, window, parents)
     pose, many = (geometry[4], geometry[5], geometry[9]), geometry[8]
     call = _describe(geometry, device, dtype)
-    refusals = {name: backends.refusal(name, device, dtype, pose, many) for name in backends.NAMES}
+    refusals = {name: backends.refusal(name, device, dtype, pose, many, stem) for name in backends.NAMES}
     chosen = backends.forced()
     if chosen is not None and refusals[chosen] is not None:
         reasons = {name: refusals[name] or f"{chosen!r} is forced" for name in (chosen, *backends.NAMES)}
@@ -128,5 +150,5 @@ def explain_call(
     how = "forced" if chosen else next(entry.detail for entry in backends.listing() if entry.name == runs)
     after = f"{chosen!r} is forced" if chosen else f"{runs} comes first"
     reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
-    forward, backward = (_plan(runs, children, weight, window, dtype, half) for half in (False, True))
+    forward, backward = (_plan(runs, stem, children, weight, geometry, dtype, half) for half in (False, True))
     return Explanation(runs, how, reasons, forward, backward, call)

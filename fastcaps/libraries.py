@@ -119,12 +119,15 @@ def architecture_problem(architectures: str, capability: tuple[int, int]) -> str
 
 
 @cache
-def triton_kernels() -> tuple[ModuleType | None, str]:
-    """Import the Triton kernels of the attention pass; return the module, or None and why it is not there."""
+def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
+    """Import the Triton kernels of a pass, ``"attention"`` for one; return the module, or None and why not."""
     if importlib.util.find_spec("triton") is None:
         return None, "triton is not installed (pip install 'fastcaps[triton]')"
+    name = f"fastcaps.triton_kernels.{stem}"
+    if importlib.util.find_spec(name) is None:
+        return None, f"it has no kernels of the {stem} pass"
     try:
-        return importlib.import_module("fastcaps.triton_kernels.attention"), ""
+        return importlib.import_module(name), ""
     except Exception as error:  # whatever a broken installation of Triton raises
         return (
             None,

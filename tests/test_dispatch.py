@@ -61,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(libraries, "library_path", lambda name: built)
     monkeypatch.setattr(libraries, "library", lambda name: FakeLibrary())
-    monkeypatch.setattr(libraries, "triton_kernels", lambda: (SimpleNamespace(refusal=_triton_refusal), ""))
+    monkeypatch.setattr(libraries, "triton_kernels", lambda *_: (SimpleNamespace(refusal=_triton_refusal), ""))
     for cached in (backends._chosen, backends._device_problem):
         cached.cache_clear()
     yield monkeypatch
@@ -156,7 +156,7 @@ def test_what_stands_in_the_way_is_told(gpu: pytest.MonkeyPatch, tmp_path: Any, 
         gpu.setattr(libraries, "library", lambda name: broken)
         cuda, runs = broken.problem, "triton"
     else:
-        gpu.setattr(libraries, "triton_kernels", lambda: (None, "triton is not installed"))
+        gpu.setattr(libraries, "triton_kernels", lambda *_: (None, "triton is not installed"))
         triton = "triton is not installed"
     assert (why_not("cuda"), why_not("triton"), chosen()) == (cuda, triton, runs)
     listed = {entry.name: entry for entry in backends.listing()}
@@ -197,7 +197,7 @@ def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
     planned = SimpleNamespace(
         refusal=_triton_refusal, plan_call=lambda *_, **k: plans.append(str(k)) or "plan of Triton"
     )
-    gpu.setattr(libraries, "triton_kernels", lambda: (planned, ""))
+    gpu.setattr(libraries, "triton_kernels", lambda *_: (planned, ""))
     with FakeTensorMode():
         children, weight = torch.empty(8, 32, 16, 16, 4, 4, device=GPU), torch.empty(288, 10, 4, 4, device=GPU)
         parents = torch.empty(8, 10, 7, 7, 4, 4, device=GPU)
@@ -315,7 +315,7 @@ def test_arguments_and_settings_reach_the_backend(
     functions = {function: record(function) for function in ("attention_pass", "attention_pass_backward")}
     overloads = {function: SimpleNamespace(default=run) for function, run in functions.items()}
     monkeypatch.setattr(torch.ops, "fastcaps_cuda", SimpleNamespace(**overloads), raising=False)
-    monkeypatch.setattr(libraries, "triton_kernels", lambda: (SimpleNamespace(**functions), ""))
+    monkeypatch.setattr(libraries, "triton_kernels", lambda *_: (SimpleNamespace(**functions), ""))
     serve(name)
     wanted = gradients(CASE, torch.float64, reference.attention_pass)
     before = torch.are_deterministic_algorithms_enabled()
@@ -341,7 +341,7 @@ def test_the_choice_is_made_when_the_backward_runs(
     monkeypatch.setattr(backends, "choose", lambda *a: asked.append(a) or "reference")
     gradients(CASE, torch.float32, ops.attention_pass)
     pose, parents = CASE.pose, CASE.parents
-    assert asked == [(torch.device("cpu"), torch.float32, pose, parents)] * 2
+    assert asked == [(torch.device("cpu"), torch.float32, pose, parents, "attention")] * 2
 
 
 def test_compile_and_export_through_the_python_kernel(serve: Callable[[str], None]) -> None:

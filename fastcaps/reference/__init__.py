@@ -13,9 +13,10 @@ The attention pass is found here under its own name; ``pooling``, ``gaussian`` a
 """
 
 from fastcaps.reference.attention import NEEDS, attention_pass, attention_pass_backward, coefficients
-from fastcaps.reference.sight import accumulation_dtype, votes, windows, windows_adjoint
+from fastcaps.reference.sight import FROZEN, accumulation_dtype, votes, windows, windows_adjoint
 
 __all__ = [
+    "FROZEN",
     "NEEDS",
     "accumulation_dtype",
     "attention_pass",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastcaps.geometry import output_size
 from fastcaps.reference.sight import (
+    FROZEN,
     accumulation_dtype,
     matmul_votes,
     presence,
@@ -49,11 +50,13 @@ def attention_pass(
     eps: float,
     normalize: bool,
     window: Sequence[int],
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Route once by inverted dot-product attention: the parents compete for every child (Tsai et al. 2020).
 
     ``a_im = scale <Q_m, V_im>``, ``r_im = softmax_m a_im`` (1/M without a query), ``S_m = sum_i g_i r_im V_im``, and
-    ``parents = LayerNorm(S)`` over the C * E numbers of a pose if ``normalize``, else S.
+    ``parents = LayerNorm(S)`` over the C * E numbers of a pose if ``normalize``, else S. If ``frozen``, r is a constant
+    to the gradient.
 
     Returns
     -------
@@ -68,6 +71,8 @@ def attention_pass(
     )
     all_votes = votes(children, weight, bias, window)
     shares = _weights(all_votes, query, scale)
+    if frozen:
+        shares = shares.detach()
     allowed = seen_gate(gate, presence(children.to(dtype), window), window)
     if allowed is not None:
         shares = shares * allowed[..., None]
@@ -130,7 +135,7 @@ def attention_pass_backward(
     ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum over (b, l, i of group g) of P_i^T dV_im``, ``dbias = sum dV``.
 
     A gradient whose bit in ``needs`` is not set (see :data:`NEEDS`), or whose input is absent, is an empty tensor; so
-    are those of the affine without ``grad_parents``.
+    are those of the affine without ``grad_parents``. With the bit :data:`~fastcaps.reference.FROZEN` da is 0.
     """
     out_dtype, dtype = children.dtype, accumulation_dtype(children.dtype)
     children_shape, bias_shape = children.shape, None if bias is None else bias.shape
@@ -158,11 +163,16 @@ def attention_pass_backward(
     seen = windows(children, window)
     all_votes = matmul_votes(seen, weight, bias, present)
     share = _weights(all_votes, query, scale)
+    frozen = bool(needs & FROZEN)
+    if frozen:
+        share = share.detach()
     allowed = seen_gate(gate, present, window)
     gated = share if allowed is None else share * allowed[..., None]
     heard = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes)
     grad_votes = gated[..., None, None] * grad.unsqueeze(3)
-    if query is not None:
+    if query is not None and frozen:
+        gradients[2] = torch.zeros_like(query)
+    elif query is not None:
         grad_agreement = gated * (heard - (share * heard).sum(-1, keepdim=True))
         grad_votes = grad_votes + scale * grad_agreement[..., None, None] * query.unsqueeze(3)
         gradients[2] = scale * torch.einsum("bhwim,bhwimce->bhwmce", grad_agreement, all_votes)

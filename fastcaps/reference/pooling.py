@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.reference.sight import (
+    FROZEN,
     Sight,
     accumulation_dtype,
     collect,
@@ -23,7 +24,7 @@ from fastcaps.reference.sight import (
 )
 from fastcaps.vectors import length, unit
 
-__all__ = ["NEEDS", "coefficients", "pooling_pass", "pooling_pass_backward"]
+__all__ = ["NEEDS", "coefficients", "parents_of", "pooling_pass", "pooling_pass_backward"]
 
 NEEDS = ("children", "weight", "query", "bias", "gate")
 """The gradients of the pass in the order of their bits: gradient k is asked for if ``needs`` has bit ``1 << k``."""
@@ -31,7 +32,7 @@ NEEDS = ("children", "weight", "query", "bias", "gate")
 POSE = (-2, -1)
 
 
-def _parents(weight: Tensor | None, query: Tensor | None, bias: Tensor | None) -> int:
+def parents_of(weight: Tensor | None, query: Tensor | None, bias: Tensor | None) -> int:
     """Return M, which identity votes have from the query, or from the bias, or else it is 1."""
     if weight is not None:
         return weight.shape[1]
@@ -69,7 +70,7 @@ def _agreement(
 
     The shift ``[B, Ho, Wo, 1, M]`` is ``logsumexp`` ``[B, Ho, Wo, M]`` where that is known, else the largest logit.
     """
-    many = _parents(weight, query, bias)
+    many = parents_of(weight, query, bias)
 
     def run(seen: Sight) -> tuple[Tensor, Tensor, Tensor]:
         all_votes = make_votes(seen, weight, bias, many)
@@ -101,6 +102,7 @@ def pooling_pass(
     scale: float,
     normalize: bool,
     window: Sequence[int],
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Pool once by attention: the children compete for every parent (Zhao & Huang 2019).
 
@@ -110,6 +112,8 @@ def pooling_pass(
 
     Gates stand inside the softmax, so that shares add up to 1 and a gate of 0 is a child that is not there (as is a
     padded one). They must not be negative. Where no child is there, parents are 0 and the log-sum-exp is -infinity.
+
+    If ``frozen``, r (and the log-sum-exp) is a constant to the gradient, which so reaches neither query nor gate.
 
     Returns
     -------
@@ -126,6 +130,8 @@ def pooling_pass(
     sight, all_votes, shares, shift = _agreement(see(wide, gate, window), weight, query, bias, scale, normalize)
     if sight.gate is not None:
         shares = shares * sight.gate[..., None]
+    if frozen:
+        shares, shift = shares.detach(), shift.detach()
     total = shares.sum(3)
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes)
     empty = total == 0
@@ -156,7 +162,8 @@ def pooling_pass_backward(
     ``dK_im = scale da_im Q_m``, and ``dV_im = r_im dS_m`` plus dK itself, or ``(dK - K <K, dK>) / |V|`` if the keys
     were normalised.
 
-    A gradient whose bit in ``needs`` is not set (see :data:`NEEDS`), or whose input is absent, is an empty tensor.
+    A gradient whose bit in ``needs`` is not set (see :data:`NEEDS`), or whose input is absent, is an empty tensor. With
+    the bit :data:`~fastcaps.reference.FROZEN` r is a constant: dV is r dS alone, dQ and dg are 0.
     """
     inputs = (children, weight, query, bias, gate)
     dtype = accumulation_dtype(children.dtype)
@@ -170,11 +177,16 @@ def pooling_pass_backward(
     sight = see(wide, gate, window)
     sight, all_votes, free, _ = _agreement(sight, weight, query, bias, scale, normalize, logsumexp)
     share = free if sight.gate is None else free * sight.gate[..., None]
+    frozen = bool(needs & FROZEN)
+    if frozen:
+        share = share.detach()
     heard = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes) - (grad * parents).sum(POSE).unsqueeze(3)
     if grad_logsumexp is not None:
         heard = heard + grad_logsumexp.unsqueeze(3)
     grad_votes = share[..., None, None] * grad.unsqueeze(3)
-    if query is not None:
+    if query is not None and frozen:
+        gradients[2] = torch.zeros_like(query)
+    elif query is not None:
         grad_logits = scale * share * heard
         keys = unit(all_votes, POSE) if normalize else all_votes
         gradients[2] = torch.einsum("bhwim,bhwimce->bhwmce", grad_logits, keys)
@@ -184,7 +196,9 @@ def pooling_pass_backward(
             grad_keys = (grad_keys - keys * along) * inverse_or_zero(length(all_votes, POSE, keepdim=True))
         grad_votes = grad_votes + grad_keys
     gradients[0], gradients[1], gradients[3] = votes_backward(grad_votes, sight, weight, bias, children.shape, window)
-    if gate is not None:
+    if gate is not None and frozen:
+        gradients[4] = torch.zeros_like(gate)
+    elif gate is not None:
         empty = (logsumexp == -torch.inf).unsqueeze(3)
         grad_gate = (free * heard).masked_fill(empty, 0.0).sum(-1)
         gradients[4] = gate_backward(grad_gate, sight, children.shape, window)

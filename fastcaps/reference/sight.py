@@ -19,6 +19,7 @@ from torch import Tensor
 from fastcaps.geometry import window_extent
 
 __all__ = [
+    "FROZEN",
     "Sight",
     "accumulation_dtype",
     "collect",
@@ -35,6 +36,10 @@ __all__ = [
     "windows_adjoint",
     "without",
 ]
+
+
+FROZEN = 1 << 30
+"""A bit of ``needs`` beside those of the gradients: coefficients are constants, no gradient flows through them."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,63 @@
+"""The ops of the package: schemas, fake kernels, autograd, autocast.
+
+Each schema is defined once, here; native libraries only implement it. Where none serves the CPU the reference does, op
+by op; on a GPU :mod:`fastcaps.dispatch` chooses for each call. Layout and meaning of every argument:
+:mod:`fastcaps.reference`. A file a pass, and ``registration`` for what all have in common.
+
+Workspace
+---------
+Beside their outputs the CPU kernels use, with "parents" short for the B * L * M * C * E numbers of one parents tensor:
+
+``attention_pass``: at most 16 MiB of partial sums where positions are too few to keep the threads busy, and about
+0.5 MiB for each thread (the parents and votes of one block; with very many parents, the parents of 16 positions a few
+times).
+
+``attention_pass_backward``: two parents (query and dL/dS turned to lanes), one parents more for each range of children
+and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (``csrc/cpu/cut.cpp`` keeps their
+sum small), and about 1 MiB for each thread.
+
+The CUDA kernels use
+
+``attention_pass``: one parents for each range of children, where positions are too few to fill the device (each range
+has at least 8 children); 2 * B * L * I numbers where the parents do not fit into one block and, for 64 x 64 weights,
+from 33 positions on; the weights once more where they are rounded to TF32.
+
+``attention_pass_backward``: one parents (dL/dS), one parents for each range of children if there are several,
+3 * B * L * I numbers as above; in the deterministic mode about 64 MiB of parts of ``dweight`` and ``dbias``, or four of
+them if they are larger.
+
+Nothing grows with children times parents. The reference, being the oracle, stores the votes of the whole call.
+"""
+
+from __future__ import annotations
+
+from fastcaps.ops.attention import ATTENTION, attention_pass, attention_pass_backward
+from fastcaps.ops.gaussian import GAUSSIAN, gaussian_pass, gaussian_pass_backward
+from fastcaps.ops.pooling import POOLING, pooling_pass, pooling_pass_backward
+from fastcaps.ops.registration import Pass, autocast_dtype, has_kernel
+
+__all__ = [
+    "ATTENTION",
+    "GAUSSIAN",
+    "PASSES",
+    "POOLING",
+    "Pass",
+    "attention_pass",
+    "attention_pass_backward",
+    "autocast_dtype",
+    "gaussian_pass",
+    "gaussian_pass_backward",
+    "has_kernel",
+    "pooling_pass",
+    "pooling_pass_backward",
+    "serve_the_rest",
+]
+
+PASSES = (ATTENTION, POOLING, GAUSSIAN)
+
+
+def serve_the_rest(key: str) -> None:
+    """Register the reference for every pass that has no kernel of its own under a dispatch key yet."""
+    for one in PASSES:
+        if not has_kernel(one.name, key):
+            one.serve_by_reference(key)
