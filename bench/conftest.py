@@ -31,6 +31,10 @@ QUICK_BATCHES = {
     "tsai-c100-fc2": 16,
     "tsai-dmm-vector-set": 4,
     "barham": 4,
+    "sabour-mnist": 4,
+    "hinton-fc": 4,
+    "heinsen-sst-1": 2,
+    "zhao-pool": 8,
 }
 """What ``--quick`` runs, and at which batch."""
 
@@ -39,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastcaps bench")
     group.addoption("--quick", action="store_true", help="a few workloads at small batches in under two minutes")
     group.addoption("--workload", action="append", default=[], help="only these workloads (repeat, or commas between)")
-    group.addoption("--batch", type=int, action="append", default=[], help="these batches instead of default and 1")
+    group.addoption("--batch", type=int, action="append", default=[], help="these batches instead of a workload's own")
     group.addoption("--results", default=None, help="folder for JSON and tables (default bench/results)")
     group.addoption("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads (default 2)")
     group.addoption("--no-compile", action="store_true", help="leave the torch.compile alternatives out")
@@ -72,7 +76,7 @@ def _settings(config: pytest.Config) -> Settings:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    unused = "test_device.py" if config.getoption("device") == "cpu" else "test_attention.py"
+    unused = "test_device.py" if config.getoption("device") == "cpu" else "test_routings.py"
     return True if collection_path.name == unused else None
 
 
@@ -100,7 +104,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rows, labels = [], []
     for workload in chosen:
         default = QUICK_BATCHES.get(workload.name, 1) if quick else workload.batch
-        batches = option("batch") or ([default] if quick else [default, 1])
+        batches = option("batch") or ([default] if quick else workload.batches)
         for batch in batches:
             for training in (False, True):
                 rows.append((workload, batch, training))

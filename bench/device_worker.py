@@ -24,10 +24,11 @@ import fastcaps
 from bench.alternatives import OURS, build, is_compiled, runner
 from bench.device_timing import Clock, latency, peak, replayed, timed
 from bench.gate import SAME, Gate
+from bench.inputs import Inputs
 from bench.precision import PRECISIONS
 from bench.roofline import measure_rates, three_launches
 from bench.worker import WorkerError
-from bench.workloads import Inputs, Workload
+from bench.workloads import Workload
 from fastcaps import backends
 
 __all__ = ["TRITON", "DeviceCase", "Remote", "Runner"]
@@ -169,18 +170,8 @@ class Runner:
 
     def chosen(self, case: DeviceCase) -> str:
         """Return which backend serves the package's own call, in the words of ``fastcaps.explain``."""
-        inputs = self._inputs_of(case)
         with PRECISIONS[case.precision].active():
-            told = fastcaps.explain(
-                inputs.children,
-                inputs.weight,
-                inputs.parents,
-                norm_weight=inputs.norm_weight,
-                norm_bias=inputs.norm_bias,
-                window=case.workload.window,
-                normalize=case.workload.normalize,
-            )
-        return str(told).splitlines()[0]
+            return case.workload.routing.explain(case.workload, self._inputs_of(case).arguments)
 
     def release(self) -> None:
         """Let go of everything of the last case."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from bench import sass
 from bench.chip import H200, macs, wavefronts
 from bench.static_report import Compiled, Identity, as_markdown
-from bench.workloads import WORKLOADS, Workload, find
+from bench.workloads import Workload, attention_passes, find
 from fastcaps import dispatch, libraries
 
 __all__ = ["TARGETS", "Estimate", "choose", "estimate", "markdown", "supported", "training"]
@@ -230,9 +230,7 @@ def table(found: Sequence[Compiled]) -> list[list[str]]:
     head = ["workload", "direction", "kernel", "slots", "issue", "multiply-add", "matrix", "shared", "L2", "HBM"]
     lines = [[*head, "fills", "estimate, ms"]]
     names = ("issue", "multiply-add", "matrix", "shared memory", "second-level cache", "device memory")
-    for workload in WORKLOADS.values():
-        if workload.uniform:
-            continue
+    for workload in attention_passes():
         for direction in ("forward", "backward"):
             for tensor in (False, True):
                 one = estimate(found, workload, BATCH, direction, tensor)

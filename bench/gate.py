@@ -7,19 +7,24 @@ unit in the last place. Where matrix products may round their operands (tf32), t
 
 A uniform pass over a grid is the library's convolution by design, not a kernel; its eager yardstick is the worse of the
 reference and of a plain ``F.conv2d``, which sums in fewer and longer runs than the reference's einsum.
+
+Where the reference would take minutes, less is computed, and it still is exact: of some large batches a few samples,
+the cotangents of all others being 0, so that the parameters' gradients are theirs alone; of children that are copies of
+a few one copy, each child of which counts as often.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.alternatives import Pass, build, runner
-from bench.workloads import Inputs, Workload
+from bench.alternatives import runner
+from bench.inputs import Inputs, is_batched
+from bench.routings import AttentionPass, Implementation
+from bench.workloads import Workload
 
 __all__ = ["SAME", "Gate", "Verdict"]
 
@@ -31,7 +36,8 @@ SAME = 1e-4
 library's LayerNorm and convolution sum with more rounding than the contract lets a kernel have, and to leave them out
 for that would flatter the package. A wrong result still shows: a lost term moves far more."""
 
-_BATCHED = ("parents", "dchildren", "dparents")
+_OF_CHILDREN = ("children", "scores")
+"""Arguments that children which are copies of each other have in common. (Results of these names are the parents'.)"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,11 @@ class Verdict:
     complaint: str = ""
 
 
+def _of_children(name: str) -> bool:
+    """Tell whether a result is the gradient of what each child has."""
+    return name.startswith("d") and name[1:] in _OF_CHILDREN
+
+
 def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
@@ -74,32 +85,66 @@ class Gate:
         self.workload = workload
         self.dtype = inputs.children.dtype
         self.epsilon = torch.finfo(self.dtype).eps if epsilon is None else epsilon
-        self._inputs = inputs
-        self.exact = self._reference(inputs.to(torch.float64))
+        self._batch = inputs.children.shape[0]
+        self._samples = workload.samples_checked(self._batch)
+        self._inputs = self._problem(inputs)
+        self.exact = self._reference(self._inputs.to(torch.float64))
         self.eager_error = dict.fromkeys(self.exact, 0.0)
-        yardsticks = [build("reference", workload)]
-        if workload.uniform and workload.grid is not None and not workload.normalize:
+        yardsticks = [workload.routing.exact(workload)]
+        routing = workload.routing
+        if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
             yardsticks.append(convolution(workload))
         for run in yardsticks:
-            for name, tensor in self._in_parts(run, inputs.to(self.dtype)).items():
+            for name, tensor in self._in_parts(run, self._inputs.to(self.dtype)).items():
                 error = _largest(tensor.double() - self.exact[name])
                 self.eager_error[name] = max(self.eager_error[name], error)
         self._condition: dict[str, float] | None = None
 
-    def _reference(self, inputs: Inputs) -> dict[str, Tensor]:
-        return self._in_parts(build("reference", self.workload), inputs)
+    def _problem(self, inputs: Inputs) -> Inputs:
+        """Return what the reference is given: all of it, some samples, or one of the copies of the children."""
+        if self._samples is not None:
+            inputs = inputs.samples(self._samples)
+        if self.workload.copies == 1:
+            return inputs
+        one = self.workload.types // self.workload.copies
+        cut = {name: tensor[:, :one] if name in _OF_CHILDREN else tensor for name, tensor in inputs.arguments.items()}
+        return replace(inputs, arguments=cut)
 
-    def _in_parts(self, run: Pass, inputs: Inputs) -> dict[str, Tensor]:
+    def _off_by(self, name: str, tensor: Tensor) -> float:
+        """Return the largest error of a result, or of the part of it that is checked.
+
+        The gradient of a child that counts k times is that of each copy times k.
+        """
+        if self._samples is not None and is_batched(name):
+            tensor = tensor[self._samples]
+        exact, copies = self.exact[name], self.workload.copies
+        if copies > 1 and _of_children(name):
+            return max(_largest(part.double() * copies - exact) for part in tensor.chunk(copies, 1))
+        return _largest(tensor.double() - exact)
+
+    def _shape(self, name: str) -> list[int]:
+        """Return the shape that a result must have."""
+        shape = [*self.exact[name].shape]
+        if self._samples is not None and is_batched(name):
+            shape[0] = self._batch
+        if _of_children(name):
+            shape[1] *= self.workload.copies
+        return shape
+
+    def _reference(self, inputs: Inputs) -> dict[str, Tensor]:
+        return self._in_parts(self.workload.routing.exact(self.workload), inputs)
+
+    def _in_parts(self, run: Implementation, inputs: Inputs) -> dict[str, Tensor]:
         """Run a training step in parts of the batch, and put the parts together."""
         workload, batch = self.workload, inputs.children.shape[0]
-        per_sample = workload.votes_bytes(1, inputs.children.element_size())
+        per_sample = workload.votes_bytes(1, inputs.children.element_size()) // workload.copies
         step = max(1, _CHUNK_BYTES * (4 if inputs.children.is_cuda else 1) // per_sample)
         parts = [
             runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
             for first in range(0, batch, step)
         ]
         return {
-            name: torch.cat([part[name] for part in parts]) if name in _BATCHED else sum_of(parts, name)
+            name: torch.cat([part[name] for part in parts]) if is_batched(name) else sum_of(parts, name)
             for name in parts[0]
         }
 
@@ -108,14 +153,11 @@ class Gate:
         if self._condition is None:
             generator = torch.Generator().manual_seed(1)
 
-            def moved(tensor: Tensor | None) -> Any:
-                if tensor is None:
-                    return None
+            def moved(tensor: Tensor) -> Tensor:
                 signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device).double() * 2 - 1
-                return tensor.detach().double() * (1 + self.epsilon * signs)
+                return tensor.double() * (1 + self.epsilon * signs)
 
-            near = Inputs(*[moved(tensor) for tensor in (*self._inputs.arguments(), self._inputs.grad)])
-            other = self._reference(near)
+            other = self._reference(self._inputs.apply(moved))
             self._condition = {name: _largest(other[name] - value) for name, value in self.exact.items()}
         return self._condition
 
@@ -125,23 +167,24 @@ class Gate:
         Parameters
         ----------
         found : dict of str to Tensor
-            ``parents`` and perhaps ``d`` + the name of each argument, as :func:`bench.alternatives.runner` returns it.
+            The results and perhaps ``d`` + the name of each argument, as :func:`bench.alternatives.runner` returns it.
         share : float
             Also allow this share of a result's largest number; 0 is the contract, which this package is held to.
         """
         errors: dict[str, float] = {}
         allowed: dict[str, float] = {}
         complaint = ""
-        if "parents" not in found or (len(found) > 1 and found.keys() != self.exact.keys()):
+        forward = {name for name in self.exact if name in self.workload.routing.results}
+        if found.keys() not in (forward, self.exact.keys()):
             return Verdict(False, errors, allowed, f"results are {sorted(found)}, wanted {sorted(self.exact)}")
         for name, tensor in found.items():
-            exact = self.exact[name]
-            if tensor.shape != exact.shape:
-                return Verdict(False, errors, allowed, f"{name} has shape {[*tensor.shape]}, wanted {[*exact.shape]}")
+            wanted = self._shape(name)
+            if [*tensor.shape] != wanted:
+                return Verdict(False, errors, allowed, f"{name} has shape {[*tensor.shape]}, wanted {wanted}")
             if not torch.isfinite(tensor).all():
                 return Verdict(False, errors, allowed, f"{name} has numbers that are not finite")
-            errors[name] = _largest(tensor.double() - exact)
-            allowed[name] = 2 * self.eager_error[name] + (self.epsilon + share) * _largest(exact)
+            errors[name] = self._off_by(name, tensor)
+            allowed[name] = 2 * self.eager_error[name] + (self.epsilon + share) * _largest(self.exact[name])
             if errors[name] > allowed[name]:
                 allowed[name] += self.condition()[name]
             if errors[name] > allowed[name] and not complaint:
@@ -149,10 +192,10 @@ class Gate:
         return Verdict(not complaint, errors, allowed, complaint)
 
 
-def convolution(workload: Workload) -> Pass:
+def convolution(workload: Workload) -> Implementation:
     """Return a uniform pass as a user would write it with ``F.conv2d``: rows in the batch, N * D channels in."""
 
-    def run(children: Tensor, weight: Tensor, *absent: None) -> Tensor:
+    def run(children: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         batch, types, height, width, rows, inner = children.shape
         _, many, _, columns = weight.shape
         size = workload.kernel_size
@@ -160,7 +203,7 @@ def convolution(workload: Workload) -> Pass:
         kernel = weight.view(size, size, types, many, inner, columns).permute(3, 5, 2, 4, 0, 1)
         kernel = kernel.reshape(many * columns, types * inner, size, size)
         result = F.conv2d(images.permute(0, 3, 1, 2), kernel, stride=workload.stride) / many
-        return result.view(batch, rows, many, columns, *result.shape[2:]).permute(0, 2, 4, 5, 1, 3)
+        return (result.view(batch, rows, many, columns, *result.shape[2:]).permute(0, 2, 4, 5, 1, 3),)
 
     return run
 

@@ -15,7 +15,7 @@ import torch
 import fastcaps
 from fastcaps import backends
 
-__all__ = ["ROOT", "describe", "slug"]
+__all__ = ["ROOT", "describe", "memory", "slug"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,6 +41,11 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def describe(threads: int) -> dict[str, Any]:
     """Return the header of a results file."""
     native = backends.listing()[backends.NAMES.index("cpu")].available
@@ -49,6 +54,7 @@ def describe(threads: int) -> dict[str, Any]:
         "device": _processor(),
         "cores": cores,
         "threads": threads,
+        "memory": memory(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "backend": backends.forced() or ("cpu" if native else "reference"),
         "capability": backends.native_capability() if native else None,

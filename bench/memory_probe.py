@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.alternatives import build, is_compiled, runner
+from bench.inputs import size_of
 from bench.workloads import Workload
 
 __all__ = ["Peak", "measure", "measure_fresh", "peak_of_pass", "peak_supported"]
@@ -40,15 +41,37 @@ class Peak:
         Peak minus baseline.
     results
         Bytes of what the call returned.
+    inputs
+        Bytes of the call's arguments and of the results' cotangents, which lay in memory before.
+    resident
+        The whole process at the peak: what a machine must have.
     """
 
     growth: int
     results: int
+    inputs: int = 0
+    resident: int = 0
 
     @property
     def beyond(self) -> int:
         """Growth without the results; never below 0."""
         return max(0, self.growth - self.results)
+
+    @property
+    def total(self) -> int:
+        """All tensors of the layer: inputs, parameters, results, gradients, and what was needed for a time."""
+        return self.inputs + self.growth
+
+    def entry(self) -> dict[str, int]:
+        """Return what is written down."""
+        return {
+            "peak": self.growth,
+            "results": self.results,
+            "beyond": self.beyond,
+            "inputs": self.inputs,
+            "total": self.total,
+            "resident": self.resident,
+        }
 
 
 def _status(field: str) -> int:
@@ -95,7 +118,8 @@ def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, thre
     torch.set_num_threads(threads)
     small = workload.miniature()
     runner(build(name, small), small.inputs(1), training)()
-    call = runner(build(name, workload), workload.inputs(batch), training)
+    inputs = workload.inputs(batch)
+    call = runner(build(name, workload), inputs, training)
     if is_compiled(name):
         call()  # else the compiler's own memory would count
     results = 0
@@ -103,11 +127,12 @@ def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, thre
     def counted() -> Any:
         nonlocal results
         found = call()
-        results = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+        results = size_of(found.values())
         return found
 
     growth = measure(counted)
-    return Peak(growth, results)
+    given = inputs.nbytes + (size_of(inputs.grads.values()) if training else 0)
+    return Peak(growth, results, given, _status("VmHWM"))
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ if __name__ == "__main__":
 from bench import device_report
 from bench.device_report import SHORT, number
 
-__all__ = ["BEGIN", "END", "into", "markdown", "merge", "print_document", "shortfalls", "tables"]
+__all__ = ["BEGIN", "END", "into", "markdown", "means", "merge", "print_document", "shortfalls", "tables"]
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -35,15 +36,33 @@ COLUMNS = (
     "speed-up",
     "GFLOP/s",
     "of sgemm",
-    "peak MB (own)",
+    "peak MB (own; of votes)",
     "bmm's",
+)
+
+WHOLE_COLUMNS = (
+    "workload",
+    "batch",
+    "votes",
+    "fastcaps ms (p20-p80)",
+    "inputs and parameters MB",
+    "results and gradients MB",
+    "for a time MB",
+    "all tensors MB",
+    "process MB",
 )
 
 LEGEND = (
     "Times are the median (20th-80th percentile) of calls in turns; GFLOP/s counts useful operations, recomputation "
     "left out (a training step: three times the forward pass). Peak MB: growth of a fresh process during one call, in "
-    "brackets without the results that it returns; bmm's is the eager batched-matmul alternative's. * after a restart, "
-    "see below."
+    "brackets without the results that it returns, and that as a share of the votes; bmm's is the eager batched-matmul "
+    "alternative's. * after a restart, see below."
+)
+
+WHOLE_LEGEND = (
+    "Training steps for which no alternative fits into memory, or whose memory as a whole was promised: inputs (with "
+    "the cotangent) and parameters, results and gradients, what is needed for a time, and their sum; last the whole "
+    "process at its peak, Python and torch included."
 )
 
 
@@ -56,14 +75,20 @@ def _bytes(count: float) -> str:
     return f"{number(max(count, 1e4) / 1e6)} MB"
 
 
-def _peak(memory: dict[str, Any], name: str) -> str:
+def _peak(memory: dict[str, Any], name: str, votes: float | None = None) -> str:
     entry = memory.get(name)
     if entry is None:
         return ""
     if "failed" in entry:
         return "failed"
     peak, own = (number(max(entry[key], 1e4) / 1e6) for key in ("peak", "beyond"))
-    return f"{peak} ({own})"
+    share = "" if votes is None else f"; {_share(entry['beyond'] / votes)}"
+    return f"{peak} ({own}{share})"
+
+
+def _share(value: float) -> str:
+    """Return a share in percent; what is above the whole is not worth a number."""
+    return f"{value:.1%}" if value < 0.995 else "all"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -85,21 +110,66 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *other,
         number(row["gflops"]),
         f"{row['sgemm_share']:.0%}",
-        _peak(memory, "fastcaps"),
+        _peak(memory, "fastcaps", row["votes_bytes"]),
         others[0] if others else "",
     ]
 
 
 def tables(document: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Return (title, lines) for each mode, default and other batches before batch 1."""
+    """Return (title, lines with the head first): for each mode, batches set beside batch 1, then whole layers."""
     found = []
     for single in (False, True):
         for mode in ("forward", "training step"):
-            rows = [row for row in document["rows"] if row["mode"] == mode and (row["batch"] == 1) == single]
+            rows = [row for row in document["rows"] if row["mode"] == mode and _is_extra(row) == single]
             if rows:
                 title = f"{mode.capitalize()}, batch 1" if single else mode.capitalize()
-                found.append((title, [_cells(row) for row in rows]))
+                found.append((title, [list(COLUMNS), *(_cells(row) for row in rows)]))
+    whole = [row for row in document["rows"] if _is_whole(row)]
+    if whole:
+        found.append(("Memory of whole layers", [list(WHOLE_COLUMNS), *(_whole_cells(row) for row in whole)]))
     return found
+
+
+def _is_extra(row: dict[str, Any]) -> bool:
+    """Tell whether a row is one of batch 1 beside the workload's default batch."""
+    return row["batch"] == 1 and not row.get("default", False)
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """Tell whether a row's memory as a whole is shown: a training step without alternatives, or with a goal for it."""
+    if row["mode"] != "training step" or "total" not in row.get("memory", {}).get("fastcaps", {}):
+        return False
+    alternatives = row["alternatives"].values()
+    none_fits = bool(alternatives) and all("left_out" in entry for entry in alternatives)
+    return none_fits or "total" in (row["goal"] or {})
+
+
+def _whole_cells(row: dict[str, Any]) -> list[str]:
+    """Return one table line, in the order of ``WHOLE_COLUMNS``."""
+    memory = row["memory"]["fastcaps"]
+    sizes = [number(max(memory[key], 1e4) / 1e6) for key in ("inputs", "results", "beyond", "total", "resident")]
+    head = [row["workload"], str(row["batch"]), _bytes(row["votes_bytes"])]
+    return [*head, _milliseconds(row["fastcaps"]), *sizes]
+
+
+def means(document: dict[str, Any]) -> list[tuple[str, float, int, float]]:
+    """Return for each mode (mode, geometric mean of the speed-ups, rows, goal) over the rows that have such a goal."""
+    found = []
+    for mode in ("forward", "training step"):
+        rows = [row for row in document["rows"] if row["mode"] == mode and "mean" in (row.get("goal") or {})]
+        speedups = [row["speedup"] for row in rows if row.get("speedup")]
+        if speedups:
+            middle = math.exp(sum(map(math.log, speedups)) / len(speedups))
+            found.append((mode, middle, len(speedups), rows[0]["goal"]["mean"]))
+    return found
+
+
+def _means(document: dict[str, Any]) -> list[str]:
+    """Return a sentence for each mode's geometric mean."""
+    return [
+        f"{mode}: {number(middle)}×, over {count} rows of whole routings (goal {number(goal)}×)"
+        for mode, middle, count, goal in means(document)
+    ]
 
 
 def shortfalls(document: dict[str, Any]) -> list[str]:
@@ -118,7 +188,22 @@ def shortfalls(document: dict[str, Any]) -> list[str]:
         share = goal.get("sgemm_share")
         if share is not None and row["sgemm_share"] < share:
             missed.append(f"{place}: {row['sgemm_share']:.0%} of sgemm, goal {share:.0%}")
+        missed += [f"{place}: {what}" for what in _too_much_memory(row)]
+    for mode, middle, count, wanted in means(document):
+        if middle < wanted:
+            missed.append(f"{mode}, geometric mean of {count} rows: {number(middle)}×, goal {number(wanted)}×")
     return missed
+
+
+def _too_much_memory(row: dict[str, Any]) -> list[str]:
+    """Return what a row says of memory that misses its goal."""
+    memory, goal, found = row.get("memory", {}).get("fastcaps", {}), row["goal"], []
+    if "memory_share" in goal and memory.get("beyond", 0) > goal["memory_share"] * row["votes_bytes"]:
+        share = memory["beyond"] / row["votes_bytes"]
+        found.append(f"{share:.1%} of the votes' bytes beside the results, goal {goal['memory_share']:.0%}")
+    if memory.get("total", 0) > goal.get("total", math.inf):
+        found.append(f"{number(memory['total'] / 1e6)} MB in all tensors, goal {number(goal['total'] / 1e6)} MB")
+    return found
 
 
 def _about(document: dict[str, Any]) -> str:
@@ -145,7 +230,7 @@ def _failures(document: dict[str, Any]) -> list[str]:
     found: dict[str, list[str]] = {}
     for row in document["rows"]:
         for name, entry in row.get("alternatives", {}).items():
-            what = entry.get("failed") or entry.get("note")
+            what = entry.get("failed") or entry.get("note") or entry.get("left_out")
             if what:
                 place = f"{row['workload']} batch {row['batch']} {row['mode']}"
                 found.setdefault(f"{SHORT.get(name, name)}: {what}", []).append(place)
@@ -155,12 +240,15 @@ def _failures(document: dict[str, Any]) -> list[str]:
 def markdown(document: dict[str, Any]) -> str:
     """Return the document as markdown: what was measured on, a table for each mode, and what there is to say."""
     lines = [_about(document), "", LEGEND, ""]
-    for title, cells in tables(document):
-        right = ["---"] + ["---:"] * (len(COLUMNS) - 1)
+    for title, (head, *cells) in tables(document):
+        right = ["---"] + ["---:"] * (len(head) - 1)
         lines += [f"**{title}**", ""]
-        lines += [f"| {' | '.join(line)} |" for line in [list(COLUMNS), right, *cells]]
+        if head == list(WHOLE_COLUMNS):
+            lines += [WHOLE_LEGEND, ""]
+        lines += [f"| {' | '.join(line)} |" for line in [head, right, *cells]]
         lines.append("")
     for title, sentences in (
+        ("Geometric means of the speed-ups:", _means(document)),
         ("Below the goal:", shortfalls(document)),
         ("Alternatives without a figure, and those marked *:", _failures(document)),
     ):
@@ -180,14 +268,18 @@ def print_document(document: dict[str, Any]) -> None:
         console.width = 170
     console.print(_about(document), markup=False)
     console.print(LEGEND, markup=False)
-    for title, cells in tables(document):
+    for title, (head, *cells) in tables(document):
         table = Table(title=title, title_justify="left", pad_edge=False)
-        for index, column in enumerate(COLUMNS):
+        for index, column in enumerate(head):
             table.add_column(column, justify="left" if index in (0, 4) else "right", overflow="fold")
         for line in cells:
             table.add_row(*line)
         console.print(table)
-    for title, sentences in (("Below the goal:", shortfalls(document)), ("Alternatives:", _failures(document))):
+    for title, sentences in (
+        ("Geometric means:", _means(document)),
+        ("Below the goal:", shortfalls(document)),
+        ("Alternatives:", _failures(document)),
+    ):
         if sentences:
             console.print(title, markup=False)
             for sentence in sentences:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import machine, report
-from bench.alternatives import ALTERNATIVES, OURS, build, is_compiled, runner
+from bench.alternatives import ALTERNATIVES, OURS, build, bytes_needed, is_compiled, runner
 from bench.gate import SAME, Gate, Verdict
 from bench.memory_probe import measure_fresh, peak_of_pass, peak_supported
 from bench.timing import Contender, Plan, Schedule, Sgemm, quantiles
@@ -27,6 +27,9 @@ _MEMORY_ALTERNATIVE = "batched-matmul"
 _QUICK_MEMORY = ("tsai-c10-conv1",)
 """Workloads whose memory a quick run measures."""
 
+_FITS, _TOGETHER = 0.6, 0.4
+"""Shares of the machine's memory: what one alternative may need, and what all may need that are prepared at once."""
+
 
 class Refused(Exception):
     """The result disagrees with the float64 reference: there is no speed figure."""
@@ -34,7 +37,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for; see ``pytest bench --help``."""
+    """What the command line asked for; see ``pytest bench --help``. A run has ``available`` bytes of memory."""
 
     results: Path
     threads: int
@@ -43,6 +46,7 @@ class Settings:
     compiled: bool = True
     alternatives: bool = True
     memory: bool = True
+    available: float = field(default_factory=machine.memory)
 
 
 @dataclass
@@ -54,9 +58,11 @@ class Case:
     workload, batch, training
         Which row.
     call
-        What is timed: the package's own pass or training step.
+        What is timed: the package's own call or training step.
     schedule
         Brings the alternatives in between; see :class:`bench.timing.Schedule`.
+    left_out
+        Alternatives that need more memory than there is, and why.
     """
 
     workload: Workload
@@ -68,6 +74,7 @@ class Case:
     sgemm: Contender
     contenders: list[Contender]
     failures: dict[str, str]
+    left_out: dict[str, str]
 
 
 class Session:
@@ -116,18 +123,28 @@ class Session:
         Refused
             If the package's own result disagrees with the float64 reference.
         """
+        left_out = self._left_out(workload, batch, training)
+        taking_part = {name: worker for name, worker in self._workers.items() if name not in left_out}
+        needed = sum(bytes_needed(name, workload, batch, training) for name in taking_part)
+        at_once = needed < _TOGETHER * self.settings.available
         failures: dict[str, str] = {}
-        for name, worker in self._workers.items():
+
+        def begin(name: str) -> None:
             try:
-                worker.begin(workload.name, batch, training)
+                taking_part[name].begin(workload.name, batch, training)
             except WorkerError as error:
                 failures[name] = str(error)
+
+        for name in taking_part if at_once else ():
+            begin(name)
         gate = self._gate_of(workload, batch)
         call = runner(build(OURS, workload), workload.inputs(batch), training)
         verdict = gate.judge(call())
 
         contenders: list[Contender] = []
-        for name, worker in self._workers.items():
+        for name, worker in taking_part.items():
+            if not at_once:
+                begin(name)
             if name not in failures:
                 failure = self._check(worker, gate)
                 if failure:
@@ -139,7 +156,19 @@ class Session:
             raise Refused(verdict.complaint)
         sgemm = Contender("sgemm", self._sgemm.timer)
         schedule = Schedule(call, [sgemm, *contenders], self.settings.plan)
-        return Case(workload, batch, training, call, schedule, verdict, sgemm, contenders, failures)
+        return Case(workload, batch, training, call, schedule, verdict, sgemm, contenders, failures, left_out)
+
+    def _left_out(self, workload: Workload, batch: int, training: bool) -> dict[str, str]:
+        """Return the alternatives that do not fit into memory, with the reason."""
+        found = {}
+        for name in self._workers:
+            needed = bytes_needed(name, workload, batch, training)
+            if needed > _FITS * self.settings.available:
+                found[name] = (
+                    f"would need {needed / 1e9:.0f} GB, {needed / workload.votes_bytes(batch):.0f} times the votes, of "
+                    f"{self.settings.available / 1e9:.0f} GB that the machine has"
+                )
+        return found
 
     @staticmethod
     def _check(worker: Worker, gate: Gate) -> str:
@@ -157,22 +186,17 @@ class Session:
 
     def _row(self, workload: Workload, batch: int, training: bool) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
-        goal = None
-        if workload.goal is not None and not self.settings.quick:
-            goal = {"speedup": workload.goal.training if training else workload.goal.forward}
-            if not training:
-                goal["sgemm_share"] = workload.goal.share
-            if batch != workload.batch:
-                goal = {"speedup": 1.0} if batch == 1 else None
         return {
             "workload": workload.name,
             "source": workload.source,
             "batch": batch,
+            "default": batch == workload.batch,
             "mode": "training step" if training else "forward",
             "dtype": "float32",
             "votes_bytes": workload.votes_bytes(batch),
             "operations": workload.operations(batch, training),
-            "goal": goal,
+            "inputs_bytes": workload.inputs_bytes(batch),
+            "goal": None if self.settings.quick else workload.goal_at(batch, training),
         }
 
     def finish(self, case: Case, samples: list[float]) -> dict[str, Any]:
@@ -183,6 +207,9 @@ class Session:
         measured = {contender.name: contender for contender in case.contenders}
         alternatives: dict[str, Any] = {}
         for name, worker in self._workers.items():
+            if name in case.left_out:
+                alternatives[name] = {"left_out": case.left_out[name]}
+                continue
             contender = measured.get(name)
             failure = case.failures[name] if contender is None else contender.error
             alternatives[name] = {"failed": failure} if contender is None or failure else quantiles(contender.samples)
@@ -213,7 +240,8 @@ class Session:
         if self.settings.quick and case.workload.name not in _QUICK_MEMORY:
             return {"left_out": "quick run"}
         names = [OURS]
-        if _MEMORY_ALTERNATIVE in self._workers and (case.batch == case.workload.batch or self.settings.quick):
+        usual = case.batch == case.workload.batch or self.settings.quick
+        if usual and _MEMORY_ALTERNATIVE in self._workers and _MEMORY_ALTERNATIVE not in case.left_out:
             names.append(_MEMORY_ALTERNATIVE)
         found: dict[str, Any] = {}
         for name in names:
@@ -224,7 +252,7 @@ class Session:
             except RuntimeError as error:
                 found[name] = {"failed": str(error)}
             else:
-                found[name] = {"peak": peak.growth, "results": peak.results, "beyond": peak.beyond}
+                found[name] = peak.entry()
         return found
 
     def _record(self, row: dict[str, Any]) -> None:
@@ -232,7 +260,7 @@ class Session:
         self.document["rows"].append(row)
         about = self.document["machine"]
         stamp = about["date"][:16].replace(":", "")
-        name = f"attention-{machine.slug(about['device'])}-{about['threads']}t-{stamp}-{about['commit']}"
+        name = f"bench-{machine.slug(about['device'])}-{about['threads']}t-{stamp}-{about['commit']}"
         folder = self.settings.results
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / f"{name}.json", folder / f"{name}.md"]

@@ -32,6 +32,8 @@ class Plan:
         Seconds that a turn ought to take at least.
     budget
         Seconds that one alternative may take over all its turns; it has at least one turn, however slow it is.
+    own
+        Seconds that the subject may take over all its turns; it has at least two.
     sgemm
         Size of the square matrices by which the machine is measured.
     """
@@ -39,6 +41,7 @@ class Plan:
     rounds: int = 7
     block: float = 0.08
     budget: float = 3.0
+    own: float = 12.0
     sgemm: int = 2048
 
     def calls(self, seconds: float) -> int:
@@ -47,7 +50,7 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(rounds=3, block=0.02, budget=0.5, sgemm=1024)
+QUICK = Plan(rounds=3, block=0.02, budget=0.5, own=1.0, sgemm=1024)
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:
@@ -147,16 +150,19 @@ class Schedule:
         start = time.perf_counter()
         subject()
         self._estimate = time.perf_counter() - start
-        start = time.perf_counter()
-        subject()
-        self._estimate = min(self._estimate, time.perf_counter() - start)
+        if self._estimate < plan.own / 12:
+            start = time.perf_counter()
+            subject()
+            self._estimate = min(self._estimate, time.perf_counter() - start)
         self.calls_per_round = plan.calls(self._estimate)
+        a_round = (self.calls_per_round + 1) * self._estimate
+        self.rounds = max(2, min(plan.rounds, int(plan.own / max(a_round, 1e-9))))
         self._count = 0
 
     @property
     def total(self) -> int:
         """Timed calls of the subject in all rounds."""
-        return self._plan.rounds * self.calls_per_round
+        return self.rounds * self.calls_per_round
 
     def before(self) -> None:
         """Prepare the next call of the subject."""

@@ -25,9 +25,10 @@ if __name__ == "__main__":
 from bench import sass
 from bench.chip import H200
 from bench.precision import PRECISIONS
+from bench.routings.attention import EPS
 from bench.sass import Instruction, Usage
 from bench.static_report import as_markdown, is_softmax
-from bench.workloads import EPS, WORKLOADS, Workload, find
+from bench.workloads import Workload, attention_passes, find
 from fastcaps import libraries
 from fastcaps.geometry import SET_WINDOW
 
@@ -113,18 +114,17 @@ def launches(workload: Workload, batch: int, precision: str, backward: bool) -> 
     children = made(batch, *grid, workload.types, rows, inner)
     weight = made(workload.children, many, inner, columns)
     parents = made(batch, *places, many, rows, columns)
-    norm = made(rows * columns) if workload.normalize else None
+    norm = made(rows * columns)
     window = SET_WINDOW if workload.window is None else workload.window.spec
-    query = None if workload.uniform else parents
     scale = (rows * columns) ** -0.5
     found: list[Launch] = []
     with module.watched(lambda kernel, programs, arguments: found.append(Launch(kernel, programs, arguments))):
         if backward:
             sums = made(*parents.shape, kind=torch.float32)
-            saved = (children, weight, query, None, None, norm, sums, scale, EPS, workload.normalize, window)
+            saved = (children, weight, parents, None, None, norm, sums, scale, EPS, True, window)
             module.attention_pass_backward(parents, None, *saved, _ALL_BUT_BIAS_AND_GATE, allow_tf32=tf32)
         else:
-            inputs = (children, weight, query, None, None, norm, norm, scale, EPS, workload.normalize, window)
+            inputs = (children, weight, parents, None, None, norm, norm, scale, EPS, True, window)
             module.attention_pass(*inputs, allow_tf32=tf32)
     return found
 
@@ -213,8 +213,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(f"triton_report: {reason}", file=sys.stderr)
         return 2
     try:
-        every = [work for work in WORKLOADS.values() if not work.uniform]
-        text = markdown([find(name) for name in given.workload] or every, given.precision)
+        text = markdown([find(name) for name in given.workload] or attention_passes(), given.precision)
         if given.into is None:
             print(text)
         else:

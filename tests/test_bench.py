@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import report  # noqa: E402
 from bench.alternatives import ALTERNATIVES, OURS, build, eager, runner  # noqa: E402
 from bench.gate import SAME, Gate, convolution  # noqa: E402
+from bench.inputs import is_batched  # noqa: E402
+from bench.layouts import Layout  # noqa: E402
 from bench.memory_probe import measure, measure_fresh, peak_of_pass, peak_supported  # noqa: E402
+from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool  # noqa: E402
 from bench.timing import Contender, Plan, Schedule, Sgemm, quantiles  # noqa: E402
 from bench.worker import Worker, WorkerError  # noqa: E402
 from bench.workloads import WORKLOADS, Workload, find  # noqa: E402
@@ -37,20 +37,42 @@ MEGABYTES = {
     "tsai-dmm-vector-conv": 85,
     "tsai-dmm-vector-set": 94,
     "barham": 1850,
+    "sabour-mnist": 47,
+    "tsai-dr-c10": 42,
+    "tsai-dr-c100": 105,
+    "hinton-conv": 116,
+    "hinton-fc": 33,
+    "heinsen-norb-1": 42,
+    "heinsen-norb-2": 5,
+    "heinsen-sst-1": 19,
+    "heinsen-sst-2": 3,
+    "zhao-pool": 2,
+    "li-capnet-dynamic": 134,
+    "li-capnet-em": 134,
+    "vocabulary": 1966,
+    "million": 4096,
 }
 """Bytes of stored votes at the default batch, worked out by hand."""
 
+UNIFORM = AttentionPass(uniform=True, normalize=False)
 TINY = (
-    Workload("tiny-grid", "-", 2, 3, 5, 2, 3, 4, grid=(7, 6), kernel_size=3, stride=2),
-    Workload("tiny-vector-grid", "-", 2, 3, 4, 1, 5, 6, grid=(4, 4), kernel_size=2),
-    Workload("tiny-set", "-", 3, 7, 5, 2, 2, 2),
-    Workload("tiny-vector-set", "-", 3, 7, 5, 1, 4, 6),
-    Workload(
-        "tiny-uniform", "-", 2, 3, 5, 2, 3, 3, grid=(5, 5), kernel_size=3, stride=2, uniform=True, normalize=False
-    ),
-    Workload("tiny-uniform-set", "-", 2, 6, 5, 2, 3, 3, uniform=True),
-    Workload("tiny-bare", "-", 2, 6, 5, 2, 2, 3, normalize=False),
+    Workload("tiny-grid", "-", (2,), 3, 5, 2, 3, 4, grid=(7, 6), kernel_size=3, stride=2),
+    Workload("tiny-vector-grid", "-", (2,), 3, 4, 1, 5, 6, grid=(4, 4), kernel_size=2),
+    Workload("tiny-set", "-", (3,), 7, 5, 2, 2, 2),
+    Workload("tiny-vector-set", "-", (3,), 7, 5, 1, 4, 6),
+    Workload("tiny-uniform", "-", (2,), 3, 5, 2, 3, 3, grid=(5, 5), kernel_size=3, stride=2, routing=UNIFORM),
+    Workload("tiny-uniform-set", "-", (2,), 6, 5, 2, 3, 3, routing=AttentionPass(uniform=True)),
+    Workload("tiny-bare", "-", (2,), 6, 5, 2, 2, 3, routing=AttentionPass(normalize=False)),
+    Workload("tiny-dynamic", "-", (3,), 7, 5, 1, 4, 6, routing=DynamicRouting()),
+    Workload("tiny-dynamic-shared", "-", (3,), 8, 5, 1, 4, 6, groups=4, routing=DynamicRouting()),
+    Workload("tiny-em-grid", "-", (2,), 3, 5, 2, 2, 2, grid=(5, 5), kernel_size=3, stride=2, routing=EMRouting()),
+    Workload("tiny-em-set", "-", (2,), 12, 5, 2, 2, 2, groups=3, routing=EMRouting(coordinates=True)),
+    Workload("tiny-heinsen", "-", (2,), 6, 5, 2, 3, 2, routing=HeinsenRouting()),
+    Workload("tiny-heinsen-text", "-", (3,), 15, 4, 1, 6, 2, groups=1, routing=HeinsenRouting(layers=3)),
+    Workload("tiny-pool", "-", (3,), 9, 1, 1, 5, 5, groups=0, routing=RoutingPool()),
 )
+COPIED = Workload("tiny-copied", "-", (2,), 12, 5, 1, 4, 3, groups=1, routing=HeinsenRouting(), copies=4)
+SAMPLED = Workload("tiny-sampled", "-", (5,), 8, 5, 1, 4, 6, groups=4, routing=DynamicRouting(), checked=2)
 
 
 # Registry
@@ -80,13 +102,14 @@ def test_a_uniform_pass_counts_the_convolution_only() -> None:
 def test_inputs_are_the_same_for_the_same_seed_and_lie_channels_last() -> None:
     workload = find("tsai-dmm-matrix-conv")
     first, again, other = workload.inputs(2, seed=1), workload.inputs(2, seed=1), workload.inputs(2, seed=2)
-    assert torch.equal(first.children, again.children) and torch.equal(first.grad, again.grad)
+    assert torch.equal(first.children, again.children)
+    assert torch.equal(first.grads["parents"], again.grads["parents"])
     assert not torch.equal(first.children, other.children)
     assert first.children.shape == (2, 16, 8, 8, 8, 8)
     assert first.children.movedim(1, 3).is_contiguous()
-    assert first.parents is not None and first.parents.shape == (2, 16, 6, 6, 8, 8)
-    assert first.parents.movedim(1, 3).is_contiguous()
-    assert workload.inputs(2, dtype=torch.float64).weight.dtype == torch.float64
+    parents = first.arguments["parents"]
+    assert parents.shape == (2, 16, 6, 6, 8, 8) and parents.movedim(1, 3).is_contiguous()
+    assert {tensor.dtype for tensor in workload.inputs(2, dtype=torch.float64).arguments.values()} == {torch.float64}
 
 
 def test_an_unknown_workload_names_those_there_are() -> None:
@@ -100,22 +123,43 @@ def test_an_unknown_workload_names_those_there_are() -> None:
 @pytest.mark.parametrize("workload", TINY, ids=lambda w: w.name)
 def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
     wanted = runner(build("reference", workload), workload.inputs(workload.batch, dtype=torch.float64), True)()
-    names = {f"d{name}" for name in workload.inputs(1).present()} | {"parents"}
+    names = {f"d{name}" for name in workload.inputs(1).learned} | {*workload.routing.results}
     assert wanted.keys() == names
     for name in (OURS, "batched-matmul"):
         inputs = workload.inputs(workload.batch, dtype=torch.float64)
         found = runner(build(name, workload), inputs, True)()
         forward = runner(build(name, workload), workload.inputs(workload.batch, dtype=torch.float64), False)()
-        assert found.keys() == names
-        torch.testing.assert_close(forward["parents"], wanted["parents"], rtol=1e-12, atol=1e-12)
+        assert found.keys() == names and forward.keys() == {*workload.routing.results}
+        for key, tensor in forward.items():
+            torch.testing.assert_close(tensor, wanted[key], rtol=1e-11, atol=1e-11)
         for key, tensor in wanted.items():
             torch.testing.assert_close(
                 found[key], tensor, rtol=1e-11, atol=1e-11, msg=lambda m, k=key, n=name: n + k + m
             )
 
 
-def test_compiled_alternatives_have_no_graph_break_and_agree() -> None:
-    workload = TINY[0]
+@pytest.mark.parametrize("axes", ["imecp", "pimce", "pmice", "mpcei", "picme", "mecpi"])
+@pytest.mark.parametrize("groups", [1, 3, 6])
+def test_votes_and_steps_are_the_same_in_every_layout(axes: str, groups: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    seen, weight, bias, query, shares = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((6, 4, 2, 3), (groups, 5, 3, 2), (6, 1, 2, 2), (4, 5, 2, 2), (6, 4, 5))
+    )
+    wanted = torch.einsum("ipcd,imde->ipmce", seen, weight.repeat(6 // groups, 1, 1, 1)) + bias.unsqueeze(1)
+    layout = Layout(axes)
+    votes = layout.votes(seen, weight, bias)
+    torch.testing.assert_close(layout.back(votes, "ipmce"), wanted)
+    agreement = layout.back(layout.agree(votes, layout.place(query, "pmce")), "ipm")
+    torch.testing.assert_close(agreement, torch.einsum("ipmce,pmce->ipm", wanted, query))
+    placed = layout.place(shares, "ipm").contiguous()
+    assert [*placed.shape] == layout.agree_shape(votes)
+    sums = layout.back(layout.weigh(placed, votes), "pmce")
+    torch.testing.assert_close(sums, torch.einsum("ipm,ipmce->pmce", shares, wanted))
+
+
+@pytest.mark.parametrize("workload", [TINY[0], *TINY[7:]], ids=lambda w: w.name)
+def test_compiled_alternatives_have_no_graph_break_and_agree(workload: Workload) -> None:
     wanted = runner(build("reference", workload), workload.inputs(2), True)()
     for name in ALTERNATIVES[2:]:
         torch._dynamo.reset()
@@ -123,7 +167,7 @@ def test_compiled_alternatives_have_no_graph_break_and_agree() -> None:
         traced = torch.compile(eager(name, workload), backend="aot_eager", fullgraph=True, dynamic=False)
         found = runner(traced, workload.inputs(2), True)()
         for key, tensor in wanted.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
     torch._dynamo.reset()
 
 
@@ -140,6 +184,28 @@ def _result(workload: Workload, batch: int, training: bool = True) -> dict[str, 
     return runner(build(OURS, workload), workload.inputs(batch), training)()
 
 
+@pytest.mark.parametrize("workload", [COPIED, SAMPLED], ids=lambda w: w.name)
+def test_what_is_checked_in_part_is_exact(workload: Workload) -> None:
+    inputs = workload.inputs(workload.batch)
+    assert (inputs.samples([0, 4]).grads["parents"] != 0).all() if workload is SAMPLED else workload.matrices == 1
+    small = Gate(workload, inputs)
+    precise = runner(build("reference", workload), workload.inputs(workload.batch).to(torch.float64), training=True)()
+    found = {name: tensor.float() for name, tensor in precise.items()}
+    whole = Gate(replace(workload, copies=1, checked=None), inputs)
+    verdict, wanted = small.judge(found), whole.judge(found)
+    assert verdict.passed and wanted.passed, (verdict.complaint, wanted.complaint)
+    for name, exact in whole.exact.items():
+        if workload is SAMPLED and is_batched(name):
+            exact = exact[[0, 4]]
+        elif workload is COPIED and name in ("dchildren", "dscores"):
+            exact = exact[:, :3] * workload.copies
+        torch.testing.assert_close(small.exact[name], exact, rtol=1e-9, atol=1e-9)
+    for name in found:
+        wrong = {key: tensor.clone() for key, tensor in found.items()}
+        wrong[name][-1] *= 1.01
+        assert not small.judge(wrong).passed, name
+
+
 @pytest.mark.parametrize("workload", TINY, ids=lambda w: w.name)
 def test_the_gate_reference_is_the_same_in_parts(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Gate(workload, workload.inputs(workload.batch))
@@ -152,7 +218,6 @@ def test_the_gate_reference_is_the_same_in_parts(workload: Workload, monkeypatch
 
 def test_the_convolution_that_uniform_passes_are_measured_by_is_right() -> None:
     workload = TINY[4]
-    assert workload.uniform
     wanted = runner(build("reference", workload), workload.inputs(2, dtype=torch.float64), True)()
     found = runner(convolution(workload), workload.inputs(2, dtype=torch.float64), True)()
     for key, tensor in wanted.items():
@@ -328,158 +393,3 @@ def test_a_wrong_compiled_result_has_a_second_chance_and_a_wrong_eager_one_none(
     eager_one = _Unreliable("batched-matmul", _result(TINY[2], 3))
     assert Session._check(eager_one, gate).startswith("disagrees with the reference: parents errs by")
     assert eager_one.note == ""
-
-
-# Report
-
-
-def _entry(seconds: float) -> dict[str, Any]:
-    return {"median": seconds, "p20": seconds * 0.9, "p80": seconds * 1.1, "calls": 7}
-
-
-def _row(**changes: Any) -> dict[str, Any]:
-    row = {
-        "workload": "tsai-c10-conv1",
-        "source": "Tsai et al. 2020, Table 8",
-        "batch": 8,
-        "mode": "forward",
-        "votes_bytes": 231_211_008,
-        "operations": 693_633_024,
-        "goal": {"speedup": 35, "sgemm_share": 0.45},
-        "fastcaps": _entry(0.005),
-        "alternatives": {
-            "reference": _entry(0.5),
-            "batched-matmul": _entry(0.2),
-            "reference-compiled": {"failed": "the process died (exit code -6)"},
-            "batched-matmul-compiled": {**_entry(0.15), "note": "it died; run again"},
-        },
-        "fastest": "batched-matmul-compiled",
-        "speedup": 30.0,
-        "gflops": 138.7,
-        "sgemm_gflops": 370.0,
-        "sgemm_share": 0.375,
-        "memory": {
-            "fastcaps": {"peak": 2_500_000, "results": 1_500_000, "beyond": 1_000_000},
-            "batched-matmul": {"peak": 700_000_000, "results": 1_500_000, "beyond": 698_500_000},
-        },
-    }
-    return row | changes
-
-
-def _document(*rows: dict[str, Any]) -> dict[str, Any]:
-    about = {
-        "device": "Test Processor",
-        "threads": 2,
-        "cores": 2,
-        "backend": "cpu",
-        "capability": "avx512",
-        "date": "2026-01-02T03:04:05+00:00",
-        "commit": "abc",
-        "modified": False,
-        "versions": {"fastcaps": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-    }
-    return {"format": 1, "kind": "full", "machine": about, "sgemm_size": 2048, "rows": list(rows)}
-
-
-def test_markdown_holds_the_figures() -> None:
-    text = report.markdown(
-        _document(_row(), _row(mode="training step", goal=None), _row(batch=1, goal={"speedup": 1}, sgemm_gflops=380.0))
-    )
-    assert "Test Processor, 2 threads on 2 cores; sgemm of 2048³: 370 GFLOP/s (370 to 380 over the rows)" in text
-    assert "**Forward**" in text and "**Training step**" in text and "**Forward, batch 1**" in text
-    line = next(line for line in text.splitlines() if line.startswith("| tsai-c10-conv1 | 8"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == [
-        "tsai-c10-conv1",
-        "8",
-        "231 MB",
-        "5.00 (4.50-5.50)",
-        "bmm, compiled*",
-        "150 (135-165)",
-        "30.0×",
-        "139",
-        "38%",
-        "2.50 (1.00)",
-        "700 (698)",
-    ]
-    assert "30.0× of the fastest alternative, goal 35.0×" in text
-    assert "38% of sgemm, goal 45%" in text
-    assert "reference, compiled: the process died (exit code -6)" in text
-
-
-def test_shortfalls_are_only_those() -> None:
-    assert report.shortfalls(_document(_row(speedup=36.0, sgemm_share=0.5))) == []
-    assert len(report.shortfalls(_document(_row(speedup=36.0)))) == 1
-    assert len(report.shortfalls(_document(_row(speedup=None)))) == 1
-    assert "refused" in report.shortfalls(_document(_row(refused="parents errs by 1")))[0]
-
-
-def test_refused_rows_have_no_figures() -> None:
-    refused = {key: value for key, value in _row().items() if key in ("workload", "batch", "mode", "votes_bytes")}
-    text = report.markdown(_document(refused | {"refused": "parents errs by 1"}))
-    assert "refused: parents errs by 1" in text and "× " not in text
-
-
-def test_later_rows_replace_earlier_ones() -> None:
-    merged = report.merge([_document(_row(), _row(batch=1)), _document(_row(speedup=40.0))])
-    assert [(row["batch"], row["speedup"]) for row in merged["rows"]] == [(8, 40.0), (1, 30.0)]
-    other = _document(_row())
-    other["machine"] = other["machine"] | {"device": "Another"}
-    with pytest.raises(ValueError, match="different devices"):
-        report.merge([_document(_row()), other])
-
-
-def test_the_command_line_puts_the_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, page = tmp_path / "r.json", tmp_path / "page.md"
-    results.write_text(json.dumps(_document(_row())))
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    assert report.main([str(results), "--into", str(page)]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and "231 MB" in text
-    assert report.main([str(results), "--into", str(page)]) == 0
-    assert page.read_text() == text
-    page.write_text("no markers")
-    assert report.main([str(results), "--into", str(page)]) == 1
-    assert page.read_text() == "no markers"
-    capsys.readouterr()
-    assert report.main([str(results)]) == 0
-    assert "tsai-c10-conv1" in capsys.readouterr().out
-
-
-def test_goals_are_those_of_the_default_batch(tmp_path: Path) -> None:
-    from bench.session import Session, Settings
-
-    session = Session(Settings(tmp_path, torch.get_num_threads(), Plan(sgemm=8), alternatives=False, memory=False))
-    conv1, vector, barham = find("tsai-c10-conv1"), find("tsai-dmm-vector-set"), find("barham")
-    assert session._row(conv1, 8, False)["goal"] == {"speedup": 35, "sgemm_share": 0.45}
-    assert session._row(conv1, 8, True)["goal"] == {"speedup": 12}
-    assert session._row(conv1, 1, True)["goal"] == {"speedup": 1.0}
-    assert session._row(conv1, 3, True)["goal"] is None
-    assert session._row(vector, 64, True)["goal"] == {"speedup": 2.5}
-    assert session._row(barham, 64, False)["goal"] is None
-    session.close()
-
-
-def test_a_row_that_disagrees_is_refused_and_one_that_agrees_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bench import session as module
-    from bench.session import Refused, Session, Settings
-
-    plan = Plan(rounds=2, block=0.001, budget=0.1, sgemm=32)
-    session = Session(Settings(tmp_path, torch.get_num_threads(), plan, alternatives=False, memory=False))
-    workload = replace(find("tsai-c10-fc"), types=8)
-    case = session.prepare(workload, 1, False)
-    case.schedule.before()
-    row = session.finish(case, [0.25, 0.25])
-    assert row["gflops"] == pytest.approx(workload.operations(1) / 0.25 / 1e9)
-    assert row["speedup"] is None and row["memory"] == {"left_out": "left out"}
-
-    right = build(OURS, workload)
-    monkeypatch.setattr(module, "build", lambda name, w: lambda *arguments: right(*arguments) * 1.01)
-    with pytest.raises(Refused, match="parents errs by"):
-        session.prepare(workload, 1, False)
-    session.close()
-    written = json.loads(session.files[0].read_text())
-    assert [("refused" in row, "fastcaps" in row) for row in written["rows"]] == [(False, True), (True, False)]
-    assert "refused" in session.files[1].read_text()

@@ -1,4 +1,4 @@
-"""The attention pass of every workload: forward and training step, against what a PyTorch user would run instead."""
+"""The routing of every workload: forward and training step, against what a PyTorch user would run instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.session import Refused, Session
 from bench.workloads import Workload
 
 
-def test_attention_pass(row: tuple[Workload, int, bool], bench_session: Session, benchmark: Any) -> None:
+def test_routing(row: tuple[Workload, int, bool], bench_session: Session, benchmark: Any) -> None:
     """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference."""
     workload, batch, training = row
     try:
