@@ -71,7 +71,7 @@ def _kernels(one: ops.Pass) -> tuple[Callable[..., Any], Callable[..., Any]]:
     stem, backward_name = one.stem, one.name + "_backward"
     schema = getattr(torch.ops.fastcaps, backward_name).default._schema
     first = [argument.name for argument in schema.arguments].index("children")
-    taken = len(getattr(torch.ops.fastcaps, one.name).default._schema.arguments) - one.freezes
+    taken = one.arguments - one.freezes
 
     def forward(*arguments: Any) -> Any:
         chosen = _choose(stem, arguments[0], arguments[1], arguments[2:])

@@ -1,30 +1,64 @@
-"""Shapes, dtypes and the tolerance that every test of the attention pass runs over."""
+"""The calls of the attention pass that every test of it runs over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
+from pass_cases import (
+    DTYPES,
+    GPU_DTYPES,
+    LAYOUTS,
+    Judge,
+    Run,
+    Tensors,
+    ids,
+    interleaved,
+    native_only,
+    offset,
+    on_device,
+    rows_first,
+    transposed,
+)
+from pass_cases import differentiable as differentiable_pass
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-from fastcaps import backends, ops, reference
+from fastcaps import ops, reference
 from fastcaps.geometry import SET_WINDOW, output_size
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TENSORS = reference.NEEDS
-GRADIENTS = tuple(f"d{name}" for name in TENSORS)
+__all__ = [
+    "BY_NAME",
+    "CASES",
+    "CONV",
+    "DTYPES",
+    "GPU_DTYPES",
+    "GRADIENTS",
+    "JUDGE",
+    "LAYOUTS",
+    "SMALL",
+    "TENSORS",
+    "Case",
+    "assert_honest",
+    "check_op",
+    "differentiable",
+    "ids",
+    "interleaved",
+    "native_only",
+    "offset",
+    "on_device",
+    "random_cases",
+    "results",
+    "rows_first",
+    "transposed",
+]
 
-native_only = pytest.mark.skipif(
-    not backends.listing()[2].available, reason=f"no native CPU kernels: {backends.listing()[2].detail}"
-)
+TENSORS = reference.NEEDS
+JUDGE = Judge(ops.ATTENTION, ("parents", "sums"), ("sums",))
+GRADIENTS = JUDGE.gradients
+results = JUDGE.results
 
 
 @dataclass(frozen=True)
@@ -50,6 +84,11 @@ class Case:
     @property
     def children(self) -> int:
         return self.window[0] * self.window[1] * self.types
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parents, ``[B, Ho, Wo, M, C, E]``."""
+        return (self.batch, *output_size(self.window, *self.grid), self.parents, self.pose[0], self.pose[2])
 
     def settings(self) -> tuple[float, float, bool, list[int]]:
         scale = (self.pose[0] * self.pose[2]) ** -0.5 if self.scale is None else self.scale
@@ -83,9 +122,7 @@ class Case:
     def grads(self, dtype: torch.dtype = torch.float64, seed: int = 1) -> list[Tensor | None]:
         """Return gradients for the two outputs; the sums get one in their own dtype where there are sums."""
         generator = torch.Generator().manual_seed(seed)
-        rows, _, columns = self.pose
-        shape = (self.batch, *output_size(self.window, *self.grid), self.parents, rows, columns)
-        both = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)]
+        both = [torch.randn(self.shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)]
         return [both[0], both[1].to(reference.accumulation_dtype(dtype)) if self.normalize else None]
 
 
@@ -149,10 +186,6 @@ SMALL = tuple(  # what the loops get through quickly
 )
 
 
-def ids(case: Case) -> str:
-    return case.name
-
-
 @st.composite
 def random_cases(draw: st.DrawFn) -> Case:
     """Draw small calls of every kind."""
@@ -181,241 +214,26 @@ def random_cases(draw: st.DrawFn) -> Case:
     )
 
 
-def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, dimensions reversed in memory."""
-    order = tuple(reversed(range(tensor.dim())))
-    return tensor.permute(order).contiguous().permute(order)
-
-
-def interleaved(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, every stride doubled, not at the start of its memory; NaN lies between."""
-    wide = tensor.new_full([2 * size for size in tensor.shape], torch.nan)
-    view = wide[(slice(1, None, 2),) * tensor.dim()]
-    view.copy_(tensor)
-    return view
-
-
-def rows_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, the last two dimensions swapped in memory."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor
-
-
-def offset(tensor: torch.Tensor) -> torch.Tensor:
-    """Same numbers, one number behind an aligned address."""
-    memory = tensor.new_full((tensor.numel() + 1,), torch.nan)
-    memory[1:] = tensor.reshape(-1)
-    return memory[1:].view(tensor.shape)
-
-
-LAYOUTS = (transposed, interleaved, rows_first, offset)
-Pass = Callable[..., tuple[Tensor, Tensor]]
-
-
-def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *options: Any) -> Pass:
-    """Return a backend's own two ops as one differentiable pass; ``options`` trail the arguments of both.
-
-    The ops take what ``fastcaps::attention_pass`` and its backward take; none of them needs an autograd formula.
-    """
-
-    class Routed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, settings: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-            parents, sums = forward(*tensors, *settings, *options)
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*tensors[:6], sums)
-            ctx.settings = settings
-            return parents, sums
-
-        @staticmethod
-        def backward(ctx: Any, grad_parents: Tensor | None, grad_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-            normalize = ctx.settings[2]
-            needed = list(ctx.needs_input_grad[1:])
-            if not normalize or grad_parents is None:
-                needed[5:7] = False, False
-            needs = sum(1 << k for k, need in enumerate(needed) if need)
-            grads = (grad_parents, grad_sums if normalize else None)
-            found = backward(*grads, *ctx.saved_tensors, *ctx.settings, needs, *options)
-            return None, *(gradient if need else None for gradient, need in zip(found, needed, strict=True))
-
-    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return Routed.apply(arguments[len(TENSORS) :], *arguments[: len(TENSORS)])
-
-    return run
-
-
-def results(
-    run: Pass, tensors: Sequence[Tensor | None], settings: tuple[Any, ...], grads: Sequence[Tensor | None]
-) -> dict[str, Tensor]:
-    """Return outputs and gradients of a pass by name, in float64; what a call does not have is left out."""
-    leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in tensors]
-    outputs = run(*leaves, *settings)
-    found = {"parents": outputs[0].detach().double()}
-    if settings[2]:
-        found["sums"] = outputs[1].detach().double()
-    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-    present = [k for k, leaf in enumerate(leaves) if leaf is not None]
-    gradients = torch.autograd.grad(
-        [output for output, _ in pairs],
-        [leaves[k] for k in present],
-        [grad for _, grad in pairs],
-        materialize_grads=True,
-    )
-    for k, gradient in zip(present, gradients, strict=True):
-        assert gradient.shape == leaves[k].shape and gradient.dtype == leaves[k].dtype
-        found[GRADIENTS[k]] = gradient.double()
-    return found
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-class _Rounding(TorchDispatchMode):
-    """Moves the result of every arithmetic operation by one unit in the last place, up or down by chance."""
-
-    STILL = ("clone", "copy", "_to_copy", "new_", "ones", "zeros", "full", "empty", "constant_pad")
-
-    def __init__(self, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.generator = torch.Generator().manual_seed(2)
-
-    def move(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        signs = torch.randint(0, 2, value.shape, generator=self.generator).double() * 2 - 1
-        return value * (1 + self.epsilon * signs)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        schema = func._schema
-        aliases = schema.is_mutable or any(returned.alias_info for returned in schema.returns)
-        if aliases or schema.name.removeprefix("aten::").startswith(self.STILL):
-            return result
-        return tree_map(self.move, result)
-
-
-TF32_ROUNDING = 2.0**-11  # at most this share of a number is lost where it is rounded to tf32
-
-
-class _Tf32(TorchDispatchMode):
-    """Rounds the factors of every matrix product to tf32, as float32 products under that setting do on a GPU.
-
-    With ``draws`` the factors move by at most one such rounding, by chance, instead: what another, as good, way of
-    computing the same might have lost.
-    """
-
-    PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "einsum", "convolution")
-
-    def __init__(self, draws: torch.Generator | None = None) -> None:
-        super().__init__()
-        self.draws = draws
-
-    def round(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if self.draws is not None:
-            share = torch.rand(value.shape, generator=self.draws, dtype=torch.float64) * 2 - 1
-            return value * (1 + TF32_ROUNDING * share)
-        bits = value.contiguous().view(torch.int32)  # nearest, halves away from zero: sign and magnitude are apart
-        return torch.where(value.isfinite(), ((bits + 0x1000) & -0x2000).view(torch.float32), value)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") in self.PRODUCTS:
-            args = tree_map(self.round, args)
-        return func(*args, **(kwargs or {}))
-
-
-class Bar:
-    """What a kernel may err on one call: :meth:`hold` asserts that it does not err more.
-
-    At most twice what the eager reference of the same dtype errs, plus rounding. Rounding is one unit in the last place
-    of the largest result, and the problem's condition: by how much the float64 results change when all inputs and all
-    intermediate results move by one unit in the last place of the dtype in which sums are kept, up or down by chance.
-    Three draws estimate that; where they do not suffice, 30 do it better. In float64 nothing more precise is there to
-    measure the reference's own error: its condition stands for it.
-
-    With ``tf32`` (float32 alone) the eager reference is the one whose matrix products round their factors to tf32, and
-    so does the condition, where the factors move by up to that rounding.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor | None],
-        settings: tuple[Any, ...],
-        grads: Sequence[Tensor | None],
-        tf32: bool = False,
-    ) -> None:
-        self.dtype = tensors[0].dtype
-        self.accumulated = reference.accumulation_dtype(self.dtype)
-        self.wide = [[None if t is None else t.double() for t in given] for given in (tensors, grads)]
-        self.settings, self.tf32 = settings, tf32
-        self.exact = results(reference.attention_pass, self.wide[0], settings, self.wide[1])
-        with _Tf32() if tf32 else nullcontext():
-            eager = {} if self.dtype == torch.float64 else results(reference.attention_pass, tensors, settings, grads)
-        self.eager_error = {name: _largest(value - self.exact[name]) for name, value in eager.items()}
-        self.rounding = _Rounding(torch.finfo(self.accumulated).eps)
-        self.condition = dict.fromkeys(self.exact, 0.0)
-        self.draws = 0
-
-    def draw(self) -> None:
-        """Take one more draw into the estimate of the condition."""
-        moved = [tree_map(self.rounding.move, given) for given in self.wide]
-        with _Tf32(self.rounding.generator) if self.tf32 else nullcontext(), self.rounding:
-            other = results(reference.attention_pass, moved[0], self.settings, moved[1])
-        changes = {name: _largest(other[name] - value) for name, value in self.exact.items()}
-        self.condition = {name: max(before, changes[name]) for name, before in self.condition.items()}
-        self.draws += 1
-
-    def allowed(self, name: str) -> float:
-        """Return the largest error that a result may have."""
-        condition = self.condition[name]
-        last_place = torch.finfo(self.accumulated if name == "sums" else self.dtype).eps * _largest(self.exact[name])
-        return 2 * self.eager_error.get(name, condition) + condition + last_place
-
-    def hold(self, found: dict[str, Tensor]) -> None:
-        """Assert that results, by name and in float64, are complete and err at most what is allowed."""
-        assert found.keys() == self.exact.keys()
-        for name, value in self.exact.items():
-            assert found[name].shape == value.shape, name
-            assert torch.isfinite(found[name]).all(), f"{name} has numbers that were never written"
-        error = {name: _largest(found[name] - value) for name, value in self.exact.items()}
-        while self.draws < 3:
-            self.draw()
-        while (wrong := [name for name in self.exact if error[name] > self.allowed(name)]) and self.draws < 30:
-            self.draw()
-        assert not wrong, [f"{name}: error {error[name]:.3g}, allowed {self.allowed(name):.3g}" for name in wrong]
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *options: Any) -> Run:
+    """Return a backend's own two ops as one differentiable pass; ``options`` trail the arguments of both."""
+    return differentiable_pass(ops.ATTENTION, forward, backward, *options)
 
 
 def assert_honest(
-    found: dict[str, Tensor],
-    tensors: Sequence[Tensor | None],
-    settings: tuple[Any, ...],
-    grads: Sequence[Tensor | None],
-    tf32: bool = False,
+    found: dict[str, Tensor], tensors: Tensors, settings: tuple[Any, ...], grads: Tensors, tf32: bool = False
 ) -> None:
     """Assert that a kernel's results err at most what a :class:`Bar` allows."""
-    Bar(tensors, settings, grads, tf32).hold(found)
-
-
-def on_device(tensor: Tensor | None, device: str) -> Tensor | None:
-    """Return the tensor on a device, its strides, its offset and what lies between its numbers kept."""
-    if tensor is None or device == "cpu":
-        return tensor
-    memory = torch.empty(0, dtype=tensor.dtype, device=device).set_(tensor.untyped_storage().to(device=device))
-    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    JUDGE.bar(tensors, settings, grads, tf32).hold(found)
 
 
 def check_op(
-    tensors: Sequence[Tensor | None],
+    tensors: Tensors,
     settings: tuple[Any, ...],
-    grads: Sequence[Tensor | None],
-    run: Pass = ops.attention_pass,
+    grads: Tensors,
+    run: Run = ops.attention_pass,
     *,
     device: str = "cpu",
     tf32: bool = False,
 ) -> None:
     """Run an op with these arguments on a device and hold forward and every gradient to :func:`assert_honest`."""
-    there = [[on_device(tensor, device) for tensor in given] for given in (tensors, grads)]
-    found = results(run, there[0], settings, there[1])
-    assert_honest({name: value.cpu() for name, value in found.items()}, tensors, settings, grads, tf32)
+    JUDGE.check(tensors, settings, grads, run, device=device, tf32=tf32)

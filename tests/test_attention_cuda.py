@@ -21,8 +21,8 @@ from attention_cases import (
     CASES,
     GPU_DTYPES,
     GRADIENTS,
+    JUDGE,
     LAYOUTS,
-    Bar,
     Case,
     differentiable,
     ids,
@@ -34,6 +34,7 @@ from attention_cases import (
 from cuda_on_cpu import build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pass_cases import Bar
 
 from fastcaps import backends, reference
 from fastcaps.dispatch import ALLOW_TF32, DETERMINISTIC
@@ -97,7 +98,7 @@ class Target:
     def check_tensors(self, make: Callable[[], Any], case: Case) -> None:
         """Do the same with what ``make`` returns: tensors, and gradients of the outputs."""
         found, tensors, grads = self.results(make, case)
-        Bar(tensors, case.settings(), grads).hold(found)
+        JUDGE.bar(tensors, case.settings(), grads).hold(found)
 
     def results(self, make: Callable[[], Any], case: Case, option: str = "fast") -> Any:
         run = differentiable(self.op("attention_pass"), self.op("attention_pass_backward"), OPTIONS[option])
@@ -110,7 +111,7 @@ class Target:
 @functools.cache
 def bar(case: Case, dtype: torch.dtype, seed: int, tf32: bool) -> Bar:
     """Return what a case may err, which takes far longer to find than the kernels' results."""
-    return Bar(case.tensors(dtype, seed), case.settings(), case.grads(dtype, seed + 1), tf32)
+    return JUDGE.bar(case.tensors(dtype, seed), case.settings(), case.grads(dtype, seed + 1), tf32)
 
 
 TARGETS = [Target("cpu")] + ([Target("cuda")] if ON_DEVICE else [])

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import LAYOUTS, Case, ids
+from gaussian_cases import BY_NAME, GaussianCase
+from gaussian_cases import REFERENCE_CASES as GAUSSIAN
 from oracle_routings import explain, positions
-from routing_cases import (
-    GAUSSIAN,
-    autograd_gradients,
-    gaussian_settings,
-    gaussian_tensors,
-    gradients_like,
-    parents_shape,
-)
+from pass_cases import LAYOUTS, autograd_gradients, gradients_like, ids
 from torch import Tensor
 
 from fastcaps import reference
@@ -21,12 +15,11 @@ from fastcaps.geometry import SET_WINDOW
 from fastcaps.reference import gaussian
 from fastcaps.reference.gaussian import NEEDS, gaussian_pass, gaussian_pass_backward
 
-BY_NAME = {case.name: case for case in GAUSSIAN}
 GRADCHECKED = ("primes", "padded", "no-affine", "no-query", "groups-1", "large-eps", "dilated-padded-strided", "ones")
 ALL = (1 << len(NEEDS)) - 1
 
 
-def small(case: Case) -> bool:
+def small(case: GaussianCase) -> bool:
     return case.batch > 0 and case.children * case.parents * case.pose[1] < 2000
 
 
@@ -46,15 +39,15 @@ def backward(
 
 
 @pytest.mark.parametrize("case", [case for case in GAUSSIAN if small(case)], ids=ids)
-def test_loops(case: Case) -> None:
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+def test_loops(case: GaussianCase) -> None:
+    tensors, settings = case.tensors(), case.settings()
     children, weight, mean, variance, log_weight, bias, gate, use, ignore = (
         None if t is None else t.tolist() for t in tensors
     )
     eps, window = settings
     outputs = gaussian_pass(*tensors, *settings)
     shares = gaussian.coefficients(*tensors[:6], window)
-    assert outputs[1].shape == parents_shape(case)
+    assert outputs[1].shape == case.shape
     expected = [torch.zeros_like(t) for t in (*outputs, shares)]
     for (b, y, x), seen in positions(children, weight, bias, gate, window):
         here = [None if t is None else [flat(m) for m in t[b][y][x]] for t in (mean, variance)]
@@ -72,8 +65,8 @@ def test_loops(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", GAUSSIAN, ids=ids)
-def test_backward_formulas_against_autograd(case: Case) -> None:
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+def test_backward_formulas_against_autograd(case: GaussianCase) -> None:
+    tensors, settings = case.tensors(), case.settings()
     grads = gradients_like(gaussian_pass(*tensors, *settings))
     expected = gradients(tensors, settings, grads)
     for name, gradient, wanted in zip(NEEDS, backward(tensors, settings, grads), expected, strict=True):
@@ -87,7 +80,7 @@ def test_backward_formulas_against_autograd(case: Case) -> None:
 @pytest.mark.parametrize("only", range(4))
 def test_one_output_has_a_gradient(only: int) -> None:
     case = BY_NAME["padded"]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     grads = gradients_like(gaussian_pass(*tensors, *settings))
     grads = [grad if k == only else None for k, grad in enumerate(grads)]
     expected = gradients(tensors, settings, grads)
@@ -101,7 +94,7 @@ def test_one_output_has_a_gradient(only: int) -> None:
 @pytest.mark.parametrize("needs", [*(1 << k for k in range(9)), 0, 5, 2 + 16 + 256])
 def test_only_the_gradients_asked_for(needs: int) -> None:
     case = BY_NAME["padded"]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     grads = gradients_like(gaussian_pass(*tensors, *settings))
     everything = backward(tensors, settings, grads)
     for k, gradient in enumerate(backward(tensors, settings, grads, needs)):
@@ -112,8 +105,8 @@ def test_only_the_gradients_asked_for(needs: int) -> None:
 @pytest.mark.parametrize("name", GRADCHECKED)
 def test_gradcheck(name: str) -> None:
     case = BY_NAME[name]
-    settings = gaussian_settings(case)
-    tensors = [None if t is None else t.requires_grad_() for t in gaussian_tensors(case)]
+    settings = case.settings()
+    tensors = [None if t is None else t.requires_grad_() for t in case.tensors()]
 
     def run(*given: Tensor | None) -> tuple[Tensor, ...]:
         return tuple(output for output in gaussian_pass(*given, *settings) if output.requires_grad)
@@ -125,7 +118,7 @@ def test_gradcheck(name: str) -> None:
 @pytest.mark.parametrize("name", GRADCHECKED)
 def test_backward_formulas_gradcheck(name: str) -> None:
     case = BY_NAME[name]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     outputs = gaussian_pass(*tensors, *settings)
     inputs = [*gradients_like(outputs), *tensors, *outputs[:3]]
     inputs = [None if t is None else t.clone().requires_grad_() for t in inputs]
@@ -140,7 +133,7 @@ def test_backward_formulas_gradcheck(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides(layout: object) -> None:
     case = BY_NAME["padded"]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     moved = [None if t is None else layout(t) for t in tensors]
     outputs = gaussian_pass(*tensors, *settings)
     for found, wanted in zip(gaussian_pass(*moved, *settings), outputs, strict=True):
@@ -154,7 +147,7 @@ def test_any_strides(layout: object) -> None:
 
 def test_without_parents_every_child_is_spread_evenly() -> None:
     case = BY_NAME["no-query"]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     counts, means, variances, _ = gaussian_pass(*tensors, 0.0, settings[1])
     gate = tensors[6][:, 0, 0]
     torch.testing.assert_close(counts[:, 0, 0], gate.sum(1, keepdim=True).expand(-1, case.parents) / case.parents)
@@ -166,7 +159,7 @@ def test_without_parents_every_child_is_spread_evenly() -> None:
 
 
 def test_a_variance_of_one_half_is_k_means() -> None:
-    tensors, settings = gaussian_tensors(BY_NAME["no-affine"]), gaussian_settings(BY_NAME["no-affine"])
+    tensors, settings = BY_NAME["no-affine"].tensors(), BY_NAME["no-affine"].settings()
     assert tensors[3] is None and tensors[2] is not None
     k_means = gaussian_pass(*tensors, *settings)
     tensors[3] = torch.full_like(tensors[2], 0.5)
@@ -177,7 +170,7 @@ def test_a_variance_of_one_half_is_k_means() -> None:
 @pytest.mark.parametrize("eps", [0.0, 0.3])
 def test_moments_may_be_summed_about_any_shift(eps: float) -> None:
     """The formulas by which one sweep finds both moments (docs/algebra.md)."""
-    tensors = gaussian_tensors(BY_NAME["primes"])
+    tensors = BY_NAME["primes"].tensors()
     counts, means, variances, _ = gaussian_pass(*tensors, eps, list(SET_WINDOW))
     children, weight, *_, bias, gate = tensors[:7]
     shares = gaussian.coefficients(*tensors[:6], list(SET_WINDOW)) * gate[..., None]
@@ -211,7 +204,7 @@ def test_a_common_offset_of_10000_costs_float32_nothing(first_turn: bool) -> Non
 @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf, 1e300])
 def test_a_gate_of_0_leaves_no_trace(name: str, trash: float) -> None:
     case = BY_NAME[name]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     tensors[6][..., 1] = 0
     clean = [None if t is None else t.clone() for t in tensors]
     tensors[0][..., 1, :, :] = trash
@@ -252,7 +245,7 @@ def test_nothing_overflows_in_place_of_a_child_that_is_not_there() -> None:
 
 def test_a_gate_of_0_may_open_again() -> None:
     case = BY_NAME["primes"]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     tensors[6][..., 1] = 0
     grads = gradients_like(gaussian_pass(*tensors, *settings))
     expected = gradients(tensors, settings, grads)[6]
@@ -263,7 +256,7 @@ def test_a_gate_of_0_may_open_again() -> None:
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 def test_nobody_there(eps: float) -> None:
     case = BY_NAME["primes"]
-    tensors = gaussian_tensors(case)
+    tensors = case.tensors()
     tensors[6][0] = 0
     tensors[0][0, :, :, 0] = torch.nan
     settings = eps, list(SET_WINDOW)
@@ -278,16 +271,16 @@ def test_nobody_there(eps: float) -> None:
 def test_nan_and_infinity_come_out_where_they_went_in() -> None:
     case = BY_NAME["primes"]
     for number in (torch.nan, torch.inf):
-        tensors = gaussian_tensors(case)
+        tensors = case.tensors()
         tensors[0][1, 0, 0, 2] = number
-        counts, means, variances, evidence = gaussian_pass(*tensors, *gaussian_settings(case))
+        counts, means, variances, evidence = gaussian_pass(*tensors, *case.settings())
         for output in (counts, means, variances, evidence):
             assert output[1].isnan().all() and output[[0, 2]].isfinite().all()
 
 
 def test_a_log_weight_of_minus_infinity_is_a_parent_that_is_not_there() -> None:
     case = BY_NAME["primes"]
-    tensors, settings = gaussian_tensors(case), gaussian_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     tensors[4][..., 3] = -torch.inf
     outputs = gaussian_pass(*tensors, *settings)
     assert (outputs[0][..., 3] == 0).all() and (outputs[1][..., 3, :, :] == 0).all()
@@ -299,10 +292,9 @@ def test_a_log_weight_of_minus_infinity_is_a_parent_that_is_not_there() -> None:
 def test_half_precision_keeps_the_state_in_float32() -> None:
     case = BY_NAME["primes"]
     for dtype in (torch.bfloat16, torch.float16):
-        tensors, settings = gaussian_tensors(case, dtype), gaussian_settings(case)
+        tensors, settings = case.tensors(dtype), case.settings()
         outputs = gaussian_pass(*tensors, *settings)
         wide = gaussian_pass(*(t.float() for t in tensors), *settings)
         assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(outputs, wide, strict=True))
-        tensors[2:5] = [t.float() for t in tensors[2:5]]
         found = backward(tensors, settings, gradients_like(outputs))
-        assert [g.dtype for g in found] == [dtype] * 2 + [torch.float32] * 3 + [dtype] * 4
+        assert [g.dtype for g in found] == [dtype] * 2 + [torch.float32] * 3 + [dtype] * 2 + [torch.float32] * 2

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import LAYOUTS, Case, ids
 from oracle_routings import pool, positions
-from routing_cases import POOLING, autograd_gradients, gradients_like, parents_shape, pooling_settings, pooling_tensors
+from pass_cases import LAYOUTS, autograd_gradients, gradients_like, ids
+from pooling_cases import BY_NAME, PoolingCase
+from pooling_cases import REFERENCE_CASES as POOLING
 from torch import Tensor
 
 from fastcaps.reference import pooling
 from fastcaps.reference.pooling import NEEDS, pooling_pass, pooling_pass_backward
 
-BY_NAME = {case.name: case for case in POOLING}
 GRADCHECKED = ("primes", "padded", "no-norm", "groups-1", "no-query", "identity-padded", "identity-one-parent")
 
 
-def small(case: Case) -> bool:
+def small(case: PoolingCase) -> bool:
     return case.batch > 0 and case.children * case.parents * case.pose[1] < 2000
 
 
@@ -31,13 +31,13 @@ def backward(
 
 
 @pytest.mark.parametrize("case", [case for case in POOLING if small(case)], ids=ids)
-def test_loops(case: Case) -> None:
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+def test_loops(case: PoolingCase) -> None:
+    tensors, settings = case.tensors(), case.settings()
     children, weight, query, bias, gate = (None if t is None else t.tolist() for t in tensors)
     scale, normalize, window = settings
     found, logsumexp = pooling_pass(*tensors, *settings)
     shares = pooling.coefficients(*tensors, *settings)
-    assert found.shape == parents_shape(case)
+    assert found.shape == case.shape
     expected, expected_lse, expected_shares = (torch.zeros_like(t) for t in (found, logsumexp, shares))
     seen_positions = 0
     for (b, y, x), seen in positions(children, weight, bias, gate, window, case.parents):
@@ -58,8 +58,8 @@ def test_loops(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", POOLING, ids=ids)
-def test_backward_formulas_against_autograd(case: Case) -> None:
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+def test_backward_formulas_against_autograd(case: PoolingCase) -> None:
+    tensors, settings = case.tensors(), case.settings()
     grads = gradients_like(pooling_pass(*tensors, *settings))
     expected = gradients(tensors, settings, grads)
     found = backward(tensors, settings, grads)
@@ -74,7 +74,7 @@ def test_backward_formulas_against_autograd(case: Case) -> None:
 @pytest.mark.parametrize("only", [0, 1])
 def test_one_output_has_a_gradient(only: int) -> None:
     case = BY_NAME["padded"]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     grads = gradients_like(pooling_pass(*tensors, *settings))
     grads[1 - only] = None
     for found, wanted in zip(backward(tensors, settings, grads), gradients(tensors, settings, grads), strict=True):
@@ -84,7 +84,7 @@ def test_one_output_has_a_gradient(only: int) -> None:
 @pytest.mark.parametrize("needs", [1, 2, 4, 8, 16, 0, 5, 2 + 16])
 def test_only_the_gradients_asked_for(needs: int) -> None:
     case = BY_NAME["padded"]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     grads = gradients_like(pooling_pass(*tensors, *settings))
     everything = backward(tensors, settings, grads)
     for k, gradient in enumerate(backward(tensors, settings, grads, needs)):
@@ -95,8 +95,8 @@ def test_only_the_gradients_asked_for(needs: int) -> None:
 @pytest.mark.parametrize("name", GRADCHECKED)
 def test_gradcheck(name: str) -> None:
     case = BY_NAME[name]
-    settings = pooling_settings(case)
-    tensors = [None if t is None else t.requires_grad_() for t in pooling_tensors(case)]
+    settings = case.settings()
+    tensors = [None if t is None else t.requires_grad_() for t in case.tensors()]
 
     def run(*given: Tensor | None) -> tuple[Tensor, ...]:
         return pooling_pass(*given, *settings)
@@ -108,7 +108,7 @@ def test_gradcheck(name: str) -> None:
 @pytest.mark.parametrize("name", GRADCHECKED)
 def test_backward_formulas_gradcheck(name: str) -> None:
     case = BY_NAME[name]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     outputs = pooling_pass(*tensors, *settings)
     inputs = [*gradients_like(outputs), *tensors, *outputs]
     inputs = [None if t is None else t.clone().requires_grad_() for t in inputs]
@@ -122,7 +122,7 @@ def test_backward_formulas_gradcheck(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides(layout: object) -> None:
     case = BY_NAME["padded"]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     moved = [None if t is None else layout(t) for t in tensors]
     outputs = pooling_pass(*tensors, *settings)
     for found, wanted in zip(pooling_pass(*moved, *settings), outputs, strict=True):
@@ -153,7 +153,7 @@ def test_scale_0_is_the_mean_and_a_large_scale_a_maximum() -> None:
 
 def test_zero_votes_have_keys_and_gradients_of_zero() -> None:
     case = BY_NAME["identity-parents"]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     assert settings[1]
     tensors[0][:, :, :, 1:3] = 0
     grads = gradients_like(pooling_pass(*tensors, *settings))
@@ -168,7 +168,7 @@ def test_zero_votes_have_keys_and_gradients_of_zero() -> None:
 @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf, 1e300])
 def test_a_gate_of_0_leaves_no_trace(name: str, trash: float) -> None:
     case = BY_NAME[name]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     tensors[4][..., 1] = 0
     clean = [None if t is None else t.clone() for t in tensors]
     clean[0][..., 1, :, :] = 0  # finite: any number will do
@@ -208,7 +208,7 @@ def test_nothing_overflows_in_place_of_a_child_that_is_not_there() -> None:
 
 def test_a_gate_of_0_may_open_again() -> None:
     case = BY_NAME["primes"]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     tensors[4][..., 1] = 0
     grads = gradients_like(pooling_pass(*tensors, *settings))
     expected = gradients(tensors, settings, grads)[4]
@@ -218,7 +218,7 @@ def test_a_gate_of_0_may_open_again() -> None:
 
 def test_nobody_there() -> None:
     case = BY_NAME["primes"]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     tensors[4][0] = 0
     tensors[0][0, :, :, 0] = torch.nan
     parents, logsumexp = pooling_pass(*tensors, *settings)
@@ -233,7 +233,7 @@ def test_nobody_there() -> None:
 
 def test_nan_and_infinity_come_out_where_they_went_in() -> None:
     case = BY_NAME["primes"]
-    tensors, settings = pooling_tensors(case), pooling_settings(case)
+    tensors, settings = case.tensors(), case.settings()
     for number in (torch.nan, torch.inf):
         spoilt = [t.clone() for t in tensors]
         spoilt[0][1, 0, 0, 2] = number
@@ -250,10 +250,10 @@ def test_large_logits_stay_finite() -> None:
 def test_half_precision_rounds_once() -> None:
     case = BY_NAME["primes"]
     for dtype in (torch.bfloat16, torch.float16):
-        tensors = pooling_tensors(case, dtype)
-        parents, logsumexp = pooling_pass(*tensors, *pooling_settings(case))
-        wide, wide_lse = pooling_pass(*(t.float() for t in tensors), *pooling_settings(case))
+        tensors = case.tensors(dtype)
+        parents, logsumexp = pooling_pass(*tensors, *case.settings())
+        wide, wide_lse = pooling_pass(*(t.float() for t in tensors), *case.settings())
         assert parents.dtype == dtype and logsumexp.dtype == torch.float32
         assert torch.equal(parents, wide.to(dtype)) and torch.equal(logsumexp, wide_lse)
-        found = backward(tensors, pooling_settings(case), gradients_like((parents, logsumexp)))
+        found = backward(tensors, case.settings(), gradients_like((parents, logsumexp)))
         assert all(gradient.dtype == dtype for gradient in found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,6 +193,11 @@ class Pass:
         """The name of the pass's files, here and everywhere."""
         return self.name.removesuffix("_pass")
 
+    @property
+    def arguments(self) -> int:
+        """The number of arguments of the forward."""
+        return len(torch._C.parse_schema(self.name + self.schema).arguments)
+
     def define(self, library: torch.library.Library) -> None:
         """Define both ops in a library: schema, fake kernels, autograd. Kernels are the caller's to register."""
         library.define(self.name + self.schema, tags=TAGS)
@@ -201,10 +207,7 @@ class Pass:
         torch.library.register_fake(backward, self.fake_backward, lib=library)
         op = getattr(getattr(torch.ops, library.ns), self.name + "_backward").default
 
-        def formula(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            return self._formula(op, ctx, *grads)
-
-        torch.library.register_autograd(forward, formula, setup_context=self._save, lib=library)
+        torch.library.register_autograd(forward, partial(self.formula, op), setup_context=self.save, lib=library)
         count = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
         def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -232,12 +235,14 @@ class Pass:
 
         self.implement(key, forward, backward)
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep in an autograd context what the backward will ask for."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*self.kept(inputs, output))
         ctx.settings = tuple(inputs[len(self.tensors) :])
 
-    def _formula(self, op: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def formula(self, op: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of all arguments by the backward op ``op``, which is asked for what is needed alone."""
         settings, count = ctx.settings, len(self.tensors)
         flags = 0
         needed = list(ctx.needs_input_grad[:count])
