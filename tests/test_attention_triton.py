@@ -1,15 +1,12 @@
 """The attention pass in Triton against the float64 reference: forward, every gradient, and what it compiles to.
 
-On a GPU the kernels run as they are; elsewhere Triton interprets them (``triton_worker.py``), so shapes are small. The
-tolerance is that of ``attention_cases.assert_honest``. Kernels are wrapped in ops of the tests' own, with a fake and
-an autograd formula, as a library would register them.
+The tolerance is that of ``attention_cases.assert_honest``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,78 +14,31 @@ import torch
 from attention_cases import BY_NAME, CASES, GRADIENTS, LAYOUTS, Case, check_op, ids, random_cases, results
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton_worker import Interpreter
+from triton_cases import (
+    DEVICE,
+    DTYPES,
+    TINY,
+    WIDE,
+    compiled_here,
+    hold_compiled,
+    implemented,
+    launches,
+    once_each,
+    options,
+    plain,
+    plan,
+    sizes_allocated,
+    static,
+)
 
 from fastcaps import ops, reference
 from fastcaps.geometry import SET_WINDOW
+from fastcaps.triton_kernels import attention
 
-triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
-
-from fastcaps.triton_kernels import attention, attention_forward, attention_plan, static  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: parents and children are split
-WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with many positions, for the interpreter's sake
+__all__ = ["plain"]
 SLOW = {"many-children", "conv-4x4", "conv-8x8", "conv-4x4-m32"}  # for the interpreter; smaller ones stand for them
 
-interpret = Interpreter()
-options: dict[str, Any] = {}
-"""Of the calls that the test ops make: deterministic, allow_tf32, limits."""
-
-_LIBRARY = torch.library.Library("fastcaps_triton_test", "DEF")
-for _name in ("attention_pass", "attention_pass_backward"):
-    _LIBRARY.define(_name + str(getattr(ops, _name)._schema).partition(_name)[2], tags=(torch.Tag.pt2_compliant_tag,))
-triton_pass = torch.ops.fastcaps_triton_test.attention_pass.default
-triton_backward = torch.ops.fastcaps_triton_test.attention_pass_backward.default
-
-
-def _kernel(function: str) -> Any:
-    def run(*arguments: Any) -> Any:
-        if arguments[2].device.type == "cpu" if function.endswith("backward") else arguments[0].device.type == "cpu":
-            return interpret(function, *arguments, **options)
-        chosen = {**options}
-        if "limits" in chosen:
-            chosen["limits"] = attention.Limits(**chosen["limits"])
-        return getattr(attention, function)(*arguments, **chosen)
-
-    return run
-
-
-for _name, _fake in (
-    ("attention_pass", ops._attention_pass_fake),
-    ("attention_pass_backward", ops._attention_pass_backward_fake),
-):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _kernel(_name), _key)
-    torch.library.register_fake(f"fastcaps_triton_test::{_name}", _fake, lib=_LIBRARY)
-
-
-def _differentiate(ctx: Any, grad_parents: torch.Tensor | None, grad_sums: torch.Tensor | None) -> tuple[Any, ...]:
-    scale, eps, normalize, window = ctx.settings
-    needed = list(ctx.needs_input_grad[:7])
-    if not normalize:
-        grad_sums = None
-    if not normalize or grad_parents is None:
-        needed[5:] = False, False
-    needs = sum(1 << k for k, need in enumerate(needed) if need)
-    found: Sequence[torch.Tensor | None] = [None] * 7
-    if needs and not (grad_parents is None and grad_sums is None):
-        found = triton_backward(grad_parents, grad_sums, *ctx.saved_tensors, scale, eps, normalize, window, needs)
-    return (*(g if need else None for g, need in zip(found, needed, strict=True)), None, None, None, None)
-
-
-torch.library.register_autograd(
-    "fastcaps_triton_test::attention_pass", _differentiate, setup_context=ops._save_pass, lib=_LIBRARY
-)
-
-
-@pytest.fixture(autouse=True)
-def plain() -> Any:
-    options.clear()
-    yield
-    options.clear()
+triton_pass, triton_backward = implemented(ops.ATTENTION)
 
 
 def check(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
@@ -138,7 +88,7 @@ def test_two_sweeps(name: str, ordered: bool) -> None:
     case = replace(BY_NAME[name], batch=1, parents=11, gate=True)
     if case.grid != (1, 1):
         case = replace(case, types=1, grid=(1, 3), window=(2, 2, 1, 1, 1, 0, 1, 1), groups="I")
-    assert attention_plan.plan(2, case.children, 11, case.pose, limits=attention.Limits(**TINY)).tiles > 1
+    assert plan.plan(2, case.children, 11, case.pose, limits=plan.Limits(**TINY)).tiles > 1
     check(case)
 
 
@@ -167,7 +117,7 @@ def test_deterministic_mode_gives_the_same_bits(name: str) -> None:
 def test_children_split_over_programs(resident: int) -> None:
     """One range of children or many: the parts are added up by the finishing kernel."""
     case = replace(BY_NAME["many-children"], types=23, groups=1, parents=3, bias="I1")
-    splits = attention_plan.plan(1, 23, 3, case.pose, processors=2, limits=attention.Limits(resident=resident)).splits
+    splits = plan.plan(1, 23, 3, case.pose, processors=2, limits=plan.Limits(resident=resident)).splits
     assert (splits == 23) == (resident == 64)
     options.update(limits={"resident": resident})
     check(case)
@@ -210,6 +160,22 @@ def test_expanded_inputs(argument: int) -> None:
     tensors[argument] = start.expand(whole.shape)
     grads = [None if g is None else torch.full((), 0.7).expand(g.shape) for g in case.grads(torch.float32)]
     check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE)
+
+
+@pytest.mark.parametrize("name", ["padded", "no-query", "groups-3-of-6"])
+def test_frozen_coefficients(name: str) -> None:
+    """The gradient takes them for constants; in two sweeps, too."""
+    case = replace(BY_NAME[name], batch=1, parents=5, gate=True)
+    tensors, grads = case.tensors(torch.float32), case.grads(torch.float32)
+    _, sums = reference.attention_pass(*tensors, *case.settings())
+    saved = (*grads, *tensors[:6], sums)
+    expected = reference.attention_pass_backward(*saved, *case.settings(), 127 | reference.FROZEN)
+    for limits in (WIDE, TINY):
+        options.update(limits=limits)
+        there = [None if t is None else t.to(DEVICE) for t in saved]
+        found = triton_backward(*there, *case.settings(), 127 | reference.FROZEN)
+        for name, one, other in zip(GRADIENTS, found, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["atomic", "ordered"])
@@ -308,15 +274,15 @@ def test_refusals_say_why() -> None:
 def test_plans_cover_everything_and_fit(pose: tuple[int, int, int], products: bool | None) -> None:
     for positions, children, parents in ((1, 1, 1), (6272, 288, 32), (128, 800, 10), (3, 7, 30_000), (2, 10**6, 64)):
         for backward in (False, True):
-            plan = attention_plan.plan(positions, children, parents, pose, backward=backward, products=products)
-            assert plan.positions * plan.blocks >= positions and plan.parents * plan.tiles >= parents
-            assert children <= plan.per_split * plan.splits < children + plan.per_split
-            assert plan.rows >= pose[0] and plan.columns >= pose[2]
-            assert plan.numbers <= 32 * plan.warps * (16 if backward else 32) and plan.warps <= 16
-            if plan.depth:
-                assert plan.positions * plan.rows >= 16 and plan.parents * plan.columns >= 16
-            assert f"{plan.positions} positions" in str(plan)
-        made = attention_plan.matrix_plan(positions, children, 1, parents, pose)
+            made = plan.plan(positions, children, parents, pose, backward=backward, products=products)
+            assert made.positions * made.blocks >= positions and made.parents * made.tiles >= parents
+            assert children <= made.per_split * made.splits < children + made.per_split
+            assert made.rows >= pose[0] and made.columns >= pose[2]
+            assert made.numbers <= 32 * made.warps * (16 if backward else 32) and made.warps <= 16
+            if made.depth:
+                assert made.positions * made.rows >= 16 and made.parents * made.columns >= 16
+            assert f"{made.positions} positions" in str(made)
+        made = plan.matrix_plan(positions, children, 1, parents, pose)
         assert made.position_splits * made.per_split >= made.tile.blocks
         assert made.splits * made.group_children >= children
     meta = torch.empty(128, 16, 16, 32, 8, 8, device="meta")
@@ -325,10 +291,6 @@ def test_plans_cover_everything_and_fit(pose: tuple[int, int, int], products: bo
     assert ("matrix products" in told) == (products is True)
 
 
-compiled_here = pytest.mark.skipif(
-    not isinstance(attention_forward._attention_forward_kernel, triton.JITFunction),
-    reason="kernels are interpreted in this process (TRITON_INTERPRET=1)",
-)
 POSES = {
     "4x4": (32, 4, 4, 4),
     "6x6": (20, 6, 6, 6),
@@ -340,15 +302,11 @@ POSES = {
 
 def _step(
     shapes: Sequence[Sequence[int]], window: Sequence[int], dtype: torch.dtype, full: bool = False, **chosen: Any
-) -> list[SimpleNamespace]:
-    """Return all that a training step would start; children, weight and query are ``shapes``, of no memory."""
-    found: list[SimpleNamespace] = []
+) -> Callable[[], None]:
+    """Return a training step; children, weight and query are ``shapes``, of no memory."""
 
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
-
-    def watch(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        found.append(SimpleNamespace(kernel=kernel, programs=programs, arguments=arguments))
 
     tensors = [meta(*shape) for shape in shapes]
     rows, columns = shapes[2][-2:]
@@ -356,37 +314,22 @@ def _step(
     gate = meta(*shapes[0][:4]) if full else None
     norm, given = meta(rows * columns), (0.5, 1e-5, True, window)
     needs = 127 if full else 0b1100111
-    with attention.watched(watch):
+
+    def step() -> None:
         parents, sums = attention.attention_pass(*tensors, bias, gate, norm, norm, *given, **chosen)
         attention.attention_pass_backward(parents, None, *tensors, bias, gate, norm, sums, *given, needs, **chosen)
-    for launch in found:
-        # what Triton itself insists on, and its interpreter does not
-        known = {parameter.name for parameter in launch.kernel.params} if hasattr(launch.kernel, "params") else None
-        assert known is None or set(launch.arguments) - {"num_warps", "num_stages"} == known
-    return found
 
-
-def _once_each(launches: Sequence[SimpleNamespace]) -> list[SimpleNamespace]:
-    return list({launch.kernel.__name__: launch for launch in launches}.values())
+    return step
 
 
 def test_workspace_never_grows_with_children_times_parents() -> None:
     """Every allocation of a call is seen, on the meta device: a vocabulary of 30,000, and a million children."""
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                sizes.append(result.numel())
-            return result
-
     for batch, children, many in ((2, 1024, 30_000), (1, 10**6, 64), (128, 800, 10)):
         parents, weight = batch * many * 16, many * 256
         for ordered in (False, True):
-            sizes: list[int] = []
-            with Watch():
-                shapes = ((batch, 1, 1, children, 1, 16), (1, many, 16, 16), (batch, 1, 1, many, 1, 16))
-                _step(shapes, SET_WINDOW, torch.float32, deterministic=ordered)
+            shapes = ((batch, 1, 1, children, 1, 16), (1, many, 16, 16), (batch, 1, 1, many, 1, 16))
+            sizes = sizes_allocated(_step(shapes, SET_WINDOW, torch.float32, deterministic=ordered))
             tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
             assert max(sizes) <= max(batch * children * 16, parents, 2 * weight, tiles, 1 << 24)
             assert max(sizes) < batch * children * many or batch == 128
@@ -402,15 +345,10 @@ def test_compiles_without_a_gpu(pose: str, target: str) -> None:
     many, rows, inner, columns = POSES[pose]
     shapes = ((128, 1, 1, 200, rows, inner), (200, many, inner, columns), (128, 1, 1, many, rows, columns))
     for mode in modes:
-        launches = _once_each(_step(shapes, SET_WINDOW, torch.float32, **mode))
         wanted = {"_attention_forward_kernel", "_attention_backward_kernel"}
         wanted |= {"_attention_matrix_backward_kernel"} if "deterministic" in mode else set()
-        assert wanted <= {launch.kernel.__name__ for launch in launches}
-        for launch in launches:
-            made = static.compiled_for(target, launch)
-            assert made.num_warps in (1, 2, 4, 8, 16) and 0 < made.n_regs <= 512
-            assert made.shared <= 64 << 10, made
-            assert made.n_spills <= (24 if pose in ("6x6", "1x64") else 4), made
+        found = launches(_step(shapes, SET_WINDOW, torch.float32, **mode))
+        hold_compiled(found, target, 24 if pose in ("6x6", "1x64") else 4, wanted)
 
 
 @compiled_here
@@ -418,9 +356,9 @@ def test_compiles_without_a_gpu(pose: str, target: str) -> None:
 def test_everything_at_once_compiles_without_a_gpu(ordered: bool) -> None:
     """Bias, gate, padding, half precision and two sweeps, in odd sizes."""
     shapes = ((2, 5, 5, 3, 5, 3), (27, 70, 3, 7), (2, 5, 5, 70, 5, 7))
-    limits = attention.Limits(forward=4, backward=4)
+    limits = plan.Limits(forward=4, backward=4)
     options = {"deterministic": ordered, "limits": limits}
-    launches = _step(shapes, (3, 3, 1, 1, 1, 1, 1, 1), torch.bfloat16, full=True, **options)
-    assert "_attention_normalizer_kernel" in {launch.kernel.__name__ for launch in launches}
-    for launch in _once_each(launches):
+    found = launches(_step(shapes, (3, 3, 1, 1, 1, 1, 1, 1), torch.bfloat16, full=True, **options))
+    assert "_attention_normalizer_kernel" in {launch.name for launch in found}
+    for launch in once_each(found):
         assert static.compiled_for("sm_90", launch).n_regs > 0

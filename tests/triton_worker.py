@@ -7,6 +7,7 @@ compiled one cannot interpret another. Calls therefore go to a child, as tensors
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
 import os
 import struct
@@ -25,7 +26,7 @@ class Interpreter:
         self._child: subprocess.Popen[bytes] | None = None
 
     def __call__(self, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call a function of ``fastcaps.triton_kernels.attention`` by name."""
+        """Call a function of a module of ``fastcaps.triton_kernels`` by name: ``"attention.attention_pass"``."""
         if self._child is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
             environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
@@ -69,7 +70,7 @@ def _serve() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN: what no kernel writes shows
-    from fastcaps.triton_kernels import attention
+    from fastcaps.triton_kernels.plan import Limits
 
     while True:
         try:
@@ -79,8 +80,10 @@ def _serve() -> None:
         try:
             limits = options.pop("limits", None)
             if limits is not None:
-                options["limits"] = attention.Limits(**limits)
-            answer = ("result", getattr(attention, function)(*arguments, **options))
+                options["limits"] = Limits(**limits)
+            module, _, name = function.partition(".")
+            run = getattr(importlib.import_module(f"fastcaps.triton_kernels.{module}"), name)
+            answer = ("result", run(*arguments, **options))
         except Exception as error:
             answer = ("error", f"{type(error).__name__}: {error}")
         _send(answers, answer)

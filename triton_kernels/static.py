@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .call import kernel_name
+
 __all__ = ["Compiled", "Launch", "build", "compiled_for", "target_of"]
 
 _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -76,26 +78,29 @@ def target_of(name: str) -> GPUTarget:
 
 def _source(launch: Launch, precision: str | None) -> ASTSource:
     """Return the kernel with the types, constants and alignments that Triton would find at this launch."""
-    signature, constants, alignments = {}, {}, {}
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    alignments: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def typed(value: Any, place: tuple[int, ...], constant: bool, specialised: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(typed(one, (*place, j), constant, specialised) for j, one in enumerate(value))
+        if constant or value is None or (specialised and not isinstance(value, torch.Tensor) and value == 1):
+            constants[place] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor) or (specialised and not isinstance(value, float) and value % 16 == 0):
+            alignments[place] = [["tt.divisibility", 16]]
+        if isinstance(value, torch.Tensor):
+            return _POINTERS[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
     for k, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
         if parameter.name == "PRECISION" and precision is not None:
             value = precision
-        specialised = not parameter.do_not_specialize
-        if (
-            parameter.is_constexpr
-            or value is None
-            or (specialised and not isinstance(value, torch.Tensor) and value == 1)
-        ):
-            signature[parameter.name], constants[(k,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name], alignments[(k,)] = _POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-            if specialised and value % 16 == 0:
-                alignments[(k,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = typed(value, (k,), parameter.is_constexpr, not parameter.do_not_specialize)
     return ASTSource(launch.kernel, signature, constants, alignments)
 
 
@@ -134,7 +139,7 @@ def compiled_for(target: str, launch: Launch) -> Compiled:
         registers, spills = used["vgpr_count"], used["vgpr_spill_count"]
     words = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]+)[._ ]", text, re.MULTILINE)
     return Compiled(
-        kernel=str(launch.kernel.__name__),
+        kernel=kernel_name(launch.kernel, launch.arguments),
         target=target,
         programs=launch.programs,
         num_warps=int(built.metadata.num_warps),

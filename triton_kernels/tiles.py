@@ -1,15 +1,17 @@
-"""What the attention kernels share: where children lie, the votes of one child, the tiles of a parents tensor.
+"""What the kernels share: where children lie, the votes of one child, the tiles of a parents tensor, who is heard.
 
 A *tile* holds the poses of every (position l, parent m), shape ``[BC, BE, BL, BM]`` for rows c and columns e of a pose,
 each size a power of two; numbers beyond the true sizes are zero and stay zero. Triton deals the last dimensions out to
 lanes and then to warps: a lane is a parent, a warp has positions, a pose stays within a thread, and so do sums over it.
 
-``V_im = P_i W_gm + bias_im`` is made for one child i at a time and never leaves the program.
+``V_im = P_i W_gm + bias_im`` is made for one child i at a time and never leaves the program. Without weights the vote
+is the child itself; unless a bias tells the parents apart, it is kept once for all of them, ``[BC, BE, BL, 1]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -22,9 +24,17 @@ COUNTS = (
 
 
 def kernel(function: Callable[..., None]) -> triton.JITFunction:
-    """Compile a kernel; what varies from call to call (see :data:`COUNTS`) does not compile it anew."""
+    """Compile a kernel; what varies from call to call (see :data:`COUNTS`) does not compile it anew.
+
+    Compiled code has the name of the pass that a skeleton's kernel is made for: ``attention_forward``.
+    """
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in names if name in COUNTS])
+    own = function.__name__.strip("_")
+
+    def name(specialization: Any) -> str:
+        return f"{specialization.constants['PASS']}_{own}" if "PASS" in names else own
+
+    return triton.jit(function, do_not_specialize=[name for name in names if name in COUNTS], repr=name)
 
 
 @triton.jit
@@ -38,6 +48,24 @@ def position_origin(p, count, length, columns, SH: tl.constexpr, SW: tl.constexp
     rest = inside - sample * length
     row = rest // columns
     return sample, row * SH - PH, (rest - row * columns) * SW - PW
+
+
+@triton.jit
+def windows(
+    p, count, length, columns, cs_b, cs_h, cs_w,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+):  # fmt: skip
+    """Return (whether it exists, sample, row, column, address of its first place) of the windows of positions ``p``."""
+    sample, row, column = position_origin(p, count, length, columns, SH, SW, PH, PW)
+    origin = sample.to(tl.int64) * cs_b + row.to(tl.int64) * cs_h + column.to(tl.int64) * cs_w
+    return p < count, sample, row, column, origin
+
+
+@triton.jit
+def place_of_child(i, types, KW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr):
+    """Return (rows below a window's first place, columns beyond it, type n) of child i."""
+    slot = i // types
+    return slot // KW * DH, slot % KW * DW, (i - slot * types).to(tl.int64)
 
 
 @triton.jit
@@ -67,6 +95,17 @@ def tile_offsets(
     m = first + tl.arange(0, BM)[None, None, None, :]
     e = tl.arange(0, BE)[None, :, None, None]
     return p.to(tl.int64)[None, None, :, None] * (parents * (C * E)) + (m * C + c) * E + e
+
+
+@triton.jit
+def tile_places(
+    p, exists, first, parents, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr
+):
+    """Return where a tile lies: offsets and mask in a parents tensor, then in ``[positions, M]``."""
+    mask = tile_mask(first, parents, C, E, BC, BM, BE) & exists[None, None, :, None]
+    m = first + tl.arange(0, BM)
+    each = p.to(tl.int64)[:, None] * parents + m[None, :]
+    return tile_offsets(p, first, parents, C, E, BC, BM, BE), mask, each, exists[:, None] & (m < parents)[None, :]
 
 
 INTERPRETED = tl.constexpr(not isinstance(tile_offsets, triton.JITFunction))
@@ -138,6 +177,17 @@ def votes_by_dot(
 
 
 @triton.jit
+def votes_by_identity(
+    child, origin, seen, cs_c, cs_d, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr
+):
+    """Return the poses of one child themselves, ``[BC, BE, BL, 1]``."""
+    c = tl.arange(0, BC)[:, None, None, None]
+    e = tl.arange(0, BE)[None, :, None, None]
+    poses = child + origin[None, None, :, None] + c * cs_c + e * cs_d
+    return tl.load(poses, mask=seen[None, None, :, None] & (c < C) & (e < E), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def votes_of_child(
     child, origin, row_origin, seen, row_seen, matrix, bias, first, parents,
     cs_c, cs_d, ws_m, ws_d, ws_e, bs_m, inside,
@@ -150,7 +200,9 @@ def votes_of_child(
     Not a product with the mask: a bias or a weight of infinity must not turn an absent child into NaN. ``BK`` is 0
     where products column by column are wanted, else the depth of one matrix product.
     """
-    if BK > 0:
+    if matrix is None:
+        votes = votes_by_identity(child, origin, seen, cs_c, cs_d, C, E, BC, BE)
+    elif BK > 0:
         votes = votes_by_dot(
             child, row_origin, row_seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e,
             C, D, E, BL, BC, BM, BE, BK, PRECISION,
@@ -164,7 +216,9 @@ def votes_of_child(
         m = first + tl.arange(0, BM)[None, None, None, :]
         e = tl.arange(0, BE)[None, :, None, None]
         votes += tl.load(bias + m.to(tl.int64) * bs_m + c * E + e, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside & seen[None, None, :, None], votes, 0.0)
+    if matrix is not None or bias is not None:
+        votes = tl.where(inside & seen[None, None, :, None], votes, 0.0)
+    return votes
 
 
 @triton.jit
@@ -191,3 +245,12 @@ def routing_weights(agreement, first, parents, normalizer, BM: tl.constexpr):
         return tl.exp(agreement - normalizer[:, None])
     shares = tl.exp(agreement - tl.max(agreement, axis=1)[:, None])
     return shares / tl.sum(shares, axis=1)[:, None]
+
+
+@triton.jit
+def unbroken(gain, known, opened):
+    """Return the gain of a gate, 0 where a child behind a gate of 0 is broken: ``known``, of all parents, is no number.
+
+    Such a child gets no gradient; any other behind a closed gate may learn to open it.
+    """
+    return tl.where(opened | (tl.abs(known) < float("inf")), gain, 0.0)

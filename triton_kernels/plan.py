@@ -1,4 +1,4 @@
-"""How an attention pass is cut into programs: a table of a few numbers and pure functions of shapes. No autotuning."""
+"""How a pass is cut into programs: a table of a few numbers and pure functions of shapes. No autotuning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Limits:
     Attributes
     ----------
     forward, backward
-        Numbers of one tile that a thread holds. Forward keeps three tiles (votes, query, sums), backward five.
+        Numbers of one tile that a thread holds, where forward keeps three tiles (attention: votes, query, sums) and
+        backward five. A pass that keeps more says how many times as many, its ``crowd``.
     warps
         The most warps of a program, and the most where the pose of one parent alone asks for it.
     positions
@@ -53,6 +54,8 @@ class Plan:
         Children of a range.
     warps
         Warps of a program.
+    competing
+        Whether tiles of parents need to know of each other.
     """
 
     positions: int
@@ -65,6 +68,7 @@ class Plan:
     splits: int
     per_split: int
     warps: int
+    competing: bool = True
 
     @property
     def numbers(self) -> int:
@@ -73,7 +77,8 @@ class Plan:
 
     def __str__(self) -> str:
         how = f"matrix products of depth {self.depth}" if self.depth else "products column by column"
-        sweeps = "one sweep" if self.tiles == 1 else f"two sweeps over {self.tiles} tiles"
+        tiles = f"two sweeps over {self.tiles} tiles" if self.competing else f"{self.tiles} tiles"
+        sweeps = "one sweep" if self.tiles == 1 else tiles
         return (
             f"{sweeps}; programs of {self.positions} positions x {self.parents} parents, {self.warps} warps, "
             f"{self.blocks * self.tiles * self.splits} of them, children in {self.splits} ranges; {how}"
@@ -113,9 +118,9 @@ def _ceil(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def largest_pose(limits: Limits = LIMITS) -> int:
+def largest_pose(limits: Limits = LIMITS, crowd: int = 1) -> int:
     """Return how many numbers of a padded parent's pose a program can hold, forward and backward."""
-    return min(limits.forward, limits.backward) * 32 * limits.warps[1]
+    return max(1, min(limits.forward, limits.backward) // crowd) * 32 * limits.warps[1]
 
 
 def plan(
@@ -129,6 +134,8 @@ def plan(
     products: bool | None = None,
     processors: int = 132,
     limits: Limits = LIMITS,
+    crowd: int = 1,
+    competing: bool = True,
 ) -> Plan:
     """Return the plan for a pass over B * L ``positions`` that see I ``children`` and have M ``parents``.
 
@@ -146,30 +153,34 @@ def plan(
         Of the device (132 on an H200).
     limits
         What a program may hold.
+    crowd
+        How many times the tiles of the attention pass a program keeps.
+    competing
+        Whether parents compete, so that tiles of them cost a second sweep. Else a program takes as few as fill it.
     """
     rows, inner, columns = power_of_two(pose[0]), pose[1], power_of_two(pose[2])
     unit = rows * columns
-    per_thread = limits.backward if backward else limits.forward
+    per_thread = max(1, (limits.backward if backward else limits.forward) // crowd)
     if products is None:
         # Backward sums over parents (dP) and positions (dW): column by column that costs a barrier each.
         products = backward or inner >= (_DOT // 2 if tensor_cores else _DOT)
-    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
-    least_positions = max(1, _DOT // rows) if products else 1
-    least_parents = max(1, _DOT // columns) if products else 1
     usual, most = (32 * warps * per_thread for warps in limits.warps)
-    if least_positions * least_parents * unit > most:
-        return plan(
-            positions, children, parents, pose, backward=backward, products=False, processors=processors, limits=limits
-        )
+    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
+    least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
+    products = products and least_positions * least_parents * unit <= most
+    if not products:
+        least_positions, least_parents = 1, 1
+    # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
+    target = 32 * per_thread * (4 if products else 1)
     tile_parents = max(power_of_two(parents), least_parents)
+    if not competing:
+        tile_parents = max(least_parents, min(tile_parents, target // (least_positions * unit)))
     if tile_parents * least_positions * unit > usual:
         # Two sweeps. Sixteen warps, with 128 registers a thread, only where the poses themselves are that large.
         capacity = max(usual, least_positions * least_parents * unit)
         tile_parents = max(least_parents, capacity // (least_positions * unit))
     tile_positions = least_positions
     wanted = min(power_of_two(max(1, positions)), limits.positions)
-    # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
-    target = 32 * per_thread * (4 if products else 1)
     while tile_positions < wanted and 2 * tile_positions * tile_parents * unit <= target:
         tile_positions *= 2
     numbers = tile_positions * tile_parents * unit
@@ -191,6 +202,7 @@ def plan(
         _ceil(children, per_split),
         per_split,
         warps,
+        competing,
     )
 
 
@@ -203,10 +215,13 @@ def matrix_plan(
     *,
     processors: int = 132,
     limits: Limits = LIMITS,
+    crowd: int = 1,
+    competing: bool = True,
 ) -> MatrixPlan:
     """Return the plan for dW and dbias in a fixed order; arguments as :func:`plan`, and G ``groups``."""
     # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
-    tile = plan(positions, children, parents, pose, backward=True, products=True, processors=processors, limits=limits)
+    how = {"processors": processors, "limits": limits, "crowd": crowd, "competing": competing}
+    tile = plan(positions, children, parents, pose, backward=True, products=True, **how)  # type: ignore[arg-type]
     least = Plan(
         max(tile.positions, _ceil(_DOT, tile.rows)),
         tile.rows,

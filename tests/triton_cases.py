@@ -1,0 +1,120 @@
+"""What the tests of the Triton kernels share: a pass's kernels as ops of the tests' own, and what launches compile to.
+
+On a GPU the kernels run as they are; elsewhere Triton interprets them (``triton_worker.py``), so shapes are small.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton_worker import Interpreter
+
+from fastcaps import ops
+
+triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
+
+from fastcaps.triton_kernels import call, forward, plan, static  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: parents and children are split
+WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with many positions, for the interpreter's sake
+
+interpret = Interpreter()
+options: dict[str, Any] = {}
+"""Of the calls that the test ops make: deterministic, allow_tf32, limits."""
+_LIBRARY = torch.library.Library("fastcaps_triton_test", "DEF")
+
+
+@pytest.fixture(autouse=True)
+def plain() -> Iterator[None]:
+    """Forget options before and after every test."""
+    options.clear()
+    yield
+    options.clear()
+
+
+def _kernel(stem: str, function: str) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        device = next(one.device.type for one in arguments if isinstance(one, torch.Tensor))
+        if device == "cpu":
+            return interpret(f"{stem}.{function}", *arguments, **options)
+        chosen = {**options}
+        if "limits" in chosen:
+            chosen["limits"] = plan.Limits(**chosen["limits"])
+        return getattr(importlib.import_module(f"fastcaps.triton_kernels.{stem}"), function)(*arguments, **chosen)
+
+    return run
+
+
+def implemented(one: ops.Pass) -> tuple[Any, Any]:
+    """Return a pass's kernels as ops, with a fake and an autograd formula as the library registers them."""
+    one.define(_LIBRARY)
+    taken, backward = one.arguments - one.freezes, one.name + "_backward"
+    run = _kernel(one.stem, one.name)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(one.name, lambda *arguments: run(*arguments[:taken]), key)
+        _LIBRARY.impl(backward, _kernel(one.stem, backward), key)
+    namespace = torch.ops.fastcaps_triton_test
+    return getattr(namespace, one.name).default, getattr(namespace, backward).default
+
+
+# ---- what would be compiled ------------------------------------------------------------------------------------------
+
+compiled_here = pytest.mark.skipif(
+    not isinstance(forward._forward_kernel, triton.JITFunction),
+    reason="kernels are interpreted in this process (TRITON_INTERPRET=1)",
+)
+
+
+def launches(run: Callable[[], Any]) -> list[SimpleNamespace]:
+    """Return all that a function would start, on tensors of no memory."""
+    found: list[SimpleNamespace] = []
+
+    def watch(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        name = call.kernel_name(kernel, arguments)
+        found.append(SimpleNamespace(kernel=kernel, programs=programs, arguments=arguments, name=name))
+
+    with call.watched(watch):
+        run()
+    for launch in found:
+        # what Triton itself insists on, and its interpreter does not
+        assert set(launch.arguments) - {"num_warps", "num_stages"} == set(launch.kernel.arg_names), launch.name
+    return found
+
+
+def once_each(found: Sequence[SimpleNamespace]) -> list[SimpleNamespace]:
+    """Return one launch of every kernel."""
+    return list({launch.name: launch for launch in found}.values())
+
+
+def hold_compiled(found: Sequence[SimpleNamespace], target: str, spills: int, wanted: set[str]) -> None:
+    """Compile one launch of every kernel for a target; the ``wanted`` are among them and few registers may spill."""
+    assert wanted <= {launch.name for launch in found}
+    for launch in once_each(found):
+        made = static.compiled_for(target, launch)
+        assert made.num_warps in (1, 2, 4, 8, 16) and 0 < made.n_regs <= 512
+        assert made.shared <= 64 << 10, made
+        assert made.n_spills <= spills, made
+
+
+def sizes_allocated(run: Callable[[], Any]) -> list[int]:
+    """Return how many numbers every tensor has that a function makes, on the meta device."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                sizes.append(result.numel())
+            return result
+
+    sizes: list[int] = []
+    with Watch():
+        launches(run)
+    return sizes
