@@ -21,6 +21,7 @@ from bench.alternatives import ALTERNATIVES, OURS, is_compiled
 from bench.device_report import device_seconds
 from bench.device_worker import TRITON, DeviceCase, Remote
 from bench.precision import PRECISIONS
+from bench.routings import AttentionPass
 from bench.worker import WorkerError
 from bench.workloads import WORKLOADS, Workload
 
@@ -85,16 +86,23 @@ class DeviceSettings:
 def cases(
     workloads: Sequence[Workload], batches: Sequence[int] = (), precisions: Sequence[str] = ()
 ) -> list[DeviceCase]:
-    """Return the rows of a run in order of importance: the large batch in float32 first, the middle one's rest last."""
+    """Return the rows of a run in order of importance: the large batch in float32 first, the middle one's rest last.
+
+    A workload whose children are copies, as it is large in itself, runs at its own batch, in the large one's place.
+    """
     found = []
     for batch in batches or BATCHES:
         for precision in precisions or PRECISIONS:
             for workload in workloads:
-                found += [DeviceCase(workload, batch, training, precision) for training in (False, True)]
+                own = workload.copies > 1 and not batches
+                if not own or batch == BATCHES[0]:
+                    size = workload.batch if own else batch
+                    found += [DeviceCase(workload, size, training, precision) for training in (False, True)]
     names = list(WORKLOADS)
 
     def importance(case: DeviceCase) -> tuple[int, int, int]:
         batch = BATCHES.index(case.batch) if case.batch in BATCHES else len(BATCHES)
+        batch = 0 if case.workload.copies > 1 else batch
         precision = list(PRECISIONS).index(case.precision)
         place = names.index(case.workload.name) if case.workload.name in names else 0
         tier = precision if batch == 0 else 2 * batch + 1 + (precision > 0)
@@ -105,13 +113,15 @@ def cases(
 
 def goal_of(case: DeviceCase) -> dict[str, float]:
     """Return what a row ought to reach: ``seconds``, ``speedup``, ``launches``, ``memory_share``, or some of them."""
-    goal = {}
-    if case.batch == BATCHES[0]:
-        wanted = _SECONDS.get((case.workload.name, case.training, case.precision))
-        goal = {"memory_share": _MEMORY_SHARE}
+    goal: dict[str, float] = {}
+    workload = case.workload
+    if case.batch == BATCHES[0] or workload.copies > 1:
+        wanted = _SECONDS.get((workload.name, case.training, case.precision))
+        if isinstance(workload.routing, AttentionPass) or workload.outweighs(case.batch):
+            goal["memory_share"] = _MEMORY_SHARE
         if wanted is not None:
             goal["seconds"] = wanted
-        if case.workload.name == "tsai-c10-conv1" and case.precision == "fp32":
+        if workload.name == "tsai-c10-conv1" and case.precision == "fp32":
             goal["speedup"] = _SPEEDUP[case.training]
     elif case.batch == 1 and not case.training:
         goal = {"launches": 3.0}
@@ -287,7 +297,7 @@ class DeviceSession:
         """Write everything so far: a run that is stopped leaves what it has."""
         about = self.document["machine"]
         stamp = about["date"][:16].replace(":", "")
-        name = f"attention-{machine.slug(about['device'])}-{stamp}-{about['commit']}"
+        name = f"bench-{machine.slug(about['device'])}-{stamp}-{about['commit']}"
         self.settings.results.mkdir(parents=True, exist_ok=True)
         self.files = [self.settings.results / f"{name}.json", self.settings.results / f"{name}.md"]
         self.files[0].write_text(json.dumps(self.document, indent=1) + "\n")

@@ -111,7 +111,7 @@ stage_sanitize() {
   for tool in "memcheck --report-api-errors no" racecheck; do
     # shellcheck disable=SC2086
     run 55 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name \
-      kernel_substring=attention "$PYTHON" bench/sanitize.py --device cuda --backend cuda || worst=1
+      kernel_substring=fastcaps "$PYTHON" bench/sanitize.py --device cuda --backend cuda || worst=1
   done
   for backend in cuda triton; do
     run 40 "$PYTHON" bench/sanitize.py --device cuda --backend "$backend" --dtype bfloat16 || worst=1
@@ -129,19 +129,20 @@ stage_bench() {
   [ "$seconds" -lt 20 ] && seconds=20
   [ "$DRY_RUN" = 1 ] && seconds=260
   run $((seconds + 60)) "$PYTHON" -m pytest bench -q --device cuda --seconds "$seconds" --results "$OUT" || status=$?
-  [ "$DRY_RUN" = 1 ] || rm -f "$OUT"/attention-*.md # the table is in the log
+  [ "$DRY_RUN" = 1 ] || rm -f "$OUT"/bench-*.md # the table is in the log
   return "$status"
 }
 
 stage_profile() {
-  local worst=0 direction
+  local worst=0 target
   local sections=(--section SpeedOfLight --section Occupancy --section LaunchStats --section WarpStateStats)
   sections+=(--section InstructionStats --section MemoryWorkloadAnalysis --section SchedulerStats)
   if have ncu || [ "$DRY_RUN" = 1 ]; then
-    for direction in forward backward; do
-      run 45 ncu --clock-control none --target-processes all "${sections[@]}" --kernel-name \
-        "regex:attention_${direction}_kernel" --launch-skip 1 --launch-count 1 \
-        "$PYTHON" bench/profile_target.py --device cuda || worst=1
+    # workload, and which of its kernels; the first launch of each is warming up
+    for target in "tsai-c10-conv1 attention_forward" "tsai-c10-conv1 attention_backward" "hinton-conv gaussian"; do
+      run 45 ncu --clock-control none --target-processes all "${sections[@]}" --kernel-name "regex:${target#* }" \
+        --launch-skip 1 --launch-count 1 "$PYTHON" bench/profile_target.py --device cuda --workload "${target% *}" ||
+        worst=1
     done
   else
     missing ncu "torch's own profile alone" || worst=1

@@ -20,15 +20,26 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fastcaps import backends
-from fastcaps.functional import Window, inverted_attention_routing
+from fastcaps import backends, functional
+from fastcaps.functional import Window
 
 __all__ = ["CALLS", "Call", "check", "main"]
+
+_ROUTINGS = {
+    "attention": functional.inverted_attention_routing,
+    "dynamic": functional.dynamic_routing,
+    "em": functional.em_routing,
+    "heinsen": functional.heinsen_routing,
+    "pool": functional.routing_pool,
+}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: children ``[batch, (types, *grid) or types, C, D]`` to so many parents ``[C, E]``."""
+    """One call: children ``[batch, (types, *grid) or types, C, D]`` to so many parents ``[C, E]``.
+
+    ``extras`` are a bias and gates; of Heinsen's routing, children that are not there.
+    """
 
     name: str
     batch: int
@@ -39,6 +50,8 @@ class Call:
     window: Window | None = None
     shared: bool = False
     extras: bool = False
+    routing: str = "attention"
+    options: tuple[tuple[str, Any], ...] = ()
 
     def tensors(self, device: str) -> dict[str, Tensor]:
         """Return the arguments of the call, in float64."""
@@ -55,24 +68,34 @@ class Call:
             places = self.window.output_size(*self.grid)
             seen *= self.window.spec[0] * self.window.spec[1]
         groups = 1 if self.shared else seen
-        found = {
-            "children": normal(self.batch, self.types, *grid, rows, inner),
-            "weight": normal(groups, self.parents, inner, columns) * inner**-0.5,
-            "parents": normal(self.batch, self.parents, *places, rows, columns),
-        }
-        if rows * columns > 1:  # LayerNorm of one number is left out
-            found["norm_weight"] = 1 + 0.1 * normal(rows * columns)
-            found["norm_bias"] = 0.1 * normal(rows * columns)
-        if self.extras:
-            found["bias"] = 0.1 * normal(seen, self.parents, rows, columns)
-            found["gate"] = torch.rand(self.batch, self.types, *grid, generator=generator, dtype=torch.float64)
+        found = {"children": normal(self.batch, self.types, *grid, rows, inner)}
+        if self.routing != "pool" or not self.shared:  # else votes are the poses themselves
+            found["weight"] = normal(groups, self.parents, inner, columns) * inner**-0.5
+        each = (self.batch, self.types, *grid)
+        if self.routing == "attention":
+            found["parents"] = normal(self.batch, self.parents, *places, rows, columns)
+            if rows * columns > 1:  # LayerNorm of one number is left out
+                found["norm_weight"] = 1 + 0.1 * normal(rows * columns)
+                found["norm_bias"] = 0.1 * normal(rows * columns)
+        if self.routing == "em":
+            found["activations"] = normal(*each).sigmoid()
+            found["beta_u"], found["beta_a"] = normal(self.parents), normal(self.parents)
+        if self.routing == "heinsen":
+            found["scores"] = normal(*each)
+            found["beta_use"], found["beta_ignore"] = normal(groups, self.parents), normal(groups, self.parents)
+        if self.extras and self.routing == "heinsen":
+            found["scores"][:, -1] = -torch.inf
+        elif self.extras and self.routing != "em":
+            found["gate"] = normal(*each).sigmoid()
+        if self.extras or self.routing == "heinsen":
+            found["bias"] = 0.1 * normal(groups if self.shared else seen, self.parents, rows, columns)
         return {name: tensor.to(device) for name, tensor in found.items()}
 
 
 _GRID = Window(3, stride=2)
 _PADDED = Window((2, 3), padding=1)
 
-CALLS = (
+_ATTENTION = (
     Call("4x4 grid", 2, 3, 32, (4, 4, 4), (5, 5), _GRID),
     Call("4x4 set, few parents", 3, 33, 10, (4, 4, 4), extras=True),
     Call("4x4 padded, two warps of parents", 1, 2, 40, (4, 4, 4), (3, 4), _PADDED, extras=True),
@@ -88,17 +111,33 @@ CALLS = (
     Call("more parents than a block holds", 1, 2, 700, (4, 4, 4)),
     Call("one of everything", 1, 1, 1, (1, 1, 1)),
 )
+_WHOLE = (
+    Call("dynamic, 1x8 to 1x16", 2, 17, 10, (1, 8, 16), routing="dynamic"),
+    Call("dynamic, padded grid", 1, 2, 5, (2, 2, 3), (3, 4), _PADDED, extras=True, routing="dynamic"),
+    Call("dynamic, children compete", 2, 9, 6, (1, 8, 16), routing="dynamic", options=(("compete", "children"),)),
+    Call("dynamic, last turn only", 2, 9, 6, (1, 8, 16), routing="dynamic", options=(("detach", True),)),
+    Call("pool, poses", 2, 40, 1, (1, 16, 16), shared=True, routing="pool"),
+    Call("pool, many parents", 2, 5, 70, (1, 8, 16), extras=True, routing="pool"),
+    Call("em, 4x4 grid", 1, 3, 32, (4, 4, 4), (5, 5), _GRID, routing="em"),
+    Call("em, 4x4 set", 2, 33, 10, (4, 4, 4), extras=True, routing="em"),
+    Call("em, more parents than a block holds", 1, 80, 530, (2, 2, 2), routing="em"),
+    Call("heinsen, 4x4 shared", 2, 40, 64, (4, 4, 4), shared=True, extras=True, routing="heinsen"),
+    Call("heinsen, 1x64 to 1x2", 2, 20, 64, (1, 64, 2), shared=True, extras=True, routing="heinsen"),
+    Call("heinsen, k-means", 2, 12, 5, (1, 2, 2), routing="heinsen", options=(("model", "kmeans"),)),
+)
+CALLS = (*_ATTENTION, *_WHOLE)
 
 
 def _run(call: Call, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the result and every gradient of a call."""
+    """Return the results and every gradient of a call."""
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in tensors.items()}
-    result = inverted_attention_routing(**leaves, window=call.window)  # type: ignore[arg-type]
-    assert isinstance(result, Tensor)
+    given = _ROUTINGS[call.routing](**leaves, **dict(call.options), window=call.window)  # type: ignore[arg-type]
+    results = [given] if isinstance(given, Tensor) else list(given)
     generator = torch.Generator().manual_seed(1)
-    cotangent = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result)
-    gradients = torch.autograd.grad(result, tuple(leaves.values()), cotangent)
-    return {"result": result.detach(), **dict(zip(leaves, gradients, strict=True))}
+    cotangents = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one) for one in results]
+    gradients = torch.autograd.grad(results, tuple(leaves.values()), cotangents)
+    found = {f"result {k}" if k else "result": one.detach() for k, one in enumerate(results)}
+    return found | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
 def check(call: Call, device: str, backend: str | None, dtype: torch.dtype, deterministic: bool) -> dict[str, float]:

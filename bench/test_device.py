@@ -1,4 +1,4 @@
-"""The attention pass of every workload on a device: first against eager PyTorch, then against torch.compile of it."""
+"""The routing of every workload on a device: first against eager PyTorch, then against torch.compile of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bench.device_session import DeviceSession, LeftOut
 from bench.device_worker import DeviceCase
 
 
-def test_attention_pass(device_case: DeviceCase, device_session: DeviceSession) -> None:
+def test_routing(device_case: DeviceCase, device_session: DeviceSession) -> None:
     """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference."""
     try:
         row = device_session.run(device_case)

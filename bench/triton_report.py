@@ -51,7 +51,9 @@ class Launch:
     @property
     def name(self) -> str:
         """The kernel's name for people."""
-        return str(self.kernel.__name__).strip("_").removesuffix("_kernel").replace("_", " ")
+        from fastcaps.triton_kernels.call import kernel_name
+
+        return kernel_name(self.kernel, self.arguments).strip("_").removesuffix("_kernel").replace("_", " ")
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,6 @@ class AttentionPass(Routing):
 
         return run
 
-    def explain(self, workload: Workload, arguments: dict[str, Tensor]) -> str:
-        """Return which backend serves the package's own call."""
-        told = functional.explain(**arguments, window=workload.window, normalize=self.normalize)  # type: ignore[arg-type]
-        return str(told).splitlines()[0]
-
     def reference(self, workload: Workload) -> Implementation:
         """Return the reference's pass."""
         window, spec = workload.window, workload.spec

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
+import fastcaps
 from bench.inputs import Draw
 from bench.layouts import Layout
 
@@ -18,6 +20,17 @@ __all__ = ["Implementation", "Routing"]
 
 Implementation = Callable[..., tuple[Tensor, ...]]
 """Takes a routing's arguments by name, in public layout; returns its results in the order of ``Routing.results``."""
+
+
+class _Call(torch.nn.Module):
+    """A call as a module, as ``fastcaps.explain`` takes it."""
+
+    def __init__(self, run: Implementation, arguments: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._run, self._arguments = run, arguments
+
+    def forward(self, children: Tensor) -> tuple[Tensor, ...]:
+        return self._run(**{**self._arguments, "children": children})
 
 
 class Routing(ABC):
@@ -63,8 +76,9 @@ class Routing(ABC):
         """Return the routing over stored votes that a batched matmul makes, in a layout."""
 
     def explain(self, workload: Workload, arguments: dict[str, Tensor]) -> str:
-        """Return which backend serves the package's own call, in the words of ``fastcaps.explain``; "" if not asked."""
-        return ""
+        """Return which backend serves the package's own call, in the words of ``fastcaps.explain``."""
+        told = fastcaps.explain(_Call(self.ours(workload), arguments), arguments["children"])
+        return str(told).splitlines()[0]
 
     def exact(self, workload: Workload) -> Implementation:
         """Return what the gate computes in float64, for one of the workload's equal copies of the children."""
