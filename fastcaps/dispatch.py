@@ -13,6 +13,7 @@ forward alone does not bind the backward, and one forced around the backward is 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends, libraries, ops
+from fastcaps.geometry import geometry_of
 from fastcaps.reference import pooling
 
 __all__ = [
@@ -27,11 +29,14 @@ __all__ = [
     "DETERMINISTIC",
     "attention_pass",
     "attention_pass_backward",
+    "attention_routing",
     "gaussian_pass",
     "gaussian_pass_backward",
+    "gaussian_routing",
     "options",
     "pooling_pass",
     "pooling_pass_backward",
+    "pooling_routing",
 ]
 
 DETERMINISTIC = 1
@@ -46,18 +51,23 @@ def options() -> int:
     return bits | ALLOW_TF32 if backends.tf32_allowed() else bits
 
 
-def _choose(stem: str, children: Tensor, weight: Tensor | None, others: Sequence[Any]) -> str | None:
+def _choose(stem: str, children: Tensor, weight: Tensor | None, parents: int) -> str | None:
     """Return the backend of a call; None where the arguments are not even of the right rank."""
-    if children.dim() != 6 or (weight is not None and weight.dim() != 4):
+    if children.dim() != 6 or (weight is not None and weight.dim() != 4) or parents < 1:
         return None
     rows, depth = children.shape[4:]
+    columns, parents = (depth, parents) if weight is None else (weight.shape[3], weight.shape[1])
+    return backends.choose(children.device, children.dtype, (rows, depth, columns), parents, stem)
+
+
+def _parents(weight: Tensor | None, others: Sequence[Any]) -> int:
+    """Return M of a pass; 0 where query or bias, which tell it where there is no weight, are of the wrong rank."""
     if weight is not None:
-        return backends.choose(children.device, children.dtype, (rows, depth, weight.shape[3]), weight.shape[1], stem)
+        return 1
     query, bias = others[:2]  # of the pooling pass, whose votes may be the children's own poses
     if (query is not None and query.dim() != 6) or (bias is not None and bias.dim() != 4):
-        return None
-    parents = pooling.parents_of(None, query, bias)
-    return backends.choose(children.device, children.dtype, (rows, depth, depth), parents, stem)
+        return 0
+    return pooling.parents_of(None, query, bias)
 
 
 def _by_triton(stem: str, function: str, arguments: Sequence[Any]) -> Any:
@@ -74,7 +84,8 @@ def _kernels(one: ops.Pass) -> tuple[Callable[..., Any], Callable[..., Any]]:
     taken = one.arguments - one.freezes
 
     def forward(*arguments: Any) -> Any:
-        chosen = _choose(stem, arguments[0], arguments[1], arguments[2:])
+        children, weight = arguments[:2]
+        chosen = _choose(stem, children, weight, _parents(weight, arguments[2:]))
         if chosen == "cuda":  # checks its arguments itself; that coefficients are constants is the backward's matter
             return getattr(torch.ops.fastcaps_cuda, one.name).default(*arguments[:taken], options())
         one.check(*arguments)
@@ -83,7 +94,8 @@ def _kernels(one: ops.Pass) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return one.by_reference(*arguments)
 
     def backward(*arguments: Any) -> Any:
-        chosen = _choose(stem, arguments[first], arguments[first + 1], arguments[first + 2 :])
+        children, weight = arguments[first : first + 2]
+        chosen = _choose(stem, children, weight, _parents(weight, arguments[first + 2 :]))
         if chosen == "cuda":
             return getattr(torch.ops.fastcaps_cuda, backward_name).default(*arguments, options())
         one.check_backward(*arguments)
@@ -98,6 +110,41 @@ attention_pass, attention_pass_backward = _kernels(ops.ATTENTION)
 pooling_pass, pooling_pass_backward = _kernels(ops.POOLING)
 gaussian_pass, gaussian_pass_backward = _kernels(ops.GAUSSIAN)
 
+
+def _fuses(routing: ops.Routing, children: Tensor, weight: Tensor | None, parents: int, window: Sequence[int]) -> bool:
+    """Return whether the CUDA library has a kernel that runs all turns of a call."""
+    if not hasattr(torch.ops.fastcaps_cuda, routing.name):
+        return False
+    geometry = geometry_of(children, weight, window, parents)
+    numbers = (ctypes.c_int64 * len(geometry))(*geometry)
+    half = int(children.dtype != torch.float32)
+    order = [one.stem for one in ops.PASSES].index(routing.stem)
+    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", numbers, order, half) == ""
+
+
+def _routing_kernel(routing: ops.Routing) -> Callable[..., Any]:
+    """Return what runs a whole routing on a GPU: a kernel for all turns where there is one, else the loop of passes."""
+    names = [argument.name for argument in getattr(torch.ops.fastcaps, routing.name).default._schema.arguments]
+    count = names.index("parents") if "parents" in names else None
+
+    def run(*arguments: Any) -> Any:
+        children, weight = arguments[:2]
+        parents = 1 if count is None else arguments[count]
+        chosen = _choose(routing.stem, children, weight, parents)
+        if chosen == "cuda":
+            routing.check(*arguments)
+            if _fuses(routing, children, weight, parents, arguments[-1]):
+                return getattr(torch.ops.fastcaps_cuda, routing.name).default(*arguments, options())
+        return routing.by_passes(*arguments)
+
+    return run
+
+
+attention_routing, pooling_routing, gaussian_routing = (_routing_kernel(routing) for routing in ops.ROUTINGS)
+
 ops.ATTENTION.implement("CUDA", attention_pass, attention_pass_backward)
 ops.POOLING.implement("CUDA", pooling_pass, pooling_pass_backward)
 ops.GAUSSIAN.implement("CUDA", gaussian_pass, gaussian_pass_backward)
+ops.ATTENTION_ROUTING.implement("CUDA", attention_routing)
+ops.POOLING_ROUTING.implement("CUDA", pooling_routing)
+ops.GAUSSIAN_ROUTING.implement("CUDA", gaussian_routing)

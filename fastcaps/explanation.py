@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastcaps import backends, dispatch, libraries
-from fastcaps.geometry import output_size
+from fastcaps.geometry import geometry_of
 
-__all__ = ["Explanation", "Explanations", "explain_call", "geometry_of"]
+__all__ = ["Explanation", "Explanations", "explain_call"]
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,6 @@ class Explanations(tuple[Explanation, ...]):
 
     def __str__(self) -> str:
         return "\n".join(f"[{k}] {one}" for k, one in enumerate(self))
-
-
-def geometry_of(children: Tensor, weight: Tensor | None, window: Sequence[int], parents: int = 1) -> tuple[int, ...]:
-    """Return the numbers that the native libraries know a call by: B H W N C D Ho Wo M E G, and the window's eight.
-
-    Without a weight votes are the children's own poses, for each of ``parents``.
-    """
-    groups, many, _, columns = (1, parents, 0, children.shape[5]) if weight is None else weight.shape
-    grid = output_size(window, children.shape[1], children.shape[2])
-    return (*children.shape, *grid, many, columns, groups, *window)
 
 
 def _plan(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["SET_WINDOW", "Window", "from_op", "output_size", "to_op", "window_extent"]
+__all__ = ["SET_WINDOW", "Window", "from_op", "geometry_of", "output_size", "to_op", "window_extent"]
 
 SET_WINDOW: tuple[int, ...] = (1, 1, 1, 1, 0, 0, 1, 1)
 """The op's ``window`` for a set: kernel 1 x 1, stride 1, no padding, dilation 1."""
@@ -109,3 +109,15 @@ def from_op(tensor: torch.Tensor, window: Window | None) -> torch.Tensor:
     if window is None:
         return tensor.squeeze((1, 2))
     return tensor.movedim(3, 1)
+
+
+def geometry_of(
+    children: torch.Tensor, weight: torch.Tensor | None, window: Sequence[int], parents: int = 1
+) -> tuple[int, ...]:
+    """Return the numbers that the native libraries know a call by: B H W N C D Ho Wo M E G, and the window's eight.
+
+    Without a weight votes are the children's own poses, for each of ``parents``.
+    """
+    groups, many, _, columns = (1, parents, 0, children.shape[5]) if weight is None else weight.shape
+    grid = output_size(window, children.shape[1], children.shape[2])
+    return (*children.shape, *grid, many, columns, groups, *window)

@@ -2,7 +2,8 @@
 
 Each schema is defined once, here; native libraries only implement it. Where none serves the CPU the reference does, op
 by op; on a GPU :mod:`fastcaps.dispatch` chooses for each call. Layout and meaning of every argument:
-:mod:`fastcaps.reference`. A file a pass, and ``registration`` for what all have in common.
+:mod:`fastcaps.reference`. A file a pass, one for each whole routing, and ``registration`` and ``routing`` for what they
+have in common.
 
 Workspace
 ---------
@@ -32,32 +33,47 @@ Nothing grows with children times parents. The reference, being the oracle, stor
 from __future__ import annotations
 
 from fastcaps.ops.attention import ATTENTION, attention_pass, attention_pass_backward
+from fastcaps.ops.attention_routing import ATTENTION_ROUTING, attention_routing
 from fastcaps.ops.gaussian import GAUSSIAN, gaussian_pass, gaussian_pass_backward
+from fastcaps.ops.gaussian_routing import GAUSSIAN_ROUTING, gaussian_routing
 from fastcaps.ops.pooling import POOLING, pooling_pass, pooling_pass_backward
+from fastcaps.ops.pooling_routing import POOLING_ROUTING, pooling_routing
 from fastcaps.ops.registration import Pass, autocast_dtype, has_kernel
+from fastcaps.ops.routing import Routing
 
 __all__ = [
     "ATTENTION",
+    "ATTENTION_ROUTING",
     "GAUSSIAN",
+    "GAUSSIAN_ROUTING",
     "PASSES",
     "POOLING",
+    "POOLING_ROUTING",
+    "ROUTINGS",
     "Pass",
+    "Routing",
     "attention_pass",
     "attention_pass_backward",
+    "attention_routing",
     "autocast_dtype",
     "gaussian_pass",
     "gaussian_pass_backward",
+    "gaussian_routing",
     "has_kernel",
     "pooling_pass",
     "pooling_pass_backward",
+    "pooling_routing",
     "serve_the_rest",
 ]
 
 PASSES = (ATTENTION, POOLING, GAUSSIAN)
+ROUTINGS = (ATTENTION_ROUTING, POOLING_ROUTING, GAUSSIAN_ROUTING)
 
 
 def serve_the_rest(key: str) -> None:
-    """Register the reference for every pass that has no kernel of its own under a dispatch key yet."""
+    """Register kernels under a dispatch key for what has none yet: the reference for passes, loops for routings."""
     for one in PASSES:
         if not has_kernel(one.name, key):
             one.serve_by_reference(key)
+    for routing in ROUTINGS:
+        routing.serve_by_passes(key)

@@ -19,6 +19,8 @@ from fastcaps import reference
 
 __all__ = [
     "LIBRARY",
+    "TAGS",
+    "Grads",
     "Pass",
     "autocast_dtype",
     "differentiate",

@@ -22,7 +22,7 @@ from fastcaps.reference.sight import (
     windows_adjoint,
 )
 
-__all__ = ["NEEDS", "attention_pass", "attention_pass_backward", "coefficients"]
+__all__ = ["NEEDS", "attention_pass", "attention_pass_backward", "coefficients", "layer_norm"]
 
 NEEDS = ("children", "weight", "query", "bias", "gate", "norm_weight", "norm_bias")
 """The gradients of the pass in the order of their bits: gradient k is asked for if ``needs`` has bit ``1 << k``."""
@@ -79,12 +79,27 @@ def attention_pass(
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes).contiguous()
     if not normalize:
         return sums.to(children.dtype), sums.new_empty(0)
+    return layer_norm(sums, norm_weight, norm_bias, eps).to(children.dtype), sums
+
+
+def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> Tensor:
+    """Return LayerNorm over the last two dimensions, ``norm_weight * (S - mean) / sqrt(variance + eps) + norm_bias``.
+
+    Parameters
+    ----------
+    sums : Tensor
+        S, ``[..., C, E]``.
+    norm_weight, norm_bias : Tensor, optional
+        ``[C * E]``, in the dtype of S.
+    eps : float
+        Added to the variance.
+    """
     parents, _ = _standardise(sums, eps)
     if norm_weight is not None:
         parents = parents * norm_weight
     if norm_bias is not None:
         parents = parents + norm_bias
-    return parents.reshape(sums.shape).to(children.dtype), sums
+    return parents.reshape(sums.shape)
 
 
 def _standardise(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:

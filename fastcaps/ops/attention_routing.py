@@ -1,0 +1,176 @@
+"""The op of routings whose parents compete: sequential inverted attention, and dynamic routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.ops.attention import ATTENTION, attention_pass_backward, check_attention
+from fastcaps.ops.checks import check, frame_of
+from fastcaps.ops.registration import Grads
+from fastcaps.ops.routing import Routing, Total, squash_backward, squashed
+from fastcaps.reference import FROZEN, NEEDS, accumulation_dtype
+from fastcaps.reference.attention import layer_norm
+
+__all__ = ["ATTENTION_ROUTING", "attention_routing"]
+
+SEQUENTIAL, DYNAMIC = 0, 1
+"""Values of ``rule``: parents are ``LayerNorm(S)`` and the next query; parents are ``squash(S)``, the next query their
+sum so far."""
+
+
+def _check(
+    children: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    rule: int,
+    iterations: int,
+    frozen: bool,
+    window: Sequence[int],
+) -> None:
+    check_attention(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window)
+    check(rule in (SEQUENTIAL, DYNAMIC), f"rule must be 0 or 1, got {rule}")
+    check(iterations >= 1, f"iterations must be at least 1, got {iterations}")
+    affine = norm_weight is not None or norm_bias is not None
+    check(rule == SEQUENTIAL or not (normalize or affine), "rule 1 squashes: it has no LayerNorm")
+
+
+def _parents(sums: Tensor, affine: Sequence[Tensor | None], eps: float, normalize: bool, rule: int) -> Tensor:
+    """Return a turn's parents from S, in the dtype of S."""
+    if rule == DYNAMIC:
+        return squashed(sums, sums.dtype)
+    if not normalize:
+        return sums
+    norm_weight, norm_bias = (None if tensor is None else tensor.to(sums.dtype) for tensor in affine)
+    return layer_norm(sums, norm_weight, norm_bias, eps)
+
+
+def _loop(
+    run: Callable[..., Any],
+    children: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    rule: int,
+    iterations: int,
+    frozen: bool,
+    window: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    wide = accumulation_dtype(children.dtype)
+    constant = (True,) if frozen else ()
+    history: list[Tensor] = []
+    parents = children
+    for _ in range(iterations):
+        tensors = (children, weight, query, bias, gate, norm_weight, norm_bias)
+        parents, sums = run(*tensors, scale, eps, normalize, window, *constant)
+        history.append((sums if normalize else parents).detach().to(wide))
+        if rule == DYNAMIC:
+            parents = squashed(parents.to(wide), children.dtype)
+            query = parents if query is None else query + parents
+        else:
+            query = parents
+    # a pass that neither normalises nor rounds returns what it would keep: that is its result, not a copy of it
+    return parents, torch.stack(history)
+
+
+def _fake(
+    children: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    rule: int,
+    iterations: int,
+    frozen: bool,
+    window: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    shape = frame_of(children, weight, 0, window).poses
+    sums = children.new_empty((iterations, *shape), dtype=accumulation_dtype(children.dtype))
+    return children.new_empty(shape), sums
+
+
+def _backward(
+    grads: Grads, tensors: Grads, outputs: Sequence[Tensor], settings: tuple[Any, ...], needed: Sequence[bool]
+) -> Grads:
+    scale, eps, normalize, rule, iterations, frozen, window = settings
+    children, weight, query, bias, gate, norm_weight, norm_bias = tensors
+    assert children is not None and grads[0] is not None
+    sums, dtype = outputs[1], children.dtype
+    queries = [query]
+    for turn in range(iterations - 1):
+        step = _parents(sums[turn], (norm_weight, norm_bias), eps, normalize, rule).to(dtype)
+        before = queries[-1]
+        queries.append(step if rule == SEQUENTIAL or before is None else before + step)
+
+    total = Total(len(NEEDS))
+    wanted = sum(1 << k for k, need in enumerate(needed) if need and k != 2)
+    if rule == DYNAMIC or not normalize:
+        wanted &= ~(3 << 5)
+    grad, carried = grads[0], None  # of a turn's parents; of the sum of the parents so far
+    for turn in reversed(range(iterations)):
+        asked = queries[turn] is not None and not frozen and (turn > 0 or needed[2])
+        needs = wanted | (4 if asked else 0)
+        if not needs:
+            break
+        if rule == DYNAMIC:
+            grad = squash_backward(grad.to(sums.dtype), sums[turn]).to(dtype)
+        kept = (
+            children,
+            weight,
+            queries[turn],
+            bias,
+            gate,
+            norm_weight,
+            sums[turn] if normalize else sums.new_empty(0),
+        )
+        needs |= FROZEN if frozen else 0
+        found = attention_pass_backward(grad, None, *kept, scale, eps, normalize, window, needs)
+        for k in range(len(NEEDS)):
+            if wanted >> k & 1:
+                total.add(k, found[k])
+        if frozen:
+            break
+        if asked:
+            carried = found[2] if rule == SEQUENTIAL or carried is None else carried + found[2]
+            grad = carried
+    if query is not None and not frozen:
+        total.gradients[2] = carried
+    return total.gradients
+
+
+ATTENTION_ROUTING = Routing(
+    name="attention_routing",
+    schema="(Tensor children, Tensor weight, Tensor? query, Tensor? bias, Tensor? gate, Tensor? norm_weight, "
+    "Tensor? norm_bias, float scale, float eps, bool normalize, int rule, int iterations, bool frozen, int[] window) "
+    "-> (Tensor parents, Tensor sums)",
+    one=ATTENTION,
+    tensors=ATTENTION.tensors,
+    loop=_loop,
+    check=_check,
+    fake=_fake,
+    results=1,
+    backward=_backward,
+)
+ATTENTION_ROUTING.define()
+attention_routing = torch.ops.fastcaps.attention_routing.default

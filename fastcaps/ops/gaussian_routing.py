@@ -1,0 +1,185 @@
+"""The op of routings whose parents are Gaussians: EM routing, and Heinsen's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastcaps.ops.checks import check, check_tensors, frame_of
+from fastcaps.ops.gaussian import GAUSSIAN, check_gaussian, gaussian_pass_backward
+from fastcaps.ops.registration import Grads
+from fastcaps.ops.routing import POSE, Routing, Total
+from fastcaps.reference import accumulation_dtype
+
+__all__ = ["GAUSSIAN_ROUTING", "gaussian_routing"]
+
+EM, HEINSEN, K_MEANS = 0, 1, 2
+"""Values of ``model``."""
+
+TENSORS = ("children", "weight", "bias", "gate", "beta_a", "beta_b")
+
+
+def _check(
+    children: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    beta_a: Tensor,
+    beta_b: Tensor,
+    schedule: Sequence[float],
+    model: int,
+    eps: float,
+    window: Sequence[int],
+) -> None:
+    use, ignore = (None, None) if model == EM else (beta_a, beta_b)
+    frame = check_gaussian(children, weight, None, None, None, bias, gate, use, ignore, eps, window)
+    if model == EM:
+        names = [("beta_a", beta_a, (frame.parents,)), ("beta_b", beta_b, (frame.parents,))]
+        check_tensors(children, True, names)
+    check(model in (EM, HEINSEN, K_MEANS), f"model must be 0, 1 or 2, got {model}")
+    check(len(schedule) >= 1, "schedule must have a number for every turn, at least one")
+
+
+def _loop(
+    run: Callable[..., Any],
+    children: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    beta_a: Tensor,
+    beta_b: Tensor,
+    schedule: Sequence[float],
+    model: int,
+    eps: float,
+    window: Sequence[int],
+) -> tuple[Tensor, ...]:
+    betas = (None, None) if model == EM else (beta_a, beta_b)
+    state: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    history: list[tuple[Tensor, ...]] = []
+    score = mean = variance = children
+    for inverse_temperature in schedule:
+        counts, mean, narrow, evidence = run(children, weight, *state, bias, gate, *betas, eps, window)
+        variance = narrow + eps
+        log_sigma = 0.5 * variance.log().sum(POSE)
+        if model == EM:
+            numbers = variance.shape[-2] * variance.shape[-1]
+            score = inverse_temperature * (beta_b - (numbers * beta_a + log_sigma) * counts)
+        else:
+            score = evidence
+        history.append(tuple(tensor.detach() for tensor in (counts, mean, narrow, score)))
+        log_weight = F.logsigmoid(score)
+        state = (mean, None, log_weight) if model == K_MEANS else (mean, variance, log_weight - log_sigma)
+    # results must not be another result's memory, nor a pass's: the history is made of copies
+    return score, mean, variance, *(torch.stack(turns) for turns in zip(*history, strict=True))
+
+
+def _fake(
+    children: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    beta_a: Tensor,
+    beta_b: Tensor,
+    schedule: Sequence[float],
+    model: int,
+    eps: float,
+    window: Sequence[int],
+) -> tuple[Tensor, ...]:
+    frame, turns = frame_of(children, weight, 0, window), len(schedule)
+    shapes: list[tuple[Any, ...]] = [frame.numbers, frame.poses, frame.poses]
+    shapes += [(turns, *shape) for shape in (frame.numbers, frame.poses, frame.poses, frame.numbers)]
+    dtype = accumulation_dtype(children.dtype)
+    return tuple(children.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of what there is."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _backward(
+    grads: Grads, tensors: Grads, outputs: Sequence[Tensor], settings: tuple[Any, ...], needed: Sequence[bool]
+) -> Grads:
+    schedule, model, eps, window = settings
+    children, weight, bias, gate, beta_a, beta_b = tensors
+    assert beta_a is not None
+    counts, means, narrow, scores = outputs[3:]
+    numbers = means.shape[-2] * means.shape[-1]
+    betas = (None, None) if model == EM else (beta_a, beta_b)
+    total = Total(len(TENSORS))
+    places = (0, 1, 5, 6, 7, 8)  # of the routing's tensors in the pass
+    wanted = [(k, places[k]) for k in range(4 if model == EM else 6) if needed[k]]
+    d_score, d_mean, d_variance = grads
+    d_log_weight: Tensor | None = None
+    for turn in reversed(range(len(schedule))):
+        variance, d_counts, d_evidence = narrow[turn] + eps, None, None
+        log_sigma = 0.5 * variance.log().sum(POSE) if model == EM else None
+        d_log_sigma = None
+        if d_log_weight is not None:
+            d_score = _plus(d_score, d_log_weight * (-scores[turn]).sigmoid())
+            d_log_sigma = None if model == K_MEANS else -d_log_weight
+        if model != EM:
+            d_evidence = d_score
+        elif d_score is not None:
+            assert log_sigma is not None
+            heat = schedule[turn] * d_score
+            d_log_sigma = _plus(d_log_sigma, -heat * counts[turn])
+            d_counts = -heat * (numbers * beta_a + log_sigma)
+            total.add(4, (-numbers * heat * counts[turn]).sum((0, 1, 2)))
+            total.add(5, heat.sum((0, 1, 2)))
+        if d_log_sigma is not None:
+            d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] / variance)
+        given = (d_counts, d_mean, d_variance, d_evidence)
+        if all(gradient is None for gradient in given):
+            break
+        state: tuple[Tensor | None, ...] = (None, None, None)
+        needs = sum(1 << place for k, place in wanted if k < 4 or d_evidence is not None)
+        if turn > 0:
+            state, asked = _state(turn - 1, means, narrow, scores, model, eps)
+            needs |= asked
+        if needs:
+            kept = (children, weight, *state, bias, gate, *betas, counts[turn], means[turn], narrow[turn])
+            found = gaussian_pass_backward(*given, *kept, eps, window, needs)
+            for k, place in wanted:
+                if needs >> place & 1:
+                    total.add(k, found[place])
+        if turn == 0:
+            break
+        d_mean, d_log_weight, d_score = found[2], found[4], None
+        d_variance = None if model == K_MEANS else found[3]
+    return total.gradients
+
+
+def _state(
+    turn: int, means: Tensor, narrow: Tensor, scores: Tensor, model: int, eps: float
+) -> tuple[tuple[Tensor | None, ...], int]:
+    """Return what a turn left to the next, mean, variance and log-weight, and the bits of their gradients."""
+    log_weight = F.logsigmoid(scores[turn])
+    if model == K_MEANS:
+        return (means[turn], None, log_weight), 4 | 16
+    variance = narrow[turn] + eps
+    return (means[turn], variance, log_weight - 0.5 * variance.log().sum(POSE)), 4 | 8 | 16
+
+
+GAUSSIAN_ROUTING = Routing(
+    name="gaussian_routing",
+    schema="(Tensor children, Tensor weight, Tensor? bias, Tensor? gate, Tensor beta_a, Tensor beta_b, "
+    "float[] schedule, int model, float eps, int[] window) -> (Tensor scores, Tensor means, Tensor variances, "
+    "Tensor counts, Tensor all_means, Tensor all_variances, Tensor all_scores)",
+    one=GAUSSIAN,
+    tensors=TENSORS,
+    loop=_loop,
+    check=_check,
+    fake=_fake,
+    results=3,
+    backward=_backward,
+    wide=frozenset(("beta_a", "beta_b")),
+)
+GAUSSIAN_ROUTING.define()
+gaussian_routing = torch.ops.fastcaps.gaussian_routing.default

@@ -1,0 +1,161 @@
+"""The op of routings whose children compete: vector-normed pooling, and dynamic routing the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.ops.checks import check, frame_of
+from fastcaps.ops.pooling import POOLING, check_pooling, pooling_pass_backward
+from fastcaps.ops.registration import Grads
+from fastcaps.ops.routing import POSE, Routing, Total, squash_backward, squashed, unit_backward
+from fastcaps.reference import FROZEN, accumulation_dtype
+from fastcaps.reference.pooling import parents_of
+from fastcaps.vectors import unit
+
+__all__ = ["POOLING_ROUTING", "pooling_routing"]
+
+VECTOR_NORMED, DYNAMIC = 0, 1
+"""Values of ``rule``: the query is the sum of ``S / |S|`` and the result S; or it is that of ``squash(S)``, the last of
+which is the result."""
+
+TENSORS = ("children", "weight", "bias", "gate")
+
+
+def _first_query(
+    children: Tensor, weight: Tensor | None, bias: Tensor | None, parents: int, window: Sequence[int]
+) -> Tensor | None:
+    """Return what the first turn asks: nothing, or zeros where only a query can say how many parents there are."""
+    if parents_of(weight, None, bias) == parents:
+        return None
+    return children.new_zeros(frame_of(children, weight, parents, window).poses)
+
+
+def _check(
+    children: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    scale: float,
+    normalize: bool,
+    parents: int,
+    rule: int,
+    iterations: int,
+    frozen: bool,
+    window: Sequence[int],
+) -> None:
+    check(parents >= 1, f"parents must be at least 1, got {parents}")
+    check(weight is None or weight.dim() != 4 or weight.shape[1] == parents, f"weight is not for {parents} parents")
+    check(bias is None or bias.dim() != 4 or bias.shape[1] in (1, parents), f"bias is not for {parents} parents")
+    check_pooling(children, weight, None, bias, gate, scale, normalize, window)
+    check(rule in (VECTOR_NORMED, DYNAMIC), f"rule must be 0 or 1, got {rule}")
+    check(iterations >= 1, f"iterations must be at least 1, got {iterations}")
+
+
+def _step(sums: Tensor, rule: int, dtype: torch.dtype) -> Tensor:
+    """Return what a turn adds to the query."""
+    return squashed(sums, dtype) if rule == DYNAMIC else unit(sums, POSE).to(dtype)
+
+
+def _loop(
+    run: Callable[..., Any],
+    children: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    scale: float,
+    normalize: bool,
+    parents: int,
+    rule: int,
+    iterations: int,
+    frozen: bool,
+    window: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = accumulation_dtype(children.dtype)
+    query = _first_query(children, weight, bias, parents, window)
+    history: list[Tensor] = []
+    sizes: list[Tensor] = []
+    result = children
+    for turn in range(iterations):
+        result, logsumexp = run(children, weight, query, bias, gate, scale, normalize, window, frozen)
+        history.append(result.detach().to(wide))
+        sizes.append(logsumexp.detach())
+        if rule == DYNAMIC or turn + 1 < iterations:
+            step = _step(result.to(wide), rule, children.dtype)
+            query = step if query is None else query + step
+            result = step if rule == DYNAMIC else result
+    return result, torch.stack(history), torch.stack(sizes)
+
+
+def _fake(
+    children: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    scale: float,
+    normalize: bool,
+    parents: int,
+    rule: int,
+    iterations: int,
+    frozen: bool,
+    window: Sequence[int],
+) -> tuple[Tensor, ...]:
+    frame, wide = frame_of(children, weight, parents, window), accumulation_dtype(children.dtype)
+    history = (children.new_empty((iterations, *shape), dtype=wide) for shape in (frame.poses, frame.numbers))
+    return children.new_empty(frame.poses), *history
+
+
+def _backward(
+    grads: Grads, tensors: Grads, outputs: Sequence[Tensor], settings: tuple[Any, ...], needed: Sequence[bool]
+) -> Grads:
+    scale, normalize, parents, rule, iterations, frozen, window = settings
+    children, weight, bias, gate = tensors
+    assert children is not None and grads[0] is not None
+    (_, sums, logsumexp), dtype = outputs, children.dtype
+    queries = [_first_query(children, weight, bias, parents, window)]
+    for turn in range(iterations - 1):
+        step, before = _step(sums[turn], rule, dtype), queries[-1]
+        queries.append(step if before is None else before + step)
+
+    total = Total(len(TENSORS))
+    positions = (0, 1, 3, 4)  # of the routing's tensors in the pass, which has a query between them
+    wanted = [(k, place) for k, place in enumerate(positions) if needed[k] and not (frozen and TENSORS[k] == "gate")]
+    grad, carried = grads[0], None  # of a turn's parents; of the sum that is the query
+    for turn in reversed(range(iterations)):
+        asked = turn > 0 and not frozen
+        needs = sum(1 << place for _, place in wanted) | (4 if asked else 0)
+        if not needs:
+            break
+        if rule == DYNAMIC:
+            grad = squash_backward(grad.to(sums.dtype), sums[turn]).to(dtype)
+        elif turn + 1 < iterations:
+            grad = unit_backward(grad.to(sums.dtype), sums[turn]).to(dtype)
+        kept = (children, weight, queries[turn], bias, gate, sums[turn].to(dtype), logsumexp[turn])
+        needs |= FROZEN if frozen else 0
+        found = pooling_pass_backward(grad, None, *kept, scale, normalize, window, needs)
+        for k, place in wanted:
+            total.add(k, found[place])
+        if not asked:
+            break
+        carried = found[2] if carried is None else carried + found[2]
+        grad = carried
+    return total.gradients
+
+
+POOLING_ROUTING = Routing(
+    name="pooling_routing",
+    schema="(Tensor children, Tensor? weight, Tensor? bias, Tensor? gate, float scale, bool normalize, int parents, "
+    "int rule, int iterations, bool frozen, int[] window) -> (Tensor result, Tensor sums, Tensor logsumexp)",
+    one=POOLING,
+    tensors=TENSORS,
+    loop=_loop,
+    check=_check,
+    fake=_fake,
+    results=1,
+    backward=_backward,
+)
+POOLING_ROUTING.define()
+pooling_routing = torch.ops.fastcaps.pooling_routing.default

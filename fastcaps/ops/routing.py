@@ -1,0 +1,175 @@
+"""Whole routings as ops: all turns in one call, and their backward as a loop of the passes' backwards.
+
+A backend may have a kernel of its own for all turns; where it has none, the kernel is the loop of passes in Python,
+each of them run by what serves the pass. A routing's op also returns the history that its backward needs: with the
+parents of every turn known no turn has to be run again, and the backward is a loop over turns, last one first, of a
+pass's backward and the formulas of what lies between the passes.
+
+Where a graph of the backward itself is wanted (a second derivative), the loop of passes is differentiated instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.ops.registration import (
+    LIBRARY,
+    TAGS,
+    Grads,
+    Pass,
+    differentiate,
+    has_kernel,
+    register_autocast,
+)
+from fastcaps.vectors import length, squash, unit
+
+__all__ = ["POSE", "Routing", "Total", "squash_backward", "squashed", "unit_backward"]
+
+POSE = (-2, -1)
+
+
+def squashed(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return :func:`fastcaps.vectors.squash` of S, rounded to a dtype."""
+    return squash(sums, POSE).to(dtype)
+
+
+def squash_backward(grad: Tensor, vectors: Tensor) -> Tensor:
+    """Return dL/ds of ``v = f(n) s``, ``n = |s|``, ``f = n / (1 + n^2)``: ``f dv + f' n u <u, dv>`` with ``u = s / n``.
+
+    ``f' n = n (1 - n^2) / (1 + n^2)^2``; at the zero vector all of it is 0.
+    """
+    size = length(vectors, POSE, keepdim=True)
+    direction = unit(vectors, POSE)
+    whole = 1 + size.square()
+    along = (direction * grad).sum(POSE, keepdim=True)
+    # f' n as f (1 - n^2) / (1 + n^2), where squares of long vectors do not meet each other's overflow
+    return (size / whole) * (grad + (2 / whole - 1) * along * direction)
+
+
+def unit_backward(grad: Tensor, vectors: Tensor) -> Tensor:
+    """Return dL/ds of ``u = s / |s|``: ``(du - u <u, du>) / |s|``; 0 at the zero vector."""
+    size = length(vectors, POSE, keepdim=True)
+    zero = size == 0
+    direction = unit(vectors, POSE)
+    across = grad - (direction * grad).sum(POSE, keepdim=True) * direction
+    return (across / size.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+
+
+class Total:
+    """Gradients of a routing's arguments, added up over its turns."""
+
+    def __init__(self, count: int) -> None:
+        self.gradients: list[Tensor | None] = [None] * count
+
+    def add(self, position: int, gradient: Tensor) -> None:
+        """Add a gradient, which must be nobody else's memory, to that of one argument."""
+        before = self.gradients[position]
+        self.gradients[position] = gradient if before is None else before.add_(gradient)
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """A whole routing as PyTorch has to know it.
+
+    Attributes
+    ----------
+    name
+        Of the op.
+    schema
+        Arguments and results.
+    one
+        The pass that it repeats.
+    tensors
+        The names of its leading arguments, all tensors.
+    wide
+        Those of them that are in the accumulation dtype of the children.
+    loop
+        The routing as a loop of passes: called with what runs a pass, and with the op's arguments. Differentiable if
+        the pass is.
+    check
+        Raises RuntimeError unless the arguments fit together.
+    fake
+        Returns empty tensors as the op would.
+    results
+        How many of the op's results have gradients; the others are the history.
+    backward
+        Called with the gradients of those, the tensors, the op's results, the other arguments, and which gradients are
+        needed; returns the gradients of the tensors.
+    """
+
+    name: str
+    schema: str
+    one: Pass
+    tensors: tuple[str, ...]
+    loop: Callable[..., Any]
+    check: Callable[..., Any]
+    fake: Callable[..., Any]
+    results: int
+    backward: Callable[[Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]], Grads]
+    wide: frozenset[str] = frozenset()
+
+    @property
+    def stem(self) -> str:
+        """The name of the pass's files, here and everywhere."""
+        return self.one.stem
+
+    def run_pass(self, *arguments: Any) -> Any:
+        """Run the pass by its op."""
+        return getattr(torch.ops.fastcaps, self.one.name).default(*arguments)
+
+    def by_reference(self, *arguments: Any) -> Any:
+        """Run the routing as a loop of the reference's passes."""
+        return self.loop(self.one.by_reference, *arguments)
+
+    def by_passes(self, *arguments: Any) -> Any:
+        """Run the routing as a loop of passes, each by what serves it: the kernel where there is no other."""
+        self.check(*arguments)
+        return self.loop(self.run_pass, *arguments)
+
+    def define(self) -> None:
+        """Define the op: schema, fake kernel, autograd, autocast."""
+        LIBRARY.define(self.name + self.schema, tags=TAGS)
+        qualified = f"{LIBRARY.ns}::{self.name}"
+        torch.library.register_fake(qualified, self.fake, lib=LIBRARY)
+        torch.library.register_autograd(qualified, self._formula, setup_context=self._save, lib=LIBRARY)
+        register_autocast(self.name, self.tensors, self.wide)
+
+    def implement(self, key: str, kernel: Callable[..., Any]) -> None:
+        """Register a Python function as the op's kernel under a dispatch key, ``"CPU"`` or ``"CUDA"``."""
+        LIBRARY.impl(self.name, kernel, key)
+
+    def serve_by_passes(self, key: str) -> None:
+        """Register the loop as the kernel under a dispatch key, unless there is one."""
+        if not has_kernel(self.name, key):
+            self.implement(key, self.by_passes)
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[self.results :])
+        count = len(self.tensors)
+        ctx.save_for_backward(*inputs[:count], *output)
+        ctx.settings = tuple(inputs[count:])
+
+    def _formula(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        count = len(self.tensors)
+        tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        needed = list(ctx.needs_input_grad[:count])
+        counting = grads[: self.results]
+        gradients: Grads = [None] * count
+        if any(grad is not None for grad in counting) and any(needed):
+            if torch.is_grad_enabled():
+                gradients = differentiate(
+                    lambda *inputs: self.loop(self.run_pass, *inputs, *ctx.settings)[: self.results],
+                    tensors,
+                    counting,
+                    [k for k, need in enumerate(needed) if need],
+                )
+            else:
+                found = self.backward(counting, tensors, outputs, ctx.settings, needed)
+                gradients = [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
+        return (*gradients, *([None] * len(ctx.settings)))
