@@ -16,7 +16,16 @@ from fastcaps.functional import Window, explain
 
 if TYPE_CHECKING:
     from fastcaps import losses, models
-    from fastcaps.nn import ClassHead, InvertedAttentionRouting, PrimaryCapsules, RoutingStack
+    from fastcaps.nn import (
+        ClassHead,
+        DynamicRouting,
+        EMRouting,
+        HeinsenRouting,
+        InvertedAttentionRouting,
+        PrimaryCapsules,
+        RoutingPool2d,
+        RoutingStack,
+    )
     from fastcaps.nn.convert import convert
 
 __version__ = "0.1.0"
@@ -24,8 +33,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "ClassHead",
+    "DynamicRouting",
+    "EMRouting",
+    "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",
+    "RoutingPool2d",
     "RoutingStack",
     "Window",
     "__version__",
@@ -39,13 +52,20 @@ __all__ = [
     "models",
 ]
 
-_LAZY = {
-    "ClassHead": "fastcaps.nn",
-    "InvertedAttentionRouting": "fastcaps.nn",
-    "PrimaryCapsules": "fastcaps.nn",
-    "RoutingStack": "fastcaps.nn",
-    "convert": "fastcaps.nn",
-}
+_LAZY = dict.fromkeys(
+    (
+        "ClassHead",
+        "DynamicRouting",
+        "EMRouting",
+        "HeinsenRouting",
+        "InvertedAttentionRouting",
+        "PrimaryCapsules",
+        "RoutingPool2d",
+        "RoutingStack",
+        "convert",
+    ),
+    "fastcaps.nn",
+)
 _LAZY_MODULES = ("compat", "losses", "models", "nn")
 
 

@@ -6,8 +6,12 @@ counts, devices and windows.
 """
 
 from fastcaps.explanation import Explanation, Explanations
+from fastcaps.functional.dynamic import dynamic_routing
+from fastcaps.functional.em import coordinate_bias, em_routing
 from fastcaps.functional.explaining import explain
+from fastcaps.functional.heinsen import heinsen_routing
 from fastcaps.functional.inverted_attention import inverted_attention_routing
+from fastcaps.functional.pooling import routing_pool
 from fastcaps.functional.uniform import uniform_pass
 from fastcaps.geometry import Window
 
@@ -15,7 +19,12 @@ __all__ = [
     "Explanation",
     "Explanations",
     "Window",
+    "coordinate_bias",
+    "dynamic_routing",
+    "em_routing",
     "explain",
+    "heinsen_routing",
     "inverted_attention_routing",
+    "routing_pool",
     "uniform_pass",
 ]

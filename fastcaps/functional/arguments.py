@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
     batch: int
     grid: tuple[int, ...]
-    count: int
+    children: int
     many: int
     rows: int
     columns: int
@@ -148,11 +148,11 @@ def check_bias(bias: Any, children: Tensor, sizes: Sizes, cast: bool) -> None:
     check_tensor("bias", bias, children, cast)
     if (
         bias.dim() != 4
-        or bias.shape[0] not in (1, sizes.count)
+        or bias.shape[0] not in (1, sizes.children)
         or bias.shape[1] not in (1, sizes.many)
         or bias.shape[2:] != (sizes.rows, sizes.columns)
     ):
-        wanted = f"[{sizes.count} or 1, {sizes.many} or 1, {sizes.rows}, {sizes.columns}]"
+        wanted = f"[{sizes.children} or 1, {sizes.many} or 1, {sizes.rows}, {sizes.columns}]"
         raise ValueError(f"bias must have shape [I or 1, M or 1, C, E] = {wanted}, got {shape_text(bias)}")
 
 
@@ -254,23 +254,27 @@ def check_attention(
     check_eps(eps)
 
 
-def refusal(name: str, children: Tensor, weight: Tensor) -> str | None:
+def refusal(
+    name: str, children: Tensor, weight: Tensor | None, stem: str = "attention", parents: int = 1
+) -> str | None:
     """Return why a backend cannot take a call on children and weight, public or of the op, or None if it can.
 
-    While ``torch.compile`` traces, sizes may be symbols: then limits of poses are left to the op, which sees numbers.
+    ``stem`` names the pass, ``parents`` counts them where there is no weight. While ``torch.compile`` traces, sizes may
+    be symbols: then limits of poses are left to the op, which sees numbers.
     """
     dtype = ops.autocast_dtype(children.device.type) or children.dtype
     if torch.compiler.is_compiling():
-        return backends.refusal(name, children.device, dtype)
-    pose = (children.shape[-2], children.shape[-1], weight.shape[3])
-    return backends.refusal(name, children.device, dtype, pose, weight.shape[1])
+        return backends.refusal(name, children.device, dtype, stem=stem)
+    rows, depth = children.shape[-2:]
+    columns, many = (depth, parents) if weight is None else (weight.shape[3], weight.shape[1])
+    return backends.refusal(name, children.device, dtype, (rows, depth, columns), many, stem)
 
 
-def chosen_backend(children: Tensor, weight: Tensor) -> str | None:
+def chosen_backend(children: Tensor, weight: Tensor | None, stem: str = "attention", parents: int = 1) -> str | None:
     """Return the backend that is forced, if one is; raise BackendError if it cannot take the call."""
     chosen = backends.forced()
     if chosen is not None:
-        reason = refusal(chosen, children, weight)
+        reason = refusal(chosen, children, weight, stem, parents)
         if reason is not None:
             raise backends.BackendError(f"backend {chosen!r} is forced and cannot take this call: {reason}")
     return chosen

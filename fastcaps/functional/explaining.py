@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 from fastcaps import ops
 from fastcaps.explanation import Explanation, Explanations, explain_call
 from fastcaps.functional import uniform
-from fastcaps.functional.arguments import check_attention
-from fastcaps.geometry import SET_WINDOW, Window, to_op, window_extent
+from fastcaps.functional.arguments import check_attention, result_dtype
+from fastcaps.geometry import SET_WINDOW, Window, to_op
 
-__all__ = ["explain", "watch", "watching"]
+__all__ = ["explain", "watch", "watch_routing", "watching"]
 
 _watching: list[Explanation] | None = None  # while a module is explained: what its calls would do
 
@@ -42,7 +43,8 @@ def explain(
 
     Called with the arguments of :func:`~fastcaps.functional.inverted_attention_routing`, or with a module and its
     inputs: ``explain(layer, children, parents)``, ``explain(network, images)``. A routing layer may be given alone; it
-    is then explained for a batch of 1 (on a grid, the smallest), with parents.
+    is then explained for a batch of 1 (on a grid, the smallest), with parents. Of a routing of several turns its passes
+    with parents are explained.
 
     No routing is computed; the other parts of a module (convolutions, say) do run. Raises what the call itself would
     raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced backend cannot take the call is
@@ -83,30 +85,41 @@ def _explain_module(module: torch.nn.Module, *inputs: Tensor) -> Explanation | E
     return found[0] if len(found) == 1 else Explanations(found)
 
 
-def _smallest_inputs(layer: Any) -> list[Tensor]:
-    """Return children and parents of the smallest call that a routing layer takes."""
-    if not hasattr(layer, "in_capsules") or not hasattr(layer, "window"):
+def _smallest_inputs(layer: Any) -> Sequence[Tensor]:
+    """Return the arguments of the smallest call that a routing layer takes."""
+    if not hasattr(layer, "smallest_inputs"):
         raise TypeError(f"explain: a {type(layer).__name__} must be given with its inputs: explain(module, inputs)")
-    window = layer.window
-    extent, padding = ((), ()) if window is None else (window_extent(window.spec), window.spec[4:6])
-    grid = [max(1, size - 2 * pad) for size, pad in zip(extent, padding, strict=True)]
-    parents_grid = [] if window is None else window.output_size(*grid)
-    weight: Tensor = layer.weight
-    return [
-        weight.new_zeros((1, layer.in_capsules, *grid, layer.in_dim)),
-        weight.new_zeros((1, layer.out_capsules, *parents_grid, layer.out_dim)),
-    ]
+    inputs: Sequence[Tensor] = layer.smallest_inputs()
+    return inputs
 
 
 def watch(
     children: Tensor, weight: Tensor, parents: Tensor | None, window: Window | None, return_coefficients: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Note what a call would do; return zeros of the shapes that it would return."""
+    """Note what an attention pass would do; return zeros of the shapes that it would return."""
     assert _watching is not None
     _watching.append(_explain_call(children, weight, parents, window))
-    many = weight.shape[1]
+    routed, shares = _zeros(children, weight, window, weight.shape[1])
+    return (routed, shares) if return_coefficients else routed
+
+
+def watch_routing(
+    stem: str, children: Tensor, weight: Tensor | None, window: Window | None, parents: int
+) -> tuple[Tensor, Tensor]:
+    """Note what the passes of a whole routing would do; return zeros in the place of the poses and the coefficients.
+
+    ``stem``: the kind of pass, "attention", "pooling" or "gaussian".
+    """
+    assert _watching is not None
+    grid, spec = to_op(children, window), SET_WINDOW if window is None else window.spec
+    _watching.append(explain_call(grid, weight, spec, result_dtype(children), True, False, stem, parents))
+    return _zeros(children, weight, window, parents)
+
+
+def _zeros(children: Tensor, weight: Tensor | None, window: Window | None, parents: int) -> tuple[Tensor, Tensor]:
+    """Return zeros in the place of parents and coefficients, in public layout."""
     spatial = () if window is None else window.output_size(children.shape[2], children.shape[3])
     batch, count = children.shape[0], children.shape[1] * (1 if window is None else window.positions)
-    dtype = ops.autocast_dtype(children.device.type) or children.dtype
-    routed = children.new_zeros((batch, many, *spatial, children.shape[-2], weight.shape[3]), dtype=dtype)
-    return (routed, children.new_zeros((batch, *spatial, count, many))) if return_coefficients else routed
+    columns = children.shape[-1] if weight is None else weight.shape[3]
+    routed = children.new_zeros((batch, parents, *spatial, children.shape[-2], columns), dtype=result_dtype(children))
+    return routed, children.new_zeros((batch, *spatial, count, parents))

@@ -2,9 +2,13 @@
 
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.convert import Conversion, ConversionReport, convert
+from fastcaps.nn.dynamic import DynamicRouting
+from fastcaps.nn.em import EMRouting
 from fastcaps.nn.head import ClassHead
+from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.primary import PrimaryCapsules
+from fastcaps.nn.routing_pool import RoutingPool2d
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = [
@@ -13,8 +17,12 @@ __all__ = [
     "ClassHead",
     "Conversion",
     "ConversionReport",
+    "DynamicRouting",
+    "EMRouting",
+    "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",
+    "RoutingPool2d",
     "RoutingStack",
     "RoutingTrace",
     "convert",

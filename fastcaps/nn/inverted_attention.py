@@ -222,6 +222,12 @@ class InvertedAttentionRouting(RoutingLayer):
             grid = "" if self.window is None else "Ho, Wo, "
             raise ValueError(f"parents must be [B, {self.out_capsules}, {grid}{self.out_dim}], got {shape_of(parents)}")
 
+    def smallest_inputs(self) -> list[Tensor]:
+        """Children and parents of the smallest call that this layer takes."""
+        (children,) = super().smallest_inputs()
+        grid = [] if self.window is None else self.window.output_size(children.shape[2], children.shape[3])
+        return [children, self.weight.new_zeros((1, self.out_capsules, *grid, self.out_dim))]
+
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
         text = self.sizes_repr()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.geometry import Window
+from fastcaps.geometry import Window, window_extent
 from fastcaps.nn.poses import flatten_gate, flatten_grid, pose_shape, positive, require_tensor, shape_of
 
 __all__ = ["RoutingLayer"]
@@ -149,6 +149,14 @@ class RoutingLayer(nn.Module):
     def coefficients_as_set(self, coefficients: Tensor) -> Tensor:
         """Return coefficients over a whole grid without its single position: ``[B, 1, 1, I, M]`` as ``[B, I, M]``."""
         return coefficients.squeeze((1, 2)) if self.whole_grid else coefficients
+
+    def smallest_inputs(self) -> list[Tensor]:
+        """Children of the smallest call that this layer takes: a batch of 1, on a grid a single position of parents."""
+        grid = [1, 1] if self.whole_grid else []
+        if self.window is not None:
+            extent, padding = window_extent(self.window.spec), self.window.spec[4:6]
+            grid = [max(1, size - 2 * pad) for size, pad in zip(extent, padding, strict=True)]
+        return [self.weight.new_zeros((1, self.in_capsules, *grid, self.in_dim))]
 
     def sizes_repr(self) -> str:
         """The sizes, and of the window what differs from its defaults."""

@@ -1,0 +1,103 @@
+"""The class layer of CapsNet-Pytorch, the most used public code of dynamic routing (X. Guo's, and its many copies).
+
+:class:`DenseCapsule` has that code's constructor, ``forward`` and parameter, so that a script written for it runs after
+one changed import, and checkpoints load both ways. It runs on any device; the coefficients start on the children's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps import functional
+from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.vectors import length
+
+__all__ = ["DenseCapsule"]
+
+EPS = 1e-8
+
+
+class DenseCapsule(nn.Module):
+    r"""A set of capsules routed to a set of parents by dynamic routing (Sabour et al., 2017), with Guo's names.
+
+    The parents compete for each child. Gradients go through the last turn alone: the coefficients are constants to
+    them. Squashing is :math:`\frac{n^2}{1 + n^2} \frac{s}{n + 10^{-8}}` with :math:`n = \lVert s \rVert`.
+
+    Parameters
+    ----------
+    in_num_caps, in_dim_caps : int
+        Children, and the numbers in a child's pose.
+    out_num_caps, out_dim_caps : int
+        Parents, and the numbers in a parent's pose.
+    routings : int
+        Turns, at least 1.
+
+    Attributes
+    ----------
+    weight : Parameter
+        ``[out_num_caps, in_num_caps, out_dim_caps, in_dim_caps]``, drawn from N(0, 0.01^2).
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = DenseCapsule(in_num_caps=1152, in_dim_caps=8, out_num_caps=10, out_dim_caps=16, routings=3)
+    >>> layer(torch.randn(2, 1152, 8)).shape
+    torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3
+    ) -> None:
+        super().__init__()
+        self.in_num_caps = positive(in_num_caps, "in_num_caps")
+        self.in_dim_caps = positive(in_dim_caps, "in_dim_caps")
+        self.out_num_caps = positive(out_num_caps, "out_num_caps")
+        self.out_dim_caps = positive(out_dim_caps, "out_dim_caps")
+        self.routings = positive(routings, "routings")
+        self.weight = nn.Parameter(0.01 * torch.randn(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route.
+
+        Parameters
+        ----------
+        x : Tensor
+            ``[batch, in_num_caps, in_dim_caps]``.
+
+        Returns
+        -------
+        Tensor
+            ``[batch, out_num_caps, out_dim_caps]``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If ``x`` does not fit.
+        """
+        require_tensor(x, "x")
+        if x.dim() != 3 or x.shape[1:] != (self.in_num_caps, self.in_dim_caps):
+            raise ValueError(f"x must be [batch, {self.in_num_caps}, {self.in_dim_caps}], got {shape_of(x)}")
+        weight = self.weight.permute(1, 0, 3, 2)  # [G, M, D, E]
+        parents = functional.dynamic_routing(x.unsqueeze(-2), weight, iterations=self.routings, detach=True)
+        assert isinstance(parents, Tensor)
+        return _shorten(parents.squeeze(-2))
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return (
+            f"in_num_caps={self.in_num_caps}, in_dim_caps={self.in_dim_caps}, out_num_caps={self.out_num_caps}, "
+            f"out_dim_caps={self.out_dim_caps}, routings={self.routings}"
+        )
+
+
+def _shorten(parents: Tensor) -> Tensor:
+    """Return squashed vectors as Guo's formula squashes them, whose 1e-8 shortens those that were nearly 0 before.
+
+    What was squashed to a length p was ``n = sqrt(p / (1 - p))`` long; its share that is left is ``n / (n + 1e-8)``.
+    """
+    size = length(parents, keepdim=True)
+    zero = size == 0
+    root = size.masked_fill(zero, 1.0).sqrt()
+    rest = (1 - size).clamp(min=0).sqrt()
+    return parents * (root / (root + EPS * rest)).masked_fill(zero, 0.0)

@@ -1,0 +1,167 @@
+"""The routing layer of the heinsen_routing package, the public code of Heinsen (2019).
+
+:class:`GenerativeMatrixRouting` has that code's constructor, ``forward`` and parameters, so that a script written for
+it runs after one changed import, and checkpoints load both ways. What differs:
+
+- a child with a score of minus infinity leaves no trace even if it is NaN or infinite;
+- votes are stored only for ``return_dict=True``, which hands them out, and whose ``log_p`` exists for one turn too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps import functional
+from fastcaps.functional.arguments import check_choice
+from fastcaps.nn.poses import positive, require_tensor, shape_of
+
+__all__ = ["GenerativeMatrixRouting"]
+
+MODELS = {"gaussian": "gaussian", "skm": "kmeans"}
+NAMES = ("n_inp", "n_out", "d_cov", "d_inp", "d_out", "n_iters", "single_beta", "p_model", "eps", "return_dict")
+
+
+class GenerativeMatrixRouting(nn.Module):
+    """Capsules with scores routed to capsules with scores, by the parents that explain them best, with Heinsen's names.
+
+    Parameters
+    ----------
+    n_inp : int
+        Children; -1 takes any number of them, which then share their parameters.
+    n_out : int
+        Parents, at least 2.
+    d_cov, d_inp, d_out : int
+        A child's pose is d_cov x d_inp, a parent's d_cov x d_out.
+    n_iters : int
+        Turns.
+    single_beta : bool
+        ``beta_use`` and ``beta_ign`` are one parameter.
+    p_model : "gaussian" or "skm"
+        How likely a vote is under a parent: Gaussians, or soft k-means.
+    eps : float
+        Stands beside the sums of shares and in the variances.
+    return_dict : bool
+        Return all that was computed, votes included, as a dict.
+
+    Attributes
+    ----------
+    W, B : Parameter
+        ``[n_inp or 1, n_out, d_inp, d_out]``, drawn from N(0, 1) / d_inp, and ``[n_inp or 1, n_out, d_cov, d_out]``,
+        zero at the start.
+    beta_use, beta_ign : Parameter
+        ``[n_inp or 1, n_out]``, zero at the start.
+    CONST_one : Tensor
+        A buffer of the author's, without a use here; checkpoints have it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = GenerativeMatrixRouting(n_inp=100, n_out=10, d_cov=4, d_inp=4, d_out=4)
+    >>> a_out, mu_out, sig2_out = layer(torch.randn(2, 100), torch.randn(2, 100, 4, 4))
+    >>> a_out.shape, mu_out.shape, sig2_out.shape
+    (torch.Size([2, 10]), torch.Size([2, 10, 4, 4]), torch.Size([2, 10, 4, 4]))
+    """
+
+    CONST_one: Tensor
+
+    def __init__(
+        self,
+        n_inp: int,
+        n_out: int,
+        d_cov: int,
+        d_inp: int,
+        d_out: int,
+        n_iters: int = 3,
+        single_beta: bool = False,
+        p_model: str = "gaussian",
+        eps: float = 1e-5,
+        return_dict: bool = False,
+    ) -> None:
+        super().__init__()
+        self.n_inp = -1 if n_inp == -1 else positive(n_inp, "n_inp")
+        if positive(n_out, "n_out") < 2:
+            raise ValueError(f"n_out must be at least 2, got {n_out}")
+        self.n_out = n_out
+        self.d_cov, self.d_inp = positive(d_cov, "d_cov"), positive(d_inp, "d_inp")
+        self.d_out, self.n_iters = positive(d_out, "d_out"), positive(n_iters, "n_iters")
+        check_choice("p_model", p_model, tuple(MODELS))
+        self.single_beta, self.p_model, self.eps, self.return_dict = single_beta, p_model, eps, return_dict
+        rows = max(1, n_inp)
+        self.register_buffer("CONST_one", torch.tensor(1.0))
+        self.W = nn.Parameter(torch.empty(rows, n_out, d_inp, d_out).normal_() / d_inp)
+        self.B = nn.Parameter(torch.zeros(rows, n_out, d_cov, d_out))
+        self.beta_use = nn.Parameter(torch.zeros(rows, n_out))
+        self.beta_ign = self.beta_use if single_beta else nn.Parameter(torch.zeros(rows, n_out))
+
+    def forward(self, a_inp: Tensor, mu_inp: Tensor) -> tuple[Tensor, Tensor, Tensor] | dict[str, Tensor]:
+        """Route.
+
+        Parameters
+        ----------
+        a_inp : Tensor
+            Scores ``[..., n_inp]``, minus infinity for a child that is not there.
+        mu_inp : Tensor
+            Poses ``[..., n_inp, d_cov, d_inp]``, with the same leading dimensions, or none.
+
+        Returns
+        -------
+        tuple or dict
+            ``a_out`` ``[..., n_out]``, ``mu_out`` and ``sig2_out`` ``[..., n_out, d_cov, d_out]``; with
+            ``return_dict`` a dict of these, of the votes ``V`` ``[..., n_inp, n_out, d_cov, d_out]``, and of
+            ``log_p``, ``R``, ``D_use``, ``D_ign`` ``[..., n_inp, n_out]`` of the last turn.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If a tensor does not fit.
+        """
+        require_tensor(a_inp, "a_inp")
+        require_tensor(mu_inp, "mu_inp")
+        wanted = (*a_inp.shape, self.d_cov, self.d_inp)
+        if a_inp.dim() < 1 or mu_inp.shape != wanted:
+            raise ValueError(f"mu_inp must be {list(wanted)} with a_inp {shape_of(a_inp)}, got {shape_of(mu_inp)}")
+        if self.n_inp not in (-1, a_inp.shape[-1]):
+            raise ValueError(f"a_inp must be [..., {self.n_inp}], got {shape_of(a_inp)}")
+        lead, count = a_inp.shape[:-1], a_inp.shape[-1]
+        batch = lead.numel()
+        scores, children = a_inp.reshape(batch, count), mu_inp.reshape(batch, count, self.d_cov, self.d_inp)
+        found = self._route(children, scores, self.n_iters)
+        outputs = dict(zip(("a_out", "mu_out", "sig2_out"), found, strict=True))
+        if self.return_dict:
+            outputs = {**self._inside(children, scores), **outputs}
+            return {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
+        a_out, mu_out, sig2_out = (tensor.reshape(*lead, *tensor.shape[1:]) for tensor in found)
+        return a_out, mu_out, sig2_out
+
+    def _route(self, children: Tensor, scores: Tensor, iterations: int) -> tuple[Tensor, ...]:
+        """Return the parents' scores, means and variances after some turns."""
+        options: dict[str, Any] = {"iterations": iterations, "model": MODELS[self.p_model], "eps": self.eps}
+        return functional.heinsen_routing(children, scores, self.W, self.B, self.beta_use, self.beta_ign, **options)
+
+    def _inside(self, children: Tensor, scores: Tensor) -> dict[str, Tensor]:
+        """Return what the last turn computed on its way, votes stored."""
+        weight = self.W.expand(children.shape[1], -1, -1, -1)
+        votes = torch.einsum("bicd,ijdh->bijch", children, weight) + self.B
+        gate = scores.sigmoid().unsqueeze(-1)
+        log_p = votes.new_zeros(votes.shape[:3])
+        logits = log_p
+        if self.n_iters > 1:
+            a_out, means, variances = self._route(children, scores, self.n_iters - 1)
+            squares = (votes - means.unsqueeze(1)).square()
+            if self.p_model == "gaussian":
+                log_sigma = 0.5 * variances.log().sum((-2, -1))
+                log_p = -(squares / (2 * variances.unsqueeze(1))).sum((-2, -1)) - log_sigma.unsqueeze(1)
+            else:
+                log_p = (-squares.sum((-2, -1))).log_softmax(-1)
+            logits = F.logsigmoid(a_out).unsqueeze(1) + log_p
+        shares = logits.softmax(-1)
+        used = gate * shares
+        return {"V": votes, "log_p": log_p, "R": shares, "D_use": used, "D_ign": gate - used}
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in NAMES)

@@ -1,0 +1,228 @@
+"""Routing in the place of a pooling layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps import functional
+from fastcaps.functional.arguments import check_count, check_finite
+from fastcaps.functional.pooling import activation_function
+from fastcaps.geometry import Window
+from fastcaps.nn.poses import positive, require_tensor, shape_of
+
+__all__ = ["RoutingPool2d"]
+
+
+class RoutingPool2d(nn.Module):
+    r"""Pool a feature map by routing (Zhao & Huang, 2019, Algorithm 1), in the place of average pooling.
+
+    .. math::
+        r_i = \operatorname{softmax}_i \Bigl(\lambda \sum_{\tau < t}
+              \Bigl\langle \frac{v_i}{\lVert v_i \rVert}, \frac{s^\tau}{\lVert s^\tau \rVert} \Bigr\rangle\Bigr), \quad
+        s^t = \sum_i r_i v_i
+
+    Every ``dim`` consecutive channels of a place are a capsule v. Those that agree with the others weigh more: λ = 0 is
+    average pooling, a large λ nearly takes one of them. A drop-in for ``nn.AdaptiveAvgPool2d(1)`` or, with a
+    ``kernel_size``, for ``nn.AvgPool2d(kernel_size, stride, padding, count_include_pad=False)``: it has no parameters
+    (unless there are several parents) and gives as many channels. With λ = 0 it runs these very functions.
+
+    Parameters
+    ----------
+    dim : int
+        Channels of a capsule; divides the channels of the map.
+    sharpness : float
+        :math:`\lambda`. The paper has 0.5 after a small network, 5 in residual networks. May be set later.
+    iterations : int
+        Turns that find the coefficients; one more sum is taken with them.
+    kernel_size : int, pair or None
+        None pools the whole map, otherwise a window of that size.
+    stride : int, pair or None
+        ``kernel_size`` by default.
+    padding : int or pair
+        Padded places hold no capsules.
+    parents : int or None
+        None: each group of channels has a parent of its own, which pools over places alone. 1: all capsules of a window
+        go to one parent, of ``dim`` channels. More: that many parents, told apart by learned matrices, one for each
+        group of channels and parent; then the result has ``parents * out_dim`` channels.
+    activation : str or callable, optional
+        Applied to the parents, ``[..., dim]``: a function or module, or "relu", "sigmoid", "squash", "tanh".
+    in_channels, out_dim : int, optional
+        For several parents: channels of the map, and of a parent (``dim`` by default).
+
+    Attributes
+    ----------
+    weight : Parameter or None
+        ``[groups, parents, dim, out_dim]``; drawn from N(0, 1) / sqrt(dim).
+
+    Examples
+    --------
+    >>> import torch
+    >>> features = torch.randn(2, 64, 8, 8)
+    >>> RoutingPool2d(16, sharpness=5.0)(features).shape  # instead of nn.AdaptiveAvgPool2d(1)
+    torch.Size([2, 64, 1, 1])
+    >>> RoutingPool2d(16, kernel_size=2)(features).shape  # instead of nn.AvgPool2d(2)
+    torch.Size([2, 64, 4, 4])
+    >>> torch.equal(RoutingPool2d(16, sharpness=0.0)(features), nn.AdaptiveAvgPool2d(1)(features))
+    True
+    >>> RoutingPool2d(16, parents=10, activation="squash", in_channels=64)(features).shape
+    torch.Size([2, 160, 1, 1])
+    """
+
+    def __init__(
+        self,
+        dim: int = 16,
+        *,
+        sharpness: float = 0.5,
+        iterations: int = 3,
+        kernel_size: int | tuple[int, int] | None = None,
+        stride: int | tuple[int, int] | None = None,
+        padding: int | tuple[int, int] = 0,
+        parents: int | None = None,
+        activation: str | Callable[[Tensor], Tensor] | None = None,
+        in_channels: int | None = None,
+        out_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = positive(dim, "dim")
+        check_finite("sharpness", sharpness, 0.0)
+        self.sharpness = float(sharpness)
+        check_count("iterations", iterations, 0)
+        self.iterations = iterations
+        self.window: Window | None = None
+        if kernel_size is not None:
+            self.window = Window(kernel_size, kernel_size if stride is None else stride, padding)
+        elif stride is not None or padding not in (0, (0, 0)):
+            raise ValueError("stride and padding need a kernel_size; kernel_size=None pools the whole map")
+        self.parents = None if parents is None else positive(parents, "parents")
+        activation_function(activation)  # raises where it is wrong
+        self.activation = activation
+        self.in_channels = None if in_channels is None else positive(in_channels, "in_channels")
+        self.weight: nn.Parameter | None = None
+        self.out_dim = dim
+        if self.parents is not None and self.parents > 1:
+            if self.in_channels is None:
+                raise ValueError("in_channels must be given with several parents: there is a matrix for every group")
+            self._groups(self.in_channels)
+            self.out_dim = dim if out_dim is None else positive(out_dim, "out_dim")
+            shape = (self.in_channels // dim, self.parents, dim, self.out_dim)
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        elif out_dim not in (None, dim):
+            raise ValueError(f"out_dim must be dim = {dim} without several parents, got {out_dim}")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, where there are any."""
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.dim))
+
+    def _groups(self, channels: int) -> int:
+        if channels % self.dim:
+            raise ValueError(f"features must have channels that dim = {self.dim} divides, got {channels}")
+        return channels // self.dim
+
+    def forward(self, features: Tensor, *, return_coefficients: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Pool.
+
+        Parameters
+        ----------
+        features : Tensor
+            ``[B, channels, H, W]``.
+        return_coefficients : bool
+            Also return the shares r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw, groups]`` where each
+            group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest. Of a whole
+            map, Ho = Wo = 1 and kh, kw = H, W: ``r[b, 0, 0, :, m].view(H, W)`` is a picture of where parent m looks.
+
+        Returns
+        -------
+        Tensor or tuple
+            ``[B, channels, Ho, Wo]``, ``[B, dim, Ho, Wo]`` for one parent, ``[B, parents * out_dim, Ho, Wo]`` for
+            several; then the coefficients if asked for.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Naming the argument whose shape, dtype or device does not fit.
+        """
+        require_tensor(features, "features")
+        if features.dim() != 4 or (self.in_channels is not None and features.shape[1] != self.in_channels):
+            raise ValueError(f"features must be [B, {self.in_channels or 'channels'}, H, W], got {shape_of(features)}")
+        groups = self._groups(features.shape[1])
+        height, width = features.shape[2:]
+        if self.window is not None and min(self.window.output_size(height, width)) < 1:
+            raise ValueError(f"features must be as large as the window, {self.window}; got {shape_of(features)}")
+        if self.sharpness == 0 and self.weight is None and not return_coefficients:
+            return self._finish(self._average(features, groups))
+        capsules = features.unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
+        if self.parents is None:
+            poses, shares = self._group_by_group(capsules, return_coefficients)
+        else:
+            window = Window((height, width)) if self.window is None else self.window
+            poses, shares = self._pool(capsules, window, return_coefficients)
+        if self.sharpness == 0 and self.weight is None:
+            poses = self._average(features, groups)
+        return (self._finish(poses), shares) if shares is not None else self._finish(poses)
+
+    def _average(self, features: Tensor, groups: int) -> Tensor:
+        """Return the parents' poses ``[B, M, Ho, Wo, dim]`` by the library's average pooling."""
+        if self.window is None:
+            means = F.adaptive_avg_pool2d(features, 1)
+        else:
+            kernel, stride, padding = self.window.kernel_size, self.window.stride, self.window.padding
+            means = F.avg_pool2d(features, kernel, stride, padding, count_include_pad=False)
+        poses = means.unflatten(1, (groups, self.dim)).movedim(2, -1)
+        return poses if self.parents is None else poses.mean(1, keepdim=True)
+
+    def _group_by_group(self, capsules: Tensor, return_coefficients: bool) -> tuple[Tensor, Tensor | None]:
+        """Pool the places of every group by itself: poses ``[B, N, Ho, Wo, dim]``, shares ``[B, Ho, Wo, I, N]``."""
+        batch, groups, height, width, _ = capsules.shape
+        if self.window is None:  # groups as rows, places as columns of a grid: a view of any map
+            rows = capsules.flatten(2, 3).unsqueeze(1)
+            poses, shares = self._pool(rows, Window((1, height * width)), return_coefficients)
+            if shares is not None:
+                shares = shares.permute(0, 4, 2, 3, 1)  # [B, N, 1, I, 1] to [B, 1, 1, I, N]
+            return poses.movedim(2, 1), shares  # [B, 1, N, 1, dim] to [B, N, 1, 1, dim]
+        poses, shares = self._pool(capsules.flatten(0, 1).unsqueeze(1), self.window, return_coefficients)
+        if shares is not None:
+            shares = shares.squeeze(-1).unflatten(0, (batch, groups)).movedim(1, -1)
+        return poses.squeeze(1).unflatten(0, (batch, groups)), shares
+
+    def _pool(self, capsules: Tensor, window: Window, return_coefficients: bool) -> tuple[Tensor, Tensor | None]:
+        """Pool a grid of vectors ``[B, N, H, W, dim]`` into ``[B, M, Ho, Wo, out_dim]``."""
+        result = functional.routing_pool(
+            capsules.unsqueeze(-2),
+            weight=self.weight,
+            iterations=self.iterations,
+            sharpness=self.sharpness,
+            window=window,
+            return_coefficients=return_coefficients,
+        )
+        poses, *shares = result if isinstance(result, tuple) else (result,)
+        return poses.squeeze(-2), shares[0] if shares else None
+
+    def _finish(self, poses: Tensor) -> Tensor:
+        """Return the parents ``[B, M, Ho, Wo, d]`` activated, as channels ``[B, M * d, Ho, Wo]``."""
+        function = activation_function(self.activation)
+        if function is not None:
+            poses = function(poses.unsqueeze(-2)).squeeze(-2) if self.activation == "squash" else function(poses)
+        return poses.movedim(-1, 2).flatten(1, 2)
+
+    def extra_repr(self) -> str:
+        """The arguments that differ from their defaults."""
+        text = f"{self.dim}, sharpness={self.sharpness:g}, iterations={self.iterations}"
+        if self.window is not None:
+            text += f", kernel_size={self.window.kernel_size}"
+            text += f", stride={self.window.stride}" if self.window.stride != self.window.kernel_size else ""
+            text += f", padding={self.window.padding}" if self.window.padding != (0, 0) else ""
+        text += f", parents={self.parents}" if self.parents is not None else ""
+        text += f", in_channels={self.in_channels}" if self.in_channels is not None else ""
+        text += f", out_dim={self.out_dim}" if self.out_dim != self.dim else ""
+        if self.activation is not None and not isinstance(self.activation, nn.Module):
+            text += f", activation={getattr(self.activation, '__name__', repr(self.activation))}"
+        return text
