@@ -35,13 +35,13 @@ def _check(
     eps: float,
     window: Sequence[int],
 ) -> None:
+    check(model in (EM, HEINSEN, K_MEANS), f"model must be 0, 1 or 2, got {model}")
+    check(len(schedule) >= 1, "schedule must have a number for every turn, at least one")
     use, ignore = (None, None) if model == EM else (beta_a, beta_b)
     frame = check_gaussian(children, weight, None, None, None, bias, gate, use, ignore, eps, window)
     if model == EM:
         names = [("beta_a", beta_a, (frame.parents,)), ("beta_b", beta_b, (frame.parents,))]
         check_tensors(children, True, names)
-    check(model in (EM, HEINSEN, K_MEANS), f"model must be 0, 1 or 2, got {model}")
-    check(len(schedule) >= 1, "schedule must have a number for every turn, at least one")
 
 
 def _loop(
