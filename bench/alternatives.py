@@ -57,8 +57,7 @@ def build(name: str, workload: Workload) -> Implementation:
 
 def bytes_needed(name: str, workload: Workload, batch: int, training: bool) -> float:
     """Return the bytes that an alternative needs for one call, as far as its votes go; see ``Routing.stored``."""
-    multiples = workload.routing.stored[name.removesuffix(_SUFFIX)]
-    return multiples[training] * workload.votes_bytes(batch)
+    return workload.routing.stored[name][training] * workload.votes_bytes(batch)
 
 
 def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], dict[str, Tensor]]:

@@ -191,12 +191,12 @@ def test_goals_are_those_of_the_default_batch(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_memory_is_left_out(tmp_path: Path) -> None:
     workload = find("sabour-mnist")
     needed = {name: bytes_needed(name, workload, 64, True) for name in ALTERNATIVES}
-    assert needed["reference"] == needed["reference-compiled"] > needed["batched-matmul"] > workload.votes_bytes(64)
+    assert needed["reference"] > needed["batched-matmul"] > needed["batched-matmul-compiled"] > workload.votes_bytes(64)
     available = 0.5 * (needed["reference"] + needed["batched-matmul"]) / 0.6
     plan = Plan(sgemm=8)
     session = Session(Settings(tmp_path, 1, plan, compiled=False, memory=False, available=available))
     found = session._left_out(workload, 64, True)
-    assert [*found] == ["reference"] and "times the votes" in found["reference"]
+    assert [*found] == ["reference"] and "would need" in found["reference"] and "times the votes" in found["reference"]
     session.close()
 
 

@@ -39,7 +39,12 @@ class AttentionPass(Routing):
     uniform: bool = False
     normalize: bool = True
 
-    stored: ClassVar[dict[str, tuple[float, float]]] = {"reference": (2.5, 5.0), "batched-matmul": (2.5, 5.0)}
+    stored: ClassVar[dict[str, tuple[float, float]]] = {
+        "reference": (2.2, 3.5),
+        "batched-matmul": (2.2, 4.3),
+        "reference-compiled": (2.2, 3.5),
+        "batched-matmul-compiled": (2.2, 4.3),
+    }
 
     def arguments(self, workload: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors

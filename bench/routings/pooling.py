@@ -37,7 +37,12 @@ class RoutingPool(Routing):
     iterations: int = 3
     sharpness: float = 0.5
 
-    stored: ClassVar[dict[str, tuple[float, float]]] = {"reference": (10.0, 40.0), "batched-matmul": (6.0, 20.0)}
+    stored: ClassVar[dict[str, tuple[float, float]]] = {
+        "reference": (2.9, 18.9),
+        "batched-matmul": (1.8, 8.7),
+        "reference-compiled": (2.9, 18.9),
+        "batched-matmul-compiled": (1.8, 8.7),
+    }
 
     def arguments(self, workload: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""
@@ -85,5 +90,5 @@ class RoutingPool(Routing):
         return run
 
     def layout(self, workload: Workload) -> str:
-        """As measured."""
+        """Agreement and weighted sum are a batched matmul each, with nothing copied between them."""
         return "pmice"
