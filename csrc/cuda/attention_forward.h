@@ -8,7 +8,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct AttentionForward {
-  static constexpr bool kHushes = false;
+  static constexpr bool kHushes = false, kIdentity = false;
   Tiles<Pose, R> query, sums;
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {

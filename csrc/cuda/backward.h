@@ -51,12 +51,15 @@ struct Found {
   float* children;  // [tile, warps that share parents, C, D]
   float* weight;    // [warps that take other positions, parents of the block, stride]; or, where weights are large,
                     // dL/dV: [parents of the block, tile, E]
+  float* gates;     // [tile, warps that share parents]
 
   FASTCAPS_DEVICE Found(const PassArgs& a, char* shared)
       : children(reinterpret_cast<float*>(shared + a.shared_dchildren)),
-        weight(reinterpret_cast<float*>(shared + a.shared_dweight)) {}
+        weight(reinterpret_cast<float*>(shared + a.shared_dweight)),
+        gates(reinterpret_cast<float*>(shared + a.shared_dgate)) {}
   FASTCAPS_DEVICE void next(const PassArgs& a) {
     children += a.tile * a.warps_parents * child_numbers(a);
+    gates += a.tile * a.warps_parents;
     weight += Lane<Pose>::block_parents(a) *
               (kLargeWeights<Pose> ? a.tile * Pose::kE : warps_positions(a) * Pose::kWeightStride);
   }
@@ -108,6 +111,30 @@ FASTCAPS_DEVICE void differentiate_children(const PassArgs& a, const Lane<Pose>&
       if (lane.column == 0 && lane.parent == 0) put(n, sum);
     }
   }
+}
+
+// dP where votes are the children themselves.
+template <class Pose, int R>
+FASTCAPS_DEVICE void hand_back(const PassArgs& a, const Lane<Pose>& lane, const Found<Pose>& found,
+                               const Tiles<Pose, R>& dvotes) {
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    float* to = found.child(a, lane.template seat<R>(r), lane.warp_parent);
+    each_number<Pose>([&](int i, int j) {
+      float sum = 0.0f;
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) sum += dvotes[r][p][i][j];
+      sum = sum_parents<Pose>(a, sum);
+      if (lane.parent == 0 && lane.inside(a, i, j)) to[lane.c(i) * row_stride<Pose>(a) + lane.e(a, j)] = sum;
+    });
+  }
+}
+
+// What a child's gate gains from the lane's parents at its r-th position: summed over those of the warp.
+template <class Pose, int R>
+FASTCAPS_DEVICE void put_gate(const PassArgs& a, const Lane<Pose>& lane, const Found<Pose>& found, int r, float gain) {
+  gain = sum_parents<Pose>(a, gain);
+  if (lane.speaks_for_position()) found.gates[lane.template seat<R>(r) * a.warps_parents + lane.warp_parent] = gain;
 }
 
 // Rows d .. d + V of dW, summed over the rows and positions of the warp.
@@ -203,13 +230,10 @@ FASTCAPS_DEVICE void differentiate_bias(const PassArgs& a, const Lane<Pose>& lan
     });
 }
 
-// One child, at the lane's R positions.
-template <class Pose, int R, bool PLAIN, class State>
-FASTCAPS_DEVICE void differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                   const Found<Pose>& found, const Seat* seats, char* shared, State& state) {
-  Tiles<Pose, R> votes;
-  make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
-  if (!state.differentiate(a, lane, stage, found, seats, shared, votes)) return;
+// From dL/dV to dP and dW.
+template <class Pose, int R>
+FASTCAPS_DEVICE void multiply_back(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                   const Found<Pose>& found, const Tiles<Pose, R>& votes) {
   const int depth = Pose::padded_depth(a);
   _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += Pose::kVector) {
     if (a.dchildren) {
@@ -225,6 +249,20 @@ FASTCAPS_DEVICE void differentiate(const PassArgs& a, const Lane<Pose>& lane, co
       put_down<Pose, R>(a, lane, found, votes);
     else if constexpr (Pose::kTensor)
       differentiate_weights_on_tensor_cores<Pose>(a, lane, stage, found, votes);
+  }
+}
+
+// One child, at the lane's R positions.
+template <class Pose, int R, bool PLAIN, class State>
+FASTCAPS_DEVICE void differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                   const Found<Pose>& found, const Seat* seats, char* shared, State& state) {
+  Tiles<Pose, R> votes;
+  make_votes<Pose, R, PLAIN, State::kIdentity>(a, lane, stage, votes);
+  if (!state.differentiate(a, lane, stage, found, seats, shared, votes)) return;
+  if (State::kIdentity && !a.weight) {
+    if (a.dchildren) hand_back<Pose, R>(a, lane, found, votes);
+  } else {
+    multiply_back<Pose, R>(a, lane, stage, found, votes);
   }
   if (!PLAIN && a.dbias) differentiate_bias<Pose, R>(a, lane, stage, votes);
 }
@@ -257,6 +295,20 @@ FASTCAPS_DEVICE void flush_children(const PassArgs& a, const Found<Pose>& found,
       for (int v = 0; v < V; ++v)
         if (d + v < a.D) add(to + v, sum[v], a.alone_with_children);
     }
+  }
+}
+
+// All warps' part of the gates' gradient. Behind a gate of 0 it may be no number, and is then 0.
+template <class Pose>
+FASTCAPS_DEVICE void flush_gates(const PassArgs& a, const Found<Pose>& found, const Seen* seen, int first, int count,
+                                 const Seat* seats) {
+  for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
+    if (seen[unit].exists == 0.0f) continue;
+    const int k = a.by_tile.quotient(unit);
+    float sum = 0.0f;
+    for (int w = 0; w < a.warps_parents; ++w) sum += found.gates[unit * a.warps_parents + w];
+    if (seen[unit].gate == 0.0f && !(fabsf(sum) < INFINITY)) continue;
+    add(a.dgate + Child(a, first + k).cell(a, seats[a.by_tile.remainder(unit, k)]), sum, a.alone_with_children);
   }
 }
 
@@ -349,6 +401,11 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
       barrier();
       if (!PLAIN && a.collect) return;
       if (a.dchildren) flush_children<Pose>(a, found, t, count, seats);
+      if constexpr (Policy<Pose, R, PLAIN>::kGates)
+        if (a.dgate) {
+          flush_gates<Pose>(a, found, Stage<Pose>(a, shared, which, t).seen, t, count, seats);
+          barrier();  // what was seen is read to the end
+        }
       if constexpr (Pose::kWeightStride > 0)
         if (a.dweight) flush_weights<Pose>(a, found, t, count);
       if constexpr (kLargeWeights<Pose>) {

@@ -9,6 +9,9 @@ FASTCAPS_EXPORT const char* fastcaps_cuda_toolkit(void) { return FASTCAPS_CUDA_T
 
 FASTCAPS_EXPORT const char* fastcaps_cuda_architectures(void) { return FASTCAPS_CUDA_ARCHITECTURES; }
 
-FASTCAPS_EXPORT const char* fastcaps_cuda_ops(void) { return "attention_pass,attention_pass_backward"; }
+FASTCAPS_EXPORT const char* fastcaps_cuda_ops(void) {
+  return "attention_pass,attention_pass_backward,pooling_pass,pooling_pass_backward,gaussian_pass,"
+         "gaussian_pass_backward";
+}
 
 }  // extern "C"

@@ -54,26 +54,29 @@ constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.
 
 // Bytes of shared memory: a part for each child on the way, and a part that is there once.
 struct Shared {
-  int64_t child_rows, weight, seen, dchildren, dweight, fixed;
+  int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
 
-  Shared(const Cut& c, const Geometry& g, bool backward) {
+  Shared(const Cut& c, const Geometry& g, const Task& task) {
+    const bool backward = task.backward;
     const PassKernel& kernel = *c.kernel;
     const int64_t rows = kernel.C ? g.C : c.rows * kernel.tile_rows;
     const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(g.D, kernel.vector) * kernel.vector;
     child_rows = c.tile * rows * depth * 4;
-    weight = int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
+    weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile * 8;
     dchildren = backward ? child_rows * c.warps_parents : 0;
     const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV takes the place of dW
     dweight = !backward ? 0
               : large   ? int64_t(c.warps_parents) * c.parents * c.tile * g.C * g.E * 4
                         : weight * c.warps_positions;
-    const int64_t exchange = c.warps_parents > 1 ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
+    dgate = backward && task.pass != Pass::kAttention ? int64_t(c.tile) * c.warps_parents * 4 : 0;
+    const bool meets = c.warps_parents > 1 && task.pass != Pass::kPooling;
+    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
     fixed = int64_t(c.tile) * 48 + kOffsets + aligned(exchange) + 64;
   }
   int64_t bytes(int64_t stage) const {
     return 2 * (aligned(stage * child_rows) + aligned(stage * weight) + aligned(stage * seen)) +
-           aligned(stage * dchildren) + aligned(stage * dweight) + fixed;
+           aligned(stage * dchildren) + aligned(stage * dweight) + aligned(stage * dgate) + fixed;
   }
 };
 
@@ -84,7 +87,8 @@ void place(Cut& c, const Shared& shared) {
   c.shared_stage = c.shared_seen + int(aligned(c.stage * shared.seen));
   c.shared_dchildren = 2 * c.shared_stage;
   c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
-  c.shared_seat = c.shared_dweight + int(aligned(c.stage * shared.dweight));
+  c.shared_dgate = c.shared_dweight + int(aligned(c.stage * shared.dweight));
+  c.shared_seat = c.shared_dgate + int(aligned(c.stage * shared.dgate));
   c.shared_offset = c.shared_seat + int(aligned(int64_t(c.tile) * 48));
   c.shared_exchange = c.shared_offset + kOffsets;
   c.shared_bytes = shared.bytes(c.stage);
@@ -123,8 +127,7 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
 
 // As many warps on positions as get the work done soonest; then the most, since they share the weights. False if not
 // even one fits into shared memory.
-bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& bias, int most,
-            const Machine& machine) {
+bool spread(Cut& c, const Geometry& g, const Task& task, const Bias& bias, int most, const Machine& machine) {
   const PassKernel& kernel = *c.kernel;
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
   double best = -1;
@@ -134,7 +137,7 @@ bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& 
     trial.tile = warps * seats;
     trial.tiles = ceil_div(std::max<int64_t>(g.positions(), 1), trial.tile);
     if (warps > 1 && (warps - 1) * seats >= g.positions()) continue;  // a warp would have nothing to do
-    const Shared shared(trial, g, backward);
+    const Shared shared(trial, g, task);
     if (shared.bytes(1) > machine.shared_limit) continue;
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
     int64_t stage = kMostChildren;
@@ -155,7 +158,7 @@ bool spread(Cut& c, const Geometry& g, bool backward, bool ordered, const Bias& 
       if (best >= 0 && cost >= best) continue;
       best = cost;
       c = trial;
-      if (backward && ordered) keep_parts_small(c, g, bias, wanted, least);
+      if (task.backward && task.ordered) keep_parts_small(c, g, bias, wanted, least);
       place(c, shared);
     }
   }
@@ -167,20 +170,20 @@ constexpr int64_t kLeastShared = 99 * 1024;
 
 }  // namespace
 
-std::string refusal(int64_t C, int64_t D, int64_t E) {
+std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E) {
   const std::string pose = std::to_string(C) + " x " + std::to_string(D) + " children and " + std::to_string(C) +
                            " x " + std::to_string(E) + " parents";
   const Geometry one{1, 1, 1, 1, C, D, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
-  if (!choose(attention_forward_kernels(), one, false))
+  if (!choose(kernels_of(pass, false), one, false))
     return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose;
-  if (!cut(one, true, false, false, {}, {1, kLeastShared}).kernel)
+  if (!cut({.pass = pass, .backward = true}, one, {}, {1, kLeastShared}).kernel)
     return "its shared memory does not hold so large a pose, got " + pose;
   return "";
 }
 
-Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias& bias, const Machine& machine) {
+Cut cut(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine) {
   Cut c;
-  c.kernel = choose(backward ? attention_backward_kernels() : attention_forward_kernels(), g, tensor);
+  c.kernel = choose(kernels_of(task.pass, task.backward), g, task.tensor);
   const PassKernel& kernel = *c.kernel;
   const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
@@ -189,7 +192,7 @@ Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias&
   // launches of its own.
   const bool large = kernel.C && kernel.weight_stride == 0 && g.positions() > 32;
   // What a warp adds to memory by itself it must add alone if an order is to be kept.
-  const bool single = backward && ordered && (!kernel.C || bias.numbers > 0);
+  const bool single = task.backward && task.ordered && (!kernel.C || bias.numbers > 0);
   for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
     // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
     if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
@@ -197,7 +200,7 @@ Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias&
     c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
     c.parent_blocks = int(ceil_div(warps, c.warps_parents));
     const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
-    if (spread(c, g, backward, ordered, bias, most, machine)) return c;
+    if (spread(c, g, task, bias, most, machine)) return c;
   }
   c.kernel = nullptr;
   return c;

@@ -11,7 +11,7 @@ struct Machine {
   int64_t multiprocessors, shared_limit;
 };
 
-// A bias's gradient, if it is wanted: its numbers, and whether all children have the same.
+// The gradient of a bias (and of betas), if it is wanted: its numbers, and whether all children have the same.
 struct Bias {
   int64_t numbers = 0;
   bool shared = false;
@@ -29,18 +29,26 @@ struct Cut {
   bool parts_by_chunk = false;  // parts of dW: one for each group and chunk, not for each group
   int64_t shared_bytes;
   int shared_weight, shared_seen, shared_stage, shared_seat, shared_offset, shared_exchange, shared_dchildren,
-      shared_dweight;
+      shared_dweight, shared_dgate;
 
   int threads() const { return 32 * warps_parents * warps_positions; }
 };
 
 // Why no kernel takes these poses; empty if one does.
-std::string refusal(int64_t C, int64_t D, int64_t E);
+std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E);
 
-// No kernel if the poses do not fit (see refusal). The backward kernel adds to gradients from many blocks at once;
-// `ordered` forbids that, at the price of fewer blocks. `tensor`: products may be rounded to tf32; `bias`: its gradient
-// is wanted too; `bias_shared`: and all children have the same.
-Cut cut(const Geometry& g, bool backward, bool tensor, bool ordered, const Bias& bias, const Machine& machine);
+// What a call is, beside its geometry.
+struct Task {
+  Pass pass = Pass::kAttention;
+  bool backward = false;
+  bool tensor = false;  // products may be rounded to tf32
+  bool ordered =
+      false;  // backward: gradients must not be added to by many blocks at once, at the price of fewer blocks
+  bool identity = false;  // votes are the children: there are no weights
+};
+
+// No kernel if the poses do not fit (see refusal). `bias`: its gradient is wanted too, if it has numbers.
+Cut cut(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine);
 
 // One line for people: kernel, tile, blocks.
 std::string describe(const Cut& cut);

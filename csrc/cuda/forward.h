@@ -2,6 +2,7 @@
 // what becomes of a vote is the policy's, a struct template Policy<Pose, R, PLAIN> of what a lane keeps for its R x
 // kEach parents, with
 //   kHushes                                             whether a gate of exactly 0 hides the child, be it NaN
+//   kIdentity                                           whether there may be no weights
 //   load(a, lane, seats)                                before the first child
 //   hear(a, lane, stage, seats, shared, votes)          one child
 //   store(a, lane, seats, chunk)                        behind the last
@@ -67,7 +68,7 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
       FASTCAPS_NO_UNROLL
       for (int k = 0; k < count; ++k) {
         Tiles<Pose, R> votes;
-        make_votes<Pose, R, PLAIN>(a, lane, stage, votes);
+        make_votes<Pose, R, PLAIN, Policy<Pose, R, PLAIN>::kIdentity>(a, lane, stage, votes);
         state.hear(a, lane, stage, seats, shared, votes);
         stage.next(a);
       }

@@ -184,6 +184,15 @@ FASTCAPS_DEVICE float sum_rows(const PassArgs& a, float x) {
   return sum_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
 }
 
+template <class Pose>
+FASTCAPS_DEVICE float max_columns(const PassArgs& a, float x) {
+  return max_lanes(x, 1, Pose::columns(a));
+}
+template <class Pose>
+FASTCAPS_DEVICE float max_rows(const PassArgs& a, float x) {
+  return max_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
+}
+
 // How many lanes end with the same sums, as neighbours, when N are scattered over `span`.
 FASTCAPS_DEVICE constexpr int lanes_with_the_same(int N, int span) {
   for (; N > 1 && span > 1; span /= 2) N = (N + 1) / 2;

@@ -67,14 +67,6 @@ struct HeldPose {
   }
 };
 
-FASTCAPS_DEVICE void store_number(void* data, int64_t at, float x, Storage storage) {
-  switch (storage) {
-    case Storage::kBFloat16: static_cast<uint16_t*>(data)[at] = float_to_bfloat16(x); break;
-    case Storage::kFloat16: static_cast<uint16_t*>(data)[at] = float_to_float16(x); break;
-    default: static_cast<float*>(data)[at] = x;
-  }
-}
-
 // Every thread of a warp goes round equally often, since lanes speak to each other; `exists` says which have a parent.
 template <int PER>
 FASTCAPS_KERNEL(256, 2)

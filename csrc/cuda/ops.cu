@@ -18,37 +18,74 @@ STABLE_TORCH_LIBRARY(FASTCAPS_CUDA_NAMESPACE, m) {
       "attention_pass_backward(Tensor? grad_parents, Tensor? grad_sums, Tensor children, Tensor weight, Tensor? query, "
       "Tensor? bias, Tensor? gate, Tensor? norm_weight, Tensor sums, float scale, float eps, bool normalize, "
       "int[] window, int needs, int options) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "pooling_pass(Tensor children, Tensor? weight, Tensor? query, Tensor? bias, Tensor? gate, float scale, "
+      "bool normalize, int[] window, int options) -> (Tensor, Tensor)");
+  m.def(
+      "pooling_pass_backward(Tensor? grad_parents, Tensor? grad_logsumexp, Tensor children, Tensor? weight, "
+      "Tensor? query, Tensor? bias, Tensor? gate, Tensor parents, Tensor logsumexp, float scale, bool normalize, "
+      "int[] window, int needs, int options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "gaussian_pass(Tensor children, Tensor weight, Tensor? mean, Tensor? variance, Tensor? log_weight, "
+      "Tensor? bias, Tensor? gate, Tensor? beta_use, Tensor? beta_ignore, float eps, int[] window, int options) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "gaussian_pass_backward(Tensor? grad_counts, Tensor? grad_means, Tensor? grad_variances, "
+      "Tensor? grad_evidence, Tensor children, Tensor weight, Tensor? mean, Tensor? variance, Tensor? log_weight, "
+      "Tensor? bias, Tensor? gate, Tensor? beta_use, Tensor? beta_ignore, Tensor counts, Tensor means, "
+      "Tensor variances, float eps, int[] window, int needs, int options) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
   m.impl("attention_pass", TORCH_BOX(&fastcaps::gpu::attention_pass));
   m.impl("attention_pass_backward", TORCH_BOX(&fastcaps::gpu::attention_pass_backward));
+  m.impl("pooling_pass", TORCH_BOX(&fastcaps::gpu::pooling_pass));
+  m.impl("pooling_pass_backward", TORCH_BOX(&fastcaps::gpu::pooling_pass_backward));
+  m.impl("gaussian_pass", TORCH_BOX(&fastcaps::gpu::gaussian_pass));
+  m.impl("gaussian_pass_backward", TORCH_BOX(&fastcaps::gpu::gaussian_pass_backward));
 }
 
-// For fastcaps.explain, which calls them through ctypes. The texts live until the thread's next call.
-extern "C" {
+namespace {
 
-__attribute__((visibility("default"))) const char* fastcaps_cuda_refusal(int64_t C, int64_t D, int64_t E) {
+const char* refusal_of(fastcaps::gpu::Pass pass, int64_t C, int64_t D, int64_t E) {
   static thread_local std::string text;
-  text = fastcaps::gpu::refusal(C, D, E);
+  text = fastcaps::gpu::refusal(pass, C, D, E);
   return text.c_str();
 }
 
-// The geometry as 19 numbers: B H W N C D Ho Wo M E G and the window's 8; then multiprocessors and a block's largest
-// shared memory in bytes.
-__attribute__((visibility("default"))) const char* fastcaps_cuda_plan(const int64_t* geometry, bool backward,
-                                                                      int64_t options, bool half,
-                                                                      int64_t multiprocessors, int64_t shared_limit) {
+const char* plan_of(fastcaps::gpu::Pass pass, const int64_t* n, bool backward, int64_t options, bool half,
+                    int64_t multiprocessors, int64_t shared_limit) {
   using namespace fastcaps;
   static thread_local std::string text;
-  const int64_t* n = geometry;
   const Geometry g{n[0], n[1], n[2], n[3], n[4],  n[5],
                    n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
-  text = gpu::refusal(g.C, g.D, g.E);
+  text = gpu::refusal(pass, g.C, g.D, g.E);
   if (text.empty())
-    text = gpu::describe(gpu::cut(g, backward, half || (options & gpu::kTF32), options & gpu::kDeterministic, {},
-                                  {multiprocessors, shared_limit}));
+    text = gpu::describe(gpu::cut({.pass = pass,
+                                   .backward = backward,
+                                   .tensor = half || (options & gpu::kTF32),
+                                   .ordered = (options & gpu::kDeterministic) != 0},
+                                  g, {}, {multiprocessors, shared_limit}));
   return text.c_str();
 }
 
-}  // extern "C"
+}  // namespace
+
+// For fastcaps.explain, which calls them through ctypes. The texts live until the thread's next call. A plan is asked
+// for with the geometry as 19 numbers: B H W N C D Ho Wo M E G and the window's 8; then multiprocessors and a block's
+// largest shared memory in bytes.
+#define FASTCAPS_EXPLAIN(name, pass)                                                                                \
+  extern "C" __attribute__((visibility("default"))) const char* fastcaps_cuda##name##_refusal(int64_t C, int64_t D, \
+                                                                                              int64_t E) {          \
+    return refusal_of(fastcaps::gpu::Pass::pass, C, D, E);                                                          \
+  }                                                                                                                 \
+  extern "C" __attribute__((visibility("default"))) const char* fastcaps_cuda##name##_plan(                         \
+      const int64_t* geometry, bool backward, int64_t options, bool half, int64_t multiprocessors,                  \
+      int64_t shared_limit) {                                                                                       \
+    return plan_of(fastcaps::gpu::Pass::pass, geometry, backward, options, half, multiprocessors, shared_limit);    \
+  }
+
+FASTCAPS_EXPLAIN(, kAttention)
+FASTCAPS_EXPLAIN(_pooling, kPooling)
+FASTCAPS_EXPLAIN(_gaussian, kGaussian)

@@ -1,8 +1,10 @@
-// The attention pass on a GPU as ops. They are those of fastcaps/ops.py with one more argument, bits of Options: what
-// fastcaps/backends.py read off torch's settings when the call was made.
+// The passes on a GPU as ops. They are those of fastcaps/ops with one more argument, bits of Options: what
+// fastcaps/dispatch.py read off torch's settings when the call was made.
 #pragma once
 
 #include "../attention.h"
+#include "../gaussian.h"
+#include "../pooling.h"
 
 namespace fastcaps::gpu {
 
@@ -18,5 +20,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
     const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
     const Tensor sums, double scale, double eps, bool normalize, const std::vector<int64_t> window, int64_t needs,
     int64_t options);
+
+std::tuple<Tensor, Tensor> pooling_pass(const Tensor children, const MaybeTensor weight, const MaybeTensor query,
+                                        const MaybeTensor bias, const MaybeTensor gate, double scale, bool normalize,
+                                        const std::vector<int64_t> window, int64_t options);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pooling_pass_backward(
+    const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp, const Tensor children, const MaybeTensor weight,
+    const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
+    const Tensor logsumexp, double scale, bool normalize, const std::vector<int64_t> window, int64_t needs,
+    int64_t options);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_pass(const Tensor children, const Tensor weight,
+                                                         const MaybeTensor mean, const MaybeTensor variance,
+                                                         const MaybeTensor log_weight, const MaybeTensor bias,
+                                                         const MaybeTensor gate, const MaybeTensor beta_use,
+                                                         const MaybeTensor beta_ignore, double eps,
+                                                         const std::vector<int64_t> window, int64_t options);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_pass_backward(
+    const MaybeTensor grad_counts, const MaybeTensor grad_means, const MaybeTensor grad_variances,
+    const MaybeTensor grad_evidence, const Tensor children, const Tensor weight, const MaybeTensor mean,
+    const MaybeTensor variance, const MaybeTensor log_weight, const MaybeTensor bias, const MaybeTensor gate,
+    const MaybeTensor beta_use, const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
+    const Tensor variances, double eps, const std::vector<int64_t> window, int64_t needs, int64_t options);
 
 }  // namespace fastcaps::gpu

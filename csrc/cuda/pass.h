@@ -1,4 +1,4 @@
-// The attention pass on a GPU: the one argument of its kernels, and the table of their instantiations.
+// The passes on a GPU: the one argument of their kernels, and the tables of their instantiations.
 //
 // A warp's 32 lanes are cut into  columns x positions x parents x rows  (each a power of two, columns fastest). A lane
 // holds, for R positions, a tile of TC x TE numbers of one parent's pose: of its query, of its sums, and of the vote at
@@ -45,7 +45,7 @@ struct PassArgs {
   View children, query, gate;  // query, gate: data may be null
   Storage storage;             // of those three
   bool children_copy;          // children may be copied in vectors of the pose's kVector floats
-  const float* weight;         // [G, M, D, E]
+  const float* weight;         // [G, M, D, E]; null: votes are the children themselves
   const float* bias;           // [I or 1, M or 1, C, E] or null
   int64_t bias_stride_i, bias_stride_m;
   float scale;
@@ -65,20 +65,43 @@ struct PassArgs {
   float* statistics;
   bool collect;
 
-  float* sums;  // forward: [chunks, positions, M, C, E]
-  // backward; null where not wanted
-  const float* dsums;                            // dL/dS [positions, M, C, E]
-  float* dquery;                                 // [chunks, positions, M, C, E]
-  float* dchildren;                              // [B, H, W, N, C, D]
-  float* dgate;                                  // [B, H, W, N]
-  float* dweight;                                // [parts, G, M, D, E]
-  float* dbias;                                  // [parts, I or 1, M, C, E]
-  int64_t dweight_part, dbias_part;              // from part to part; 0 where all blocks add to one
+  // What follows is null where not wanted. [..] stands for [chunks, positions, M], [.., C, E] for those poses; what a
+  // call is given has no chunks, and all is in float.
+  float* sums;  // attention and pooling, forward: [.., C, E]
+
+  bool normalize;    // pooling: keys are the votes' directions
+  bool frozen;       // shares are constants: no gradient flows through them
+  float* logsumexp;  // pooling, forward: [..]; backward: given
+
+  // Gaussian. Betas are [I or 1, M or 1].
+  const float *mean, *variance, *log_weight;
+  const float *beta_use, *beta_ignore;
+  int64_t use_stride_i, use_stride_m, ignore_stride_i, ignore_stride_m;
+  float eps;
+  float *counts, *evidence;        // forward: [..]
+  float *base, *offsets, *spread;  // forward, in parts: see Moments; base where there is no mean
+  float *means, *variances;        // forward, done: [.., C, E]; backward: given
+
+  // backward
+  const float* dsums;      // attention, pooling: dL/dS [.., C, E]; Gaussian: what a vote's weight gains, linearly
+  const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.h
+  const float* dconstant;  // pooling, Gaussian: and in any case, [..]
+  const float* devidence;  // Gaussian: [..]
+  float* dquery;           // [.., C, E]; Gaussian: of the mean
+  float* dvariance;        // [.., C, E]
+  float* dlog_weight;      // [..]
+  float *duse, *dignore;   // [parts, I, M], or [..] where all children have the same betas
+  float* dchildren;        // [B, H, W, N, C, D]
+  float* dgate;            // [B, H, W, N]
+  float* dweight;          // [parts, G, M, D, E]
+  float* dbias;            // [parts, I or 1, M, C, E]
+  int64_t dweight_part, dbias_part, dbeta_part;  // from part to part; 0 where all blocks add to one
   bool parts_by_chunk;                           // a part for each group and chunk, not for each group
   bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics
 
   // byte offsets in shared memory
-  int shared_weight, shared_seen, shared_seat, shared_offset, shared_exchange, shared_dchildren, shared_dweight;
+  int shared_weight, shared_seen, shared_seat, shared_offset, shared_exchange, shared_dchildren, shared_dweight,
+      shared_dgate;
   int shared_stage;  // from one of the two stages to the other
 };
 
@@ -102,7 +125,21 @@ struct PassKernels {
   int count;
 };
 
+enum class Pass { kAttention, kPooling, kGaussian };
+
 PassKernels attention_forward_kernels();
-PassKernels attention_backward_kernels();  // the same poses in the same order
+PassKernels attention_backward_kernels();
+PassKernels pooling_forward_kernels();
+PassKernels pooling_backward_kernels();
+PassKernels gaussian_forward_kernels();
+PassKernels gaussian_backward_kernels();
+
+inline PassKernels kernels_of(Pass pass, bool backward) {
+  switch (pass) {
+    case Pass::kPooling: return backward ? pooling_backward_kernels() : pooling_forward_kernels();
+    case Pass::kGaussian: return backward ? gaussian_backward_kernels() : gaussian_forward_kernels();
+    default: return backward ? attention_backward_kernels() : attention_forward_kernels();
+  }
+}
 
 }  // namespace fastcaps::gpu

@@ -12,12 +12,22 @@ using Pose4x4x32Back = FixedPose<4, 4, 4, 4, 4, 1, 16, 2,  20>;  // 32 parents a
 using Pose4x4x16 = FixedPose<4,  4,  4,  4, 4,  1,  8, 2,  20>;
 using Pose4x4x12 = FixedPose<4,  4,  4,  4, 4,  1,  4, 3,  20>;
 using Pose4x4x8 = FixedPose <4,  4,  4,  4, 4,  1,  4, 2,  20>;
+using Pose4x4x8One = FixedPose<4, 4,  4,  4, 4,  1,  8, 1,  20>;  // a parent a lane, for passes that keep much of it
+using Pose4x4x16One = FixedPose<4, 4, 4,  4, 4,  1, 16, 1,  20>;
+using Pose4x4x32One = FixedPose<4, 4, 4,  4, 4,  1, 32, 1,  20>;
 using Pose6x6 = FixedPose   <6,  6,  6,  3, 1,  2, 16, 2,  38>;
 using Pose8x8 = FixedPose   <8,  8,  8,  4, 4,  2, 16, 1,  72>;
 using Pose1x8 = FixedPose   <1,  8, 16,  8, 4,  2, 16, 1, 136>;
 using Pose1x16 = FixedPose  <1, 16, 16,  8, 4,  2, 16, 1, 264>;
 using Pose1x64 = FixedPose  <1, 64, 64,  4, 4, 16,  2, 1,   0>;
 // clang-format on
+
+// A single parent, every lane has a position of its own: no lane waits for another.
+template <int VECTOR>
+struct SinglePose1x16 : FixedPose<1, 16, 16, 16, VECTOR, 1, 1, 1, 256> {
+  static constexpr int kRowStride = 20;  // lanes' own rows lie on different banks
+};
+
 using Tensor4x4x32 = TensorPose4x4<4>;
 using Tensor4x4x16 = TensorPose4x4<2>;
 using Tensor1x64 = TensorPose1x64;

@@ -13,6 +13,21 @@ FASTCAPS_DEVICE float load_number(const void* data, int64_t at, Storage storage)
   }
 }
 
+FASTCAPS_DEVICE void store_number(void* data, int64_t at, float x, Storage storage) {
+  switch (storage) {
+    case Storage::kBFloat16: static_cast<uint16_t*>(data)[at] = float_to_bfloat16(x); break;
+    case Storage::kFloat16: static_cast<uint16_t*>(data)[at] = float_to_float16(x); break;
+    default: static_cast<float*>(data)[at] = x;
+  }
+}
+
+// Where a parent's numbers begin, that has number `parent` of [B, Ho, Wo, M].
+FASTCAPS_DEVICE int64_t offset_of_parent(const View& view, int64_t parent, int M, int Ho, int Wo) {
+  const int64_t q = parent / M, row = q / Wo, b = row / Ho;
+  return b * view.stride[0] + (row - b * Ho) * view.stride[1] + (q - row * Wo) * view.stride[2] +
+         (parent - q * M) * view.stride[3];
+}
+
 // A position of the block's tile: where it lies, and where its window begins. Offsets in elements; the window may begin
 // in the padding, before the tensor.
 //
@@ -210,8 +225,26 @@ struct Stage {
     char* base = shared + which * a.shared_stage;
     stage_children<Pose>(a, count, seats, offsets, reinterpret_cast<float*>(base));
     if constexpr (Pose::kWeightStride > 0)
-      stage_weights<Pose>(a, first, count, reinterpret_cast<float*>(base + a.shared_weight));
+      if (a.weight) stage_weights<Pose>(a, first, count, reinterpret_cast<float*>(base + a.shared_weight));
     stage_seen(a, count, seats, offsets, reinterpret_cast<Seen*>(base + a.shared_seen));
+  }
+
+  // Children behind a gate of exactly 0 that are NaN or infinite become zeros, as if they were not there: nothing that
+  // they are multiplied by is a number. Behind a barrier, and another must follow.
+  static FASTCAPS_DEVICE void hush(const PassArgs& a, char* shared, int which, int count) {
+    char* base = shared + which * a.shared_stage;
+    Seen* seen = reinterpret_cast<Seen*>(base + a.shared_seen);
+    const int numbers = Pose::padded_rows(a) * row_stride<Pose>(a), depth = Pose::padded_depth(a);
+    for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
+      if (seen[unit].gate != 0.0f || seen[unit].exists == 0.0f) continue;
+      float* child = reinterpret_cast<float*>(base) + unit * numbers;
+      float all = 0.0f;  // NaN as soon as one is not finite
+      for (int row = 0; row < numbers; row += row_stride<Pose>(a))
+        for (int d = 0; d < depth; ++d) all += 0.0f * child[row + d];
+      if (all == 0.0f) continue;
+      for (int n = 0; n < numbers; ++n) child[n] = 0.0f;
+      seen[unit].exists = 0.0f;
+    }
   }
 };
 

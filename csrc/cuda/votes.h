@@ -53,12 +53,35 @@ FASTCAPS_DEVICE void multiply(const PassArgs& a, const Lane<Pose>& lane, const S
     });
 }
 
+// Votes that are the children themselves, the same for every parent.
+template <class Pose, int R>
+FASTCAPS_DEVICE void take_children(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                   Tiles<Pose, R>& votes) {
+  constexpr int V = Pose::kWeightVector;
+  FASTCAPS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    each_vector<Pose>([&](int i, int j) {
+      float part[V] = {};
+      if (lane.inside(a, i, j))
+        load_vector<V>(child_row(a, lane, stage, lane.template seat<R>(r), i) + lane.e(a, j), part);
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) {
+        FASTCAPS_UNROLL
+        for (int v = 0; v < V; ++v) votes[r][p][i][j + v] = part[v];
+      }
+    });
+  }
+}
+
 // PLAIN kernels (here and below) leave out what most calls do without: a bias, padding, parents beyond one block.
-template <class Pose, int R, bool PLAIN>
+// IDENTITY: there may be no weights.
+template <class Pose, int R, bool PLAIN, bool IDENTITY>
 FASTCAPS_DEVICE void make_votes(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                 Tiles<Pose, R>& votes) {
   if constexpr (Pose::kTensor)
     multiply_on_tensor_cores(a, lane, stage, votes);
+  else if (IDENTITY && !a.weight)
+    take_children<Pose, R>(a, lane, stage, votes);
   else
     multiply<Pose, R>(a, lane, stage, votes);
   if constexpr (!PLAIN)
@@ -119,6 +142,18 @@ FASTCAPS_DEVICE void load_query(const PassArgs& a, const Lane<Pose>& lane, const
                    ? scale * load_number(a.query.data, at + lane.c(i) * stride[4] + lane.e(a, j) * stride[5], a.storage)
                    : 0.0f;
   });
+}
+
+// One number for each parent, in dense memory [positions, M].
+template <class Pose>
+FASTCAPS_DEVICE float load_scalar(const PassArgs& a, const Lane<Pose>& lane, const float* from, const Seat& seat, int p,
+                                  float otherwise) {
+  return from && seat.position >= 0 && lane.alive(a, p) ? from[seat.position * a.M + lane.m(p)] : otherwise;
+}
+template <class Pose>
+FASTCAPS_DEVICE void store_scalar(const PassArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat, int p,
+                                  float x) {
+  if (to && seat.position >= 0 && lane.alive(a, p) && lane.speaks_for_pose()) to[seat.position * a.M + lane.m(p)] = x;
 }
 
 }  // namespace fastcaps::gpu

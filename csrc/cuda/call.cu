@@ -1,0 +1,218 @@
+#include "call.h"
+
+#include <algorithm>
+
+#include "ops.h"
+
+namespace fastcaps::gpu {
+namespace {
+
+struct RoundArgs {
+  const float* from;
+  float* to;
+  int64_t count;
+};
+
+// Weights to tf32, once a call.
+FASTCAPS_KERNEL(256, 1)
+round_kernel(const FASTCAPS_CONSTANT RoundArgs a) {
+  for (int64_t k = block_x() * block_threads() + thread_index(); k < a.count; k += blocks_x() * block_threads())
+    a.to[k] = bits_float(to_tf32(a.from[k]));
+}
+
+// May rows of children be copied in vectors of so many floats?
+bool copies_in_vectors(const Tensor& x, int floats_each, int64_t depth) {
+  if (x.scalar_type() != ScalarType::Float || x.stride(5) != 1 || depth % floats_each != 0) return false;
+  for (int64_t k = 0; k < 5; ++k)
+    if (x.stride(k) % floats_each != 0) return false;
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % (4 * size_t(floats_each)) == 0;
+}
+
+// How many colours keep positions apart that see the same child, along one axis.
+int colours(int64_t kernel, int64_t stride, int64_t dilation, int64_t positions) {
+  const int64_t apart = ceil_div(dilation * (kernel - 1) + 1, stride);
+  return int(apart < positions ? apart : positions);
+}
+
+}  // namespace
+
+Tensor parameter(const Tensor& x) {
+  const Tensor dense = in_compute_type(x, ScalarType::Float);
+  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
+}
+
+Call::Call(Pass pass_, const Geometry& geometry_, const Tensor& children_, const MaybeTensor& weight_,
+           const MaybeTensor& bias_, const MaybeTensor& gate)
+    : pass(pass_), geometry(geometry_), children(children_) {
+  const Geometry& g = geometry;
+  STD_TORCH_CHECK(storage_of(children) != Storage::kFloat64, "fastcaps: the CUDA kernels take no float64");
+  const std::string why_not = refusal(pass, g.C, g.D, g.E);
+  STD_TORCH_CHECK(why_not.empty(), "fastcaps: the CUDA kernels cannot take this call: ", why_not);
+  for (const int64_t size : {g.children(), g.M, g.H * g.W, g.C * g.D * g.M, g.Ho * g.Wo})
+    STD_TORCH_CHECK(size < (int64_t(1) << 30), "fastcaps: the CUDA kernels count children and parents in 30 bits");
+  PassArgs& a = args;
+  a.M = int(g.M), a.C = int(g.C), a.D = int(g.D), a.E = int(g.E), a.N = int(g.N), a.I = int(g.children());
+  a.G = int(g.G), a.H = int(g.H), a.W = int(g.W), a.Ho = int(g.Ho), a.Wo = int(g.Wo);
+  a.window = g.window;
+  a.positions = g.positions();
+  a.by_types = Divider(g.N), a.by_kernel_width = Divider(g.window.kw), a.by_group = Divider(g.children() / g.G);
+  a.padded = g.window.ph > 0 || g.window.pw > 0;
+  a.children = view_of(children);
+  a.storage = storage_of(children);
+  if (gate) a.gate = view_of(*gate);
+  if (weight_) a.weight = floats(weight = parameter(*weight_));
+  if (bias_) {
+    a.bias = floats(bias = parameter(*bias_));
+    a.bias_stride_m = bias.size(1) > 1 ? g.parent_pose() : 0;
+    a.bias_stride_i = bias.size(0) > 1 ? bias.size(1) * g.parent_pose() : 0;
+  }
+}
+
+float* Call::dense(const MaybeTensor& x) {
+  if (!x) return nullptr;
+  kept.push_back(parameter(*x));
+  return floats(kept.back());
+}
+
+bool Call::rounds(int64_t options, Storage half) const {
+  return (options & kTF32) || args.storage == Storage::kBFloat16 || args.storage == half;
+}
+
+Cut Call::cut_forward(int64_t options) const {
+  return cut({pass, false, rounds(options, Storage::kFloat16), false, !args.weight}, geometry, {}, machine());
+}
+
+void Call::take_ranges(const Cut& c) {
+  args.chunks = c.chunks, args.chunk_children = c.chunk_children;
+  args.by_chunk = Divider(c.chunks);
+}
+
+void Call::take(const Cut& c) {
+  STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
+  take_ranges(c);
+  PassArgs& a = args;
+  a.columns = c.columns, a.rows = c.rows, a.parents = c.parents;
+  a.warps_parents = c.warps_parents;
+  a.tile = c.tile, a.stage = c.stage, a.parts_by_chunk = c.parts_by_chunk;
+  a.by_tile = Divider(c.tile);
+  a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
+  a.by_depth = Divider(ceil_div(geometry.D, c.kernel->vector));
+  if (c.kernel->tensor && a.storage == Storage::kFloat32) {  // half-precision numbers are round already
+    rounded = empty({weight.numel()});
+    gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
+                RoundArgs{a.weight, floats(rounded), weight.numel()});
+    a.weight = floats(rounded);
+  }
+  a.children_copy = copies_in_vectors(children, c.kernel->vector, geometry.D);
+  a.shared_weight = c.shared_weight, a.shared_seen = c.shared_seen, a.shared_seat = c.shared_seat;
+  a.shared_offset = c.shared_offset, a.shared_exchange = c.shared_exchange, a.shared_dchildren = c.shared_dchildren;
+  a.shared_dweight = c.shared_dweight, a.shared_dgate = c.shared_dgate, a.shared_stage = c.shared_stage;
+}
+
+void Call::launch(const Cut& c, int first_block, int parent_blocks, int colours_y, int colours_x, int colour_y,
+                  int colour_x) {
+  PassArgs& a = args;
+  const int64_t rows = ceil_div(geometry.Ho - colour_y, colours_y),
+                columns = ceil_div(geometry.Wo - colour_x, colours_x);
+  if (rows <= 0 || columns <= 0) return;
+  a.colours_y = colours_y, a.colours_x = colours_x, a.colour_y = colour_y, a.colour_x = colour_x;
+  a.by_sample = Divider(rows * columns), a.by_row = Divider(columns);
+  a.seats = geometry.B * rows * columns;
+  STD_TORCH_CHECK(ceil_div(a.seats, c.tile) * c.chunks < (int64_t(1) << 31),
+                  "fastcaps: too many positions for one launch");
+  a.tiles = int(ceil_div(a.seats, c.tile));
+  a.groups = c.groups < a.tiles ? int(c.groups) : a.tiles;
+  const bool plain = !a.bias && !a.padded && a.query.data && c.parent_blocks == 1;
+  constexpr int kMost = 65535;  // blocks along y
+  for (int block = 0; block < parent_blocks; block += kMost) {
+    a.first_parent = (first_block + block) * c.warps_parents * c.parents;
+    const Grid grid{int64_t(a.groups) * c.chunks, std::min(parent_blocks - block, kMost), c.threads(), c.shared_bytes};
+    gpu::launch(plain ? c.kernel->run_plain : c.kernel->run, grid, a);
+  }
+}
+
+Tensor Call::collect(const Cut& c, int numbers) {
+  Tensor statistics = empty({c.parent_blocks > 1 ? geometry.positions() * geometry.children() * numbers : 0});
+  if (c.parent_blocks == 1) return statistics;
+  args.statistics = floats(statistics);
+  args.collect = true;
+  Cut all = c;  // nothing is summed over children: they may be spread over as many blocks as there is room for
+  all.groups = c.tiles;
+  const int64_t ranges = std::max<int64_t>(c.chunks, ceil_div(2 * multiprocessors(), c.tiles));
+  all.chunk_children = int(ceil_div(ceil_div(geometry.children(), ranges), c.stage) * c.stage);
+  all.chunks = int(ceil_div(geometry.children(), all.chunk_children));
+  take_ranges(all);
+  for (int block = 0; block < c.parent_blocks; ++block) launch(all, block, 1);
+  args.collect = false;
+  take_ranges(c);
+  return statistics;
+}
+
+Gradients::Gradients(Call& call, const Wanted& wanted, const MaybeTensor& weight, const MaybeTensor& bias,
+                     int64_t options)
+    : call_(call), wanted_(wanted), ordered_(options & kDeterministic) {
+  if (weight) weight_shape_ = shape_of(*weight);
+  if (bias) bias_shape_ = shape_of(*bias);
+  const Geometry& g = call.geometry;
+  const bool identity = !call.args.weight;
+  const int64_t weights = identity ? 0 : g.G * g.M * g.D * g.E;
+  const int64_t biases = wanted.bias ? bias->size(0) * g.parents() : 0;
+  const Bias parts_of{biases + wanted.use + wanted.ignore, wanted.bias && bias->size(0) == 1};
+  cut =
+      gpu::cut({call.pass, true, call.rounds(options, Storage::kBFloat16), ordered_, identity}, g, parts_of, machine());
+  call.take(cut);
+  const int64_t parts = !ordered_ ? 1 : cut.parts_by_chunk ? cut.groups * cut.chunks : cut.groups;
+  dchildren_ = call.zeros({wanted.children ? call.children.numel() : 0});
+  dgate_ = call.zeros({wanted.gate ? g.B * g.H * g.W * g.N : 0});
+  dweight_ = call.zeros({parts, wanted.weight ? weights : 0});
+  dbias_ = call.zeros({parts, biases});
+  duse_ = call.zeros({parts, wanted.use});
+  dignore_ = call.zeros({parts, wanted.ignore});
+  PassArgs& a = call.args;
+  a.dchildren = floats(dchildren_), a.dgate = floats(dgate_), a.dweight = floats(dweight_), a.dbias = floats(dbias_);
+  if (wanted.use) a.duse = floats(duse_);
+  if (wanted.ignore) a.dignore = floats(dignore_);
+  a.dweight_part = ordered_ ? weights : 0, a.dbias_part = ordered_ ? biases : 0;
+  a.dbeta_part = ordered_ ? g.children() * g.M : 0;
+  a.alone_with_weights = ordered_;
+}
+
+void Gradients::run(int statistics) {
+  const Geometry& g = call_.geometry;
+  const Tensor kept = statistics ? call_.collect(cut, statistics) : Tensor();
+  const Window& w = g.window;
+  const int colours_y = colours(w.kh, w.sh, w.dh, g.Ho), colours_x = colours(w.kw, w.sw, w.dw, g.Wo);
+  call_.args.alone_with_children = ordered_ || (colours_y * colours_x == 1 && cut.parent_blocks == 1);
+  if (!ordered_) {
+    call_.launch(cut, 0, cut.parent_blocks);
+    return;
+  }
+  for (int y = 0; y < colours_y; ++y)
+    for (int x = 0; x < colours_x; ++x)
+      for (int block = 0; block < cut.parent_blocks; ++block) call_.launch(cut, block, 1, colours_y, colours_x, y, x);
+}
+
+Tensor Gradients::finished(bool wanted, const Tensor& x, const std::vector<int64_t>& shape) const {
+  const ScalarType type = call_.children.scalar_type();
+  if (!wanted) return torch::stable::new_empty(call_.children, {0});  // one each: outputs must not alias
+  const Tensor shaped = torch::stable::view(x, shape);
+  return type == ScalarType::Float ? shaped : torch::stable::to(shaped, type);
+}
+
+Tensor Gradients::gate() const {
+  const Geometry& g = call_.geometry;
+  return finished(wanted_.gate, dgate_, {g.B, g.H, g.W, g.N});
+}
+
+Tensor Gradients::weight() const {
+  return finished(wanted_.weight, wanted_.weight ? over(dweight_, 0) : dweight_, weight_shape_);
+}
+
+Tensor Gradients::bias() const {
+  if (!wanted_.bias) return finished(false, dbias_, {});
+  const Geometry& g = call_.geometry;
+  const Tensor all = torch::stable::view(over(dbias_, 0), {bias_shape_[0], g.M, g.C, g.E});
+  return finished(true, bias_shape_[1] == g.M ? all : over(all, 1), bias_shape_);
+}
+
+}  // namespace fastcaps::gpu

@@ -1,0 +1,132 @@
+// The Gaussian pass, backward. With d_im = V_im - means_m, d'_im = V_im - mean_m and what the kernel is given,
+//   A_m = dmu_m / N_m     B_m = dvariances_m / N_m     c_m = dcounts_m - <B_m, variances_m>
+// (docs/algebra.md has dmu and N), the gain from a vote's weight is a parabola in the vote:
+//   t_im = dL/dw_im = c_m + <A_m + B_m d_im, d_im> + (beta_use_im + beta_ignore_im) devidence_m
+//   da_im = w_im (t_im - sum_m' r_im' t_im')     dg_i = sum_m r_im t_im - sum_m beta_ignore_im devidence_m
+//   dV_im = w_im (A_m + 2 B_m d_im) - da_im d'_im / variance_m
+//   dlog_weight_m = sum_i da_im     dmean_m = sum_i da_im d'_im / variance_m
+//   dvariance_m = sum_i da_im d'_im^2 / (2 variance_m^2)
+#pragma once
+
+#include "backward.h"
+#include "gaussian_forward.h"
+
+namespace fastcaps::gpu {
+
+template <class Pose, int R, bool PLAIN>
+struct GaussianBackward {
+  static constexpr bool kHushes = true, kIdentity = false, kGates = true;
+  using Numbers = float[R][Pose::kEach];
+  Tiles<Pose, R> mean, precision, means, linear, square;  // linear: A, square: B
+  Tiles<Pose, R> first, second;                           // sums of da d' and of da d'^2
+  Numbers log_weight, constant, devidence, dlog_weight, duse, dignore;
+  Betas<Pose> betas;
+
+  FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seat& seat = seats[lane.template seat<R>(r)];
+      each_number<Pose>([&](int i, int j) { mean[r][p][i][j] = first[r][p][i][j] = second[r][p][i][j] = 0.0f; });
+      if (a.mean) load_parent<Pose>(a, lane, a.mean, seat, p, mean[r][p]);
+      load_precision<Pose>(a, lane, seat, p, precision[r][p]);
+      load_parent<Pose>(a, lane, a.means, seat, p, means[r][p]);
+      load_parent<Pose>(a, lane, a.dsums, seat, p, linear[r][p]);
+      load_parent<Pose>(a, lane, a.dsquares, seat, p, square[r][p]);
+      log_weight[r][p] = load_scalar<Pose>(a, lane, a.log_weight, seat, p, 0.0f);
+      constant[r][p] = load_scalar<Pose>(a, lane, a.dconstant, seat, p, 0.0f);
+      devidence[r][p] = load_scalar<Pose>(a, lane, a.devidence, seat, p, 0.0f);
+      dlog_weight[r][p] = duse[r][p] = dignore[r][p] = 0.0f;
+    });
+    betas.load(a, lane, 0);
+  }
+
+  FASTCAPS_DEVICE bool differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                     const Found<Pose>& found, const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
+    const bool asks = a.mean || a.log_weight;  // or all shares are 1 / M
+    Numbers logit, gain, share, weight;
+    float heard[R];
+    betas.next(a, lane, stage.t);
+    each_tile<Pose, R>([&](int r, int p) {
+      float distance = 0.0f, sum = 0.0f;
+      each_number<Pose>([&](int i, int j) {
+        const float from_mean = votes[r][p][i][j] - mean[r][p][i][j], d = votes[r][p][i][j] - means[r][p][i][j];
+        distance += from_mean * precision[r][p][i][j] * from_mean;
+        sum += (linear[r][p][i][j] + square[r][p][i][j] * d) * d;
+      });
+      if (a.mean) distance = sum_rows<Pose>(a, sum_columns<Pose>(a, distance));
+      logit[r][p] = kLog2E * (log_weight[r][p] - (a.mean ? 0.5f * distance : 0.0f));
+      gain[r][p] = constant[r][p] + sum_rows<Pose>(a, sum_columns<Pose>(a, sum)) +
+                   (betas.use[p] + betas.ignore[p]) * devidence[r][p];
+    });
+    if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, gain, share, heard)) return false;
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Seen seen = stage.seen[lane.template seat<R>(r)];
+      const bool exists = seen.exists != 0.0f;
+      float open = 0.0f;
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) {
+        const bool counts = exists && seen.gate != 0.0f && lane.alive(a, p);
+        const float w = counts ? share[r][p] * seen.gate : 0.0f;
+        const float dlogit = counts && asks ? w * (gain[r][p] - heard[r]) : 0.0f;
+        weight[r][p] = w;
+        open += (lane.m(p) == 0 ? heard[r] : 0.0f) - betas.ignore[p] * devidence[r][p];
+        dlog_weight[r][p] += dlogit;
+        duse[r][p] += w * devidence[r][p];
+        dignore[r][p] += exists ? (w - seen.gate) * devidence[r][p] : 0.0f;
+        each_number<Pose>([&](int i, int j) {
+          float& vote = votes[r][p][i][j];
+          const float from_mean = vote - mean[r][p][i][j], pull = dlogit * from_mean;
+          if (counts) first[r][p][i][j] += pull, second[r][p][i][j] += pull * from_mean;
+          const float d = vote - means[r][p][i][j];
+          vote = counts ? w * (linear[r][p][i][j] + 2.0f * square[r][p][i][j] * d) - pull * precision[r][p][i][j]
+                        : 0.0f;  // now dL/dV
+        });
+      }
+      if (a.dgate) put_gate<Pose, R>(a, lane, found, r, open);
+    }
+    differentiate_betas(a, lane, stage, weight);
+    return true;
+  }
+
+  // Betas of every child; those that all children share are summed up in the lane.
+  FASTCAPS_DEVICE void differentiate_betas(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                                           const Numbers& weight) const {
+    const bool uses = a.duse && a.use_stride_i, ignores = a.dignore && a.ignore_stride_i;
+    if (!uses && !ignores) return;
+    const int64_t row = int64_t(Child(a, stage.t).i) * a.M;
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      float used = 0.0f, ignored = 0.0f;
+      FASTCAPS_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Seen seen = stage.seen[lane.template seat<R>(r)];
+        used += weight[r][p] * devidence[r][p];
+        if (seen.exists != 0.0f) ignored += (weight[r][p] - seen.gate) * devidence[r][p];
+      }
+      used = sum_positions<Pose>(a, used);
+      ignored = sum_positions<Pose>(a, ignored);
+      if (lane.position != 0 || !lane.speaks_for_pose() || !lane.alive(a, p)) continue;
+      if (uses) add(part_of(a, a.duse, a.dbeta_part) + row + lane.m(p), used, a.alone_with_weights);
+      if (ignores) add(part_of(a, a.dignore, a.dbeta_part) + row + lane.m(p), ignored, a.alone_with_weights);
+    }
+  }
+
+  FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) {
+    const int64_t parents = chunk * a.positions * a.M, numbers = parents * Pose::C_(a) * Pose::E_(a);
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seat& seat = seats[lane.template seat<R>(r)];
+      each_number<Pose>([&](int i, int j) {
+        const float one = precision[r][p][i][j];
+        first[r][p][i][j] *= one;
+        second[r][p][i][j] *= 0.5f * one * one;
+      });
+      if (a.dquery) store_parent<Pose>(a, lane, a.dquery + numbers, seat, p, first[r][p], 1.0f);
+      if (a.dvariance) store_parent<Pose>(a, lane, a.dvariance + numbers, seat, p, second[r][p], 1.0f);
+      if (a.dlog_weight) store_scalar<Pose>(a, lane, a.dlog_weight + parents, seat, p, dlog_weight[r][p]);
+      if (a.duse && !a.use_stride_i) store_scalar<Pose>(a, lane, a.duse + parents, seat, p, duse[r][p]);
+      if (a.dignore && !a.ignore_stride_i) store_scalar<Pose>(a, lane, a.dignore + parents, seat, p, dignore[r][p]);
+    });
+  }
+};
+
+}  // namespace fastcaps::gpu

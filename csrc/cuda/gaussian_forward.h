@@ -1,0 +1,168 @@
+// The Gaussian pass, forward: r_im = softmax over m of log_weight_m - sum (V_im - mean_m)^2 / (2 variance_m), w = g r;
+// counts n_m = sum_i w_im, means and variances of the votes weighed by w, evidence.
+#pragma once
+
+#include <cfloat>
+
+#include "forward.h"
+#include "softmax.h"
+
+namespace fastcaps::gpu {
+
+// Adds x to a sum and keeps what rounding takes from it (Kahan 1965).
+FASTCAPS_DEVICE void add_compensated(float& sum, float x, float& lost) {
+  const float whole = x - lost, next = sum + whole;
+  lost = (next - sum) - whole;
+  sum = next;
+}
+
+// A weighed mean and the sum of squares about it, both seen from a base near the votes, so that no digit is lost to
+// what they have in common: mean = base + offset. One vote at a time (West 1979), or another's moments (Chan 1979).
+struct Moments {
+  float offset = 0.0f, spread = 0.0f;
+
+  // `ratio` is the vote's share of the weight so far, `step` = ratio times the weight before it. COMPENSATED: what
+  // rounding takes from the offset is `lost`, and given back with the next vote.
+  template <bool COMPENSATED>
+  FASTCAPS_DEVICE void add(float from_base, float ratio, float step, float& lost) {
+    const float delta = from_base - offset;
+    if constexpr (COMPENSATED)
+      add_compensated(offset, ratio * delta, lost);
+    else
+      offset += ratio * delta;
+    spread += step * delta * delta;
+  }
+  FASTCAPS_DEVICE void join(const Moments& other, float n, float more) {
+    const float all = n + more, ratio = all == 0.0f ? 0.0f : more / all, delta = other.offset - offset;
+    if (more == 0.0f) return;
+    offset += ratio * delta;
+    spread += other.spread + n * ratio * delta * delta;
+  }
+  // The numbers that a parent gets of it: the weight below the moments is n + eps.
+  FASTCAPS_DEVICE void conclude(float base, float n, float eps, float& mean, float& variance) const {
+    const float all = n + eps, whole = n == 0.0f ? 0.0f : base + offset;
+    const float off = whole * (eps / all);
+    mean = all == 0.0f ? 0.0f : whole * (n / all);
+    variance = all == 0.0f ? 0.0f : (spread + n * off * off) / all;
+  }
+};
+
+// What a child brings, and what it costs to leave it, at the lane's parents.
+template <class Pose>
+struct Betas {
+  float use[Pose::kEach], ignore[Pose::kEach];
+
+  FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, int i) {
+    FASTCAPS_UNROLL
+    for (int p = 0; p < Pose::kEach; ++p) {
+      const bool exists = a.beta_use && lane.alive(a, p);
+      use[p] = exists ? a.beta_use[i * a.use_stride_i + lane.m(p) * a.use_stride_m] : 0.0f;
+      ignore[p] = exists ? a.beta_ignore[i * a.ignore_stride_i + lane.m(p) * a.ignore_stride_m] : 0.0f;
+    }
+  }
+  FASTCAPS_DEVICE void next(const PassArgs& a, const Lane<Pose>& lane, int t) {
+    if (a.use_stride_i || a.ignore_stride_i) load(a, lane, Child(a, t).i);
+  }
+};
+
+// One over the variance: 2 where there is none, and the exponent is a plain squared distance; 0 without a mean.
+template <class Pose>
+FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p,
+                                    Tile<Pose>& to) {
+  if (a.variance) load_parent<Pose>(a, lane, a.variance, seat, p, to);
+  const bool exists = seat.position >= 0 && lane.alive(a, p);
+  each_number<Pose>([&](int i, int j) {
+    const bool inside = a.mean && exists && lane.inside(a, i, j);
+    to[i][j] = !inside ? 0.0f : a.variance ? 1.0f / to[i][j] : 2.0f;
+  });
+}
+
+template <class Pose, int R, bool PLAIN>
+struct GaussianForward {
+  static constexpr bool kHushes = false, kIdentity = false;
+  Tiles<Pose, R> base, precision, offset, spread;  // base: the mean, or else the first vote
+  float log_weight[R][Pose::kEach], count[R][Pose::kEach], lost[R][Pose::kEach], evidence[R][Pose::kEach];
+  // Where a base is far from the votes, its digits are lost to theirs; free poses have registers to make up for it.
+  static constexpr bool kCompensated = !Pose::kFixed;
+  Tiles<Pose, kCompensated ? R : 1> lost_offset;
+  Betas<Pose> betas;
+
+  FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seat& seat = seats[lane.template seat<R>(r)];
+      each_number<Pose>([&](int i, int j) { base[r][p][i][j] = offset[r][p][i][j] = spread[r][p][i][j] = 0.0f; });
+      if (a.mean) load_parent<Pose>(a, lane, a.mean, seat, p, base[r][p]);
+      load_precision<Pose>(a, lane, seat, p, precision[r][p]);
+      log_weight[r][p] = load_scalar<Pose>(a, lane, a.log_weight, seat, p, 0.0f);
+      count[r][p] = lost[r][p] = evidence[r][p] = 0.0f;
+      if constexpr (kCompensated) each_number<Pose>([&](int i, int j) { lost_offset[r][p][i][j] = 0.0f; });
+    });
+    betas.load(a, lane, 0);
+  }
+
+  FASTCAPS_DEVICE void hear(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
+                            char* shared, Tiles<Pose, R>& votes) {
+    float share[R][Pose::kEach];
+    if (a.mean)
+      each_tile<Pose, R>(
+          [&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] -= base[r][p][i][j]; }); });
+    if (a.mean || a.log_weight) {
+      float logit[R][Pose::kEach], none[R];
+      each_tile<Pose, R>([&](int r, int p) {
+        float distance = 0.0f;
+        if (a.mean) {
+          each_number<Pose>(
+              [&](int i, int j) { distance += votes[r][p][i][j] * precision[r][p][i][j] * votes[r][p][i][j]; });
+          distance = sum_rows<Pose>(a, sum_columns<Pose>(a, distance));
+        }
+        logit[r][p] = kLog2E * (log_weight[r][p] - 0.5f * distance);
+      });
+      if (!compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none)) return;
+    } else {
+      each_tile<Pose, R>([&](int r, int p) { share[r][p] = 1.0f / float(a.M); });
+    }
+    betas.next(a, lane, stage.t);
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seen seen = stage.seen[lane.template seat<R>(r)];
+      if (seen.exists == 0.0f || seen.gate == 0.0f) return;  // leaves no trace, whatever it is
+      const float weight = share[r][p] * seen.gate, before = count[r][p], after = before + weight;
+      const float ratio = after > FLT_MIN ? weight * reciprocal(after) : 0.0f, step = before * ratio;
+      evidence[r][p] += (betas.use[p] + betas.ignore[p]) * weight - betas.ignore[p] * seen.gate;
+      if (!a.mean)
+        each_number<Pose>([&](int i, int j) {
+          base[r][p][i][j] = before == 0.0f ? votes[r][p][i][j] : base[r][p][i][j];
+          votes[r][p][i][j] -= base[r][p][i][j];
+        });
+      add_compensated(count[r][p], weight, lost[r][p]);
+      each_number<Pose>([&](int i, int j) {
+        Moments moments{offset[r][p][i][j], spread[r][p][i][j]};
+        moments.add<kCompensated>(votes[r][p][i][j], ratio, step, lost_offset[kCompensated ? r : 0][p][i][j]);
+        offset[r][p][i][j] = moments.offset, spread[r][p][i][j] = moments.spread;
+      });
+    });
+  }
+
+  // Of several ranges of children the moments are put down as they are, for a kernel that joins them.
+  FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) {
+    const int64_t parents = chunk * a.positions * a.M, numbers = parents * Pose::C_(a) * Pose::E_(a);
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seat& seat = seats[lane.template seat<R>(r)];
+      store_scalar<Pose>(a, lane, a.counts + parents, seat, p, count[r][p]);
+      if (a.evidence) store_scalar<Pose>(a, lane, a.evidence + parents, seat, p, evidence[r][p]);
+      if (a.means) {
+        each_number<Pose>([&](int i, int j) {
+          const Moments moments{offset[r][p][i][j], spread[r][p][i][j]};
+          moments.conclude(base[r][p][i][j], count[r][p], a.eps, offset[r][p][i][j], spread[r][p][i][j]);
+        });
+        store_parent<Pose>(a, lane, a.means, seat, p, offset[r][p], 1.0f);
+        store_parent<Pose>(a, lane, a.variances, seat, p, spread[r][p], 1.0f);
+      } else {
+        store_parent<Pose>(a, lane, a.offsets + numbers, seat, p, offset[r][p], 1.0f);
+        store_parent<Pose>(a, lane, a.spread + numbers, seat, p, spread[r][p], 1.0f);
+        if (!a.mean) store_parent<Pose>(a, lane, a.base + numbers, seat, p, base[r][p], 1.0f);
+      }
+    });
+  }
+};
+
+}  // namespace fastcaps::gpu
