@@ -1,4 +1,4 @@
-// The attention pass as ops: see fastcaps/ops.py for the schemas, docs/algebra.md for the formulas.
+// The attention pass as ops: see fastcaps/ops for the schemas, docs/algebra.md for the formulas.
 #pragma once
 
 #include <tuple>
@@ -22,7 +22,14 @@ enum Needs : int64_t {
 std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor weight, const MaybeTensor query,
                                           const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
                                           const MaybeTensor norm_bias, double scale, double eps, bool normalize,
-                                          const std::vector<int64_t> window);
+                                          const std::vector<int64_t> window, bool frozen);
+
+// All turns of a routing: the last turn's parents, and the sums of every turn.
+std::tuple<Tensor, Tensor> attention_routing(const Tensor children, const Tensor weight, const MaybeTensor query,
+                                             const MaybeTensor bias, const MaybeTensor gate,
+                                             const MaybeTensor norm_weight, const MaybeTensor norm_bias, double scale,
+                                             double eps, bool normalize, int64_t rule, int64_t iterations, bool frozen,
+                                             const std::vector<int64_t> window);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pass_backward(
     const MaybeTensor grad_parents, const MaybeTensor grad_sums, const Tensor children, const Tensor weight,

@@ -29,6 +29,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_pass(const Tensor children, 
                                                          const MaybeTensor beta_ignore, double eps,
                                                          const std::vector<int64_t> window);
 
+// All turns of a routing: scores, means and variances of the last, then counts, means, variances and scores of every
+// turn.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_routing(
+    const Tensor children, const Tensor weight, const MaybeTensor bias, const MaybeTensor gate, const Tensor beta_a,
+    const Tensor beta_b, const std::vector<double> schedule, int64_t model, double eps,
+    const std::vector<int64_t> window);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_pass_backward(
     const MaybeTensor grad_counts, const MaybeTensor grad_means, const MaybeTensor grad_variances,
     const MaybeTensor grad_evidence, const Tensor children, const Tensor weight, const MaybeTensor mean,

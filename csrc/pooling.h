@@ -21,6 +21,12 @@ std::tuple<Tensor, Tensor> pooling_pass(const Tensor children, const MaybeTensor
                                         const MaybeTensor bias, const MaybeTensor gate, double scale, bool normalize,
                                         const std::vector<int64_t> window, bool frozen);
 
+// All turns of a routing: its result, and the parents and log-sum-exps of every turn.
+std::tuple<Tensor, Tensor, Tensor> pooling_routing(const Tensor children, const MaybeTensor weight,
+                                                   const MaybeTensor bias, const MaybeTensor gate, double scale,
+                                                   bool normalize, int64_t parents, int64_t rule, int64_t iterations,
+                                                   bool frozen, const std::vector<int64_t> window);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pooling_pass_backward(
     const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp, const Tensor children, const MaybeTensor weight,
     const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,

@@ -1,80 +1,245 @@
-// The attention pass on the CPU: what the op bodies (ops.cpp) ask of the kernels, and the table through which they
-// reach the build for this machine's instruction set.
+// The attention pass: parents compete for every child.
+//   a = s <Q, V>, r = softmax over parents, S = sum_i g r V, parents = LayerNorm(S)
+// Backward, from dS, by recomputation:
+//   h = <dS, V>, da = g r (h - sum_m r h), dV = g r dS + s da Q, dQ = s sum_i da V, dg = sum_m r h
 #pragma once
 
-#include "../geometry.h"
+#include "backward.h"
+#include "forward.h"
+#include "layer_norm.h"
+#include "update.h"
 
 namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
 
-// How a call is cut into items. An item is a group of tiles (of `lanes` positions each) times a range of children;
-// the cut depends on shapes alone, never on the number of threads, so the same input gives the same bits.
-struct Cut {
-  int64_t groups = 1, samples = 0;              // groups of samples (0: groups of positions, wherever samples end)
-  int64_t chunks = 1;                           // ranges of children (forward) or of child types n (backward)
-  int64_t tiles_per_group = 1;                  // tiles
-  int64_t block_children = 1, block_tiles = 1;  // children and tiles whose votes are on chip at once
-  bool child_lanes = false;  // a lane is a child, not a position; block_children counts vectors of them
-  bool keep_votes = true;    // votes stay in cache between the two halves of a pass, or are made again
+// What passes whose results are weighted sums of votes share: attention and pooling.
+template <class T>
+struct WeightedSums {
+  using V = Vec<T>;
 
-  int64_t items() const { return groups * chunks; }
-  int64_t tiles() const { return groups * tiles_per_group; }
+  // target += sum of share times vote; votes lie one after another, shares kShares apart.
+  static FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, int64_t CE, V* S) {
+    constexpr int kBlock = 8;
+    int64_t k = 0;
+    for (; k + kBlock <= CE; k += kBlock) {
+      V sum[kBlock];
+      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] = S[k + u]; });
+      for (int64_t j = 0; j < count; ++j)
+        unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += share[j] * kept[j * CE + k + u]; });
+      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { S[k + u] = sum[u]; });
+    }
+    for (; k < CE; ++k) {
+      V sum = S[k];
+      for (int64_t j = 0; j < count; ++j) sum += share[j] * kept[j * CE + k];
+      S[k] = sum;
+    }
+  }
 };
 
-struct AttentionInputs {
-  Geometry geometry;
-  Storage storage = Storage::kFloat32;  // of children, query, gate, gradient of parents
-  double scale = 1, eps = 1e-5;
-  bool normalize = true;
-  View children, query, gate;  // query, gate: data may be null
-  // In the compute type (float or double), contiguous:
-  const void* weight = nullptr;  // [G, M, D, E]
-  const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
-  int64_t bias_stride_i = 0, bias_stride_m = 0;
-  const void* norm_weight = nullptr;  // [C * E] or null
-  const void* norm_bias = nullptr;
-};
-
+template <class T, class X>
 struct AttentionForward {
-  AttentionInputs in;
-  Cut cut;
-  void* partial = nullptr;  // [chunks, tiles, M * C * E, lanes] if chunks > 1
-  void* parents = nullptr;  // [positions, M * C * E], storage type
-  void* sums = nullptr;     // the same in the compute type, or null
+  using Operands = Attention;
+  using V = Vec<T>;
+  static constexpr int kShares = 1;
+  static constexpr bool kSilent = false, kBase = false;
+  const ForwardCall<Attention>& call;
+  const Geometry& g;
+  const Attention& with;
+  const int64_t CE;
+
+  explicit AttentionForward(const ForwardCall<Attention>& call_)
+      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+
+  // State: Q. Results: S.
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base, many, g.parent_pose(), 1};
+  }
+  static int64_t state_numbers(const ForwardCall<Attention>& call) {
+    return call.with.query.data || call.total > 1 ? call.in.geometry.parents() : 0;
+  }
+  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
+  template <class Y>
+  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
+    zero(result, result_numbers(g, many));
+  }
+
+  bool equal(int64_t turn) const { return turn == 0 && !with.query.data; }
+  void load(const Tile<T>& tile, X* Q) const {
+    if (with.query.data)
+      gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, Q);
+    else
+      zero(Q, state_numbers(call));
+  }
+
+  template <bool kKeep, class Pose, class Weight>
+  FASTCAPS_INLINE V meet(const Pose& pose, const X* Q, int64_t m, const V* P, const Weight* W, const Weight* bias,
+                         V* kept) const {
+    const X* q = Q + m * CE;
+    V dot[2] = {};
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+      dot[k & 1] += q[k] * v;
+      if constexpr (kKeep) kept[k] = v;
+    });
+    return (dot[0] + dot[1]) * T(with.scale);
+  }
+
+  FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, g.M, highest, gate); }
+
+  template <class Sits>
+  FASTCAPS_INLINE void weigh(const V* row, const V*, Sits, const Range&, int64_t, int64_t count, int64_t, Planes<V>,
+                             int64_t, V* share) const {
+    for (int64_t j = 0; j < count; ++j) share[j] = row[j * g.M];
+  }
+  FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, Planes<V> to, int64_t m) const {
+    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, m));
+  }
+  template <class Pose, class Weight>
+  FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                  const V* share, Planes<V> to, int64_t m) const {
+    add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
+  }
+  void fold(Planes<V> block, X* result, int64_t m) const {
+    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CE, result + m * CE);
+  }
+  void merge(X* S, const X* other) const {
+    for (int64_t k = 0; k < g.parents(); ++k) S[k] += other[k];
+  }
+
+  void finish(const Tile<T>& tile, int64_t turn, X* S, X* Q) const {
+    const int64_t MCE = g.parents();
+    const bool last = turn + 1 == call.total;
+    if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * g.positions() * MCE, MCE, S);
+    if (with.update == Update::kSquash) {
+      squash<T>(S, g.M, CE);
+    } else if (with.normalize) {
+      for (int64_t m = 0; m < g.M; ++m)
+        layer_norm<T>(S + m * CE, CE, T(with.eps), static_cast<const T*>(with.norm_weight),
+                      static_cast<const T*>(with.norm_bias), S + m * CE);
+    }
+    if (last)
+      with_storage(call.in.storage, with.parents, [&](auto* data) FASTCAPS_LAMBDA {
+        using Out = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+        write_row<T>(tile, const_cast<Out*>(data), MCE, S);
+      });
+    else
+      for (int64_t k = 0; k < MCE; ++k) {
+        const X parent = rounded<T>(call.in.storage, S[k]);
+        Q[k] = with.update == Update::kSquash ? rounded<T>(call.in.storage, Q[k] + parent) : parent;
+      }
+  }
 };
 
+template <class T, class X>
 struct AttentionBackward {
-  AttentionInputs in;
-  Cut cut;
-  View grad_parents, grad_sums;  // either may be null; grad_sums in the compute type
-  const void* sums = nullptr;    // [positions, M * C * E] if normalize
-  // Gradients in the compute type; null where not wanted.
-  void* dchildren = nullptr;    // [B, H, W, N, C, D], zeroed
-  void* dgate = nullptr;        // [B, H, W, N], zeroed
-  void* dweight = nullptr;      // [weight_parts, G, M, D, E], zeroed unless G = I
-  void* dbias = nullptr;        // [items, bias], zeroed
-  void* dnorm = nullptr;        // [tiles, 2, C * E], zeroed
-  void* partial = nullptr;      // [chunks, tiles, M * C * E, lanes]: dquery of each item
-  void* query_lanes = nullptr;  // [tiles, M * C * E, lanes]: query and dL/dS, made by backward_prepare
-  void* dsums_lanes = nullptr;
-  void* dquery = nullptr;    // [positions, M * C * E]
-  int64_t weight_parts = 1;  // one a group where chunks own their weights, else one an item
-  int64_t bias_numbers = 0;
+  using Operands = Attention;
+  using V = Vec<T>;
+  static constexpr int kRows = 2;  // a, then g r; h, then s da
+  static constexpr int kResultNumbers = 0;
+  static constexpr bool kSilent = false, kBetas = false;
+  const BackwardCall<Attention>& call;
+  const Geometry& g;
+  const Attention& with;
+  const int64_t CE;
+
+  explicit AttentionBackward(const BackwardCall<Attention>& call_)
+      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+
+  // State: dS and Q. Results: dQ.
+  static int64_t state_numbers(const BackwardCall<Attention>& call) {
+    return (call.with.query.data ? 2 : 1) * call.in.geometry.parents();
+  }
+  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
+  bool wants_results() const { return with.dquery; }
+  bool needs_vote() const { return with.dquery; }
+  static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 2 * g.parent_pose(); }
+
+  // Q, and the gradient of the sums S through LayerNorm.
+  void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
+    const int64_t MCE = g.parents();
+    X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
+    if (with.query.data) gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, state + MCE);
+    zero(ds, MCE);
+    if (with.grad_parents.data) {
+      gather_parents<T>(g, tile, call.in.storage, with.grad_parents, g.M, g.C, g.E, ds);
+      if (with.normalize) {
+        read_row<T>(tile, static_cast<const T*>(with.given_sums), MCE, sums);
+        X* dweight = with.dnorm ? dnorm : nullptr;
+        if (dweight) zero(dnorm, 2 * CE);
+        for (int64_t m = 0; m < g.M; ++m)
+          layer_norm_backward<T>(sums + m * CE, CE, T(with.eps), static_cast<const T*>(with.norm_weight), ds + m * CE,
+                                 dweight, dweight ? dnorm + CE : nullptr);
+        if (dweight) add_lanes<T>(dnorm, 2 * CE, static_cast<T*>(with.dnorm) + row * 2 * CE);
+      }
+    }
+    if (with.grad_sums.data) {
+      gather_parents<T>(g, tile, compute_storage<T>, with.grad_sums, g.M, g.C, g.E, sums);
+      for (int64_t k = 0; k < MCE; ++k) ds[k] += sums[k];
+    }
+  }
+
+  template <bool kKeep, class Pose, class Weight>
+  FASTCAPS_INLINE void listen(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
+                              const Weight* bias, V* kept, V* row, int64_t stride, V& highest) const {
+    const X *ds = state + m * CE, *q = with.query.data ? ds + g.parents() : ds;
+    V agreement[2] = {}, gain[2] = {};
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+      agreement[k & 1] += q[k] * v;
+      gain[k & 1] += ds[k] * v;
+      if constexpr (kKeep) kept[k] = v;
+    });
+    const V logit = (agreement[0] + agreement[1]) * T(with.scale);
+    row[0] = logit;
+    highest = m ? max(highest, logit) : logit;
+    row[stride] = gain[0] + gain[1];
+  }
+
+  // Returns dL/dg.
+  FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
+    V* gain = row + stride;
+    if (with.query.data)
+      softmax<T>(row, g.M, highest, broadcast(T(1)));
+    else
+      for (int64_t m = 0; m < g.M; ++m) row[m] = broadcast(T(1) / T(g.M));
+    V mean{};
+    for (int64_t m = 0; m < g.M; ++m) mean += row[m] * gain[m];
+    const V scaled = gate * T(with.scale);
+    for (int64_t m = 0; m < g.M; ++m) {
+      gain[m] = with.frozen ? V{} : scaled * row[m] * (gain[m] - mean);
+      row[m] *= gate;
+    }
+    return mean;
+  }
+
+  template <class Pose, class Weight>
+  FASTCAPS_INLINE void vote_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                  V* vote) const {
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { vote[k] = v; });
+  }
+
+  // dV, and what the vote adds to the parent's gradient.
+  FASTCAPS_INLINE void gradient(const X* state, int64_t m, const V* row, int64_t stride, const V* vote, V* dV,
+                                Planes<V> to, int64_t to_m) const {
+    const X *ds = state + m * CE, *q = ds + g.parents();
+    const V share = row[0], da = row[stride];
+    if (with.query.data)
+      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k] + da * q[k];
+    else
+      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k];
+    if (with.dquery) {
+      V* dq = to.pose(0, to_m);
+      for (int64_t k = 0; k < CE; ++k) dq[k] += da * vote[k];
+    }
+  }
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base, many, g.parent_pose(), 1};
+  }
+
+  void finish(const Tile<T>& tile, const X*, X* dq) const {
+    write_row<T>(tile, static_cast<T*>(with.dquery), g.parents(), dq);
+  }
 };
 
-// One table per instruction set. Items (tiles for prepare and finish) may run in any order and on any thread; `scratch`
-// is the thread's own.
-struct AttentionKernels {
-  int lanes_float, lanes_double;
-  void (*forward)(const AttentionForward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*forward_finish)(const AttentionForward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*backward_prepare)(const AttentionBackward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*backward)(const AttentionBackward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*backward_finish)(const AttentionBackward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  int64_t (*forward_scratch)(const AttentionForward&, bool is_double);  // bytes
-  int64_t (*backward_scratch)(const AttentionBackward&, bool is_double);
-  bool (*own_pose)(const AttentionForward&, bool is_double);  // whether the call's pose has kernels of its own
-};
-
-const AttentionKernels& attention_kernels();  // for this machine (capability.cpp)
-
+}  // namespace FASTCAPS_NAMESPACE
 }  // namespace fastcaps

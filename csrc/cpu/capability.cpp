@@ -4,29 +4,38 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "attention.h"
+#include "pass.h"
 
 namespace fastcaps {
 
-// One object file per level, compiled from attention.cpp with that level's flags.
-extern const AttentionKernels attention_kernels_default;
+// One object file per pass and level, compiled with that level's flags.
+#define FASTCAPS_TABLES(level)                               \
+  extern const Kernels<Attention> attention_kernels_##level; \
+  extern const Kernels<Pooling> pooling_kernels_##level;     \
+  extern const Kernels<Gaussian> gaussian_kernels_##level;
+FASTCAPS_TABLES(default)
 #if defined(FASTCAPS_BUILT_AVX512)
-extern const AttentionKernels attention_kernels_avx2, attention_kernels_avx512;
+FASTCAPS_TABLES(avx2)
+FASTCAPS_TABLES(avx512)
 #endif
 
 namespace {
 
 struct Level {
   const char* name;
-  const AttentionKernels* attention;
+  const Kernels<Attention>* attention;
+  const Kernels<Pooling>* pooling;
+  const Kernels<Gaussian>* gaussian;
   bool (*supported)();
 };
 
+#define FASTCAPS_LEVEL(level) &attention_kernels_##level, &pooling_kernels_##level, &gaussian_kernels_##level
+
 const Level kLevels[] = {
-    {"default", &attention_kernels_default, [] { return true; }},
+    {"default", FASTCAPS_LEVEL(default), [] { return true; }},
 #if defined(FASTCAPS_BUILT_AVX512)
-    {"avx2", &attention_kernels_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
-    {"avx512", &attention_kernels_avx512,
+    {"avx2", FASTCAPS_LEVEL(avx2), [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {"avx512", FASTCAPS_LEVEL(avx512),
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
@@ -53,7 +62,18 @@ const Level* chosen() {
 
 // A forced level that cannot be had is refused where the library is loaded (fastcaps/backends.py); whoever calls on
 // regardless gets the portable build.
-const AttentionKernels& attention_kernels() { return chosen() ? *chosen()->attention : *kLevels[0].attention; }
+template <>
+const Kernels<Attention>& kernels() {
+  return *(chosen() ? chosen() : kLevels)->attention;
+}
+template <>
+const Kernels<Pooling>& kernels() {
+  return *(chosen() ? chosen() : kLevels)->pooling;
+}
+template <>
+const Kernels<Gaussian>& kernels() {
+  return *(chosen() ? chosen() : kLevels)->gaussian;
+}
 
 }  // namespace fastcaps
 
@@ -69,6 +89,9 @@ const char* fastcaps_capabilities_built(void) {
 #endif
 }
 
-const char* fastcaps_ops(void) { return "attention_pass,attention_pass_backward"; }
+const char* fastcaps_ops(void) {
+  return "attention_pass,attention_pass_backward,attention_routing,pooling_pass,pooling_pass_backward,pooling_routing,"
+         "gaussian_pass,gaussian_pass_backward,gaussian_routing";
+}
 
 }  // extern "C"

@@ -12,31 +12,37 @@ constexpr int64_t kVoteBytesMost = 1 << 20;      // beyond this a child's votes 
 constexpr int64_t kParentBytes = 1 << 20;        // parents of the tiles of a block
 constexpr int64_t kWeightBytes = 64 << 10;       // a child's matrices beyond this are shared by several tiles
 constexpr int64_t kPartialBytes = 16 << 20;      // partial results of all items together
+constexpr int64_t kWeightParts = 64 << 20;       // weight gradients of items that share their weights, all together
 constexpr int64_t kItems = 32;                   // enough to keep the threads of a large machine busy
 constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-void cut_block(const Geometry& g, int64_t vec, int64_t number, int64_t tiles, int64_t per_child, Cut& cut) {
-  const int64_t votes = g.parents() * vec;
-  const int64_t weights = g.M * g.D * g.E * number;
-  cut.block_tiles = weights > kWeightBytes ? std::clamp<int64_t>(kParentBytes / (3 * votes), 1, 4) : 1;
-  cut.block_tiles = std::clamp<int64_t>(cut.block_tiles, 1, std::max<int64_t>(tiles, 1));
-  cut.keep_votes = votes * cut.block_tiles <= kVoteBytesMost;
-  cut.block_children = std::clamp<int64_t>(kVoteBytes / (cut.block_tiles * (votes + per_child)), 1, 8);
+void cut_block(const Geometry& g, const Sizes& sizes, int64_t rows, int64_t per_child, Cut& cut) {
+  const int64_t vec = sizes.lanes * sizes.number, votes = g.parents() * vec;
+  const int64_t weights = g.M * g.D * g.E * sizes.number;
+  const int64_t parents = votes + (sizes.state + sizes.results) * vec;
+  cut.block_rows = weights > kWeightBytes ? std::clamp<int64_t>(kParentBytes / parents, 1, 4) : 1;
+  cut.block_rows = std::clamp<int64_t>(cut.block_rows, 1, std::max<int64_t>(rows, 1));
+  cut.keep_votes = votes * cut.block_rows <= kVoteBytesMost;
+  cut.block_children = std::clamp<int64_t>(kVoteBytes / (cut.block_rows * (votes + per_child)), 1, 8);
   if (!cut.keep_votes) cut.block_children = 4;
 }
 
-// Too few positions to fill the lanes: children do, at the price of turning weights to lanes as they are met.
-bool use_child_lanes(const Geometry& g, int64_t lanes) { return g.positions() * 4 <= lanes && g.children() >= lanes; }
+// Too few positions to fill the lanes: children do. Where each has its own weights, that is at the price of turning
+// them to lanes as they are met.
+bool use_child_lanes(const Geometry& g, const Sizes& sizes) {
+  return g.positions() * (sizes.shared ? 2 : 4) <= sizes.lanes && g.children() >= sizes.lanes;
+}
 
-void cut_block_of_child_lanes(const Geometry& g, int64_t vec, Cut& cut) {
-  const int64_t votes = g.parents() * vec * g.positions();
+void cut_block_of_child_lanes(const Geometry& g, const Sizes& sizes, Cut& cut) {
   cut.child_lanes = true;
-  cut.tiles_per_group = 1;
-  cut.block_tiles = std::max<int64_t>(g.positions(), 1);
+  cut.shared_weights = sizes.shared;
+  cut.groups = g.positions() > 0 ? 1 : 0;
+  cut.rows_per_group = cut.block_rows = std::max<int64_t>(g.positions(), 1);
+  const int64_t votes = g.parents() * sizes.lanes * sizes.number * cut.block_rows;
   cut.keep_votes = votes <= 2 * kVoteBytesMost;
-  cut.block_children = 1;
+  cut.block_children = cut.keep_votes ? std::clamp<int64_t>(kVoteBytes / votes, 1, 8) : 4;
 }
 
 int64_t operations(const Geometry& g, int64_t positions, int64_t children) {
@@ -45,23 +51,23 @@ int64_t operations(const Geometry& g, int64_t positions, int64_t children) {
 
 }  // namespace
 
-Cut cut_forward(const Geometry& g, int64_t lanes, int64_t number) {
+Cut cut_forward(const Geometry& g, const Sizes& sizes) {
   Cut cut;
-  const int64_t tiles = ceil_div(g.positions(), lanes), vec = lanes * number, I = g.children();
-  if (use_child_lanes(g, lanes)) {
-    cut_block_of_child_lanes(g, vec, cut);
-    cut.groups = tiles;
+  const int64_t tiles = ceil_div(g.positions(), sizes.lanes), I = g.children();
+  if (use_child_lanes(g, sizes)) {
+    cut_block_of_child_lanes(g, sizes, cut);
   } else {
-    cut_block(g, vec, number, tiles, 0, cut);
-    cut.groups = ceil_div(tiles, cut.block_tiles);
-    cut.tiles_per_group = cut.block_tiles = ceil_div(tiles, std::max<int64_t>(cut.groups, 1));
+    cut_block(g, sizes, tiles, 0, cut);
+    cut.groups = ceil_div(tiles, cut.block_rows);
+    cut.rows_per_group = cut.block_rows = ceil_div(tiles, std::max<int64_t>(cut.groups, 1));
   }
-  const int64_t positions = cut.child_lanes ? g.positions() : lanes * cut.tiles_per_group;
+  const int64_t positions = cut.child_lanes ? g.positions() : sizes.lanes * cut.rows_per_group;
+  const int64_t row_bytes = sizes.results * sizes.number * (cut.child_lanes ? 1 : sizes.lanes);
   const int64_t most = std::min({
       ceil_div(kItems, std::max<int64_t>(cut.groups, 1)),
-      cut.child_lanes ? ceil_div(I, lanes) : I / std::max<int64_t>(cut.block_children, 2 * lanes),
+      cut.child_lanes ? ceil_div(I, sizes.lanes) : I / std::max<int64_t>(cut.block_children, 2 * sizes.lanes),
       operations(g, positions, I) / kOperationsPerItem,
-      kPartialBytes / std::max<int64_t>(tiles * g.parents() * vec, 1),
+      kPartialBytes / std::max<int64_t>(cut.rows() * row_bytes, 1),
   });
   cut.chunks = std::max<int64_t>(most, 1);
   return cut;
@@ -69,27 +75,30 @@ Cut cut_forward(const Geometry& g, int64_t lanes, int64_t number) {
 
 // Groups of samples each need their own weight gradient, ranges of children their own parents' gradient: the cheapest
 // mix of both that makes enough items and wastes few lanes.
-Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number) {
-  const int64_t L = g.Ho * g.Wo, vec = lanes * number;
+Cut cut_backward(const Geometry& g, const Sizes& sizes) {
+  const int64_t L = g.Ho * g.Wo, lanes = sizes.lanes, number = sizes.number;
   const double weights = double(g.G * g.M * g.D * g.E) * double(number);
   const bool owned = g.G % g.N == 0;  // a child type's weights are nobody else's
   const double work = 3.0 * double(operations(g, g.positions(), g.children()));
   Cut best;
   double best_cost = 0;
-  const bool child_lanes = use_child_lanes(g, lanes);  // then all positions are one tile, one group
+  const bool child_lanes = use_child_lanes(g, sizes);  // then all positions are one group
   const int64_t most_groups = child_lanes ? 1 : std::clamp<int64_t>(g.B, 1, kItems);
   for (int64_t wanted = 1; wanted <= most_groups; wanted *= 2) {
     Cut cut;
     cut.samples = ceil_div(g.B, wanted);
     cut.groups = cut.samples ? ceil_div(g.B, cut.samples) : 0;
-    cut.tiles_per_group = ceil_div(cut.samples * L, lanes);
-    const double room = double(g.parents() * vec) * double(std::max<int64_t>(cut.tiles(), 1));
+    cut.rows_per_group = ceil_div(cut.samples * L, lanes);
+    const double filled = child_lanes ? 1 : double(g.positions()) / double(std::max<int64_t>(cut.rows() * lanes, 1));
+    if (child_lanes) cut_block_of_child_lanes(g, sizes, cut);
+    const double room =
+        double(sizes.results * number) * double(child_lanes ? 1 : lanes) * double(std::max<int64_t>(cut.rows(), 1));
     cut.chunks = std::max<int64_t>(
         1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)),
                               child_lanes ? ceil_div(g.N, lanes) : g.N,
                               int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
-                              int64_t(double(2 * kPartialBytes) / room)}));
-    const double filled = double(g.positions()) / double(std::max<int64_t>(cut.tiles() * lanes, 1));
+                              int64_t(double(2 * kPartialBytes) / room),
+                              owned ? kItems : std::max<int64_t>(2, int64_t(double(kWeightParts) / weights))}));
     const double busy = std::min<double>(1.0, double(cut.items()) / 8.0);
     const double parts = double(owned ? cut.groups : cut.items());
     // Bytes weigh as much as 8 multiply-adds each: about what a core computes while memory moves one.
@@ -99,11 +108,7 @@ Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number) {
       best = cut;
     }
   }
-  if (child_lanes) {
-    cut_block_of_child_lanes(g, vec, best);
-    return best;
-  }
-  cut_block(g, vec, number, best.tiles_per_group, g.M * g.D * g.E * number, best);
+  if (!child_lanes) cut_block(g, sizes, best.rows_per_group, g.M * g.D * g.E * number, best);
   return best;
 }
 

@@ -1,12 +1,20 @@
-// How much of a call one item takes: see Cut in attention.h.
+// How much of a call one item takes: see Cut in pass.h.
 #pragma once
 
-#include "attention.h"
+#include "pass.h"
 
 namespace fastcaps {
 
-// `lanes` positions make a tile; `number` is the size of the compute type in bytes.
-Cut cut_forward(const Geometry& g, int64_t lanes, int64_t number);
-Cut cut_backward(const Geometry& g, int64_t lanes, int64_t number);
+// What a cut depends on besides the geometry.
+struct Sizes {
+  int64_t lanes;    // positions that make a tile
+  int64_t number;   // bytes of the compute type
+  int64_t state;    // numbers of a row's parents,
+  int64_t results;  // and of what is made for them
+  bool shared;      // all children have the same weights and bias
+};
+
+Cut cut_forward(const Geometry& g, const Sizes& sizes);
+Cut cut_backward(const Geometry& g, const Sizes& sizes);
 
 }  // namespace fastcaps

@@ -5,8 +5,9 @@
 // broadcast scalars in the layout the user gave, and no vector is ever partly filled but the last.
 //
 // Where there are too few positions for that (a set at batch 1), a lane is a child: then weights are the vectors,
-// turned to lanes as they are met, parents are the scalars, and sums over children add the lanes up at the end. Both
-// are one source: a scalar times a vector and a vector times a vector are written alike.
+// turned to lanes as they are met (or scalars, where all children share them), parents are the scalars, and sums over
+// children add the lanes up, block by block. All are one source: a scalar times a vector and a vector times a vector
+// are written alike.
 #pragma once
 
 #include "../geometry.h"
@@ -105,6 +106,15 @@ struct Tile {
     }
   }
 
+  // Where the first lane alone finds it.
+  template <class S>
+  FASTCAPS_INLINE S* first_child(const Geometry& g, S* data, const int64_t* stride, int64_t i) const {
+    const int64_t at = i / g.N;
+    const int64_t yy = y[0] + at / g.window.kw * g.window.dh, xx = x[0] + at % g.window.kw * g.window.dw;
+    const bool inside = yy >= 0 && yy < g.H && xx >= 0 && xx < g.W;
+    return inside ? data + (b[0] * stride[0] + yy * stride[1] + xx * stride[2] + (i % g.N) * stride[3]) : nullptr;
+  }
+
   // Where each lane finds its own row in a contiguous [positions, row] tensor.
   template <class S>
   FASTCAPS_INLINE void row(S* data, int64_t length, S** lane) const {
@@ -134,23 +144,74 @@ FASTCAPS_INLINE void with_storage(Storage storage, const void* data, F&& f) {
   }
 }
 
-// All parents' numbers of a tile, [M * C * E] vectors, from a strided [B, Ho, Wo, M, C, E] tensor.
-template <class T>
-void gather_parents(const Geometry& g, const Tile<T>& tile, Storage storage, const View& view, Vec<T>* out) {
+// The parents of a row: of a tile, a vector of kLanes positions for each number; or, where lanes are children, of the
+// single position of a tile that holds one. `X` says which.
+template <class T, class X>
+inline constexpr bool kOnePosition = std::is_same_v<X, T>;
+
+// `many` poses of `rows` x `columns` numbers from a strided [B, Ho, Wo, M, C, E] tensor (or [B, Ho, Wo, M], 1 x 1).
+template <class T, class X>
+void gather_parents(const Geometry& g, const Tile<T>& tile, Storage storage, const View& view, int64_t many,
+                    int64_t rows, int64_t columns, X* out) {
   with_storage(storage, view.data, [&](auto* data) FASTCAPS_LAMBDA {
     using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     const S* lane[kLanes<T>];
-    const int64_t pose = g.parent_pose();
-    const bool packed = view.stride[5] == 1 && (g.C == 1 || view.stride[4] == g.E);
-    if (packed && (g.M == 1 || view.stride[3] == pose)) {
-      tile.parent(g, data, view.stride, 0, lane);
-      return gather_rows<T>(lane, g.M * pose, out);
-    }
-    for (int64_t m = 0; m < g.M; ++m) {
-      tile.parent(g, data, view.stride, m, lane);
-      gather_poses<T>(lane, g.C, g.E, view.stride[4], view.stride[5], out + m * pose);
+    const int64_t pose = rows * columns;
+    const bool packed = (columns == 1 || view.stride[5] == 1) && (rows == 1 || view.stride[4] == columns);
+    if constexpr (kOnePosition<T, X>) {
+      for (int64_t m = 0; m < many; ++m) {
+        tile.parent(g, data, view.stride, m, lane);
+        for (int64_t c = 0; c < rows; ++c)
+          for (int64_t e = 0; e < columns; ++e)
+            out[m * pose + c * columns + e] = widen<T>(lane[0][c * view.stride[4] + e * view.stride[5]]);
+      }
+    } else {
+      if (packed && (many == 1 || view.stride[3] == pose)) {
+        tile.parent(g, data, view.stride, 0, lane);
+        return gather_rows<T>(lane, many * pose, out);
+      }
+      for (int64_t m = 0; m < many; ++m) {
+        tile.parent(g, data, view.stride, m, lane);
+        gather_poses<T>(lane, rows, columns, view.stride[4], view.stride[5], out + m * pose);
+      }
     }
   });
+}
+
+// Which lanes hold a position: x there, `other` elsewhere (an empty lane reads zeros, whose inverse must not be met).
+template <class T, class X>
+FASTCAPS_INLINE X where_alive(const Tile<T>& tile, X x, T other) {
+  if constexpr (!kOnePosition<T, X>)
+    for (int r = tile.count; r < kLanes<T>; ++r) x[r] = other;
+  return x;
+}
+
+// The same from and to contiguous rows of `length` numbers a position.
+template <class T, class S, class X>
+void read_row(const Tile<T>& tile, const S* data, int64_t length, X* out) {
+  const S* lane[kLanes<T>];
+  tile.row(data, length, lane);
+  if constexpr (kOnePosition<T, X>)
+    for (int64_t k = 0; k < length; ++k) out[k] = widen<T>(lane[0][k]);
+  else
+    gather_rows<T>(lane, length, out);
+}
+
+template <class T, class S, class X>
+void write_row(const Tile<T>& tile, S* data, int64_t length, const X* in) {
+  S* lane[kLanes<T>];
+  tile.row(data, length, lane);
+  if constexpr (kOnePosition<T, X>)
+    for (int64_t k = 0; k < length; ++k) lane[0][k] = narrow<S>(in[k]);
+  else
+    scatter_rows<false, T>(lane, length, in);
+}
+
+// To the storage type, and what is then read back from there: parents between two turns are rounded as between calls.
+template <class T, class X>
+FASTCAPS_INLINE X rounded(Storage storage, X x) {
+  if (storage != Storage::kBFloat16) return x;
+  return each_lane<T>(x, [](T number) { return widen<T>(narrow<BFloat16>(number)); });
 }
 
 // The children of an item, numbered q = 0, 1, ...: types [first, first + run) at each place in the window in turn, or
@@ -174,13 +235,8 @@ struct Seats {
   static FASTCAPS_INLINE void find(const Geometry& g, const Tile<T>& tile, S* data, const int64_t* stride,
                                    const Range& range, int64_t q, S** lane) {
     if constexpr (kChildLanes) {
-      for (int r = 0; r < n; ++r) {
-        S* one[n];
-        lane[r] = nullptr;
-        if (q + r >= range.count) continue;
-        tile.child(g, data, stride, range.child(q + r), one);
-        lane[r] = one[0];
-      }
+      for (int r = 0; r < n; ++r)
+        lane[r] = q + r < range.count ? tile.first_child(g, data, stride, range.child(q + r)) : nullptr;
     } else {
       tile.child(g, data, stride, range.child(q), lane);
     }

@@ -80,6 +80,36 @@ FASTCAPS_INLINE V max(V a, V b) {
   return a > b ? a : b;  // a NaN in `a` loses; softmax still turns it into NaN through exp
 }
 
+// f of a number, or of every lane of a vector.
+template <class T, class X, class F>
+FASTCAPS_INLINE X each_lane(X x, F&& f) {
+  if constexpr (std::is_same_v<X, T>) {
+    return f(x);
+  } else {
+    T lanes[kLanes<T>];
+    store<T>(lanes, x);
+    for (int k = 0; k < kLanes<T>; ++k) lanes[k] = f(lanes[k]);
+    return load<T>(lanes);
+  }
+}
+
+template <class T, class X>
+FASTCAPS_INLINE X square_root(X x) {
+  return each_lane<T>(
+      x, [](T v) FASTCAPS_LAMBDA { return sizeof(T) == 4 ? T(__builtin_sqrtf(v)) : T(__builtin_sqrt(v)); });
+}
+
+template <class T, class X>
+FASTCAPS_INLINE X natural_log(X x) {
+  return each_lane<T>(x, [](T v) { return sizeof(T) == 4 ? T(__builtin_logf(v)) : T(__builtin_log(v)); });
+}
+
+// 1 / x, and 0 where x is 0: a parent that no child chose has no mean.
+template <class X>
+FASTCAPS_INLINE X inverse_or_zero(X x) {
+  return x == 0 ? X{} : (X{} + 1) / x;
+}
+
 // exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
 // exp(x) = 2^n exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], with a polynomial for exp(r). Adding 1.5 * 2^23 rounds x / ln
 // 2 to the integer n in the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN
@@ -115,6 +145,14 @@ FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
       1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
   for (double c : kInverseFactorials) p = p * r + c;
   return p * (VecD)((VecL)shifted << 52);
+}
+
+// exp for any argument.
+template <class T>
+FASTCAPS_INLINE Vec<T> exp_any(Vec<T> x) {
+  const Vec<T> most = broadcast(sizeof(T) == 4 ? T(88) : T(709));
+  const Vec<T> inside = exp_nonpositive(x > most ? most : x);
+  return x > most ? broadcast(T(__builtin_inf())) : inside;
 }
 
 // In-register transpose of kLanes vectors: log2(kLanes) stages, each swapping blocks of 1, 2, 4, ... lanes.

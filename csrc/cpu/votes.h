@@ -9,6 +9,7 @@ namespace FASTCAPS_NAMESPACE {
 // Poses known at compile time unroll into registers; Rows x Cols is the block of votes held there at once.
 template <int C_, int D_, int E_>
 struct StaticPose {
+  static constexpr bool kIdentity = false;
   static constexpr int C = C_, D = D_, E = E_;
   static constexpr int kLimit = kManyRegisters ? 18 : 8;
   static constexpr int largest_divisor(int of, int limit) {
@@ -30,8 +31,14 @@ struct StaticPose {
 
 struct DynamicPose {
   int C, D, E;
+  static constexpr bool kIdentity = false;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4;
   static constexpr bool kWeightGradientByRows = false;
+};
+
+// Children that are their own votes: no weights, E = D.
+struct SamePose : DynamicPose {
+  static constexpr bool kIdentity = true;
 };
 
 // X[i, j] = init(i, j) + sum_k a(i, k) b(k, j), given to sink(i, j, X), in register blocks of I x J.
@@ -66,6 +73,10 @@ FASTCAPS_INLINE void product(int rows, int cols, int depth, A&& a, B&& b, Init&&
 // V = P W + bias, vote by vote: sink(index in C x E, vote).
 template <class T, class Pose, class Weight, class Sink>
 FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, const Weight* bias, Sink&& sink) {
+  if constexpr (Pose::kIdentity) {
+    for (int k = 0; k < pose.C * pose.E; ++k) sink(k, bias ? P[k] + bias[k] : P[k]);
+    return;
+  }
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
@@ -77,6 +88,10 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
 template <class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T> weight, const Weight* W,
                                         const Weight* bias, Vec<T>* X) {
+  if constexpr (Pose::kIdentity) {
+    for (int k = 0; k < pose.C * pose.E; ++k) X[k] += weight * (bias ? P[k] + bias[k] : P[k]);
+    return;
+  }
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return weight * P[c * pose.D + d]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
@@ -89,6 +104,10 @@ FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T
 // dP += dV W^T.
 template <class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, const Weight* W, Vec<T>* dP) {
+  if constexpr (Pose::kIdentity) {
+    for (int k = 0; k < pose.C * pose.D; ++k) dP[k] += dV[k];
+    return;
+  }
   product<Pose::kRows, Pose::kChildCols, Vec<T>>(
       pose.C, pose.D, pose.E, [&](int c, int e) FASTCAPS_LAMBDA { return dV[c * pose.E + e]; },
       [&](int e, int d) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },

@@ -1,0 +1,184 @@
+// What the op bodies on the CPU share: describing tensors to the kernels, allocating, running items, adding up parts.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+
+#include "cpu/cut.h"
+#include "tensors.h"
+
+namespace fastcaps {
+
+// A thread's own memory for the length of a range of items.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : data_(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64 + 64), &std::free) {
+    STD_TORCH_CHECK(data_ != nullptr, "fastcaps: no memory for ", bytes, " bytes of scratch");
+  }
+  void* get() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<void, decltype(&std::free)> data_;
+};
+
+template <class Run>
+void run_items(int64_t items, int64_t scratch_bytes, Run&& run) {
+  if (items == 0) return;
+  torch::stable::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
+    Scratch scratch(scratch_bytes);
+    run(begin, end, scratch.get());
+  });
+}
+
+// out[k] = sum over parts, in their order; parts lie one after another.
+template <class T>
+void add_parts(const T* parts, int64_t count, int64_t numbers, T* out) {
+  torch::stable::parallel_for(0, numbers, 1 << 15, [&](int64_t begin, int64_t end) {
+    std::copy(parts + begin, parts + end, out + begin);
+    for (int64_t part = 1; part < count; ++part)
+      for (int64_t k = begin; k < end; ++k) out[k] += parts[part * numbers + k];
+  });
+}
+
+// A gradient of which every group or item makes a part of its own.
+inline Tensor sum_of_parts(const Tensor& parts, int64_t count, const std::vector<int64_t>& shape) {
+  if (count == 0) return torch::stable::new_zeros(parts, shape);
+  if (count == 1) return torch::stable::view(parts, shape);
+  Tensor out = torch::stable::new_empty(parts, shape);
+  const int64_t numbers = out.numel();
+  if (parts.scalar_type() == ScalarType::Double)
+    add_parts(static_cast<const double*>(data_of(parts)), count, numbers, static_cast<double*>(data_of(out)));
+  else
+    add_parts(static_cast<const float*>(data_of(parts)), count, numbers, static_cast<float*>(data_of(out)));
+  return out;
+}
+
+// What every pass is given, as the kernels want it.
+struct Given {
+  Inputs in;
+  ScalarType storage, compute;
+  bool is_double;
+  Tensor children, weight, bias;  // weight and bias in the compute type, contiguous: kept alive here
+  bool has_bias;
+  std::vector<int64_t> bias_shape;
+
+  Given(const Tensor& children_, const MaybeTensor& weight_, const MaybeTensor& bias_, const MaybeTensor& gate,
+        const Geometry& geometry)
+      : storage(children_.scalar_type()),
+        compute(accumulation_type(children_)),
+        is_double(storage == ScalarType::Double),
+        children(children_),
+        has_bias(bias_.has_value()) {
+    in.geometry = geometry;
+    in.storage = storage_of(children);
+    STD_TORCH_CHECK(in.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
+    in.children = view_of(children);
+    if (gate) in.gate = view_of(*gate);
+    if (weight_) in.weight = data_of(weight = in_compute_type(*weight_, compute));
+    if (bias_) {
+      in.bias = data_of(bias = in_compute_type(*bias_, compute));
+      bias_shape = shape_of(bias);
+      in.bias_stride_m = bias.size(1) > 1 ? geometry.parent_pose() : 0;
+      in.bias_stride_i = bias.size(0) > 1 ? bias.size(1) * geometry.parent_pose() : 0;
+    }
+  }
+
+  int64_t number() const { return is_double ? 8 : 4; }
+  bool shared() const { return in.geometry.G == 1 && in.bias_stride_i == 0; }
+
+  // A result in the compute type, its address in `data`; empty and null where it is not wanted.
+  Tensor result(bool wanted, const std::vector<int64_t>& shape, void*& data, bool clear = false) const {
+    Tensor out = fresh(torch::stable::new_empty(children, wanted ? shape : std::vector<int64_t>{0}, compute));
+    if (clear) torch::stable::zero_(out);
+    data = wanted ? data_of(out) : nullptr;
+    return out;
+  }
+  // `rows` rows of `numbers` numbers, as wide as the cut's rows are.
+  Tensor rows(bool wanted, const Cut& cut, int64_t copies, int64_t numbers, int64_t lanes, void*& data) const {
+    const int64_t count = copies * cut.rows() * numbers * (cut.child_lanes ? 1 : lanes) + 64 / number();
+    Tensor out = fresh(torch::stable::new_empty(children, {wanted ? count : 0}, compute));
+    data = wanted ? aligned(data_of(out)) : nullptr;
+    return out;
+  }
+  Tensor stored(const Tensor& x) const { return x.scalar_type() == storage ? x : torch::stable::to(x, storage); }
+  Tensor none() const { return torch::stable::new_empty(children, {0}); }  // one each: outputs must not alias
+};
+
+// A forward call whose operands and results are set: cut it and run it, all turns of it.
+template <class Operands>
+void run_forward(const Given& given, ForwardCall<Operands>& call) {
+  const Kernels<Operands>& table = kernels<Operands>();
+  const Geometry& g = call.in.geometry;
+  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
+  call.cut =
+      cut_forward(g, {lanes, given.number(), table.forward_state(call), table.forward_results(call), given.shared()});
+  if (g.positions() == 0) return;
+  const bool ranges = call.cut.chunks > 1;
+  const Tensor partial =
+      given.rows(ranges, call.cut, call.cut.chunks, table.forward_results(call), lanes, call.partial);
+  const Tensor state = given.rows(ranges && call.total > 1, call.cut, 1, table.forward_state(call), lanes, call.state);
+  const int64_t scratch = table.forward_scratch(call, given.is_double);
+  call.turns = ranges ? 1 : call.total;  // where children are cut into ranges, turns wait for all of them
+  for (call.turn = 0; call.turn < call.total; call.turn += call.turns) {
+    run_items(call.cut.items(), scratch, [&](int64_t begin, int64_t end, void* memory) {
+      table.forward(call, given.is_double, begin, end, memory);
+    });
+    if (ranges) {
+      const int64_t rows = call.cut.child_lanes ? g.positions() : ceil_div(g.positions(), lanes);
+      run_items(rows, scratch, [&](int64_t begin, int64_t end, void* memory) {
+        table.forward_finish(call, given.is_double, begin, end, memory);
+      });
+    }
+  }
+}
+
+// What a backward call makes of its own, besides the gradients of the parents.
+struct Gradients {
+  Tensor dchildren, dgate, weights, biases;
+};
+
+// How a backward call is cut: known before its gradients are allocated.
+template <class Operands>
+void cut_call(const Given& given, BackwardCall<Operands>& call) {
+  const Kernels<Operands>& table = kernels<Operands>();
+  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
+  call.in = given.in;
+  call.cut = cut_backward(call.in.geometry, {lanes, given.number(), table.backward_state(call),
+                                             table.backward_results(call), given.shared()});
+}
+
+// Run a backward call whose operands are set and which is cut. `empty`: nothing reaches it, or there is nothing.
+template <class Operands>
+Gradients run_backward(const Given& given, BackwardCall<Operands>& call, bool dchildren, bool dweight, bool dbias,
+                       bool dgate, bool dparents, bool empty) {
+  const Kernels<Operands>& table = kernels<Operands>();
+  const Geometry& g = call.in.geometry;
+  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
+  call.weight_parts = g.G % g.N == 0 ? call.cut.groups : call.cut.items();
+  call.bias_numbers = given.has_bias ? given.bias.numel() : 0;
+  Gradients out;
+  out.dchildren = given.result(dchildren, {g.B, g.H, g.W, g.N, g.C, g.D}, call.dchildren, true);
+  out.dgate = given.result(dgate, {g.B, g.H, g.W, g.N}, call.dgate, true);
+  out.weights =
+      given.result(dweight, {call.weight_parts, g.G, g.M, g.D, g.E}, call.dweight, empty || g.G != g.children());
+  out.biases = given.result(dbias, {call.cut.items(), call.bias_numbers}, call.dbias, true);
+  if (empty) return out;
+  const Tensor state = given.rows(true, call.cut, 1, table.backward_state(call), lanes, call.state);
+  const Tensor partial =
+      given.rows(dparents, call.cut, call.cut.chunks, table.backward_results(call), lanes, call.partial);
+  const int64_t scratch = table.backward_scratch(call, given.is_double);
+  run_items(call.cut.rows(), scratch, [&](int64_t begin, int64_t end, void* memory) {
+    table.backward_prepare(call, given.is_double, begin, end, memory);
+  });
+  run_items(call.cut.items(), scratch, [&](int64_t begin, int64_t end, void* memory) {
+    table.backward(call, given.is_double, begin, end, memory);
+  });
+  if (dparents)
+    run_items(call.cut.rows(), scratch, [&](int64_t begin, int64_t end, void* memory) {
+      table.backward_finish(call, given.is_double, begin, end, memory);
+    });
+  return out;
+}
+
+}  // namespace fastcaps

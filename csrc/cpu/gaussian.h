@@ -1,0 +1,437 @@
+// The Gaussian pass: parents explain the children's votes, each by a diagonal Gaussian.
+//   a = alpha - sum (V - mu)^2 p, p = 1 / (2 variance), r = softmax over parents, w = g r
+//   n = sum_i w, means = sum_i w V / (n + eps), variances = sum_i w (V - means)^2 / (n + eps)
+//   evidence = sum_i (beta_use + beta_ignore) w - beta_ignore g
+// Sums are kept as the running mean and the squares about it (West 1979), both about a base near the votes: the mean of
+// the turn before, or some child's votes. No common offset of the votes and no distance from the base costs digits.
+//
+// Backward, with N = n + eps, d = V - means, u = (dmeans - 2 eps means dvariances / N) / N, s = dvariances / N:
+//   t = dn - <s, variances> + <u + s d, d> + (beta_use + beta_ignore) devidence, da = g r (t - sum_m r t),
+//   dg = sum_m r t - beta_ignore devidence, dV = w (u + 2 s d) - 2 da p (V - mu),
+//   dmu = 2 p sum_i da (V - mu), dvariance = 2 p^2 sum_i da (V - mu)^2, dalpha = sum_i da
+#pragma once
+
+#include "attention.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+// The betas of a unit of children for one parent.
+template <class T>
+struct Betas {
+  const T *use, *ignore;
+  int64_t use_i, use_m, ignore_i, ignore_m;
+
+  explicit Betas(const Gaussian& with)
+      : use(static_cast<const T*>(with.beta_use)),
+        ignore(static_cast<const T*>(with.beta_ignore)),
+        use_i(with.use_stride_i),
+        use_m(with.use_stride_m),
+        ignore_i(with.ignore_stride_i),
+        ignore_m(with.ignore_stride_m) {}
+
+  template <class Sits>
+  static FASTCAPS_INLINE Vec<T> at(const T* beta, int64_t stride_i, int64_t stride_m, const Range& range, int64_t q,
+                                   int64_t m) {
+    if (Sits::kUnit == 1 || stride_i == 0) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
+    T lane[kLanes<T>];
+    for (int r = 0; r < kLanes<T>; ++r)
+      lane[r] = q + r < range.count ? beta[range.child(q + r) * stride_i + m * stride_m] : T(0);
+    return load<T>(lane);
+  }
+  template <class Sits>
+  FASTCAPS_INLINE Vec<T> use_at(Sits, const Range& range, int64_t q, int64_t m) const {
+    return at<Sits>(use, use_i, use_m, range, q, m);
+  }
+  template <class Sits>
+  FASTCAPS_INLINE Vec<T> ignore_at(Sits, const Range& range, int64_t q, int64_t m) const {
+    return at<Sits>(ignore, ignore_i, ignore_m, range, q, m);
+  }
+};
+
+template <class T, class X>
+struct GaussianForward {
+  using Operands = Gaussian;
+  using V = Vec<T>;
+  static constexpr int kShares = 2;
+  static constexpr bool kSilent = true, kBase = true;
+  const ForwardCall<Gaussian>& call;
+  const Geometry& g;
+  const Gaussian& with;
+  const Betas<T> betas;
+  const int64_t CE;
+
+  explicit GaussianForward(const ForwardCall<Gaussian>& call_)
+      : call(call_), g(call.in.geometry), with(call.with), betas(with), CE(g.parent_pose()) {}
+
+  // Results: the mean and the squares about it, both about the base; n and the evidence.
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base, many, g.parent_pose(), 2};
+  }
+  static int64_t result_numbers(const Geometry& g, int64_t many) { return 2 * many * (g.parent_pose() + 1); }
+  template <class Y>
+  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
+    zero(result, result_numbers(g, many));
+  }
+  // State: the base and p; alpha.
+  template <class Y>
+  FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
+    return {base, g.M, CE, 2};
+  }
+  static int64_t state_numbers(const ForwardCall<Gaussian>& call) {
+    const Geometry& g = call.in.geometry;
+    return g.M * (2 * g.parent_pose() + 1);
+  }
+
+  // A routing's later turns have a mean, a variance (or not) and a log-weight.
+  bool has_mean(int64_t turn) const { return turn > 0 || with.mean.data; }
+  bool equal(int64_t turn) const { return !has_mean(turn) && !with.log_weight.data; }
+  bool wants_base() const { return !with.mean.data; }
+  X* base(X* state, int64_t m) const { return parents(state).pose(0, m); }
+
+  void load(const Tile<T>& tile, X* state) const {
+    const Planes<X> to = parents(state);
+    zero(state, state_numbers(call));
+    if (with.mean.data) {
+      gather_parents<T>(g, tile, compute_storage<T>, with.mean, g.M, g.C, g.E, to.pose(0, 0));
+      X* p = to.pose(1, 0);
+      for (int64_t k = 0; k < g.parents(); ++k) p[k] += 1;
+      if (with.variance.data) {
+        gather_parents<T>(g, tile, compute_storage<T>, with.variance, g.M, g.C, g.E, p);
+        for (int64_t k = 0; k < g.parents(); ++k) p[k] = T(0.5) / where_alive<T>(tile, p[k], T(1));
+      }
+    }
+    if (with.log_weight.data)
+      gather_parents<T>(g, tile, compute_storage<T>, with.log_weight, g.M, 1, 1, to.number(0, 0));
+  }
+
+  template <bool kKeep, class Pose, class Weight>
+  FASTCAPS_INLINE V meet(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W, const Weight* bias,
+                         V* kept) const {
+    const Planes<const X> from = parents(state);
+    const X *base = from.pose(0, m), *p = from.pose(1, m);
+    V distance[2] = {};
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+      const V d = v - base[k];
+      distance[k & 1] += p[k] * d * d;
+      if constexpr (kKeep) kept[k] = d;
+    });
+    return *from.number(0, m) - (distance[0] + distance[1]);
+  }
+
+  FASTCAPS_INLINE void compete(V* row, V highest, V gate) const {
+    softmax<T>(row, g.M, highest, gate);
+    if (call.in.gate.data)
+      for (int64_t m = 0; m < g.M; ++m) row[m] = gate == 0 ? V{} : row[m];
+  }
+
+  // From a block's weights w to how far each child moves the mean, and how much its square counts.
+  template <class Sits>
+  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Sits sits, const Range& range, int64_t first, int64_t count,
+                             int64_t m, Planes<V> to, int64_t to_m, V* share) const {
+    V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
+    for (int64_t j = 0; j < count; ++j) {
+      const V w = row[j * g.M], sum = n + w, moved = sum == 0 ? V{} : w / sum;
+      share[2 * j] = moved;
+      share[2 * j + 1] = n * moved;
+      n = sum;
+      if (betas.use) {
+        const int64_t q = first + j * Sits::kUnit;
+        const V ignore = betas.ignore_at(sits, range, q, m);
+        evidence += (betas.use_at(sits, range, q, m) + ignore) * w - ignore * gates[j];
+      }
+    }
+  }
+  FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, Planes<V> to, int64_t m) const {
+    constexpr int kBlock = kManyRegisters ? 8 : 4;
+    V *mean = to.pose(0, m), *square = to.pose(1, m);
+    int64_t k = 0;
+    for (; k + kBlock <= CE; k += kBlock) {
+      V at[kBlock], sum[kBlock];
+      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { at[u] = mean[k + u], sum[u] = square[k + u]; });
+      for (int64_t j = 0; j < count; ++j)
+        unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA {
+          const V d = kept[j * CE + k + u] - at[u];
+          at[u] += share[2 * j] * d;
+          sum[u] += share[2 * j + 1] * d * d;
+        });
+      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { mean[k + u] = at[u], square[k + u] = sum[u]; });
+    }
+    for (; k < CE; ++k)
+      for (int64_t j = 0; j < count; ++j) move(kept[j * CE + k], share + 2 * j, mean[k], square[k]);
+  }
+  template <class Pose, class Weight>
+  FASTCAPS_INLINE void take_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
+                                  const Weight* bias, const V* share, Planes<V> to, int64_t to_m) const {
+    const X* base = parents(state).pose(0, m);
+    V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { move(v - base[k], share, mean[k], square[k]); });
+  }
+  static FASTCAPS_INLINE void move(V from_base, const V* share, V& mean, V& square) {
+    const V d = from_base - mean;
+    mean += share[0] * d;
+    square += share[1] * d * d;
+  }
+
+  // The lanes' moments to one (their common mean first, then the squares about it), and that into the row's.
+  void fold(Planes<V> block, X* result, int64_t m) const {
+    if constexpr (kOnePosition<T, X>) {
+      const Planes<X> to = planes(result, g, g.M);
+      const V n = *block.number(0, 0);
+      const T sum = sum_lanes<T>(n);
+      *to.number(1, m) += sum_lanes<T>(*block.number(1, 0));
+      if (sum == 0) return;
+      V *mean = block.pose(0, 0), *square = block.pose(1, 0);
+      const T before = *to.number(0, m), share = sum / (before + sum), apart = before * share;
+      *to.number(0, m) = before + sum;
+      for (int64_t k = 0; k < CE; ++k) {
+        const T centre = sum_lanes<T>(n * mean[k]) / sum;
+        const V off = mean[k] - centre;
+        const T d = centre - to.pose(0, m)[k];
+        to.pose(0, m)[k] += share * d;
+        to.pose(1, m)[k] += sum_lanes<T>(square[k] + n * off * off) + apart * d * d;
+      }
+    }
+  }
+  // Two ranges' moments to one (Chan et al. 1979).
+  void merge(X* result, const X* other) const {
+    const Planes<X> to = planes(result, g, g.M);
+    const Planes<const X> from{other, g.M, CE, 2};
+    for (int64_t m = 0; m < g.M; ++m) {
+      const X before = *to.number(0, m), n = *from.number(0, m), sum = before + n;
+      const X share = n * inverse_or_zero(sum);
+      for (int64_t k = 0; k < CE; ++k) {
+        const X d = from.pose(0, m)[k] - to.pose(0, m)[k];
+        to.pose(0, m)[k] += share * d;
+        to.pose(1, m)[k] += from.pose(1, m)[k] + before * share * d * d;
+      }
+      *to.number(0, m) = sum;
+      *to.number(1, m) += *from.number(1, m);
+    }
+  }
+
+  void finish(const Tile<T>& tile, int64_t turn, X* result, X* state) const {
+    const Planes<X> to = planes(result, g, g.M), from = parents(state);
+    const int64_t MCE = g.parents(), at = turn * g.positions();
+    const T eps = T(with.eps);
+    for (int64_t m = 0; m < g.M; ++m) {
+      const X n = *to.number(0, m), one = inverse_or_zero(n + eps);
+      for (int64_t k = 0; k < CE; ++k) {
+        const X mean = from.pose(0, m)[k] + to.pose(0, m)[k], short_of = mean * (eps * one);
+        to.pose(0, m)[k] = n == 0 ? X{} : mean - short_of;
+        to.pose(1, m)[k] = n == 0 ? X{} : (to.pose(1, m)[k] + n * short_of * short_of) * one;
+      }
+    }
+    write_row<T>(tile, static_cast<T*>(with.counts) + at * g.M, g.M, to.number(0, 0));
+    write_row<T>(tile, static_cast<T*>(with.means) + at * MCE, MCE, to.pose(0, 0));
+    write_row<T>(tile, static_cast<T*>(with.variances) + at * MCE, MCE, to.pose(1, 0));
+    if (with.evidence) write_row<T>(tile, static_cast<T*>(with.evidence) + at * g.M, g.M, to.number(1, 0));
+    if (with.scores) update(tile, turn, to, from);
+  }
+
+  // The parents' scores, and their Gaussians for the next turn.
+  void update(const Tile<T>& tile, int64_t turn, Planes<X> result, Planes<X> state) const {
+    const T eps = T(with.eps);
+    for (int64_t m = 0; m < g.M; ++m) {
+      X log_sigma{};
+      for (int64_t k = 0; k < CE; ++k) {
+        const X variance = result.pose(1, m)[k] + eps;
+        state.pose(0, m)[k] = result.pose(0, m)[k];
+        state.pose(1, m)[k] = with.kmeans ? X{} + 1 : T(0.5) / variance;
+        if (!with.kmeans) log_sigma += natural_log<T>(variance) * T(0.5);
+      }
+      X& score = *result.number(1, m);  // the evidence
+      if (with.update == Update::kEM) {
+        const T cost = T(CE) * static_cast<const T*>(with.beta_u)[m];
+        score = T(with.schedule[turn]) *
+                (static_cast<const T*>(with.beta_a)[m] - (cost + log_sigma) * *result.number(0, m));
+      }
+      *state.number(0, m) = log_sigmoid<T>(score) - log_sigma;
+    }
+    write_row<T>(tile, static_cast<T*>(with.scores) + turn * g.positions() * g.M, g.M, result.number(1, 0));
+  }
+};
+
+template <class T, class X>
+struct GaussianBackward {
+  using Operands = Gaussian;
+  using V = Vec<T>;
+  static constexpr int kRows = 2;           // a, then w; t, then da
+  static constexpr int kResultNumbers = 1;  // sum of da
+  static constexpr bool kSilent = true, kBetas = true;
+  const BackwardCall<Gaussian>& call;
+  const Geometry& g;
+  const Gaussian& with;
+  const Betas<T> betas;
+  const int64_t CE;
+
+  explicit GaussianBackward(const BackwardCall<Gaussian>& call_)
+      : call(call_), g(call.in.geometry), with(call.with), betas(with), CE(g.parent_pose()) {}
+
+  // State: the base, p, means less the base, u, s; alpha, what of t no vote changes, devidence.
+  enum Plane { kBase, kPrecision, kMeans, kU, kS, kPoses };
+  enum Number { kAlpha, kAlways, kEvidence, kNumbers };
+  template <class Y>
+  FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
+    return {base, g.M, CE, kPoses};
+  }
+  static int64_t state_numbers(const BackwardCall<Gaussian>& call) {
+    const Geometry& g = call.in.geometry;
+    return g.M * (kPoses * g.parent_pose() + kNumbers);
+  }
+  // Results: sums of da (V - mu) and da (V - mu)^2; of da.
+  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * (2 * g.parent_pose() + 1); }
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base, many, g.parent_pose(), 2};
+  }
+  bool wants_results() const { return with.dmean || with.dvariance || with.dlog_weight; }
+  bool needs_vote() const { return true; }
+  static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 3 * g.M; }
+
+  void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+    constexpr Storage kSum = compute_storage<T>;
+    const int64_t MCE = g.parents();
+    const Planes<X> to = parents(state);
+    const auto poses = [&](const View& view, X* out) { gather_parents<T>(g, tile, kSum, view, g.M, g.C, g.E, out); };
+    const auto numbers = [&](const View& view, X* out) { gather_parents<T>(g, tile, kSum, view, g.M, 1, 1, out); };
+    zero(state, state_numbers(call));
+    X *counts = scratch, *variances = scratch + 3 * g.M;
+    numbers(with.given_counts, counts);
+    poses(with.given_means, to.pose(kMeans, 0));
+    poses(with.given_variances, variances);
+    if (with.grad_means.data) poses(with.grad_means, to.pose(kU, 0));
+    if (with.grad_variances.data) poses(with.grad_variances, to.pose(kS, 0));
+    if (with.grad_counts.data) numbers(with.grad_counts, to.number(kAlways, 0));
+    if (with.grad_evidence.data && betas.use) numbers(with.grad_evidence, to.number(kEvidence, 0));
+    if (with.log_weight.data) numbers(with.log_weight, to.number(kAlpha, 0));
+    poses(with.mean.data ? with.mean : with.given_means, to.pose(kBase, 0));
+    X *p = to.pose(kPrecision, 0), *u = to.pose(kU, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
+    if (with.variance.data) poses(with.variance, p);
+    for (int64_t m = 0; m < g.M; ++m) {
+      const X one = inverse_or_zero(counts[m] + T(with.eps));
+      for (int64_t k = m * CE; k < (m + 1) * CE; ++k) {
+        s[k] *= one;
+        u[k] = (u[k] - T(2 * with.eps) * means[k] * s[k]) * one;
+        *to.number(kAlways, m) -= s[k] * variances[k];
+      }
+    }
+    for (int64_t k = 0; k < MCE; ++k) {
+      means[k] -= to.base[k];
+      if (with.mean.data) p[k] = with.variance.data ? T(0.5) / where_alive<T>(tile, p[k], T(1)) : X{} + 1;
+    }
+  }
+
+  template <bool kKeep, class Pose, class Weight>
+  FASTCAPS_INLINE void listen(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
+                              const Weight* bias, V* kept, V* row, int64_t stride, V& highest) const {
+    const Planes<const X> from = parents(state);
+    const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m);
+    const X *u = from.pose(kU, m), *s = from.pose(kS, m);
+    V distance[2] = {}, gain[2] = {};
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+      const V off = v - base[k], d = off - means[k];
+      distance[k & 1] += p[k] * off * off;
+      gain[k & 1] += (u[k] + s[k] * d) * d;
+      if constexpr (kKeep) kept[k] = off;
+    });
+    const V alpha = V{} + *from.number(kAlpha, m);
+    const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
+    row[0] = logit;
+    highest = m ? max(highest, logit) : logit;
+    row[stride] = gain[0] + gain[1] + *from.number(kAlways, m);
+  }
+
+  template <class Sits>
+  FASTCAPS_INLINE V heard_evidence(const X* state, int64_t m, Sits sits, const Range& range, int64_t q) const {
+    if (!betas.use) return V{};
+    return (betas.use_at(sits, range, q, m) + betas.ignore_at(sits, range, q, m)) *
+           *parents(state).number(kEvidence, m);
+  }
+  template <class Sits>
+  FASTCAPS_INLINE V ignored_evidence(const X* state, Sits sits, const Range& range, int64_t q) const {
+    V sum{};
+    if (betas.use)
+      for (int64_t m = 0; m < g.M; ++m)
+        sum -= betas.ignore_at(sits, range, q, m) * *parents(state).number(kEvidence, m);
+    return sum;
+  }
+
+  FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
+    V* gain = row + stride;
+    softmax<T>(row, g.M, highest, broadcast(T(1)));
+    V mean{};
+    for (int64_t m = 0; m < g.M; ++m) mean += row[m] * gain[m];
+    for (int64_t m = 0; m < g.M; ++m) {
+      row[m] *= gate;
+      gain[m] = row[m] * (gain[m] - mean);
+    }
+    return mean;
+  }
+
+  template <class Pose, class Weight>
+  FASTCAPS_INLINE void vote_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
+                                  const Weight* bias, V* vote) const {
+    const X* base = parents(state).pose(kBase, m);
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { vote[k] = v - base[k]; });
+  }
+
+  FASTCAPS_INLINE void gradient(const X* state, int64_t m, const V* row, int64_t stride, const V* off, V* dV,
+                                Planes<V> to, int64_t to_m) const {
+    const Planes<const X> from = parents(state);
+    const X *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
+    const V w = row[0], da = row[stride], twice = w + w, pull = da + da;
+    for (int64_t k = 0; k < CE; ++k) dV[k] = w * u[k] + twice * s[k] * (off[k] - means[k]) - pull * p[k] * off[k];
+    if (!wants_results()) return;
+    V *first = to.pose(0, to_m), *second = to.pose(1, to_m);
+    for (int64_t k = 0; k < CE; ++k) {
+      const V share = da * off[k];
+      first[k] += share;
+      second[k] += share * off[k];
+    }
+    *to.number(0, to_m) += da;
+  }
+
+  // duse += w devidence, dignore += (w - g) devidence
+  template <class Sits>
+  FASTCAPS_INLINE void add_betas(const X* state, int64_t m, V w, V gate, Sits, const Range& range, int64_t q,
+                                 int64_t item) const {
+    if (!with.duse && !with.dignore) return;
+    const V evidence = V{} + *parents(state).number(kEvidence, m);
+    if (with.duse)
+      add_beta<Sits>(static_cast<T*>(with.duse) + item * with.use_numbers, betas.use_i, betas.use_m, w * evidence,
+                     range, q, m);
+    if (with.dignore)
+      add_beta<Sits>(static_cast<T*>(with.dignore) + item * with.ignore_numbers, betas.ignore_i, betas.ignore_m,
+                     (w - gate) * evidence, range, q, m);
+  }
+  template <class Sits>
+  static FASTCAPS_INLINE void add_beta(T* to, int64_t stride_i, int64_t stride_m, V sum, const Range& range, int64_t q,
+                                       int64_t m) {
+    if (Sits::kUnit == 1 || stride_i == 0) {
+      to[range.child(q) * stride_i + m * stride_m] += sum_lanes<T>(sum);
+      return;
+    }
+    T lane[kLanes<T>];
+    store<T>(lane, sum);
+    for (int r = 0; r < kLanes<T>; ++r)
+      if (q + r < range.count) to[range.child(q + r) * stride_i + m * stride_m] += lane[r];
+  }
+
+  void finish(const Tile<T>& tile, const X* state, X* result) const {
+    const Planes<X> sums = planes(result, g, g.M);
+    const X* p = parents(state).pose(kPrecision, 0);
+    X *first = sums.pose(0, 0), *second = sums.pose(1, 0);
+    for (int64_t k = 0; k < g.parents(); ++k) {
+      first[k] *= 2 * p[k];
+      second[k] *= 2 * p[k] * p[k];
+    }
+    if (with.dmean) write_row<T>(tile, static_cast<T*>(with.dmean), g.parents(), first);
+    if (with.dvariance) write_row<T>(tile, static_cast<T*>(with.dvariance), g.parents(), second);
+    if (with.dlog_weight) write_row<T>(tile, static_cast<T*>(with.dlog_weight), g.M, sums.number(0, 0));
+  }
+};
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

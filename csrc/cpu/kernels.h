@@ -1,0 +1,123 @@
+// The table of a pass's kernels for one instruction set: each source that includes this is compiled once for each
+// (FASTCAPS_ISA, CMakeLists.txt).
+#pragma once
+
+#include <type_traits>
+
+#include "backward.h"
+#include "forward.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+template <Lanes kLane>
+using LanesAre = std::integral_constant<Lanes, kLane>;
+
+// f(pose, compute type, what lanes are). The poses of the papers have code of their own in float, vector poses only
+// where weights are scalars; everything else takes the general pose. The larger ones are met with attention alone: each
+// costs the compiler its time.
+template <class Call, class F>
+auto with_pose(const Call& call, bool is_double, F&& f) {
+  constexpr bool kAttention = std::is_same_v<decltype(call.with), Attention>;
+  const Geometry& g = call.in.geometry;
+  const auto is = [&](int c, int d, int e) { return g.C == c && g.D == d && g.E == e; };
+  const DynamicPose any{int(g.C), int(g.D), int(g.E)};
+  const auto same = [&](auto lanes) {  // votes are the children themselves
+    if constexpr (!std::is_same_v<decltype(call.with), Pooling>)
+      return f(any, float{}, lanes);  // there is no such call
+    else
+      return is_double ? f(SamePose{any}, double{}, lanes) : f(SamePose{any}, float{}, lanes);
+  };
+  const auto scalars = [&](auto lanes) {  // weights are scalars
+    if (call.in.weight == nullptr) return same(lanes);
+    if (is_double) return f(any, double{}, lanes);
+    if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, lanes);
+    if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, lanes);
+    if constexpr (decltype(lanes)::value == Lanes::kPositions) {
+      if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, lanes);
+      if constexpr (kAttention) {
+        if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, lanes);
+        if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{}, lanes);
+        if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{}, lanes);
+      }
+    }
+    return f(any, float{}, lanes);
+  };
+  if (!call.cut.child_lanes) return scalars(LanesAre<Lanes::kPositions>{});
+  if (call.cut.shared_weights) return scalars(LanesAre<Lanes::kSharing>{});
+  const LanesAre<Lanes::kChildren> children;
+  if (call.in.weight == nullptr) return same(children);
+  if (is_double) return f(any, double{}, children);
+  if constexpr (kAttention) {
+    if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, children);
+    if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, children);
+  }
+  return f(any, float{}, children);
+}
+
+// The functions of a table: a worker lives in the thread's scratch memory while it goes through its range.
+template <template <class, class> class ForwardPolicy, template <class, class> class BackwardPolicy>
+struct Functions {
+  using Operands = typename ForwardPolicy<float, float>::Operands;
+  using Forward = ForwardCall<Operands>;
+  using Backward = BackwardCall<Operands>;
+
+  template <class Call, class Work>
+  static void run(const Call& call, bool is_double, int64_t begin, int64_t end, void* scratch, Work&& work) {
+    with_pose(call, is_double, [&](auto pose, auto type, auto lanes) {
+      Arena arena{static_cast<char*>(scratch)};
+      Worker<Call, decltype(type), decltype(pose), decltype(lanes)::value> worker(call, pose, arena);
+      for (int64_t k = begin; k < end; ++k) work(worker, k);
+    });
+  }
+  template <class Call>
+  static int64_t scratch_bytes(const Call& call, bool is_double) {
+    return with_pose(call, is_double, [&](auto pose, auto type, auto lanes) {
+      Arena counter{nullptr};
+      Worker<Call, decltype(type), decltype(pose), decltype(lanes)::value>(call, pose, counter);
+      return counter.used;
+    });
+  }
+  template <class Call, class T, class Pose, Lanes kLane>
+  using Worker = std::conditional_t<std::is_same_v<Call, Forward>, ForwardItem<T, Pose, kLane, ForwardPolicy>,
+                                    BackwardItem<T, Pose, kLane, BackwardPolicy>>;
+
+  static void forward(const Forward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
+  }
+  static void forward_finish(const Forward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.finish_row(row); });
+  }
+  static void backward_prepare(const Backward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.prepare(row); });
+  }
+  static void backward(const Backward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
+  }
+  static void backward_finish(const Backward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
+    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.finish_row(row); });
+  }
+  static int64_t forward_scratch(const Forward& call, bool is_double) { return scratch_bytes(call, is_double); }
+  static int64_t backward_scratch(const Backward& call, bool is_double) { return scratch_bytes(call, is_double); }
+  static int64_t forward_state(const Forward& call) { return ForwardPolicy<float, float>::state_numbers(call); }
+  static int64_t forward_results(const Forward& call) {
+    return ForwardPolicy<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
+  }
+  static int64_t backward_state(const Backward& call) { return BackwardPolicy<float, float>::state_numbers(call); }
+  static int64_t backward_results(const Backward& call) {
+    return BackwardPolicy<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
+  }
+  static bool own_pose(const Forward& call, bool is_double) {
+    return with_pose(call, is_double,
+                     [](auto pose, auto, auto) { return !std::is_same_v<decltype(pose), DynamicPose>; });
+  }
+
+  static constexpr Kernels<Operands> table() {
+    return {kLanes<float>,    kLanes<double>,   &forward,          &forward_finish,   &backward_prepare,
+            &backward,        &backward_finish, &forward_scratch,  &backward_scratch, &forward_state,
+            &forward_results, &backward_state,  &backward_results, &own_pose};
+  }
+};
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

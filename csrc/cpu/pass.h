@@ -1,0 +1,147 @@
+// The passes on the CPU: what the op bodies ask of the kernels, and the tables through which they reach the build for
+// this machine's instruction set.
+#pragma once
+
+#include "../geometry.h"
+
+namespace fastcaps {
+
+// How a call is cut into items. An item is a group of rows times a range of children; a row is a tile of `lanes`
+// positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
+// threads, so the same input gives the same bits.
+struct Cut {
+  int64_t groups = 1, samples = 0;             // groups of samples (0: groups of positions, wherever samples end)
+  int64_t chunks = 1;                          // ranges of children (forward) or of child types n (backward)
+  int64_t rows_per_group = 1;                  // rows
+  int64_t block_children = 1, block_rows = 1;  // children and rows whose votes are on chip at once
+  bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of them
+  bool shared_weights = false;  // and all children have the same weights and bias: those stay scalars
+  bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
+
+  int64_t items() const { return groups * chunks; }
+  int64_t rows() const { return groups * rows_per_group; }
+};
+
+// What every pass is given.
+struct Inputs {
+  Geometry geometry;
+  Storage storage = Storage::kFloat32;  // of children and gate, and of parents where they are not sums
+  View children, gate;                  // gate: data may be null
+  // In the compute type (float or double), contiguous:
+  const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children themselves
+  const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
+  int64_t bias_stride_i = 0, bias_stride_m = 0;
+};
+
+// What lies between one turn of a routing and the next.
+enum class Update : int {
+  kReplace,   // attention: the parents are the next query
+  kSquash,    // dynamic routing: the squashed sums are added to the query
+  kUnit,      // pooling: the sums' directions are added to the query
+  kEM,        // parents' activations by description length (Hinton et al. 2018)
+  kEvidence,  // parents' scores by evidence (Heinsen 2019)
+};
+
+// The operands and results of one pass, of both directions. Null where there are none or where they are not wanted;
+// results and sums are in the compute type unless another is said.
+struct Attention {
+  double scale = 1, eps = 1e-5;
+  bool normalize = true;
+  Update update = Update::kReplace;
+  View query;                                               // [B, Ho, Wo, M, C, E], storage type
+  const void *norm_weight = nullptr, *norm_bias = nullptr;  // [C * E]
+  void* parents = nullptr;                                  // [positions, M * C * E], storage type
+  void* sums = nullptr;                                     // [turns, positions, M * C * E]
+  // backward
+  View grad_parents, grad_sums;      // storage type; compute type
+  const void* given_sums = nullptr;  // [positions, M * C * E] if normalize
+  bool frozen = false;
+  void* dquery = nullptr;  // [positions, M * C * E]
+  void* dnorm = nullptr;   // [rows, 2, C * E], zeroed
+};
+
+struct Pooling {
+  double scale = 1;
+  bool normalize = false;
+  Update update = Update::kUnit;
+  View query;
+  void* parents = nullptr;    // [turns, positions, M * C * E], storage type
+  void* logsumexp = nullptr;  // [turns, positions, M]
+  void* result = nullptr;     // of the last turn, [positions, M * C * E], storage type
+  // backward
+  View grad_parents, given_parents;      // storage type
+  View grad_logsumexp, given_logsumexp;  // [B, Ho, Wo, M], compute type
+  bool frozen = false;
+  void* dquery = nullptr;
+};
+
+struct Gaussian {
+  double eps = 0;
+  Update update = Update::kEvidence;
+  bool kmeans = false;                              // in the update
+  const double* schedule = nullptr;                 // [turns], of EM
+  const void *beta_u = nullptr, *beta_a = nullptr;  // [M], of EM
+  View mean, variance, log_weight;                  // [B, Ho, Wo, M, C, E], [B, Ho, Wo, M]; compute type
+  const void *beta_use = nullptr, *beta_ignore = nullptr;
+  int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
+  void *counts = nullptr, *evidence = nullptr;  // [turns, positions, M]
+  void *means = nullptr, *variances = nullptr;  // [turns, positions, M * C * E]
+  void* scores = nullptr;                       // [turns, positions, M], of EM
+  // backward
+  View grad_counts, grad_evidence, grad_means, grad_variances;
+  View given_counts, given_means, given_variances;
+  void *dmean = nullptr, *dvariance = nullptr, *dlog_weight = nullptr;
+  void *duse = nullptr, *dignore = nullptr;  // [items, numbers of the beta], zeroed
+  int64_t use_numbers = 0, ignore_numbers = 0;
+};
+
+template <class Operands>
+struct ForwardCall {
+  Inputs in;
+  Operands with;
+  Cut cut;
+  int64_t turn = 0, turns = 1, total = 1;  // the first turn of this launch, how many it makes, how many there are
+  void* partial = nullptr;                 // [chunks, rows, numbers of a row's results] if chunks > 1
+  void* state = nullptr;                   // [rows, numbers of a row's parents], from turn to turn if chunks > 1
+};
+
+template <class Operands>
+struct BackwardCall {
+  Inputs in;
+  Operands with;
+  Cut cut;
+  void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
+  void* dgate = nullptr;      // [B, H, W, N], zeroed
+  void* dweight = nullptr;    // [weight_parts, G, M, D, E], zeroed unless G = I
+  void* dbias = nullptr;      // [items, bias], zeroed
+  int64_t weight_parts = 1;   // one a group where chunks own their weights, else one an item
+  int64_t bias_numbers = 0;
+  void* state = nullptr;    // [rows, numbers]: the parents and their gradients, made by backward_prepare
+  void* partial = nullptr;  // [chunks, rows, numbers]: the parents' gradients of each item
+};
+
+// One table per pass and instruction set. Items (rows for prepare and finish) may run in any order and on any thread;
+// `scratch` is the thread's own.
+template <class Operands>
+struct Kernels {
+  using Forward = ForwardCall<Operands>;
+  using Backward = BackwardCall<Operands>;
+  int lanes_float, lanes_double;
+  void (*forward)(const Forward&, bool is_double, int64_t begin, int64_t end, void* scratch);
+  void (*forward_finish)(const Forward&, bool is_double, int64_t begin, int64_t end, void* scratch);
+  void (*backward_prepare)(const Backward&, bool is_double, int64_t begin, int64_t end, void* scratch);
+  void (*backward)(const Backward&, bool is_double, int64_t begin, int64_t end, void* scratch);
+  void (*backward_finish)(const Backward&, bool is_double, int64_t begin, int64_t end, void* scratch);
+  int64_t (*forward_scratch)(const Forward&, bool is_double);  // bytes
+  int64_t (*backward_scratch)(const Backward&, bool is_double);
+  // Numbers of a row: its parents and results going forward, its parents and their gradients going backward.
+  int64_t (*forward_state)(const Forward&), (*forward_results)(const Forward&);
+  int64_t (*backward_state)(const Backward&), (*backward_results)(const Backward&);
+  bool (*own_pose)(const Forward&, bool is_double);  // whether the call's pose has kernels of its own
+};
+
+// For this machine (capability.cpp).
+template <class Operands>
+const Kernels<Operands>& kernels();
+
+}  // namespace fastcaps

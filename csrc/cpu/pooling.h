@@ -1,0 +1,291 @@
+// The pooling pass: children compete for every parent, in an online softmax.
+//   K = V or V / |V|, a = s <Q, K>, r = g exp(a) / sum_i g exp(a), S = sum_i r V
+// Backward is local once the log-sum-exp is known: with e = exp(a - logsumexp), r = g e,
+//   t = <dS, V> - <dS, S> + dlogsumexp, da = r t, dg = sum_m e t, dQ = s sum_i da K, dK = s da Q,
+//   dV = r dS + (dK - K <K, dK>) / |V|
+#pragma once
+
+#include <cfloat>
+
+#include "attention.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+// Below every logit, and finite: a difference of two such is 0, not NaN.
+template <class T>
+inline constexpr T kLowest = sizeof(T) == 4 ? T(-FLT_MAX) : T(-DBL_MAX);
+
+// 1 / |V| from the square, 0 at the zero vector.
+template <class T>
+FASTCAPS_INLINE Vec<T> inverse_length(Vec<T> square) {
+  return square == 0 ? Vec<T>{} : (Vec<T>{} + 1) / square_root<T>(square);
+}
+
+template <class T, class X>
+struct PoolingForward {
+  using Operands = Pooling;
+  using V = Vec<T>;
+  static constexpr int kShares = 1;
+  static constexpr bool kSilent = true, kBase = false;
+  const ForwardCall<Pooling>& call;
+  const Geometry& g;
+  const Pooling& with;
+  const int64_t CE;
+
+  explicit PoolingForward(const ForwardCall<Pooling>& call_)
+      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+
+  // State: Q. Results: sums of e V, the largest logit, sums of e below it.
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base, many, g.parent_pose(), 1};
+  }
+  static int64_t state_numbers(const ForwardCall<Pooling>& call) {
+    return call.with.query.data || call.total > 1 ? call.in.geometry.parents() : 0;
+  }
+  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * (g.parent_pose() + 2); }
+  template <class Y>
+  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
+    zero(result, result_numbers(g, many));
+    Y* top = planes(result, g, many).number(0, 0);
+    for (int64_t m = 0; m < many; ++m) top[m] += kLowest<T>;
+  }
+
+  bool equal(int64_t) const { return false; }
+  void load(const Tile<T>& tile, X* Q) const {
+    if (with.query.data)
+      gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, Q);
+    else
+      zero(Q, state_numbers(call));
+  }
+
+  template <bool kKeep, class Pose, class Weight>
+  FASTCAPS_INLINE V meet(const Pose& pose, const X* Q, int64_t m, const V* P, const Weight* W, const Weight* bias,
+                         V* kept) const {
+    if (state_numbers(call) == 0) {  // no query: all logits are 0
+      votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+        if constexpr (kKeep) kept[k] = v;
+      });
+      return V{};
+    }
+    const X* q = Q + m * CE;
+    V dot[2] = {}, square[2] = {};
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+      dot[k & 1] += q[k] * v;
+      square[k & 1] += v * v;
+      if constexpr (kKeep) kept[k] = v;
+    });
+    const V agreement = (dot[0] + dot[1]) * T(with.scale);
+    return with.normalize ? agreement * inverse_length<T>(square[0] + square[1]) : agreement;
+  }
+
+  FASTCAPS_INLINE void compete(V*, V, V) const {}
+
+  // Logits of a block's children to exp(a - top), with what was summed below an older top brought down to the new.
+  template <class Sits>
+  FASTCAPS_INLINE void weigh(const V* row, const V* gates, Sits, const Range&, int64_t, int64_t count, int64_t,
+                             Planes<V> to, int64_t m, V* share) const {
+    V &top = *to.number(0, m), &total = *to.number(1, m), *S = to.pose(0, m);
+    V high = top;
+    for (int64_t j = 0; j < count; ++j) {
+      share[j] = gates[j] == 0 ? broadcast(kLowest<T>) : row[j * g.M];
+      high = max(high, share[j]);
+    }
+    const V rescale = exp_nonpositive(top - high);
+    for (int64_t k = 0; k < CE; ++k) S[k] *= rescale;
+    total *= rescale;
+    for (int64_t j = 0; j < count; ++j) total += share[j] = exp_nonpositive(share[j] - high) * gates[j];
+    top = high;
+  }
+  FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, Planes<V> to, int64_t m) const {
+    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, m));
+  }
+  template <class Pose, class Weight>
+  FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                  const V* share, Planes<V> to, int64_t m) const {
+    add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
+  }
+
+  // The lanes' sums below the largest logit of all of them and of the row.
+  void fold(Planes<V> block, X* result, int64_t m) const {
+    if constexpr (kOnePosition<T, X>) {
+      const Planes<X> to = planes(result, g, g.M);
+      T lane[kLanes<T>], high = *to.number(0, m);
+      store<T>(lane, *block.number(0, 0));
+      for (int r = 0; r < kLanes<T>; ++r) high = lane[r] > high || lane[r] != lane[r] ? lane[r] : high;
+      const V share = exp_nonpositive(*block.number(0, 0) - high);
+      rescale(to, m, high);
+      V* S = block.pose(0, 0);
+      for (int64_t k = 0; k < CE; ++k) S[k] *= share;
+      add_lane_sums<T>(S, CE, to.pose(0, m));
+      *to.number(1, m) += sum_lanes<T>(*block.number(1, 0) * share);
+    }
+  }
+  void merge(X* result, const X* other) const {
+    const Planes<X> to = planes(result, g, g.M);
+    const Planes<const X> from{other, g.M, CE, 1};
+    for (int64_t m = 0; m < g.M; ++m) {
+      const X mine = *to.number(0, m), theirs = *from.number(0, m), high = mine > theirs ? mine : theirs;
+      rescale(to, m, high);
+      const X share = each_lane<T>(theirs - high, exponential);
+      for (int64_t k = 0; k < CE; ++k) to.pose(0, m)[k] += from.pose(0, m)[k] * share;
+      *to.number(1, m) += *from.number(1, m) * share;
+    }
+  }
+  void rescale(Planes<X> to, int64_t m, X high) const {
+    const X share = each_lane<T>(*to.number(0, m) - high, exponential);
+    for (int64_t k = 0; k < CE; ++k) to.pose(0, m)[k] *= share;
+    *to.number(1, m) *= share;
+    *to.number(0, m) = high;
+  }
+  static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_expf(x)) : T(__builtin_exp(x)); }
+
+  void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
+    const Planes<X> from = planes(result, g, g.M);
+    const int64_t MCE = g.parents(), at = turn * g.positions();
+    X *S = from.pose(0, 0), *total = from.number(1, 0), *top = from.number(0, 0);
+    for (int64_t m = 0; m < g.M; ++m) {
+      const X one = inverse_or_zero(total[m]);
+      for (int64_t k = 0; k < CE; ++k) S[m * CE + k] = rounded<T>(call.in.storage, S[m * CE + k] * one);
+      const X nobody = X{} - T(__builtin_inf());
+      total[m] = total[m] == 0 ? nobody : natural_log<T>(total[m]) + top[m];
+    }
+    with_storage(call.in.storage, with.parents, [&](auto* data) FASTCAPS_LAMBDA {
+      using Out = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+      write_row<T>(tile, const_cast<Out*>(data) + at * MCE, MCE, S);
+    });
+    write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * g.M, g.M, total);
+    const bool last = turn + 1 == call.total;
+    if (with.update == Update::kSquash)
+      squash<T>(S, g.M, CE);
+    else if (!last)
+      normalise<T>(S, g.M, CE);
+    if (last) {
+      if (with.result)
+        with_storage(call.in.storage, with.result, [&](auto* data) FASTCAPS_LAMBDA {
+          using Out = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+          write_row<T>(tile, const_cast<Out*>(data), MCE, S);
+        });
+      return;
+    }
+    for (int64_t k = 0; k < MCE; ++k) Q[k] = rounded<T>(call.in.storage, Q[k] + rounded<T>(call.in.storage, S[k]));
+  }
+};
+
+template <class T, class X>
+struct PoolingBackward {
+  using Operands = Pooling;
+  using V = Vec<T>;
+  static constexpr int kRows =
+      4;  // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
+  static constexpr int kResultNumbers = 0;
+  static constexpr bool kSilent = true, kBetas = false;
+  const BackwardCall<Pooling>& call;
+  const Geometry& g;
+  const Pooling& with;
+  const int64_t CE;
+
+  explicit PoolingBackward(const BackwardCall<Pooling>& call_)
+      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+
+  // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp. Results: dQ.
+  static int64_t state_numbers(const BackwardCall<Pooling>& call) {
+    const Geometry& g = call.in.geometry;
+    return 2 * g.M * (g.parent_pose() + 1);
+  }
+  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base, many, g.parent_pose(), 1};
+  }
+  template <class Y>
+  FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
+    return {base, g.M, CE, 2};
+  }
+  bool wants_results() const { return with.dquery; }
+  bool needs_vote() const { return with.query.data; }
+  static int64_t prepare_scratch(const Geometry& g) { return g.parents(); }
+
+  void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+    const Planes<X> to = parents(state);
+    zero(state, state_numbers(call));
+    if (with.query.data) gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, to.pose(1, 0));
+    gather_parents<T>(g, tile, compute_storage<T>, with.given_logsumexp, g.M, 1, 1, to.number(0, 0));
+    X *ds = to.pose(0, 0), *known = to.number(1, 0);
+    if (with.grad_parents.data) {
+      gather_parents<T>(g, tile, call.in.storage, with.grad_parents, g.M, g.C, g.E, ds);
+      gather_parents<T>(g, tile, call.in.storage, with.given_parents, g.M, g.C, g.E, scratch);
+      for (int64_t m = 0; m < g.M; ++m)
+        for (int64_t k = 0; k < CE; ++k) known[m] += ds[m * CE + k] * scratch[m * CE + k];
+    }
+    if (with.grad_logsumexp.data) {
+      gather_parents<T>(g, tile, compute_storage<T>, with.grad_logsumexp, g.M, 1, 1, scratch);
+      for (int64_t m = 0; m < g.M; ++m) known[m] -= scratch[m];
+    }
+  }
+
+  template <bool kKeep, class Pose, class Weight>
+  FASTCAPS_INLINE void listen(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
+                              const Weight* bias, V* kept, V* row, int64_t stride, V&) const {
+    const Planes<const X> from = parents(state);
+    const X *ds = from.pose(0, m), *q = from.pose(1, m);
+    V dot[2] = {}, gain[2] = {}, square[2] = {};
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+      dot[k & 1] += q[k] * v;
+      gain[k & 1] += ds[k] * v;
+      square[k & 1] += v * v;
+      if constexpr (kKeep) kept[k] = v;
+    });
+    const V one = with.normalize ? inverse_length<T>(square[0] + square[1]) : broadcast(T(1));
+    const V asked = with.query.data ? (dot[0] + dot[1]) * one : V{};
+    const V all = V{} + *from.number(0, m);
+    row[0] =
+        all == T(-__builtin_inf()) ? V{} : exp_any<T>(asked * T(with.scale) - all);  // where nobody is, nobody hears
+    row[stride] = gain[0] + gain[1] - *from.number(1, m);
+    row[2 * stride] = one;
+    row[3 * stride] = with.normalize ? asked * one : V{};
+  }
+
+  FASTCAPS_INLINE V compete(V* row, int64_t stride, V, V gate) const {
+    V dgate{};
+    for (int64_t m = 0; m < g.M; ++m) {
+      const V heard = row[m] * row[stride + m];
+      dgate += heard;
+      row[m] = gate == 0 ? V{} : row[m] * gate;
+      const V da = with.frozen || !with.query.data ? V{} : gate == 0 ? V{} : gate * heard * T(with.scale);
+      row[stride + m] = da * row[2 * stride + m];
+      row[3 * stride + m] *= row[stride + m];
+    }
+    return with.frozen ? dgate - dgate : dgate;  // 0, but not where it is not finite: that is how broken children show
+  }
+
+  template <class Pose, class Weight>
+  FASTCAPS_INLINE void vote_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                  V* vote) const {
+    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { vote[k] = v; });
+  }
+
+  FASTCAPS_INLINE void gradient(const X* state, int64_t m, const V* row, int64_t stride, const V* vote, V* dV,
+                                Planes<V> to, int64_t to_m) const {
+    const Planes<const X> from = parents(state);
+    const X *ds = from.pose(0, m), *q = from.pose(1, m);
+    const V share = row[0], c = row[stride], d = row[3 * stride];
+    if (!with.query.data) {
+      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k];
+      return;
+    }
+    for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k] + c * q[k] - d * vote[k];
+    if (with.dquery) {
+      V* dq = to.pose(0, to_m);
+      for (int64_t k = 0; k < CE; ++k) dq[k] += c * vote[k];
+    }
+  }
+
+  void finish(const Tile<T>& tile, const X*, X* dq) const {
+    write_row<T>(tile, static_cast<T*>(with.dquery), g.parents(), dq);
+  }
+};
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

@@ -1,0 +1,140 @@
+// What a thread works with: scratch memory, and the weights and biases of the children at hand.
+#pragma once
+
+#include "lanes.h"
+#include "pass.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+// Who sits in the lanes (see lanes.h): positions; children with weights of their own; children that share them all.
+enum class Lanes { kPositions, kChildren, kSharing };
+
+// Hands out pieces of a thread's scratch memory; with a null base it only counts.
+struct Arena {
+  char* base;
+  int64_t used = 0;
+
+  template <class U>
+  U* take(int64_t count) {
+    U* piece = base ? reinterpret_cast<U*>(base + used) : nullptr;
+    used += (count * int64_t(sizeof(U)) + 63) / 64 * 64;
+    return piece;
+  }
+};
+
+// The weights and biases of a unit of children for one parent: where the user put them, or, where lanes are children
+// with weights of their own, turned to lanes in scratch memory and good until the next call.
+template <class T, Lanes kLane>
+struct WeightsOf {
+  static constexpr bool kTurned = kLane == Lanes::kChildren;
+  using Weight = std::conditional_t<kTurned, Vec<T>, T>;
+  const T* weight;
+  const T* bias;
+  const int64_t G, M, size, pose, bias_i, bias_m;
+  Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
+
+  WeightsOf(const Inputs& in, Arena& arena)
+      : weight(static_cast<const T*>(in.weight)),
+        bias(static_cast<const T*>(in.bias)),
+        G(in.geometry.G),
+        M(in.geometry.M),
+        size(in.geometry.D * in.geometry.E),
+        pose(in.geometry.parent_pose()),
+        bias_i(in.bias_stride_i),
+        bias_m(in.bias_stride_m) {
+    if (kTurned && weight) weight_lanes = arena.take<Vec<T>>(size);
+    if (kTurned && bias) bias_lanes = arena.take<Vec<T>>(pose);
+  }
+
+  FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
+
+  FASTCAPS_INLINE const T* bias_at(int64_t i, int64_t m) const { return bias + i * bias_i + m * bias_m; }
+
+  FASTCAPS_INLINE const Weight* matrix(const Range& range, int64_t q, int64_t m) const {
+    if (weight == nullptr) return nullptr;
+    if constexpr (kTurned) {
+      const T* lane[kLanes<T>];
+      for (int r = 0; r < kLanes<T>; ++r)
+        lane[r] = q + r < range.count ? weight + offset(range.child(q + r), m) : nullptr;
+      gather_rows<T>(lane, size, weight_lanes);
+      return weight_lanes;
+    } else {
+      return weight + offset(range.child(q), m);
+    }
+  }
+
+  FASTCAPS_INLINE const Weight* bias_of(const Range& range, int64_t q, int64_t m) const {
+    if (bias == nullptr) return nullptr;
+    if constexpr (kTurned) {
+      const T* lane[kLanes<T>];
+      for (int r = 0; r < kLanes<T>; ++r) lane[r] = q + r < range.count ? bias_at(range.child(q + r), m) : nullptr;
+      gather_rows<T>(lane, pose, bias_lanes);
+      return bias_lanes;
+    } else {
+      return bias_at(range.child(q), m);
+    }
+  }
+};
+
+// logits -> gate * softmax over m, in place, given the highest.
+template <class T>
+FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) {
+  Vec<T> sum[2] = {};
+  int64_t m = 0;
+  for (; m + 2 <= M; m += 2)
+    unroll<2>([&](auto k) FASTCAPS_LAMBDA {
+      a[m + k] = exp_nonpositive(a[m + k] - highest);
+      sum[k] += a[m + k];
+    });
+  if (m < M) sum[0] += a[m] = exp_nonpositive(a[m] - highest);
+  const Vec<T> share = gate / (sum[0] + sum[1]);
+  for (m = 0; m < M; ++m) a[m] *= share;
+}
+
+// Children whose gate is exactly 0 leave no trace, whatever their numbers are.
+template <class T>
+void silence(Vec<T>* P, const Vec<T>* gates, int64_t units, int64_t CD) {
+  for (int64_t j = 0; j < units; ++j) {
+    const auto silent = gates[j] == 0;
+    T any[kLanes<T>];
+    store<T>(any, silent ? broadcast(T(1)) : Vec<T>{});
+    bool some = false;
+    for (int r = 0; r < kLanes<T>; ++r) some = some || any[r] != 0;
+    if (!some) continue;
+    for (int64_t k = 0; k < CD; ++k) P[j * CD + k] = silent ? Vec<T>{} : P[j * CD + k];
+  }
+}
+
+// Planes of a row of parents: `poses` planes of [many, C * E] numbers, then planes of [many] numbers.
+template <class X>
+struct Planes {
+  X* base;
+  int64_t many, size, poses;
+
+  FASTCAPS_INLINE X* pose(int plane, int64_t m) const { return base + (plane * many + m) * size; }
+  FASTCAPS_INLINE X* number(int plane, int64_t m) const { return base + poses * many * size + plane * many + m; }
+  FASTCAPS_INLINE int64_t numbers(int64_t scalars) const { return many * (poses * size + scalars); }
+};
+
+template <class X>
+FASTCAPS_INLINE void zero(X* p, int64_t count) {
+  std::memset(p, 0, size_t(count) * sizeof(X));
+}
+
+// out[k] += the sum over lanes of a row's numbers.
+template <class T, class X>
+FASTCAPS_INLINE void add_lanes(const X* v, int64_t count, T* out) {
+  if constexpr (kOnePosition<T, X>)
+    for (int64_t k = 0; k < count; ++k) out[k] += v[k];
+  else
+    add_lane_sums<T>(v, count, out);
+}
+
+template <class T>
+inline constexpr Storage compute_storage = sizeof(T) == 8 ? Storage::kFloat64 : Storage::kFloat32;
+
+FASTCAPS_INLINE int64_t min(int64_t x, int64_t y) { return x < y ? x : y; }
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps
