@@ -1,4 +1,4 @@
-"""The examples in the docstrings of modules, networks and the authors' layers run as printed."""
+"""The examples in the docstrings of functions, modules, networks and published layers run as printed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ import importlib
 import pytest
 
 MODULES = [
+    "fastcaps.functional.dynamic",
+    "fastcaps.functional.em",
+    "fastcaps.functional.heinsen",
+    "fastcaps.functional.pooling",
+    "fastcaps.losses",
+    "fastcaps.vectors",
     "fastcaps.nn.capsnet",
     "fastcaps.nn.convert",
+    "fastcaps.nn.dynamic",
+    "fastcaps.nn.em",
     "fastcaps.nn.head",
+    "fastcaps.nn.heinsen",
     "fastcaps.nn.inverted_attention",
     "fastcaps.nn.poses",
     "fastcaps.nn.primary",
+    "fastcaps.nn.routing_pool",
     "fastcaps.nn.stack",
+    "fastcaps.compat.dense_capsule",
+    "fastcaps.compat.heinsen_routing",
     "fastcaps.compat.ml_capsules",
     "fastcaps.models",
 ]

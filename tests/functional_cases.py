@@ -1,0 +1,58 @@
+"""Small layers in public layout, and their positions as the papers' loops want them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from oracle_routings import Child, positions
+from torch import Tensor
+
+from fastcaps import Window
+from fastcaps.geometry import SET_WINDOW, to_op
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+WINDOWS = {"set": None, "conv": Window((3, 2), (2, 1)), "padded": Window(3, (1, 2), 1)}
+GROUPS = {"own": None, "types": 0, "one": 1}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer(
+    window: Window | None, pose: tuple[int, int, int] = (2, 2, 2), groups: str = "own", parents: int = 3
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return children, weight, bias and gates of a small set or grid in public layout."""
+    rows, depth, columns = pose
+    grid, types = ((), 6) if window is None else ((5, 4), 2)
+    count = types * (1 if window is None else window.positions)
+    many = {None: count, 0: types, 1: 1}[GROUPS[groups]]
+    children = draw(2, types, *grid, rows, depth)
+    gates = torch.rand(children.shape[:-2], generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return children, draw(many, parents, depth, columns, seed=1), draw(count, parents, rows, columns, seed=2), gates
+
+
+def seen_by(
+    window: Window | None, children: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None
+) -> Iterator[tuple[tuple[int, int, int], list[Child]]]:
+    """Yield every position with its children, as the oracle wants them."""
+    given = [to_op(children, window), weight, bias, None if gate is None else to_op(gate, window)]
+    lists = [None if tensor is None else tensor.tolist() for tensor in given]
+    yield from positions(*lists, SET_WINDOW if window is None else window.spec)
+
+
+def expect(found: Tensor, expected: list) -> None:
+    torch.testing.assert_close(found.reshape(-1), torch.tensor(expected, dtype=torch.float64).reshape(-1), **CLOSE)
+
+
+def at(result: Tensor, window: Window | None, place: tuple[int, int, int], coefficients: bool = False) -> Tensor:
+    """Return one position of a public result."""
+    if coefficients:
+        return (result[:, None, None] if window is None else result)[place]
+    return to_op(result, window)[place]
+
+
+def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    loss = sum((r * draw(*r.shape, seed=k).to(r.dtype)).sum() for k, r in enumerate(results))
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

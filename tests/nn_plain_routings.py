@@ -1,0 +1,74 @@
+"""Published routing layers in our own words: eager, votes stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class DenseCapsule(nn.Module):
+    """Guo's class layer: dynamic routing whose coefficients are found on votes cut off from the gradient."""
+
+    def __init__(self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3):
+        super().__init__()
+        self.routings = routings
+        self.weight = nn.Parameter(0.01 * torch.randn(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
+
+    @staticmethod
+    def squash(sums: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(sums, dim=-1, keepdim=True)
+        return sums * (size**2 / (1 + size**2) / (size + 1e-8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = torch.einsum("jied,bid->bjie", self.weight, x)
+        constant = votes.detach()
+        log_prior = torch.zeros(votes.shape[:-1], dtype=votes.dtype)
+        for turn in range(self.routings):
+            shares = log_prior.softmax(1)
+            last = turn == self.routings - 1
+            parents = self.squash((shares[..., None] * (votes if last else constant)).sum(2))
+            if not last:
+                log_prior = log_prior + (constant * parents[:, :, None]).sum(-1)
+        return parents
+
+
+class GenerativeMatrixRouting(nn.Module):
+    """Heinsen's layer, Algorithm 1 step by step; returns all that a turn computes."""
+
+    def __init__(self, n_inp, n_out, d_cov, d_inp, d_out, n_iters=3, single_beta=False, p_model="gaussian", eps=1e-5):
+        super().__init__()
+        rows = max(1, n_inp)
+        self.n_inp, self.n_iters, self.p_model, self.eps = n_inp, n_iters, p_model, eps
+        self.register_buffer("CONST_one", torch.tensor(1.0))
+        self.W = nn.Parameter(torch.randn(rows, n_out, d_inp, d_out) / d_inp)
+        self.B = nn.Parameter(torch.zeros(rows, n_out, d_cov, d_out))
+        self.beta_use = nn.Parameter(torch.zeros(rows, n_out))
+        self.beta_ign = self.beta_use if single_beta else nn.Parameter(torch.zeros(rows, n_out))
+
+    def forward(self, a_inp: Tensor, mu_inp: Tensor) -> dict[str, Tensor]:
+        matrices = self.W.expand(a_inp.shape[-1], -1, -1, -1)
+        votes = torch.einsum("ijdh,...icd->...ijch", matrices, mu_inp) + self.B
+        many = votes.shape[-3]
+        data = torch.sigmoid(a_inp)[..., None]
+        log_p = None
+        score = mean = variance = votes  # of the turn before, from the second on
+        for turn in range(self.n_iters):
+            if turn == 0:
+                shares = torch.full(votes.shape[:-2], 1 / many, dtype=votes.dtype)
+            else:
+                square = (votes - mean[..., None, :, :, :]) ** 2
+                if self.p_model == "gaussian":
+                    log_p = -(square / (2 * variance[..., None, :, :, :])).sum((-2, -1))
+                    log_p = log_p - variance.sqrt().log().sum((-2, -1))[..., None, :]
+                else:
+                    log_p = torch.log_softmax(-square.sum((-2, -1)), -1)
+                shares = torch.softmax(nn.functional.logsigmoid(score)[..., None, :] + log_p, -1)
+            used = data * shares
+            ignored = data - used
+            score = (self.beta_use * used - self.beta_ign * ignored).sum(-2)
+            normal = used / (used.sum(-2, keepdim=True) + self.eps)
+            mean = (normal[..., None, None] * votes).sum(-4)
+            square = (votes - mean[..., None, :, :, :]) ** 2
+            variance = (normal[..., None, None] * square).sum(-4) + self.eps
+        found = {"V": votes, "R": shares, "D_use": used, "D_ign": ignored}
+        return {**found, "log_p": log_p, "a_out": score, "mu_out": mean, "sig2_out": variance}
