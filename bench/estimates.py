@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from bench import sass
 from bench.chip import H200, macs, wavefronts
 from bench.static_report import Compiled, Identity, as_markdown
-from bench.workloads import Workload, attention_passes, find
+from bench.workloads import WORKLOADS, Workload, attention_passes, find
 from fastcaps import dispatch, libraries
 
 __all__ = ["TARGETS", "Estimate", "choose", "estimate", "markdown", "supported", "training"]
@@ -49,12 +49,15 @@ class Estimate:
         Seconds that each unit is busy, at the sustained clock; ``issue`` the schedulers.
     tail
         Share of the multiprocessors' room that the launch's blocks fill on average.
+    passes
+        How many passes the call makes, each counted as one with parents; all else here is of one.
     """
 
     kernel: Compiled
     slots: float
     units: dict[str, float]
     tail: float
+    passes: int = 1
 
     @property
     def bound(self) -> tuple[str, float]:
@@ -65,30 +68,33 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """The time: of the schedulers if they fill :data:`ISSUED` of their slots, of another unit if that is longer."""
-        return max(self.bound[1], self.units["issue"] / ISSUED) / self.tail + LAUNCH
+        return self.passes * (max(self.bound[1], self.units["issue"] / ISSUED) / self.tail + LAUNCH)
 
 
 def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor: bool) -> Compiled | None:
     """Return the kernel that serves a workload, as the library chooses.
 
-    Its pose, on the tensor cores where that is allowed and there is one; of these the fewest parents that suffice. More
-    parents than any takes are shared by several warps of a block, or, where weights are large, by blocks, which the
-    plain kernels leave out.
+    That of its pass and its pose, on the tensor cores where that is allowed and there is one; of these the fewest
+    parents that suffice. More parents than any takes are shared by several warps of a block, or, where weights are
+    large, by blocks, which the plain kernels leave out.
     """
     pose = (workload.rows, workload.columns_in, workload.columns_out)
+    if not workload.matrices:  # what a kernel does with matrices, this call leaves out
+        return None
     fitting: list[tuple[Identity, Compiled]] = []
     for one in found:
         named = one.identity
-        if named is None or not one.trip or named.subject != "attention":
+        if named is None or not one.trip or named.subject != workload.routing.subject:
             continue
         if (named.direction, named.pose) == (direction, pose):
             fitting.append((named, one))
     wanted = tensor and any(named.tensor for named, _ in fitting)
     fitting = [pair for pair in fitting if pair[0].tensor == wanted]
-    enough = [pair for pair in fitting if pair[0].parents >= workload.parents and pair[0].plain]
+    has_plain = any(named.plain for named, _ in fitting)
+    enough = [pair for pair in fitting if pair[0].parents >= workload.parents and pair[0].plain == has_plain]
     if enough:
         return min(enough, key=lambda pair: pair[0].parents)[1]
-    many = [pair for pair in fitting if pair[0].plain != (pose == (1, 64, 64))]
+    many = [pair for pair in fitting if pair[0].plain == (has_plain and pose != (1, 64, 64))]
     return max(many, key=lambda pair: pair[0].parents)[1] if many else None
 
 
@@ -121,11 +127,13 @@ def _plan(workload: Workload, batch: int, backward: bool, tensor: bool) -> tuple
     out_height, out_width = workload.output_grid or (1, 1)
     size, stride = workload.kernel_size, workload.stride
     numbers = [batch, height, width, workload.types, workload.rows, workload.columns_in, out_height, out_width]
-    numbers += (workload.parents, workload.columns_out, workload.children, size, size, stride, stride, 0, 0, 1, 1)
+    numbers += (workload.parents, workload.columns_out, workload.matrices, size, size, stride, stride, 0, 0, 1, 1)
     geometry = (ctypes.c_int64 * len(numbers))(*numbers)
     options = dispatch.ALLOW_TF32 if tensor else 0
     machine = (H200.multiprocessors, SHARED_LIMIT)
-    told = libraries.library("cuda").ask("fastcaps_cuda_plan", geometry, int(backward), options, 0, *machine) or ""
+    subject = workload.routing.subject
+    function = "fastcaps_cuda_plan" if subject == "attention" else f"fastcaps_cuda_{subject}_plan"
+    told = libraries.library("cuda").ask(function, geometry, int(backward), options, 0, *machine) or ""
     found = re.search(r"(\d+) positions x \d+ parents a block of (\d+) threads.*?(\d+) blocks", told)
     return (int(found.group(1)), int(found.group(2)), int(found.group(3))) if found else None
 
@@ -152,7 +160,7 @@ def estimate(
     cycles["shared memory"] = _shared_cycles(named, workload, body, backward)
     units = {name: H200.seconds(trips * value) for name, value in cycles.items() if value}
 
-    weight = 4 * workload.children * workload.parents * workload.columns_in * workload.columns_out
+    weight = 4 * workload.matrices * workload.parents * workload.columns_in * workload.columns_out
     pose = workload.rows * workload.columns_in
     children = 4 * batch * workload.types * math.prod(workload.grid or (1,)) * pose
     parents = 4 * positions * workload.parents * workload.rows * workload.columns_out
@@ -163,7 +171,7 @@ def estimate(
     else:
         units["device memory"] = (children + weight + 4 * parents) / H200.bandwidth
         units["second-level cache"] = (seen + tiles * weight) / L2_READS
-    return Estimate(kernel, len(body), units, _tail(kernel, threads, blocks))
+    return Estimate(kernel, len(body), units, _tail(kernel, threads, blocks), workload.routing.passes)
 
 
 def _shared_cycles(named: Identity, workload: Workload, body: Sequence[sass.Instruction], backward: bool) -> float:
@@ -225,22 +233,40 @@ def supported(found: Sequence[Compiled]) -> list[list[str]]:
     return lines
 
 
-def table(found: Sequence[Compiled]) -> list[list[str]]:
-    """Return a line for each workload with parents and each direction, twice where tensor cores make a difference."""
+def table(found: Sequence[Compiled], workloads: Sequence[Workload]) -> list[list[str]]:
+    """Return a line for each workload and direction, twice where tensor cores make a difference, the head first."""
+    several = any(workload.routing.passes > 1 for workload in workloads)
     head = ["workload", "direction", "kernel", "slots", "issue", "multiply-add", "matrix", "shared", "L2", "HBM"]
-    lines = [[*head, "fills", "estimate, ms"]]
+    lines = [[*head, "fills", *(["passes"] if several else []), "estimate, ms"]]
     names = ("issue", "multiply-add", "matrix", "shared memory", "second-level cache", "device memory")
-    for workload in attention_passes():
+    for workload in workloads:
         for direction in ("forward", "backward"):
             for tensor in (False, True):
-                one = estimate(found, workload, BATCH, direction, tensor)
+                one = estimate(found, workload, BATCH if workload.copies == 1 else workload.batch, direction, tensor)
                 if one is None or (tensor and not (one.kernel.identity and one.kernel.identity.tensor)):
                     continue
                 units = [f"{one.units[name] * 1e3:.3f}" if name in one.units else "" for name in names]
-                what = one.kernel.title.partition(" ")[2]
+                what = one.kernel.title.partition(f"{direction} ")[2]
                 cells = [workload.name, direction, what, f"{one.slots:.0f}", *units, f"{one.tail:.0%}"]
-                lines.append([*cells, f"{one.seconds * 1e3:.3f}"])
+                lines.append([*cells, *([str(one.passes)] if several else []), f"{one.seconds * 1e3:.3f}"])
     return lines
+
+
+def _whole(found: Sequence[Compiled]) -> list[str]:
+    """Return what is said of whole routings: nothing if no kernel serves any."""
+    workloads = [work for work in WORKLOADS.values() if work.routing.passes > 1]
+    lines = table(found, workloads)
+    if len(lines) == 1:
+        return []
+    missing = [work.name for work in workloads if not any(line[0] == work.name for line in lines[1:])]
+    text = (
+        "Whole routings, likewise (`vocabulary` and `million` at batch 1): the units of one pass with parents, and all "
+        "passes' time, the first, uniform one counted like the others. What comes between passes is left out."
+    )
+    if missing:
+        missed = ", ".join(missing)
+        text += f" Not estimated, for want of a kernel for their poses alone, or for votes without matrices: {missed}."
+    return [text, as_markdown(lines)]
 
 
 def markdown(found: Sequence[Compiled]) -> str:
@@ -256,4 +282,5 @@ def markdown(found: Sequence[Compiled]) -> str:
         f"the device. The estimate is the longest of these, the schedulers filling {ISSUED:.0%} of their slots, and "
         f"{LAUNCH * 1e6:.0f} us for a launch's ends."
     )
-    return "\n\n".join([assumed, as_markdown(table(found)), as_markdown(supported(found))])
+    parts = [assumed, as_markdown(table(found, attention_passes())), as_markdown(supported(found)), *_whole(found)]
+    return "\n\n".join(parts)

@@ -96,8 +96,12 @@ _NAME = re.compile(
     r"(?:[\w:]*::)?(\w+)Pose(\w*)(?:<([\d, ]+)>)?\s*,\s*(.*)>$"
 )
 
-_TENSOR_LANES = {"4x4": ((4, 4, 4), 1, 8), "1x64": ((1, 64, 64), 4, 1)}
-"""Poses with kernels for tensor cores: C, D, E; lanes that share a parent's pose; lanes that take other parents."""
+_LANES = {
+    ("Tensor", "4x4"): ((4, 4, 4), 1, 8),
+    ("Tensor", "1x64"): ((1, 64, 64), 4, 1),
+    ("Single", "1x16"): ((1, 16, 16), 1, 1),
+}
+"""Poses whose names do not say it all: C, D, E; lanes that share a parent's pose; lanes that take other parents."""
 
 
 def identify(name: str) -> Identity | None:
@@ -117,10 +121,10 @@ def identify(name: str) -> Identity | None:
     if kind == "Fixed":
         lanes = ((numbers[0], numbers[1], numbers[2]), numbers[5], numbers[6])
         each = numbers[7] if len(numbers) == 9 else 1
-    elif kind == "Tensor":
-        if size not in _TENSOR_LANES:
+    elif kind != "Free":
+        if (kind, size) not in _LANES:
             return None
-        lanes, each = _TENSOR_LANES[size], numbers[0] if numbers else 1
+        lanes, each = _LANES[kind, size], numbers[0] if numbers and kind == "Tensor" else 1
     bounds = (flags[0] == "true", counts[-2], counts[-1])
     return Identity(direction.lower(), *lanes, each, counts[0], *bounds, kind == "Tensor", subject.lower())
 

@@ -231,17 +231,22 @@ def test_names_of_kernels() -> None:
     pooling = identify(f"{gpu}backward_kernel<{gpu}PoolingBackward, {gpu}FreePose<1, 8>, 1, false, 256, 1>")
     assert pooling is not None and (pooling.subject, pooling.direction) == ("pooling", "backward")
     assert str(pooling) == "pooling backward any pose, all options"
+    single = identify(f"{gpu}forward_kernel<{gpu}PoolingForward, {gpu}SinglePose1x16<4>, 1, false, 256, 1>")
+    assert single is not None and (single.pose, single.parents, single.seats) == ((1, 16, 16), 1, 32)
     assert identify("fastcaps::gpu::finish_kernel<4>") is None
 
 
 # Estimates
 
 
-def _kernel(direction: str, parents: int, path: list[str], pose: str = "4, 4, 4, 4, 4, 1") -> Compiled:
+def _kernel(
+    direction: str, parents: int, path: list[str], pose: str = "4, 4, 4, 4, 4, 1", subject: str = "Attention"
+) -> Compiled:
     """Make up a compiled kernel whose loop over children is `path`."""
     made = [Instruction(16 * k, "", opcode, "") for k, opcode in enumerate(path)]
     made.append(Instruction(16 * len(path), "@P0", "BRA", "0x0"))
-    name = f"gpu::attention_{direction}_kernel<gpu::FixedPose<{pose}, {parents}, 1, 20>, 2, true, 256, 1>"
+    policy = f"gpu::{subject}{direction.capitalize()}"
+    name = f"gpu::{direction}_kernel<{policy}, gpu::FixedPose<{pose}, {parents}, 1, 20>, 2, true, 256, 1>"
     return Compiled(name, Usage(name, "sm_90", 128, 0, 0), Kernel(name, "sm_90", made))
 
 
@@ -261,6 +266,23 @@ def test_the_estimate_of_a_loop_counted_by_hand(monkeypatch: pytest.MonkeyPatch)
     assert estimates.estimate(found, find("tsai-c10-conv1"), 128, "backward") is None
     fc = estimates.estimate(found, find("tsai-c10-fc"), 128, "forward")
     assert fc is not None and fc.kernel is found[1]  # 16 parents suffice for 10
+
+
+def test_a_whole_routing_is_so_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "_plan", lambda *arguments: None)
+    path = ["FFMA"] * 200 + ["MUFU.EX2", "MUFU.RCP"]
+    pose = "1, 8, 16, 4, 4, 1"
+    found = [_kernel("forward", 16, path, pose, subject) for subject in ("Attention", "Gaussian")]
+    three = estimates.estimate(found, find("sabour-mnist"), 128, "forward")
+    assert three is not None and three.kernel is found[0] and three.passes == 3
+    one = max(three.units["issue"] / 0.85, three.bound[1])
+    assert three.seconds == pytest.approx(3 * (one + 4e-6))
+    em = estimates.estimate(found, find("li-capnet-em"), 128, "forward")
+    assert em is not None and em.kernel is found[1]  # of its own pass
+    assert estimates.estimate(found, find("zhao-pool"), 128, "forward") is None
+    assert "| li-capnet-em | forward |" in estimates.markdown(found)
+    assert "for want of a kernel for their poses" in estimates.markdown(found)
+    assert "Whole routings" not in estimates.markdown([])
 
 
 def test_loops_over_the_depth_count_as_often_as_they_run() -> None:

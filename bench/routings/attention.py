@@ -61,6 +61,11 @@ class AttentionPass(Routing):
             made["norm_bias"] = 0.1 * draw.normal(pose[0] * pose[1])
         return made
 
+    @property
+    def passes(self) -> int:
+        """One pass."""
+        return 1
+
     def operations(self, workload: Workload) -> int:
         """Count ``2 (C D E + 2 C E)``: the vote itself, its agreement with the parent, and its share of the sum.
 

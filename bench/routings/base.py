@@ -42,6 +42,8 @@ class Routing(ABC):
         Names of what it returns.
     fixed
         Arguments that no training step differentiates.
+    subject
+        The pass that its turns are made of: ``attention``, ``pooling`` or ``gaussian``.
     stored
         How many times the bytes of its votes each alternative needs: a forward call, and a training step. Measured for
         poses of 16 numbers, and rounded up; small layers and poses need more.
@@ -49,6 +51,7 @@ class Routing(ABC):
 
     results: ClassVar[tuple[str, ...]] = ("parents",)
     fixed: ClassVar[tuple[str, ...]] = ()
+    subject: ClassVar[str] = "attention"
     stored: ClassVar[dict[str, tuple[float, float]]]
 
     @abstractmethod
@@ -58,6 +61,11 @@ class Routing(ABC):
     def grads(self, workload: Workload, draw: Draw) -> dict[str, Tensor]:
         """Return a cotangent of each result, by name and in order."""
         return {"parents": draw.parents(workload.rows, workload.columns_out)}
+
+    @property
+    @abstractmethod
+    def passes(self) -> int:
+        """How many passes it is."""
 
     @abstractmethod
     def operations(self, workload: Workload) -> int:

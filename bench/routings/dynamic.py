@@ -51,6 +51,11 @@ class DynamicRouting(Routing):
         children = draw.children(workload.rows, workload.columns_in)
         return {"children": _squash(children, (-2, -1)), "weight": draw.weight(1.0)}
 
+    @property
+    def passes(self) -> int:
+        """A pass a turn."""
+        return self.iterations
+
     def operations(self, workload: Workload) -> int:
         """Count ``2 C D E`` for the vote, once; ``C E`` for the first turn's sum of votes, and ``4 C E`` for agreement
         and weighted sum in every other turn."""

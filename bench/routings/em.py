@@ -44,6 +44,7 @@ class EMRouting(Routing):
 
     results: ClassVar[tuple[str, ...]] = ("poses", "activations")
     fixed: ClassVar[tuple[str, ...]] = ("bias",)
+    subject: ClassVar[str] = "gaussian"
     stored: ClassVar[dict[str, tuple[float, float]]] = {
         "reference": (4.7, 18.5),
         "batched-matmul": (4.6, 11.0),
@@ -72,6 +73,11 @@ class EMRouting(Routing):
     def grads(self, workload: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw a cotangent of the poses, and one of the activations."""
         return {"poses": draw.parents(workload.rows, workload.columns_out), "activations": draw.parents()}
+
+    @property
+    def passes(self) -> int:
+        """A pass a turn."""
+        return self.iterations
 
     def operations(self, workload: Workload) -> int:
         """Count as :func:`bench.routings.gaussian.operations` does."""

@@ -43,6 +43,7 @@ class HeinsenRouting(Routing):
     layers: int = 0
 
     results: ClassVar[tuple[str, ...]] = ("scores", "means", "variances")
+    subject: ClassVar[str] = "gaussian"
     stored: ClassVar[dict[str, tuple[float, float]]] = {
         "reference": (4.7, 18.6),
         "batched-matmul": (4.6, 15.6),
@@ -72,6 +73,11 @@ class HeinsenRouting(Routing):
         """Draw cotangents of scores, means and variances."""
         pose = workload.rows, workload.columns_out
         return {"scores": draw.parents(), "means": draw.parents(*pose), "variances": draw.parents(*pose)}
+
+    @property
+    def passes(self) -> int:
+        """A pass a turn."""
+        return self.iterations
 
     def operations(self, workload: Workload) -> int:
         """Count as :func:`bench.routings.gaussian.operations` does; evidence sums are not counted."""

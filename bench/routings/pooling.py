@@ -37,6 +37,7 @@ class RoutingPool(Routing):
     iterations: int = 3
     sharpness: float = 0.5
 
+    subject: ClassVar[str] = "pooling"
     stored: ClassVar[dict[str, tuple[float, float]]] = {
         "reference": (2.9, 18.9),
         "batched-matmul": (1.8, 8.7),
@@ -47,6 +48,11 @@ class RoutingPool(Routing):
     def arguments(self, workload: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""
         return {"children": draw.children(workload.rows, workload.columns_in).relu()}
+
+    @property
+    def passes(self) -> int:
+        """A pass a turn, and the sum that follows."""
+        return self.iterations + 1
 
     def operations(self, workload: Workload) -> int:
         """Count ``3 C E`` for a key of length 1, ``C E`` for the first turn's average, and ``4 C E`` for agreement and
