@@ -68,21 +68,22 @@ def _plan(
 ) -> str:
     """Return what a backend says of its kernel and cut, in one line."""
     device = children.device
-    asked = "plan" if stem == "attention" else f"{stem}_plan"
     numbers = (ctypes.c_int64 * len(geometry))(*geometry)
     if name == "cpu":
         wide = int(dtype == torch.float64)
-        return libraries.library("cpu").ask(f"fastcaps_cpu_{asked}", numbers, int(backward), wide) or ""
+        return libraries.library("cpu").ask("fastcaps_cpu_plan", stem, numbers, int(backward), wide) or ""
     if name == "cuda":
         machine: Any = torch.cuda.get_device_properties(device)
         size, shared = machine.multi_processor_count, machine.shared_memory_per_block_optin
         how = (int(backward), dispatch.options(), int(dtype != torch.float32))
-        return libraries.library("cuda").ask(f"fastcaps_cuda_{asked}", numbers, *how, size, shared) or ""
+        asked = "fastcaps_cuda_plan" if stem == "attention" else f"fastcaps_cuda_{stem}_plan"
+        return libraries.library("cuda").ask(asked, numbers, *how, size, shared) or ""
     if name == "triton":
-        plan: Any = getattr(libraries.triton_kernels(stem)[0], "plan_call", None)
-        if plan is not None and weight is not None:
-            tf32 = backends.tf32_allowed()
-            return str(plan(children.to(dtype), weight, geometry[11:], backward=backward, allow_tf32=tf32))
+        kernels: Any = libraries.triton_kernels(stem)[0]
+        how_many = {} if weight is not None else {"parents": geometry[8]}
+        tf32 = backends.tf32_allowed()
+        call = (children.to(dtype), weight, geometry[11:])
+        return str(kernels.plan_call(*call, backward=backward, allow_tf32=tf32, **how_many))
     return ""
 
 

@@ -15,6 +15,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -33,6 +34,13 @@ def library_path(name: str) -> Path:
     """Return where an installation keeps the library ``"cpu"`` or ``"cuda"``."""
     suffix = "dylib" if sys.platform == "darwin" else "so"
     return Path(__file__).with_name("lib") / f"libfastcaps_{name}.{suffix}"
+
+
+def _to_c(argument: Any) -> Any:
+    """Return a number or a text as C takes it, anything else as it is."""
+    if isinstance(argument, str):
+        return ctypes.c_char_p(argument.encode())
+    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
 
 
 class Library:
@@ -56,13 +64,13 @@ class Library:
         except OSError as error:
             self.problem = f"it does not load ({error})"
 
-    def ask(self, function: str, *arguments: int | ctypes.Array[ctypes.c_int64]) -> str | None:
+    def ask(self, function: str, *arguments: int | str | ctypes.Array[ctypes.c_int64]) -> str | None:
         """Call a C function that returns text; None if the library, the function or the answer is not there."""
         called = getattr(self._handle, function, None)
         if called is None:
             return None
         called.restype = ctypes.c_char_p
-        answer = called(*(ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments))
+        answer = called(*(_to_c(argument) for argument in arguments))
         return None if answer is None else answer.decode()
 
 

@@ -7,25 +7,23 @@ is tried on the CPU, whose compiled kernel it replaces for the length of a test.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import BY_NAME, Case
+from dispatch_fakes import GPU, FakeLibrary, triton_refusal
+from dispatch_fakes import gpu as gpu  # a fixture
+from dispatch_fakes import serve as serve  # a fixture
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import Window, backends, dispatch, functional, libraries, ops, reference
 
-GPU = torch.device("cuda:0")
 POSE = (4, 4, 4)
 
 
@@ -33,40 +31,6 @@ needs_fake_gpu_tensors = pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="a torch with CUDA asks for a driver even for tensors that are made up",
 )
-
-
-class FakeLibrary:
-    """The CUDA library as far as the choice asks it: it takes poses of up to 512 numbers."""
-
-    problem = ""
-
-    def ask(self, function: str, *arguments: Any) -> str | None:
-        if function == "fastcaps_cuda_refusal":
-            rows, _, columns = arguments
-            return "" if rows * columns <= 512 else "it takes poses of up to 512 numbers"
-        return {"fastcaps_cuda_toolkit": "13.0.88", "fastcaps_cuda_architectures": "80-real,90"}[function]
-
-
-def _triton_refusal(device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int) -> str | None:
-    return None if pose[0] * pose[2] <= 8192 else "it takes poses of up to 8192 numbers"
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.MonkeyPatch]:
-    """A machine with an H200, a torch that reaches it, the CUDA library and Triton."""
-    built = tmp_path / "libfastcaps_cuda.so"
-    built.touch()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(libraries, "library_path", lambda name: built)
-    monkeypatch.setattr(libraries, "library", lambda name: FakeLibrary())
-    monkeypatch.setattr(libraries, "triton_kernels", lambda *_: (SimpleNamespace(refusal=_triton_refusal), ""))
-    for cached in (backends._chosen, backends._device_problem):
-        cached.cache_clear()
-    yield monkeypatch
-    for cached in (backends._chosen, backends._device_problem):
-        cached.cache_clear()
 
 
 @pytest.fixture
@@ -195,7 +159,7 @@ def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu.setattr(libraries, "library", lambda name: Planning())
     planned = SimpleNamespace(
-        refusal=_triton_refusal, plan_call=lambda *_, **k: plans.append(str(k)) or "plan of Triton"
+        refusal=triton_refusal, plan_call=lambda *_, **k: plans.append(str(k)) or "plan of Triton"
     )
     gpu.setattr(libraries, "triton_kernels", lambda *_: (planned, ""))
     with FakeTensorMode():
@@ -261,22 +225,6 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
 
 
 # ---- the Python kernel itself, on the CPU ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Put the Python kernel in the place of the CPU's; the function given makes it choose one backend."""
-    library = torch.library.Library("fastcaps", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced
-        library.impl("attention_pass", dispatch.attention_pass, "CPU", allow_override=True)
-        library.impl("attention_pass_backward", dispatch.attention_pass_backward, "CPU", allow_override=True)
-
-    def choose(name: str) -> None:
-        monkeypatch.setattr(backends, "choose", lambda *_: name)
-
-    yield choose
-    library._destroy()
 
 
 CASE = BY_NAME["padded"]
@@ -448,35 +396,3 @@ def test_wrong_windows_and_gradients(serve: Callable[[str], None]) -> None:
     with pytest.raises(RuntimeError, match="sums has shape"):
         ops.attention_pass_backward(*good, *tensors[:6], sums[:1], *settings, 127)
     ops.attention_pass_backward(*good, *tensors[:6], sums, *settings, 127)
-
-
-def test_the_triton_kernels_serve_a_call_through_the_choice() -> None:
-    """The whole way from the public op to Triton's interpreter, which must be switched on before Triton is imported."""
-    pytest.importorskip("triton")
-    script = """if True:
-        import warnings
-        import torch
-        from attention_cases import BY_NAME
-        from fastcaps import backends, dispatch, ops, reference
-
-        library = torch.library.Library("fastcaps", "IMPL")
-        warnings.simplefilter("ignore")
-        library.impl("attention_pass", dispatch.attention_pass, "CPU", allow_override=True)
-        library.impl("attention_pass_backward", dispatch.attention_pass_backward, "CPU", allow_override=True)
-        backends.choose = lambda *_: "triton"
-        case = BY_NAME["padded"]
-
-        def run(op):
-            tensors = [t.requires_grad_() for t in case.tensors(torch.float32)]
-            outputs = op(*tensors, *case.settings())
-            return [*outputs, *torch.autograd.grad(outputs, tensors, case.grads(torch.float32))]
-
-        for one, other in zip(run(ops.attention_pass), run(reference.attention_pass), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert "attention_norm_backward_kernel" in repr(vars(__import__("fastcaps.triton_kernels.attention", fromlist=["x"])))
-        print("served")
-    """
-    path = os.pathsep.join([str(Path(fastcaps.__file__).parents[1]), str(Path(__file__).parent)])
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0 and "served" in done.stdout, done.stderr

@@ -27,6 +27,7 @@ def check_attention(
     eps: float,
     normalize: bool,
     window: Sequence[int],
+    frozen: bool = False,
 ) -> Frame:
     """Raise RuntimeError unless the arguments of ``attention_pass`` fit together; return its sizes."""
     frame = check_call(children, weight, 0, bias, gate, window)
@@ -70,6 +71,7 @@ def _fake(
     eps: float,
     normalize: bool,
     window: Sequence[int],
+    frozen: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = frame_of(children, weight, 0, window).poses
     sums = children.new_empty(shape if normalize else (0,), dtype=reference.accumulation_dtype(children.dtype))
@@ -114,7 +116,8 @@ def _reached(grads: Sequence[Tensor | None], settings: tuple[Any, ...]) -> tuple
 ATTENTION = Pass(
     name="attention_pass",
     schema="(Tensor children, Tensor weight, Tensor? query, Tensor? bias, Tensor? gate, Tensor? norm_weight, "
-    "Tensor? norm_bias, float scale, float eps, bool normalize, int[] window) -> (Tensor parents, Tensor sums)",
+    "Tensor? norm_bias, float scale, float eps, bool normalize, int[] window, bool frozen=False) "
+    "-> (Tensor parents, Tensor sums)",
     backward_schema="(Tensor? grad_parents, Tensor? grad_sums, Tensor children, Tensor weight, Tensor? query, "
     "Tensor? bias, Tensor? gate, Tensor? norm_weight, Tensor sums, float scale, float eps, bool normalize, "
     "int[] window, int needs) -> (Tensor dchildren, Tensor dweight, Tensor dquery, Tensor dbias, Tensor dgate, "
@@ -128,6 +131,8 @@ ATTENTION = Pass(
     fake_backward=_fake_backward,
     kept=_kept,
     reached=_reached,
+    freezes=True,
+    frozen=(2,),
 )
 ATTENTION.define(LIBRARY)
 register_autocast(ATTENTION.name, ATTENTION.tensors, ATTENTION.wide)
