@@ -382,3 +382,37 @@ def test_exports_with_a_dynamic_batch(name):
     program = torch.export.export(layer, (children, parents), dynamic_shapes=shapes)
     more = [torch.cat([tensor, tensor, tensor]) for tensor in (children, parents)]
     torch.testing.assert_close(program.module()(*more), layer(*more))
+
+
+@pytest.mark.parametrize("name", [*CASES, "dropout"])
+@pytest.mark.parametrize("start", [False, True])
+def test_several_iterations_are_a_loop_of_calls(name: str, start: bool) -> None:
+    layer = make("set-matrix", dropout=0.4) if name == "dropout" else make(name)
+    children = draw(layer).requires_grad_()
+    parents = torch.randn_like(layer(children)).requires_grad_() if start else None
+    results = []
+    for together in (True, False):
+        torch.manual_seed(5)
+        before = parents
+        if not together:
+            for _ in range(2):
+                before = layer(children, before)
+        poses, spread = layer(children, before, iterations=3 if together else 1, return_coefficients=True)
+        torch.manual_seed(5)
+        alone = layer(children, before, iterations=3) if together else poses
+        leaves = [children, *layer.parameters()] + ([parents] if start else [])
+        weights = torch.linspace(-1, 1, poses.numel(), dtype=poses.dtype).view(poses.shape)
+        gradients = torch.autograd.grad((alone * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
+        results.append([poses, spread, alone, *gradients])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_iterations_must_be_a_count() -> None:
+    layer = InvertedAttentionRouting(6, 3, 4, 4)
+    with pytest.raises(ValueError, match="iterations must be an int >= 1, got 0"):
+        layer(torch.randn(2, 6, 4), iterations=0)
+    with fastcaps.backend("reference"):
+        torch.testing.assert_close(
+            layer(torch.ones(2, 6, 4), iterations=2), layer(torch.ones(2, 6, 4), layer(torch.ones(2, 6, 4)))
+        )

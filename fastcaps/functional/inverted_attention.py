@@ -8,10 +8,12 @@ from torch import Tensor
 
 from fastcaps import ops, reference
 from fastcaps.functional import explaining, uniform
-from fastcaps.functional.arguments import autocast, check_attention, chosen_backend, set_or_grid
+from fastcaps.functional.arguments import autocast, check_attention, check_count, chosen_backend, set_or_grid
 from fastcaps.geometry import SET_WINDOW, Window, from_op, to_op
 
 __all__ = ["inverted_attention_routing"]
+
+SEQUENTIAL = 0  # the routing op's rule: parents are LayerNorm(S), and the next query
 
 
 def inverted_attention_routing(
@@ -27,9 +29,10 @@ def inverted_attention_routing(
     scale: float | None = None,
     window: Window | None = None,
     normalize: bool = True,
+    iterations: int = 1,
     return_coefficients: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Route children to parents once, by inverted dot-product attention (Tsai et al. 2020, Procedure 1).
+    r"""Route children to parents, once or more often, by inverted dot-product attention (Tsai et al. 2020).
 
     .. math::
         V_{im} = P_i W_{i \bmod G, m} + b_{im}, \quad
@@ -64,8 +67,10 @@ def inverted_attention_routing(
         Makes the call one over a grid.
     normalize : bool
         False leaves LayerNorm out; so does a pose of one number.
+    iterations : int
+        Turns, at least 1, each with the parents of the one before: sequential routing. Those with parents are one op.
     return_coefficients : bool
-        Also return r.
+        Also return the r of the last turn.
 
     Returns
     -------
@@ -83,8 +88,10 @@ def inverted_attention_routing(
         If a forced backend cannot take the call.
     """
     check_attention(children, weight, parents, bias, gate, norm_weight, norm_bias, eps, window, normalize)
+    check_count("iterations", iterations)
     if explaining.watching():
-        return explaining.watch(children, weight, parents, window, return_coefficients)
+        told = explaining.watch(children, weight, parents, window, return_coefficients)
+        return told if iterations == 1 else explaining.watch(children, weight, children, window, return_coefficients)
     pose = children.shape[-2] * weight.shape[3]
     scale = pose**-0.5 if scale is None else scale
     normalize = normalize and pose != 1
@@ -92,17 +99,50 @@ def inverted_attention_routing(
     grid = to_op(children, window)
     query = None if parents is None else to_op(parents, window)
     op_gate = None if gate is None else to_op(gate, window)
+    settings: dict[str, Any] = {"scale": scale, "eps": eps, "normalize": normalize, "spec": spec}
+    settings |= {"bias": bias, "gate": op_gate, "norm_weight": norm_weight, "norm_bias": norm_bias}
     chosen = chosen_backend(children, weight)
-    if query is None and chosen != "reference" and not uniform.kernel_beats_library(grid, weight, spec):
-        result = uniform.uniform_pass(grid, weight, bias, op_gate, norm_weight, norm_bias, eps, normalize, spec)
-    else:
-        tensors = (grid, weight, query, bias, op_gate, norm_weight, norm_bias)
-        run: Any = ops.attention_pass
-        if chosen == "reference":
-            tensors, run = autocast(children.device.type, *tensors), reference.attention_pass
-        result = run(*tensors, scale, eps, normalize, spec)[0]
-    routed = from_op(result, window)
+    if return_coefficients and iterations > 1:  # the last turn by itself: coefficients come from what it starts with
+        query, iterations = _turns(chosen, grid, weight, query, iterations - 1, **settings), 1
+    routed = from_op(_turns(chosen, grid, weight, query, iterations, **settings), window)
     if not return_coefficients:
         return routed
     shares = reference.coefficients(grid, weight, query, bias, scale, spec)
     return routed, set_or_grid(shares, window)
+
+
+def _turns(
+    chosen: str | None,
+    grid: Tensor,
+    weight: Tensor,
+    query: Tensor | None,
+    iterations: int,
+    *,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: float,
+    eps: float,
+    normalize: bool,
+    spec: tuple[int, ...],
+) -> Tensor:
+    """Return the parents in op layout after some turns."""
+    if query is None and chosen != "reference" and not uniform.kernel_beats_library(grid, weight, spec):
+        query = uniform.uniform_pass(grid, weight, bias, gate, norm_weight, norm_bias, eps, normalize, spec)
+        iterations -= 1
+        if iterations == 0:
+            return query
+    tensors = (grid, weight, query, bias, gate, norm_weight, norm_bias)
+    if chosen == "reference":
+        grid, weight, query, bias, gate, norm_weight, norm_bias = autocast(grid.device.type, *tensors)
+        affine = (norm_weight, norm_bias)
+        for _ in range(iterations):
+            query = reference.attention_pass(grid, weight, query, bias, gate, *affine, scale, eps, normalize, spec)[0]
+        assert query is not None
+        return query
+    if iterations == 1:
+        parents: Tensor = ops.attention_pass(*tensors, scale, eps, normalize, spec)[0]
+        return parents
+    parents, _ = ops.attention_routing(*tensors, scale, eps, normalize, SEQUENTIAL, iterations, False, spec)
+    return parents

@@ -151,9 +151,10 @@ class InvertedAttentionRouting(RoutingLayer):
         parents: Tensor | None = None,
         activations: Tensor | None = None,
         *,
+        iterations: int = 1,
         return_coefficients: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Route once.
+        """Route once, or several times in a row.
 
         Parameters
         ----------
@@ -164,8 +165,10 @@ class InvertedAttentionRouting(RoutingLayer):
             The parents' last poses, shaped as the result. None is the first iteration.
         activations : Tensor, optional
             ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
+        iterations : int
+            Turns, each with the parents of the one before: what a loop of calls would do, in one.
         return_coefficients : bool
-            Also return the routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
+            Also return the last turn's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
 
         Returns
         -------
@@ -191,6 +194,7 @@ class InvertedAttentionRouting(RoutingLayer):
             dropout=self.dropout if self.training else 0.0,
             bias=self.bias,
             gate=activations,
+            iterations=iterations,
             return_coefficients=return_coefficients,
         )
         result: tuple[Tensor, ...] = (poses,)

@@ -7,7 +7,7 @@ a view for any strides, so going back and forth costs nothing.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -94,9 +94,10 @@ def route(
     dropout: float = 0.0,
     bias: Tensor | None = None,
     gate: Tensor | None = None,
+    iterations: int = 1,
     return_coefficients: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """One routing pass over flat poses: votes, agreement, softmax over parents, sum, dropout, LayerNorm.
+    """Route flat poses, turn by turn: votes, agreement, softmax over parents, sum, dropout, LayerNorm.
 
     Dropout stands between the sum and LayerNorm, as in the authors' code; while it is active (``dropout > 0``)
     normalisation is a step of its own, otherwise the pass normalises its own sums.
@@ -112,12 +113,19 @@ def route(
     shape : (C, D, E)
     norm : nn.LayerNorm or None
         Over the C*E numbers; None leaves the sums as they are.
+    iterations : int
+        Turns.
 
     Returns
     -------
     (Tensor, Tensor or None)
         The parents' flat poses, and the coefficients if they were asked for.
     """
+    if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no turn can run on into the next
+        options: dict[str, Any] = {"window": window, "scale": scale, "norm": norm, "bias": bias, "gate": gate}
+        for _ in range(iterations - 1):
+            parents, _ = route(children, weight, parents, shape, dropout=dropout, **options)
+        iterations = 1
     rows, columns, out_columns = shape
     apart = dropout > 0.0 and norm is not None
     fused = norm is not None and not apart
@@ -133,6 +141,7 @@ def route(
         scale=scale,
         window=window,
         normalize=fused,
+        iterations=iterations,
         return_coefficients=return_coefficients,
     )
     poses, coefficients = result if isinstance(result, tuple) else (result, None)

@@ -249,11 +249,8 @@ class RoutingStack(nn.Module):
         below = start
         for index in range(len(self.layers)):
             read = self._read(index, below)
-            parents: Tensor | None = None
-            for turn in range(1, turns + 1):
-                below, spread = self._step(index, read, parents, trace and turn == turns)
-                parents = below.poses
-                coefficients += spread
+            below, spread = self._step(index, read, None, trace, turns)
+            coefficients += spread
             states.append(below)
         return states, coefficients
 
@@ -264,9 +261,16 @@ class RoutingStack(nn.Module):
             return Capsules(flatten_grid(state.poses), flatten_gate(state.activations))
         return state
 
-    def _step(self, index: int, read: Capsules, parents: Tensor | None, spread: bool) -> tuple[Capsules, list[Tensor]]:
+    def _step(
+        self, index: int, read: Capsules, parents: Tensor | None, spread: bool, turns: int = 1
+    ) -> tuple[Capsules, list[Tensor]]:
         layer = self.layers[index]
-        result = layer(read.poses, parents, read.activations, return_coefficients=spread)
+        options: dict[str, Any] = {"return_coefficients": spread}
+        if turns > 1 and isinstance(layer, InvertedAttentionRouting):
+            options["iterations"] = turns
+        elif turns > 1:
+            parents = self._step(index, read, parents, False, turns - 1)[0].poses
+        result = layer(read.poses, parents, read.activations, **options)
         parts = list(result) if isinstance(result, tuple) else [result]
         coefficients = [parts.pop()] if spread else []
         return Capsules(parts[0], parts[1] if len(parts) > 1 else None), coefficients
