@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -318,6 +319,12 @@ class Bar:
         while (wrong := [name for name in self.exact if error[name] > self.allowed(name)]) and self.draws < 30:
             self.draw()
         assert not wrong, [f"{name}: error {error[name]:.3g}, allowed {self.allowed(name):.3g}" for name in wrong]
+
+
+@cache
+def bar_of(judge: Judge, case: Any, dtype: torch.dtype, seed: int = 0, tf32: bool = False) -> Bar:
+    """Return what a case may err, which takes far longer to find than a kernel's results: many layouts share it."""
+    return judge.bar(case.tensors(dtype, seed), case.settings(), case.grads(dtype, seed + 1), tf32)
 
 
 def on_device(tensor: Tensor | None, device: str) -> Tensor | None:

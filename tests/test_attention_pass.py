@@ -106,6 +106,18 @@ def test_a_gradient_of_one_output_alone(which: int) -> None:
     assert_honest(found, tensors, case.settings(), zeros)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["primes", "padded", "no-norm", "conv-4x4-m32", "no-query"])
+def test_frozen_coefficients_are_constants(name: str, dtype: torch.dtype) -> None:
+    """No gradient reaches the query; the gate has its own. The bar is that of the same call by the reference."""
+    case = BY_NAME[name]
+    tensors, grads, frozen = case.tensors(dtype), case.grads(dtype), (*case.settings(), True)
+    assert_honest(results(ops.attention_pass, tensors, frozen, grads), tensors, frozen, grads)
+    _, sums = ops.attention_pass(*tensors, *frozen)
+    raw = ops.attention_pass_backward(*grads, *tensors[:6], sums, *case.settings(), 127 | reference.FROZEN)
+    assert tensors[2] is None or (raw[2] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outputs_are_contiguous_and_of_the_right_dtype(dtype: torch.dtype) -> None:
     case = BY_NAME["conv-4x4"]

@@ -171,3 +171,21 @@ def test_coefficients_have_no_gradient_and_public_shape() -> None:
     assert routed.shape == (2, 4, 3, 2, 2, 3) and shares.shape == (2, 3, 2, 27, 4)
     _, shares = functional.inverted_attention_routing(children[:, :, 0, 0], weight[:3], return_coefficients=True)
     assert shares.shape == (2, 3, 4) and (shares == 0.25).all()
+
+
+@pytest.mark.parametrize("name", ["padded", "primes", "no-norm", "no-query"])
+def test_frozen_coefficients_are_constants(name: str) -> None:
+    """The formulas against autograd through a detached softmax, which leaves the gate its gradient."""
+    case = BY_NAME[name]
+    tensors, grads = [None if t is None else t.requires_grad_() for t in case.tensors()], case.grads()
+    parents, sums = reference.attention_pass(*tensors, *case.settings(), True)
+    for one, other in zip((parents, sums), reference.attention_pass(*tensors, *case.settings()), strict=True):
+        assert torch.equal(one, other)
+    present = [tensor for tensor in tensors if tensor is not None]
+    outputs, given = ((parents, sums), grads) if case.normalize else ((parents,), grads[:1])
+    wanted = iter(torch.autograd.grad(outputs, present, given, materialize_grads=True))
+    found = reference.attention_pass_backward(*grads, *tensors[:6], sums, *case.settings(), 127 | reference.FROZEN)
+    for argument, tensor, gradient in zip(TENSORS, tensors, found, strict=True):
+        if tensor is not None:
+            torch.testing.assert_close(gradient, next(wanted), rtol=1e-10, atol=1e-11, msg=argument)
+    assert case.query is False or (found[2] == 0).all()

@@ -12,6 +12,7 @@ from gaussian_cases import (
     BY_NAME,
     CASES,
     GRADIENTS,
+    JUDGE,
     GaussianCase,
     assert_honest,
     check_op,
@@ -20,13 +21,14 @@ from gaussian_cases import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pass_cases import DTYPES, LAYOUTS, ids, transposed
+from pass_cases import DTYPES, LAYOUTS, bar_of, ids, transposed
 from torch import Tensor
 
 from fastcaps import ops, reference
 from fastcaps.geometry import SET_WINDOW
 from fastcaps.reference import gaussian
 
+OP = ops.gaussian_pass
 ALL = (1 << 9) - 1
 STRIDED = ("conv-4x4", "padded", "pose-1x8-1x16", "dilated-padded-strided", "silent", "k-means")
 
@@ -34,7 +36,7 @@ STRIDED = ("conv-4x4", "padded", "pose-1x8-1x16", "dilated-padded-strided", "sil
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_forward_and_every_gradient(case: GaussianCase, dtype: torch.dtype) -> None:
-    check_op(case.tensors(dtype), case.settings(), case.grads(dtype))
+    bar_of(JUDGE, case, dtype).hold(results(OP, case.tensors(dtype), case.settings(), case.grads(dtype)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -51,7 +53,7 @@ def test_any_strides(name: str, layout: object) -> None:
         [None if tensor is None else layout(tensor) for tensor in given]
         for given in (case.tensors(torch.float32), case.grads(torch.float32))
     )
-    check_op(tensors, case.settings(), grads)
+    bar_of(JUDGE, case, torch.float32).hold(results(OP, tensors, case.settings(), grads))
 
 
 @pytest.mark.parametrize("argument", range(9), ids=gaussian.NEEDS)

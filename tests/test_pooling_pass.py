@@ -12,13 +12,24 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pass_cases import DTYPES, LAYOUTS, ids, transposed
-from pooling_cases import BY_NAME, CASES, GRADIENTS, PoolingCase, assert_honest, check_op, random_pooling_cases, results
+from pass_cases import DTYPES, LAYOUTS, bar_of, ids, transposed
+from pooling_cases import (
+    BY_NAME,
+    CASES,
+    GRADIENTS,
+    JUDGE,
+    PoolingCase,
+    assert_honest,
+    check_op,
+    random_pooling_cases,
+    results,
+)
 from torch import Tensor
 
 from fastcaps import ops, reference
 from fastcaps.reference import pooling
 
+OP = ops.pooling_pass
 ALL = 31
 STRIDED = ("conv-4x4", "padded", "pose-1x8-1x16-bare", "dilated-padded-strided", "silent", "identity-padded")
 
@@ -26,7 +37,7 @@ STRIDED = ("conv-4x4", "padded", "pose-1x8-1x16-bare", "dilated-padded-strided",
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_forward_and_every_gradient(case: PoolingCase, dtype: torch.dtype) -> None:
-    check_op(case.tensors(dtype), case.settings(), case.grads(dtype))
+    bar_of(JUDGE, case, dtype).hold(results(OP, case.tensors(dtype), case.settings(), case.grads(dtype)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -40,7 +51,8 @@ def test_random_shapes(case: PoolingCase, dtype: torch.dtype, seed: int) -> None
 def test_any_strides(name: str, layout: object) -> None:
     case = BY_NAME[name]
     tensors = [None if tensor is None else layout(tensor) for tensor in case.tensors(torch.float32)]
-    check_op(tensors, case.settings(), [layout(grad) for grad in case.grads(torch.float32)])
+    grads = [layout(grad) for grad in case.grads(torch.float32)]
+    bar_of(JUDGE, case, torch.float32).hold(results(OP, tensors, case.settings(), grads))
 
 
 @pytest.mark.parametrize("argument", range(5), ids=pooling.NEEDS)
@@ -115,6 +127,7 @@ def test_frozen_coefficients_are_constants(name: str) -> None:
         assert (one is None) == (argument in ("query", "gate"))
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+    check_op(case.tensors(torch.float32), settings, [case.grads(torch.float32)[0], None])
     raw = ops.pooling_pass_backward(*grads, *tensors, *outputs, *case.settings(), ALL | reference.FROZEN)
     for argument, gradient in zip(pooling.NEEDS, raw, strict=True):
         if argument in ("query", "gate"):

@@ -10,6 +10,7 @@ from pooling_cases import BY_NAME, PoolingCase
 from pooling_cases import REFERENCE_CASES as POOLING
 from torch import Tensor
 
+from fastcaps import reference
 from fastcaps.reference import pooling
 from fastcaps.reference.pooling import NEEDS, pooling_pass, pooling_pass_backward
 
@@ -257,3 +258,20 @@ def test_half_precision_rounds_once() -> None:
         assert torch.equal(parents, wide.to(dtype)) and torch.equal(logsumexp, wide_lse)
         found = backward(tensors, case.settings(), gradients_like((parents, logsumexp)))
         assert all(gradient.dtype == dtype for gradient in found)
+
+
+@pytest.mark.parametrize("name", ["padded", "primes", "silent-grid", "identity-bias"])
+def test_frozen_coefficients_are_constants(name: str) -> None:
+    """The formulas against autograd through detached shares."""
+    case = BY_NAME[name]
+    tensors, settings = case.tensors(), case.settings()
+    outputs = pooling_pass(*tensors, *settings, True)
+    for one, other in zip(outputs, pooling_pass(*tensors, *settings), strict=True):
+        assert torch.equal(one, other)
+    grads = case.grads()
+    wanted = autograd_gradients(pooling_pass, tensors, (*settings, True), [grads[0], None])
+    found = pooling_pass_backward(*grads, *tensors, *outputs, *settings, 31 | reference.FROZEN)
+    for argument, gradient, other in zip(NEEDS, found, wanted, strict=True):
+        if other is not None:
+            torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-11, msg=argument)
+    assert all((found[k] == 0).all() for k in (2, 4) if tensors[k] is not None)
