@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pass_cases import Judge
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_worker import Interpreter
 
@@ -63,6 +64,38 @@ def implemented(one: ops.Pass) -> tuple[Any, Any]:
         _LIBRARY.impl(backward, _kernel(one.stem, backward), key)
     namespace = torch.ops.fastcaps_triton_test
     return getattr(namespace, one.name).default, getattr(namespace, backward).default
+
+
+def there(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return tensors on the device."""
+    return [None if tensor is None else tensor.to(DEVICE) for tensor in tensors]
+
+
+def hold_same_bits(judge: Judge, run: Any, case: Any) -> None:
+    """Assert that the deterministic mode gives the same bits twice, and about what the other mode gives."""
+    call_of = (there(case.tensors(torch.float32)), case.settings(), there(case.grads(torch.float32)))
+    options.update(deterministic=True)
+    first, again = (judge.results(run, *call_of) for _ in range(2))
+    options.clear()
+    fast = judge.results(run, *call_of)
+    for name, value in first.items():
+        assert torch.equal(value, again[name]), name
+        torch.testing.assert_close(value, fast[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def hold_only_what_is_asked(judge: Judge, run: Any, backward: Any, case: Any) -> None:
+    """Assert that the backward makes the gradients of its ``needs``, alone as well as together, and no others."""
+    one, tensors, grads = judge.one, there(case.tensors(torch.float32)), there(case.grads(torch.float32))
+    outputs = run(*tensors, *case.settings())
+    saved = (*grads, *one.kept((*tensors, *case.settings()), outputs), *case.settings())
+    count = len(one.tensors)
+    everything = backward(*saved, (1 << count) - 1)
+    for needs in [1 << k for k in range(count)] + [0]:
+        for k, gradient in enumerate(backward(*saved, needs)):
+            if needs >> k & 1:
+                torch.testing.assert_close(gradient, everything[k], rtol=1e-5, atol=1e-6, msg=judge.gradients[k])
+            else:
+                assert gradient.shape == (0,)
 
 
 # ---- what would be compiled ------------------------------------------------------------------------------------------

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from . import attention_kernels, call, skeleton
 from .attention_kernels import _attention_norm_backward_kernel
-from .call import Call, Pass, current, launch, processors, watched
+from .call import FROZEN_NEEDS, Call, Pass, current, launch, processors, watched
 from .plan import LIMITS, Limits, Plan, plan
 
 __all__ = ["PASS", "attention_pass", "attention_pass_backward", "plan", "plan_call", "refusal", "watched"]
 
-PASS = Pass("attention", attention_kernels, parts=("pose",), gradients=("pose",), silent=False)
-FROZEN_NEEDS = 1 << 30
-"""Bit of ``needs``: the coefficients are constants."""
+PASS = Pass("attention", attention_kernels, gradients=("pose",), silent=False)
 _NORMALIZE, _FROZEN = attention_kernels.NORMALIZE.value, attention_kernels.FROZEN.value
 
 
@@ -80,7 +78,7 @@ def attention_pass(
     sums = here.empty(*here.shape) if normalize else here.empty(0)
     if parents.numel():
         with current(here.device):
-            skeleton.forward(here, (parents, sums), query is not None)
+            skeleton.forward(here, (parents, sums), ("pose",), query is not None)
     return parents, sums
 
 
@@ -168,6 +166,6 @@ def attention_pass_backward(
         slope, affine = _slope(here, grad_parents, grad_sums, norm_weight, sums, normalize, wanted[5] or wanted[6])
         asked = skeleton.Wanted(*wanted[:2], bias if wanted[3] else None, wanted[4], [wanted[2] and not frozen])
         found = skeleton.gradients(here, (slope,), asked, deterministic, query is not None)
+    found["query"] = found["own"][0]
     made = [found.get(name) for name in ("children", "weight", "query", "bias", "gate")]
-    made[2] = found["own"][0]
     return skeleton.answer(here, wanted, shapes, [*made, *([None] * 2 if affine is None else affine.unbind(0))])

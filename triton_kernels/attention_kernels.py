@@ -69,7 +69,7 @@ def load(parts, part, tensors, places, poses, SIZE: tl.constexpr):
 
 
 @triton.jit
-def merge(state, other):
+def merge(state, other, tensors):
     """Return S of two ranges of children."""
     return (state[0] + other[0],)
 

@@ -33,20 +33,11 @@ from .tiles import (
 
 
 @triton.jit
-def add_to(pointer, values, mask, ORDERED: tl.constexpr):
-    """Add to memory: atomically, or plainly where nobody else writes there during the launch."""
-    if ORDERED:
-        tl.store(pointer, tl.load(pointer, mask=mask, other=0.0) + values, mask=mask)
-    else:
-        tl.atomic_add(pointer, values, mask=mask, sem="relaxed")
-
-
-@triton.jit
 def add_pose_gradient(
     dvotes, matrix, dchild, cell, row_cell, seen, row_seen, first, many, ws_m, ws_d, ws_e,
     C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, DIRECT: tl.constexpr, ORDERED: tl.constexpr,
+    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """dP_i += dV_im W_gm^T, ``[BL * BC, BM * BE]`` by ``[BM * BE, D]``; stored where no other program adds to it."""
     if matrix is None:
@@ -58,7 +49,7 @@ def add_pose_gradient(
         if DIRECT:
             tl.store(at, found, mask=mask)
         else:
-            add_to(at, found, mask, ORDERED)
+            tl.atomic_add(at, found, mask=mask, sem="relaxed")
     elif BK > 0:
         c = tl.arange(0, BL * BC) % BC
         flat = tl.reshape(tl.permute(dvotes, (2, 0, 3, 1)), [BL * BC, BM * BE])
@@ -71,7 +62,7 @@ def add_pose_gradient(
             if DIRECT:
                 tl.store(at, found, mask=mask)
             else:
-                add_to(at, found, mask, ORDERED)
+                tl.atomic_add(at, found, mask=mask, sem="relaxed")
     else:
         m = first + tl.arange(0, BM)[None, None, None, :]
         e = tl.arange(0, BE)[None, :, None, None]
@@ -86,7 +77,7 @@ def add_pose_gradient(
             if DIRECT:
                 tl.store(at + d, found, mask=mask)
             else:
-                add_to(at + d, found, mask, ORDERED)
+                tl.atomic_add(at + d, found, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -162,8 +153,9 @@ def _backward_kernel(
     Those of the parents gather on chip, a part for each range of children; the rest is added to float32 memory
     atomically. ``DIRECT``: nobody else adds to these dP, which are stored at once. ``ORDERED``: the caller sees to it
     that no two programs of one launch add to the same dP, dg or parents' gradients (children of one place in the
-    window, one tile of parents), and that dW, dbias and dbetas are made elsewhere. ``EACH_TILE``: every tile of parents
-    has its own part in a gate's gradient, or else the first one adds all of it.
+    window, one tile of parents), so that the order is that of the launches, and that dW, dbias and dbetas are made
+    elsewhere. ``EACH_TILE``: every tile of parents has its own part in a gate's gradient, or else the first one adds
+    all of it.
     """
     program = tl.program_id(0)
     block = program % blocks
@@ -233,11 +225,11 @@ def _backward_kernel(
         sums = GATHER(sums, tensors, own, results, clean, dlogits, scale, MODE)
         if dgate is not None:
             if EACH_TILE or tile == 0:
-                add_to(dgate + cells + cell, gate_gain, seen, ORDERED)
+                tl.atomic_add(dgate + cells + cell, gate_gain, mask=seen, sem="relaxed")
         if dchildren is not None:
             add_pose_gradient(
                 dvotes, matrix, dchildren, cells + cell, row_cells + cell, seen, row_seen, first, many,
-                ws_m, ws_d, ws_e, C, D, E, BL, BC, BM, BE, BK, PRECISION, DIRECT, ORDERED,
+                ws_m, ws_d, ws_e, C, D, E, BL, BC, BM, BE, BK, PRECISION, DIRECT,
             )  # fmt: skip
         if dweight is not None:
             dmatrix = dweight + group * (many.to(tl.int64) * (D * E))

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plan import LIMITS, Limits, MatrixPlan, Plan, largest_pose, matrix_plan, plan, power_of_two
+from .plan import CROWD, LIMITS, Crowd, Limits, MatrixPlan, Plan, largest_pose, matrix_plan, plan, power_of_two
 
-__all__ = ["Call", "Pass", "current", "kernel_name", "launch", "processors", "refusal", "watched"]
+__all__ = ["FROZEN_NEEDS", "Call", "Pass", "current", "kernel_name", "launch", "processors", "refusal", "watched"]
 
+FROZEN_NEEDS = 1 << 30
+"""Bit of ``needs`` that takes the coefficients for constants."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NORM_NUMBERS = 2048  # of a tile in the kernels that walk over poses
 
@@ -30,25 +32,22 @@ class Pass:
         As in the names of its ops.
     kernels
         The module with its functions (see :mod:`.forward`, :mod:`.backward`), by the names of the kernels' constants.
-    parts
-        Which sums of a range of children meet in memory: "pose" for a parents tensor, "each" for a number a parent.
     gradients
-        The same of the gradients that its parents have.
+        What the gradients of its parents are: "pose" for a parents tensor, "each" for a number a parent.
     competing
         Whether parents compete for a child, so that those of one tile must know of all others.
     silent
         Whether a gate of 0 makes a child absent.
     crowd
-        How many times the tiles of the attention pass its programs keep.
+        How much its programs keep on chip.
     """
 
     name: str
     kernels: ModuleType
-    parts: tuple[str, ...]
     gradients: tuple[str, ...]
     competing: bool = True
     silent: bool = True
-    crowd: int = 1
+    crowd: Crowd = CROWD
 
 
 def refusal(

@@ -6,7 +6,7 @@ A pass is a handful of ``@triton.jit`` functions that a kernel gets as constants
     The parents' tiles that stay on chip; placeholders for what is absent.
 ``START(BC, BE, BL, BM, tensors)``, ``ADD(state, tensors, own, votes, gates, opened, known, i, ...)``
     The sums of a range of children: a tuple of tiles, and what one child's votes add to it.
-``SAVE(parts, part, state, ...)``, ``LOAD(parts, part, tensors, ...)``, ``MERGE(state, other)``
+``SAVE(parts, part, state, ...)``, ``LOAD(parts, part, tensors, ...)``, ``MERGE(state, other, tensors)``
     The same where ranges of children meet in memory.
 ``FINISH(state, tensors, results, places, ...)``
     What is stored in the end.
@@ -172,5 +172,5 @@ def _finish_kernel(
     places = tile_places(p, p < poses, 0, 1, C, E, BC, 1, BE)
     state = LOAD(parts, 0, tensors, places, poses, C * E)
     for split in range(1, splits):
-        state = MERGE(state, LOAD(parts, split, tensors, places, poses, C * E))
+        state = MERGE(state, LOAD(parts, split, tensors, places, poses, C * E), tensors)
     FINISH(state, tensors, results, places, inside, many, eps, MODE, C, E, BL, BC, 1, BE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LIMITS", "Limits", "MatrixPlan", "Plan", "matrix_plan", "plan"]
+__all__ = ["CROWD", "LIMITS", "Crowd", "Limits", "MatrixPlan", "Plan", "matrix_plan", "plan"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Limits:
     ----------
     forward, backward
         Numbers of one tile that a thread holds, where forward keeps three tiles (attention: votes, query, sums) and
-        backward five. A pass that keeps more says how many times as many, its ``crowd``.
+        backward five; what others keep tells their :class:`Crowd`.
     warps
         The most warps of a program, and the most where the pose of one parent alone asks for it.
     positions
@@ -34,7 +34,33 @@ class Limits:
     part_bytes: int = 1 << 26
 
 
+@dataclass(frozen=True)
+class Crowd:
+    """How much a program of some pass keeps beside its votes; by default as much as attention does.
+
+    Attributes
+    ----------
+    forward, products, backward
+        How many times as many tiles: in forward where votes are made column by column, or by matrix products; and in
+        backward.
+    pose
+        A pose counts as no fewer numbers than this, where numbers of a parent, not of its pose, fill registers too.
+    """
+
+    forward: int = 1
+    products: int = 1
+    backward: int = 1
+    pose: int = 1
+
+    def per_thread(self, limits: Limits, backward: bool, products: bool) -> int:
+        """Return how many numbers of one tile a thread holds."""
+        if backward:
+            return max(1, limits.backward // self.backward)
+        return max(1, limits.forward // (self.products if products else self.forward))
+
+
 LIMITS = Limits()
+CROWD = Crowd()
 _DOT = 16  # the least size of each side of a matrix product
 
 
@@ -118,9 +144,9 @@ def _ceil(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def largest_pose(limits: Limits = LIMITS, crowd: int = 1) -> int:
+def largest_pose(limits: Limits = LIMITS, crowd: Crowd = CROWD) -> int:
     """Return how many numbers of a padded parent's pose a program can hold, forward and backward."""
-    return max(1, min(limits.forward, limits.backward) // crowd) * 32 * limits.warps[1]
+    return min(crowd.per_thread(limits, backward, False) for backward in (False, True)) * 32 * limits.warps[1]
 
 
 def plan(
@@ -134,7 +160,7 @@ def plan(
     products: bool | None = None,
     processors: int = 132,
     limits: Limits = LIMITS,
-    crowd: int = 1,
+    crowd: Crowd = CROWD,
     competing: bool = True,
 ) -> Plan:
     """Return the plan for a pass over B * L ``positions`` that see I ``children`` and have M ``parents``.
@@ -154,22 +180,22 @@ def plan(
     limits
         What a program may hold.
     crowd
-        How many times the tiles of the attention pass a program keeps.
+        How much a program keeps.
     competing
         Whether parents compete, so that tiles of them cost a second sweep. Else a program takes as few as fill it.
     """
     rows, inner, columns = power_of_two(pose[0]), pose[1], power_of_two(pose[2])
-    unit = rows * columns
-    per_thread = max(1, (limits.backward if backward else limits.forward) // crowd)
+    unit = max(rows * columns, crowd.pose)
     if products is None:
         # Backward sums over parents (dP) and positions (dW): column by column that costs a barrier each.
         products = backward or inner >= (_DOT // 2 if tensor_cores else _DOT)
-    usual, most = (32 * warps * per_thread for warps in limits.warps)
     # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
     least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
-    products = products and least_positions * least_parents * unit <= most
-    if not products:
-        least_positions, least_parents = 1, 1
+    most = 32 * limits.warps[1] * crowd.per_thread(limits, backward, products)
+    if not products or least_positions * least_parents * unit > most:
+        products, least_positions, least_parents = False, 1, 1
+    per_thread = crowd.per_thread(limits, backward, products)
+    usual = 32 * limits.warps[0] * per_thread
     # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
     target = 32 * per_thread * (4 if products else 1)
     tile_parents = max(power_of_two(parents), least_parents)
@@ -215,7 +241,7 @@ def matrix_plan(
     *,
     processors: int = 132,
     limits: Limits = LIMITS,
-    crowd: int = 1,
+    crowd: Crowd = CROWD,
     competing: bool = True,
 ) -> MatrixPlan:
     """Return the plan for dW and dbias in a fixed order; arguments as :func:`plan`, and G ``groups``."""

@@ -46,17 +46,22 @@ def _normalizer(call: Call, chosen: Plan, given: tuple[Any, ...] | None) -> tupl
     return normalizer, heard
 
 
-def forward(call: Call, results: tuple[Tensor | None, ...], scored: bool) -> None:
+def forward(call: Call, results: tuple[Tensor | None, ...], parts: Sequence[str], scored: bool) -> None:
     """Run a pass into its ``results``.
 
-    ``scored``: whether a child's parents differ before its votes are summed; else nobody's softmax need be known.
+    Parameters
+    ----------
+    parts
+        Which sums of a range of children meet in memory: "pose" for a parents tensor, "each" for a number a parent.
+    scored
+        Whether a child's parents differ before its votes are summed; else nobody's softmax need be known.
     """
     chosen = call.plan(backward=False)
     whole = chosen.splits == 1
     normalizer = None
     if call.which.competing and chosen.tiles > 1 and scored:
         normalizer, _ = _normalizer(call, chosen, None)
-    left = None if whole else tuple(call.sums(call.which.parts, chosen.splits, call.empty))
+    left = None if whole else tuple(call.sums(parts, chosen.splits, call.empty))
     call.launch(
         _forward_kernel,
         chosen.blocks * chosen.tiles * chosen.splits,
