@@ -11,6 +11,8 @@ class DenseCapsule(nn.Module):
 
     def __init__(self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3):
         super().__init__()
+        self.in_num_caps, self.in_dim_caps = in_num_caps, in_dim_caps
+        self.out_num_caps, self.out_dim_caps = out_num_caps, out_dim_caps
         self.routings = routings
         self.weight = nn.Parameter(0.01 * torch.randn(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
 
@@ -38,7 +40,8 @@ class GenerativeMatrixRouting(nn.Module):
     def __init__(self, n_inp, n_out, d_cov, d_inp, d_out, n_iters=3, single_beta=False, p_model="gaussian", eps=1e-5):
         super().__init__()
         rows = max(1, n_inp)
-        self.n_inp, self.n_iters, self.p_model, self.eps = n_inp, n_iters, p_model, eps
+        self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
+        self.n_iters, self.single_beta, self.p_model, self.eps = n_iters, single_beta, p_model, eps
         self.register_buffer("CONST_one", torch.tensor(1.0))
         self.W = nn.Parameter(torch.randn(rows, n_out, d_inp, d_out) / d_inp)
         self.B = nn.Parameter(torch.zeros(rows, n_out, d_cov, d_out))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 
 import nn_plain
+import nn_plain_routings
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 import fastcaps
-from fastcaps.compat import ml_capsules
+from fastcaps.compat import DenseCapsule, ml_capsules
+from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.nn import ConversionReport
 
 SIZES = {"in_n_capsules": 6, "in_d_capsules": 4, "out_n_capsules": 3, "out_d_capsules": 4}
@@ -177,3 +179,69 @@ def test_nothing_to_convert_and_wrong_argument(capsys):
     assert report.layers == [] and "no layers named" in capsys.readouterr().out
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
         fastcaps.convert({})
+
+
+class Guo(nn.Module):
+    """A network as a script of that code builds it."""
+
+    def __init__(self, capsule=nn_plain_routings.DenseCapsule):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, 2)
+        self.digitcaps = capsule(18, 4, 5, 6, routings=3)
+
+    def forward(self, images):
+        return self.digitcaps(self.conv(images).reshape(len(images), 18, 4)).norm(dim=-1)
+
+
+def test_guos_layer_is_swapped():
+    torch.manual_seed(0)
+    net = Guo()
+    net.digitcaps.weight.data.mul_(30)
+    images = torch.randn(2, 1, 7, 7)
+    want, weight = net(images), net.digitcaps.weight
+    report = fastcaps.convert(net, verbose=False)
+    assert report.converted == ["digitcaps"] and "results agree" in report.layers[0].why
+    assert isinstance(net.digitcaps, DenseCapsule) and net.digitcaps.weight is weight
+    torch.testing.assert_close(net(images), want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_that_gives_something_else_is_left_alone():
+    class Other(nn_plain_routings.DenseCapsule):
+        def forward(self, x):
+            return super().forward(x) * 0.9
+
+    Other.__name__ = "DenseCapsule"
+    net = Guo(Other)
+    report = fastcaps.convert(net, verbose=False)
+    assert report.left == ["digitcaps"] and "differ" in report.layers[0].why
+
+
+@pytest.mark.parametrize("options", [{}, {"single_beta": True, "p_model": "skm"}, {"n_inp": -1}, {"return_dict": True}])
+def test_heinsens_layer_is_swapped(options):
+    torch.manual_seed(0)
+    arguments = {"n_inp": 6, "n_out": 3, "d_cov": 2, "d_inp": 3, "d_out": 4, **options}
+    if_dict = arguments.pop("return_dict", False)
+
+    class Published(nn_plain_routings.GenerativeMatrixRouting):
+        def forward(self, a_inp, mu_inp):
+            found = super().forward(a_inp, mu_inp)
+            return found if if_dict else (found["a_out"], found["mu_out"], found["sig2_out"])
+
+    Published.__name__ = "GenerativeMatrixRouting"
+    layer = Published(**arguments)
+    layer.return_dict = if_dict
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    given = torch.randn(2, 6), torch.randn(2, 6, 2, 3)
+    want, keys = layer(*given), list(layer.state_dict())
+    report = fastcaps.convert(layer, verbose=False)
+    new = report.model
+    assert isinstance(new, GenerativeMatrixRouting) and "results agree" in report.layers[0].why
+    assert new.W is layer.W and (new.beta_ign is new.beta_use) == ("single_beta" in options)
+    assert list(new.state_dict()) == keys
+    found = new(*given)
+    for got, wanted in zip(
+        found.values() if if_dict else found, [want[key] for key in found] if if_dict else want, strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)

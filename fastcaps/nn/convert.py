@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.compat import ml_capsules
+from fastcaps.nn.recipes import Recipe, recipes
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far a swapped layer's result may lie from the old one's, relative to the largest: this tells another layer, not
@@ -52,7 +52,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return "fastcaps.convert: no layers named CapsuleFC or CapsuleCONV in this model"
+            return f"fastcaps.convert: no layers named {', '.join(recipes())} in this model"
         lines = [f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"]
         width = max(len(layer.path) for layer in self.layers)
         for layer in self.layers:
@@ -63,19 +63,20 @@ class ConversionReport:
 
 
 def convert(model: nn.Module, *, check: bool = True, verbose: bool = True) -> ConversionReport:
-    """Replace every ``CapsuleFC`` and ``CapsuleCONV`` of the authors' public code inside ``model`` by fastcaps' own.
+    """Replace the layers of published capsule code inside ``model`` by fastcaps' own.
 
-    The new layers share the old ones' parameters, LayerNorm, Dropout and hooks: an optimizer that holds the
-    parameters goes on working, and checkpoints keep their keys. Candidates are found by class name and attributes;
-    one that does not fit is left alone.
+    These are ``CapsuleFC`` and ``CapsuleCONV`` of Tsai et al., Guo's ``DenseCapsule`` and Heinsen's
+    ``GenerativeMatrixRouting`` (:mod:`fastcaps.compat`). The new layers share the old ones' parameters, submodules
+    and hooks: an optimizer that holds the parameters goes on working, and checkpoints keep their keys. Candidates are
+    found by class name and attributes; one that does not fit is left alone.
 
     Parameters
     ----------
     model : Module
         Changed in place.
     check : bool
-        Before a swap, run both layers on a small random input, without and with parents, and leave the old one if
-        they differ. A layer that fails to run at all is swapped, and the report says so.
+        Before a swap, run both layers on a small random input (without and with parents, where a layer takes them),
+        and leave the old one if they differ. A layer that fails to run at all is swapped, and the report says so.
     verbose : bool
         Print the report.
 
@@ -88,22 +89,22 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = True) -> Co
     --------
     >>> import torch
     >>> report = convert(torch.nn.Sequential(torch.nn.Linear(3, 4)))
-    fastcaps.convert: no layers named CapsuleFC or CapsuleCONV in this model
+    fastcaps.convert: no layers named CapsuleFC, CapsuleCONV, DenseCapsule, GenerativeMatrixRouting in this model
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = ConversionReport(model)
     swapped: dict[int, nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        kind = _kind(module)
-        if kind is None:
+        recipe = recipes().get(type(module).__name__.removeprefix("Parametrized"))
+        if recipe is None:
             continue
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         new = swapped.get(id(module))
-        why = "the same layer as one above" if new is not None else _misfit(module, kind)
+        why = "the same layer as one above" if new is not None else _misfit(module, recipe)
         if new is None and not why:
-            new = _build(module, kind)
-            difference, why = _compare(module, new) if check else (False, "not compared, as asked")
+            new = _build(module, recipe)
+            difference, why = _compare(module, new, recipe) if check else (False, "not compared, as asked")
             new = None if difference else new
         report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
         if new is None:
@@ -119,70 +120,41 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = True) -> Co
     return report
 
 
-def _kind(module: nn.Module) -> str | None:
-    """The name of the authors' class that ``module`` says it is, or None."""
-    name = type(module).__name__.removeprefix("Parametrized")
-    return name if name in ("CapsuleFC", "CapsuleCONV") else None
-
-
-def _misfit(module: nn.Module, kind: str) -> str:
-    """Why ``module`` is not the authors' layer ``kind``; an empty string if it is."""
-    if isinstance(module, (ml_capsules.CapsuleFC, ml_capsules.CapsuleCONV)):
+def _misfit(module: Any, recipe: Recipe) -> str:
+    """Why ``module`` is not the layer of a recipe; an empty string if it is."""
+    if isinstance(module, recipe.ours):
         return "runs on fastcaps already"
-    wanted = [
-        "in_n_capsules",
-        "in_d_capsules",
-        "out_n_capsules",
-        "out_d_capsules",
-        "matrix_pose",
-        "nonlinear_act",
-        "drop",
-    ]
-    wanted += ["kernel_size", "stride"] if kind == "CapsuleCONV" else []
-    missing = [name for name in wanted if not hasattr(module, name)]
+    missing = [name for name in recipe.needed if not hasattr(module, name)]
     if missing:
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
-    parameters = dict(module.named_parameters())
-    if not isinstance(parameters.get("w"), nn.Parameter):
-        return "w is not a plain parameter of the layer (is it parametrized?)"
-    others = set(parameters) - {"w", "nonlinear_act.weight", "nonlinear_act.bias"}
-    others |= {name for name, _ in module.named_buffers()}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name in recipe.parameters:
+        if not isinstance(parameters.get(name), nn.Parameter):
+            return f"{name} is not a plain parameter of the layer (is it parametrized?)"
+    others = {name for name in parameters if name.partition(".")[0] not in (*recipe.parameters, *recipe.submodules)}
+    others |= {name for name, _ in module.named_buffers()} - set(recipe.buffers)
     if others:
         return f"holds {', '.join(sorted(others))}, which the authors' layer does not"
-    if not isinstance(module.nonlinear_act, nn.LayerNorm) or not isinstance(module.drop, nn.Dropout):
-        return "nonlinear_act must be a LayerNorm and drop a Dropout"
+    wrong = recipe.unfit(module)
+    if wrong:
+        return wrong
     try:
         with torch.device("meta"):
-            shape = tuple(_construct(module, kind).w.shape)
+            wanted = dict(recipe.construct(module).named_parameters(remove_duplicate=False))
     except (TypeError, ValueError) as error:
         return f"its attributes do not make a layer: {error}"
-    if shape != tuple(parameters["w"].shape):
-        return f"w has shape {tuple(parameters['w'].shape)} where its attributes say {shape}"
+    for name in recipe.parameters:
+        shape, found = tuple(wanted[name].shape), tuple(parameters[name].shape)
+        if shape != found:
+            return f"{name} has shape {found} where its attributes say {shape}"
     return ""
 
 
-def _construct(old: Any, kind: str) -> ml_capsules.CapsuleFC | ml_capsules.CapsuleCONV:
-    """A layer of ours from the old one's attributes, its numbers drawn anew."""
-    names = ["in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose"]
-    arguments: dict[str, Any] = {name: getattr(old, name) for name in names}
-    arguments["dp"] = old.drop.p
-    if kind == "CapsuleFC":
-        return ml_capsules.CapsuleFC(**arguments)
-    arguments |= {"kernel_size": old.kernel_size, "stride": old.stride}
-    return ml_capsules.CapsuleCONV(**arguments, coordinate_add=getattr(old, "coordinate_add", False))
-
-
-def _build(old: Any, kind: str) -> ml_capsules.CapsuleFC | ml_capsules.CapsuleCONV:
+def _build(old: nn.Module, recipe: Recipe) -> nn.Module:
     """The layer that takes the old one's place, with its parameters, submodules, hooks and mode."""
-    with torch.device(
-        "meta"
-    ):  # no memory, and no draw from the random generator, for numbers that are replaced at once
-        new = _construct(old, kind)
-    new.w, new.nonlinear_act, new.drop = old.w, old.nonlinear_act, old.drop
-    for name in ("weight_init_const", "dropout_rate", "scale"):
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
-    new.scale = float(new.scale)
+    with torch.device("meta"):  # no memory, and no draw of random numbers, for numbers that are replaced at once
+        new = recipe.construct(old)
+    recipe.adopt(old, new)
     new.training = old.training
     for name, value in vars(old).items():
         if "_hook" in name:  # the dicts themselves, so that handles to the hooks still remove them
@@ -190,39 +162,44 @@ def _build(old: Any, kind: str) -> ml_capsules.CapsuleFC | ml_capsules.CapsuleCO
     return new
 
 
+def _tensors(result: Any) -> list[Tensor] | None:
+    """The tensors that a layer returned, alone, in a tuple or in a dict by name; None if it returned something else."""
+    if isinstance(result, dict):
+        result = [result[name] for name in sorted(result)]
+    found = list(result) if isinstance(result, (tuple, list)) else [result]
+    return found if all(isinstance(tensor, Tensor) for tensor in found) else None
+
+
 @torch.no_grad()
-def _compare(old: nn.Module, new: ml_capsules.CapsuleFC | ml_capsules.CapsuleCONV) -> tuple[bool, str]:
-    """Whether two layers differ on a random input, and what to say of it."""
-    w = new.w
-    if w.device.type == "meta":
+def _compare(old: nn.Module, new: nn.Module, recipe: Recipe) -> tuple[bool, str]:
+    """Whether two layers differ on random input, and what to say of it."""
+    weight: Tensor = getattr(new, recipe.parameters[0])
+    if weight.device.type == "meta":
         return False, "not compared: it has no numbers yet"
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device=w.device, dtype=w.dtype)
+        return torch.randn(*shape, generator=generator).to(device=weight.device, dtype=weight.dtype)
 
-    conv = isinstance(new, ml_capsules.CapsuleCONV)
-    grid = (new.kernel_size, new.kernel_size + new.stride) if isinstance(new, ml_capsules.CapsuleCONV) else ()
-    children = draw(2, new.in_n_capsules, *grid, new.in_d_capsules)
-    parents = draw(2, new.out_n_capsules, *((1, 2) if conv else ()), new.out_d_capsules)
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
     worst = 0.0
     try:
         for module in modes:
             module.training = False
-        for query in (None, parents):
+        for arguments in recipe.calls(new, draw):
             try:
-                expected = old.forward(children, 0, query)
+                expected = _tensors(old.forward(*arguments))
             except Exception as error:  # whatever a stranger's layer raises, it belongs in the report
                 return False, f"not compared: the old layer failed with {type(error).__name__}: {error}"
-            got = new.forward(children, 0, query)
-            if not isinstance(expected, Tensor) or expected.shape != got.shape:
+            got = _tensors(new.forward(*arguments))
+            if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
                 return True, "its result has another shape than the authors' layer gives"
-            size = max(float(expected.abs().max()), 1e-30)
-            worst = max(worst, float((expected - got).abs().max()) / size)
+            for theirs, ours in zip(expected, got, strict=True):
+                size = max(float(theirs.abs().max()), 1e-30)
+                worst = max(worst, float((theirs - ours).abs().max()) / size)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if not worst <= TOLERANCES.get(w.dtype, 1e-3):
+    if not worst <= TOLERANCES.get(weight.dtype, 1e-3):
         return True, f"its results differ from the authors' layer by {worst:.1e} of the largest"
     return False, f"results agree to {worst:.1e}"

@@ -1,0 +1,134 @@
+"""How the layers of published capsule code are recognised, rebuilt and tried out, for :func:`fastcaps.convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastcaps.compat import dense_capsule, heinsen_routing, ml_capsules
+
+__all__ = ["Recipe", "recipes"]
+
+Draw = Callable[..., Tensor]
+
+
+class Recipe:
+    """One published layer and our twin of it.
+
+    Parameters
+    ----------
+    ours : type
+        The twin, whose class has the name of the published one.
+    arguments : sequence of str
+        The constructor's arguments that the layer keeps as attributes.
+    parameters : sequence of str
+        Its own parameters, which the twin takes over.
+    submodules, buffers : sequence of str
+        Its submodules, which the twin takes over, and its buffers.
+    """
+
+    def __init__(
+        self,
+        ours: type[nn.Module],
+        arguments: Sequence[str],
+        parameters: Sequence[str],
+        submodules: Sequence[str] = (),
+        buffers: Sequence[str] = (),
+    ) -> None:
+        self.ours = ours
+        self.arguments = tuple(arguments)
+        self.parameters = tuple(parameters)
+        self.submodules = tuple(submodules)
+        self.buffers = tuple(buffers)
+
+    @property
+    def name(self) -> str:
+        """The name of the published class."""
+        return self.ours.__name__
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The attributes by which the layer is known."""
+        return (*self.arguments, *self.submodules)
+
+    def unfit(self, old: Any) -> str:
+        """What is wrong with the submodules of a layer that has the attributes; an empty string if nothing is."""
+        return ""
+
+    def construct(self, old: Any) -> nn.Module:
+        """A twin from the layer's attributes, its numbers drawn anew."""
+        return self.ours(**{name: getattr(old, name) for name in self.arguments})
+
+    def adopt(self, old: Any, new: nn.Module) -> None:
+        """Give the twin what the layer holds."""
+        for name in (*self.parameters, *self.submodules, *self.buffers):
+            setattr(new, name, getattr(old, name))
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        """Arguments of ``forward`` to compare the two on; ``draw(*shape)`` gives random numbers."""
+        raise NotImplementedError
+
+
+class _MlCapsules(Recipe):
+    """The layers of Tsai et al."""
+
+    def __init__(self, ours: type[nn.Module], *more: str) -> None:
+        names = ("in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose", *more)
+        super().__init__(ours, names, ("w",), ("nonlinear_act", "drop"))
+
+    def unfit(self, old: Any) -> str:
+        fits = isinstance(old.nonlinear_act, nn.LayerNorm) and isinstance(old.drop, nn.Dropout)
+        return "" if fits else "nonlinear_act must be a LayerNorm and drop a Dropout"
+
+    def construct(self, old: Any) -> nn.Module:
+        arguments: dict[str, Any] = {name: getattr(old, name) for name in self.arguments}
+        if self.ours is ml_capsules.CapsuleCONV:
+            arguments["coordinate_add"] = getattr(old, "coordinate_add", False)
+        return self.ours(**arguments, dp=old.drop.p)
+
+    def adopt(self, old: Any, new: Any) -> None:
+        super().adopt(old, new)
+        for name in ("weight_init_const", "dropout_rate", "scale"):
+            if hasattr(old, name):
+                setattr(new, name, getattr(old, name))
+        new.scale = float(new.scale)
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        conv = self.ours is ml_capsules.CapsuleCONV
+        grid = (new.kernel_size, new.kernel_size + new.stride) if conv else ()
+        children = draw(2, new.in_n_capsules, *grid, new.in_d_capsules)
+        parents = draw(2, new.out_n_capsules, *((1, 2) if conv else ()), new.out_d_capsules)
+        return [(children, 0, None), (children, 0, parents)]
+
+
+class _DenseCapsule(Recipe):
+    """Guo's layer."""
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(2, new.in_num_caps, new.in_dim_caps),)]
+
+
+class _Heinsen(Recipe):
+    """Heinsen's layer."""
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        count = 5 if new.n_inp < 0 else new.n_inp
+        return [(draw(2, count), draw(2, count, new.d_cov, new.d_inp))]
+
+
+@cache
+def recipes() -> dict[str, Recipe]:
+    """Return the recipes by the names of the published classes; made when asked for, as their modules import this
+    package."""
+    names = ("in_num_caps", "in_dim_caps", "out_num_caps", "out_dim_caps", "routings")
+    heinsen = heinsen_routing.GenerativeMatrixRouting
+    every = (
+        _MlCapsules(ml_capsules.CapsuleFC),
+        _MlCapsules(ml_capsules.CapsuleCONV, "kernel_size", "stride"),
+        _DenseCapsule(dense_capsule.DenseCapsule, names, ("weight",)),
+        _Heinsen(heinsen, heinsen_routing.NAMES, ("W", "B", "beta_use", "beta_ign"), buffers=("CONST_one",)),
+    )
+    return {recipe.name: recipe for recipe in every}
