@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcaps.ops.attention import ATTENTION, attention_pass_backward, check_attention
+from fastcaps.ops.attention import ATTENTION, check_attention
 from fastcaps.ops.checks import check, frame_of
 from fastcaps.ops.registration import Grads
 from fastcaps.ops.routing import Routing, Total, squash_backward, squashed
@@ -111,7 +111,12 @@ def _fake(
 
 
 def _backward(
-    grads: Grads, tensors: Grads, outputs: Sequence[Tensor], settings: tuple[Any, ...], needed: Sequence[bool]
+    run: Callable[..., Any],
+    grads: Grads,
+    tensors: Grads,
+    outputs: Sequence[Tensor],
+    settings: tuple[Any, ...],
+    needed: Sequence[bool],
 ) -> Grads:
     scale, eps, normalize, rule, iterations, frozen, window = settings
     children, weight, query, bias, gate, norm_weight, norm_bias = tensors
@@ -145,7 +150,7 @@ def _backward(
             sums[turn] if normalize else sums.new_empty(0),
         )
         needs |= FROZEN if frozen else 0
-        found = attention_pass_backward(grad, None, *kept, scale, eps, normalize, window, needs)
+        found = run(grad, None, *kept, scale, eps, normalize, window, needs)
         for k in range(len(NEEDS)):
             if wanted >> k & 1:
                 total.add(k, found[k])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps.ops.checks import check, check_tensors, frame_of
-from fastcaps.ops.gaussian import GAUSSIAN, check_gaussian, gaussian_pass_backward
+from fastcaps.ops.gaussian import GAUSSIAN, check_gaussian
 from fastcaps.ops.registration import Grads
 from fastcaps.ops.routing import POSE, Routing, Total
 from fastcaps.reference import accumulation_dtype
@@ -104,7 +104,12 @@ def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _backward(
-    grads: Grads, tensors: Grads, outputs: Sequence[Tensor], settings: tuple[Any, ...], needed: Sequence[bool]
+    run: Callable[..., Any],
+    grads: Grads,
+    tensors: Grads,
+    outputs: Sequence[Tensor],
+    settings: tuple[Any, ...],
+    needed: Sequence[bool],
 ) -> Grads:
     schedule, model, eps, window = settings
     children, weight, bias, gate, beta_a, beta_b = tensors
@@ -145,7 +150,7 @@ def _backward(
             needs |= asked
         if needs:
             kept = (children, weight, *state, bias, gate, *betas, counts[turn], means[turn], narrow[turn])
-            found = gaussian_pass_backward(*given, *kept, eps, window, needs)
+            found = run(*given, *kept, eps, window, needs)
             for k, place in wanted:
                 if needs >> place & 1:
                     total.add(k, found[place])

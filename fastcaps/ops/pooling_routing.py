@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.ops.checks import check, frame_of
-from fastcaps.ops.pooling import POOLING, check_pooling, pooling_pass_backward
+from fastcaps.ops.pooling import POOLING, check_pooling
 from fastcaps.ops.registration import Grads
 from fastcaps.ops.routing import POSE, Routing, Total, squash_backward, squashed, unit_backward
 from fastcaps.reference import FROZEN, accumulation_dtype
@@ -55,9 +55,10 @@ def _check(
     check(iterations >= 1, f"iterations must be at least 1, got {iterations}")
 
 
-def _step(sums: Tensor, rule: int, dtype: torch.dtype) -> Tensor:
+def _step(sums: Tensor, rule: int) -> Tensor:
     """Return what a turn adds to the query."""
-    return squashed(sums, dtype) if rule == DYNAMIC else unit(sums, POSE).to(dtype)
+    wide = sums.to(accumulation_dtype(sums.dtype))
+    return squashed(wide, sums.dtype) if rule == DYNAMIC else unit(wide, POSE).to(sums.dtype)
 
 
 def _loop(
@@ -74,17 +75,16 @@ def _loop(
     frozen: bool,
     window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = accumulation_dtype(children.dtype)
     query = _first_query(children, weight, bias, parents, window)
     history: list[Tensor] = []
     sizes: list[Tensor] = []
     result = children
     for turn in range(iterations):
         result, logsumexp = run(children, weight, query, bias, gate, scale, normalize, window, frozen)
-        history.append(result.detach().to(wide))
+        history.append(result.detach())
         sizes.append(logsumexp.detach())
         if rule == DYNAMIC or turn + 1 < iterations:
-            step = _step(result.to(wide), rule, children.dtype)
+            step = _step(result, rule)
             query = step if query is None else query + step
             result = step if rule == DYNAMIC else result
     return result, torch.stack(history), torch.stack(sizes)
@@ -103,21 +103,27 @@ def _fake(
     frozen: bool,
     window: Sequence[int],
 ) -> tuple[Tensor, ...]:
-    frame, wide = frame_of(children, weight, parents, window), accumulation_dtype(children.dtype)
-    history = (children.new_empty((iterations, *shape), dtype=wide) for shape in (frame.poses, frame.numbers))
-    return children.new_empty(frame.poses), *history
+    frame = frame_of(children, weight, parents, window)
+    sums = children.new_empty((iterations, *frame.poses))
+    logsumexp = children.new_empty((iterations, *frame.numbers), dtype=accumulation_dtype(children.dtype))
+    return children.new_empty(frame.poses), sums, logsumexp
 
 
 def _backward(
-    grads: Grads, tensors: Grads, outputs: Sequence[Tensor], settings: tuple[Any, ...], needed: Sequence[bool]
+    run: Callable[..., Any],
+    grads: Grads,
+    tensors: Grads,
+    outputs: Sequence[Tensor],
+    settings: tuple[Any, ...],
+    needed: Sequence[bool],
 ) -> Grads:
     scale, normalize, parents, rule, iterations, frozen, window = settings
     children, weight, bias, gate = tensors
     assert children is not None and grads[0] is not None
-    (_, sums, logsumexp), dtype = outputs, children.dtype
+    (_, sums, logsumexp), wide = outputs, accumulation_dtype(children.dtype)
     queries = [_first_query(children, weight, bias, parents, window)]
     for turn in range(iterations - 1):
-        step, before = _step(sums[turn], rule, dtype), queries[-1]
+        step, before = _step(sums[turn], rule), queries[-1]
         queries.append(step if before is None else before + step)
 
     total = Total(len(TENSORS))
@@ -130,12 +136,12 @@ def _backward(
         if not needs:
             break
         if rule == DYNAMIC:
-            grad = squash_backward(grad.to(sums.dtype), sums[turn]).to(dtype)
+            grad = squash_backward(grad.to(wide), sums[turn].to(wide)).to(children.dtype)
         elif turn + 1 < iterations:
-            grad = unit_backward(grad.to(sums.dtype), sums[turn]).to(dtype)
-        kept = (children, weight, queries[turn], bias, gate, sums[turn].to(dtype), logsumexp[turn])
+            grad = unit_backward(grad.to(wide), sums[turn].to(wide)).to(children.dtype)
+        kept = (children, weight, queries[turn], bias, gate, sums[turn], logsumexp[turn])
         needs |= FROZEN if frozen else 0
-        found = pooling_pass_backward(grad, None, *kept, scale, normalize, window, needs)
+        found = run(grad, None, *kept, scale, normalize, window, needs)
         for k, place in wanted:
             total.add(k, found[place])
         if not asked:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,8 +99,8 @@ class Routing:
     results
         How many of the op's results have gradients; the others are the history.
     backward
-        Called with the gradients of those, the tensors, the op's results, the other arguments, and which gradients are
-        needed; returns the gradients of the tensors.
+        Called with what runs the pass's backward, the gradients of those, the tensors, the op's results, the other
+        arguments, and which gradients are needed; returns the gradients of the tensors.
     """
 
     name: str
@@ -110,13 +111,18 @@ class Routing:
     check: Callable[..., Any]
     fake: Callable[..., Any]
     results: int
-    backward: Callable[[Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]], Grads]
+    backward: Callable[[Callable[..., Any], Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]], Grads]
     wide: frozenset[str] = frozenset()
 
     @property
     def stem(self) -> str:
         """The name of the pass's files, here and everywhere."""
         return self.one.stem
+
+    @property
+    def arguments(self) -> int:
+        """The number of arguments."""
+        return len(torch._C.parse_schema(self.name + self.schema).arguments)
 
     def run_pass(self, *arguments: Any) -> Any:
         """Run the pass by its op."""
@@ -136,7 +142,8 @@ class Routing:
         LIBRARY.define(self.name + self.schema, tags=TAGS)
         qualified = f"{LIBRARY.ns}::{self.name}"
         torch.library.register_fake(qualified, self.fake, lib=LIBRARY)
-        torch.library.register_autograd(qualified, self._formula, setup_context=self._save, lib=LIBRARY)
+        op = getattr(torch.ops.fastcaps, f"{self.one.name}_backward").default
+        torch.library.register_autograd(qualified, partial(self.formula, op), setup_context=self.save, lib=LIBRARY)
         register_autocast(self.name, self.tensors, self.wide)
 
     def implement(self, key: str, kernel: Callable[..., Any]) -> None:
@@ -148,14 +155,16 @@ class Routing:
         if not has_kernel(self.name, key):
             self.implement(key, self.by_passes)
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep in an autograd context what the backward will ask for."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[self.results :])
         count = len(self.tensors)
         ctx.save_for_backward(*inputs[:count], *output)
         ctx.settings = tuple(inputs[count:])
 
-    def _formula(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def formula(self, op: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of all arguments; ``op`` runs the pass's backward."""
         count = len(self.tensors)
         tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         needed = list(ctx.needs_input_grad[:count])
@@ -170,6 +179,6 @@ class Routing:
                     [k for k, need in enumerate(needed) if need],
                 )
             else:
-                found = self.backward(counting, tensors, outputs, ctx.settings, needed)
+                found = self.backward(op, counting, tensors, outputs, ctx.settings, needed)
                 gradients = [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
         return (*gradients, *([None] * len(ctx.settings)))
