@@ -159,7 +159,7 @@ class RoutingPool2d(nn.Module):
             raise ValueError(f"features must be as large as the window, {self.window}; got {shape_of(features)}")
         if self.sharpness == 0 and self.weight is None and not return_coefficients:
             return self._finish(self._average(features, groups))
-        # Every turn reads all capsules: with the numbers of each together that is several times as fast as across a map.
+        # Every turn reads all capsules: several times as fast with the numbers of each together as across a map.
         stored = features.contiguous(memory_format=torch.channels_last)
         capsules = stored.unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
         if self.parents is None:
