@@ -150,13 +150,19 @@ class Session:
                 if failure:
                     failures[name] = failure
                 else:
-                    contenders.append(Contender(name, worker.time))
+                    contenders.append(self._contender(worker))
         if not verdict.passed:
             self._record(self._row(workload, batch, training) | {"refused": verdict.complaint})
             raise Refused(verdict.complaint)
         sgemm = Contender("sgemm", self._sgemm.timer)
         schedule = Schedule(call, [sgemm, *contenders], self.settings.plan)
         return Case(workload, batch, training, call, schedule, verdict, sgemm, contenders, failures, left_out)
+
+    def _contender(self, worker: Worker) -> Contender:
+        """Return a worker as one that takes turns; a call that used up its time already is not made again."""
+        if is_compiled(worker.name) or worker.first <= self.settings.plan.budget:
+            return Contender(worker.name, worker.time)
+        return Contender(worker.name, worker.time, [worker.first], estimate=worker.first, spent=worker.first)
 
     def _left_out(self, workload: Workload, batch: int, training: bool) -> dict[str, str]:
         """Return the alternatives that do not fit into memory, with the reason."""

@@ -25,19 +25,18 @@ if __name__ == "__main__":
 from bench import sass
 from bench.chip import H200
 from bench.precision import PRECISIONS
+from bench.routings import AttentionPass, HeinsenRouting
 from bench.routings.attention import EPS
 from bench.sass import Instruction, Usage
 from bench.static_report import as_markdown, is_softmax
-from bench.workloads import Workload, attention_passes, find
+from bench.workloads import WORKLOADS, Workload, find
 from fastcaps import libraries
-from fastcaps.geometry import SET_WINDOW
 
 __all__ = ["BEGIN", "END", "Launch", "Made", "launches", "main", "make", "table", "unavailable"]
 
 BEGIN, END = "<!-- static-triton:begin -->", "<!-- static-triton:end -->"
 BATCH = 128
 CAPABILITY = 90
-_ALL_BUT_BIAS_AND_GATE = 0b1100111
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,8 @@ class Made:
     @property
     def seconds(self) -> float:
         """The schedulers' time on an H200 for the loop over children."""
-        children = self.launch.arguments["per_split"]
+        arguments = self.launch.arguments
+        children = arguments["per_split"] * arguments.get("group_children", 1)  # or as many positions of each
         return H200.seconds(self.launch.programs * children * self.warps * len(self.slots) / 4)
 
 
@@ -102,8 +102,13 @@ def unavailable() -> str:
 
 
 def launches(workload: Workload, batch: int, precision: str, backward: bool) -> list[Launch]:
-    """Return what the Triton kernels would launch on an H200 for a call of a workload, or for its backward."""
-    module, reason = libraries.triton_kernels()
+    """Return what the Triton kernels would launch on an H200 for a pass of a workload's later turns, or its backward.
+
+    That is a pass with parents; Gaussian ones have gates, and Heinsen's betas: one for all children that share their
+    matrices.
+    """
+    subject = workload.routing.subject
+    module, reason = libraries.triton_kernels(subject)
     if module is None:
         raise RuntimeError(reason)
     dtype, tf32 = PRECISIONS[precision].dtype, PRECISIONS[precision].tf32
@@ -114,20 +119,33 @@ def launches(workload: Workload, batch: int, precision: str, backward: bool) -> 
         return torch.empty(shape, dtype=kind, device="meta")
 
     children = made(batch, *grid, workload.types, rows, inner)
-    weight = made(workload.children, many, inner, columns)
+    weight = made(workload.matrices, many, inner, columns) if workload.matrices else None
     parents = made(batch, *places, many, rows, columns)
-    norm = made(rows * columns)
-    window = SET_WINDOW if workload.window is None else workload.window.spec
-    scale = (rows * columns) ** -0.5
+    wide = made(*parents.shape, kind=torch.float32)
+    each = made(*parents.shape[:4], kind=torch.float32)
+    inputs: tuple[Any, ...] = (children, weight, parents, None, None)
+    saved: tuple[Any, ...]
+    if subject == "attention":
+        normalize = isinstance(workload.routing, AttentionPass)
+        norm, needs = made(rows * columns) if normalize else None, 0b1100111 if normalize else 0b111
+        settings: tuple[Any, ...] = ((rows * columns) ** -0.5 if normalize else 1.0, EPS, normalize, workload.spec)
+        grads: tuple[Any, ...] = (parents, None)
+        inputs, saved = (*inputs, norm, norm), (*inputs, norm, wide)
+    elif subject == "pooling":
+        settings, grads, needs = (0.5, True, workload.spec), (parents, None), 0b111
+        saved = (*inputs, parents, each)
+    else:
+        betas = isinstance(workload.routing, HeinsenRouting)
+        beta = made(workload.children if workload.matrices > 1 else 1, many, kind=torch.float32) if betas else None
+        inputs = (children, weight, wide, wide, each, None, made(*children.shape[:4]), beta, beta)
+        settings, grads, needs = (EPS, workload.spec), (each, wide, wide, each if betas else None), 0b111011111
+        saved = (*inputs, each, wide, wide)
     found: list[Launch] = []
     with module.watched(lambda kernel, programs, arguments: found.append(Launch(kernel, programs, arguments))):
         if backward:
-            sums = made(*parents.shape, kind=torch.float32)
-            saved = (children, weight, parents, None, None, norm, sums, scale, EPS, True, window)
-            module.attention_pass_backward(parents, None, *saved, _ALL_BUT_BIAS_AND_GATE, allow_tf32=tf32)
+            getattr(module, f"{subject}_pass_backward")(*grads, *saved, *settings, needs, allow_tf32=tf32)
         else:
-            inputs = (children, weight, parents, None, None, norm, norm, scale, EPS, True, window)
-            module.attention_pass(*inputs, allow_tf32=tf32)
+            getattr(module, f"{subject}_pass")(*inputs, *settings, allow_tf32=tf32)
     return found
 
 
@@ -183,11 +201,17 @@ def table(workloads: Sequence[Workload], precisions: Sequence[str], batch: int =
         for workload in workloads:
             for precision in precisions:
                 for backward in (False, True):
-                    for launch in launches(workload, batch, precision, backward):
+                    size = batch if workload.copies == 1 else workload.batch
+                    for launch in launches(workload, size, precision, backward):
                         if "per_split" not in launch.arguments or "KW" not in launch.arguments:
                             continue
                         lines.append([workload.name, precision, *_cells(make(launch, Path(folder)))])
     return lines
+
+
+def _with_parents() -> list[Workload]:
+    """Return the workloads that have a pass with parents."""
+    return [one for one in WORKLOADS.values() if not getattr(one.routing, "uniform", False)]
 
 
 def markdown(workloads: Sequence[Workload], precisions: Sequence[str]) -> str:
@@ -195,7 +219,8 @@ def markdown(workloads: Sequence[Workload], precisions: Sequence[str]) -> str:
     import triton
 
     legend = (
-        f"Triton {triton.__version__}, batch {BATCH}, compiled for compute capability {CAPABILITY / 10:.1f}. *Tile*: "
+        f"Triton {triton.__version__}, batch {BATCH} (vocabulary and million: 1), one pass with parents, compiled for "
+        f"compute capability {CAPABILITY / 10:.1f}. *Tile*: "
         "positions × parents × rows × columns of a program. *Slots*: of a warp for one child. "
         "*Issue-bound*: all programs' trips at one instruction a cycle and "
         f"scheduler, {H200.sustained} GHz; an estimate, and other units or latency may take longer."
@@ -215,7 +240,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(f"triton_report: {reason}", file=sys.stderr)
         return 2
     try:
-        text = markdown([find(name) for name in given.workload] or attention_passes(), given.precision)
+        text = markdown([find(name) for name in given.workload] or _with_parents(), given.precision)
         if given.into is None:
             print(text)
         else:

@@ -70,7 +70,11 @@ def _serve(pipe: Connection, name: str, threads: int, safe: bool, log: str) -> N
                     torch._dynamo.reset()
                 work = find(workload)
                 call = runner(build(name, work), work.inputs(batch), training)
-                answer: Any = {key: tensor.detach().numpy() for key, tensor in call().items()}
+                start = time.perf_counter()
+                results = call()
+                seconds = time.perf_counter() - start
+                answer: Any = seconds, {key: tensor.detach().numpy() for key, tensor in results.items()}
+                del results
             else:
                 answer = time_calls(call, *arguments)
         except Exception as error:  # whatever it is, the parent reports it
@@ -90,11 +94,19 @@ class Worker:
         Threads it may use.
     log : Path
         Where its messages go.
+
+    Attributes
+    ----------
+    note
+        Why it was started again for this case, if it was.
+    first
+        Seconds of the call by which the case was prepared, compilation included.
     """
 
     def __init__(self, name: str, threads: int, log: Path) -> None:
         self.name, self.threads, self.log = name, threads, log
         self.note = ""
+        self.first = 0.0
         self._case: tuple[str, int, bool] | None = None
         self._deadline = 0.0
         self._process: Any = None
@@ -155,7 +167,11 @@ class Worker:
             if self._process is not None or not is_compiled(self.name):
                 raise
             return self.again(str(error))
-        return {key: torch.from_numpy(array) for key, array in answer.items()}
+        return self._results(answer)
+
+    def _results(self, answer: tuple[float, dict[str, Any]]) -> dict[str, Tensor]:
+        self.first, found = answer
+        return {key: torch.from_numpy(array) for key, array in found.items()}
 
     def again(self, reason: str) -> dict[str, Tensor]:
         """Start again, for this case only, without vectorised loop tails, and return the result.
@@ -168,7 +184,7 @@ class Worker:
         self.note = f"{reason}; run again without vectorised loop tails"
         self._start(safe=True)
         self._send("prepare", self._case or (), _PREPARE_SECONDS)
-        return {key: torch.from_numpy(array) for key, array in self._receive().items()}
+        return self._results(self._receive())
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of ``calls`` calls of the prepared case, timed by the worker itself.

@@ -354,7 +354,7 @@ def test_a_worker_computes_times_and_survives_errors(tmp_path: Path) -> None:
         for key, tensor in here.items():
             torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-4)
         seconds = worker.time(3, 1)
-        assert len(seconds) == 3 and min(seconds) > 0
+        assert len(seconds) == 3 and 0 < min(seconds) < 20 * worker.first
         worker.begin("no such layer", 1, True)
         with pytest.raises(WorkerError, match="no such layer"):
             worker.ready()

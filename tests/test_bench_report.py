@@ -20,6 +20,7 @@ from bench import session as module  # noqa: E402
 from bench.alternatives import ALTERNATIVES, OURS, build, bytes_needed  # noqa: E402
 from bench.session import Refused, Session, Settings  # noqa: E402
 from bench.timing import Plan  # noqa: E402
+from bench.worker import Worker  # noqa: E402
 from bench.workloads import find  # noqa: E402
 
 
@@ -220,3 +221,18 @@ def test_a_row_that_disagrees_is_refused_and_one_that_agrees_is_written(
     written = json.loads(session.files[0].read_text())
     assert [("refused" in row, "fastcaps" in row) for row in written["rows"]] == [(False, True), (True, False)]
     assert "refused" in session.files[1].read_text()
+
+
+def test_a_call_that_used_up_its_time_is_not_made_again(tmp_path: Path) -> None:
+    session = Session(Settings(tmp_path, 1, Plan(budget=3.0, sgemm=8), alternatives=False, memory=False))
+    worker = Worker("reference", 1, tmp_path / "log")
+    worker.first = 5.0
+    contender = session._contender(worker)
+    contender.turn(session.settings.plan)  # the worker has no process: a call would fail
+    assert contender.samples == [5.0] and not contender.error
+    worker.first = 1.0
+    assert session._contender(worker).samples == []
+    compiled = Worker("reference-compiled", 1, tmp_path / "log")
+    compiled.first = 90.0  # most of it the compiler's
+    assert session._contender(compiled).samples == []
+    session.close()
