@@ -80,7 +80,7 @@ def test_fake_kernels_tell_the_truth(judge: Judge, case: Case, dtype: torch.dtyp
     ):
         meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
         for one, other in zip(op(*meta), op(*arguments), strict=True):
-            assert one.shape == other.shape and (one.dtype == other.dtype or other.shape == (0,))
+            assert one.shape == other.shape and one.dtype == other.dtype
             assert one.stride() == other.stride() or not other.numel()
 
 

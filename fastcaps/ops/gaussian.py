@@ -121,8 +121,11 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     inputs = [children, weight, mean, variance, log_weight, bias, gate]
     inputs += [None, None] if grad_evidence is None else [beta_use, beta_ignore]
+    wide = accumulation_dtype(children.dtype)
     return tuple(
-        children.new_empty(0) if tensor is None or not needs >> k & 1 else tensor.new_empty(tensor.shape)
+        children.new_empty(0, dtype=wide if k in gaussian.STATE else children.dtype)
+        if tensor is None or not needs >> k & 1
+        else tensor.new_empty(tensor.shape)
         for k, tensor in enumerate(inputs)
     )
 

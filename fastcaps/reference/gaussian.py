@@ -27,6 +27,9 @@ __all__ = ["NEEDS", "coefficients", "gaussian_pass", "gaussian_pass_backward"]
 NEEDS = ("children", "weight", "mean", "variance", "log_weight", "bias", "gate", "beta_use", "beta_ignore")
 """The gradients of the pass in the order of their bits: gradient k is asked for if ``needs`` has bit ``1 << k``."""
 
+STATE = (2, 3, 4)
+"""The positions of the parents' state, which is in the accumulation dtype, as are the betas."""
+
 
 def _wide(children: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     """Return tensors in the accumulation dtype of the children."""
@@ -207,7 +210,7 @@ def gaussian_pass_backward(
     gradients[0], gradients[1], gradients[5] = votes_backward(grad_votes, sight, matrices, bias, children.shape, window)
     if gate is not None:
         gradients[6] = gate_backward((share * heard - ignored).sum(-1), sight, children.shape, window)
-    return collect(gradients, inputs, children, needs)
+    return collect(gradients, inputs, children, needs, STATE)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ that is NaN or infinite behind a gate of 0 gets, and gives, no gradient at all. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -200,11 +200,19 @@ def gate_backward(grad_gate: Tensor, sight: Sight, children_shape: Sequence[int]
 
 
 def collect(
-    gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None], children: Tensor, needs: int
+    gradients: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    children: Tensor,
+    needs: int,
+    wide: Collection[int] = (),
 ) -> tuple[Tensor, ...]:
-    """Return the gradients in the dtypes of their inputs; what ``needs`` or the call does not have is empty."""
+    """Return the gradients in the dtypes of their inputs; what ``needs`` or the call does not have is empty.
+
+    ``wide`` are the positions of those that are in the accumulation dtype even where they are empty.
+    """
+    accumulated = accumulation_dtype(children.dtype)
     return tuple(
-        children.new_empty(0)
+        children.new_empty(0, dtype=accumulated if k in wide else children.dtype)
         if gradient is None or given is None or not needs >> k & 1
         else gradient.to(given.dtype).contiguous()
         for k, (gradient, given) in enumerate(zip(gradients, inputs, strict=True))
