@@ -3,6 +3,7 @@
 
 #include "forward.h"
 #include "softmax.h"
+#include "turns.h"
 
 namespace fastcaps::gpu {
 
@@ -10,10 +11,12 @@ template <class Pose, int R, bool PLAIN>
 struct AttentionForward {
   static constexpr bool kHushes = false, kIdentity = false;
   Tiles<Pose, R> query, sums;
+  bool asks;  // or all shares are 1 / M
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
-    each_tile<Pose, R>([&](int r, int p) {
-      load_query<Pose>(a, lane, seats[lane.template seat<R>(r)], p, a.scale * kLog2E, query[r][p]);
+    asks = PLAIN || a.query.data;
+    each_tile<Pose, R>([&](int r, int p) {  // one call brings the scale with it, the turns of a routing do not
+      load_query<Pose>(a, lane, seats[lane.template seat<R>(r)], p, PLAIN ? a.scale * kLog2E : 1.0f, query[r][p]);
       each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; });
     });
   }
@@ -21,9 +24,12 @@ struct AttentionForward {
   FASTCAPS_DEVICE void hear(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
                             char* shared, const Tiles<Pose, R>& votes) {
     float share[R][Pose::kEach];
-    if (PLAIN || a.query.data) {
+    if (PLAIN || asks) {
       float logit[R][Pose::kEach], none[R];
-      each_tile<Pose, R>([&](int r, int p) { logit[r][p] = dot<Pose>(a, query[r][p], votes[r][p]); });
+      each_tile<Pose, R>([&](int r, int p) {
+        logit[r][p] = dot<Pose>(a, query[r][p], votes[r][p]);
+        if constexpr (!PLAIN) logit[r][p] *= a.scale * kLog2E;
+      });
       if (!compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none)) return;
     } else {
       each_tile<Pose, R>([&](int r, int p) { share[r][p] = 1.0f / float(a.M); });
@@ -40,6 +46,13 @@ struct AttentionForward {
     float* to = a.sums + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
     each_tile<Pose, R>(
         [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, sums[r][p], 1.0f); });
+  }
+
+  FASTCAPS_DEVICE void next_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
+    each_tile<Pose, R>([&](int r, int p) {
+      take_turn<Pose>(a, lane, seats[lane.template seat<R>(r)], p, turn, !asks, sums[r][p], query[r][p]);
+    });
+    asks = true;
   }
 };
 

@@ -74,6 +74,15 @@ float* Call::dense(const MaybeTensor& x) {
   return floats(kept.back());
 }
 
+void Call::take_betas(const MaybeTensor& use, const MaybeTensor& ignore) {
+  const auto stride = [](const MaybeTensor& x, int64_t dim) {  // of dense memory
+    return x->size(dim) == 1 ? 0 : dim == 1 ? 1 : x->size(1);
+  };
+  args.beta_use = dense(use), args.beta_ignore = dense(ignore);
+  args.use_stride_i = stride(use, 0), args.use_stride_m = stride(use, 1);
+  args.ignore_stride_i = stride(ignore, 0), args.ignore_stride_m = stride(ignore, 1);
+}
+
 bool Call::rounds(int64_t options, Storage half) const {
   return (options & kTF32) || args.storage == Storage::kBFloat16 || args.storage == half;
 }
@@ -122,7 +131,7 @@ void Call::launch(const Cut& c, int first_block, int parent_blocks, int colours_
                   "fastcaps: too many positions for one launch");
   a.tiles = int(ceil_div(a.seats, c.tile));
   a.groups = c.groups < a.tiles ? int(c.groups) : a.tiles;
-  const bool plain = !a.bias && !a.padded && a.query.data && c.parent_blocks == 1;
+  const bool plain = !a.bias && !a.padded && a.query.data && c.parent_blocks == 1 && a.turns == 0;
   constexpr int kMost = 65535;  // blocks along y
   for (int block = 0; block < parent_blocks; block += kMost) {
     a.first_parent = (first_block + block) * c.warps_parents * c.parents;

@@ -46,6 +46,8 @@ struct Call {
   }
   // A tensor in float, where it lies if it is dense.
   float* dense(const MaybeTensor& x);
+  // Those of the Gaussian pass, [I or 1, M or 1].
+  void take_betas(const MaybeTensor& use, const MaybeTensor& ignore);
 
   // May products be rounded to tf32? Half-precision numbers lose nothing by it; the gradients of votes, which backward
   // rounds too, lose what bfloat16 does not show and float16 would.

@@ -155,8 +155,8 @@ bool spread(Cut& c, const Geometry& g, const Task& task, const Bias& bias, int m
       const int64_t each = ceil_div(blocks * trial.chunks, machine.multiprocessors);
       const double parts = 1 + 0.02 * std::min(trial.chunks - 1, 4);  // what adding them up costs, about
       const double cost = time(each, fitting, trial.threads() / 32) * trial.chunk_children * parts;
-      if (best >= 0 && cost >= best) continue;
-      best = cost;
+      if ((best >= 0 && cost >= best) || (task.whole && trial.chunks > 1)) continue;
+      best = trial.cost = cost;
       c = trial;
       if (task.backward && task.ordered) keep_parts_small(c, g, bias, wanted, least);
       place(c, shared);
@@ -204,6 +204,23 @@ Cut cut(const Task& task, const Geometry& g, const Bias& bias, const Machine& ma
   }
   c.kernel = nullptr;
   return c;
+}
+
+std::string routing_refusal(Pass pass, const Geometry& g, bool tensor, bool identity, const Machine& machine) {
+  const std::string why_not = refusal(pass, g.C, g.D, g.E);
+  if (!why_not.empty()) return why_not;
+  Task task{.pass = pass, .tensor = tensor, .identity = identity};
+  const Cut split = cut(task, g, {}, machine);
+  task.whole = true;
+  const Cut whole = cut(task, g, {}, machine);
+  if (!whole.kernel || !split.kernel) return "its poses do not fit into shared memory";
+  if (pass != Pass::kPooling && whole.parent_blocks > 1)
+    return "its " + std::to_string(g.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
+  // What lies between two launches of a loop of passes takes about as long as some 300 children.
+  constexpr double kBetween = 300;
+  if (whole.cost > split.cost + kBetween)
+    return "its " + std::to_string(g.children()) + " children are better split over blocks";
+  return "";
 }
 
 std::string describe(const Cut& c) {

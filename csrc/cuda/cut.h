@@ -27,6 +27,7 @@ struct Cut {
   int parent_blocks;  // more than one: the softmax takes launches of its own
   int stage, chunks, chunk_children;
   bool parts_by_chunk = false;  // parts of dW: one for each group and chunk, not for each group
+  double cost;                  // how long it takes, about: a warp's trip through one child is 1
   int64_t shared_bytes;
   int shared_weight, shared_seen, shared_stage, shared_seat, shared_offset, shared_exchange, shared_dchildren,
       shared_dweight, shared_dgate;
@@ -45,10 +46,15 @@ struct Task {
   bool ordered =
       false;  // backward: gradients must not be added to by many blocks at once, at the price of fewer blocks
   bool identity = false;  // votes are the children: there are no weights
+  bool whole = false;     // children must not be split over blocks
 };
 
 // No kernel if the poses do not fit (see refusal). `bias`: its gradient is wanted too, if it has numbers.
 Cut cut(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine);
+
+// Why not all turns of a routing should run in one launch; empty if they should. A block then holds all parents of its
+// positions (where they compete) and hears all their children.
+std::string routing_refusal(Pass pass, const Geometry& g, bool tensor, bool identity, const Machine& machine);
 
 // One line for people: kernel, tile, blocks.
 std::string describe(const Cut& cut);

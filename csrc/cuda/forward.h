@@ -6,6 +6,7 @@
 //   load(a, lane, seats)                                before the first child
 //   hear(a, lane, stage, seats, shared, votes)          one child
 //   store(a, lane, seats, chunk)                        behind the last
+//   next_turn(a, lane, seats, turn)                     instead, in a routing: keep the turn's results, ask anew
 #pragma once
 
 #include "votes.h"
@@ -63,19 +64,26 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
     barrier();
     Policy<Pose, R, PLAIN> state;
     state.load(a, lane, seats);
-    walk<Policy<Pose, R, PLAIN>, Pose>(a, shared, range, [&](int which, int t, int count) {
-      Stage<Pose> stage(a, shared, which, t);
-      FASTCAPS_NO_UNROLL
-      for (int k = 0; k < count; ++k) {
-        Tiles<Pose, R> votes;
-        make_votes<Pose, R, PLAIN, Policy<Pose, R, PLAIN>::kIdentity>(a, lane, stage, votes);
-        state.hear(a, lane, stage, seats, shared, votes);
-        stage.next(a);
-      }
+    for (int turn = 0;; ++turn) {
+      walk<Policy<Pose, R, PLAIN>, Pose>(a, shared, range, [&](int which, int t, int count) {
+        Stage<Pose> stage(a, shared, which, t);
+        FASTCAPS_NO_UNROLL
+        for (int k = 0; k < count; ++k) {
+          Tiles<Pose, R> votes;
+          make_votes<Pose, R, PLAIN, Policy<Pose, R, PLAIN>::kIdentity>(a, lane, stage, votes);
+          state.hear(a, lane, stage, seats, shared, votes);
+          stage.next(a);
+        }
+        barrier();
+      });
+      if (PLAIN || a.turns == 0) break;
+      if constexpr (!PLAIN) state.next_turn(a, lane, seats, turn);
+      if (turn + 1 == a.turns) break;
+      make_offsets(a, shared, 0, range.first, range.last);
       barrier();
-    });
+    }
     if (!PLAIN && a.collect) continue;
-    state.store(a, lane, seats, range.chunk);
+    if (PLAIN || a.turns == 0) state.store(a, lane, seats, range.chunk);
     barrier();  // the seats are read to the end
   }
 }

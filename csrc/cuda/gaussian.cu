@@ -87,14 +87,7 @@ Call gaussian_call(const Tensor& children, const Tensor& weight, const MaybeTens
   PassArgs& a = call.args;
   a.mean = call.dense(mean), a.variance = call.dense(variance), a.log_weight = call.dense(log_weight);
   a.eps = float(eps);
-  if (beta_use) {
-    const auto stride = [](const MaybeTensor& x, int64_t dim) {  // of dense memory
-      return x->size(dim) == 1 ? 0 : dim == 1 ? 1 : x->size(1);
-    };
-    a.beta_use = call.dense(beta_use), a.beta_ignore = call.dense(beta_ignore);
-    a.use_stride_i = stride(beta_use, 0), a.use_stride_m = stride(beta_use, 1);
-    a.ignore_stride_i = stride(beta_ignore, 0), a.ignore_stride_m = stride(beta_ignore, 1);
-  }
+  if (beta_use) call.take_betas(beta_use, beta_ignore);
   return call;
 }
 

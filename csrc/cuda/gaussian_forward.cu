@@ -16,7 +16,7 @@ PassKernel kernel() {
 
 PassKernels gaussian_forward_kernels() {
   static const PassKernel all[] = {
-      kernel<Pose4x4x8One, 1, 256, 1>(), kernel<Pose4x4x16One, 1, 256, 1>(), kernel<Pose4x4x32Back, 1, 256, 1>(),
+      kernel<Pose4x4x8One, 1, 256, 2>(), kernel<Pose4x4x16One, 1, 256, 2>(), kernel<Pose4x4x32Back, 1, 256, 1>(),
       kernel<Pose1x8, 4, 256, 1>(),      kernel<Pose1x16, 4, 256, 1>(),      kernel<PoseMatrix, 1, 256, 1>(),
       kernel<PoseVector, 1, 256, 1>(),
   };

@@ -6,6 +6,7 @@
 
 #include "forward.h"
 #include "softmax.h"
+#include "turns.h"
 
 namespace fastcaps::gpu {
 
@@ -40,12 +41,15 @@ struct Moments {
   }
   // The numbers that a parent gets of it: the weight below the moments is n + eps.
   FASTCAPS_DEVICE void conclude(float base, float n, float eps, float& mean, float& variance) const {
-    const float all = n + eps, whole = n == 0.0f ? 0.0f : base + offset;
-    const float off = whole * (eps / all);
-    mean = all == 0.0f ? 0.0f : whole * (n / all);
-    variance = all == 0.0f ? 0.0f : (spread + n * off * off) / all;
+    const float all = n + eps, whole = base + offset, off = whole * (eps / all);
+    const bool nobody = n == 0.0f || all == 0.0f;  // whatever the base is then
+    mean = nobody ? 0.0f : whole * (n / all);
+    variance = nobody ? 0.0f : (spread + n * off * off) / all;
   }
 };
+
+// Where a turn's score comes from: EM routing's cost, or the evidence; k-means knows no variance.
+enum Model : int { kExpectation, kEvidence, kMeans };
 
 // What a child brings, and what it costs to leave it, at the lane's parents.
 template <class Pose>
@@ -86,8 +90,10 @@ struct GaussianForward {
   static constexpr bool kCompensated = !Pose::kFixed;
   Tiles<Pose, kCompensated ? R : 1> lost_offset;
   Betas<Pose> betas;
+  bool placed, asks;  // parents have a mean; or at least a log-weight
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
+    placed = a.mean, asks = a.mean || a.log_weight;
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       each_number<Pose>([&](int i, int j) { base[r][p][i][j] = offset[r][p][i][j] = spread[r][p][i][j] = 0.0f; });
@@ -103,14 +109,14 @@ struct GaussianForward {
   FASTCAPS_DEVICE void hear(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
                             char* shared, Tiles<Pose, R>& votes) {
     float share[R][Pose::kEach];
-    if (a.mean)
+    if (placed)
       each_tile<Pose, R>(
           [&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] -= base[r][p][i][j]; }); });
-    if (a.mean || a.log_weight) {
+    if (asks) {
       float logit[R][Pose::kEach], none[R];
       each_tile<Pose, R>([&](int r, int p) {
         float distance = 0.0f;
-        if (a.mean) {
+        if (placed) {
           each_number<Pose>(
               [&](int i, int j) { distance += votes[r][p][i][j] * precision[r][p][i][j] * votes[r][p][i][j]; });
           distance = sum_rows<Pose>(a, sum_columns<Pose>(a, distance));
@@ -128,9 +134,11 @@ struct GaussianForward {
       const float weight = share[r][p] * seen.gate, before = count[r][p], after = before + weight;
       const float ratio = after > FLT_MIN ? weight * reciprocal(after) : 0.0f, step = before * ratio;
       evidence[r][p] += (betas.use[p] + betas.ignore[p]) * weight - betas.ignore[p] * seen.gate;
-      if (!a.mean)
+      if (!placed)  // the base follows the mean, and the offset holds what the base cannot
         each_number<Pose>([&](int i, int j) {
-          base[r][p][i][j] = before == 0.0f ? votes[r][p][i][j] : base[r][p][i][j];
+          const float old = before == 0.0f ? votes[r][p][i][j] : base[r][p][i][j];
+          base[r][p][i][j] = old + offset[r][p][i][j];
+          offset[r][p][i][j] = (old - base[r][p][i][j]) + offset[r][p][i][j];
           votes[r][p][i][j] -= base[r][p][i][j];
         });
       add_compensated(count[r][p], weight, lost[r][p]);
@@ -162,6 +170,49 @@ struct GaussianForward {
         if (!a.mean) store_parent<Pose>(a, lane, a.base + numbers, seat, p, base[r][p], 1.0f);
       }
     });
+  }
+
+  FASTCAPS_DEVICE void next_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
+    const bool last = turn + 1 == a.turns;
+    const int64_t parents = turn * a.positions * a.M, numbers = parents * Pose::C_(a) * Pose::E_(a);
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seat& seat = seats[lane.template seat<R>(r)];
+      const float n = count[r][p];
+      each_number<Pose>([&](int i, int j) {
+        const Moments moments{offset[r][p][i][j], spread[r][p][i][j]};
+        moments.conclude(base[r][p][i][j], n, a.eps, base[r][p][i][j], spread[r][p][i][j]);
+      });
+      store_scalar<Pose>(a, lane, a.counts + parents, seat, p, n);
+      store_parent<Pose>(a, lane, a.means + numbers, seat, p, base[r][p], 1.0f);
+      store_parent<Pose>(a, lane, a.variances + numbers, seat, p, spread[r][p], 1.0f);
+      float log_sigma = 0.0f;
+      each_number<Pose>([&](int i, int j) {
+        spread[r][p][i][j] += a.eps;
+        if (lane.inside(a, i, j)) log_sigma += logf(spread[r][p][i][j]);
+      });
+      log_sigma = 0.5f * sum_pose<Pose>(a, log_sigma);
+      float score = evidence[r][p];
+      if (a.model == kExpectation && lane.alive(a, p)) {
+        const float cost = float(Pose::C_(a) * Pose::E_(a)) * a.cost_of_numbers[lane.m(p)] + log_sigma;
+        score = a.schedule[turn] * (a.activation[lane.m(p)] - cost * n);
+      }
+      store_scalar<Pose>(a, lane, a.evidence + parents, seat, p, score);
+      if (last) {
+        store_scalar<Pose>(a, lane, a.score, seat, p, score);
+        store_parent<Pose>(a, lane, a.last_mean, seat, p, base[r][p], 1.0f);
+        store_parent<Pose>(a, lane, a.last_variance, seat, p, spread[r][p], 1.0f);
+      }
+      const float log_sigmoid = fminf(score, 0.0f) - log1pf(expf(-fabsf(score)));
+      log_weight[r][p] = log_sigmoid - (a.model == kMeans ? 0.0f : log_sigma);
+      count[r][p] = lost[r][p] = evidence[r][p] = 0.0f;
+      each_number<Pose>([&](int i, int j) {
+        const float one = a.model == kMeans ? 2.0f : 1.0f / spread[r][p][i][j];
+        precision[r][p][i][j] = lane.inside(a, i, j) ? one : 0.0f;
+        offset[r][p][i][j] = spread[r][p][i][j] = 0.0f;
+        if constexpr (kCompensated) lost_offset[r][p][i][j] = 0.0f;
+      });
+    });
+    placed = asks = true;
   }
 };
 

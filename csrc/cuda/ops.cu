@@ -35,11 +35,25 @@ STABLE_TORCH_LIBRARY(FASTCAPS_CUDA_NAMESPACE, m) {
       "Tensor? bias, Tensor? gate, Tensor? beta_use, Tensor? beta_ignore, Tensor counts, Tensor means, "
       "Tensor variances, float eps, int[] window, int needs, int options) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "attention_routing(Tensor children, Tensor weight, Tensor? query, Tensor? bias, Tensor? gate, "
+      "Tensor? norm_weight, Tensor? norm_bias, float scale, float eps, bool normalize, int rule, int iterations, "
+      "bool frozen, int[] window, int options) -> (Tensor, Tensor)");
+  m.def(
+      "pooling_routing(Tensor children, Tensor? weight, Tensor? bias, Tensor? gate, float scale, bool normalize, "
+      "int parents, int rule, int iterations, bool frozen, int[] window, int options) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "gaussian_routing(Tensor children, Tensor weight, Tensor? bias, Tensor? gate, Tensor beta_a, Tensor beta_b, "
+      "float[] schedule, int model, float eps, int[] window, int options) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
   m.impl("attention_pass", TORCH_BOX(&fastcaps::gpu::attention_pass));
   m.impl("attention_pass_backward", TORCH_BOX(&fastcaps::gpu::attention_pass_backward));
+  m.impl("attention_routing", TORCH_BOX(&fastcaps::gpu::attention_routing));
+  m.impl("pooling_routing", TORCH_BOX(&fastcaps::gpu::pooling_routing));
+  m.impl("gaussian_routing", TORCH_BOX(&fastcaps::gpu::gaussian_routing));
   m.impl("pooling_pass", TORCH_BOX(&fastcaps::gpu::pooling_pass));
   m.impl("pooling_pass_backward", TORCH_BOX(&fastcaps::gpu::pooling_pass_backward));
   m.impl("gaussian_pass", TORCH_BOX(&fastcaps::gpu::gaussian_pass));
@@ -54,12 +68,16 @@ const char* refusal_of(fastcaps::gpu::Pass pass, int64_t C, int64_t D, int64_t E
   return text.c_str();
 }
 
+fastcaps::Geometry geometry_of(const int64_t* n) {
+  return {n[0], n[1], n[2], n[3], n[4],  n[5],
+          n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
+}
+
 const char* plan_of(fastcaps::gpu::Pass pass, const int64_t* n, bool backward, int64_t options, bool half,
                     int64_t multiprocessors, int64_t shared_limit) {
   using namespace fastcaps;
   static thread_local std::string text;
-  const Geometry g{n[0], n[1], n[2], n[3], n[4],  n[5],
-                   n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
+  const Geometry g = geometry_of(n);
   text = gpu::refusal(pass, g.C, g.D, g.E);
   if (text.empty())
     text = gpu::describe(gpu::cut({.pass = pass,
@@ -89,3 +107,15 @@ const char* plan_of(fastcaps::gpu::Pass pass, const int64_t* n, bool backward, i
 FASTCAPS_EXPLAIN(, kAttention)
 FASTCAPS_EXPLAIN(_pooling, kPooling)
 FASTCAPS_EXPLAIN(_gaussian, kGaussian)
+
+// Why the loop of passes serves a routing better than one launch (see ops.h) on the current device; empty if it does
+// not. pass: 0 attention, 1 pooling, 2 Gaussian.
+extern "C" __attribute__((visibility("default"))) const char* fastcaps_cuda_routing_refusal(const int64_t* geometry,
+                                                                                            int64_t pass,
+                                                                                            int64_t half) {
+  using namespace fastcaps;
+  static thread_local std::string text;
+  text = gpu::routing_refusal(gpu::Pass(pass), geometry_of(geometry), half != 0, false,
+                              {gpu::multiprocessors(), gpu::shared_limit()});
+  return text.c_str();
+}

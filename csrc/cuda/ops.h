@@ -45,4 +45,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const MaybeTensor beta_use, const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
     const Tensor variances, double eps, const std::vector<int64_t> window, int64_t needs, int64_t options);
 
+// Whole routings, all turns in one launch: errors where routing_refusal (cut.h) says that they should not be.
+std::tuple<Tensor, Tensor> attention_routing(const Tensor children, const Tensor weight, const MaybeTensor query,
+                                             const MaybeTensor bias, const MaybeTensor gate,
+                                             const MaybeTensor norm_weight, const MaybeTensor norm_bias, double scale,
+                                             double eps, bool normalize, int64_t rule, int64_t iterations, bool frozen,
+                                             const std::vector<int64_t> window, int64_t options);
+
+std::tuple<Tensor, Tensor, Tensor> pooling_routing(const Tensor children, const MaybeTensor weight,
+                                                   const MaybeTensor bias, const MaybeTensor gate, double scale,
+                                                   bool normalize, int64_t parents, int64_t rule, int64_t iterations,
+                                                   bool frozen, const std::vector<int64_t> window, int64_t options);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_routing(
+    const Tensor children, const Tensor weight, const MaybeTensor bias, const MaybeTensor gate, const Tensor beta_a,
+    const Tensor beta_b, const std::vector<double> schedule, int64_t model, double eps,
+    const std::vector<int64_t> window, int64_t options);
+
 }  // namespace fastcaps::gpu

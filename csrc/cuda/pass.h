@@ -28,6 +28,7 @@ struct Divider {
 };
 
 constexpr int kMostChildren = 8;  // in shared memory at a time
+constexpr int kMostTurns = 16;    // of a routing in one launch
 
 struct PassArgs {
   // who sees whom
@@ -81,6 +82,17 @@ struct PassArgs {
   float *counts, *evidence;        // forward: [..]
   float *base, *offsets, *spread;  // forward, in parts: see Moments; base where there is no mean
   float *means, *variances;        // forward, done: [.., C, E]; backward: given
+
+  // Whole routings: all turns in one launch, whose results (sums, log-sum-exp; counts, means, variances, evidence) lie
+  // one turn after the other. See turns.h and gaussian_forward.h.
+  int turns;  // 0: a single pass
+  int rule, model;
+  bool normalized_parents;
+  const void *norm_weight, *norm_bias;        // [C * E], in the children's type
+  void* result;                               // attention, pooling: the last parents, in the children's type
+  const float *cost_of_numbers, *activation;  // EM routing: [M]
+  float *score, *last_mean, *last_variance;   // Gaussian: the last parents
+  float schedule[kMostTurns];                 // EM routing: inverse temperatures
 
   // backward
   const float* dsums;      // attention, pooling: dL/dS [.., C, E]; Gaussian: what a vote's weight gains, linearly

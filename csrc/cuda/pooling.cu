@@ -2,6 +2,7 @@
 #include "../pooling.h"
 
 #include "call.h"
+#include "flat.h"
 #include "ops.h"
 #include "stage.h"
 
@@ -68,24 +69,6 @@ pooling_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs a) {
     a.dconstant[parent] = (a.dlogsumexp ? a.dlogsumexp[parent] : 0.0f) - along;
   }
 }
-
-// ---- identity votes of a matrix pose are those of a vector of as many numbers ---------------------------------------
-constexpr int64_t kFlat = 16;  // which there are kernels for
-
-bool flattens(const Tensor& children, const MaybeTensor& weight) {
-  return !weight && children.dim() == 6 && children.size(4) > 1 && children.size(4) * children.size(5) == kFlat &&
-         children.stride(4) == children.size(5) * children.stride(5);
-}
-
-Tensor flat(const Tensor& x) {
-  std::vector<int64_t> shape = shape_of(x);
-  const size_t last = shape.size() - 1;
-  const bool dense = x.stride(int64_t(last) - 1) == shape[last] * x.stride(int64_t(last));
-  shape[last] *= shape[last - 1];
-  shape[last - 1] = 1;
-  return torch::stable::view(dense ? x : torch::stable::contiguous(x), shape);
-}
-MaybeTensor flat(const MaybeTensor& x) { return x ? MaybeTensor(flat(*x)) : x; }
 
 Call pooling_call(const Tensor& children, const MaybeTensor& weight, const MaybeTensor& query, const MaybeTensor& bias,
                   const MaybeTensor& gate, double scale, bool normalize, const std::vector<int64_t>& window) {

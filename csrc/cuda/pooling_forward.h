@@ -5,31 +5,11 @@
 #include <cfloat>
 
 #include "forward.h"
+#include "turns.h"
 
 namespace fastcaps::gpu {
 
 constexpr float kLn2 = 0.6931471805599453f;
-
-// 1 / |x| over the whole pose, 0 for a pose of zeros. Neither the squares of very long vectors overflow nor those of
-// very short ones vanish; `counts` says that anybody wants to know. All lanes of a warp come here together.
-template <class Pose>
-FASTCAPS_DEVICE float inverse_length(const PassArgs& a, const Tile<Pose>& x, bool counts) {
-  const float squares = dot<Pose>(a, x, x);
-  float inverse = squares > 0.0f ? reciprocal_sqrt(squares) : 0.0f;
-  if (any_lane(counts && !(squares > 1e-30f && squares < 1e30f))) {
-    float largest = 0.0f;
-    each_number<Pose>([&](int i, int j) { largest = fmaxf(largest, fabsf(x[i][j])); });
-    largest = max_rows<Pose>(a, max_columns<Pose>(a, largest));
-    float sum = 0.0f;
-    each_number<Pose>([&](int i, int j) {
-      const float part = x[i][j] / largest;
-      sum += part * part;
-    });
-    sum = sum_rows<Pose>(a, sum_columns<Pose>(a, sum));
-    inverse = largest < FLT_MIN && squares == 0.0f ? 0.0f : reciprocal_sqrt(sum) / largest;
-  }
-  return inverse;
-}
 
 // Exponentials below the largest logit are rescaled only where a logit exceeds what they are taken below by this much
 // (in units of log2): rarely more than once.
@@ -40,10 +20,12 @@ struct PoolingForward {
   static constexpr bool kHushes = false, kIdentity = true;
   Tiles<Pose, R> query, sums;
   float top[R][Pose::kEach], total[R][Pose::kEach];
+  bool asks;
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
+    asks = a.query.data;
     each_tile<Pose, R>([&](int r, int p) {
-      load_query<Pose>(a, lane, seats[lane.template seat<R>(r)], p, a.scale * kLog2E, query[r][p]);
+      load_query<Pose>(a, lane, seats[lane.template seat<R>(r)], p, 1.0f, query[r][p]);
       each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; });
       top[r][p] = -INFINITY;
       total[r][p] = 0.0f;
@@ -60,8 +42,8 @@ struct PoolingForward {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
       const bool counts = seen.exists != 0.0f && seen.gate != 0.0f;
       float x = 0.0f;
-      if (a.query.data) {
-        x = dot<Pose>(a, query[r][p], votes[r][p]);
+      if (asks) {
+        x = a.scale * kLog2E * dot<Pose>(a, query[r][p], votes[r][p]);
         if (a.normalize) x *= inverse_length<Pose>(a, votes[r][p], counts);
       }
       logit[r][p] = counts ? x : -INFINITY;
@@ -85,16 +67,33 @@ struct PoolingForward {
   }
 
   // Every range of children has parents and a log-sum-exp of its own.
-  FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) const {
+  FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) {
     const int64_t parents = chunk * a.positions * a.M;
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
-      const bool empty = total[r][p] == 0.0f;
-      store_parent<Pose>(a, lane, a.sums + parents * Pose::C_(a) * Pose::E_(a), seat, p, sums[r][p],
-                         empty ? 0.0f : 1.0f / total[r][p]);
-      store_scalar<Pose>(a, lane, a.logsumexp + parents, seat, p,
-                         empty ? -INFINITY : top[r][p] * kLn2 + logf(total[r][p]));
+      conclude(a, lane, a.logsumexp + parents, seat, r, p);
+      store_parent<Pose>(a, lane, a.sums + parents * Pose::C_(a) * Pose::E_(a), seat, p, sums[r][p], 1.0f);
     });
+  }
+
+  FASTCAPS_DEVICE void next_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seat& seat = seats[lane.template seat<R>(r)];
+      conclude(a, lane, a.logsumexp + turn * a.positions * a.M, seat, r, p);
+      take_turn<Pose>(a, lane, seat, p, turn, !asks, sums[r][p], query[r][p]);
+      top[r][p] = -INFINITY;
+      total[r][p] = 0.0f;
+    });
+    asks = true;
+  }
+
+  // The sums become S.
+  FASTCAPS_DEVICE void conclude(const PassArgs& a, const Lane<Pose>& lane, float* logsumexp, const Seat& seat, int r,
+                                int p) {
+    const bool empty = total[r][p] == 0.0f;
+    const float one = empty ? 0.0f : 1.0f / total[r][p];
+    each_number<Pose>([&](int i, int j) { sums[r][p][i][j] *= one; });
+    store_scalar<Pose>(a, lane, logsumexp, seat, p, empty ? -INFINITY : top[r][p] * kLn2 + logf(total[r][p]));
   }
 };
 
