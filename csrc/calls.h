@@ -85,7 +85,8 @@ struct Given {
   }
 
   int64_t number() const { return is_double ? 8 : 4; }
-  bool shared() const { return in.geometry.G == 1 && in.bias_stride_i == 0; }
+  bool shared() const { return (in.geometry.G == 1 || in.geometry.G == in.geometry.N) && in.bias_stride_i == 0; }
+  bool identity() const { return in.weight == nullptr; }
 
   // A result in the compute type, its address in `data`; empty and null where it is not wanted.
   Tensor result(bool wanted, const std::vector<int64_t>& shape, void*& data, bool clear = false) const {
@@ -111,8 +112,8 @@ void run_forward(const Given& given, ForwardCall<Operands>& call) {
   const Kernels<Operands>& table = kernels<Operands>();
   const Geometry& g = call.in.geometry;
   const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
-  call.cut =
-      cut_forward(g, {lanes, given.number(), table.forward_state(call), table.forward_results(call), given.shared()});
+  call.cut = cut_forward(g, {lanes, given.number(), table.forward_state(call), table.forward_results(call),
+                             given.shared(), given.identity()});
   if (g.positions() == 0) return;
   const bool ranges = call.cut.chunks > 1;
   const Tensor partial =
@@ -145,7 +146,7 @@ void cut_call(const Given& given, BackwardCall<Operands>& call) {
   const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
   call.in = given.in;
   call.cut = cut_backward(call.in.geometry, {lanes, given.number(), table.backward_state(call),
-                                             table.backward_results(call), given.shared()});
+                                             table.backward_results(call), given.shared(), given.identity()});
 }
 
 // Run a backward call whose operands are set and which is cut. `empty`: nothing reaches it, or there is nothing.

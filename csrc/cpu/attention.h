@@ -153,6 +153,8 @@ struct AttentionBackward {
   bool wants_results() const { return with.dquery; }
   bool needs_vote() const { return with.dquery; }
   static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 2 * g.parent_pose(); }
+  bool plain() const { return !with.query.data && !call.dgate; }
+  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(g.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
   void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {

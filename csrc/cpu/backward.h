@@ -40,7 +40,8 @@ struct BackwardItem {
   const WeightsOf<T, kLane> weights;
   const Rule rule;
   const int64_t CE, CD, DE, slots, state_size, result_size;
-  const bool one_matrix;  // for all children: a lane's sums of it are kept to the end of the item
+  const bool shared;      // children of a walk have all the same matrices,
+  const bool one_matrix;  // of which a lane's sums are kept to its end
   V *P, *dP, *gates, *rows, *highest, *votes_kept, *dV, *dW_lanes, *local;
   T *P_rows, *dV_rows;
   X* scratch;
@@ -63,8 +64,8 @@ struct BackwardItem {
         slots(cut.block_rows * cut.block_children),
         state_size(Rule::state_numbers(call)),
         result_size(Rule::result_numbers(g, g.M)),
-        one_matrix(kLane != Lanes::kChildren && !kByRows && g.G == 1 &&
-                   g.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes) {
+        shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && g.G == 1)),
+        one_matrix(shared && !kByRows && g.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes) {
     tiles = arena.take<Tile<T>>(cut.rows_per_group);
     P = arena.take<V>(slots * CD);
     dP = arena.take<V>(slots * CD);
@@ -123,8 +124,16 @@ struct BackwardItem {
     T* dB = static_cast<T*>(call.dbias);
     if (dB) dB += item * call.bias_numbers;
     const int64_t type = chunk * g.N / cut.chunks, types = (chunk + 1) * g.N / cut.chunks - type;
-    range = {type, types, g.N, types * g.window.kh * g.window.kw};
-    walk(count, dW, dB);
+    const int64_t places = g.window.kh * g.window.kw;
+    if (kLane == Lanes::kSharing && g.G > 1) {  // one type after another: its places share weights
+      for (int64_t n = type; n < type + types; ++n) {
+        range = {n, 1, g.N, places};
+        walk(count, dW, dB);
+      }
+    } else {
+      range = {type, types, g.N, types * places};
+      walk(count, dW, dB);
+    }
   }
 
   // All children of the range, block by block, each over all rows.
@@ -136,11 +145,11 @@ struct BackwardItem {
       if (dW && g.G == g.children()) clear_matrices(first, min(size, range.count - first), dW);
       for (int64_t t = 0; t < row_count; t += cut.block_rows)
         block(first, count, t, min(cut.block_rows, row_count - t), dW, dB);
-      if (dW_lanes && !kChildLanes && g.G > 1)
+      if (dW_lanes && !kChildLanes && !shared)
         for (int64_t j = 0; j < count; ++j)
           add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(range.child(first + j), 0));
     }
-    if (dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, g.M * DE, dW);
+    if (dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, g.M * DE, dW + weights.offset(range.child(0), 0));
   }
 
   // A child with matrices of its own is met once: their gradient is cleared here, while it is about to be in cache.
@@ -157,12 +166,17 @@ struct BackwardItem {
                    P + t * stride * CD, gates + t * stride);
       if (call.dchildren) zero(dP + t * stride * CD, count * CD);
     }
-    if (cut.keep_votes)
-      listen<true>(first, count, t0, nt);
-    else
-      listen<false>(first, count, t0, nt);
-    for (int64_t t = 0; t < nt; ++t)
-      for (int64_t j = 0; j < count; ++j) compete(first + j * Sits::kUnit, t0 + t, t * stride + j);
+    const bool plain = rule.plain();
+    if (plain) {
+      share_plainly(count, t0, nt);
+    } else {
+      if (cut.keep_votes)
+        listen<true>(first, count, t0, nt);
+      else
+        listen<false>(first, count, t0, nt);
+      for (int64_t t = 0; t < nt; ++t)
+        for (int64_t j = 0; j < count; ++j) compete(first + j * Sits::kUnit, t0 + t, t * stride + j);
+    }
     if (P_rows)
       for (int64_t t = 0; t < nt; ++t)
         for (int64_t j = 0; j < count; ++j) {
@@ -170,11 +184,26 @@ struct BackwardItem {
           for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * cut.block_rows + t) * n + k) * g.D;
           scatter_rows<false, T>(lane, g.D, P + (t * stride + j) * CD);
         }
-    if (cut.keep_votes)
+    if (cut.keep_votes && !plain)
       gradients<true>(first, count, t0, nt, dW, dB);
     else
       gradients<false>(first, count, t0, nt, dW, dB);
     if (call.dchildren) add_child_gradients(first, count, t0, nt);
+  }
+
+  // Shares that no vote has a say in, and nobody asks for the gates' gradients.
+  void share_plainly(int64_t count, int64_t t0, int64_t nt) {
+    for (int64_t t = 0; t < nt; ++t) {
+      const int64_t first = t * cut.block_children;
+      if constexpr (Rule::kSilent)
+        if (call.in.gate.data) silence<T>(P + first * CD, gates + first, count, CD);
+      for (int64_t slot = first; slot < first + count; ++slot)
+        for (int64_t m = 0; m < g.M; ++m) {
+          V* row = rows + slot * g.M + m;
+          for (int r = 1; r < Rule::kRows; ++r) row[r * slots * g.M] = V{};
+          row[0] = gates[slot] * rule.plain_share(states + (t0 + t) * state_size, m);
+        }
+    }
   }
 
   void add_child_gradients(int64_t first, int64_t count, int64_t t0, int64_t nt) {
@@ -259,7 +288,6 @@ struct BackwardItem {
         const int64_t q = first + j * Sits::kUnit;
         const Weight* W = weights.matrix(range, q, m);
         const Weight* bias = weights.bias_of(range, q, m);
-        const bool shared = kLane != Lanes::kChildren && g.G == 1;
         V* dW_unit = shared ? dW_shared : dW_lanes + (kChildLanes ? 0 : (j * g.M + m) * DE);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * cut.block_children + j;
@@ -292,8 +320,8 @@ struct BackwardItem {
           scatter_rows<true, T>(lane, DE, dW_unit);
         }
       }
-      if (dW_lanes && kLane != Lanes::kChildren && g.G == 1 && !one_matrix)
-        add_lane_sums<T>(dW_shared, DE, dW + m * DE);
+      if (dW_lanes && shared && !one_matrix)
+        add_lane_sums<T>(dW_shared, DE, dW + weights.offset(range.child(first), m));
       if constexpr (kChildLanes)
         if (results)
           for (int64_t t = 0; t < nt; ++t) {

@@ -29,20 +29,34 @@ void cut_block(const Geometry& g, const Sizes& sizes, int64_t rows, int64_t per_
   if (!cut.keep_votes) cut.block_children = 4;
 }
 
+// Children in the lanes that have all the same weights, which stay scalars.
+bool share_weights(const Geometry& g, const Sizes& sizes) {
+  return sizes.shared && g.positions() * 2 <= sizes.lanes && g.children() / g.G >= sizes.lanes;
+}
+
 // Too few positions to fill the lanes: children do. Where each has its own weights, that is at the price of turning
 // them to lanes as they are met.
 bool use_child_lanes(const Geometry& g, const Sizes& sizes) {
-  return g.positions() * (sizes.shared ? 2 : 4) <= sizes.lanes && g.children() >= sizes.lanes;
+  return share_weights(g, sizes) || (g.positions() * 4 <= sizes.lanes && g.children() >= sizes.lanes);
 }
 
 void cut_block_of_child_lanes(const Geometry& g, const Sizes& sizes, Cut& cut) {
   cut.child_lanes = true;
-  cut.shared_weights = sizes.shared;
+  cut.shared_weights = share_weights(g, sizes);
   cut.groups = g.positions() > 0 ? 1 : 0;
   cut.rows_per_group = cut.block_rows = std::max<int64_t>(g.positions(), 1);
   const int64_t votes = g.parents() * sizes.lanes * sizes.number * cut.block_rows;
   cut.keep_votes = votes <= 2 * kVoteBytesMost;
   cut.block_children = cut.keep_votes ? std::clamp<int64_t>(kVoteBytes / votes, 1, 8) : 4;
+}
+
+// Votes that are the children themselves are kept by nobody else; where all of them fit, they are gathered once for all
+// turns.
+void keep_children(const Geometry& g, const Sizes& sizes, Cut& cut) {
+  const int64_t units = cut.child_lanes ? ceil_div(g.children(), sizes.lanes) : g.children();
+  const int64_t bytes = units * cut.block_rows * sizes.lanes * sizes.number * (g.child_pose() + g.M + 2);
+  cut.keep_votes = false;
+  if (bytes <= kVoteBytesMost) cut.block_children = units;
 }
 
 int64_t operations(const Geometry& g, int64_t positions, int64_t children) {
@@ -61,6 +75,7 @@ Cut cut_forward(const Geometry& g, const Sizes& sizes) {
     cut.groups = ceil_div(tiles, cut.block_rows);
     cut.rows_per_group = cut.block_rows = ceil_div(tiles, std::max<int64_t>(cut.groups, 1));
   }
+  if (sizes.identity) keep_children(g, sizes, cut);
   const int64_t positions = cut.child_lanes ? g.positions() : sizes.lanes * cut.rows_per_group;
   const int64_t row_bytes = sizes.results * sizes.number * (cut.child_lanes ? 1 : sizes.lanes);
   const int64_t most = std::min({
@@ -80,6 +95,8 @@ Cut cut_backward(const Geometry& g, const Sizes& sizes) {
   const double weights = double(g.G * g.M * g.D * g.E) * double(number);
   const bool owned = g.G % g.N == 0;  // a child type's weights are nobody else's
   const double work = 3.0 * double(operations(g, g.positions(), g.children()));
+  const double votes = double(g.positions()) * double(g.children()) * double(g.parents()) * double(number);
+  const double weight_parts = std::min(double(kWeightParts), votes / 32);
   Cut best;
   double best_cost = 0;
   const bool child_lanes = use_child_lanes(g, sizes);  // then all positions are one group
@@ -98,7 +115,7 @@ Cut cut_backward(const Geometry& g, const Sizes& sizes) {
                               child_lanes ? ceil_div(g.N, lanes) : g.N,
                               int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
                               int64_t(double(2 * kPartialBytes) / room),
-                              owned ? kItems : std::max<int64_t>(2, int64_t(double(kWeightParts) / weights))}));
+                              owned ? kItems : std::max<int64_t>(2, int64_t(weight_parts / weights))}));
     const double busy = std::min<double>(1.0, double(cut.items()) / 8.0);
     const double parts = double(owned ? cut.groups : cut.items());
     // Bytes weigh as much as 8 multiply-adds each: about what a core computes while memory moves one.

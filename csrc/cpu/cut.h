@@ -11,7 +11,8 @@ struct Sizes {
   int64_t number;   // bytes of the compute type
   int64_t state;    // numbers of a row's parents,
   int64_t results;  // and of what is made for them
-  bool shared;      // all children have the same weights and bias
+  bool shared;      // children of one type, or all, have the same weights and bias
+  bool identity;    // votes are the children themselves
 };
 
 Cut cut_forward(const Geometry& g, const Sizes& sizes);

@@ -86,11 +86,13 @@ struct ForwardItem {
       const int64_t nt = min(cut.block_rows, last - first);
       for (int64_t t = 0; t < nt; ++t) place(first + t, t);
       for (turn = call.turn; turn < call.turn + call.turns; ++turn) {
-        range = {begin, count, 0, count};
         for (int64_t t = 0; t < nt; ++t) Rule::clear(result(t), g, g.M);
         const int64_t block_size = cut.block_children * Sits::kUnit;
-        for (int64_t q = 0; q < count; q += block_size)
-          block(q, (min(block_size, count - q) + Sits::kUnit - 1) / Sits::kUnit, nt);
+        each_range(begin, count, [&] {
+          for (int64_t q = 0; q < range.count; q += block_size)
+            block(q, (min(block_size, range.count - q) + Sits::kUnit - 1) / Sits::kUnit, nt);
+          return true;
+        });
         for (int64_t t = 0; t < nt; ++t) {
           if (cut.chunks == 1)
             rule.finish(tiles[t], turn, result(t), state(t));
@@ -99,6 +101,23 @@ struct ForwardItem {
                         size_t(result_size) * sizeof(X));
         }
       }
+    }
+  }
+
+  // f() for each `range` of children among [begin, begin + count): one, or, where lanes share the weights of their
+  // type, one a type, children being counted type by type. Until f is false.
+  template <class F>
+  void each_range(int64_t begin, int64_t count, F&& f) {
+    if (kLane != Lanes::kSharing || g.G == 1) {
+      range = {begin, count, 0, count};
+      f();
+      return;
+    }
+    const int64_t places = g.children() / g.G, end = begin + count;
+    for (int64_t at = begin, size; at < end; at += size) {
+      size = min(places - at % places, end - at);
+      range = {at / places + at % places * g.G, 1, g.G, size};
+      if (!f()) return;
     }
   }
 
@@ -134,7 +153,8 @@ struct ForwardItem {
   // block_children + j.
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = cut.block_children;
-    for (int64_t t = 0; t < nt; ++t) {
+    const bool kept = Pose::kIdentity && turn > call.turn && cut.block_children * Sits::kUnit >= g.children();
+    for (int64_t t = 0; t < nt && !kept; ++t) {
       Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, range, first, count,
                    P + t * stride * CD, gates + t * stride);
       if constexpr (Rule::kSilent)
@@ -215,39 +235,43 @@ struct ForwardItem {
   void find_base(int64_t t) {
     bool found[n];
     for (int r = 0; r < n; ++r) found[r] = kChildLanes ? r > 0 : r >= tiles[t].count;
-    range = {0, g.children(), 0, g.children()};
-    for (int64_t q = 0; q < g.children(); q += Sits::kUnit) {
-      Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, range, q, 1, P, gates);
-      if (call.in.gate.data) silence<T>(P, gates, 1, CD);
-      T gate[n], take[n];
-      store<T>(gate, gates[0]);
-      bool any = false, all = true;
-      int seat = -1;  // where lanes are children: the one that stands in
-      for (int r = 0; r < n; ++r) {
-        const bool now = gate[r] != 0 && !found[kChildLanes ? 0 : r];
-        if (now && kChildLanes) found[0] = true, seat = r;
-        take[r] = now ? T(1) : T(0);
-        found[r] = found[r] || (now && !kChildLanes);
-        any = any || now;
-        all = all && found[r];
-      }
-      if (any) {
-        const V mask = load<T>(take);
-        for (int64_t m = 0; m < g.M; ++m) {
-          X* base = rule.base(state(t), m);
-          votes<T>(pose, P, weights.matrix(range, q, m), weights.bias_of(range, q, m), [&](int k, V v) FASTCAPS_LAMBDA {
-            if constexpr (kChildLanes) {
-              T lane[n];
-              store<T>(lane, v);
-              base[k] = lane[seat];
-            } else {
-              base[k] = mask != 0 ? v : base[k];
-            }
-          });
-        }
-      }
-      if (all) return;
+    each_range(0, g.children(), [&] {
+      for (int64_t q = 0; q < range.count; q += Sits::kUnit)
+        if (offer_base(t, q, found)) return false;
+      return true;
+    });
+  }
+
+  // The votes of the unit that begins with child q, for the lanes that have none yet; true once all have.
+  bool offer_base(int64_t t, int64_t q, bool* found) {
+    Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, range, q, 1, P, gates);
+    if (call.in.gate.data) silence<T>(P, gates, 1, CD);
+    T gate[n], take[n];
+    store<T>(gate, gates[0]);
+    bool any = false, all = true;
+    int seat = -1;  // where lanes are children: the one that stands in
+    for (int r = 0; r < n; ++r) {
+      const bool now = gate[r] != 0 && !found[kChildLanes ? 0 : r];
+      if (now && kChildLanes) found[0] = true, seat = r;
+      take[r] = now ? T(1) : T(0);
+      found[r] = found[r] || (now && !kChildLanes);
+      any = any || now;
     }
+    for (int r = 0; r < n; ++r) all = all && found[r];
+    const V mask = load<T>(take);
+    for (int64_t m = 0; any && m < g.M; ++m) {
+      X* base = rule.base(state(t), m);
+      votes<T>(pose, P, weights.matrix(range, q, m), weights.bias_of(range, q, m), [&](int k, V v) FASTCAPS_LAMBDA {
+        if constexpr (kChildLanes) {
+          T lane[n];
+          store<T>(lane, v);
+          base[k] = lane[seat];
+        } else {
+          base[k] = mask != 0 ? v : base[k];
+        }
+      });
+    }
+    return all;
   }
 };
 

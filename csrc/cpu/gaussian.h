@@ -289,6 +289,8 @@ struct GaussianBackward {
   bool wants_results() const { return with.dmean || with.dvariance || with.dlog_weight; }
   bool needs_vote() const { return true; }
   static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 3 * g.M; }
+  bool plain() const { return !with.mean.data && !with.log_weight.data && !call.dgate; }
+  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(g.M)); }
 
   void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;

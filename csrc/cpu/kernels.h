@@ -25,16 +25,24 @@ auto with_pose(const Call& call, bool is_double, F&& f) {
   const auto same = [&](auto lanes) {  // votes are the children themselves
     if constexpr (!std::is_same_v<decltype(call.with), Pooling>)
       return f(any, float{}, lanes);  // there is no such call
+    else if (is_double)
+      return f(SamePose{any}, double{}, lanes);
+    else if (is(1, 16, 16))
+      return f(SameStaticPose<1, 16>{}, float{}, lanes);
     else
-      return is_double ? f(SamePose{any}, double{}, lanes) : f(SamePose{any}, float{}, lanes);
+      return f(SamePose{any}, float{}, lanes);
   };
   const auto scalars = [&](auto lanes) {  // weights are scalars
     if (call.in.weight == nullptr) return same(lanes);
     if (is_double) return f(any, double{}, lanes);
     if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, lanes);
     if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, lanes);
+    if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, lanes);
+    if constexpr (std::is_same_v<decltype(call.with), Gaussian>) {
+      if (is(1, 64, 2)) return f(StaticPose<1, 64, 2>{}, float{}, lanes);
+      if (is(1, 2, 2)) return f(StaticPose<1, 2, 2>{}, float{}, lanes);
+    }
     if constexpr (decltype(lanes)::value == Lanes::kPositions) {
-      if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, lanes);
       if constexpr (kAttention) {
         if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, lanes);
         if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{}, lanes);

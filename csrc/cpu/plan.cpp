@@ -18,9 +18,10 @@ std::string describe(const Geometry& g, bool backward, bool is_double, bool shar
   BackwardCall<Operands> back;
   back.in = call.in;
   back.with = with;
-  call.cut = backward
-                 ? cut_backward(g, {lanes, number, table.backward_state(back), table.backward_results(back), shared})
-                 : cut_forward(g, {lanes, number, table.forward_state(call), table.forward_results(call), shared});
+  call.cut =
+      backward
+          ? cut_backward(g, {lanes, number, table.backward_state(back), table.backward_results(back), shared, false})
+          : cut_forward(g, {lanes, number, table.forward_state(call), table.forward_results(call), shared, false});
   const Cut& cut = call.cut;
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(g.C) + "x" + n(columns); };
@@ -35,7 +36,7 @@ std::string describe(const Geometry& g, bool backward, bool is_double, bool shar
 // A query, or whatever parents a pass has: how many numbers they are is all that counts here.
 std::string describe(const Geometry& g, const std::string& pass, bool backward, bool is_double) {
   const View some{&g, {}};
-  const bool shared = g.G == 1;
+  const bool shared = g.G == 1 || g.G == g.N;
   if (pass == "pooling") {
     Pooling with;
     with.query = some;

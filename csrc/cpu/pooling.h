@@ -206,6 +206,11 @@ struct PoolingBackward {
   bool wants_results() const { return with.dquery; }
   bool needs_vote() const { return with.query.data; }
   static int64_t prepare_scratch(const Geometry& g) { return g.parents(); }
+  bool plain() const { return !with.query.data && !call.dgate; }
+  FASTCAPS_INLINE V plain_share(const X* state, int64_t m) const {
+    const V all = V{} + *parents(state).number(0, m);
+    return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
+  }
 
   void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     const Planes<X> to = parents(state);

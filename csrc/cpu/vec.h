@@ -113,11 +113,12 @@ FASTCAPS_INLINE X inverse_or_zero(X x) {
 // exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
 // exp(x) = 2^n exp(r), r = x - n ln 2 in [-ln2/2, ln2/2], with a polynomial for exp(r). Adding 1.5 * 2^23 rounds x / ln
 // 2 to the integer n in the low bits, with the exponent's bias added the same bits shifted up are the number 2^n. NaN
-// stays NaN. Below kLowest the answer stays at exp(kLowest), which is as good as 0 beside the 1 of the maximum and
-// keeps denormal numbers, slow on many processors, out of the sums.
+// stays NaN. Below kLowest the answer is 0, as good as exact beside the 1 of the maximum: it keeps denormal numbers,
+// slow on many processors, out of the sums.
 FASTCAPS_INLINE VecF exp_nonpositive(VecF x) {
   const float kLowest = -80.0f, kRound = 12582912.0f + 127.0f;
-  x = x < kLowest ? VecF{} + kLowest : x;
+  const auto vanishes = x < kLowest;
+  x = vanishes ? VecF{} : x;
   const VecF shifted = x * 1.44269504088896341f + kRound;
   const VecF n = shifted - kRound;
   VecF r = x - n * 0.693359375f;
@@ -129,12 +130,14 @@ FASTCAPS_INLINE VecF exp_nonpositive(VecF x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return p * (VecF)((VecI)shifted << 23);
+  p = p * (VecF)((VecI)shifted << 23);
+  return vanishes ? VecF{} : p;
 }
 
 FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
   const double kLowest = -690.0, kRound = 6755399441055744.0 + 1023.0;
-  x = x < kLowest ? VecD{} + kLowest : x;
+  const auto vanishes = x < kLowest;
+  x = vanishes ? VecD{} : x;
   const VecD shifted = x * 1.4426950408889634074 + kRound;
   const VecD n = shifted - kRound;
   VecD r = x - n * 6.93145751953125e-1;
@@ -144,7 +147,8 @@ FASTCAPS_INLINE VecD exp_nonpositive(VecD x) {
       1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
       1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
   for (double c : kInverseFactorials) p = p * r + c;
-  return p * (VecD)((VecL)shifted << 52);
+  p = p * (VecD)((VecL)shifted << 52);
+  return vanishes ? VecD{} : p;
 }
 
 // exp for any argument.

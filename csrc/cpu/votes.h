@@ -25,7 +25,7 @@ struct StaticPose {
   // Weights' gradients: vectors by vectors.
   static constexpr int kWeightRows = largest_divisor(D, kManyRegisters ? 6 : 4);
   static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
-  // Vector poses with whole vectors of E: their weight gradient is a matmul over positions (see attention_backward.h).
+  // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (see backward.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
 
@@ -39,6 +39,11 @@ struct DynamicPose {
 // Children that are their own votes: no weights, E = D.
 struct SamePose : DynamicPose {
   static constexpr bool kIdentity = true;
+};
+
+template <int C_, int D_>
+struct SameStaticPose : StaticPose<C_, D_, D_> {
+  static constexpr bool kIdentity = true, kWeightGradientByRows = false;
 };
 
 // X[i, j] = init(i, j) + sum_k a(i, k) b(k, j), given to sink(i, j, X), in register blocks of I x J.
