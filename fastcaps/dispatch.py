@@ -45,6 +45,9 @@ ALLOW_TF32 = 2
 """Bit of ``options``: float32 matrix products may round their factors to TF32."""
 
 
+_MOST_TURNS = 16  # of a routing that the CUDA library runs in one launch (csrc/cuda/pass.h)
+
+
 def options() -> int:
     """Return the settings of the process that the GPU kernels heed, as bits."""
     bits = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else 0
@@ -124,17 +127,20 @@ def _fuses(routing: ops.Routing, children: Tensor, weight: Tensor | None, parent
 
 def _routing_kernel(routing: ops.Routing) -> Callable[..., Any]:
     """Return what runs a whole routing on a GPU: a kernel for all turns where there is one, else the loop of passes."""
-    names = [argument.name for argument in getattr(torch.ops.fastcaps, routing.name).default._schema.arguments]
-    count = names.index("parents") if "parents" in names else None
+    schema = getattr(torch.ops.fastcaps, routing.name).default._schema
+    names = [argument.name for argument in schema.arguments]
 
     def run(*arguments: Any) -> Any:
-        children, weight = arguments[:2]
-        parents = 1 if count is None else arguments[count]
-        chosen = _choose(routing.stem, children, weight, parents)
-        if chosen == "cuda":
+        given = dict(zip(names, arguments, strict=True))
+        children, weight, parents = given["children"], given["weight"], given.get("parents", 1)
+        turns = given["iterations"] if "iterations" in given else len(given["schedule"])
+        if _choose(routing.stem, children, weight, parents) == "cuda" and turns <= _MOST_TURNS:
             routing.check(*arguments)
-            if _fuses(routing, children, weight, parents, arguments[-1]):
-                return getattr(torch.ops.fastcaps_cuda, routing.name).default(*arguments, options())
+            if _fuses(routing, children, weight, parents, given["window"]):
+                results = getattr(torch.ops.fastcaps_cuda, routing.name).default(*arguments, options())
+                if routing is ops.POOLING_ROUTING:  # its history is what a loop of passes would keep
+                    results = (results[0], results[1].to(children.dtype), results[2])
+                return results
         return routing.by_passes(*arguments)
 
     return run

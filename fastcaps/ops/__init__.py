@@ -17,6 +17,16 @@ times).
 and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (``csrc/cpu/cut.cpp`` keeps their
 sum small), and about 1 MiB for each thread.
 
+``pooling_pass`` and ``gaussian_pass``: as the attention pass, where what a range of children leaves is one parents and
+two numbers for each parent, or two parents and as many.
+
+``pooling_pass_backward`` and ``gaussian_pass_backward``: as the attention pass's, with two parents and two numbers for
+each parent at the start, or five and three; a range leaves one parents, or two and a number.
+
+Whole routings: what their pass uses. Their results include the history, one parents a turn (two for Gaussians), and so
+does a backward, which makes the query of every turn again. A backward also holds the gradients of one turn beside their
+sums.
+
 The CUDA kernels use
 
 ``attention_pass``: one parents for each range of children, where positions are too few to fill the device (each range
