@@ -48,6 +48,7 @@ std::tuple<Tensor, Tensor> attention_routing(const Tensor children, const Tensor
                                              const std::vector<int64_t> window) {
   AttentionGiven given(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window);
   STD_TORCH_CHECK(rule == 0 || rule == 1, "fastcaps: rule must be 0 (attention) or 1 (dynamic), got ", rule);
+  STD_TORCH_CHECK(rule == 0 || !(normalize || norm_weight || norm_bias), "fastcaps: dynamic routing has no LayerNorm");
   STD_TORCH_CHECK(iterations >= 1, "fastcaps: iterations must be at least 1, got ", iterations);
   std::vector<int64_t> shape = parents_shape(given.in.geometry);
   Tensor parents = torch::stable::new_empty(children, shape);

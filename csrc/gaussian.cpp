@@ -76,8 +76,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_rout
     const Tensor children, const Tensor weight, const MaybeTensor bias, const MaybeTensor gate, const Tensor beta_a,
     const Tensor beta_b, const std::vector<double> schedule, int64_t model, double eps,
     const std::vector<int64_t> window) {
-  STD_TORCH_CHECK(model >= 0 && model <= 2, "fastcaps: model must be 0 (EM), 1 (Gaussian) or 2 (k-means), got ", model);
-  STD_TORCH_CHECK(!schedule.empty(), "fastcaps: schedule must have at least one turn");
+  STD_TORCH_CHECK(model >= 0 && model <= 2, "fastcaps: model must be 0, 1 or 2, got ", model);
+  STD_TORCH_CHECK(!schedule.empty(), "fastcaps: schedule must have a number for every turn");
   const bool em = model == 0;
   const MaybeTensor none;
   GaussianGiven given(children, weight, none, none, none, bias, gate, em ? none : MaybeTensor(beta_a),

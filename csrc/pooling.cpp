@@ -24,6 +24,9 @@ std::tuple<Tensor, Tensor, Tensor> pooling_routing(const Tensor children, const 
                                                    const MaybeTensor bias, const MaybeTensor gate, double scale,
                                                    bool normalize, int64_t parents, int64_t rule, int64_t iterations,
                                                    bool, const std::vector<int64_t> window) {
+  STD_TORCH_CHECK(parents >= 1, "fastcaps: parents must be at least 1, got ", parents);
+  STD_TORCH_CHECK(!weight || weight->dim() != 4 || weight->size(1) == parents, "fastcaps: weight is not for ", parents,
+                  " parents: ", text(weight ? shape_of(*weight) : std::vector<int64_t>{}));
   const Given given(children, weight, bias, gate, pass_geometry(children, weight, parents, bias, gate, window));
   STD_TORCH_CHECK(rule == 0 || rule == 1, "fastcaps: rule must be 0 (unit) or 1 (dynamic), got ", rule);
   STD_TORCH_CHECK(iterations >= 1, "fastcaps: iterations must be at least 1, got ", iterations);
