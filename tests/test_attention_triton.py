@@ -20,6 +20,7 @@ from triton_cases import (
     TINY,
     WIDE,
     compiled_here,
+    hold_bound,
     hold_compiled,
     implemented,
     launches,
@@ -362,3 +363,4 @@ def test_everything_at_once_compiles_without_a_gpu(ordered: bool) -> None:
     assert "_attention_normalizer_kernel" in {launch.name for launch in found}
     for launch in once_each(found):
         assert static.compiled_for("sm_90", launch).n_regs > 0
+    hold_bound(found)

@@ -18,6 +18,7 @@ from triton_cases import (
     TINY,
     WIDE,
     compiled_here,
+    hold_bound,
     hold_compiled,
     hold_only_what_is_asked,
     hold_same_bits,
@@ -25,6 +26,7 @@ from triton_cases import (
     launches,
     options,
     plain,
+    plan,
     sizes_allocated,
     there,
 )
@@ -89,6 +91,16 @@ def test_two_sweeps_and_ranges_of_children(name: str, ordered: bool) -> None:
     """Parents that do not fit into a program: their softmax first; children meet in the finishing kernel."""
     options.update(limits=TINY, deterministic=ordered)
     check(replace(_small(BY_NAME[name]), types=2, groups="I", parents=7, gate=True, silent=True))
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_many_children_of_the_same_matrices(batch: int) -> None:
+    """Programs of their own gather dW: by outer products for few positions, else by matrix products."""
+    case = GaussianCase("shared", types=65, groups=1, parents=3, pose=(1, 2, 2), batch=batch, bias="1M", gate=True)
+    tile = plan.matrix_plan(batch, 65, 1, 3, case.pose, crowd=gaussian.PASS.crowd).tile
+    assert (tile.positions * tile.rows >= 16) == (batch == 16)
+    options.update({"limits": WIDE} if DEVICE == "cpu" else {})
+    check(case)
 
 
 @pytest.mark.parametrize("name", ["padded", "no-query-grid"])
@@ -276,3 +288,8 @@ def test_compiles_without_a_gpu(shape: str, target: str, mode: dict[str, bool]) 
     wanted = {"_gaussian_forward_kernel", "_gaussian_backward_kernel"}
     wanted |= {"_gaussian_matrix_backward_kernel"} if "deterministic" in mode else set()
     hold_compiled(launches(_step(*SHAPES[shape], **mode)), target, 0, wanted)
+
+
+@compiled_here
+def test_the_launcher_takes_what_is_launched() -> None:
+    hold_bound(launches(_step(*SHAPES["heinsen-sst"])))

@@ -18,6 +18,7 @@ from triton_cases import (
     TINY,
     WIDE,
     compiled_here,
+    hold_bound,
     hold_compiled,
     hold_only_what_is_asked,
     hold_same_bits,
@@ -281,3 +282,8 @@ def test_compiles_without_a_gpu(shape: str, target: str, mode: dict[str, bool]) 
     wanted = {"_pooling_forward_kernel", "_pooling_backward_kernel"}
     wanted |= {"_pooling_matrix_backward_kernel"} if "deterministic" in mode else set()
     hold_compiled(launches(_step(*SHAPES[shape], **mode)), target, 0, wanted)
+
+
+@compiled_here
+def test_the_launcher_takes_what_is_launched() -> None:
+    hold_bound(launches(_step(*SHAPES["zhao"])))

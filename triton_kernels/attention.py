@@ -164,7 +164,13 @@ def attention_pass_backward(
         return skeleton.answer(here, wanted, shapes, [None] * 7)
     with current(here.device):
         slope, affine = _slope(here, grad_parents, grad_sums, norm_weight, sums, normalize, wanted[5] or wanted[6])
-        asked = skeleton.Wanted(*wanted[:2], bias if wanted[3] else None, wanted[4], [wanted[2] and not frozen])
+        asked = skeleton.Wanted(
+            children=wanted[0],
+            weight=wanted[1],
+            bias=bias if wanted[3] else None,
+            gate=wanted[4],
+            own=[wanted[2] and not frozen],
+        )
         found = skeleton.gradients(here, (slope,), asked, deterministic, query is not None)
     found["query"] = found["own"][0]
     made = [found.get(name) for name in ("children", "weight", "query", "bias", "gate")]

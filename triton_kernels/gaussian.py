@@ -186,7 +186,7 @@ def gaussian_pass_backward(
     own = [wanted[2], wanted[3] and variance is not None, wanted[4]]
     betas = [beta if want else None for beta, want in zip(inputs[7:], wanted[7:], strict=True)]
     asked = skeleton.Wanted(
-        *wanted[:2], bias if wanted[5] else None, wanted[6], own,
+        children=wanted[0], weight=wanted[1], bias=bias if wanted[5] else None, gate=wanted[6], own=own,
         betas=any(beta is not None and beta.shape[0] > 1 for beta in betas), each_tile=devidence is not None,
     )  # fmt: skip
     with current(here.device):

@@ -108,7 +108,10 @@ def _matrix_backward_kernel(
             if dweight is not None:
                 flat = tl.reshape(tl.permute(dvotes, (2, 0, 3, 1)), [BL * BC, BM * BE])
                 poses = load_poses(child, row_origin, row_opened, depth, cs_c, cs_d, C, D, BL, BC, BK).to(tl.float32)
-                matrix_sum = tl.dot(tl.trans(poses), flat, matrix_sum, input_precision=PRECISION)
+                if BL * BC >= 16:
+                    matrix_sum = tl.dot(tl.trans(poses), flat, matrix_sum, input_precision=PRECISION)
+                else:
+                    matrix_sum += tl.sum(poses[:, :, None] * flat[:, None, :], axis=0)
             if dbias is not None:
                 bias_sum += tl.sum(dvotes, axis=2)
             if dbetas is not None:

@@ -174,7 +174,8 @@ def plan(
     tensor_cores
         Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
     products
-        Whether votes and their gradients are matrix products; by default backward, and where depth makes it pay.
+        Whether votes and their gradients are matrix products; by default backward, and where depth and rows make it
+        pay.
     processors
         Of the device (132 on an H200).
     limits
@@ -188,7 +189,9 @@ def plan(
     unit = max(rows * columns, crowd.pose)
     if products is None:
         # Backward sums over parents (dP) and positions (dW): column by column that costs a barrier each.
-        products = backward or inner >= (_DOT // 2 if tensor_cores else _DOT)
+        # Of a product's rows a half ought to be there, and forward, where nothing else asks for it, its depth.
+        enough = 2 * max(1, positions) * rows >= _DOT
+        products = enough and (backward or inner >= (_DOT // 2 if tensor_cores else _DOT))
     # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
     least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
     most = 32 * limits.warps[1] * crowd.per_thread(limits, backward, products)
@@ -245,8 +248,10 @@ def matrix_plan(
     competing: bool = True,
 ) -> MatrixPlan:
     """Return the plan for dW and dbias in a fixed order; arguments as :func:`plan`, and G ``groups``."""
-    # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
     how = {"processors": processors, "limits": limits, "crowd": crowd, "competing": competing}
+    rows, columns = power_of_two(pose[0]), power_of_two(pose[2])
+    depth = _DOT
+    # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
     tile = plan(positions, children, parents, pose, backward=True, products=True, **how)  # type: ignore[arg-type]
     least = Plan(
         max(tile.positions, _ceil(_DOT, tile.rows)),
@@ -254,11 +259,18 @@ def matrix_plan(
         max(tile.parents, _ceil(_DOT, tile.columns)),
         *(tile.columns, tile.depth, tile.blocks, tile.tiles, tile.splits, tile.per_split, tile.warps),
     )
+    if 2 * max(1, positions) * rows < _DOT:
+        # Too few rows for one: outer products, whose sum a thread holds 32 numbers of.
+        few, room = power_of_two(max(1, positions)), 32 * 32 * limits.warps[0]
+        room //= few * rows
+        depth = max(1, min(power_of_two(pose[1]), _DOT, room // columns))
+        together = max(1, min(power_of_two(parents), room // (depth * columns)))
+        least = Plan(few, rows, together, columns, 0, 1, 1, 1, children, limits.warps[0])
     blocks, tiles = _ceil(max(1, positions), least.positions), _ceil(parents, least.parents)
     tile = Plan(
-        least.positions, least.rows, least.parents, least.columns, tile.depth, blocks, tiles, 1, children, least.warps
+        least.positions, least.rows, least.parents, least.columns, least.depth, blocks, tiles, 1, children, least.warps
     )
-    programs = groups * tiles * _ceil(pose[1], _DOT)
+    programs = groups * tiles * _ceil(pose[1], depth)
     part = 4 * groups * parents * max(pose[1] * pose[2], pose[0] * pose[2])
     wanted = limits.resident * processors // (programs * tile.warps)
     parts = max(1, min(wanted, limits.part_bytes // part))
@@ -266,4 +278,4 @@ def matrix_plan(
     per_split = _ceil(blocks, min(parts, blocks))
     position_splits = _ceil(blocks, per_split)
     group_children = _ceil(own, max(1, min(parts // position_splits, own)))
-    return MatrixPlan(tile, _DOT, _ceil(own, group_children), group_children, position_splits, per_split)
+    return MatrixPlan(tile, depth, _ceil(own, group_children), group_children, position_splits, per_split)

@@ -134,7 +134,12 @@ def pooling_pass_backward(
     slope = torch.zeros_like(parents) if grad_parents is None else grad_parents
     given = (slope, parents, logsumexp, grad_logsumexp)
     asked = skeleton.Wanted(
-        *wanted[:2], bias if wanted[3] else None, wanted[4] and not frozen, [wanted[2] and not frozen], each_tile=True
+        children=wanted[0],
+        weight=wanted[1],
+        bias=bias if wanted[3] else None,
+        gate=wanted[4] and not frozen,
+        own=[wanted[2] and not frozen],
+        each_tile=True,
     )
     with current(here.device):
         found = skeleton.gradients(

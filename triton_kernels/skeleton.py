@@ -5,7 +5,8 @@ forward, what a pass sums up (attention one parents, pooling as much and two num
 or three times as much and two numbers a parent) for each range of children where positions are too few for the device
 (together at most a few tiles a processor), and B * L * I numbers where competing parents take two sweeps; backward, as
 many ranges for the gradients of the parents, 2 * B * L * I numbers for two sweeps, and in half precision the float32
-sums that are rounded in the end; deterministic backward, parts of dW of 64 MiB together.
+sums that are rounded in the end; where the mode is deterministic or many children share their matrices, parts of dW of
+64 MiB together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .ordered import _matrix_backward_kernel
 from .plan import Plan, power_of_two
 
 __all__ = ["Wanted", "answer", "forward", "gradients"]
+
+_CROWDED = 64  # children that share their matrices
 
 
 def _normalizer(call: Call, chosen: Plan, given: tuple[Any, ...] | None) -> tuple[Tensor, Tensor | None]:
@@ -148,7 +151,7 @@ def _ordered_matrix_gradients(call: Call, shared: dict[str, Any], sweep: Any, wa
         group_children=chosen.group_children,
         position_splits=chosen.position_splits,
         OWN_BIAS=own,
-        VOTES_BK=chosen.depth if call.tensor_cores or inner >= chosen.depth else 0,
+        VOTES_BK=tile.depth if call.tensor_cores or inner >= tile.depth else 0,
         **{**call.tile(tile), "BK": depth},
     )
     wanted.found["weight"] = None if dweight is None else dweight.sum((0, 1))
@@ -163,10 +166,14 @@ def gradients(
     children, bias, found = call.operands["children"], wanted.bias, wanted.found
     shared = {**call.gate, **call.arguments, "given": given}
 
+    swept: list[tuple[Tensor, Tensor | None]] = []
+
     def sweep(chosen: Plan) -> tuple[Tensor | None, Tensor | None]:
         if not call.which.competing or chosen.tiles == 1 or not (scored or wanted.gate):
             return None, None
-        return _normalizer(call, chosen, given)
+        if not swept:  # what it finds is the same for all tiles
+            swept.append(_normalizer(call, chosen, given))
+        return swept[0]
 
     rows, inner, columns = call.pose
     many_bias = None if bias is None else (bias.shape[0], call.parents, rows, columns)
@@ -177,7 +184,9 @@ def gradients(
     if ordered:
         chosen = call.plan(backward=True, children=call.types)
     matrices = wanted.weight or bias is not None or wanted.betas
-    if deterministic:
+    # Atomics of many children to the same matrices queue up: programs that own these make the votes once more instead.
+    apart = deterministic or _CROWDED * call.groups <= call.children
+    if apart:
         if matrices:
             _ordered_matrix_gradients(call, shared, sweep, wanted)
     else:
@@ -194,7 +203,7 @@ def gradients(
         found["children"] = torch.empty_like(children, memory_format=torch.contiguous_format)
     elif wanted.children:
         found["children"] = call.zeros(*children.shape)
-    if wanted.children or wanted.gate or any(wanted.own) or (matrices and not deterministic):
+    if wanted.children or wanted.gate or any(wanted.own) or (matrices and not apart):
         normalizer, heard = sweep(chosen)
         launches = [(0, chosen.tiles, 0, call.children)]
         if ordered:
@@ -211,10 +220,10 @@ def gradients(
                 normalizer=normalizer,
                 heard=heard,
                 dchildren=found.get("children"),
-                dweight=None if deterministic else found["weight"],
-                dbias=None if deterministic else found["bias"],
+                dweight=None if apart else found["weight"],
+                dbias=None if apart else found["bias"],
                 dgate=found["gate"],
-                dbetas=None if deterministic else found["betas"],
+                dbetas=None if apart else found["betas"],
                 results=tuple(own),
                 first_tile=first_tile,
                 first_child=first_child,

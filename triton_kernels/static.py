@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from .call import kernel_name
 
-__all__ = ["Compiled", "Launch", "build", "compiled_for", "target_of"]
+__all__ = ["Compiled", "Launch", "build", "compiled_for", "source_of", "target_of"]
 
 _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
@@ -76,7 +76,7 @@ def target_of(name: str) -> GPUTarget:
     return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
 
 
-def _source(launch: Launch, precision: str | None) -> ASTSource:
+def source_of(launch: Launch, precision: str | None = None) -> ASTSource:
     """Return the kernel with the types, constants and alignments that Triton would find at this launch."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -85,10 +85,10 @@ def _source(launch: Launch, precision: str | None) -> ASTSource:
     def typed(value: Any, place: tuple[int, ...], constant: bool, specialised: bool) -> Any:
         if isinstance(value, tuple):
             return tuple(typed(one, (*place, j), constant, specialised) for j, one in enumerate(value))
-        if constant or value is None or (specialised and not isinstance(value, torch.Tensor) and value == 1):
+        if constant or value is None or (specialised and isinstance(value, int) and value == 1):
             constants[place] = value
             return "constexpr"
-        if isinstance(value, torch.Tensor) or (specialised and not isinstance(value, float) and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (specialised and isinstance(value, int) and value % 16 == 0):
             alignments[place] = [["tt.divisibility", 16]]
         if isinstance(value, torch.Tensor):
             return _POINTERS[value.dtype]
@@ -123,7 +123,7 @@ def build(target: str, launch: Launch) -> Any:
         raise RuntimeError("kernels are interpreted (TRITON_INTERPRET=1) and cannot be compiled")
     chosen = target_of(target)
     options = {name: launch.arguments[name] for name in ("num_warps", "num_stages") if name in launch.arguments}
-    source = _source(launch, "ieee" if chosen.backend == "hip" else None)
+    source = source_of(launch, "ieee" if chosen.backend == "hip" else None)
     return triton.compile(source, target=chosen, options=options)
 
 
