@@ -219,6 +219,25 @@ def test_a_whole_routing_is_one_call_where_the_library_fuses_it(
         assert names == (forward or [routing.one.name] * turns) + [f"{routing.one.name}_backward"] * turns
 
 
+@pytest.mark.parametrize("turns", [16, 17])
+def test_a_launch_has_so_many_turns(serve: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """More are a loop of passes; and a pooled history comes in the dtype that the op says, whatever the kernel kept."""
+    call, seen = pooling("identity-conv", 0, turns), []
+
+    def fused(*arguments: Any) -> Any:
+        result, sums, logsumexp = call.routing.by_reference(*arguments)
+        return result, sums.float(), logsumexp
+
+    kernels = {"pooling_routing": fused, "pooling_pass": ops.POOLING.by_reference}
+    overloads = {name: SimpleNamespace(default=record(seen, name, run, False)) for name, run in kernels.items()}
+    monkeypatch.setattr(torch.ops, "fastcaps_cuda", SimpleNamespace(**overloads), raising=False)
+    monkeypatch.setattr(libraries, "library", lambda name: SimpleNamespace(ask=lambda *_: ""))
+    serve("cuda")
+    _, sums, _ = call.run(*call.arguments(torch.bfloat16))
+    assert sums.dtype == torch.bfloat16
+    assert [name for name, _, _ in seen] == (["pooling_routing"] if turns == 16 else ["pooling_pass"] * 17)
+
+
 @every_routing
 def test_a_whole_routing_is_a_loop_of_passes_elsewhere(
     serve: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, call: Call
