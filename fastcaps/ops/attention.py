@@ -15,90 +15,35 @@ from fastcaps.ops.registration import LIBRARY, Pass, register_autocast
 __all__ = ["ATTENTION", "attention_pass", "attention_pass_backward", "check_attention"]
 
 
-def check_attention(
-    children: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    scale: float,
-    eps: float,
-    normalize: bool,
-    window: Sequence[int],
-    frozen: bool = False,
-) -> Frame:
+def check_attention(given: Any) -> Frame:
     """Raise RuntimeError unless the arguments of ``attention_pass`` fit together; return its sizes."""
-    frame = check_call(children, weight, 0, bias, gate, window)
+    frame = check_call(given.children, given.weight, 0, given.bias, given.gate, given.window)
     pose = (frame.pose[0] * frame.pose[1],)
-    tensors = [("query", query, frame.poses), ("norm_weight", norm_weight, pose), ("norm_bias", norm_bias, pose)]
-    check_tensors(children, False, tensors)
+    shapes = {"query": frame.poses, "norm_weight": pose, "norm_bias": pose}
+    check_tensors(given, False, shapes)
     return frame
 
 
-def _check_backward(
-    grad_parents: Tensor | None,
-    grad_sums: Tensor | None,
-    children: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    sums: Tensor,
-    scale: float,
-    eps: float,
-    normalize: bool,
-    window: Sequence[int],
-    needs: int,
-) -> None:
-    frame = check_attention(children, weight, query, bias, gate, norm_weight, None, scale, eps, normalize, window)
-    check_tensors(children, False, [("grad_parents", grad_parents, frame.poses)])
-    check_tensors(children, True, [("grad_sums", grad_sums, frame.poses)])
-    check_tensors(children, True, [("sums", sums if normalize else None, frame.poses)])
+def _check_backward(given: Any) -> None:
+    frame = check_attention(given)
+    check_tensors(given, False, {"grad_parents": frame.poses})
+    check_tensors(given, True, {"grad_sums": frame.poses, **({"sums": frame.poses} if given.normalize else {})})
 
 
-def _fake(
-    children: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    scale: float,
-    eps: float,
-    normalize: bool,
-    window: Sequence[int],
-    frozen: bool = False,
-) -> tuple[Tensor, Tensor]:
-    shape = frame_of(children, weight, 0, window).poses
-    sums = children.new_empty(shape if normalize else (0,), dtype=reference.accumulation_dtype(children.dtype))
-    return children.new_empty(shape), sums
+def _fake(given: Any) -> tuple[Tensor, ...]:
+    shape = frame_of(given.children, given.weight, 0, given.window).poses
+    wide = reference.accumulation_dtype(given.children.dtype)
+    return given.children.new_empty(shape), given.children.new_empty(shape if given.normalize else (0,), dtype=wide)
 
 
-def _fake_backward(
-    grad_parents: Tensor | None,
-    grad_sums: Tensor | None,
-    children: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    sums: Tensor,
-    scale: float,
-    eps: float,
-    normalize: bool,
-    window: Sequence[int],
-    needs: int,
-) -> tuple[Tensor, ...]:
-    pose = (children.shape[4] * weight.shape[3],)
-    shapes: list[Any] = [None if tensor is None else tensor.shape for tensor in (children, weight, query, bias, gate)]
-    shapes += [pose if normalize and grad_parents is not None else None] * 2
+def _fake_backward(given: Any) -> tuple[Tensor, ...]:
+    tensors = (given.children, given.weight, given.query, given.bias, given.gate)
+    pose = (given.children.shape[4] * given.weight.shape[3],)
+    shapes: list[Any] = [None if tensor is None else tensor.shape for tensor in tensors]
+    shapes += [pose if given.normalize and given.grad_parents is not None else None] * 2
     return tuple(
-        children.new_empty(shape if shape is not None and needs >> k & 1 else (0,)) for k, shape in enumerate(shapes)
+        given.children.new_empty(shape if shape is not None and given.needs >> k & 1 else (0,))
+        for k, shape in enumerate(shapes)
     )
 
 
@@ -125,10 +70,10 @@ ATTENTION = Pass(
     tensors=reference.NEEDS,
     by_reference=reference.attention_pass,
     backward_by_reference=reference.attention_pass_backward,
-    check=check_attention,
-    check_backward=_check_backward,
-    fake=_fake,
-    fake_backward=_fake_backward,
+    checks=check_attention,
+    checks_backward=_check_backward,
+    fakes=_fake,
+    fakes_backward=_fake_backward,
     kept=_kept,
     reached=_reached,
     freezes=True,

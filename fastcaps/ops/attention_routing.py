@@ -22,27 +22,12 @@ SEQUENTIAL, DYNAMIC = 0, 1
 sum so far."""
 
 
-def _check(
-    children: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    scale: float,
-    eps: float,
-    normalize: bool,
-    rule: int,
-    iterations: int,
-    frozen: bool,
-    window: Sequence[int],
-) -> None:
-    check_attention(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window)
-    check(rule in (SEQUENTIAL, DYNAMIC), f"rule must be 0 or 1, got {rule}")
-    check(iterations >= 1, f"iterations must be at least 1, got {iterations}")
-    affine = norm_weight is not None or norm_bias is not None
-    check(rule == SEQUENTIAL or not (normalize or affine), "rule 1 squashes: it has no LayerNorm")
+def _check(given: Any) -> None:
+    check_attention(given)
+    check(given.rule in (SEQUENTIAL, DYNAMIC), f"rule must be 0 or 1, got {given.rule}")
+    check(given.iterations >= 1, f"iterations must be at least 1, got {given.iterations}")
+    norm = given.normalize or given.norm_weight is not None or given.norm_bias is not None
+    check(given.rule == SEQUENTIAL or not norm, "rule 1 squashes: it has no LayerNorm")
 
 
 def _parents(sums: Tensor, affine: Sequence[Tensor | None], eps: float, normalize: bool, rule: int) -> Tensor:
@@ -89,25 +74,10 @@ def _loop(
     return parents, torch.stack(history)
 
 
-def _fake(
-    children: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    scale: float,
-    eps: float,
-    normalize: bool,
-    rule: int,
-    iterations: int,
-    frozen: bool,
-    window: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    shape = frame_of(children, weight, 0, window).poses
-    sums = children.new_empty((iterations, *shape), dtype=accumulation_dtype(children.dtype))
-    return children.new_empty(shape), sums
+def _fake(given: Any) -> tuple[Tensor, ...]:
+    shape = frame_of(given.children, given.weight, 0, given.window).poses
+    wide = accumulation_dtype(given.children.dtype)
+    return given.children.new_empty(shape), given.children.new_empty((given.iterations, *shape), dtype=wide)
 
 
 def _backward(
@@ -172,8 +142,8 @@ ATTENTION_ROUTING = Routing(
     one=ATTENTION,
     tensors=ATTENTION.tensors,
     loop=_loop,
-    check=_check,
-    fake=_fake,
+    checks=_check,
+    fakes=_fake,
     results=1,
     backward=_backward,
 )

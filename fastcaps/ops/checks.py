@@ -6,8 +6,10 @@ They say what the native libraries say (``csrc/tensors.h``); what a user sees of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,10 +60,16 @@ def _check_tensor(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.
     check(tensor.device == device, f"{name} is not on the device of children")
 
 
-def check_tensors(children: Tensor, wide: bool, tensors: Sequence[tuple[str, Tensor | None, Sequence[int]]]) -> None:
-    """Check (name, tensor, shape) triples: in the dtype of the children, or in that of their sums if ``wide``."""
+def check_tensors(given: Any, wide: bool, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check the shapes of some of a call's arguments, where they are given.
+
+    Their dtype must be that of the children, or that of sums over them if ``wide``. Arguments that a call does not even
+    have count as not given.
+    """
+    children = given.children
     dtype = accumulation_dtype(children.dtype) if wide else children.dtype
-    for name, tensor, shape in tensors:
+    for name, shape in shapes.items():
+        tensor = getattr(given, name, None)
         if tensor is not None:
             _check_tensor(name, tensor, shape, dtype, children.device)
 
@@ -92,13 +100,12 @@ def check_call(
     check(min(frame.position[1:]) >= 1, f"window {list(window)} is larger than children {list(children.shape)}")
     groups = 1 if weight is None else weight.shape[0]
     check(frame.children % groups == 0, f"weight has {groups} groups, which do not divide {frame.children} children")
-    if weight is not None:
-        shape = (groups, frame.parents, children.shape[5], frame.pose[1])
-        check_tensors(children, False, [("weight", weight, shape)])
-    check_tensors(children, False, [("gate", gate, children.shape[:4])])
+    given = SimpleNamespace(children=children, weight=weight, bias=bias, gate=gate)
+    check_tensors(given, False, {"weight": (groups, frame.parents, children.shape[5], frame.pose[1])})
+    check_tensors(given, False, {"gate": children.shape[:4]})
     if bias is not None:
         check(bias.dim() == 4, "bias must be [I or 1, M or 1, C, E]")
-        check_tensors(children, False, [("bias", bias, (*broadcast(bias, frame), *frame.pose))])
+        check_tensors(given, False, {"bias": (*broadcast(bias, frame), *frame.pose)})
     return frame
 
 

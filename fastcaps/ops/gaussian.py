@@ -15,118 +15,45 @@ from fastcaps.reference import accumulation_dtype, gaussian
 __all__ = ["GAUSSIAN", "check_gaussian", "gaussian_pass", "gaussian_pass_backward"]
 
 
-def check_gaussian(
-    children: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    log_weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    beta_use: Tensor | None,
-    beta_ignore: Tensor | None,
-    eps: float,
-    window: Sequence[int],
-) -> Frame:
+def check_gaussian(given: Any) -> Frame:
     """Raise RuntimeError unless the arguments of ``gaussian_pass`` fit together; return its sizes."""
-    frame = check_call(children, weight, 0, bias, gate, window)
-    check(variance is None or mean is not None, "a variance wants a mean")
-    state = [
-        ("mean", mean, frame.poses),
-        ("variance", variance, frame.poses),
-        ("log_weight", log_weight, frame.numbers),
-    ]
-    check_tensors(children, True, state)
-    check((beta_use is None) == (beta_ignore is None), "beta_use and beta_ignore come together or not at all")
-    for name, beta in (("beta_use", beta_use), ("beta_ignore", beta_ignore)):
+    frame = check_call(given.children, given.weight, 0, given.bias, given.gate, given.window)
+    check(given.variance is None or given.mean is not None, "a variance wants a mean")
+    check_tensors(given, True, {"mean": frame.poses, "variance": frame.poses, "log_weight": frame.numbers})
+    together = (given.beta_use is None) == (given.beta_ignore is None)
+    check(together, "beta_use and beta_ignore come together or not at all")
+    for name, beta in (("beta_use", given.beta_use), ("beta_ignore", given.beta_ignore)):
         if beta is not None:
             check(beta.dim() == 2, f"{name} must be [I or 1, M or 1]")
-            check_tensors(children, True, [(name, beta, broadcast(beta, frame))])
+            check_tensors(given, True, {name: broadcast(beta, frame)})
     return frame
 
 
-def _check_backward(
-    grad_counts: Tensor | None,
-    grad_means: Tensor | None,
-    grad_variances: Tensor | None,
-    grad_evidence: Tensor | None,
-    children: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    log_weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    beta_use: Tensor | None,
-    beta_ignore: Tensor | None,
-    counts: Tensor,
-    means: Tensor,
-    variances: Tensor,
-    eps: float,
-    window: Sequence[int],
-    needs: int,
-) -> None:
-    frame = check_gaussian(children, weight, mean, variance, log_weight, bias, gate, beta_use, beta_ignore, eps, window)
-    tensors = [
-        ("grad_counts", grad_counts, frame.numbers),
-        ("grad_means", grad_means, frame.poses),
-        ("grad_variances", grad_variances, frame.poses),
-        ("grad_evidence", None if beta_use is None else grad_evidence, frame.numbers),
-        ("counts", counts, frame.numbers),
-        ("means", means, frame.poses),
-        ("variances", variances, frame.poses),
-    ]
-    check_tensors(children, True, tensors)
+def _check_backward(given: Any) -> None:
+    frame = check_gaussian(given)
+    check_tensors(given, True, dict.fromkeys(("grad_counts", "counts"), frame.numbers))
+    check_tensors(given, True, dict.fromkeys(("grad_means", "grad_variances", "means", "variances"), frame.poses))
+    if given.beta_use is not None:
+        check_tensors(given, True, {"grad_evidence": frame.numbers})
 
 
-def _fake(
-    children: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    log_weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    beta_use: Tensor | None,
-    beta_ignore: Tensor | None,
-    eps: float,
-    window: Sequence[int],
-) -> tuple[Tensor, ...]:
-    frame = frame_of(children, weight, 0, window)
-    shapes = (frame.numbers, frame.poses, frame.poses, (0,) if beta_use is None else frame.numbers)
-    dtype = accumulation_dtype(children.dtype)
-    return tuple(children.new_empty(shape, dtype=dtype) for shape in shapes)
+def _fake(given: Any) -> tuple[Tensor, ...]:
+    frame = frame_of(given.children, given.weight, 0, given.window)
+    shapes = (frame.numbers, frame.poses, frame.poses, (0,) if given.beta_use is None else frame.numbers)
+    dtype = accumulation_dtype(given.children.dtype)
+    return tuple(given.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
-def _fake_backward(
-    grad_counts: Tensor | None,
-    grad_means: Tensor | None,
-    grad_variances: Tensor | None,
-    grad_evidence: Tensor | None,
-    children: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    log_weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    beta_use: Tensor | None,
-    beta_ignore: Tensor | None,
-    counts: Tensor,
-    means: Tensor,
-    variances: Tensor,
-    eps: float,
-    window: Sequence[int],
-    needs: int,
-) -> tuple[Tensor, ...]:
-    inputs = [children, weight, mean, variance, log_weight, bias, gate]
-    inputs += [None, None] if grad_evidence is None else [beta_use, beta_ignore]
-    wide = accumulation_dtype(children.dtype)
+def _fake_backward(given: Any) -> tuple[Tensor, ...]:
+    unheard = ("beta_use", "beta_ignore") if given.grad_evidence is None else ()
+    tensors = [None if name in unheard else getattr(given, name) for name in gaussian.NEEDS]
+    dtype = given.children.dtype
+    wide = accumulation_dtype(dtype)
     return tuple(
-        children.new_empty(0, dtype=wide if k in gaussian.STATE else children.dtype)
-        if tensor is None or not needs >> k & 1
+        given.children.new_empty(0, dtype=wide if k in gaussian.STATE else dtype)
+        if tensor is None or not given.needs >> k & 1
         else tensor.new_empty(tensor.shape)
-        for k, tensor in enumerate(inputs)
+        for k, tensor in enumerate(tensors)
     )
 
 
@@ -155,10 +82,10 @@ GAUSSIAN = Pass(
     tensors=gaussian.NEEDS,
     by_reference=gaussian.gaussian_pass,
     backward_by_reference=gaussian.gaussian_pass_backward,
-    check=check_gaussian,
-    check_backward=_check_backward,
-    fake=_fake,
-    fake_backward=_fake_backward,
+    checks=check_gaussian,
+    checks_backward=_check_backward,
+    fakes=_fake,
+    fakes_backward=_fake_backward,
     kept=_kept,
     reached=_reached,
     wide=frozenset(("mean", "variance", "log_weight", "beta_use", "beta_ignore")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,25 +24,14 @@ EM, HEINSEN, K_MEANS = 0, 1, 2
 TENSORS = ("children", "weight", "bias", "gate", "beta_a", "beta_b")
 
 
-def _check(
-    children: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    beta_a: Tensor,
-    beta_b: Tensor,
-    schedule: Sequence[float],
-    model: int,
-    eps: float,
-    window: Sequence[int],
-) -> None:
-    check(model in (EM, HEINSEN, K_MEANS), f"model must be 0, 1 or 2, got {model}")
-    check(len(schedule) >= 1, "schedule must have a number for every turn, at least one")
-    use, ignore = (None, None) if model == EM else (beta_a, beta_b)
-    frame = check_gaussian(children, weight, None, None, None, bias, gate, use, ignore, eps, window)
-    if model == EM:
-        names = [("beta_a", beta_a, (frame.parents,)), ("beta_b", beta_b, (frame.parents,))]
-        check_tensors(children, True, names)
+def _check(given: Any) -> None:
+    check(given.model in (EM, HEINSEN, K_MEANS), f"model must be 0, 1 or 2, got {given.model}")
+    check(len(given.schedule) >= 1, "schedule must have a number for every turn, at least one")
+    use, ignore = (None, None) if given.model == EM else (given.beta_a, given.beta_b)
+    state = dict.fromkeys(("mean", "variance", "log_weight"))
+    frame = check_gaussian(SimpleNamespace(**vars(given), **state, beta_use=use, beta_ignore=ignore))
+    if given.model == EM:
+        check_tensors(given, True, dict.fromkeys(("beta_a", "beta_b"), (frame.parents,)))
 
 
 def _loop(
@@ -77,23 +67,12 @@ def _loop(
     return score, mean, variance, *(torch.stack(turns) for turns in zip(*history, strict=True))
 
 
-def _fake(
-    children: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    beta_a: Tensor,
-    beta_b: Tensor,
-    schedule: Sequence[float],
-    model: int,
-    eps: float,
-    window: Sequence[int],
-) -> tuple[Tensor, ...]:
-    frame, turns = frame_of(children, weight, 0, window), len(schedule)
+def _fake(given: Any) -> tuple[Tensor, ...]:
+    frame, turns = frame_of(given.children, given.weight, 0, given.window), len(given.schedule)
     shapes: list[tuple[Any, ...]] = [frame.numbers, frame.poses, frame.poses]
     shapes += [(turns, *shape) for shape in (frame.numbers, frame.poses, frame.poses, frame.numbers)]
-    dtype = accumulation_dtype(children.dtype)
-    return tuple(children.new_empty(shape, dtype=dtype) for shape in shapes)
+    dtype = accumulation_dtype(given.children.dtype)
+    return tuple(given.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -180,8 +159,8 @@ GAUSSIAN_ROUTING = Routing(
     one=GAUSSIAN,
     tensors=TENSORS,
     loop=_loop,
-    check=_check,
-    fake=_fake,
+    checks=_check,
+    fakes=_fake,
     results=3,
     backward=_backward,
     wide=frozenset(("beta_a", "beta_b")),

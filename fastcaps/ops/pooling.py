@@ -15,80 +15,34 @@ from fastcaps.reference import accumulation_dtype, pooling
 __all__ = ["POOLING", "check_pooling", "pooling_pass", "pooling_pass_backward"]
 
 
-def check_pooling(
-    children: Tensor,
-    weight: Tensor | None,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    scale: float,
-    normalize: bool,
-    window: Sequence[int],
-    frozen: bool = False,
-) -> Frame:
+def check_pooling(given: Any) -> Frame:
     """Raise RuntimeError unless the arguments of ``pooling_pass`` fit together; return its sizes."""
-    check(query is None or query.dim() == 6, "query must be [B, Ho, Wo, M, C, E]")
-    check(bias is None or bias.dim() == 4, "bias must be [I or 1, M or 1, C, E]")
-    frame = check_call(children, weight, pooling.parents_of(weight, query, bias), bias, gate, window)
-    check_tensors(children, False, [("query", query, frame.poses)])
+    check(given.query is None or given.query.dim() == 6, "query must be [B, Ho, Wo, M, C, E]")
+    check(given.bias is None or given.bias.dim() == 4, "bias must be [I or 1, M or 1, C, E]")
+    parents = pooling.parents_of(given.weight, given.query, given.bias)
+    frame = check_call(given.children, given.weight, parents, given.bias, given.gate, given.window)
+    check_tensors(given, False, {"query": frame.poses})
     return frame
 
 
-def _check_backward(
-    grad_parents: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    children: Tensor,
-    weight: Tensor | None,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    parents: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-    normalize: bool,
-    window: Sequence[int],
-    needs: int,
-) -> None:
-    frame = check_pooling(children, weight, query, bias, gate, scale, normalize, window)
-    check_tensors(children, False, [("grad_parents", grad_parents, frame.poses), ("parents", parents, frame.poses)])
-    wide = [("grad_logsumexp", grad_logsumexp, frame.numbers), ("logsumexp", logsumexp, frame.numbers)]
-    check_tensors(children, True, wide)
+def _check_backward(given: Any) -> None:
+    frame = check_pooling(given)
+    check_tensors(given, False, {"grad_parents": frame.poses, "parents": frame.poses})
+    check_tensors(given, True, {"grad_logsumexp": frame.numbers, "logsumexp": frame.numbers})
 
 
-def _fake(
-    children: Tensor,
-    weight: Tensor | None,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    scale: float,
-    normalize: bool,
-    window: Sequence[int],
-    frozen: bool = False,
-) -> tuple[Tensor, Tensor]:
-    frame = frame_of(children, weight, pooling.parents_of(weight, query, bias), window)
-    logsumexp = children.new_empty(frame.numbers, dtype=accumulation_dtype(children.dtype))
-    return children.new_empty(frame.poses), logsumexp
+def _fake(given: Any) -> tuple[Tensor, ...]:
+    parents = pooling.parents_of(given.weight, given.query, given.bias)
+    frame = frame_of(given.children, given.weight, parents, given.window)
+    logsumexp = given.children.new_empty(frame.numbers, dtype=accumulation_dtype(given.children.dtype))
+    return given.children.new_empty(frame.poses), logsumexp
 
 
-def _fake_backward(
-    grad_parents: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    children: Tensor,
-    weight: Tensor | None,
-    query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    parents: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-    normalize: bool,
-    window: Sequence[int],
-    needs: int,
-) -> tuple[Tensor, ...]:
+def _fake_backward(given: Any) -> tuple[Tensor, ...]:
+    tensors = (given.children, given.weight, given.query, given.bias, given.gate)
     return tuple(
-        children.new_empty(tensor.shape if tensor is not None and needs >> k & 1 else (0,))
-        for k, tensor in enumerate((children, weight, query, bias, gate))
+        given.children.new_empty(tensor.shape if tensor is not None and given.needs >> k & 1 else (0,))
+        for k, tensor in enumerate(tensors)
     )
 
 
@@ -106,10 +60,10 @@ POOLING = Pass(
     tensors=pooling.NEEDS,
     by_reference=pooling.pooling_pass,
     backward_by_reference=pooling.pooling_pass_backward,
-    check=check_pooling,
-    check_backward=_check_backward,
-    fake=_fake,
-    fake_backward=_fake_backward,
+    checks=check_pooling,
+    checks_backward=_check_backward,
+    fakes=_fake,
+    fakes_backward=_fake_backward,
     kept=_kept,
     freezes=True,
     frozen=(2, 4),

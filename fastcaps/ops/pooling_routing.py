@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,25 +35,14 @@ def _first_query(
     return children.new_zeros(frame_of(children, weight, parents, window).poses)
 
 
-def _check(
-    children: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    scale: float,
-    normalize: bool,
-    parents: int,
-    rule: int,
-    iterations: int,
-    frozen: bool,
-    window: Sequence[int],
-) -> None:
+def _check(given: Any) -> None:
+    weight, bias, parents = given.weight, given.bias, given.parents
     check(parents >= 1, f"parents must be at least 1, got {parents}")
     check(weight is None or weight.dim() != 4 or weight.shape[1] == parents, f"weight is not for {parents} parents")
     check(bias is None or bias.dim() != 4 or bias.shape[1] in (1, parents), f"bias is not for {parents} parents")
-    check_pooling(children, weight, None, bias, gate, scale, normalize, window)
-    check(rule in (VECTOR_NORMED, DYNAMIC), f"rule must be 0 or 1, got {rule}")
-    check(iterations >= 1, f"iterations must be at least 1, got {iterations}")
+    check_pooling(SimpleNamespace(**vars(given), query=None))
+    check(given.rule in (VECTOR_NORMED, DYNAMIC), f"rule must be 0 or 1, got {given.rule}")
+    check(given.iterations >= 1, f"iterations must be at least 1, got {given.iterations}")
 
 
 def _step(sums: Tensor, rule: int) -> Tensor:
@@ -90,23 +80,11 @@ def _loop(
     return result, torch.stack(history), torch.stack(sizes)
 
 
-def _fake(
-    children: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    scale: float,
-    normalize: bool,
-    parents: int,
-    rule: int,
-    iterations: int,
-    frozen: bool,
-    window: Sequence[int],
-) -> tuple[Tensor, ...]:
-    frame = frame_of(children, weight, parents, window)
-    sums = children.new_empty((iterations, *frame.poses))
-    logsumexp = children.new_empty((iterations, *frame.numbers), dtype=accumulation_dtype(children.dtype))
-    return children.new_empty(frame.poses), sums, logsumexp
+def _fake(given: Any) -> tuple[Tensor, ...]:
+    children, turns = given.children, given.iterations
+    frame = frame_of(children, given.weight, given.parents, given.window)
+    logsumexp = children.new_empty((turns, *frame.numbers), dtype=accumulation_dtype(children.dtype))
+    return children.new_empty(frame.poses), children.new_empty((turns, *frame.poses)), logsumexp
 
 
 def _backward(
@@ -158,8 +136,8 @@ POOLING_ROUTING = Routing(
     one=POOLING,
     tensors=TENSORS,
     loop=_loop,
-    check=_check,
-    fake=_fake,
+    checks=_check,
+    fakes=_fake,
     results=1,
     backward=_backward,
 )

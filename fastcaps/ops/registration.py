@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "Grads",
     "Pass",
     "autocast_dtype",
+    "by_name",
     "differentiate",
     "has_kernel",
     "register_autocast",
@@ -33,6 +35,18 @@ LIBRARY = torch.library.Library("fastcaps", "DEF")
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 Grads = Sequence[Tensor | None]
+
+
+@cache
+def _defaults(schema: str) -> dict[str, Any]:
+    """Return the names of a schema's arguments, with their defaults where they have one."""
+    return {argument.name: argument.default_value for argument in torch._C.parse_schema("op" + schema).arguments}
+
+
+def by_name(schema: str, *arguments: Any, **named: Any) -> Any:
+    """Return the arguments of a call as attributes, by their names in a schema."""
+    defaults = _defaults(schema)
+    return SimpleNamespace(**{**defaults, **dict(zip(defaults, arguments, strict=False)), **named})
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -159,10 +173,11 @@ class Pass:
         Those of them that are in the accumulation dtype of the children.
     by_reference, backward_by_reference
         The reference's functions of the same arguments.
-    check, check_backward
-        Raise RuntimeError unless arguments fit together, for kernels in Python, which would broadcast in silence.
-    fake, fake_backward
-        Return empty tensors as the op would.
+    checks, checks_backward
+        Called with the arguments by name (:func:`by_name`), raise RuntimeError unless they fit together: for kernels
+        in Python, which would broadcast in silence.
+    fakes, fakes_backward
+        Called with the arguments by name, return empty tensors as the op would.
     kept
         From the forward's arguments and its results, the tensors that the backward takes after the gradients.
     reached
@@ -180,10 +195,10 @@ class Pass:
     tensors: tuple[str, ...]
     by_reference: Callable[..., Any]
     backward_by_reference: Callable[..., Any]
-    check: Callable[..., Any]
-    check_backward: Callable[..., None]
-    fake: Callable[..., Any]
-    fake_backward: Callable[..., Any]
+    checks: Callable[[Any], Any]
+    checks_backward: Callable[[Any], None]
+    fakes: Callable[[Any], tuple[Tensor, ...]]
+    fakes_backward: Callable[[Any], tuple[Tensor, ...]]
     kept: Callable[[tuple[Any, ...], tuple[Tensor, ...]], Sequence[Tensor | None]]
     reached: Callable[[Grads, tuple[Any, ...]], tuple[Grads, Collection[int]]] = _everything
     wide: frozenset[str] = frozenset()
@@ -198,7 +213,23 @@ class Pass:
     @property
     def arguments(self) -> int:
         """The number of arguments of the forward."""
-        return len(torch._C.parse_schema(self.name + self.schema).arguments)
+        return len(_defaults(self.schema))
+
+    def check(self, *arguments: Any) -> None:
+        """Raise RuntimeError unless the arguments of the op fit together."""
+        self.checks(by_name(self.schema, *arguments))
+
+    def check_backward(self, *arguments: Any) -> None:
+        """Raise RuntimeError unless the arguments of the backward fit together."""
+        self.checks_backward(by_name(self.backward_schema, *arguments))
+
+    def fake(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Return empty tensors as the op would."""
+        return self.fakes(by_name(self.schema, *arguments, **named))
+
+    def fake_backward(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Return empty tensors as the backward would."""
+        return self.fakes_backward(by_name(self.backward_schema, *arguments, **named))
 
     def define(self, library: torch.library.Library) -> None:
         """Define both ops in a library: schema, fake kernels, autograd. Kernels are the caller's to register."""

@@ -23,6 +23,7 @@ from fastcaps.ops.registration import (
     TAGS,
     Grads,
     Pass,
+    by_name,
     differentiate,
     has_kernel,
     register_autocast,
@@ -92,10 +93,10 @@ class Routing:
     loop
         The routing as a loop of passes: called with what runs a pass, and with the op's arguments. Differentiable if
         the pass is.
-    check
-        Raises RuntimeError unless the arguments fit together.
-    fake
-        Returns empty tensors as the op would.
+    checks
+        Called with the arguments by name, raises RuntimeError unless they fit together.
+    fakes
+        Called with the arguments by name, returns empty tensors as the op would.
     results
         How many of the op's results have gradients; the others are the history.
     backward
@@ -108,8 +109,8 @@ class Routing:
     one: Pass
     tensors: tuple[str, ...]
     loop: Callable[..., Any]
-    check: Callable[..., Any]
-    fake: Callable[..., Any]
+    checks: Callable[[Any], Any]
+    fakes: Callable[[Any], tuple[Tensor, ...]]
     results: int
     backward: Callable[[Callable[..., Any], Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]], Grads]
     wide: frozenset[str] = frozenset()
@@ -122,7 +123,15 @@ class Routing:
     @property
     def arguments(self) -> int:
         """The number of arguments."""
-        return len(torch._C.parse_schema(self.name + self.schema).arguments)
+        return len(by_name(self.schema).__dict__)
+
+    def check(self, *arguments: Any) -> None:
+        """Raise RuntimeError unless the arguments of the op fit together."""
+        self.checks(by_name(self.schema, *arguments))
+
+    def fake(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Return empty tensors as the op would."""
+        return self.fakes(by_name(self.schema, *arguments, **named))
 
     def run_pass(self, *arguments: Any) -> Any:
         """Run the pass by its op."""
