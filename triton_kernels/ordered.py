@@ -48,8 +48,7 @@ def _matrix_backward_kernel(
     split = rest // slices % splits
     chunk = rest // slices // splits
     inside = tile_mask(first, many, C, E, BC, BM, BE)
-    c3 = tl.arange(0, BC)[:, None, None]
-    e3 = tl.arange(0, BE)[None, :, None]
+    c3, e3 = tl.arange(0, BC)[:, None, None], tl.arange(0, BE)[None, :, None]
     m3 = first + tl.arange(0, BM)[None, None, :]
     bias_offsets = (m3 * C + c3) * E + e3
     bias_mask = (c3 < C) & (m3 < many) & (e3 < E)
@@ -78,8 +77,7 @@ def _matrix_backward_kernel(
             row_seen = is_present(row_exists, row_row, row_column, dy, dx, height, width, PADDED)
             places = tile_places(p, exists, first, many, C, E, BC, BM, BE)
             gates = gate
-            opened = seen
-            row_opened = row_seen
+            opened, row_opened = seen, row_seen
             if gate is not None:
                 at = sample.to(tl.int64) * gs_b + (row + dy).to(tl.int64) * gs_h + (column + dx).to(tl.int64) * gs_w
                 gates = tl.load(gate + at + n * gs_n, mask=seen, other=0.0).to(tl.float32)

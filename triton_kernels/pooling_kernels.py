@@ -15,12 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .attention_kernels import FROZEN, hold, leave, start_gradients  # the query's, as there
 from .tiles import inner_product, spread, unbroken
+
+__all__ = [
+    "FROZEN", "NORMALIZE", "add", "differentiate", "finish", "gather", "hold", "hold_given", "leave", "load", "merge",
+    "save", "start", "start_gradients",
+]  # fmt: skip
 
 NORMALIZE = tl.constexpr(1)
 """Bit of MODE: keys are the votes' directions."""
-FROZEN = tl.constexpr(2)
-"""Bit of MODE: backward takes the coefficients for constants."""
 
 
 @triton.jit
@@ -45,15 +49,6 @@ def agreement(asked, votes, scale, MODE: tl.constexpr):
         return inner_product(asked, scaled) * inverse * scale
     else:
         return inner_product(asked, votes) * scale
-
-
-@triton.jit
-def hold(tensors, places, MODE: tl.constexpr):
-    """Return the query's tile."""
-    asked = 0.0
-    if tensors[0] is not None:
-        asked = tl.load(tensors[0] + places[0], mask=places[1], other=0.0).to(tl.float32)
-    return (asked,)
 
 
 @triton.jit
@@ -186,15 +181,6 @@ def differentiate(
 
 
 @triton.jit
-def start_gradients(results, BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr):
-    """Return dQ of no children."""
-    dquery = 0.0
-    if results[0] is not None:
-        dquery = tl.zeros([BC, BE, BL, BM], tl.float32)
-    return (dquery,)
-
-
-@triton.jit
 def gather(state, tensors, own, results, votes, dlogits, scale, MODE: tl.constexpr):
     """Add ``scale da_im K_im`` to dQ."""
     dquery = state[0]
@@ -205,14 +191,3 @@ def gather(state, tensors, own, results, votes, dlogits, scale, MODE: tl.constex
         else:
             dquery += spread(dlogits * scale) * votes
     return (dquery,)
-
-
-@triton.jit
-def leave(state, tensors, results, places, part, poses, SIZE: tl.constexpr, ORDERED: tl.constexpr):
-    """Store dQ of a range of children; ``ORDERED``: add to what is there."""
-    if results[0] is not None:
-        dquery = state[0]
-        at = results[0] + part.to(tl.int64) * poses * SIZE + places[0]
-        if ORDERED:
-            dquery += tl.load(at, mask=places[1], other=0.0)
-        tl.store(at, dquery, mask=places[1])
