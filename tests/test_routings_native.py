@@ -1,6 +1,6 @@
 """What native kernels owe beyond right numbers, in the pooling pass, the Gaussian pass and whole routings.
 
-The same bits on any number of threads, right numbers on every instruction set, and memory that does not grow with votes.
+The same bits on any number of threads, right numbers on every instruction set, memory that does not grow with votes.
 """
 
 from __future__ import annotations
