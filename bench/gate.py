@@ -10,7 +10,9 @@ reference and of a plain ``F.conv2d``, which sums in fewer and longer runs than 
 
 Where the reference would take minutes, less is computed, and it still is exact: of some large batches a few samples,
 the cotangents of all others being 0, so that the parameters' gradients are theirs alone; of children that are copies of
-a few one copy, each child of which counts as often.
+a few one copy, each child of which counts as often. The eager reference's own error is then that of one copy times the
+root of their number, as the rounding of so many times the summands grows. (Where all of them could be run, 64 copies
+made most of its errors 3 to 47 times as large.)
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class Gate:
             yardsticks.append(convolution(workload))
         for run in yardsticks:
             for name, tensor in self._in_parts(run, self._inputs.to(self.dtype)).items():
-                error = _largest(tensor.double() - self.exact[name])
+                error = _largest(tensor.double() - self.exact[name]) * workload.copies**0.5
                 self.eager_error[name] = max(self.eager_error[name], error)
         self._condition: dict[str, float] | None = None
 
