@@ -74,7 +74,8 @@ def test_no_flag_ties_the_library_to_a_machine_or_breaks_nan(native: ModuleType)
 def test_levels_and_ops(native: ModuleType) -> None:
     assert native.capabilities_built() == LEVELS
     assert native.capability() in LEVELS
-    assert native.ops() == ["attention_pass", "attention_pass_backward"]
+    passes = [f"{stem}_{kind}" for stem in ("attention", "pooling", "gaussian") for kind in ("pass", "routing")]
+    assert sorted(native.ops()) == sorted([*passes, *(f"{name}_backward" for name in passes if name.endswith("_pass"))])
     for op in native.ops():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastcaps::{op}", "CPU")
 

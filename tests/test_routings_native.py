@@ -179,16 +179,16 @@ print(run({many}, {parents}))
 @native_only
 @pytest.mark.unpoisoned
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory cannot be reset on this system")
-@pytest.mark.parametrize(("many", "parents"), [(200_000, 32), (100, 10_000)], ids=["children", "parents"])
+@pytest.mark.parametrize(("many", "parents"), [(200_000, 32), (1000, 10_000)], ids=["children", "parents"])
 def test_a_step_does_not_grow_with_the_votes(many: int, parents: int) -> None:
-    """Votes would be 390 and 61 MB; a step may keep some copies of children and parents."""
+    """Votes would be 390 and 610 MB; a step may keep some copies of children and parents."""
     script = MEASURE.format(many=many, parents=parents)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     inputs = 4 * 16 * (many + 16 * parents) / 2**20
-    assert float(done.stdout) <= 3 * inputs + 24, f"grew by {float(done.stdout):.0f} MB"
+    assert float(done.stdout) <= 3 * inputs + 64, f"grew by {float(done.stdout):.0f} MB"
 
 
 @native_only
