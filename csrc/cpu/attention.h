@@ -150,7 +150,6 @@ struct AttentionBackward {
     return (call.with.query.data ? 2 : 1) * call.in.geometry.parents();
   }
   static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
-  bool wants_results() const { return with.dquery; }
   bool needs_vote() const { return with.dquery; }
   static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 2 * g.parent_pose(); }
   bool plain() const { return !with.query.data && !call.dgate; }

@@ -203,7 +203,6 @@ struct PoolingBackward {
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
     return {base, g.M, CE, 2};
   }
-  bool wants_results() const { return with.dquery; }
   bool needs_vote() const { return with.query.data; }
   static int64_t prepare_scratch(const Geometry& g) { return g.parents(); }
   bool plain() const { return !with.query.data && !call.dgate; }
