@@ -30,13 +30,16 @@ __all__ = [
     "attention_pass",
     "attention_pass_backward",
     "attention_routing",
+    "attention_turns_backward",
     "gaussian_pass",
     "gaussian_pass_backward",
     "gaussian_routing",
+    "gaussian_turns_backward",
     "options",
     "pooling_pass",
     "pooling_pass_backward",
     "pooling_routing",
+    "pooling_turns_backward",
 ]
 
 DETERMINISTIC = 1
@@ -112,6 +115,7 @@ def _kernels(one: ops.Pass) -> tuple[Callable[..., Any], Callable[..., Any]]:
 attention_pass, attention_pass_backward = _kernels(ops.ATTENTION)
 pooling_pass, pooling_pass_backward = _kernels(ops.POOLING)
 gaussian_pass, gaussian_pass_backward = _kernels(ops.GAUSSIAN)
+attention_turns_backward, pooling_turns_backward, gaussian_turns_backward = (one.loop_over_turns for one in ops.PASSES)
 
 
 def _fuses(routing: ops.Routing, children: Tensor, weight: Tensor | None, parents: int, window: Sequence[int]) -> bool:
@@ -151,6 +155,8 @@ attention_routing, pooling_routing, gaussian_routing = (_routing_kernel(routing)
 ops.ATTENTION.implement("CUDA", attention_pass, attention_pass_backward)
 ops.POOLING.implement("CUDA", pooling_pass, pooling_pass_backward)
 ops.GAUSSIAN.implement("CUDA", gaussian_pass, gaussian_pass_backward)
+for _one in ops.PASSES:
+    _one.serve_by_loop("CUDA")
 ops.ATTENTION_ROUTING.implement("CUDA", attention_routing)
 ops.POOLING_ROUTING.implement("CUDA", pooling_routing)
 ops.GAUSSIAN_ROUTING.implement("CUDA", gaussian_routing)

@@ -42,11 +42,11 @@ Nothing grows with children times parents. The reference, being the oracle, stor
 
 from __future__ import annotations
 
-from fastcaps.ops.attention import ATTENTION, attention_pass, attention_pass_backward
+from fastcaps.ops.attention import ATTENTION, attention_pass, attention_pass_backward, attention_turns_backward
 from fastcaps.ops.attention_routing import ATTENTION_ROUTING, attention_routing
-from fastcaps.ops.gaussian import GAUSSIAN, gaussian_pass, gaussian_pass_backward
+from fastcaps.ops.gaussian import GAUSSIAN, gaussian_pass, gaussian_pass_backward, gaussian_turns_backward
 from fastcaps.ops.gaussian_routing import GAUSSIAN_ROUTING, gaussian_routing
-from fastcaps.ops.pooling import POOLING, pooling_pass, pooling_pass_backward
+from fastcaps.ops.pooling import POOLING, pooling_pass, pooling_pass_backward, pooling_turns_backward
 from fastcaps.ops.pooling_routing import POOLING_ROUTING, pooling_routing
 from fastcaps.ops.registration import Pass, autocast_dtype, has_kernel
 from fastcaps.ops.routing import Routing
@@ -65,14 +65,17 @@ __all__ = [
     "attention_pass",
     "attention_pass_backward",
     "attention_routing",
+    "attention_turns_backward",
     "autocast_dtype",
     "gaussian_pass",
     "gaussian_pass_backward",
     "gaussian_routing",
+    "gaussian_turns_backward",
     "has_kernel",
     "pooling_pass",
     "pooling_pass_backward",
     "pooling_routing",
+    "pooling_turns_backward",
     "serve_the_rest",
 ]
 
@@ -81,9 +84,10 @@ ROUTINGS = (ATTENTION_ROUTING, POOLING_ROUTING, GAUSSIAN_ROUTING)
 
 
 def serve_the_rest(key: str) -> None:
-    """Register kernels under a dispatch key for what has none yet: the reference for passes, loops for routings."""
+    """Register kernels under a dispatch key for what has none yet: the reference for passes, loops for their turns."""
     for one in PASSES:
         if not has_kernel(one.name, key):
             one.serve_by_reference(key)
+        one.serve_by_loop(key)
     for routing in ROUTINGS:
         routing.serve_by_passes(key)

@@ -12,7 +12,7 @@ from fastcaps import reference
 from fastcaps.ops.checks import Frame, check_call, check_tensors, frame_of
 from fastcaps.ops.registration import LIBRARY, Pass, register_autocast
 
-__all__ = ["ATTENTION", "attention_pass", "attention_pass_backward", "check_attention"]
+__all__ = ["ATTENTION", "attention_pass", "attention_pass_backward", "attention_turns_backward", "check_attention"]
 
 
 def check_attention(given: Any) -> Frame:
@@ -68,6 +68,7 @@ ATTENTION = Pass(
     "int[] window, int needs) -> (Tensor dchildren, Tensor dweight, Tensor dquery, Tensor dbias, Tensor dgate, "
     "Tensor dnorm_weight, Tensor dnorm_bias)",
     tensors=reference.NEEDS,
+    stacked=("grad_parents", "grad_sums", "sums", "query"),
     by_reference=reference.attention_pass,
     backward_by_reference=reference.attention_pass_backward,
     checks=check_attention,
@@ -83,3 +84,4 @@ ATTENTION.define(LIBRARY)
 register_autocast(ATTENTION.name, ATTENTION.tensors, ATTENTION.wide)
 attention_pass = torch.ops.fastcaps.attention_pass.default
 attention_pass_backward = torch.ops.fastcaps.attention_pass_backward.default
+attention_turns_backward = torch.ops.fastcaps.attention_turns_backward.default

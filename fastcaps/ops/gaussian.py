@@ -12,7 +12,7 @@ from fastcaps.ops.checks import Frame, broadcast, check, check_call, check_tenso
 from fastcaps.ops.registration import LIBRARY, Pass, register_autocast
 from fastcaps.reference import accumulation_dtype, gaussian
 
-__all__ = ["GAUSSIAN", "check_gaussian", "gaussian_pass", "gaussian_pass_backward"]
+__all__ = ["GAUSSIAN", "check_gaussian", "gaussian_pass", "gaussian_pass_backward", "gaussian_turns_backward"]
 
 
 def check_gaussian(given: Any) -> Frame:
@@ -80,6 +80,11 @@ GAUSSIAN = Pass(
     "int needs) -> (Tensor dchildren, Tensor dweight, Tensor dmean, Tensor dvariance, Tensor dlog_weight, "
     "Tensor dbias, Tensor dgate, Tensor dbeta_use, Tensor dbeta_ignore)",
     tensors=gaussian.NEEDS,
+    stacked=(
+        *("counts", "means", "variances"),
+        *("grad_counts", "grad_means", "grad_variances", "grad_evidence"),
+        *("mean", "variance", "log_weight"),
+    ),
     by_reference=gaussian.gaussian_pass,
     backward_by_reference=gaussian.gaussian_pass_backward,
     checks=check_gaussian,
@@ -94,3 +99,4 @@ GAUSSIAN.define(LIBRARY)
 register_autocast(GAUSSIAN.name, GAUSSIAN.tensors, GAUSSIAN.wide)
 gaussian_pass = torch.ops.fastcaps.gaussian_pass.default
 gaussian_pass_backward = torch.ops.fastcaps.gaussian_pass_backward.default
+gaussian_turns_backward = torch.ops.fastcaps.gaussian_turns_backward.default

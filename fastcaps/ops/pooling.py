@@ -12,7 +12,7 @@ from fastcaps.ops.checks import Frame, check, check_call, check_tensors, frame_o
 from fastcaps.ops.registration import LIBRARY, Pass, register_autocast
 from fastcaps.reference import accumulation_dtype, pooling
 
-__all__ = ["POOLING", "check_pooling", "pooling_pass", "pooling_pass_backward"]
+__all__ = ["POOLING", "check_pooling", "pooling_pass", "pooling_pass_backward", "pooling_turns_backward"]
 
 
 def check_pooling(given: Any) -> Frame:
@@ -58,6 +58,7 @@ POOLING = Pass(
     "Tensor? bias, Tensor? gate, Tensor parents, Tensor logsumexp, float scale, bool normalize, int[] window, "
     "int needs) -> (Tensor dchildren, Tensor dweight, Tensor dquery, Tensor dbias, Tensor dgate)",
     tensors=pooling.NEEDS,
+    stacked=("parents", "logsumexp", "grad_parents", "grad_logsumexp", "query"),
     by_reference=pooling.pooling_pass,
     backward_by_reference=pooling.pooling_pass_backward,
     checks=check_pooling,
@@ -72,3 +73,4 @@ POOLING.define(LIBRARY)
 register_autocast(POOLING.name, POOLING.tensors, POOLING.wide)
 pooling_pass = torch.ops.fastcaps.pooling_pass.default
 pooling_pass_backward = torch.ops.fastcaps.pooling_pass_backward.default
+pooling_turns_backward = torch.ops.fastcaps.pooling_turns_backward.default

@@ -1,7 +1,9 @@
 """What makes a function an op of PyTorch: schema, fake kernel, autograd, autocast, kernels; the same for every pass.
 
 A :class:`Pass` says what is a pass's own. Its backward is an op as well, whose derivative is taken through the
-reference's formulas: they are ordinary differentiable code, so that derivatives of any order follow.
+reference's formulas: they are ordinary differentiable code, so that derivatives of any order follow. A third op is that
+backward for many turns of a routing at once, summed: a kernel of it makes votes and their gradients once for all turns,
+and where there is none a loop over the turns serves.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastcaps import reference
+from fastcaps.ops.checks import check
 
 __all__ = [
     "LIBRARY",
@@ -164,13 +167,16 @@ class Pass:
     Attributes
     ----------
     name
-        Of the op; its backward is ``name + "_backward"``.
+        Of the op; its backward is ``name + "_backward"``, that of many turns :attr:`turns`.
     schema, backward_schema
-        Arguments and results.
+        Arguments and results; many turns have those of the backward.
     tensors
         The names of the forward's leading arguments, all tensors, in the order of the backward's results.
     wide
         Those of them that are in the accumulation dtype of the children.
+    stacked
+        The backward's arguments that belong to parents: of many turns they have a leading dimension of turns. The first
+        of them that is given tells how many; an argument of the forward may lack the first turn.
     by_reference, backward_by_reference
         The reference's functions of the same arguments.
     checks, checks_backward
@@ -193,6 +199,7 @@ class Pass:
     schema: str
     backward_schema: str
     tensors: tuple[str, ...]
+    stacked: tuple[str, ...]
     by_reference: Callable[..., Any]
     backward_by_reference: Callable[..., Any]
     checks: Callable[[Any], Any]
@@ -209,6 +216,11 @@ class Pass:
     def stem(self) -> str:
         """The name of the pass's files, here and everywhere."""
         return self.name.removesuffix("_pass")
+
+    @property
+    def turns(self) -> str:
+        """The name of the backward of many turns."""
+        return f"{self.stem}_turns_backward"
 
     @property
     def arguments(self) -> int:
@@ -231,9 +243,40 @@ class Pass:
         """Return empty tensors as the backward would."""
         return self.fakes_backward(by_name(self.backward_schema, *arguments, **named))
 
+    def by_turns(self, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+        """Return the backward of many turns as the sum of ``run``, which is the backward, over the turns."""
+        given = by_name(self.backward_schema, *arguments)
+        # without LayerNorm the sums are one empty dimension: the same in every turn
+        stacks = {
+            name: stack for name in self.stacked if (stack := getattr(given, name)) is not None and stack.dim() > 1
+        }
+        turns = next((len(stack) for stack in stacks.values()), 0)
+        check(turns >= 1, f"{self.stacked[0]} must have a leading dimension of turns, at least one")
+        for name, stack in stacks.items():
+            least = turns - (name in self.tensors)
+            check(least <= len(stack) <= turns, f"{name} is of {len(stack)} turns, expected {turns}")
+        state = sum(1 << k for k, name in enumerate(self.tensors) if name in self.stacked)
+        check(not given.needs & state, "needs must not ask for gradients of what belongs to one turn")
+
+        def of_turn(turn: int) -> list[Any]:
+            last = turns - turn  # counted from the last turn, which every stack has
+            own = {name: stack[-last] if last <= len(stack) else None for name, stack in stacks.items()}
+            return list({**vars(given), **own}.values())
+
+        total = run(*of_turn(0))
+        for turn in range(1, turns):
+            total = [one.add_(other) for one, other in zip(total, run(*of_turn(turn)), strict=True)]
+        return tuple(total)
+
     def define(self, library: torch.library.Library) -> None:
-        """Define both ops in a library: schema, fake kernels, autograd. Kernels are the caller's to register."""
+        """Define the ops in a library: schema, fake kernels, autograd. Kernels are the caller's to register.
+
+        The backward of many turns has no autograd: whoever wants its derivatives differentiates the routing.
+        """
         library.define(self.name + self.schema, tags=TAGS)
+        library.define(self.turns + self.backward_schema, tags=TAGS)
+        # what has turns are arguments whose gradients nobody asks for: the other results are those of one turn
+        torch.library.register_fake(f"{library.ns}::{self.turns}", self.fake_backward, lib=library)
         library.define(self.name + "_backward" + self.backward_schema, tags=TAGS)
         forward, backward = f"{library.ns}::{self.name}", f"{library.ns}::{self.name}_backward"
         torch.library.register_fake(forward, self.fake, lib=library)
@@ -251,12 +294,21 @@ class Pass:
         torch.library.register_autograd(backward, self._formula_of_backward, setup_context=save_backward, lib=library)
 
     def implement(self, key: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        """Register Python functions as the kernels of both ops under a dispatch key, ``"CPU"`` or ``"CUDA"``."""
+        """Register Python functions as pass and backward under a dispatch key, ``"CPU"`` or ``"CUDA"``."""
         LIBRARY.impl(self.name, forward, key)
         LIBRARY.impl(self.name + "_backward", backward, key)
 
+    def loop_over_turns(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Run the backward of many turns by the op of one: the kernel where there is no other."""
+        return self.by_turns(getattr(torch.ops.fastcaps, self.name + "_backward").default, *arguments)
+
+    def serve_by_loop(self, key: str) -> None:
+        """Register the loop over turns as the kernel of their backward under a dispatch key, unless there is one."""
+        if not has_kernel(self.turns, key):
+            LIBRARY.impl(self.turns, self.loop_over_turns, key)
+
     def serve_by_reference(self, key: str) -> None:
-        """Register the reference as the kernel of both ops under a dispatch key."""
+        """Register the reference as pass and backward under a dispatch key."""
 
         def forward(*arguments: Any) -> Any:
             self.check(*arguments)
