@@ -53,7 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.Monke
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Put the Python kernels in the place of the CPU's; the function given makes them choose one backend."""
     library = torch.library.Library("fastcaps", "IMPL")
-    names = [name for one in ops.PASSES for name in (one.name, f"{one.name}_backward")]
+    names = [name for one in ops.PASSES for name in (one.name, f"{one.name}_backward", one.turns)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced
         for name in [*names, *(routing.name for routing in ops.ROUTINGS)]:

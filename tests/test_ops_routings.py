@@ -345,30 +345,36 @@ def test_compile_with_a_dynamic_batch_and_export(call: Call) -> None:
     torch.testing.assert_close(program.module()(*inputs), layer(*inputs))
 
 
-def test_the_backward_is_a_loop_of_the_passes_backwards() -> None:
-    """One for each turn that a gradient reaches, none of which asks for more than it needs."""
+def test_a_backward_asks_for_what_a_turn_was_given_and_then_for_the_rest_of_all_turns() -> None:
+    """Turns that no gradient reaches are not asked, and none for more than is needed; ``"all"`` are many turns."""
 
     class Watch(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.needs: list[int] = []
+            self.needs: list[Any] = []
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if str(func).startswith("fastcaps.") and str(func).endswith("_backward.default"):
-                self.needs.append(args[-1])
+                self.needs += ["all"] * ("_turns_" in str(func)) + [args[-1]]
             return func(*args, **(kwargs or {}))
 
     frozen = reference.FROZEN
     for call, argument, wanted in (
-        (attention("padded", 0, 3), 1, [6, 6, 2]),
+        (attention("padded", 0, 3), 1, [4, 4, "all", 2]),
         (attention("padded", 0, 2), 2, [4, 4]),
-        (attention("no-query", 1, 3), 0, [5, 5, 1]),
-        (pooling("padded", 0, 3), 0, [5, 5, 1]),
+        (attention("padded", 0, 1), 2, [4]),
+        (attention("no-query", 1, 3), 0, [4, 4, "all", 1]),
+        (attention("padded", 0, 3, frozen=True), 0, [1 | frozen]),
+        (attention("padded", 0, 3, frozen=True), 2, []),
+        (pooling("padded", 0, 3), 0, [4, 4, "all", 1]),
+        (pooling("padded", 0, 1), 0, [1]),
         (pooling("padded", 1, 3, frozen=True), 1, [2 | frozen]),
         (pooling("padded", 1, 3, frozen=True), 3, []),
-        (gaussian("padded", 0, 2), 2, [4 + 8 + 16 + 32, 32]),
+        (gaussian("padded", 0, 2), 2, [4 + 8 + 16, "all", 32]),
         (gaussian("padded", 0, 2), 4, [4 + 8 + 16]),
-        (gaussian("primes", 2, 2), 4, [4 + 16 + 128, 128]),
+        (gaussian("padded", 0, 1), 4, []),
+        (gaussian("padded", 1, 1), 4, [128]),
+        (gaussian("primes", 2, 2), 4, [4 + 16, "all", 128]),
     ):
         arguments = list(call.arguments())
         arguments[argument].requires_grad_()

@@ -23,9 +23,12 @@ two numbers for each parent, or two parents and as many.
 ``pooling_pass_backward`` and ``gaussian_pass_backward``: as the attention pass's, with two parents and two numbers for
 each parent at the start, or five and three; a range leaves one parents, or two and a number.
 
-Whole routings: what their pass uses. Their results include the history, one parents a turn (two for Gaussians), and so
-does a backward, which makes the query of every turn again. A backward also holds the gradients of one turn beside their
-sums.
+``attention_turns_backward``, ``pooling_turns_backward`` and ``gaussian_turns_backward``: where a loop over turns serves
+them, what the pass's backward uses and the gradients of one turn beside their sums.
+
+Whole routings: what their pass uses. Their results include the history, one parents a turn (two for Gaussians). A
+backward makes the query of every turn again (for Gaussians the variances) and keeps the gradients of every turn's
+parents until the end: two parents a turn, three for Gaussians and, while those are put together, two more.
 
 The CUDA kernels use
 

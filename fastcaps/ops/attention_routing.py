@@ -11,8 +11,8 @@ from torch import Tensor
 from fastcaps.ops.attention import ATTENTION, check_attention
 from fastcaps.ops.checks import check, frame_of
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import Routing, Total, squash_backward, squashed
-from fastcaps.reference import FROZEN, NEEDS, accumulation_dtype
+from fastcaps.ops.routing import Routing, queries_of, squash_backward, squashed
+from fastcaps.reference import FROZEN, accumulation_dtype
 from fastcaps.reference.attention import layer_norm
 
 __all__ = ["ATTENTION_ROUTING", "attention_routing"]
@@ -82,6 +82,7 @@ def _fake(given: Any) -> tuple[Tensor, ...]:
 
 def _backward(
     run: Callable[..., Any],
+    turns: Callable[..., Any],
     grads: Grads,
     tensors: Grads,
     outputs: Sequence[Tensor],
@@ -92,46 +93,45 @@ def _backward(
     children, weight, query, bias, gate, norm_weight, norm_bias = tensors
     assert children is not None and grads[0] is not None
     sums, dtype = outputs[1], children.dtype
-    queries = [query]
-    for turn in range(iterations - 1):
-        step = _parents(sums[turn], (norm_weight, norm_bias), eps, normalize, rule).to(dtype)
-        before = queries[-1]
-        queries.append(step if rule == SEQUENTIAL or before is None else before + step)
+    left = (_parents(s, (norm_weight, norm_bias), eps, normalize, rule).to(dtype) for s in sums[:-1])
+    queries = queries_of(query, left, rule == DYNAMIC)
+    each = torch.empty_like(sums, dtype=dtype)  # the gradients of what the passes return, parents or S
 
-    total = Total(len(NEEDS))
-    wanted = sum(1 << k for k, need in enumerate(needed) if need and k != 2)
-    if rule == DYNAMIC or not normalize:
-        wanted &= ~(3 << 5)
-    grad, carried = grads[0], None  # of a turn's parents; of the sum of the parents so far
-    for turn in reversed(range(iterations)):
-        asked = queries[turn] is not None and not frozen and (turn > 0 or needed[2])
-        needs = wanted | (4 if asked else 0)
-        if not needs:
-            break
-        if rule == DYNAMIC:
-            grad = squash_backward(grad.to(sums.dtype), sums[turn]).to(dtype)
-        kept = (
-            children,
-            weight,
-            queries[turn],
-            bias,
-            gate,
-            norm_weight,
-            sums[turn] if normalize else sums.new_empty(0),
-        )
-        needs |= FROZEN if frozen else 0
-        found = run(grad, None, *kept, scale, eps, normalize, window, needs)
-        for k in range(len(NEEDS)):
-            if wanted >> k & 1:
-                total.add(k, found[k])
-        if frozen:
-            break
-        if asked:
-            carried = found[2] if rule == SEQUENTIAL or carried is None else carried + found[2]
-            grad = carried
-    if query is not None and not frozen:
-        total.gradients[2] = carried
-    return total.gradients
+    # turns are counted from the last, as the first may have no query
+    def reach(turn: int, grad: Tensor) -> None:
+        each[turn] = grad if rule == SEQUENTIAL else squash_backward(grad.to(sums.dtype), sums[turn])
+
+    def ask(op: Callable[..., Any], turn: int | slice, needs: int) -> Sequence[Tensor]:
+        asked = None if queries is None else queries[turn]
+        kept = sums[turn] if normalize else sums.new_empty(0)
+        given = (each[turn], None, children, weight, asked, bias, gate, norm_weight, kept)
+        return op(*given, scale, eps, normalize, window, needs)
+
+    first = needed[2] and not frozen  # whether the first turn's query has a gradient
+    needs = sum(1 << k for k, need in enumerate(needed) if need and k != 2 and (normalize or k < 5))
+    gradients: list[Tensor | None] = [None] * len(tensors)
+    if not needs and not first:
+        return gradients
+    reach(-1, grads[0])
+    found: Sequence[Tensor] = ()
+    if frozen or iterations == 1:
+        needs |= 4 if first else 0
+        found = ask(run, -1, needs | (FROZEN if frozen else 0))
+    else:
+        carried = None  # the gradient of the parents, or of their sum so far
+        for turn in range(-1, -iterations - first, -1):
+            dquery = ask(run, turn, 4)[2]
+            carried = dquery if rule == SEQUENTIAL or carried is None else carried + dquery
+            if turn > -iterations:
+                reach(turn - 1, carried)
+            else:
+                gradients[2] = carried
+        if needs:
+            found = ask(turns, slice(None), needs)
+    for k, gradient in enumerate(found):
+        if needs >> k & 1:
+            gradients[k] = gradient
+    return gradients
 
 
 ATTENTION_ROUTING = Routing(

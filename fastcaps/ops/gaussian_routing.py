@@ -13,7 +13,7 @@ from torch import Tensor
 from fastcaps.ops.checks import check, check_tensors, frame_of
 from fastcaps.ops.gaussian import GAUSSIAN, check_gaussian
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import POSE, Routing, Total
+from fastcaps.ops.routing import POSE, Routing
 from fastcaps.reference import accumulation_dtype
 
 __all__ = ["GAUSSIAN_ROUTING", "gaussian_routing"]
@@ -82,8 +82,15 @@ def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
+def _stacked(turns: Sequence[Tensor | None]) -> Tensor | None:
+    """Return a gradient of all turns, 0 in those that have none; None if no turn has it."""
+    like = next((turn for turn in turns if turn is not None), None)
+    return None if like is None else torch.stack([torch.zeros_like(like) if t is None else t for t in turns])
+
+
 def _backward(
     run: Callable[..., Any],
+    turns: Callable[..., Any],
     grads: Grads,
     tensors: Grads,
     outputs: Sequence[Tensor],
@@ -96,59 +103,57 @@ def _backward(
     counts, means, narrow, scores = outputs[3:]
     numbers = means.shape[-2] * means.shape[-1]
     betas = (None, None) if model == EM else (beta_a, beta_b)
-    total = Total(len(TENSORS))
-    places = (0, 1, 5, 6, 7, 8)  # of the routing's tensors in the pass
-    wanted = [(k, places[k]) for k in range(4 if model == EM else 6) if needed[k]]
+    variances = narrow + eps
+    left: tuple[Tensor | None, ...]
+    log_sigma = 0.5 * variances.log().sum(POSE)
+    log_weights = F.logsigmoid(scores)
+    # what a turn leaves to the next, and the bits of its gradients
+    left, asked = (means, variances, log_weights - log_sigma), 4 | 8 | 16
+    if model == K_MEANS:
+        left, asked = (means, None, log_weights), 4 | 16
+
+    def ask(
+        op: Callable[..., Any], given: Grads, before: int | slice | None, turn: int | slice, needs: int
+    ) -> Sequence[Tensor]:
+        state = (None if before is None or tensor is None else tensor[before] for tensor in left)
+        kept = (children, weight, *state, bias, gate, *betas, counts[turn], means[turn], narrow[turn])
+        return op(*given, *kept, eps, window, needs)
+
+    found: Sequence[Tensor] = ()
+    each: list[tuple[Tensor | None, ...]] = []
+    heats: list[Tensor | None] = []
     d_score, d_mean, d_variance = grads
-    d_log_weight: Tensor | None = None
+    d_log_sigma: Tensor | None = None
     for turn in reversed(range(len(schedule))):
-        variance, d_counts, d_evidence = narrow[turn] + eps, None, None
-        log_sigma = 0.5 * variance.log().sum(POSE) if model == EM else None
-        d_log_sigma = None
-        if d_log_weight is not None:
-            d_score = _plus(d_score, d_log_weight * (-scores[turn]).sigmoid())
-            d_log_sigma = None if model == K_MEANS else -d_log_weight
-        if model != EM:
-            d_evidence = d_score
-        elif d_score is not None:
-            assert log_sigma is not None
+        heat = d_counts = None
+        if model == EM and d_score is not None:
             heat = schedule[turn] * d_score
             d_log_sigma = _plus(d_log_sigma, -heat * counts[turn])
-            d_counts = -heat * (numbers * beta_a + log_sigma)
-            total.add(4, (-numbers * heat * counts[turn]).sum((0, 1, 2)))
-            total.add(5, heat.sum((0, 1, 2)))
+            d_counts = -heat * (numbers * beta_a + log_sigma[turn])
         if d_log_sigma is not None:
-            d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] / variance)
-        given = (d_counts, d_mean, d_variance, d_evidence)
-        if all(gradient is None for gradient in given):
-            break
-        state: tuple[Tensor | None, ...] = (None, None, None)
-        needs = sum(1 << place for k, place in wanted if k < 4 or d_evidence is not None)
+            d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] / variances[turn])
+        heats.insert(0, heat)
+        each.insert(0, (d_counts, d_mean, d_variance, None if model == EM else d_score))
         if turn > 0:
-            state, asked = _state(turn - 1, means, narrow, scores, model, eps)
-            needs |= asked
-        if needs:
-            kept = (children, weight, *state, bias, gate, *betas, counts[turn], means[turn], narrow[turn])
-            found = run(*given, *kept, eps, window, needs)
-            for k, place in wanted:
-                if needs >> place & 1:
-                    total.add(k, found[place])
-        if turn == 0:
-            break
-        d_mean, d_log_weight, d_score = found[2], found[4], None
-        d_variance = None if model == K_MEANS else found[3]
-    return total.gradients
+            found = ask(run, each[0], turn - 1, turn, asked)
+            d_mean, d_variance, d_log_weight = found[2], None if model == K_MEANS else found[3], found[4]
+            d_score = d_log_weight * (-scores[turn - 1]).sigmoid()
+            d_log_sigma = None if model == K_MEANS else -d_log_weight
 
-
-def _state(
-    turn: int, means: Tensor, narrow: Tensor, scores: Tensor, model: int, eps: float
-) -> tuple[tuple[Tensor | None, ...], int]:
-    """Return what a turn left to the next, mean, variance and log-weight, and the bits of their gradients."""
-    log_weight = F.logsigmoid(scores[turn])
-    if model == K_MEANS:
-        return (means[turn], None, log_weight), 4 | 16
-    variance = narrow[turn] + eps
-    return (means[turn], variance, log_weight - 0.5 * variance.log().sum(POSE)), 4 | 8 | 16
+    places = (0, 1, 5, 6, 7, 8)  # of the routing's tensors in the pass
+    reached = 4 if all(given[3] is None for given in each) else 6  # the betas of a pass by its evidence alone
+    needs = sum(1 << place for place, need in zip(places[:reached], needed, strict=False) if need)
+    found = ()
+    if needs and len(each) == 1:
+        found = ask(run, each[0], None, 0, needs)
+    elif needs:
+        stacks = [_stacked(kind) for kind in zip(*each, strict=True)]
+        each.clear()  # the gradients are there once more
+        found = ask(turns, stacks, slice(-1), slice(None), needs)
+    gradients = [found[place] if needs >> place & 1 else None for place in places]
+    if (heat := _stacked(heats)) is not None:
+        gradients[4:] = -numbers * (heat * counts).sum((0, 1, 2, 3)), heat.sum((0, 1, 2, 3))
+    return gradients
 
 
 GAUSSIAN_ROUTING = Routing(

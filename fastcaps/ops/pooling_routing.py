@@ -12,7 +12,7 @@ from torch import Tensor
 from fastcaps.ops.checks import check, frame_of
 from fastcaps.ops.pooling import POOLING, check_pooling
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import POSE, Routing, Total, squash_backward, squashed, unit_backward
+from fastcaps.ops.routing import POSE, Routing, queries_of, squash_backward, squashed, unit_backward
 from fastcaps.reference import FROZEN, accumulation_dtype
 from fastcaps.reference.pooling import parents_of
 from fastcaps.vectors import unit
@@ -89,6 +89,7 @@ def _fake(given: Any) -> tuple[Tensor, ...]:
 
 def _backward(
     run: Callable[..., Any],
+    turns: Callable[..., Any],
     grads: Grads,
     tensors: Grads,
     outputs: Sequence[Tensor],
@@ -99,34 +100,39 @@ def _backward(
     children, weight, bias, gate = tensors
     assert children is not None and grads[0] is not None
     (_, sums, logsumexp), wide = outputs, accumulation_dtype(children.dtype)
-    queries = [_first_query(children, weight, bias, parents, window)]
-    for turn in range(iterations - 1):
-        step, before = _step(sums[turn], rule), queries[-1]
-        queries.append(step if before is None else before + step)
+    first = _first_query(children, weight, bias, parents, window)
+    queries = queries_of(first, (_step(s, rule) for s in sums[:-1]), True)
+    each = torch.empty_like(sums)  # the gradients of S
 
-    total = Total(len(TENSORS))
-    positions = (0, 1, 3, 4)  # of the routing's tensors in the pass, which has a query between them
-    wanted = [(k, place) for k, place in enumerate(positions) if needed[k] and not (frozen and TENSORS[k] == "gate")]
-    grad, carried = grads[0], None  # of a turn's parents; of the sum that is the query
-    for turn in reversed(range(iterations)):
-        asked = turn > 0 and not frozen
-        needs = sum(1 << place for _, place in wanted) | (4 if asked else 0)
-        if not needs:
-            break
+    # turns are counted from the last, as the first may have no query
+    def reach(turn: int, grad: Tensor) -> None:
         if rule == DYNAMIC:
-            grad = squash_backward(grad.to(wide), sums[turn].to(wide)).to(children.dtype)
-        elif turn + 1 < iterations:
-            grad = unit_backward(grad.to(wide), sums[turn].to(wide)).to(children.dtype)
-        kept = (children, weight, queries[turn], bias, gate, sums[turn], logsumexp[turn])
-        needs |= FROZEN if frozen else 0
-        found = run(grad, None, *kept, scale, normalize, window, needs)
-        for k, place in wanted:
-            total.add(k, found[place])
-        if not asked:
-            break
-        carried = found[2] if carried is None else carried + found[2]
-        grad = carried
-    return total.gradients
+            grad = squash_backward(grad.to(wide), sums[turn].to(wide))
+        elif turn < -1:
+            grad = unit_backward(grad.to(wide), sums[turn].to(wide))
+        each[turn] = grad
+
+    def ask(op: Callable[..., Any], turn: int | slice, needs: int) -> Sequence[Tensor]:
+        query = None if queries is None else queries[turn]
+        given = (each[turn], None, children, weight, query, bias, gate, sums[turn], logsumexp[turn])
+        return op(*given, scale, normalize, window, needs)
+
+    positions = (0, 1, 3, 4)  # of the routing's tensors in the pass, which has a query between them
+    wanted = [need and not (frozen and name == "gate") for name, need in zip(TENSORS, needed, strict=True)]
+    needs = sum(1 << place for place, want in zip(positions, wanted, strict=True) if want)
+    if not needs:
+        return [None] * len(tensors)
+    reach(-1, grads[0])
+    if frozen or iterations == 1:
+        found = ask(run, -1, needs | (FROZEN if frozen else 0))
+    else:
+        carried = None  # the gradient of the sum that is the query
+        for turn in range(-1, -iterations, -1):
+            dquery = ask(run, turn, 4)[2]
+            carried = dquery if carried is None else carried + dquery
+            reach(turn - 1, carried)
+        found = ask(turns, slice(None), needs)
+    return [found[place] if want else None for place, want in zip(positions, wanted, strict=True)]
 
 
 POOLING_ROUTING = Routing(

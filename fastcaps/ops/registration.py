@@ -250,8 +250,9 @@ class Pass:
         stacks = {
             name: stack for name in self.stacked if (stack := getattr(given, name)) is not None and stack.dim() > 1
         }
-        turns = next((len(stack) for stack in stacks.values()), 0)
-        check(turns >= 1, f"{self.stacked[0]} must have a leading dimension of turns, at least one")
+        leading = next(iter(stacks), self.stacked[0])
+        turns = len(stacks.get(leading, ()))
+        check(turns >= 1, f"{leading} must have a leading dimension of turns, at least one")
         for name, stack in stacks.items():
             least = turns - (name in self.tensors)
             check(least <= len(stack) <= turns, f"{name} is of {len(stack)} turns, expected {turns}")

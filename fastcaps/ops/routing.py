@@ -1,16 +1,18 @@
-"""Whole routings as ops: all turns in one call, and their backward as a loop of the passes' backwards.
+"""Whole routings as ops: all turns in one call, and in the backward one call for all that is summed over turns.
 
 A backend may have a kernel of its own for all turns; where it has none, the kernel is the loop of passes in Python,
 each of them run by what serves the pass. A routing's op also returns the history that its backward needs: with the
-parents of every turn known no turn has to be run again, and the backward is a loop over turns, last one first, of a
-pass's backward and the formulas of what lies between the passes.
+parents of every turn known no turn has to be run again. The backward goes from turn to turn, last one first, by the
+formulas of what lies between the passes and by the pass's backward, which is asked only for the gradients of the
+parents that the turn was given: its query, say. What is summed over turns then comes from one call of the backward of
+many turns.
 
 Where a graph of the backward itself is wanted (a second derivative), the loop of passes is differentiated instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +32,7 @@ from fastcaps.ops.registration import (
 )
 from fastcaps.vectors import length, squash, unit
 
-__all__ = ["POSE", "Routing", "Total", "squash_backward", "squashed", "unit_backward"]
+__all__ = ["POSE", "Routing", "queries_of", "squash_backward", "squashed", "unit_backward"]
 
 POSE = (-2, -1)
 
@@ -62,16 +64,22 @@ def unit_backward(grad: Tensor, vectors: Tensor) -> Tensor:
     return (across / size.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
-class Total:
-    """Gradients of a routing's arguments, added up over its turns."""
+def queries_of(first: Tensor | None, steps: Iterable[Tensor], add: bool) -> Tensor | None:
+    """Return the queries of a routing's turns, stacked; without the first turn's if that has none.
 
-    def __init__(self, count: int) -> None:
-        self.gradients: list[Tensor | None] = [None] * count
-
-    def add(self, position: int, gradient: Tensor) -> None:
-        """Add a gradient, which must be nobody else's memory, to that of one argument."""
-        before = self.gradients[position]
-        self.gradients[position] = gradient if before is None else before.add_(gradient)
+    Parameters
+    ----------
+    first
+        Of the first turn.
+    steps
+        What each turn but the last leaves to the next.
+    add
+        Whether a query is the sum of all so far, or the last of them.
+    """
+    queries = [] if first is None else [first]
+    for step in steps:
+        queries.append(queries[-1] + step if add and queries else step)
+    return torch.stack(queries) if queries else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +108,8 @@ class Routing:
     results
         How many of the op's results have gradients; the others are the history.
     backward
-        Called with what runs the pass's backward, the gradients of those, the tensors, the op's results, the other
-        arguments, and which gradients are needed; returns the gradients of the tensors.
+        Called with what runs the pass's backward, what runs it for many turns, the gradients of those, the tensors, the
+        op's results, the other arguments, and which gradients are needed; returns the gradients of the tensors.
     """
 
     name: str
@@ -112,7 +120,9 @@ class Routing:
     checks: Callable[[Any], Any]
     fakes: Callable[[Any], tuple[Tensor, ...]]
     results: int
-    backward: Callable[[Callable[..., Any], Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]], Grads]
+    backward: Callable[
+        [Callable[..., Any], Callable[..., Any], Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]], Grads
+    ]
     wide: frozenset[str] = frozenset()
 
     @property
@@ -151,8 +161,11 @@ class Routing:
         LIBRARY.define(self.name + self.schema, tags=TAGS)
         qualified = f"{LIBRARY.ns}::{self.name}"
         torch.library.register_fake(qualified, self.fake, lib=LIBRARY)
-        op = getattr(torch.ops.fastcaps, f"{self.one.name}_backward").default
-        torch.library.register_autograd(qualified, partial(self.formula, op), setup_context=self.save, lib=LIBRARY)
+        op, turns = (
+            getattr(torch.ops.fastcaps, name).default for name in (f"{self.one.name}_backward", self.one.turns)
+        )
+        formula = partial(self.formula, op, turns=turns)
+        torch.library.register_autograd(qualified, formula, setup_context=self.save, lib=LIBRARY)
         register_autocast(self.name, self.tensors, self.wide)
 
     def implement(self, key: str, kernel: Callable[..., Any]) -> None:
@@ -172,8 +185,10 @@ class Routing:
         ctx.save_for_backward(*inputs[:count], *output)
         ctx.settings = tuple(inputs[count:])
 
-    def formula(self, op: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of all arguments; ``op`` runs the pass's backward."""
+    def formula(
+        self, op: Callable[..., Any], ctx: Any, *grads: Tensor | None, turns: Callable[..., Any] | None = None
+    ) -> tuple[Any, ...]:
+        """Return the gradients of all arguments; ``op`` runs the pass's backward, ``turns`` or a loop that of many."""
         count = len(self.tensors)
         tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         needed = list(ctx.needs_input_grad[:count])
@@ -188,6 +203,7 @@ class Routing:
                     [k for k, need in enumerate(needed) if need],
                 )
             else:
-                found = self.backward(op, counting, tensors, outputs, ctx.settings, needed)
+                many = turns or partial(self.one.by_turns, op)
+                found = self.backward(op, many, counting, tensors, outputs, ctx.settings, needed)
                 gradients = [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
         return (*gradients, *([None] * len(ctx.settings)))
