@@ -243,6 +243,17 @@ class Pass:
         """Return empty tensors as the backward would."""
         return self.fakes_backward(by_name(self.backward_schema, *arguments, **named))
 
+    @property
+    def _summed(self) -> int:
+        """Return the bits of ``needs`` that count for many turns: what belongs to one turn has no sum over them."""
+        return ~sum(1 << k for k, name in enumerate(self.tensors) if name in self.stacked)
+
+    def fake_turns(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Return empty tensors as the backward of many turns would."""
+        given = by_name(self.backward_schema, *arguments, **named)
+        given.needs &= self._summed
+        return self.fakes_backward(given)  # which asks of what has turns only whether it is there
+
     def by_turns(self, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
         """Return the backward of many turns as the sum of ``run``, which is the backward, over the turns."""
         given = by_name(self.backward_schema, *arguments)
@@ -252,12 +263,11 @@ class Pass:
         }
         leading = next(iter(stacks), self.stacked[0])
         turns = len(stacks.get(leading, ()))
-        check(turns >= 1, f"{leading} must have a leading dimension of turns, at least one")
+        check(turns >= 1, f"there must be a turn at least: {leading} has a leading dimension of turns")
         for name, stack in stacks.items():
             least = turns - (name in self.tensors)
             check(least <= len(stack) <= turns, f"{name} is of {len(stack)} turns, expected {turns}")
-        state = sum(1 << k for k, name in enumerate(self.tensors) if name in self.stacked)
-        check(not given.needs & state, "needs must not ask for gradients of what belongs to one turn")
+        given.needs &= self._summed
 
         def of_turn(turn: int) -> list[Any]:
             last = turns - turn  # counted from the last turn, which every stack has
@@ -276,8 +286,7 @@ class Pass:
         """
         library.define(self.name + self.schema, tags=TAGS)
         library.define(self.turns + self.backward_schema, tags=TAGS)
-        # what has turns are arguments whose gradients nobody asks for: the other results are those of one turn
-        torch.library.register_fake(f"{library.ns}::{self.turns}", self.fake_backward, lib=library)
+        torch.library.register_fake(f"{library.ns}::{self.turns}", self.fake_turns, lib=library)
         library.define(self.name + "_backward" + self.backward_schema, tags=TAGS)
         forward, backward = f"{library.ns}::{self.name}", f"{library.ns}::{self.name}_backward"
         torch.library.register_fake(forward, self.fake, lib=library)
