@@ -62,38 +62,59 @@ std::tuple<Tensor, Tensor> attention_routing(const Tensor children, const Tensor
   return {parents, sums};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pass_backward(
-    const MaybeTensor grad_parents, const MaybeTensor grad_sums, const Tensor children, const Tensor weight,
-    const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
-    const Tensor sums, double scale, double eps, bool normalize, const std::vector<int64_t> window, int64_t needs) {
-  AttentionGiven given(children, weight, query, bias, gate, norm_weight, std::nullopt, scale, eps, normalize, window);
+namespace {
+
+AttentionGradients attention_backward(const MaybeTensor& grad_parents, const MaybeTensor& grad_sums,
+                                      const Tensor& children, const Tensor& weight, const MaybeTensor& query,
+                                      const MaybeTensor& bias, const MaybeTensor& gate, const MaybeTensor& norm_weight,
+                                      const Tensor& sums, double scale, double eps, bool normalize,
+                                      const std::vector<int64_t>& window, int64_t needs, bool stacked) {
+  const Turns turns(stacked, grad_parents ? grad_parents : grad_sums);
+  turns.check(grad_sums, "grad_sums");
+  turns.check(query, "query", true);
+  if (normalize) turns.check(sums, "sums");
+  AttentionGiven given(children, weight, std::nullopt, bias, gate, norm_weight, std::nullopt, scale, eps, normalize,
+                       window);
   const Geometry& g = given.in.geometry;
   const std::vector<int64_t> shape = parents_shape(g);
-  if (grad_parents) check_tensor(*grad_parents, "grad_parents", shape, given.storage, children);
-  if (grad_sums) check_tensor(*grad_sums, "grad_sums", shape, given.compute, children);
-  if (normalize) check_tensor(sums, "sums", shape, given.compute, children);
-  if (!query) needs &= ~kQuery;
+  if (!query || stacked) needs &= ~kQuery;
   if (!bias) needs &= ~kBias;
   if (!gate) needs &= ~kGate;
   if (!normalize || !grad_parents) needs &= ~(kNormWeight | kNormBias);
 
   BackwardCall<Attention> call;
-  call.with = given.with;
-  if (grad_parents) call.with.grad_parents = view_of(*grad_parents);
-  if (grad_sums) call.with.grad_sums = view_of(*grad_sums);
-  const Tensor sums_row = normalize ? in_compute_type(sums, given.compute) : sums;
-  call.with.given_sums = normalize ? data_of(sums_row) : nullptr;
-  call.with.frozen = needs & kFrozen;
-  cut_call(given, call);
+  std::vector<Tensor> rows;  // kept alive
+  for (int64_t k = 0; k < turns.count; ++k) {
+    Attention with = given.with;
+    const auto take = [&](const MaybeTensor& all, const char* name, ScalarType type, View& view) {
+      const MaybeTensor x = turns.at(all, k);
+      if (!x) return;
+      check_tensor(*x, name, shape, type, children);
+      view = view_of(*x);
+    };
+    take(grad_parents, "grad_parents", given.storage, with.grad_parents);
+    take(grad_sums, "grad_sums", given.compute, with.grad_sums);
+    take(query, "query", given.storage, with.query);
+    if (normalize) {
+      const Tensor of_turn = *turns.at(sums, k);
+      check_tensor(of_turn, "sums", shape, given.compute, children);
+      rows.push_back(in_compute_type(of_turn, given.compute));
+      with.given_sums = data_of(rows.back());
+    }
+    with.frozen = needs & kFrozen;
+    call.with.push_back(with);
+  }
+  cut_call(given, call, needs & kQuery);
   const bool empty = g.positions() == 0 || (!grad_parents && !grad_sums);
-  Tensor dquery = given.result(needs & kQuery, shape, call.with.dquery, empty);
-  const Tensor norms =
-      given.result(needs & (kNormWeight | kNormBias), {call.cut.rows(), 2, g.C * g.E}, call.with.dnorm, true);
+  Tensor dquery = given.result(needs & kQuery, shape, call.with[0].dquery, empty);
+  void* dnorm = nullptr;
+  const Tensor norms = given.result(needs & (kNormWeight | kNormBias), {call.cut.rows(), 2, g.C * g.E}, dnorm, true);
+  for (Attention& with : call.with) with.dnorm = dnorm;
   const Gradients out = run_backward(given, call, needs & kChildren, needs & kWeight, needs & kBias, needs & kGate,
                                      needs & kQuery, empty);
 
   Tensor dweight = given.none(), dbias = given.none(), dnorm_weight = given.none(), dnorm_bias = given.none();
-  if (needs & kWeight) dweight = given.stored(sum_of_parts(out.weights, call.weight_parts, {g.G, g.M, g.D, g.E}));
+  if (needs & kWeight) dweight = given.stored(sum_of_parts(out.weights, call.cut.weight_parts, {g.G, g.M, g.D, g.E}));
   if (needs & kBias) dbias = given.stored(sum_of_parts(out.biases, call.cut.items(), given.bias_shape));
   if (needs & (kNormWeight | kNormBias)) {
     const Tensor both = sum_of_parts(norms, call.cut.rows(), {2, g.C * g.E});
@@ -107,6 +128,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pas
           needs & kGate ? given.stored(out.dgate) : given.none(),
           dnorm_weight,
           dnorm_bias};
+}
+
+}  // namespace
+
+AttentionGradients attention_pass_backward(const MaybeTensor grad_parents, const MaybeTensor grad_sums,
+                                           const Tensor children, const Tensor weight, const MaybeTensor query,
+                                           const MaybeTensor bias, const MaybeTensor gate,
+                                           const MaybeTensor norm_weight, const Tensor sums, double scale, double eps,
+                                           bool normalize, const std::vector<int64_t> window, int64_t needs) {
+  return attention_backward(grad_parents, grad_sums, children, weight, query, bias, gate, norm_weight, sums, scale, eps,
+                            normalize, window, needs, false);
+}
+
+AttentionGradients attention_turns_backward(const MaybeTensor grad_parents, const MaybeTensor grad_sums,
+                                            const Tensor children, const Tensor weight, const MaybeTensor query,
+                                            const MaybeTensor bias, const MaybeTensor gate,
+                                            const MaybeTensor norm_weight, const Tensor sums, double scale, double eps,
+                                            bool normalize, const std::vector<int64_t> window, int64_t needs) {
+  return attention_backward(grad_parents, grad_sums, children, weight, query, bias, gate, norm_weight, sums, scale, eps,
+                            normalize, window, needs, true);
 }
 
 }  // namespace fastcaps

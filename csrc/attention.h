@@ -31,9 +31,19 @@ std::tuple<Tensor, Tensor> attention_routing(const Tensor children, const Tensor
                                              double eps, bool normalize, int64_t rule, int64_t iterations, bool frozen,
                                              const std::vector<int64_t> window);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pass_backward(
-    const MaybeTensor grad_parents, const MaybeTensor grad_sums, const Tensor children, const Tensor weight,
-    const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
-    const Tensor sums, double scale, double eps, bool normalize, const std::vector<int64_t> window, int64_t needs);
+using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+AttentionGradients attention_pass_backward(const MaybeTensor grad_parents, const MaybeTensor grad_sums,
+                                           const Tensor children, const Tensor weight, const MaybeTensor query,
+                                           const MaybeTensor bias, const MaybeTensor gate,
+                                           const MaybeTensor norm_weight, const Tensor sums, double scale, double eps,
+                                           bool normalize, const std::vector<int64_t> window, int64_t needs);
+
+// The same for several turns over the same votes at once: what belongs to parents has turns in its first dimension.
+AttentionGradients attention_turns_backward(const MaybeTensor grad_parents, const MaybeTensor grad_sums,
+                                            const Tensor children, const Tensor weight, const MaybeTensor query,
+                                            const MaybeTensor bias, const MaybeTensor gate,
+                                            const MaybeTensor norm_weight, const Tensor sums, double scale, double eps,
+                                            bool normalize, const std::vector<int64_t> window, int64_t needs);
 
 }  // namespace fastcaps

@@ -85,8 +85,12 @@ struct Given {
   }
 
   int64_t number() const { return is_double ? 8 : 4; }
-  bool shared() const { return (in.geometry.G == 1 || in.geometry.G == in.geometry.N) && in.bias_stride_i == 0; }
+  bool shared() const { return in.geometry.N % in.geometry.G == 0 && in.bias_stride_i == 0; }
   bool identity() const { return in.weight == nullptr; }
+  template <class Operands>
+  bool folded() const {
+    return std::is_same_v<Operands, Attention> && folds(in.geometry, shared(), has_bias);
+  }
 
   // A result in the compute type, its address in `data`; empty and null where it is not wanted.
   Tensor result(bool wanted, const std::vector<int64_t>& shape, void*& data, bool clear = false) const {
@@ -106,14 +110,38 @@ struct Given {
   Tensor none() const { return torch::stable::new_empty(children, {0}); }  // one each: outputs must not alias
 };
 
+// The turns of a backward call: one, or as many as tensors that belong to parents have in their first dimension.
+struct Turns {
+  bool stacked;
+  int64_t count;
+
+  Turns(bool stacked_, const MaybeTensor& x) : stacked(stacked_), count(1) {
+    if (!stacked) return;
+    STD_TORCH_CHECK(x && x->dim() > 0 && x->size(0) > 0, "fastcaps: there must be a turn at least");
+    count = x->size(0);
+  }
+  void check(const MaybeTensor& x, const char* name, bool may_lack_first = false) const {
+    if (!stacked || !x) return;
+    STD_TORCH_CHECK(x->dim() > 0 && (x->size(0) == count || (may_lack_first && x->size(0) == count - 1)),
+                    "fastcaps: ", name, " has shape ", text(shape_of(*x)), ", expected ", count, " turns");
+  }
+  // Of turn k; nothing where the first turn has none.
+  MaybeTensor at(const MaybeTensor& x, int64_t k) const {
+    if (!stacked || !x) return x;
+    const int64_t which = k - (count - x->size(0));
+    return which < 0 ? MaybeTensor() : MaybeTensor(torch::stable::select(*x, 0, which));
+  }
+};
+
 // A forward call whose operands and results are set: cut it and run it, all turns of it.
 template <class Operands>
 void run_forward(const Given& given, ForwardCall<Operands>& call) {
-  const Kernels<Operands>& table = kernels<Operands>();
   const Geometry& g = call.in.geometry;
+  const Kernels<Operands>& table = kernels<Operands>(g, given.is_double);
   const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
+  call.cut.folded = given.template folded<Operands>();
   call.cut = cut_forward(g, {lanes, given.number(), table.forward_state(call), table.forward_results(call),
-                             given.shared(), given.identity()});
+                             given.shared(), given.identity(), call.cut.folded, call.total});
   if (g.positions() == 0) return;
   const bool ranges = call.cut.chunks > 1;
   const Tensor partial =
@@ -139,33 +167,35 @@ struct Gradients {
   Tensor dchildren, dgate, weights, biases;
 };
 
-// How a backward call is cut: known before its gradients are allocated.
+// How a backward call is cut: known before its gradients are allocated. `dparents`: are there gradients of parents?
 template <class Operands>
-void cut_call(const Given& given, BackwardCall<Operands>& call) {
-  const Kernels<Operands>& table = kernels<Operands>();
-  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
+void cut_call(const Given& given, BackwardCall<Operands>& call, bool dparents) {
   call.in = given.in;
-  call.cut = cut_backward(call.in.geometry, {lanes, given.number(), table.backward_state(call),
-                                             table.backward_results(call), given.shared(), given.identity()});
+  const Kernels<Operands>& table = kernels<Operands>(call.in.geometry, given.is_double);
+  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
+  const int64_t turns = int64_t(call.with.size());
+  call.cut = cut_backward(call.in.geometry, {lanes, given.number(), turns * table.backward_state(call),
+                                             dparents ? table.backward_results(call) : 0, given.shared(),
+                                             given.identity(), given.template folded<Operands>(), turns});
 }
 
 // Run a backward call whose operands are set and which is cut. `empty`: nothing reaches it, or there is nothing.
 template <class Operands>
 Gradients run_backward(const Given& given, BackwardCall<Operands>& call, bool dchildren, bool dweight, bool dbias,
                        bool dgate, bool dparents, bool empty) {
-  const Kernels<Operands>& table = kernels<Operands>();
   const Geometry& g = call.in.geometry;
+  const Kernels<Operands>& table = kernels<Operands>(g, given.is_double);
   const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
-  call.weight_parts = g.G % g.N == 0 ? call.cut.groups : call.cut.items();
   call.bias_numbers = given.has_bias ? given.bias.numel() : 0;
   Gradients out;
   out.dchildren = given.result(dchildren, {g.B, g.H, g.W, g.N, g.C, g.D}, call.dchildren, true);
   out.dgate = given.result(dgate, {g.B, g.H, g.W, g.N}, call.dgate, true);
   out.weights =
-      given.result(dweight, {call.weight_parts, g.G, g.M, g.D, g.E}, call.dweight, empty || g.G != g.children());
+      given.result(dweight, {call.cut.weight_parts, g.G, g.M, g.D, g.E}, call.dweight, empty || g.G != g.children());
   out.biases = given.result(dbias, {call.cut.items(), call.bias_numbers}, call.dbias, true);
   if (empty) return out;
-  const Tensor state = given.rows(true, call.cut, 1, table.backward_state(call), lanes, call.state);
+  const Tensor state =
+      given.rows(true, call.cut, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
   const Tensor partial =
       given.rows(dparents, call.cut, call.cut.chunks, table.backward_results(call), lanes, call.partial);
   const int64_t scratch = table.backward_scratch(call, given.is_double);

@@ -107,30 +107,58 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_rout
   return {last(all.evidence), last(all.means), variances, all.counts, all.means, all.variances, all.evidence};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_pass_backward(
-    const MaybeTensor grad_counts, const MaybeTensor grad_means, const MaybeTensor grad_variances,
-    const MaybeTensor grad_evidence, const Tensor children, const Tensor weight, const MaybeTensor mean,
-    const MaybeTensor variance, const MaybeTensor log_weight, const MaybeTensor bias, const MaybeTensor gate,
-    const MaybeTensor beta_use, const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
-    const Tensor variances, double eps, const std::vector<int64_t> window, int64_t needs) {
-  GaussianGiven given(children, weight, mean, variance, log_weight, bias, gate, beta_use, beta_ignore, eps, window);
+namespace {
+
+GaussianGradients gaussian_backward(const MaybeTensor& grad_counts, const MaybeTensor& grad_means,
+                                    const MaybeTensor& grad_variances, const MaybeTensor& grad_evidence,
+                                    const Tensor& children, const Tensor& weight, const MaybeTensor& mean,
+                                    const MaybeTensor& variance, const MaybeTensor& log_weight, const MaybeTensor& bias,
+                                    const MaybeTensor& gate, const MaybeTensor& beta_use,
+                                    const MaybeTensor& beta_ignore, const Tensor& counts, const Tensor& means,
+                                    const Tensor& variances, double eps, const std::vector<int64_t>& window,
+                                    int64_t needs, bool stacked) {
+  const Turns turns(stacked, counts);
+  const std::pair<const MaybeTensor&, const char*> whole[] = {{grad_counts, "grad_counts"},
+                                                              {grad_means, "grad_means"},
+                                                              {grad_variances, "grad_variances"},
+                                                              {grad_evidence, "grad_evidence"}};
+  for (const auto& [x, name] : whole) turns.check(x, name);
+  turns.check(mean, "mean", true);
+  turns.check(variance, "variance", true);
+  turns.check(log_weight, "log_weight", true);
+  turns.check(means, "means");
+  turns.check(variances, "variances");
+  const int64_t last = turns.count - 1;
+  GaussianGiven given(children, weight, turns.at(mean, last), turns.at(variance, last), turns.at(log_weight, last),
+                      bias, gate, beta_use, beta_ignore, eps, window);
   const Geometry& g = given.in.geometry;
   const std::vector<int64_t> shape = parents_shape(g), numbers = numbers_shape(g);
-  BackwardCall<Gaussian> call;
-  call.with = given.with;
-  const auto take = [&](const MaybeTensor& x, const char* name, const std::vector<int64_t>& wanted, View& view) {
-    if (!x) return;
-    check_tensor(*x, name, wanted, given.compute, children);
-    view = view_of(*x);
-  };
-  take(grad_counts, "grad_counts", numbers, call.with.grad_counts);
-  take(grad_means, "grad_means", shape, call.with.grad_means);
-  take(grad_variances, "grad_variances", shape, call.with.grad_variances);
-  take(counts, "counts", numbers, call.with.given_counts);
-  take(means, "means", shape, call.with.given_means);
-  take(variances, "variances", shape, call.with.given_variances);
   const bool evidence = grad_evidence && beta_use;
-  if (evidence) take(grad_evidence, "grad_evidence", numbers, call.with.grad_evidence);
+  BackwardCall<Gaussian> call;
+  for (int64_t k = 0; k < turns.count; ++k) {
+    Gaussian with = given.with;
+    with.mean = with.variance = with.log_weight = View{};
+    const auto take = [&](const MaybeTensor& all, const char* name, const std::vector<int64_t>& wanted, View& view) {
+      const MaybeTensor x = turns.at(all, k);
+      if (!x) return;
+      check_tensor(*x, name, wanted, given.compute, children);
+      view = view_of(*x);
+    };
+    take(grad_counts, "grad_counts", numbers, with.grad_counts);
+    take(grad_means, "grad_means", shape, with.grad_means);
+    take(grad_variances, "grad_variances", shape, with.grad_variances);
+    if (evidence) take(grad_evidence, "grad_evidence", numbers, with.grad_evidence);
+    take(mean, "mean", shape, with.mean);
+    take(variance, "variance", shape, with.variance);
+    take(log_weight, "log_weight", numbers, with.log_weight);
+    take(counts, "counts", numbers, with.given_counts);
+    take(means, "means", shape, with.given_means);
+    take(variances, "variances", shape, with.given_variances);
+    with.use_numbers = beta_use ? beta_use->numel() : 0;
+    with.ignore_numbers = beta_ignore ? beta_ignore->numel() : 0;
+    call.with.push_back(with);
+  }
+  if (stacked) needs &= ~(kGaussianMean | kGaussianVariance | kGaussianLogWeight);
   if (!mean) needs &= ~kGaussianMean;
   if (!variance) needs &= ~kGaussianVariance;
   if (!log_weight) needs &= ~kGaussianLogWeight;
@@ -138,23 +166,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   if (!gate) needs &= ~kGaussianGate;
   if (!evidence) needs &= ~(kGaussianBetaUse | kGaussianBetaIgnore);
 
-  cut_call(given, call);
+  cut_call(given, call, needs & (kGaussianMean | kGaussianVariance | kGaussianLogWeight));
   const bool empty = g.positions() == 0 || (!grad_counts && !grad_means && !grad_variances && !evidence);
-  Tensor dmean = given.result(needs & kGaussianMean, shape, call.with.dmean, empty);
-  Tensor dvariance = given.result(needs & kGaussianVariance, shape, call.with.dvariance, empty);
-  Tensor dlog_weight = given.result(needs & kGaussianLogWeight, numbers, call.with.dlog_weight, empty);
-  call.with.use_numbers = beta_use ? beta_use->numel() : 0;
-  call.with.ignore_numbers = beta_ignore ? beta_ignore->numel() : 0;
-  const Tensor uses =
-      given.result(needs & kGaussianBetaUse, {call.cut.items(), call.with.use_numbers}, call.with.duse, true);
+  Tensor dmean = given.result(needs & kGaussianMean, shape, call.with[0].dmean, empty);
+  Tensor dvariance = given.result(needs & kGaussianVariance, shape, call.with[0].dvariance, empty);
+  Tensor dlog_weight = given.result(needs & kGaussianLogWeight, numbers, call.with[0].dlog_weight, empty);
+  void *use = nullptr, *ignore = nullptr;
+  const Tensor uses = given.result(needs & kGaussianBetaUse, {call.cut.items(), call.with[0].use_numbers}, use, true);
   const Tensor ignores =
-      given.result(needs & kGaussianBetaIgnore, {call.cut.items(), call.with.ignore_numbers}, call.with.dignore, true);
+      given.result(needs & kGaussianBetaIgnore, {call.cut.items(), call.with[0].ignore_numbers}, ignore, true);
+  for (Gaussian& with : call.with) with.duse = use, with.dignore = ignore;
   const bool parents = needs & (kGaussianMean | kGaussianVariance | kGaussianLogWeight);
   const Gradients out = run_backward(given, call, needs & kGaussianChildren, needs & kGaussianWeight,
                                      needs & kGaussianBias, needs & kGaussianGate, parents, empty);
   Tensor dweight = given.none(), dbias = given.none(), duse = given.none(), dignore = given.none();
   if (needs & kGaussianWeight)
-    dweight = given.stored(sum_of_parts(out.weights, call.weight_parts, {g.G, g.M, g.D, g.E}));
+    dweight = given.stored(sum_of_parts(out.weights, call.cut.weight_parts, {g.G, g.M, g.D, g.E}));
   if (needs & kGaussianBias) dbias = given.stored(sum_of_parts(out.biases, call.cut.items(), given.bias_shape));
   if (needs & kGaussianBetaUse) duse = sum_of_parts(uses, call.cut.items(), shape_of(*beta_use));
   if (needs & kGaussianBetaIgnore) dignore = sum_of_parts(ignores, call.cut.items(), shape_of(*beta_ignore));
@@ -167,6 +194,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           needs & kGaussianGate ? given.stored(out.dgate) : given.none(),
           duse,
           dignore};
+}
+
+}  // namespace
+
+GaussianGradients gaussian_pass_backward(const MaybeTensor grad_counts, const MaybeTensor grad_means,
+                                         const MaybeTensor grad_variances, const MaybeTensor grad_evidence,
+                                         const Tensor children, const Tensor weight, const MaybeTensor mean,
+                                         const MaybeTensor variance, const MaybeTensor log_weight,
+                                         const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor beta_use,
+                                         const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
+                                         const Tensor variances, double eps, const std::vector<int64_t> window,
+                                         int64_t needs) {
+  return gaussian_backward(grad_counts, grad_means, grad_variances, grad_evidence, children, weight, mean, variance,
+                           log_weight, bias, gate, beta_use, beta_ignore, counts, means, variances, eps, window, needs,
+                           false);
+}
+
+GaussianGradients gaussian_turns_backward(const MaybeTensor grad_counts, const MaybeTensor grad_means,
+                                          const MaybeTensor grad_variances, const MaybeTensor grad_evidence,
+                                          const Tensor children, const Tensor weight, const MaybeTensor mean,
+                                          const MaybeTensor variance, const MaybeTensor log_weight,
+                                          const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor beta_use,
+                                          const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
+                                          const Tensor variances, double eps, const std::vector<int64_t> window,
+                                          int64_t needs) {
+  return gaussian_backward(grad_counts, grad_means, grad_variances, grad_evidence, children, weight, mean, variance,
+                           log_weight, bias, gate, beta_use, beta_ignore, counts, means, variances, eps, window, needs,
+                           true);
 }
 
 }  // namespace fastcaps

@@ -36,11 +36,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_rout
     const Tensor beta_b, const std::vector<double> schedule, int64_t model, double eps,
     const std::vector<int64_t> window);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_pass_backward(
-    const MaybeTensor grad_counts, const MaybeTensor grad_means, const MaybeTensor grad_variances,
-    const MaybeTensor grad_evidence, const Tensor children, const Tensor weight, const MaybeTensor mean,
-    const MaybeTensor variance, const MaybeTensor log_weight, const MaybeTensor bias, const MaybeTensor gate,
-    const MaybeTensor beta_use, const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
-    const Tensor variances, double eps, const std::vector<int64_t> window, int64_t needs);
+using GaussianGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+GaussianGradients gaussian_pass_backward(const MaybeTensor grad_counts, const MaybeTensor grad_means,
+                                         const MaybeTensor grad_variances, const MaybeTensor grad_evidence,
+                                         const Tensor children, const Tensor weight, const MaybeTensor mean,
+                                         const MaybeTensor variance, const MaybeTensor log_weight,
+                                         const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor beta_use,
+                                         const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
+                                         const Tensor variances, double eps, const std::vector<int64_t> window,
+                                         int64_t needs);
+
+// The same for several turns over the same votes at once: what belongs to parents has turns in its first dimension.
+GaussianGradients gaussian_turns_backward(const MaybeTensor grad_counts, const MaybeTensor grad_means,
+                                          const MaybeTensor grad_variances, const MaybeTensor grad_evidence,
+                                          const Tensor children, const Tensor weight, const MaybeTensor mean,
+                                          const MaybeTensor variance, const MaybeTensor log_weight,
+                                          const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor beta_use,
+                                          const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
+                                          const Tensor variances, double eps, const std::vector<int64_t> window,
+                                          int64_t needs);
 
 }  // namespace fastcaps

@@ -48,43 +48,79 @@ std::tuple<Tensor, Tensor, Tensor> pooling_routing(const Tensor children, const 
   return {result, sums, logsumexp};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pooling_pass_backward(
-    const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp, const Tensor children, const MaybeTensor weight,
-    const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
-    const Tensor logsumexp, double scale, bool normalize, const std::vector<int64_t> window, int64_t needs) {
-  const Given given(children, weight, bias, gate, pooling_geometry(children, weight, query, bias, gate, window));
+namespace {
+
+PoolingGradients pooling_backward(const MaybeTensor& grad_parents, const MaybeTensor& grad_logsumexp,
+                                  const Tensor& children, const MaybeTensor& weight, const MaybeTensor& query,
+                                  const MaybeTensor& bias, const MaybeTensor& gate, const Tensor& parents,
+                                  const Tensor& logsumexp, double scale, bool normalize,
+                                  const std::vector<int64_t>& window, int64_t needs, bool stacked) {
+  const Turns turns(stacked, parents);
+  turns.check(grad_parents, "grad_parents");
+  turns.check(grad_logsumexp, "grad_logsumexp");
+  turns.check(query, "query", true);
+  turns.check(logsumexp, "logsumexp");
+  const Given given(children, weight, bias, gate,
+                    pooling_geometry(children, weight, turns.at(query, turns.count - 1), bias, gate, window));
   const Geometry& g = given.in.geometry;
   const std::vector<int64_t> shape = parents_shape(g), numbers = numbers_shape(g);
-  if (grad_parents) check_tensor(*grad_parents, "grad_parents", shape, given.storage, children);
-  if (grad_logsumexp) check_tensor(*grad_logsumexp, "grad_logsumexp", numbers, given.compute, children);
-  check_tensor(parents, "parents", shape, given.storage, children);
-  check_tensor(logsumexp, "logsumexp", numbers, given.compute, children);
   if (!weight) needs &= ~kPoolingWeight;
-  if (!query) needs &= ~kPoolingQuery;
+  if (!query || stacked) needs &= ~kPoolingQuery;
   if (!bias) needs &= ~kPoolingBias;
   if (!gate) needs &= ~kPoolingGate;
 
   BackwardCall<Pooling> call;
-  call.with.scale = scale;
-  call.with.normalize = normalize;
-  call.with.frozen = needs & kFrozen;
-  if (query) call.with.query = view_of(*query);
-  if (grad_parents) call.with.grad_parents = view_of(*grad_parents);
-  if (grad_logsumexp) call.with.grad_logsumexp = view_of(*grad_logsumexp);
-  call.with.given_parents = view_of(parents);
-  call.with.given_logsumexp = view_of(logsumexp);
-  cut_call(given, call);
+  for (int64_t k = 0; k < turns.count; ++k) {
+    Pooling with;
+    const auto take = [&](const MaybeTensor& all, const char* name, const std::vector<int64_t>& wanted, ScalarType type,
+                          View& view) {
+      const MaybeTensor x = turns.at(all, k);
+      if (!x) return;
+      check_tensor(*x, name, wanted, type, children);
+      view = view_of(*x);
+    };
+    take(grad_parents, "grad_parents", shape, given.storage, with.grad_parents);
+    take(grad_logsumexp, "grad_logsumexp", numbers, given.compute, with.grad_logsumexp);
+    take(query, "query", shape, given.storage, with.query);
+    take(parents, "parents", shape, given.storage, with.given_parents);
+    take(logsumexp, "logsumexp", numbers, given.compute, with.given_logsumexp);
+    with.scale = scale;
+    with.normalize = normalize;
+    with.frozen = needs & kFrozen;
+    call.with.push_back(with);
+  }
+  cut_call(given, call, needs & kPoolingQuery);
   const bool empty = g.positions() == 0 || (!grad_parents && !grad_logsumexp);
-  Tensor dquery = given.result(needs & kPoolingQuery, shape, call.with.dquery, empty);
+  Tensor dquery = given.result(needs & kPoolingQuery, shape, call.with[0].dquery, empty);
   const Gradients out = run_backward(given, call, needs & kPoolingChildren, needs & kPoolingWeight,
                                      needs & kPoolingBias, needs & kPoolingGate, needs & kPoolingQuery, empty);
   Tensor dweight = given.none(), dbias = given.none();
   if (needs & kPoolingWeight)
-    dweight = given.stored(sum_of_parts(out.weights, call.weight_parts, {g.G, g.M, g.D, g.E}));
+    dweight = given.stored(sum_of_parts(out.weights, call.cut.weight_parts, {g.G, g.M, g.D, g.E}));
   if (needs & kPoolingBias) dbias = given.stored(sum_of_parts(out.biases, call.cut.items(), given.bias_shape));
   return {needs & kPoolingChildren ? given.stored(out.dchildren) : given.none(), dweight,
           needs & kPoolingQuery ? given.stored(dquery) : given.none(), dbias,
           needs & kPoolingGate ? given.stored(out.dgate) : given.none()};
+}
+
+}  // namespace
+
+PoolingGradients pooling_pass_backward(const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp,
+                                       const Tensor children, const MaybeTensor weight, const MaybeTensor query,
+                                       const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
+                                       const Tensor logsumexp, double scale, bool normalize,
+                                       const std::vector<int64_t> window, int64_t needs) {
+  return pooling_backward(grad_parents, grad_logsumexp, children, weight, query, bias, gate, parents, logsumexp, scale,
+                          normalize, window, needs, false);
+}
+
+PoolingGradients pooling_turns_backward(const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp,
+                                        const Tensor children, const MaybeTensor weight, const MaybeTensor query,
+                                        const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
+                                        const Tensor logsumexp, double scale, bool normalize,
+                                        const std::vector<int64_t> window, int64_t needs) {
+  return pooling_backward(grad_parents, grad_logsumexp, children, weight, query, bias, gate, parents, logsumexp, scale,
+                          normalize, window, needs, true);
 }
 
 }  // namespace fastcaps

@@ -27,9 +27,19 @@ std::tuple<Tensor, Tensor, Tensor> pooling_routing(const Tensor children, const 
                                                    bool normalize, int64_t parents, int64_t rule, int64_t iterations,
                                                    bool frozen, const std::vector<int64_t> window);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pooling_pass_backward(
-    const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp, const Tensor children, const MaybeTensor weight,
-    const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
-    const Tensor logsumexp, double scale, bool normalize, const std::vector<int64_t> window, int64_t needs);
+using PoolingGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+PoolingGradients pooling_pass_backward(const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp,
+                                       const Tensor children, const MaybeTensor weight, const MaybeTensor query,
+                                       const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
+                                       const Tensor logsumexp, double scale, bool normalize,
+                                       const std::vector<int64_t> window, int64_t needs);
+
+// The same for several turns over the same votes at once: what belongs to parents has turns in its first dimension.
+PoolingGradients pooling_turns_backward(const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp,
+                                        const Tensor children, const MaybeTensor weight, const MaybeTensor query,
+                                        const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
+                                        const Tensor logsumexp, double scale, bool normalize,
+                                        const std::vector<int64_t> window, int64_t needs);
 
 }  // namespace fastcaps

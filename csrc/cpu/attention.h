@@ -41,7 +41,7 @@ struct AttentionForward {
   using Operands = Attention;
   using V = Vec<T>;
   static constexpr int kShares = 1;
-  static constexpr bool kSilent = false, kBase = false;
+  static constexpr bool kSilent = false, kBase = false, kFolds = false;
   const ForwardCall<Attention>& call;
   const Geometry& g;
   const Attention& with;
@@ -72,15 +72,14 @@ struct AttentionForward {
       zero(Q, state_numbers(call));
   }
 
-  template <bool kKeep, class Pose, class Weight>
-  FASTCAPS_INLINE V meet(const Pose& pose, const X* Q, int64_t m, const V* P, const Weight* W, const Weight* bias,
-                         V* kept) const {
-    const X* q = Q + m * CE;
+  template <class Each>
+  FASTCAPS_INLINE V meet(const X* Q, int64_t m, Each&& each_vote) const {
+    return agreement(Q + m * CE, each_vote);
+  }
+  template <class Each>
+  FASTCAPS_INLINE V agreement(const X* q, Each&& each_vote) const {
     V dot[2] = {};
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
-      dot[k & 1] += q[k] * v;
-      if constexpr (kKeep) kept[k] = v;
-    });
+    each_vote([&](int k, V v) FASTCAPS_LAMBDA { dot[k & 1] += q[k] * v; });
     return (dot[0] + dot[1]) * T(with.scale);
   }
 
@@ -91,8 +90,9 @@ struct AttentionForward {
                              int64_t, V* share) const {
     for (int64_t j = 0; j < count; ++j) share[j] = row[j * g.M];
   }
-  FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, Planes<V> to, int64_t m) const {
-    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, m));
+  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                            int64_t to_m) const {
+    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, to_m));
   }
   template <class Pose, class Weight>
   FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
@@ -136,19 +136,17 @@ struct AttentionBackward {
   using V = Vec<T>;
   static constexpr int kRows = 2;  // a, then g r; h, then s da
   static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = false, kBetas = false;
+  static constexpr bool kSilent = false, kBetas = false, kFolds = false;
   const BackwardCall<Attention>& call;
   const Geometry& g;
   const Attention& with;
   const int64_t CE;
 
-  explicit AttentionBackward(const BackwardCall<Attention>& call_)
-      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+  AttentionBackward(const BackwardCall<Attention>& call_, const Attention& with_)
+      : call(call_), g(call.in.geometry), with(with_), CE(g.parent_pose()) {}
 
   // State: dS and Q. Results: dQ.
-  static int64_t state_numbers(const BackwardCall<Attention>& call) {
-    return (call.with.query.data ? 2 : 1) * call.in.geometry.parents();
-  }
+  static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.in.geometry.parents(); }
   static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
   bool needs_vote() const { return with.dquery; }
   static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 2 * g.parent_pose(); }
@@ -159,8 +157,8 @@ struct AttentionBackward {
   void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
     const int64_t MCE = g.parents();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
+    zero(state, 2 * MCE);
     if (with.query.data) gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, state + MCE);
-    zero(ds, MCE);
     if (with.grad_parents.data) {
       gather_parents<T>(g, tile, call.in.storage, with.grad_parents, g.M, g.C, g.E, ds);
       if (with.normalize) {
@@ -179,15 +177,17 @@ struct AttentionBackward {
     }
   }
 
-  template <bool kKeep, class Pose, class Weight>
-  FASTCAPS_INLINE void listen(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
-                              const Weight* bias, V* kept, V* row, int64_t stride, V& highest) const {
-    const X *ds = state + m * CE, *q = with.query.data ? ds + g.parents() : ds;
+  template <class Each>
+  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
+    hear(state + m * CE, state + (g.M + m) * CE, m, each_vote, row, stride, highest);
+  }
+  template <class Each>
+  FASTCAPS_INLINE void hear(const X* ds, const X* q, int64_t m, Each&& each_vote, V* row, int64_t stride,
+                            V& highest) const {
     V agreement[2] = {}, gain[2] = {};
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+    each_vote([&](int k, V v) FASTCAPS_LAMBDA {
       agreement[k & 1] += q[k] * v;
       gain[k & 1] += ds[k] * v;
-      if constexpr (kKeep) kept[k] = v;
     });
     const V logit = (agreement[0] + agreement[1]) * T(with.scale);
     row[0] = logit;
@@ -212,25 +212,25 @@ struct AttentionBackward {
     return mean;
   }
 
-  template <class Pose, class Weight>
-  FASTCAPS_INLINE void vote_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                  V* vote) const {
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { vote[k] = v; });
-  }
-
   // dV, and what the vote adds to the parent's gradient.
-  FASTCAPS_INLINE void gradient(const X* state, int64_t m, const V* row, int64_t stride, const V* vote, V* dV,
-                                Planes<V> to, int64_t to_m) const {
+  template <bool kAdd, class Pose>
+  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
+                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
     const X *ds = state + m * CE, *q = ds + g.parents();
     const V share = row[0], da = row[stride];
-    if (with.query.data)
-      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k] + da * q[k];
-    else
-      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k];
+    if (call.wants_votes()) add_gradient<kAdd>(pose, share, ds, da, with.query.data ? q : nullptr, dV);
     if (with.dquery) {
       V* dq = to.pose(0, to_m);
-      for (int64_t k = 0; k < CE; ++k) dq[k] += da * vote[k];
+      for (int k = 0; k < pose.C * pose.E; ++k) dq[k] += da * vote[k];
     }
+  }
+  // dV = share ds + da q
+  template <bool kAdd, class Pose>
+  static FASTCAPS_INLINE void add_gradient(const Pose& pose, V share, const X* ds, V da, const X* q, V* dV) {
+    if (q)
+      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k] + da * q[k];
+    else
+      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k];
   }
   template <class Y>
   static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {

@@ -1,17 +1,22 @@
 // One pass, backward, by recomputation. What is common to the passes is here: votes are made again, the gradient of
-// each goes to its child (dP = dV W^T), its matrix (dW = P^T dV) and its bias.
+// each goes to its child (dP = dV W^T), its matrix (dW = P^T dV) and its bias. The passes of several turns over the
+// same votes may be one call: then dV is the sum of what each turn says.
 //
 // An item owns a group of samples and a range of child types n (with all their places in the window), so that nobody
 // else writes the children's gradients it writes. It walks block by block of children, and for each block over all rows
 // of its group, so that the gradient of those children's matrices is gathered on chip.
 //
-// What a pass is, its policy says (attention.h, pooling.h, gaussian.h), with X the type of a row's numbers:
+// What a pass is, its policy says (attention.h, folded.h, pooling.h, gaussian.h), with X the type of a row's numbers:
 //   prepare   the parents of a row and the gradients of its results, once for all items
+//   enter     children that share their weights are next, and
+//   leave     have all been met (folded.h alone)
 //   listen    a vote against a parent: its logit, and what the gradients say to it
 //   compete   from logits to shares and the logits' gradients; returns the gate's
 //   gradient  the vote's gradient, and what the vote adds to its parent's
 //   finish    the parents' gradients are written
 #pragma once
+
+#include <vector>
 
 #include "votes.h"
 #include "weights.h"
@@ -38,16 +43,17 @@ struct BackwardItem {
   const Cut& cut;
   const Pose pose;
   const WeightsOf<T, kLane> weights;
-  const Rule rule;
-  const int64_t CE, CD, DE, slots, state_size, result_size;
+  std::vector<Rule> rules;  // of every turn
+  const int64_t turns, CE, CD, DE, slots, state_size, result_size;
   const bool shared;      // children of a walk have all the same matrices,
   const bool one_matrix;  // of which a lane's sums are kept to its end
   V *P, *dP, *gates, *rows, *highest, *votes_kept, *dV, *dW_lanes, *local;
   T *P_rows, *dV_rows;
-  X* scratch;
+  X *scratch, *inner_states, *inner_results;
   Tile<T>* tiles;
   const X* states = nullptr;  // of the item's group, made by prepare()
   X* results = nullptr;
+  bool needs_vote = false;  // any turn does
   int64_t item = 0;
   Range range{};  // of children of this item: some types, at every place in the window
 
@@ -57,8 +63,9 @@ struct BackwardItem {
         cut(call.cut),
         pose(pose_),
         weights(call.in, arena),
-        rule(call),
-        CE(g.parent_pose()),
+        rules(rules_of(call)),
+        turns(int64_t(rules.size())),
+        CE(int64_t(pose.C) * pose.E),
         CD(g.child_pose()),
         DE(g.D * g.E),
         slots(cut.block_rows * cut.block_children),
@@ -66,23 +73,49 @@ struct BackwardItem {
         result_size(Rule::result_numbers(g, g.M)),
         shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && g.G == 1)),
         one_matrix(shared && !kByRows && g.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes) {
+    for (const Rule& rule : rules) needs_vote = needs_vote || rule.needs_vote();
     tiles = arena.take<Tile<T>>(cut.rows_per_group);
     P = arena.take<V>(slots * CD);
     dP = arena.take<V>(slots * CD);
     gates = arena.take<V>(slots);
-    rows = arena.take<V>(Rule::kRows * slots * g.M);
-    highest = arena.take<V>(slots);
+    rows = arena.take<V>(turns * Rule::kRows * slots * g.M);
+    highest = arena.take<V>(turns * slots);
     votes_kept = arena.take<V>(cut.keep_votes ? slots * g.M * CE : CE);
-    dV = arena.take<V>(CE);
+    dV = arena.take<V>(Pose::kTogether * slots * CE);
     const int64_t matrices = kLane == Lanes::kChildren || (g.G == 1 && !one_matrix) ? 1
                              : one_matrix                                           ? g.M
                                                                                     : cut.block_children * g.M;
-    dW_lanes = call.dweight && !kByRows ? arena.take<V>(matrices * DE) : nullptr;
-    local = kChildLanes ? arena.take<V>(cut.block_rows * Rule::result_numbers(g, 1)) : nullptr;
-    P_rows = call.dweight && kByRows ? arena.take<T>(slots * n * g.D) : nullptr;
-    dV_rows = call.dweight && kByRows ? arena.take<T>(cut.block_rows * n * g.E) : nullptr;
+    const bool by_vote = call.dweight && !Rule::kFolds;
+    dW_lanes = by_vote && !kByRows ? arena.take<V>(matrices * DE) : nullptr;
+    local =
+        kChildLanes ? arena.take<V>(results_at_once(cut.block_rows) * Pose::kTogether * target_numbers(1)) : nullptr;
+    P_rows = by_vote && kByRows ? arena.take<T>(slots * n * g.D) : nullptr;
+    dV_rows = by_vote && kByRows ? arena.take<T>(cut.block_rows * n * g.E) : nullptr;
     scratch = arena.take<X>(Rule::prepare_scratch(g));
+    inner_states = Rule::kFolds ? arena.take<X>(turns * group_numbers(g.M)) : nullptr;
+    inner_results = Rule::kFolds ? arena.take<X>(turns * group_numbers(g.M)) : nullptr;
   }
+
+  static std::vector<Rule> rules_of(const Call& call) {
+    std::vector<Rule> rules;
+    for (const auto& with : call.with) rules.emplace_back(call, with);
+    return rules;
+  }
+
+  // Numbers that a group of children has of `many` parents, where they are folded.
+  int64_t group_numbers(int64_t many) const {
+    if constexpr (Rule::kFolds) return Rule::inner_numbers(g, many);
+    return 0;
+  }
+  // Numbers that votes for `many` parents are summed in.
+  int64_t target_numbers(int64_t many) const {
+    return Rule::kFolds ? group_numbers(many) : Rule::result_numbers(g, many);
+  }
+  // The parents of turn k before row t of a walk.
+  const X* state(int64_t t, int64_t k) const {
+    return Rule::kFolds ? inner_states + k * group_numbers(g.M) : states + (t * turns + k) * state_size;
+  }
+  V* rows_of(int64_t k) const { return rows + k * Rule::kRows * slots * g.M; }
 
   // Where a row's lanes are; false where its group has ended before it.
   bool place(int64_t row, Tile<T>& tile) const {
@@ -98,7 +131,9 @@ struct BackwardItem {
   }
 
   void prepare(int64_t row) {
-    if (place(row, tiles[0])) rule.prepare(tiles[0], row, static_cast<X*>(call.state) + row * state_size, scratch);
+    if (!place(row, tiles[0])) return;
+    for (int64_t k = 0; k < turns; ++k)
+      rules[k].prepare(tiles[0], row, static_cast<X*>(call.state) + (row * turns + k) * state_size, scratch);
   }
 
   // The parents' gradients of one row: the chunks' parts in their order.
@@ -108,36 +143,39 @@ struct BackwardItem {
     X* sum = partial + row * result_size;
     for (int64_t chunk = 1; chunk < cut.chunks; ++chunk)
       for (int64_t k = 0; k < result_size; ++k) sum[k] += partial[(chunk * cut.rows() + row) * result_size + k];
-    rule.finish(tiles[0], static_cast<const X*>(call.state) + row * state_size, sum);
+    rules[0].finish(tiles[0], static_cast<const X*>(call.state) + row * state_size, sum);
   }
 
   void run(int64_t which) {
     item = which;
     const int64_t chunk = item % cut.chunks, group = item / cut.chunks, first_row = group * cut.rows_per_group;
-    states = static_cast<const X*>(call.state) + first_row * state_size;
+    states = static_cast<const X*>(call.state) + first_row * turns * state_size;
     results = call.partial ? static_cast<X*>(call.partial) + (chunk * cut.rows() + first_row) * result_size : nullptr;
     int64_t count = 0;
     while (count < cut.rows_per_group && place(first_row + count, tiles[count])) ++count;
     if (results) zero(results, count * result_size);
     T* dW = static_cast<T*>(call.dweight);
-    if (dW) dW += (call.weight_parts == cut.groups ? group : item) * g.G * g.M * DE;
+    if (dW) dW += (cut.weight_parts == cut.groups ? group : item) * g.G * g.M * DE;
     T* dB = static_cast<T*>(call.dbias);
     if (dB) dB += item * call.bias_numbers;
-    const int64_t type = chunk * g.N / cut.chunks, types = (chunk + 1) * g.N / cut.chunks - type;
-    const int64_t places = g.window.kh * g.window.kw;
-    if (kLane == Lanes::kSharing && g.G > 1) {  // one type after another: its places share weights
-      for (int64_t n = type; n < type + types; ++n) {
-        range = {n, 1, g.N, places};
+    if ((kLane == Lanes::kSharing || Rule::kFolds) && g.G > 1) {  // those that share weights, one group after another
+      for (int64_t c = chunk * g.G / cut.chunks; c < (chunk + 1) * g.G / cut.chunks; ++c) {
+        range = {c, 1, g.G, g.children() / g.G};
         walk(count, dW, dB);
       }
     } else {
-      range = {type, types, g.N, types * places};
+      const int64_t type = chunk * g.N / cut.chunks, types = (chunk + 1) * g.N / cut.chunks - type;
+      range = {type, types, g.N, types * g.window.kh * g.window.kw};
       walk(count, dW, dB);
     }
   }
 
   // All children of the range, block by block, each over all rows.
   void walk(int64_t row_count, T* dW, T* dB) {
+    if constexpr (Rule::kFolds) {
+      walk_folded(row_count, dW);
+      return;
+    }
     const int64_t size = cut.block_children * Sits::kUnit;
     if (dW_lanes && one_matrix) zero(dW_lanes, g.M * DE);
     for (int64_t first = 0; first < range.count; first += size) {
@@ -150,6 +188,25 @@ struct BackwardItem {
           add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(range.child(first + j), 0));
     }
     if (dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, g.M * DE, dW + weights.offset(range.child(0), 0));
+  }
+
+  // Row by row: the parents turned to the children's poses before, their gradients turned back after.
+  void walk_folded(int64_t row_count, T* dW) {
+    if constexpr (Rule::kFolds) {
+      const int64_t size = cut.block_children * Sits::kUnit, at = weights.offset(range.child(0), 0);
+      for (int64_t t = 0; t < row_count; ++t) {
+        for (int64_t k = 0; k < turns; ++k)
+          rules[k].enter(weights.weight + at, states + (t * turns + k) * state_size,
+                         inner_states + k * group_numbers(g.M));
+        zero(inner_results, turns * group_numbers(g.M));
+        for (int64_t first = 0; first < range.count; first += size)
+          block(first, (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit, t, 1, nullptr, nullptr);
+        for (int64_t k = 0; k < turns; ++k)
+          rules[k].leave(weights.weight + at, states + (t * turns + k) * state_size,
+                         inner_results + k * group_numbers(g.M), results ? results + t * result_size : nullptr,
+                         dW ? dW + at : nullptr);
+      }
+    }
   }
 
   // A child with matrices of its own is met once: their gradient is cleared here, while it is about to be in cache.
@@ -166,17 +223,23 @@ struct BackwardItem {
                    P + t * stride * CD, gates + t * stride);
       if (call.dchildren) zero(dP + t * stride * CD, count * CD);
     }
-    const bool plain = rule.plain();
-    if (plain) {
-      share_plainly(count, t0, nt);
-    } else {
-      if (cut.keep_votes)
-        listen<true>(first, count, t0, nt);
-      else
-        listen<false>(first, count, t0, nt);
-      for (int64_t t = 0; t < nt; ++t)
-        for (int64_t j = 0; j < count; ++j) compete(first + j * Sits::kUnit, t0 + t, t * stride + j);
+    bool kept = false;
+    for (int64_t k = 0; k < turns; ++k) {
+      if (rules[k].plain()) {
+        share_plainly(k, count, t0, nt);
+      } else if (!cut.keep_votes) {
+        listen<Votes::kMade>(k, first, count, t0, nt);
+      } else if (!kept) {
+        kept = true;
+        make(k, first, count, t0, nt);
+      } else {
+        listen<Votes::kKept>(k, first, count, t0, nt);
+      }
     }
+    for (int64_t k = 0; k < turns; ++k)
+      if (!rules[k].plain())
+        for (int64_t t = 0; t < nt; ++t)
+          for (int64_t j = 0; j < count; ++j) compete(k, first + j * Sits::kUnit, t0 + t, t * stride + j);
     if (P_rows)
       for (int64_t t = 0; t < nt; ++t)
         for (int64_t j = 0; j < count; ++j) {
@@ -184,7 +247,7 @@ struct BackwardItem {
           for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * cut.block_rows + t) * n + k) * g.D;
           scatter_rows<false, T>(lane, g.D, P + (t * stride + j) * CD);
         }
-    if (cut.keep_votes && !plain)
+    if (kept)
       gradients<true>(first, count, t0, nt, dW, dB);
     else
       gradients<false>(first, count, t0, nt, dW, dB);
@@ -192,16 +255,16 @@ struct BackwardItem {
   }
 
   // Shares that no vote has a say in, and nobody asks for the gates' gradients.
-  void share_plainly(int64_t count, int64_t t0, int64_t nt) {
+  void share_plainly(int64_t k, int64_t count, int64_t t0, int64_t nt) {
     for (int64_t t = 0; t < nt; ++t) {
       const int64_t first = t * cut.block_children;
       if constexpr (Rule::kSilent)
         if (call.in.gate.data) silence<T>(P + first * CD, gates + first, count, CD);
       for (int64_t slot = first; slot < first + count; ++slot)
         for (int64_t m = 0; m < g.M; ++m) {
-          V* row = rows + slot * g.M + m;
+          V* row = rows_of(k) + slot * g.M + m;
           for (int r = 1; r < Rule::kRows; ++r) row[r * slots * g.M] = V{};
-          row[0] = gates[slot] * rule.plain_share(states + (t0 + t) * state_size, m);
+          row[0] = gates[slot] * rules[k].plain_share(state(t0 + t, k), m);
         }
     }
   }
@@ -218,29 +281,57 @@ struct BackwardItem {
       }
   }
 
-  template <bool kKeep>
-  void listen(int64_t first, int64_t count, int64_t t0, int64_t nt) {
+  // As in forward.h.
+  void make(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
+    if constexpr (Pose::kTogether == 1 || kLane == Lanes::kChildren) {
+      listen<Votes::kMadeAndKept>(k, first, count, t0, nt);
+    } else {
+      int64_t m = 0;
+      for (; m + Pose::kTogether <= g.M; m += Pose::kTogether) make<Pose::kTogether>(first, count, nt, m);
+      for (; m < g.M; ++m) make<1>(first, count, nt, m);
+      listen<Votes::kKept>(k, first, count, t0, nt);
+    }
+  }
+  template <int kMany>
+  void make(int64_t first, int64_t count, int64_t nt, int64_t m) {
+    for (int64_t j = 0; j < count; ++j) {
+      const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
+      const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
+      for (int64_t t = 0; t < nt; ++t) {
+        const int64_t slot = t * cut.block_children + j;
+        votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
+                                [&](int which, int at, V v)
+                                    FASTCAPS_LAMBDA { votes_kept[((m + which) * slots + slot) * CE + at] = v; });
+      }
+    }
+  }
+
+  template <Votes kVotes>
+  void listen(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
         const int64_t q = first + j * Sits::kUnit;
-        const Weight* W = weights.matrix(range, q, m);
-        const Weight* bias = weights.bias_of(range, q, m);
+        const bool made = kVotes != Votes::kKept;
+        const Weight* W = made ? weights.matrix(range, q, m) : nullptr;
+        const Weight* bias = made ? weights.bias_of(range, q, m) : nullptr;
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * cut.block_children + j;
-          V* kept = kKeep ? votes_kept + (m * slots + slot) * CE : nullptr;
-          V* row = rows + slot * g.M + m;
-          rule.template listen<kKeep>(pose, states + (t0 + t) * state_size, m, P + slot * CD, W, bias, kept, row,
-                                      slots * g.M, highest[slot]);
+          V* kept = votes_kept + (m * slots + slot) * CE;
+          V* row = rows_of(k) + slot * g.M + m;
+          rules[k].listen(
+              state(t0 + t, k), m,
+              [&](auto&& sink) FASTCAPS_LAMBDA { each_vote<kVotes, T>(pose, P + slot * CD, W, bias, kept, sink); }, row,
+              slots * g.M, highest[k * slots + slot]);
           if constexpr (Rule::kBetas)
-            row[slots * g.M] += rule.heard_evidence(states + (t0 + t) * state_size, m, Sits{}, range, q);
+            row[slots * g.M] += rules[k].heard_evidence(state(t0 + t, k), m, Sits{}, range, q);
         }
       }
   }
 
-  void compete(int64_t q, int64_t row, int64_t slot) {
+  void compete(int64_t k, int64_t q, int64_t row, int64_t slot) {
     const V gate = gates[slot];
-    V dgate = rule.compete(rows + slot * g.M, slots * g.M, highest[slot], gate);
-    if constexpr (Rule::kBetas) dgate += rule.ignored_evidence(states + row * state_size, Sits{}, range, q);
+    V dgate = rules[k].compete(rows_of(k) + slot * g.M, slots * g.M, highest[k * slots + slot], gate);
+    if constexpr (Rule::kBetas) dgate += rules[k].ignored_evidence(state(row, k), Sits{}, range, q);
     if constexpr (Rule::kSilent) {
       if (call.in.gate.data) {  // a broken child behind a gate of 0 gets nothing and gives nothing
         const auto broken = (gate == 0) & ((dgate - dgate) != 0);
@@ -251,14 +342,14 @@ struct BackwardItem {
         if (some) {
           dgate = broken ? V{} : dgate;
           const V whole = broken ? V{} : broadcast(T(1));
-          for (int64_t k = 0; k < CD; ++k) P[slot * CD + k] = whole != 0 ? P[slot * CD + k] : V{};
+          for (int64_t d = 0; d < CD; ++d) P[slot * CD + d] = whole != 0 ? P[slot * CD + d] : V{};
           for (int64_t m = 0; m < g.M; ++m) {
             for (int r = 0; r < Rule::kRows; ++r) {
-              V& number = rows[(r * slots + slot) * g.M + m];
+              V& number = rows_of(k)[(r * slots + slot) * g.M + m];
               number = whole != 0 ? number : V{};
             }
             V* kept = votes_kept + (m * slots + slot) * CE;
-            for (int64_t k = 0; cut.keep_votes && k < CE; ++k) kept[k] = whole != 0 ? kept[k] : V{};
+            for (int64_t e = 0; cut.keep_votes && e < CE; ++e) kept[e] = whole != 0 ? kept[e] : V{};
           }
         }
       }
@@ -271,78 +362,120 @@ struct BackwardItem {
     }
   }
 
-  // Where parent m of row t gathers its gradient: in the row's, or, where lanes are children, in the block's own.
-  Planes<V> target(int64_t t0, int64_t t) const {
-    if constexpr (kChildLanes)
-      return Rule::planes(local + t * Rule::result_numbers(g, 1), g, 1);
-    else
-      return Rule::planes(results + (t0 + t) * result_size, g, g.M);
+  // Where a parent of row t gathers its gradient: in the row's, or, where lanes are children, in the block's own. The
+  // turns of one call have no gradients of their parents, except as they are folded.
+  X* result(int64_t t, int64_t k) const {
+    if constexpr (Rule::kFolds) return inner_results + k * group_numbers(g.M);
+    return results ? results + t * result_size : nullptr;
   }
+  Planes<V> target(int64_t t0, int64_t t, int64_t k, int64_t which) const {
+    if constexpr (kChildLanes)
+      return Rule::planes(local + ((Rule::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(1), g, 1);
+    else
+      return Rule::planes(result(t0 + t, k), g, g.M);
+  }
+  bool has_results() const { return Rule::kFolds || results; }
+  int64_t results_at_once(int64_t nt) const { return Rule::kFolds ? turns : nt; }
 
   template <bool kKept>
   void gradients(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
-    for (int64_t m = 0; m < g.M; ++m) {
-      if (kChildLanes && results) zero(local, nt * Rule::result_numbers(g, 1));
-      V* dW_shared = dW_lanes + (one_matrix ? m * DE : 0);  // of all children, where they share one
-      for (int64_t j = 0; j < count; ++j) {
-        const int64_t q = first + j * Sits::kUnit;
-        const Weight* W = weights.matrix(range, q, m);
-        const Weight* bias = weights.bias_of(range, q, m);
-        V* dW_unit = shared ? dW_shared : dW_lanes + (kChildLanes ? 0 : (j * g.M + m) * DE);
-        for (int64_t t = 0; t < nt; ++t) {
-          const int64_t slot = t * cut.block_children + j;
-          const X* state = states + (t0 + t) * state_size;
-          const V* row = rows + slot * g.M + m;
-          const V* vote = kKept ? votes_kept + (m * slots + slot) * CE : votes_kept;
-          if (!kKept && rule.needs_vote()) rule.vote_again(pose, state, m, P + slot * CD, W, bias, votes_kept);
-          rule.gradient(state, m, row, slots * g.M, vote, dV, target(t0, t), kChildLanes ? 0 : m);
-          if (call.dchildren) add_child_gradient<T>(pose, dV, W, dP + slot * CD);
-          if (dW_lanes) {
-            const bool is_new = shared ? !one_matrix && j + t == 0 : t0 + t == 0;
-            add_weight_gradient<T>(pose, P + slot * CD, dV, is_new, dW_unit);
-          }
-          if (dV_rows) {
-            T* lane[n];
-            for (int k = 0; k < n; ++k) lane[k] = dV_rows + (t * n + k) * g.E;
-            scatter_rows<false, T>(lane, g.E, dV);
-          }
-          if (dB) add_bias_gradient(q, m, dB);
-          if constexpr (Rule::kBetas) rule.add_betas(state, m, *row, gates[slot], Sits{}, range, q, item);
-        }
-        if constexpr (kByRows)
-          if (dV_rows)
-            add_weight_gradient_by_rows(P_rows + j * cut.block_rows * n * g.D, nt * n,
-                                        dW + weights.offset(range.child(q), m));
-        if (kLane == Lanes::kChildren && dW_lanes) {
-          T* lane[n];
-          for (int k = 0; k < n; ++k)
-            lane[k] = q + k < range.count ? dW + weights.offset(range.child(q + k), m) : nullptr;
-          scatter_rows<true, T>(lane, DE, dW_unit);
-        }
-      }
-      if (dW_lanes && shared && !one_matrix)
-        add_lane_sums<T>(dW_shared, DE, dW + weights.offset(range.child(first), m));
-      if constexpr (kChildLanes)
-        if (results)
-          for (int64_t t = 0; t < nt; ++t) {
-            const Planes<V> from = target(t0, t);
-            const Planes<T> to = Rule::planes(results + (t0 + t) * result_size, g, g.M);
-            for (int plane = 0; plane < from.poses; ++plane)
-              add_lane_sums<T>(from.pose(plane, 0), CE, to.pose(plane, m));
-            for (int plane = 0; plane < Rule::kResultNumbers; ++plane)
-              add_lane_sums<T>(from.number(plane, 0), 1, to.number(plane, m));
-          }
-    }
+    int64_t m = 0;
+    if constexpr (Pose::kTogether > 1 && kLane != Lanes::kChildren)
+      for (; m + Pose::kTogether <= g.M; m += Pose::kTogether)
+        gradients_of<kKept, Pose::kTogether>(m, first, count, t0, nt, dW, dB);
+    for (; m < g.M; ++m) gradients_of<kKept, 1>(m, first, count, t0, nt, dW, dB);
   }
 
-  void add_bias_gradient(int64_t q, int64_t m, T* dB) {
+  // For parents [m0, m0 + kMany).
+  template <bool kKept, int kMany>
+  void gradients_of(int64_t m0, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
+    const int64_t stride = cut.block_children;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t q = first + j * Sits::kUnit;
+      const Weight* W = weights.matrix(range, q, m0);
+      const Weight* bias = weights.bias_of(range, q, m0);
+      for (int64_t t = 0; t < nt; ++t) {
+        const int64_t slot = t * stride + j;
+        for (int which = 0; which < kMany; ++which)
+          vote_gradient<kKept>(m0 + which, which, j == 0, q, t0, t, slot, W ? W + which * DE : W,
+                               bias ? bias + which * weights.bias_m : bias, dV + (which * slots + slot) * CE, dB);
+        if (call.dchildren) add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
+        if (dV_rows) {
+          T* lane[n];
+          for (int r = 0; r < n; ++r) lane[r] = dV_rows + (t * n + r) * g.E;
+          scatter_rows<false, T>(lane, g.E, dV + slot * CE);
+        }
+      }
+      if constexpr (kByRows)
+        if (dV_rows)
+          add_weight_gradient_by_rows(P_rows + j * cut.block_rows * n * g.D, nt * n,
+                                      dW + weights.offset(range.child(q), m0));
+      if (dW_lanes && !shared)
+        for (int which = 0; which < kMany; ++which) {
+          V* unit = dW_lanes + (kChildLanes ? 0 : (j * g.M + m0 + which) * DE);
+          add_weight_gradient<T>(pose, nt, stride, P + j * CD, dV + (which * slots + j) * CE, t0 == 0, unit);
+        }
+      if (kLane == Lanes::kChildren && dW_lanes) {
+        T* lane[n];
+        for (int r = 0; r < n; ++r)
+          lane[r] = q + r < range.count ? dW + weights.offset(range.child(q + r), m0) : nullptr;
+        scatter_rows<true, T>(lane, DE, dW_lanes);
+      }
+    }
+    for (int which = 0; which < kMany; ++which) {
+      const int64_t m = m0 + which;
+      if (dW_lanes && shared) {
+        V* sum = dW_lanes + (one_matrix ? m * DE : 0);  // of all children
+        for (int64_t t = 0; t < nt; ++t)
+          add_weight_gradient<T>(pose, count, 1, P + t * stride * CD, dV + (which * slots + t * stride) * CE,
+                                 !one_matrix && t == 0, sum);
+        if (!one_matrix) add_lane_sums<T>(sum, DE, dW + weights.offset(range.child(first), m));
+      }
+    }
+    if constexpr (kChildLanes)
+      if (has_results())
+        for (int64_t t = 0; t < results_at_once(nt); ++t)
+          for (int which = 0; which < kMany; ++which) {
+            const Planes<V> from = target(t0, t, t, which);
+            const Planes<X> to = Rule::planes(result(t0 + t, t), g, g.M);
+            for (int plane = 0; plane < from.poses; ++plane)
+              add_lane_sums<T>(from.pose(plane, 0), CE, to.pose(plane, m0 + which));
+            for (int plane = 0; plane < Rule::kResultNumbers; ++plane)
+              add_lane_sums<T>(from.number(plane, 0), 1, to.number(plane, m0 + which));
+          }
+  }
+
+  // dV of one unit and parent, of all turns; what the vote adds to its parent's, its bias's and its betas' gradients.
+  template <bool kKept>
+  FASTCAPS_INLINE void vote_gradient(int64_t m, int which, bool begins, int64_t q, int64_t t0, int64_t t, int64_t slot,
+                                     const Weight* W, const Weight* bias, V* sum, T* dB) {
+    const bool own = Pose::kIdentity && bias == nullptr;  // the pose is the vote
+    const V* vote = own ? P + slot * CD : votes_kept + (kKept ? (m * slots + slot) * CE : 0);
+    if (!kKept && !own && needs_vote)
+      votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
+    for (int64_t k = 0; k < turns; ++k) {
+      const V* row = rows_of(k) + slot * g.M + m;
+      const Planes<V> to = target(t0, t, k, which);
+      if (kChildLanes && begins && has_results()) zero(to.base, target_numbers(1));
+      if (k == 0)
+        rules[k].template gradient<false>(pose, state(t0 + t, k), m, row, slots * g.M, vote, sum, to,
+                                          kChildLanes ? 0 : m);
+      else
+        rules[k].template gradient<true>(pose, state(t0 + t, k), m, row, slots * g.M, vote, sum, to,
+                                         kChildLanes ? 0 : m);
+      if constexpr (Rule::kBetas) rules[k].add_betas(state(t0 + t, k), m, *row, gates[slot], Sits{}, range, q, item);
+    }
+    if (dB) add_bias_gradient(q, m, sum, dB);
+  }
+
+  void add_bias_gradient(int64_t q, int64_t m, const V* sum, T* dB) {
     const auto at = [&](int64_t k) { return dB + range.child(k) * weights.bias_i + m * weights.bias_m; };
     if constexpr (kLane == Lanes::kChildren) {
       T* lane[n];
       for (int k = 0; k < n; ++k) lane[k] = q + k < range.count ? at(q + k) : nullptr;
-      scatter_rows<true, T>(lane, CE, dV);
+      scatter_rows<true, T>(lane, CE, sum);
     } else {
-      add_lane_sums<T>(dV, CE, at(q));
+      add_lane_sums<T>(sum, CE, at(q));
     }
   }
 

@@ -43,13 +43,16 @@ const Level kLevels[] = {
 #endif
 };
 
+// The level that the user wants, or null.
+const char* forced() {
+  static const char* name = std::getenv("FASTCAPS_CPU_CAPABILITY");
+  return name == nullptr || *name == '\0' ? nullptr : name;
+}
+
 const Level* choose() {
-  const char* forced = std::getenv("FASTCAPS_CPU_CAPABILITY");
   const Level* best = nullptr;
-  for (const Level& level : kLevels) {
-    if (!level.supported()) continue;
-    if (forced == nullptr || *forced == '\0' || std::strcmp(forced, level.name) == 0) best = &level;
-  }
+  for (const Level& level : kLevels)
+    if (level.supported() && (forced() == nullptr || std::strcmp(forced(), level.name) == 0)) best = &level;
   return best;
 }
 
@@ -61,18 +64,35 @@ const Level* chosen() {
 }  // namespace
 
 // A forced level that cannot be had is refused where the library is loaded (fastcaps/backends.py); whoever calls on
-// regardless gets the portable build.
+// regardless gets the portable build. Unless a level is forced, positions that fill half a vector at most get the level
+// below where its vectors are half as long: as many of them are worked on at once.
+namespace {
+
+template <class Operands>
+const Kernels<Operands>& choose_kernels(const Kernels<Operands>* const Level::* kernels, const Geometry& g,
+                                        bool is_double) {
+  const Level* level = chosen() ? chosen() : kLevels;
+  const Kernels<Operands>& table = *(level->*kernels);
+  if (level == kLevels || is_double || forced()) return table;
+  const Kernels<Operands>& below = *((level - 1)->*kernels);
+  const bool half = 2 * below.lanes_float == table.lanes_float && below.lanes_float >= 8;
+  const int64_t most = below.lanes_float, positions = g.positions();
+  return half && positions > most / 4 && positions <= most ? below : table;
+}
+
+}  // namespace
+
 template <>
-const Kernels<Attention>& kernels() {
-  return *(chosen() ? chosen() : kLevels)->attention;
+const Kernels<Attention>& kernels(const Geometry& g, bool is_double) {
+  return choose_kernels(&Level::attention, g, is_double);
 }
 template <>
-const Kernels<Pooling>& kernels() {
-  return *(chosen() ? chosen() : kLevels)->pooling;
+const Kernels<Pooling>& kernels(const Geometry& g, bool is_double) {
+  return choose_kernels(&Level::pooling, g, is_double);
 }
 template <>
-const Kernels<Gaussian>& kernels() {
-  return *(chosen() ? chosen() : kLevels)->gaussian;
+const Kernels<Gaussian>& kernels(const Geometry& g, bool is_double) {
+  return choose_kernels(&Level::gaussian, g, is_double);
 }
 
 }  // namespace fastcaps
@@ -90,8 +110,9 @@ const char* fastcaps_capabilities_built(void) {
 }
 
 const char* fastcaps_ops(void) {
-  return "attention_pass,attention_pass_backward,attention_routing,pooling_pass,pooling_pass_backward,pooling_routing,"
-         "gaussian_pass,gaussian_pass_backward,gaussian_routing";
+  return "attention_pass,attention_pass_backward,attention_turns_backward,attention_routing,"
+         "pooling_pass,pooling_pass_backward,pooling_turns_backward,pooling_routing,"
+         "gaussian_pass,gaussian_pass_backward,gaussian_turns_backward,gaussian_routing";
 }
 
 }  // extern "C"

@@ -11,9 +11,15 @@ struct Sizes {
   int64_t number;   // bytes of the compute type
   int64_t state;    // numbers of a row's parents,
   int64_t results;  // and of what is made for them
-  bool shared;      // children of one type, or all, have the same weights and bias
+  bool shared;      // children of the same type have the same weights and bias, and more of them may
   bool identity;    // votes are the children themselves
+  bool folded;      // see folds()
+  int64_t turns;    // of a routing, forward; whose gradients are made together, backward
 };
+
+// Whether a pass that is linear in its votes lets the matrices act on the parents (folded.h): enough children share
+// them.
+bool folds(const Geometry& g, bool shared, bool bias);
 
 Cut cut_forward(const Geometry& g, const Sizes& sizes);
 Cut cut_backward(const Geometry& g, const Sizes& sizes);

@@ -50,7 +50,7 @@ struct ForwardItem {
         weights(call.in, arena),
         rule(call),
         slots(cut.block_rows * cut.block_children),
-        CE(g.parent_pose()),
+        CE(int64_t(pose.C) * pose.E),
         CD(g.child_pose()),
         state_size(Rule::state_numbers(call)),
         result_size(Rule::result_numbers(g, g.M)) {
@@ -89,8 +89,12 @@ struct ForwardItem {
         for (int64_t t = 0; t < nt; ++t) Rule::clear(result(t), g, g.M);
         const int64_t block_size = cut.block_children * Sits::kUnit;
         each_range(begin, count, [&] {
+          if constexpr (Rule::kFolds)
+            for (int64_t t = 0; t < nt; ++t) rule.enter(turn, weights.matrix(range, 0, 0), state(t));
           for (int64_t q = 0; q < range.count; q += block_size)
             block(q, (min(block_size, range.count - q) + Sits::kUnit - 1) / Sits::kUnit, nt);
+          if constexpr (Rule::kFolds)
+            for (int64_t t = 0; t < nt; ++t) rule.leave(turn, weights.matrix(range, 0, 0), result(t));
           return true;
         });
         for (int64_t t = 0; t < nt; ++t) {
@@ -104,11 +108,11 @@ struct ForwardItem {
     }
   }
 
-  // f() for each `range` of children among [begin, begin + count): one, or, where lanes share the weights of their
-  // type, one a type, children being counted type by type. Until f is false.
+  // f() for each `range` of children among [begin, begin + count): one, or, where children of a type are met together
+  // for the sake of their weights, one a type, children being counted type by type. Until f is false.
   template <class F>
   void each_range(int64_t begin, int64_t count, F&& f) {
-    if (kLane != Lanes::kSharing || g.G == 1) {
+    if ((kLane != Lanes::kSharing && !Rule::kFolds) || g.G == 1) {
       range = {begin, count, 0, count};
       f();
       return;
@@ -153,16 +157,24 @@ struct ForwardItem {
   // block_children + j.
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = cut.block_children;
-    const bool kept = Pose::kIdentity && turn > call.turn && cut.block_children * Sits::kUnit >= g.children();
-    for (int64_t t = 0; t < nt && !kept; ++t) {
-      Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, range, first, count,
-                   P + t * stride * CD, gates + t * stride);
-      if constexpr (Rule::kSilent)
-        if (call.in.gate.data) silence<T>(P + t * stride * CD, gates + t * stride, count, CD);
-    }
     const bool equal = rule.equal(turn);
-    if (!equal && votes_kept) meet<true>(first, count, nt);
-    if (!equal && !votes_kept) meet<false>(first, count, nt);
+    if (cut.stay && turn > call.turn) {  // poses, and votes if kept, are as the turn before left them
+      if (cut.keep_votes)
+        meet<Votes::kKept>(first, count, nt);
+      else
+        meet<Votes::kMade>(first, count, nt);
+    } else {
+      for (int64_t t = 0; t < nt; ++t) {
+        Sits::gather(g, tiles[t], call.in.storage, call.in.children, call.in.gate, range, first, count,
+                     P + t * stride * CD, gates + t * stride);
+        if constexpr (Rule::kSilent)
+          if (call.in.gate.data) silence<T>(P + t * stride * CD, gates + t * stride, count, CD);
+      }
+      if (cut.keep_votes && (cut.stay || !equal))
+        make(first, count, nt);
+      else if (!equal)
+        meet<Votes::kMade>(first, count, nt);
+    }
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t slot = t * stride; slot < t * stride + count; ++slot) {
         V* row = a + slot * g.M;
@@ -171,22 +183,51 @@ struct ForwardItem {
         else
           rule.compete(row, highest[slot], gates[slot]);
       }
-    if (!equal && votes_kept)
+    if (cut.keep_votes && (cut.stay || !equal))
       add_kept(first, count, nt);
     else
       add_again(first, count, nt);
   }
 
-  template <bool kKeep>
+  // Votes to be kept. Where a parent's are few, those of several parents at once: each number of a pose that is read
+  // then serves many products.
+  void make(int64_t first, int64_t count, int64_t nt) {
+    if constexpr (Pose::kTogether == 1 || kLane == Lanes::kChildren) {
+      meet<Votes::kMadeAndKept>(first, count, nt);
+    } else {
+      int64_t m = 0;
+      for (; m + Pose::kTogether <= g.M; m += Pose::kTogether) make<Pose::kTogether>(first, count, nt, m);
+      for (; m < g.M; ++m) make<1>(first, count, nt, m);
+      meet<Votes::kKept>(first, count, nt);
+    }
+  }
+  template <int kMany>
+  void make(int64_t first, int64_t count, int64_t nt, int64_t m) {
+    for (int64_t j = 0; j < count; ++j) {
+      const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
+      const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
+      for (int64_t t = 0; t < nt; ++t) {
+        const int64_t slot = t * cut.block_children + j;
+        votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
+                                [&](int which, int k, V v)
+                                    FASTCAPS_LAMBDA { votes_kept[((m + which) * slots + slot) * CE + k] = v; });
+      }
+    }
+  }
+
+  template <Votes kVotes>
   void meet(int64_t first, int64_t count, int64_t nt) {
     for (int64_t m = 0; m < g.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
-        const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
+        const bool made = kVotes != Votes::kKept;
+        const Weight* W = made ? weights.matrix(range, first + j * Sits::kUnit, m) : nullptr;
+        const Weight* bias = made ? weights.bias_of(range, first + j * Sits::kUnit, m) : nullptr;
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * cut.block_children + j;
-          V* kept = kKeep ? votes_kept + (m * slots + slot) * CE : nullptr;
-          const V logit = rule.template meet<kKeep>(pose, state(t), m, P + slot * CD, W, bias, kept);
+          V* kept = votes_kept + (m * slots + slot) * CE;
+          const V logit = rule.meet(state(t), m, [&](auto&& sink) FASTCAPS_LAMBDA {
+            each_vote<kVotes, T>(pose, P + slot * CD, W, bias, kept, sink);
+          });
           a[slot * g.M + m] = logit;
           highest[slot] = m ? max(highest[slot], logit) : logit;
         }
@@ -210,13 +251,15 @@ struct ForwardItem {
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t m = 0; m < g.M; ++m) {
         const V* share = weigh(first, count, t, m);
-        rule.take(votes_kept + (m * slots + t * cut.block_children) * CE, share, count, target(t), kChildLanes ? 0 : m);
+        rule.take(state(t), m, votes_kept + (m * slots + t * cut.block_children) * CE, share, count, target(t),
+                  kChildLanes ? 0 : m);
         fold(t, m);
       }
   }
 
   void add_again(int64_t first, int64_t count, int64_t nt) {
-    for (int64_t m = 0; m < g.M; ++m) {
+    const int64_t many = Rule::kFolds && rule.equal(turn) ? 1 : g.M;  // equal shares of poses: one sum for all parents
+    for (int64_t m = 0; m < many; ++m) {
       for (int64_t t = 0; t < nt; ++t) weigh(first, count, t, m);
       for (int64_t j = 0; j < count; ++j) {
         const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);

@@ -54,7 +54,7 @@ struct GaussianForward {
   using Operands = Gaussian;
   using V = Vec<T>;
   static constexpr int kShares = 2;
-  static constexpr bool kSilent = true, kBase = true;
+  static constexpr bool kSilent = true, kBase = true, kFolds = false;
   const ForwardCall<Gaussian>& call;
   const Geometry& g;
   const Gaussian& with;
@@ -106,16 +106,14 @@ struct GaussianForward {
       gather_parents<T>(g, tile, compute_storage<T>, with.log_weight, g.M, 1, 1, to.number(0, 0));
   }
 
-  template <bool kKeep, class Pose, class Weight>
-  FASTCAPS_INLINE V meet(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W, const Weight* bias,
-                         V* kept) const {
+  template <class Each>
+  FASTCAPS_INLINE V meet(const X* state, int64_t m, Each&& each_vote) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(0, m), *p = from.pose(1, m);
     V distance[2] = {};
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+    each_vote([&](int k, V v) FASTCAPS_LAMBDA {
       const V d = v - base[k];
       distance[k & 1] += p[k] * d * d;
-      if constexpr (kKeep) kept[k] = d;
     });
     return *from.number(0, m) - (distance[0] + distance[1]);
   }
@@ -143,23 +141,25 @@ struct GaussianForward {
       }
     }
   }
-  FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, Planes<V> to, int64_t m) const {
+  FASTCAPS_INLINE void take(const X* state, int64_t m, const V* kept, const V* share, int64_t count, Planes<V> to,
+                            int64_t to_m) const {
     constexpr int kBlock = kManyRegisters ? 8 : 4;
-    V *mean = to.pose(0, m), *square = to.pose(1, m);
+    const X* base = parents(state).pose(0, m);
+    V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
     int64_t k = 0;
     for (; k + kBlock <= CE; k += kBlock) {
       V at[kBlock], sum[kBlock];
       unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { at[u] = mean[k + u], sum[u] = square[k + u]; });
       for (int64_t j = 0; j < count; ++j)
         unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA {
-          const V d = kept[j * CE + k + u] - at[u];
+          const V d = (kept[j * CE + k + u] - base[k + u]) - at[u];
           at[u] += share[2 * j] * d;
           sum[u] += share[2 * j + 1] * d * d;
         });
       unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { mean[k + u] = at[u], square[k + u] = sum[u]; });
     }
     for (; k < CE; ++k)
-      for (int64_t j = 0; j < count; ++j) move(kept[j * CE + k], share + 2 * j, mean[k], square[k]);
+      for (int64_t j = 0; j < count; ++j) move(kept[j * CE + k] - base[k], share + 2 * j, mean[k], square[k]);
   }
   template <class Pose, class Weight>
   FASTCAPS_INLINE void take_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
@@ -182,15 +182,28 @@ struct GaussianForward {
       const T sum = sum_lanes<T>(n);
       *to.number(1, m) += sum_lanes<T>(*block.number(1, 0));
       if (sum == 0) return;
-      V *mean = block.pose(0, 0), *square = block.pose(1, 0);
+      const V *mean = block.pose(0, 0), *square = block.pose(1, 0);
       const T before = *to.number(0, m), share = sum / (before + sum), apart = before * share;
       *to.number(0, m) = before + sum;
-      for (int64_t k = 0; k < CE; ++k) {
-        const T centre = sum_lanes<T>(n * mean[k]) / sum;
-        const V off = mean[k] - centre;
-        const T d = centre - to.pose(0, m)[k];
-        to.pose(0, m)[k] += share * d;
-        to.pose(1, m)[k] += sum_lanes<T>(square[k] + n * off * off) + apart * d * d;
+      constexpr int kMany = kLanes<T>;
+      for (int64_t first = 0; first < CE; first += kMany) {
+        const int many = int(min(kMany, CE - first));
+        T centre[kMany] = {}, squares[kMany] = {};
+        V part[kMany];
+        for (int k = 0; k < many; ++k) part[k] = n * mean[first + k];
+        add_lane_sums<T>(part, many, centre);
+        for (int k = 0; k < many; ++k) {
+          centre[k] /= sum;
+          const V off = mean[first + k] - centre[k];
+          part[k] = square[first + k] + n * off * off;
+        }
+        add_lane_sums<T>(part, many, squares);
+        T *all = to.pose(0, m) + first, *all_squares = to.pose(1, m) + first;
+        for (int k = 0; k < many; ++k) {
+          const T d = centre[k] - all[k];
+          all[k] += share * d;
+          all_squares[k] += squares[k] + apart * d * d;
+        }
       }
     }
   }
@@ -259,18 +272,18 @@ struct GaussianBackward {
   using V = Vec<T>;
   static constexpr int kRows = 2;           // a, then w; t, then da
   static constexpr int kResultNumbers = 1;  // sum of da
-  static constexpr bool kSilent = true, kBetas = true;
+  static constexpr bool kSilent = true, kBetas = true, kFolds = false;
   const BackwardCall<Gaussian>& call;
   const Geometry& g;
   const Gaussian& with;
   const Betas<T> betas;
   const int64_t CE;
 
-  explicit GaussianBackward(const BackwardCall<Gaussian>& call_)
-      : call(call_), g(call.in.geometry), with(call.with), betas(with), CE(g.parent_pose()) {}
+  GaussianBackward(const BackwardCall<Gaussian>& call_, const Gaussian& with_)
+      : call(call_), g(call.in.geometry), with(with_), betas(with), CE(g.parent_pose()) {}
 
-  // State: the base, p, means less the base, u, s; alpha, what of t no vote changes, devidence.
-  enum Plane { kBase, kPrecision, kMeans, kU, kS, kPoses };
+  // State: the base, p, means less the base, u - 2 s means, s; alpha, what of t no vote changes, devidence.
+  enum Plane { kBase, kPrecision, kMeans, kSlope, kS, kPoses };
   enum Number { kAlpha, kAlways, kEvidence, kNumbers };
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
@@ -303,13 +316,13 @@ struct GaussianBackward {
     numbers(with.given_counts, counts);
     poses(with.given_means, to.pose(kMeans, 0));
     poses(with.given_variances, variances);
-    if (with.grad_means.data) poses(with.grad_means, to.pose(kU, 0));
+    if (with.grad_means.data) poses(with.grad_means, to.pose(kSlope, 0));
     if (with.grad_variances.data) poses(with.grad_variances, to.pose(kS, 0));
     if (with.grad_counts.data) numbers(with.grad_counts, to.number(kAlways, 0));
     if (with.grad_evidence.data && betas.use) numbers(with.grad_evidence, to.number(kEvidence, 0));
     if (with.log_weight.data) numbers(with.log_weight, to.number(kAlpha, 0));
     poses(with.mean.data ? with.mean : with.given_means, to.pose(kBase, 0));
-    X *p = to.pose(kPrecision, 0), *u = to.pose(kU, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
+    X *p = to.pose(kPrecision, 0), *u = to.pose(kSlope, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
     if (with.variance.data) poses(with.variance, p);
     for (int64_t m = 0; m < g.M; ++m) {
       const X one = inverse_or_zero(counts[m] + T(with.eps));
@@ -321,22 +334,21 @@ struct GaussianBackward {
     }
     for (int64_t k = 0; k < MCE; ++k) {
       means[k] -= to.base[k];
+      u[k] -= 2 * s[k] * means[k];
       if (with.mean.data) p[k] = with.variance.data ? T(0.5) / where_alive<T>(tile, p[k], T(1)) : X{} + 1;
     }
   }
 
-  template <bool kKeep, class Pose, class Weight>
-  FASTCAPS_INLINE void listen(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
-                              const Weight* bias, V* kept, V* row, int64_t stride, V& highest) const {
+  template <class Each>
+  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m);
-    const X *u = from.pose(kU, m), *s = from.pose(kS, m);
+    const X *slope = from.pose(kSlope, m), *s = from.pose(kS, m);
     V distance[2] = {}, gain[2] = {};
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
-      const V off = v - base[k], d = off - means[k];
+    each_vote([&](int k, V v) FASTCAPS_LAMBDA {
+      const V off = v - base[k];
       distance[k & 1] += p[k] * off * off;
-      gain[k & 1] += (u[k] + s[k] * d) * d;
-      if constexpr (kKeep) kept[k] = off;
+      gain[k & 1] += (slope[k] + s[k] * (off + means[k])) * (off - means[k]);  // u + s d, times d
     });
     const V alpha = V{} + *from.number(kAlpha, m);
     const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
@@ -372,25 +384,24 @@ struct GaussianBackward {
     return mean;
   }
 
-  template <class Pose, class Weight>
-  FASTCAPS_INLINE void vote_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
-                                  const Weight* bias, V* vote) const {
-    const X* base = parents(state).pose(kBase, m);
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { vote[k] = v - base[k]; });
-  }
-
-  FASTCAPS_INLINE void gradient(const X* state, int64_t m, const V* row, int64_t stride, const V* off, V* dV,
-                                Planes<V> to, int64_t to_m) const {
+  template <bool kAdd, class Pose>
+  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
+                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
-    const X *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
+    const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
+    const X *slope = from.pose(kSlope, m), *s = from.pose(kS, m);
     const V w = row[0], da = row[stride], twice = w + w, pull = da + da;
-    for (int64_t k = 0; k < CE; ++k) dV[k] = w * u[k] + twice * s[k] * (off[k] - means[k]) - pull * p[k] * off[k];
+    if (call.wants_votes())
+      for (int k = 0; k < pose.C * pose.E; ++k) {
+        const V dv = w * slope[k] + (twice * s[k] - pull * p[k]) * (vote[k] - base[k]);
+        dV[k] = kAdd ? dV[k] + dv : dv;
+      }
     if (!wants_results()) return;
     V *first = to.pose(0, to_m), *second = to.pose(1, to_m);
-    for (int64_t k = 0; k < CE; ++k) {
-      const V share = da * off[k];
+    for (int k = 0; k < pose.C * pose.E; ++k) {
+      const V off = vote[k] - base[k], share = da * off;
       first[k] += share;
-      second[k] += share * off[k];
+      second[k] += share * off;
     }
     *to.number(0, to_m) += da;
   }

@@ -3,50 +3,85 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "backward.h"
+#include "folded.h"
 #include "forward.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
+template <class Operands>
+Operands operands_of(const ForwardCall<Operands>&);
+template <class Operands>
+Operands operands_of(const BackwardCall<Operands>&);
+template <class Call>
+using OperandsOf = decltype(operands_of(std::declval<Call>()));
+
 template <Lanes kLane>
 using LanesAre = std::integral_constant<Lanes, kLane>;
+
+// The portable build of x86 serves processors of before 2013: nothing there is worth the compiler's time.
+#if defined(__x86_64__) && !defined(__AVX2__)
+inline constexpr bool kOwnPoses = false;
+#else
+inline constexpr bool kOwnPoses = true;
+#endif
 
 // f(pose, compute type, what lanes are). The poses of the papers have code of their own in float, vector poses only
 // where weights are scalars; everything else takes the general pose. The larger ones are met with attention alone: each
 // costs the compiler its time.
 template <class Call, class F>
 auto with_pose(const Call& call, bool is_double, F&& f) {
-  constexpr bool kAttention = std::is_same_v<decltype(call.with), Attention>;
+  using Operands = OperandsOf<Call>;
+  constexpr bool kAttention = std::is_same_v<Operands, Attention>;
   const Geometry& g = call.in.geometry;
   const auto is = [&](int c, int d, int e) { return g.C == c && g.D == d && g.E == e; };
   const DynamicPose any{int(g.C), int(g.D), int(g.E)};
   const auto same = [&](auto lanes) {  // votes are the children themselves
-    if constexpr (!std::is_same_v<decltype(call.with), Pooling>)
+    if constexpr (!std::is_same_v<Operands, Pooling>)
       return f(any, float{}, lanes);  // there is no such call
     else if (is_double)
       return f(SamePose{any}, double{}, lanes);
-    else if (is(1, 16, 16))
-      return f(SameStaticPose<1, 16>{}, float{}, lanes);
-    else
+    else {
+      if constexpr (kOwnPoses)
+        if (is(1, 16, 16)) return f(SameStaticPose<1, 16>{}, float{}, lanes);
       return f(SamePose{any}, float{}, lanes);
+    }
   };
+  if constexpr (kAttention) {
+    if (call.cut.folded) {
+      const auto poses = [&](auto lanes) {
+        const DynamicPose own{int(g.C), int(g.D), int(g.D)};
+        if (is_double) return f(SamePose{own}, double{}, lanes);
+        if constexpr (kOwnPoses) {
+          if (g.C == 1 && g.D == 8) return f(SameStaticPose<1, 8>{}, float{}, lanes);
+          if (g.C == 4 && g.D == 4) return f(SameStaticPose<4, 4>{}, float{}, lanes);
+        }
+        return f(SamePose{own}, float{}, lanes);
+      };
+      return call.cut.child_lanes ? poses(LanesAre<Lanes::kSharing>{}) : poses(LanesAre<Lanes::kPositions>{});
+    }
+  }
   const auto scalars = [&](auto lanes) {  // weights are scalars
     if (call.in.weight == nullptr) return same(lanes);
     if (is_double) return f(any, double{}, lanes);
-    if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, lanes);
-    if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, lanes);
-    if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, lanes);
-    if constexpr (std::is_same_v<decltype(call.with), Gaussian>) {
-      if (is(1, 64, 2)) return f(StaticPose<1, 64, 2>{}, float{}, lanes);
-      if (is(1, 2, 2)) return f(StaticPose<1, 2, 2>{}, float{}, lanes);
-    }
-    if constexpr (decltype(lanes)::value == Lanes::kPositions) {
-      if constexpr (kAttention) {
-        if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, lanes);
-        if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{}, lanes);
-        if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{}, lanes);
+    constexpr bool kFolds = kAttention && decltype(lanes)::value == Lanes::kSharing;  // all but those with a bias
+    if constexpr (kOwnPoses && !kFolds) {
+      if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, lanes);
+      if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, lanes);
+      if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, lanes);
+      if constexpr (std::is_same_v<Operands, Gaussian>) {
+        if (is(1, 64, 2)) return f(StaticPose<1, 64, 2>{}, float{}, lanes);
+        if (is(1, 2, 2)) return f(StaticPose<1, 2, 2>{}, float{}, lanes);
+      }
+      if constexpr (decltype(lanes)::value == Lanes::kPositions) {
+        if constexpr (kAttention) {
+          if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, lanes);
+          if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{}, lanes);
+          if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{}, lanes);
+        }
       }
     }
     return f(any, float{}, lanes);
@@ -56,12 +91,25 @@ auto with_pose(const Call& call, bool is_double, F&& f) {
   const LanesAre<Lanes::kChildren> children;
   if (call.in.weight == nullptr) return same(children);
   if (is_double) return f(any, double{}, children);
-  if constexpr (kAttention) {
+  if constexpr (kAttention && kOwnPoses) {
     if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, children);
     if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, children);
   }
   return f(any, float{}, children);
 }
+
+template <class Call, class T, class Pose, Lanes kLane, template <class, class> class ForwardPolicy,
+          template <class, class> class BackwardPolicy>
+struct WorkerOf {
+  static constexpr bool kForward = std::is_same_v<Call, ForwardCall<typename ForwardPolicy<T, T>::Operands>>;
+  static constexpr bool kFolded = Pose::kIdentity && std::is_same_v<OperandsOf<Call>, Attention>;
+  template <class T_, class X>
+  using Forward = std::conditional_t<kFolded, FoldedForward<T_, X>, ForwardPolicy<T_, X>>;
+  template <class T_, class X>
+  using Backward = std::conditional_t<kFolded, FoldedBackward<T_, X>, BackwardPolicy<T_, X>>;
+  using type =
+      std::conditional_t<kForward, ForwardItem<T, Pose, kLane, Forward>, BackwardItem<T, Pose, kLane, Backward>>;
+};
 
 // The functions of a table: a worker lives in the thread's scratch memory while it goes through its range.
 template <template <class, class> class ForwardPolicy, template <class, class> class BackwardPolicy>
@@ -87,8 +135,7 @@ struct Functions {
     });
   }
   template <class Call, class T, class Pose, Lanes kLane>
-  using Worker = std::conditional_t<std::is_same_v<Call, Forward>, ForwardItem<T, Pose, kLane, ForwardPolicy>,
-                                    BackwardItem<T, Pose, kLane, BackwardPolicy>>;
+  using Worker = typename WorkerOf<Call, T, Pose, kLane, ForwardPolicy, BackwardPolicy>::type;
 
   static void forward(const Forward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
     run(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
@@ -107,8 +154,14 @@ struct Functions {
   }
   static int64_t forward_scratch(const Forward& call, bool is_double) { return scratch_bytes(call, is_double); }
   static int64_t backward_scratch(const Backward& call, bool is_double) { return scratch_bytes(call, is_double); }
-  static int64_t forward_state(const Forward& call) { return ForwardPolicy<float, float>::state_numbers(call); }
+  static int64_t forward_state(const Forward& call) {
+    if constexpr (std::is_same_v<Operands, Attention>)
+      if (call.cut.folded) return FoldedForward<float, float>::state_numbers(call);
+    return ForwardPolicy<float, float>::state_numbers(call);
+  }
   static int64_t forward_results(const Forward& call) {
+    if constexpr (std::is_same_v<Operands, Attention>)
+      if (call.cut.folded) return FoldedForward<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
     return ForwardPolicy<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
   }
   static int64_t backward_state(const Backward& call) { return BackwardPolicy<float, float>::state_numbers(call); }

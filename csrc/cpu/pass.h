@@ -2,6 +2,8 @@
 // this machine's instruction set.
 #pragma once
 
+#include <vector>
+
 #include "../geometry.h"
 
 namespace fastcaps {
@@ -10,13 +12,16 @@ namespace fastcaps {
 // positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
 // threads, so the same input gives the same bits.
 struct Cut {
-  int64_t groups = 1, samples = 0;             // groups of samples (0: groups of positions, wherever samples end)
-  int64_t chunks = 1;                          // ranges of children (forward) or of child types n (backward)
+  int64_t groups = 1, samples = 0;  // groups of samples (0: groups of positions, wherever samples end)
+  int64_t chunks = 1;  // ranges of children (forward), of child types n or groups of them that share weights (backward)
   int64_t rows_per_group = 1;                  // rows
   int64_t block_children = 1, block_rows = 1;  // children and rows whose votes are on chip at once
+  int64_t weight_parts = 1;     // backward, of dW: one a group where ranges own their weights, else one an item
   bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of them
   bool shared_weights = false;  // and all children have the same weights and bias: those stay scalars
   bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
+  bool stay = false;            // and so do the poses, from turn to turn: a block holds all children
+  bool folded = false;          // parents are turned to the children's poses instead of children to votes (folded.h)
 
   int64_t items() const { return groups * chunks; }
   int64_t rows() const { return groups * rows_per_group; }
@@ -108,16 +113,17 @@ struct ForwardCall {
 template <class Operands>
 struct BackwardCall {
   Inputs in;
-  Operands with;
+  std::vector<Operands> with;  // of every turn
   Cut cut;
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
-  void* dweight = nullptr;    // [weight_parts, G, M, D, E], zeroed unless G = I
+  void* dweight = nullptr;    // [cut.weight_parts, G, M, D, E], zeroed unless G = I
   void* dbias = nullptr;      // [items, bias], zeroed
-  int64_t weight_parts = 1;   // one a group where chunks own their weights, else one an item
   int64_t bias_numbers = 0;
-  void* state = nullptr;    // [rows, numbers]: the parents and their gradients, made by backward_prepare
-  void* partial = nullptr;  // [chunks, rows, numbers]: the parents' gradients of each item
+  void* state = nullptr;    // [rows, turns, numbers]: the parents and their gradients, made by backward_prepare
+  void* partial = nullptr;  // [chunks, rows, numbers]: the parents' gradients of each item, of a single turn
+
+  bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
 };
 
 // One table per pass and instruction set. Items (rows for prepare and finish) may run in any order and on any thread;
@@ -140,8 +146,9 @@ struct Kernels {
   bool (*own_pose)(const Forward&, bool is_double);  // whether the call's pose has kernels of its own
 };
 
-// For this machine (capability.cpp).
+// For this machine, and for a call of that many positions: vectors half as long where they would be half empty
+// (capability.cpp).
 template <class Operands>
-const Kernels<Operands>& kernels();
+const Kernels<Operands>& kernels(const Geometry& g, bool is_double);
 
 }  // namespace fastcaps

@@ -1,5 +1,6 @@
 // A call's kernel and cut in words, for fastcaps.explain: the same decisions as the op's, and nothing computed.
 #include <string>
+#include <type_traits>
 
 #include "capability.h"
 #include "cut.h"
@@ -9,19 +10,23 @@ namespace {
 
 template <class Operands>
 std::string describe(const Geometry& g, bool backward, bool is_double, bool shared, Operands with) {
-  const Kernels<Operands>& table = kernels<Operands>();
+  const Kernels<Operands>& table = kernels<Operands>(g, is_double);
   const int64_t lanes = is_double ? table.lanes_double : table.lanes_float, number = is_double ? 8 : 4;
   ForwardCall<Operands> call;
   call.in.geometry = g;
   call.in.weight = &g;  // some weights
   call.with = with;
+  const bool folded = std::is_same_v<Operands, Attention> && folds(g, shared, false);
+  call.cut.folded = folded;
   BackwardCall<Operands> back;
   back.in = call.in;
-  back.with = with;
-  call.cut =
-      backward
-          ? cut_backward(g, {lanes, number, table.backward_state(back), table.backward_results(back), shared, false})
-          : cut_forward(g, {lanes, number, table.forward_state(call), table.forward_results(call), shared, false});
+  back.with = {with};
+  if (backward)
+    call.cut = cut_backward(
+        g, {lanes, number, table.backward_state(back), table.backward_results(back), shared, false, folded, 1});
+  else
+    call.cut = cut_forward(
+        g, {lanes, number, table.forward_state(call), table.forward_results(call), shared, false, folded, 1});
   const Cut& cut = call.cut;
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(g.C) + "x" + n(columns); };
@@ -30,13 +35,14 @@ std::string describe(const Geometry& g, bool backward, bool is_double, bool shar
   text += n(cut.block_rows) + (cut.child_lanes ? " positions x " : " vectors x ") + n(cut.block_children);
   text += (cut.child_lanes ? " vectors at a time, " : " children at a time, ") + n(cut.items()) + " items";
   if (cut.chunks > 1) text += " (" + n(cut.chunks) + " ranges of children)";
+  if (cut.folded) return text + ", weights folded into the parents";
   return text + (cut.keep_votes ? "" : ", votes made twice");
 }
 
 // A query, or whatever parents a pass has: how many numbers they are is all that counts here.
 std::string describe(const Geometry& g, const std::string& pass, bool backward, bool is_double) {
   const View some{&g, {}};
-  const bool shared = g.G == 1 || g.G == g.N;
+  const bool shared = g.N % g.G == 0;
   if (pass == "pooling") {
     Pooling with;
     with.query = some;

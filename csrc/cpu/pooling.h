@@ -27,7 +27,7 @@ struct PoolingForward {
   using Operands = Pooling;
   using V = Vec<T>;
   static constexpr int kShares = 1;
-  static constexpr bool kSilent = true, kBase = false;
+  static constexpr bool kSilent = true, kBase = false, kFolds = false;
   const ForwardCall<Pooling>& call;
   const Geometry& g;
   const Pooling& with;
@@ -60,21 +60,17 @@ struct PoolingForward {
       zero(Q, state_numbers(call));
   }
 
-  template <bool kKeep, class Pose, class Weight>
-  FASTCAPS_INLINE V meet(const Pose& pose, const X* Q, int64_t m, const V* P, const Weight* W, const Weight* bias,
-                         V* kept) const {
+  template <class Each>
+  FASTCAPS_INLINE V meet(const X* Q, int64_t m, Each&& each_vote) const {
     if (state_numbers(call) == 0) {  // no query: all logits are 0
-      votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
-        if constexpr (kKeep) kept[k] = v;
-      });
+      each_vote([](int, V) FASTCAPS_LAMBDA {});
       return V{};
     }
     const X* q = Q + m * CE;
     V dot[2] = {}, square[2] = {};
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+    each_vote([&](int k, V v) FASTCAPS_LAMBDA {
       dot[k & 1] += q[k] * v;
       square[k & 1] += v * v;
-      if constexpr (kKeep) kept[k] = v;
     });
     const V agreement = (dot[0] + dot[1]) * T(with.scale);
     return with.normalize ? agreement * inverse_length<T>(square[0] + square[1]) : agreement;
@@ -98,8 +94,9 @@ struct PoolingForward {
     for (int64_t j = 0; j < count; ++j) total += share[j] = exp_nonpositive(share[j] - high) * gates[j];
     top = high;
   }
-  FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, Planes<V> to, int64_t m) const {
-    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, m));
+  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                            int64_t to_m) const {
+    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, to_m));
   }
   template <class Pose, class Weight>
   FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
@@ -180,14 +177,14 @@ struct PoolingBackward {
   static constexpr int kRows =
       4;  // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
   static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = true, kBetas = false;
+  static constexpr bool kSilent = true, kBetas = false, kFolds = false;
   const BackwardCall<Pooling>& call;
   const Geometry& g;
   const Pooling& with;
   const int64_t CE;
 
-  explicit PoolingBackward(const BackwardCall<Pooling>& call_)
-      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+  PoolingBackward(const BackwardCall<Pooling>& call_, const Pooling& with_)
+      : call(call_), g(call.in.geometry), with(with_), CE(g.parent_pose()) {}
 
   // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp. Results: dQ.
   static int64_t state_numbers(const BackwardCall<Pooling>& call) {
@@ -229,17 +226,15 @@ struct PoolingBackward {
     }
   }
 
-  template <bool kKeep, class Pose, class Weight>
-  FASTCAPS_INLINE void listen(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
-                              const Weight* bias, V* kept, V* row, int64_t stride, V&) const {
+  template <class Each>
+  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V&) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     V dot[2] = {}, gain[2] = {}, square[2] = {};
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA {
+    each_vote([&](int k, V v) FASTCAPS_LAMBDA {
       dot[k & 1] += q[k] * v;
       gain[k & 1] += ds[k] * v;
       square[k & 1] += v * v;
-      if constexpr (kKeep) kept[k] = v;
     });
     const V one = with.normalize ? inverse_length<T>(square[0] + square[1]) : broadcast(T(1));
     const V asked = with.query.data ? (dot[0] + dot[1]) * one : V{};
@@ -264,25 +259,22 @@ struct PoolingBackward {
     return with.frozen ? dgate - dgate : dgate;  // 0, but not where it is not finite: that is how broken children show
   }
 
-  template <class Pose, class Weight>
-  FASTCAPS_INLINE void vote_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                  V* vote) const {
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { vote[k] = v; });
-  }
-
-  FASTCAPS_INLINE void gradient(const X* state, int64_t m, const V* row, int64_t stride, const V* vote, V* dV,
-                                Planes<V> to, int64_t to_m) const {
+  template <bool kAdd, class Pose>
+  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
+                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     const V share = row[0], c = row[stride], d = row[3 * stride];
+    const auto put = [&](int k, V dv) FASTCAPS_LAMBDA { dV[k] = kAdd ? dV[k] + dv : dv; };
     if (!with.query.data) {
-      for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k];
+      for (int k = 0; k < pose.C * pose.E; ++k) put(k, share * ds[k]);
       return;
     }
-    for (int64_t k = 0; k < CE; ++k) dV[k] = share * ds[k] + c * q[k] - d * vote[k];
+    if (call.wants_votes())
+      for (int k = 0; k < pose.C * pose.E; ++k) put(k, share * ds[k] + c * q[k] - d * vote[k]);
     if (with.dquery) {
       V* dq = to.pose(0, to_m);
-      for (int64_t k = 0; k < CE; ++k) dq[k] += c * vote[k];
+      for (int k = 0; k < pose.C * pose.E; ++k) dq[k] += c * vote[k];
     }
   }
 

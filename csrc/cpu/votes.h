@@ -25,6 +25,8 @@ struct StaticPose {
   // Weights' gradients: vectors by vectors.
   static constexpr int kWeightRows = largest_divisor(D, kManyRegisters ? 6 : 4);
   static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
+  // Parents whose votes, when they are few numbers each, are made together.
+  static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
   // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (see backward.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
@@ -33,6 +35,7 @@ struct DynamicPose {
   int C, D, E;
   static constexpr bool kIdentity = false;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4;
+  static constexpr int kTogether = 1;
   static constexpr bool kWeightGradientByRows = false;
 };
 
@@ -44,6 +47,7 @@ struct SamePose : DynamicPose {
 template <int C_, int D_>
 struct SameStaticPose : StaticPose<C_, D_, D_> {
   static constexpr bool kIdentity = true, kWeightGradientByRows = false;
+  static constexpr int kTogether = 1;
 };
 
 // X[i, j] = init(i, j) + sum_k a(i, k) b(k, j), given to sink(i, j, X), in register blocks of I x J.
@@ -89,6 +93,36 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, v); });
 }
 
+// The votes for kMany parents, whose matrices follow one another and whose biases are bias_m apart: sink(which of them,
+// index in C x E, vote).
+template <int kMany, class T, class Pose, class Weight, class Sink>
+FASTCAPS_INLINE void votes_of_many(const Pose& pose, const Vec<T>* P, const Weight* W, const Weight* bias,
+                                   int64_t bias_m, Sink&& sink) {
+  static_assert(!Pose::kIdentity);
+  const int E = pose.E;
+  product<Pose::kRows, kMany * Pose::kCols, Vec<T>>(
+      pose.C, kMany * E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[(e / E * pose.D + d) * E + e % E]; },
+      [&](int c, int e) FASTCAPS_LAMBDA { return bias ? Vec<T>{} + bias[e / E * bias_m + c * E + e % E] : Vec<T>{}; },
+      [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(e / E, c * E + e % E, v); });
+}
+
+// Where the votes of a unit for a parent come from when they are asked for.
+enum class Votes { kMade, kMadeAndKept, kKept };
+
+template <Votes kVotes, class T, class Pose, class Weight, class Sink>
+FASTCAPS_INLINE void each_vote(const Pose& pose, const Vec<T>* P, const Weight* W, const Weight* bias, Vec<T>* kept,
+                               Sink&& sink) {
+  if constexpr (kVotes == Votes::kKept) {
+    for (int k = 0; k < pose.C * pose.E; ++k) sink(k, kept[k]);
+  } else {
+    votes<T>(pose, P, W, bias, [&](int k, Vec<T> v) FASTCAPS_LAMBDA {
+      if constexpr (kVotes == Votes::kMadeAndKept) kept[k] = v;
+      sink(k, v);
+    });
+  }
+}
+
 // X += (weight * P) W + weight * bias: the votes' weighted sum without the votes.
 template <class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T> weight, const Weight* W,
@@ -106,26 +140,33 @@ FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T
     for (int k = 0; k < pose.C * pose.E; ++k) X[k] += weight * bias[k];
 }
 
-// dP += dV W^T.
-template <class T, class Pose, class Weight>
-FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, const Weight* W, Vec<T>* dP) {
+// dP += sum of dV W^T over kMany parents, whose dV are `apart` and whose matrices follow one another.
+template <int kMany, class T, class Pose, class Weight>
+FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, int64_t apart, const Weight* W,
+                                        Vec<T>* dP) {
   if constexpr (Pose::kIdentity) {
     for (int k = 0; k < pose.C * pose.D; ++k) dP[k] += dV[k];
     return;
   }
+  const int E = pose.E;
   product<Pose::kRows, Pose::kChildCols, Vec<T>>(
-      pose.C, pose.D, pose.E, [&](int c, int e) FASTCAPS_LAMBDA { return dV[c * pose.E + e]; },
-      [&](int e, int d) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
+      pose.C, pose.D, kMany * E,
+      [&](int c, int e) FASTCAPS_LAMBDA { return kMany == 1 ? dV[c * E + e] : dV[e / E * apart + c * E + e % E]; },
+      [&](int e, int d) FASTCAPS_LAMBDA { return kMany == 1 ? W[d * E + e] : W[(e / E * pose.D + d) * E + e % E]; },
       [&](int c, int d) FASTCAPS_LAMBDA { return dP[c * pose.D + d]; },
       [&](int c, int d, Vec<T> v) FASTCAPS_LAMBDA { dP[c * pose.D + d] = v; });
 }
 
-// dW += P^T dV, each lane for itself; = where dW is new.
+// dW += sum of P^T dV over `units` poses and vote gradients, `stride` units apart; each lane for itself; = where dW is
+// new.
 template <class T, class Pose>
-FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, const Vec<T>* P, const Vec<T>* dV, bool is_new, Vec<T>* dW) {
+FASTCAPS_INLINE void add_weight_gradient(const Pose& pose, int64_t units, int64_t stride, const Vec<T>* P,
+                                         const Vec<T>* dV, bool is_new, Vec<T>* dW) {
+  const int C = pose.C;
   product<Pose::kWeightRows, Pose::kWeightCols, Vec<T>>(
-      pose.D, pose.E, pose.C, [&](int d, int c) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
-      [&](int c, int e) FASTCAPS_LAMBDA { return dV[c * pose.E + e]; },
+      pose.D, pose.E, int(units) * C,
+      [&](int d, int k) FASTCAPS_LAMBDA { return P[(k / C * stride * C + k % C) * pose.D + d]; },
+      [&](int k, int e) FASTCAPS_LAMBDA { return dV[(k / C * stride * C + k % C) * pose.E + e]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return is_new ? Vec<T>{} : dW[d * pose.E + e]; },
       [&](int d, int e, Vec<T> v) FASTCAPS_LAMBDA { dW[d * pose.E + e] = v; });
 }

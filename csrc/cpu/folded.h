@@ -1,0 +1,187 @@
+// The attention pass where many children share each matrix. Agreement and weighted sum are linear in the votes, so the
+// matrix may act on the parents instead: with U_m = Q_m W^T, of the shape of a child's pose,
+//   <Q, P W> = <U, P>,  S = sum_i r_i P_i W = (sum_i r_i P_i) W
+// A type's children are met together; a vote then costs 2 C D multiplications and no matrix.
+#pragma once
+
+#include "attention.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+// Products of a row's poses (numbers over the lanes, or single ones) with a matrix of scalars [D, E].
+template <class T, class X>
+struct Turned {
+  static constexpr bool kSingle = kOnePosition<T, X>;
+
+  // U[m] = Q[m] W[m]^T for all m.
+  static void to_children(const Geometry& g, const X* Q, const T* W, X* U) {
+    const int64_t D = g.D, E = g.E, rows = g.M * g.C;
+    if constexpr (kSingle) {
+      constexpr int n = kLanes<T>;
+      if (E % n == 0 && (rows * D) % n == 0) {  // dot products along E, n of them added up at once
+        Vec<T> part[n];
+        int filled = 0;
+        for (int64_t row = 0; row < rows; ++row)
+          for (int64_t d = 0; d < D; ++d, ++U) {
+            const T *q = Q + row * E, *w = W + (row / g.C * D + d) * E;
+            Vec<T> sum = load<T>(q) * load<T>(w);
+            for (int64_t e = n; e < E; e += n) sum += load<T>(q + e) * load<T>(w + e);
+            part[filled] = sum;
+            if (++filled == n) {
+              zero(U - (n - 1), n);
+              add_lane_sums<T>(part, n, U - (n - 1));
+              filled = 0;
+            }
+          }
+        return;
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t d = 0; d < D; ++d, ++U) {
+        const T* w = W + (row / g.C * D + d) * E;
+        X sum{};
+        for (int64_t e = 0; e < E; ++e) sum += Q[row * E + e] * w[e];
+        *U = sum;
+      }
+  }
+
+  // S[m] += P[m] W[m] for all m; P of one parent serves all where `one`.
+  static void add_to_parents(const Geometry& g, const X* P, bool one, const T* W, X* S) {
+    const int64_t D = g.D, E = g.E, rows = g.M * g.C;
+    for (int64_t row = 0; row < rows; ++row) {
+      const X* p = P + (one ? row % g.C : row) * D;
+      const T* w = W + row / g.C * D * E;
+      for (int64_t d = 0; d < D; ++d)
+        for (int64_t e = 0; e < E; ++e) S[row * E + e] += p[d] * w[d * E + e];
+    }
+  }
+
+  // dW[m] += P[m]^T S[m] for all m, the lanes added up.
+  static void add_outer(const Geometry& g, const X* P, const X* S, T* dW) {
+    const int64_t C = g.C, D = g.D, E = g.E;
+    for (int64_t m = 0; m < g.M; ++m)
+      for (int64_t d = 0; d < D; ++d, dW += E) {
+        const X *p = P + m * C * D + d, *s = S + m * C * E;
+        if constexpr (kSingle) {
+          for (int64_t c = 0; c < C; ++c)
+            for (int64_t e = 0; e < E; ++e) dW[e] += p[c * D] * s[c * E + e];
+        } else {
+          constexpr int n = kLanes<T>;
+          for (int64_t first = 0; first < E; first += n) {
+            const int many = int(min(n, E - first));
+            X part[n];
+            for (int e = 0; e < many; ++e) {
+              part[e] = p[0] * s[first + e];
+              for (int64_t c = 1; c < C; ++c) part[e] += p[c * D] * s[c * E + first + e];
+            }
+            add_lane_sums<T>(part, many, dW + first);
+          }
+        }
+      }
+  }
+};
+
+template <class T, class X>
+struct FoldedForward : AttentionForward<T, X> {
+  using Base = AttentionForward<T, X>;
+  using V = Vec<T>;
+  static constexpr bool kFolds = true;
+  using Base::g;
+  const int64_t CD;
+  explicit FoldedForward(const ForwardCall<Attention>& call_) : Base(call_), CD(g.child_pose()) {}
+
+  // State: Q, then U. Results: S, then sums of poses.
+  static int64_t state_numbers(const ForwardCall<Attention>& call) {
+    const Geometry& g = call.in.geometry;
+    return g.parents() + g.M * g.child_pose();
+  }
+  static int64_t result_numbers(const Geometry& g, int64_t many) {
+    return (many == g.M ? g.parents() : 0) + many * g.child_pose();
+  }
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base + (many == g.M ? g.parents() : 0), many, g.child_pose(), 1};
+  }
+  template <class Y>
+  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
+    zero(result, result_numbers(g, many));
+  }
+
+  void enter(int64_t turn, const T* W, X* state) const {
+    if (!Base::equal(turn)) Turned<T, X>::to_children(g, state, W, state + g.parents());
+  }
+  void leave(int64_t turn, const T* W, X* result) const {
+    X* poses = result + g.parents();
+    Turned<T, X>::add_to_parents(g, poses, Base::equal(turn), W, result);
+    zero(poses, g.M * CD);
+  }
+
+  template <class Each>
+  FASTCAPS_INLINE V meet(const X* state, int64_t m, Each&& each_pose) const {
+    return Base::agreement(state + g.parents() + m * CD, each_pose);
+  }
+  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                            int64_t to_m) const {
+    WeightedSums<T>::take(kept, share, count, CD, to.pose(0, to_m));
+  }
+  void fold(Planes<V> block, X* result, int64_t m) const {
+    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, planes(result, g, g.M).pose(0, m));
+  }
+};
+
+// With Y_m = dS_m W^T and X, Z the sums over children of r P and of s da P:
+//   h = <Y, P>, dP = sum_m r Y + s da U, dQ = Z W, dW = X^T dS + Z^T Q
+template <class T, class X>
+struct FoldedBackward : AttentionBackward<T, X> {
+  using Base = AttentionBackward<T, X>;
+  using V = Vec<T>;
+  static constexpr bool kFolds = true;
+  using Base::call, Base::g, Base::with;
+  const int64_t CD, MCD, MCE;
+  FoldedBackward(const BackwardCall<Attention>& call_, const Attention& with_)
+      : Base(call_, with_), CD(g.child_pose()), MCD(g.M * CD), MCE(g.parents()) {}
+
+  // State of a row and a group of children: Y and U. Results: dQ of a row; of a group of children Z, X.
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
+    return {base, many, g.child_pose(), 2};
+  }
+  static int64_t inner_numbers(const Geometry& g, int64_t many) { return 2 * many * g.child_pose(); }
+  bool needs_vote() const { return true; }
+  bool plain() const { return Base::plain(); }
+
+  void enter(const T* W, const X* state, X* inner) const {
+    Turned<T, X>::to_children(g, state, W, inner);
+    if (with.query.data)
+      Turned<T, X>::to_children(g, state + MCE, W, inner + MCD);
+    else
+      zero(inner + MCD, MCD);
+  }
+  void leave(const T* W, const X* state, const X* inner, X* dquery, T* dW) const {
+    if (with.dquery) Turned<T, X>::add_to_parents(g, inner, false, W, dquery);
+    if (!dW) return;
+    Turned<T, X>::add_outer(g, inner + MCD, state, dW);
+    if (with.query.data) Turned<T, X>::add_outer(g, inner, state + MCE, dW);
+  }
+
+  template <class Each>
+  FASTCAPS_INLINE void listen(const X* inner, int64_t m, Each&& each_pose, V* row, int64_t stride, V& highest) const {
+    Base::hear(inner + m * CD, inner + MCD + m * CD, m, each_pose, row, stride, highest);
+  }
+  template <bool kAdd, class Pose>
+  FASTCAPS_INLINE void gradient(const Pose& pose, const X* inner, int64_t m, const V* row, int64_t stride,
+                                const V* child, V* dP, Planes<V> to, int64_t to_m) const {
+    const X *y = inner + m * CD, *u = y + MCD;
+    V *z = to.pose(0, to_m), *x = to.pose(1, to_m);
+    const V share = row[0], da = row[stride];
+    if (call.dchildren) Base::template add_gradient<kAdd>(pose, share, y, da, with.query.data ? u : nullptr, dP);
+    if (call.dweight)
+      for (int k = 0; k < pose.C * pose.D; ++k) x[k] += share * child[k];
+    if (with.query.data)
+      for (int k = 0; k < pose.C * pose.D; ++k) z[k] += da * child[k];
+  }
+};
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps
