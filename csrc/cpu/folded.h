@@ -149,7 +149,6 @@ struct FoldedBackward : AttentionBackward<T, X> {
   }
   static int64_t inner_numbers(const Geometry& g, int64_t many) { return 2 * many * g.child_pose(); }
   bool needs_vote() const { return true; }
-  bool plain() const { return Base::plain(); }
 
   void enter(const T* W, const X* state, X* inner) const {
     Turned<T, X>::to_children(g, state, W, inner);
