@@ -345,8 +345,9 @@ def test_compile_with_a_dynamic_batch_and_export(call: Call) -> None:
     torch.testing.assert_close(program.module()(*inputs), layer(*inputs))
 
 
-def test_a_backward_asks_for_what_a_turn_was_given_and_then_for_the_rest_of_all_turns() -> None:
-    """Turns that no gradient reaches are not asked, and none for more than is needed; ``"all"`` are many turns."""
+@pytest.mark.parametrize("at_once", (True, False))
+def test_a_backward_asks_a_turn_once_and_for_no_more_than_is_needed(at_once: bool) -> None:
+    """Turns are asked for what they were given, then all (``"all"``) for the rest; or for their share of it as well."""
 
     class Watch(TorchDispatchMode):
         def __init__(self) -> None:
@@ -376,10 +377,20 @@ def test_a_backward_asks_for_what_a_turn_was_given_and_then_for_the_rest_of_all_
         (gaussian("padded", 1, 1), 4, [128]),
         (gaussian("primes", 2, 2), 4, [4 + 16, "all", 128]),
     ):
+        if "all" in wanted and not at_once:
+            *own, _, summed = wanted
+            wanted = [*(needs | summed for needs in own), summed]
         arguments = list(call.arguments())
         arguments[argument].requires_grad_()
-        with Watch() as watch:
-            sum(result.sum() for result in call.run(*arguments)[: call.routing.results]).backward()
+        looped = call.routing.one.looped
+        before = set(looped)
+        (looped.discard if at_once else looped.add)("CPU")
+        try:
+            with Watch() as watch:
+                sum(result.sum() for result in call.run(*arguments)[: call.routing.results]).backward()
+        finally:
+            looped.clear()
+            looped.update(before)
         assert watch.needs == wanted, call.name
 
 

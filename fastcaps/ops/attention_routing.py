@@ -11,7 +11,7 @@ from torch import Tensor
 from fastcaps.ops.attention import ATTENTION, check_attention
 from fastcaps.ops.checks import check, frame_of
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import Routing, queries_of, squash_backward, squashed
+from fastcaps.ops.routing import Reverse, Routing, asked, queries_of, squash_backward, squashed
 from fastcaps.reference import FROZEN, accumulation_dtype
 from fastcaps.reference.attention import layer_norm
 
@@ -82,7 +82,7 @@ def _fake(given: Any) -> tuple[Tensor, ...]:
 
 def _backward(
     run: Callable[..., Any],
-    turns: Callable[..., Any],
+    many: Callable[..., Any] | None,
     grads: Grads,
     tensors: Grads,
     outputs: Sequence[Tensor],
@@ -101,36 +101,32 @@ def _backward(
     def reach(turn: int, grad: Tensor) -> None:
         each[turn] = grad if rule == SEQUENTIAL else squash_backward(grad.to(sums.dtype), sums[turn])
 
-    def ask(op: Callable[..., Any], turn: int | slice, needs: int) -> Sequence[Tensor]:
-        asked = None if queries is None else queries[turn]
-        kept = sums[turn] if normalize else sums.new_empty(0)
-        given = (each[turn], None, children, weight, asked, bias, gate, norm_weight, kept)
-        return op(*given, scale, eps, normalize, window, needs)
+    def arguments(turn: int | slice) -> Sequence[Any]:
+        query_then, kept = asked(queries, turn), sums[turn] if normalize else sums.new_empty(0)
+        given = (each[turn], None, children, weight, query_then, bias, gate, norm_weight, kept)
+        return (*given, scale, eps, normalize, window)
 
-    first = needed[2] and not frozen  # whether the first turn's query has a gradient
+    first = 4 if needed[2] and not frozen else 0  # whether the first turn's query has a gradient
     needs = sum(1 << k for k, need in enumerate(needed) if need and k != 2 and (normalize or k < 5))
     gradients: list[Tensor | None] = [None] * len(tensors)
     if not needs and not first:
         return gradients
     reach(-1, grads[0])
-    found: Sequence[Tensor] = ()
-    if frozen or iterations == 1:
-        needs |= 4 if first else 0
-        found = ask(run, -1, needs | (FROZEN if frozen else 0))
+    reverse = Reverse(run, many if iterations > 1 and not frozen else None, arguments, needs)
+    if frozen:
+        reverse.ask(-1, FROZEN)
     else:
         carried = None  # the gradient of the parents, or of their sum so far
-        for turn in range(-1, -iterations - first, -1):
-            dquery = ask(run, turn, 4)[2]
-            carried = dquery if rule == SEQUENTIAL or carried is None else carried + dquery
-            if turn > -iterations:
+        for turn in range(-1, -iterations - 1, -1):
+            own = 4 if turn > -iterations else first
+            found = reverse.ask(turn, own)
+            if own:
+                carried = found[2] if rule == SEQUENTIAL or carried is None else carried + found[2]
+            if turn > -iterations and carried is not None:
                 reach(turn - 1, carried)
-            else:
-                gradients[2] = carried
-        if needs:
-            found = ask(turns, slice(None), needs)
-    for k, gradient in enumerate(found):
-        if needs >> k & 1:
-            gradients[k] = gradient
+        gradients[2] = carried if first else None
+    for k, gradient in reverse.sums().items():
+        gradients[k] = gradient
     return gradients
 
 

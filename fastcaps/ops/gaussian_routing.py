@@ -13,7 +13,7 @@ from torch import Tensor
 from fastcaps.ops.checks import check, check_tensors, frame_of
 from fastcaps.ops.gaussian import GAUSSIAN, check_gaussian
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import POSE, Routing
+from fastcaps.ops.routing import POSE, Reverse, Routing
 from fastcaps.reference import accumulation_dtype
 
 __all__ = ["GAUSSIAN_ROUTING", "gaussian_routing"]
@@ -90,7 +90,7 @@ def _stacked(turns: Sequence[Tensor | None]) -> Tensor | None:
 
 def _backward(
     run: Callable[..., Any],
-    turns: Callable[..., Any],
+    many: Callable[..., Any] | None,
     grads: Grads,
     tensors: Grads,
     outputs: Sequence[Tensor],
@@ -108,21 +108,32 @@ def _backward(
     log_sigma = 0.5 * variances.log().sum(POSE)
     log_weights = F.logsigmoid(scores)
     # what a turn leaves to the next, and the bits of its gradients
-    left, asked = (means, variances, log_weights - log_sigma), 4 | 8 | 16
+    left, own = (means, variances, log_weights - log_sigma), 4 | 8 | 16
     if model == K_MEANS:
-        left, asked = (means, None, log_weights), 4 | 16
+        left, own = (means, None, log_weights), 4 | 16
 
-    def ask(
-        op: Callable[..., Any], given: Grads, before: int | slice | None, turn: int | slice, needs: int
-    ) -> Sequence[Tensor]:
+    each: list[tuple[Tensor | None, ...]] = []  # the gradients of what the passes return, from the turn asked on
+
+    def arguments(turn: int | slice) -> Sequence[Any]:
+        given: Sequence[Tensor | None] = each[0]
+        before: int | slice | None = None
+        if isinstance(turn, slice):
+            given, before = [_stacked(kind) for kind in zip(*each, strict=True)], slice(-1)
+            each.clear()  # the gradients are there once more
+        elif turn > 0:
+            before = turn - 1
         state = (None if before is None or tensor is None else tensor[before] for tensor in left)
         kept = (children, weight, *state, bias, gate, *betas, counts[turn], means[turn], narrow[turn])
-        return op(*given, *kept, eps, window, needs)
+        return (*given, *kept, eps, window)
 
-    found: Sequence[Tensor] = ()
-    each: list[tuple[Tensor | None, ...]] = []
-    heats: list[Tensor | None] = []
     d_score, d_mean, d_variance = grads
+    if model != EM and d_score is None and len(schedule) > 1:
+        d_score = torch.zeros_like(scores[-1])  # the betas count for the turns before
+    places = (0, 1, 5, 6, 7, 8)  # of the routing's tensors in the pass
+    reached = 4 if model == EM or d_score is None else 6  # the betas of a pass by its evidence alone
+    needs = sum(1 << place for place, need in zip(places[:reached], needed, strict=False) if need)
+    reverse = Reverse(run, many if len(schedule) > 1 else None, arguments, needs)
+    heats: list[Tensor | None] = []
     d_log_sigma: Tensor | None = None
     for turn in reversed(range(len(schedule))):
         heat = d_counts = None
@@ -134,23 +145,14 @@ def _backward(
             d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] / variances[turn])
         heats.insert(0, heat)
         each.insert(0, (d_counts, d_mean, d_variance, None if model == EM else d_score))
+        found = reverse.ask(turn, own if turn > 0 else 0)
         if turn > 0:
-            found = ask(run, each[0], turn - 1, turn, asked)
             d_mean, d_variance, d_log_weight = found[2], None if model == K_MEANS else found[3], found[4]
             d_score = d_log_weight * (-scores[turn - 1]).sigmoid()
             d_log_sigma = None if model == K_MEANS else -d_log_weight
 
-    places = (0, 1, 5, 6, 7, 8)  # of the routing's tensors in the pass
-    reached = 4 if all(given[3] is None for given in each) else 6  # the betas of a pass by its evidence alone
-    needs = sum(1 << place for place, need in zip(places[:reached], needed, strict=False) if need)
-    found = ()
-    if needs and len(each) == 1:
-        found = ask(run, each[0], None, 0, needs)
-    elif needs:
-        stacks = [_stacked(kind) for kind in zip(*each, strict=True)]
-        each.clear()  # the gradients are there once more
-        found = ask(turns, stacks, slice(-1), slice(None), needs)
-    gradients = [found[place] if needs >> place & 1 else None for place in places]
+    sums = reverse.sums()
+    gradients = [sums.get(place) for place in places]
     if (heat := _stacked(heats)) is not None:
         gradients[4:] = -numbers * (heat * counts).sum((0, 1, 2, 3)), heat.sum((0, 1, 2, 3))
     return gradients

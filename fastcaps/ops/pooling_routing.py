@@ -12,7 +12,7 @@ from torch import Tensor
 from fastcaps.ops.checks import check, frame_of
 from fastcaps.ops.pooling import POOLING, check_pooling
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import POSE, Routing, queries_of, squash_backward, squashed, unit_backward
+from fastcaps.ops.routing import POSE, Reverse, Routing, asked, queries_of, squash_backward, squashed, unit_backward
 from fastcaps.reference import FROZEN, accumulation_dtype
 from fastcaps.reference.pooling import parents_of
 from fastcaps.vectors import unit
@@ -89,7 +89,7 @@ def _fake(given: Any) -> tuple[Tensor, ...]:
 
 def _backward(
     run: Callable[..., Any],
-    turns: Callable[..., Any],
+    many: Callable[..., Any] | None,
     grads: Grads,
     tensors: Grads,
     outputs: Sequence[Tensor],
@@ -112,10 +112,9 @@ def _backward(
             grad = unit_backward(grad.to(wide), sums[turn].to(wide))
         each[turn] = grad
 
-    def ask(op: Callable[..., Any], turn: int | slice, needs: int) -> Sequence[Tensor]:
-        query = None if queries is None else queries[turn]
-        given = (each[turn], None, children, weight, query, bias, gate, sums[turn], logsumexp[turn])
-        return op(*given, scale, normalize, window, needs)
+    def arguments(turn: int | slice) -> Sequence[Any]:
+        kept = (children, weight, asked(queries, turn), bias, gate, sums[turn], logsumexp[turn])
+        return (each[turn], None, *kept, scale, normalize, window)
 
     positions = (0, 1, 3, 4)  # of the routing's tensors in the pass, which has a query between them
     wanted = [need and not (frozen and name == "gate") for name, need in zip(TENSORS, needed, strict=True)]
@@ -123,16 +122,18 @@ def _backward(
     if not needs:
         return [None] * len(tensors)
     reach(-1, grads[0])
-    if frozen or iterations == 1:
-        found = ask(run, -1, needs | (FROZEN if frozen else 0))
+    reverse = Reverse(run, many if iterations > 1 and not frozen else None, arguments, needs)
+    if frozen:
+        reverse.ask(-1, FROZEN)
     else:
         carried = None  # the gradient of the sum that is the query
         for turn in range(-1, -iterations, -1):
-            dquery = ask(run, turn, 4)[2]
+            dquery = reverse.ask(turn, 4)[2]
             carried = dquery if carried is None else carried + dquery
             reach(turn - 1, carried)
-        found = ask(turns, slice(None), needs)
-    return [found[place] if want else None for place, want in zip(positions, wanted, strict=True)]
+        reverse.ask(-iterations, 0)
+    found = reverse.sums()
+    return [found.get(place) for place in positions]
 
 
 POOLING_ROUTING = Routing(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +193,8 @@ class Pass:
         Whether the forward's last argument is ``bool frozen=False``.
     frozen
         The positions of arguments that no gradient reaches if it is true: constant coefficients cut them off.
+    looped
+        The dispatch keys under which a loop over turns serves the backward of many.
     """
 
     name: str
@@ -211,6 +213,7 @@ class Pass:
     wide: frozenset[str] = frozenset()
     freezes: bool = False
     frozen: tuple[int, ...] = ()
+    looped: set[str] = field(default_factory=set)
 
     @property
     def stem(self) -> str:
@@ -315,6 +318,7 @@ class Pass:
     def serve_by_loop(self, key: str) -> None:
         """Register the loop over turns as the kernel of their backward under a dispatch key, unless there is one."""
         if not has_kernel(self.turns, key):
+            self.looped.add(key)
             LIBRARY.impl(self.turns, self.loop_over_turns, key)
 
     def serve_by_reference(self, key: str) -> None:

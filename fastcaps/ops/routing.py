@@ -3,9 +3,7 @@
 A backend may have a kernel of its own for all turns; where it has none, the kernel is the loop of passes in Python,
 each of them run by what serves the pass. A routing's op also returns the history that its backward needs: with the
 parents of every turn known no turn has to be run again. The backward goes from turn to turn, last one first, by the
-formulas of what lies between the passes and by the pass's backward, which is asked only for the gradients of the
-parents that the turn was given: its query, say. What is summed over turns then comes from one call of the backward of
-many turns.
+formulas of what lies between the passes and by the pass's backward (:class:`Reverse`).
 
 Where a graph of the backward itself is wanted (a second derivative), the loop of passes is differentiated instead.
 """
@@ -32,9 +30,10 @@ from fastcaps.ops.registration import (
 )
 from fastcaps.vectors import length, squash, unit
 
-__all__ = ["POSE", "Routing", "queries_of", "squash_backward", "squashed", "unit_backward"]
+__all__ = ["POSE", "Reverse", "Routing", "asked", "queries_of", "squash_backward", "squashed", "unit_backward"]
 
 POSE = (-2, -1)
+Run = Callable[..., Any]
 
 
 def squashed(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,6 +81,62 @@ def queries_of(first: Tensor | None, steps: Iterable[Tensor], add: bool) -> Tens
     return torch.stack(queries) if queries else None
 
 
+def asked(queries: Tensor | None, turn: int | slice) -> Tensor | None:
+    """Return the query of a turn, counted from the last, or the queries of a slice of them; None if there is none."""
+    if queries is None or (isinstance(turn, int) and len(queries) < -turn):
+        return None
+    return queries[turn]
+
+
+class Reverse:
+    """A routing's backward through its passes, last turn first.
+
+    A turn is asked for the gradients of the parents that it was given: its query, say. The rest is summed over turns.
+    Where a kernel makes that sum in one call, with votes and their gradients made once, it comes last; elsewhere a turn
+    is asked for its share on the way, for there a call of its own would make everything twice.
+
+    Parameters
+    ----------
+    run
+        The pass's backward.
+    many
+        The backward of many turns; None where only a loop would serve it.
+    arguments
+        Called with a turn, or with the slice of all, returns what the backward takes before ``needs``.
+    needs
+        The bits of the gradients that are summed.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Sequence[Tensor]],
+        many: Callable[..., Sequence[Tensor]] | None,
+        arguments: Callable[[Any], Sequence[Any]],
+        needs: int,
+    ) -> None:
+        self.run, self.many, self.arguments, self.needs = run, many, arguments, needs
+        self.total: dict[int, Tensor] = {}
+
+    def ask(self, turn: int, own: int) -> Sequence[Tensor]:
+        """Return the gradients of a turn's own parents whose bits are in ``own``, among others."""
+        wanted = own if self.many else own | self.needs
+        found = self.run(*self.arguments(turn), wanted) if wanted else ()
+        if not self.many:
+            self._add(found)
+        return found
+
+    def sums(self) -> dict[int, Tensor]:
+        """Return what is summed over turns, all of which have been asked, by position."""
+        if self.many and self.needs:
+            self._add(self.many(*self.arguments(slice(None)), self.needs))
+        return self.total
+
+    def _add(self, found: Sequence[Tensor]) -> None:
+        for k, gradient in enumerate(found):
+            if self.needs >> k & 1:
+                self.total[k] = self.total[k].add_(gradient) if k in self.total else gradient
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """A whole routing as PyTorch has to know it.
@@ -108,8 +163,8 @@ class Routing:
     results
         How many of the op's results have gradients; the others are the history.
     backward
-        Called with what runs the pass's backward, what runs it for many turns, the gradients of those, the tensors, the
-        op's results, the other arguments, and which gradients are needed; returns the gradients of the tensors.
+        Called with what runs the pass's backward, what runs it for many turns or None, the gradients of those, the
+        tensors, the op's results, the other arguments, and which gradients are needed; returns those of the tensors.
     """
 
     name: str
@@ -121,7 +176,8 @@ class Routing:
     fakes: Callable[[Any], tuple[Tensor, ...]]
     results: int
     backward: Callable[
-        [Callable[..., Any], Callable[..., Any], Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]], Grads
+        [Run, Run | None, Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]],
+        Grads,
     ]
     wide: frozenset[str] = frozenset()
 
@@ -188,7 +244,7 @@ class Routing:
     def formula(
         self, op: Callable[..., Any], ctx: Any, *grads: Tensor | None, turns: Callable[..., Any] | None = None
     ) -> tuple[Any, ...]:
-        """Return the gradients of all arguments; ``op`` runs the pass's backward, ``turns`` or a loop that of many."""
+        """Return the gradients of all arguments; ``op`` runs the pass's backward, ``turns`` that of many."""
         count = len(self.tensors)
         tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         needed = list(ctx.needs_input_grad[:count])
@@ -203,7 +259,8 @@ class Routing:
                     [k for k, need in enumerate(needed) if need],
                 )
             else:
-                many = turns or partial(self.one.by_turns, op)
+                children = tensors[0]
+                many = None if children.device.type.upper() in self.one.looped else turns
                 found = self.backward(op, many, counting, tensors, outputs, ctx.settings, needed)
                 gradients = [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
         return (*gradients, *([None] * len(ctx.settings)))
