@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.10.0
 PYTEST_ARGS ?=
+# Test processes side by side, a file of tests to a process at a time; WORKERS=0 runs them in one.
+WORKERS ?= auto
 DEMO_ARGS   ?=
 
 BIN := $(VENV)/bin
@@ -46,7 +48,7 @@ demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, s
 	$(BIN)/fastcaps demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 	$(BIN)/python -m pytest bench --quick
 
 test-slow: $(VENV)/.installed-test ## run the tests marked slow

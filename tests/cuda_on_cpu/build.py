@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "cuda_on_cpu"
@@ -49,11 +50,13 @@ def library(target: str) -> ctypes.CDLL:
         pytest.skip("the CUDA sources are not run on the CPU: no C++ compiler")
     configure = [_tool("cmake"), "-S", str(HERE), "-B", str(BUILD), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", f"-DFASTCAPS_TORCH_DIR={Path(torch.__file__).parent}"]
-    for command in (configure, [_tool("cmake"), "--build", str(BUILD), "--target", target]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = (done.stdout + done.stderr)[-8000:]
-            raise RuntimeError(f"the CUDA sources do not build for the CPU:\n{said}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with FileLock(BUILD / ".lock"):  # the test processes that run side by side build it once
+        for command in (configure, [_tool("cmake"), "--build", str(BUILD), "--target", target]):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = (done.stdout + done.stderr)[-8000:]
+                raise RuntimeError(f"the CUDA sources do not build for the CPU:\n{said}")
     path = next(path for suffix in ("so", "dylib") if (path := BUILD / f"lib{target}.{suffix}").is_file())
     torch.ops.load_library(str(path))
     return ctypes.CDLL(str(path))
