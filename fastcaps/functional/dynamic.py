@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops, reference
-from fastcaps.functional import explaining, uniform
+from fastcaps.functional import explaining
 from fastcaps.functional.arguments import (
     autocast,
     check_choice,
@@ -155,31 +154,9 @@ def _by_ops(
     with_shares: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the parents in op layout and, if asked for, the shares."""
-    query, earlier = None, []
     if compete == "parents":
-        if _library_first(children, weight, spec):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and (iterations == 1 or not detach)):
-                first = uniform.uniform_pass(children, weight, bias, gate, None, None, 0.0, False, spec)
-                query = squash(first, (-2, -1))
-            if iterations == 1:
-                return query, reference.coefficients(children, weight, None, bias, 1.0, spec) if with_shares else None
-            earlier.append(first)
-        none = (None, None)
-        parents, sums = ops.attention_routing(
-            children,
-            weight,
-            query,
-            bias,
-            gate,
-            *none,
-            1.0,
-            0.0,
-            False,
-            DYNAMIC,
-            iterations - len(earlier),
-            detach,
-            spec,
-        )
+        settings = (1.0, 0.0, False, DYNAMIC, iterations, detach, spec)
+        parents, sums = ops.attention_routing(children, weight, None, bias, gate, None, None, *settings)
     else:
         parents, sums, _ = ops.pooling_routing(
             children, weight, bias, gate, 1.0, False, weight.shape[1], DYNAMIC, iterations, detach, spec
@@ -187,20 +164,10 @@ def _by_ops(
     if not with_shares:
         return parents, None
     query = None
-    for turn in (*earlier, *sums[:-1]):  # as the turns themselves added them up: rounded to the children's dtype
+    for turn in sums[:-1]:  # as the turns themselves added them up: rounded to the children's dtype
         value = squash(turn, (-2, -1)).to(parents.dtype)
         query = value if query is None else query + value
     children, weight, query, bias, gate = autocast(children.device.type, children, weight, query, bias, gate)
     if compete == "parents":
         return parents, reference.coefficients(children, weight, query, bias, 1.0, spec)
     return parents, pooling.coefficients(children, weight, query, bias, gate, 1.0, False, spec)
-
-
-def _library_first(children: Tensor, weight: Tensor, spec: tuple[int, ...]) -> bool:
-    """Return whether torch's matmul should run the first turn, where r = 1 / M, before the op runs the others.
-
-    On the CPU, where children share matrices: they are summed first, and a turn of three is saved. With matrices of
-    their own the kernel is as fast, and on a GPU it runs all turns in one launch. Nothing but shapes decides.
-    """
-    groups, types = weight.shape[0], children.shape[3]
-    return children.device.type == "cpu" and types % groups == 0 and groups < types * spec[0] * spec[1]
