@@ -1,9 +1,10 @@
 """Peak memory of one call, really measured: in a process of its own, by the operating system's count.
 
-What is counted is resident memory (RSS). The baseline is taken when the imports are done, the inputs lie in memory, and
-a miniature of the same layer has run once, so that code is loaded and threads are up. The peak is the highest RSS that
-the kernel saw during the call. Results and gradients are part of the growth; ``beyond`` is the growth without them:
-what the call needed for itself. Either is exact to about 1 MB, by which the system's counters may lag.
+What is counted is resident memory (RSS). The baseline is taken when the inputs lie in memory and the call has run once,
+so that code is loaded and threads are up, and what it left to the allocator was given back. The peak is the highest RSS
+that the kernel saw during the second call; what the first one keeps for good, by the count of memory without a file
+behind it, is added. Results and gradients are part of the growth; ``beyond`` is the growth without them: what the call
+needed for itself. Either is exact to about 1 MB, by which the system's counters may lag.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = ["Peak", "measure", "measure_fresh", "peak_of_pass", "peak_supported"]
 
 _STATUS = "/proc/self/status"
 _RESET = "/proc/self/clear_refs"
+_MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,34 @@ def peak_supported() -> str:
     return ""
 
 
+def _give_back() -> None:
+    """Return to the system what the allocator holds for reuse; from now on, large blocks as soon as they are free.
+
+    By default glibc holds ever larger blocks the longer a process runs, and the peak would be of its habits.
+    """
+    gc.collect()
+    if sys.platform.startswith("linux"):
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim") and hasattr(library, "mallopt"):
+            library.mallopt(_MMAP_THRESHOLD, 128 << 10)
+            library.malloc_trim(0)
+
+
+def _kept(call: Callable[[], Any]) -> int:
+    """Return by how many bytes a call leaves the process larger, code not counted."""
+    _give_back()
+    before = _status("RssAnon")
+    call()
+    _give_back()
+    return max(0, _status("RssAnon") - before)
+
+
 def measure(call: Callable[[], Any]) -> int:
     """Return by how many bytes the resident memory of this process grows at its peak during ``call()``.
 
     Memory that the allocator holds for reuse is given back first, so that using it again counts.
     """
-    gc.collect()
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    _give_back()
     with open(_RESET, "w") as reset:
         reset.write("5")  # the peak so far becomes the present size
     before = _status("VmRSS")
@@ -121,7 +141,8 @@ def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, thre
     inputs = workload.inputs(batch)
     call = runner(build(name, workload), inputs, training)
     if is_compiled(name):
-        call()  # else the compiler's own memory would count
+        call()  # else what the compiler keeps would count
+    kept = _kept(call)
     results = 0
 
     def counted() -> Any:
@@ -130,7 +151,7 @@ def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, thre
         results = size_of(found.values())
         return found
 
-    growth = measure(counted)
+    growth = measure(counted) + kept
     given = inputs.nbytes + (size_of(inputs.grads.values()) if training else 0)
     return Peak(growth, results, given, _status("VmHWM"))
 

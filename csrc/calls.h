@@ -168,15 +168,17 @@ struct Gradients {
 };
 
 // How a backward call is cut: known before its gradients are allocated. `dparents`: are there gradients of parents?
+// `own`: numbers of gradients that every item has its own of, beside the bias.
 template <class Operands>
-void cut_call(const Given& given, BackwardCall<Operands>& call, bool dparents) {
+void cut_call(const Given& given, BackwardCall<Operands>& call, bool dparents, int64_t own = 0) {
   call.in = given.in;
   const Kernels<Operands>& table = kernels<Operands>(call.in.geometry, given.is_double);
   const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
   const int64_t turns = int64_t(call.with.size());
   call.cut = cut_backward(call.in.geometry, {lanes, given.number(), turns * table.backward_state(call),
                                              dparents ? table.backward_results(call) : 0, given.shared(),
-                                             given.identity(), given.template folded<Operands>(), turns});
+                                             given.identity(), given.template folded<Operands>(), turns,
+                                             own + (given.has_bias ? int64_t(given.bias.numel()) : 0)});
 }
 
 // Run a backward call whose operands are set and which is cut. `empty`: nothing reaches it, or there is nothing.

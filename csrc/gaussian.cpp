@@ -166,7 +166,8 @@ GaussianGradients gaussian_backward(const MaybeTensor& grad_counts, const MaybeT
   if (!gate) needs &= ~kGaussianGate;
   if (!evidence) needs &= ~(kGaussianBetaUse | kGaussianBetaIgnore);
 
-  cut_call(given, call, needs & (kGaussianMean | kGaussianVariance | kGaussianLogWeight));
+  cut_call(given, call, needs & (kGaussianMean | kGaussianVariance | kGaussianLogWeight),
+           call.with[0].use_numbers + call.with[0].ignore_numbers);
   const bool empty = g.positions() == 0 || (!grad_counts && !grad_means && !grad_variances && !evidence);
   Tensor dmean = given.result(needs & kGaussianMean, shape, call.with[0].dmean, empty);
   Tensor dvariance = given.result(needs & kGaussianVariance, shape, call.with[0].dvariance, empty);

@@ -12,12 +12,23 @@ constexpr int64_t kVoteBytesMost = 1 << 20;      // beyond this a child's votes 
 constexpr int64_t kStayBytes = 3 << 19;          // a row's children, with their votes, from turn to turn
 constexpr int64_t kParentBytes = 1 << 20;        // parents of the tiles of a block
 constexpr int64_t kWeightBytes = 64 << 10;       // a child's matrices beyond this are shared by several tiles
-constexpr int64_t kPartialBytes = 16 << 20;      // partial results of all items together
+constexpr int64_t kPartialShare = 64;            // partial results of all items together: a part of all votes' bytes,
+constexpr int64_t kPartialBytesLeast = 1 << 20;  // within these bounds
+constexpr int64_t kPartialBytes = 16 << 20;
 constexpr int64_t kWeightParts = 64 << 20;       // weight gradients of items that share their weights, all together
 constexpr int64_t kItems = 32;                   // enough to keep the threads of a large machine busy
 constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+double votes_bytes(const Geometry& g, const Sizes& sizes) {
+  return double(g.positions()) * double(g.children()) * double(g.parents()) * double(sizes.number);
+}
+
+// Bytes for partial results of a kind.
+int64_t partial_bytes(const Geometry& g, const Sizes& sizes) {
+  return int64_t(std::clamp(votes_bytes(g, sizes) / kPartialShare, double(kPartialBytesLeast), double(kPartialBytes)));
+}
 
 void cut_block(const Geometry& g, const Sizes& sizes, int64_t rows, int64_t per_child, Cut& cut) {
   const int64_t vec = sizes.lanes * sizes.number, votes = g.parents() * vec;
@@ -123,7 +134,7 @@ Cut cut_forward(const Geometry& g, const Sizes& sizes) {
       ceil_div(kItems, std::max<int64_t>(cut.groups, 1)),
       cut.child_lanes ? ceil_div(I, sizes.lanes) : I / std::max<int64_t>(cut.block_children, 2 * sizes.lanes),
       operations(g, positions, I) / kOperationsPerItem,
-      kPartialBytes / std::max<int64_t>(cut.rows() * row_bytes, 1),
+      partial_bytes(g, sizes) / std::max<int64_t>(cut.rows() * row_bytes, 1),
   });
   cut.chunks = std::max<int64_t>(most, 1);
   if (cut.chunks > 1) cut.stay = false;
@@ -135,9 +146,9 @@ Cut cut_forward(const Geometry& g, const Sizes& sizes) {
 Cut cut_backward(const Geometry& g, const Sizes& sizes) {
   const int64_t L = g.Ho * g.Wo, lanes = sizes.lanes, number = sizes.number;
   const double weights = double(g.G * g.M * g.D * g.E) * double(number);
+  const double own = std::max(1.0, double(sizes.own * number));
   const double work = 3.0 * double(operations(g, g.positions(), g.children()));
-  const double votes = double(g.positions()) * double(g.children()) * double(g.parents()) * double(number);
-  const double weight_parts = std::min(double(kWeightParts), votes / 32);
+  const double weight_parts = std::min(double(kWeightParts), votes_bytes(g, sizes) / 32);
   Cut best;
   double best_cost = 0;
   Sizes once = sizes;
@@ -162,7 +173,8 @@ Cut cut_backward(const Geometry& g, const Sizes& sizes) {
     cut.chunks = std::max<int64_t>(
         1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)), most_ranges,
                               int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
-                              int64_t(double(2 * kPartialBytes) / room),
+                              int64_t(double(2 * partial_bytes(g, sizes)) / room),
+                              int64_t(double(2 * partial_bytes(g, sizes)) / own) / std::max<int64_t>(cut.groups, 1),
                               owned ? kItems : std::max<int64_t>(2, int64_t(weight_parts / weights))}));
     const double busy = std::min<double>(1.0, double(cut.items()) / 8.0);
     const double parts = double(owned ? cut.groups : cut.items());

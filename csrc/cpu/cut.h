@@ -15,6 +15,7 @@ struct Sizes {
   bool identity;    // votes are the children themselves
   bool folded;      // see folds()
   int64_t turns;    // of a routing, forward; whose gradients are made together, backward
+  int64_t own = 0;  // numbers of the gradients that every item has its own of: bias, betas
 };
 
 // Whether a pass that is linear in its votes lets the matrices act on the parents (folded.h): enough children share
