@@ -107,17 +107,16 @@ AttentionGradients attention_backward(const MaybeTensor& grad_parents, const May
   cut_call(given, call, needs & kQuery);
   const bool empty = g.positions() == 0 || (!grad_parents && !grad_sums);
   Tensor dquery = given.result(needs & kQuery, shape, call.with[0].dquery, empty);
-  void* dnorm = nullptr;
-  const Tensor norms = given.result(needs & (kNormWeight | kNormBias), {call.cut.rows(), 2, g.C * g.E}, dnorm, true);
-  for (Attention& with : call.with) with.dnorm = dnorm;
+  const Partial norms = given.partial(needs & (kNormWeight | kNormBias), call.cut.rows(), {2, g.C * g.E});
+  for (Attention& with : call.with) with.dnorm = norms.parts;
   const Gradients out = run_backward(given, call, needs & kChildren, needs & kWeight, needs & kBias, needs & kGate,
                                      needs & kQuery, empty);
 
   Tensor dweight = given.none(), dbias = given.none(), dnorm_weight = given.none(), dnorm_bias = given.none();
-  if (needs & kWeight) dweight = given.stored(sum_of_parts(out.weights, call.cut.weight_parts, {g.G, g.M, g.D, g.E}));
-  if (needs & kBias) dbias = given.stored(sum_of_parts(out.biases, call.cut.items(), given.bias_shape));
+  if (needs & kWeight) dweight = given.stored(out.weights.sum());
+  if (needs & kBias) dbias = given.stored(out.biases.sum());
   if (needs & (kNormWeight | kNormBias)) {
-    const Tensor both = sum_of_parts(norms, call.cut.rows(), {2, g.C * g.E});
+    const Tensor both = norms.sum();
     if (needs & kNormWeight) dnorm_weight = given.stored(torch::stable::clone(torch::stable::select(both, 0, 0)));
     if (needs & kNormBias) dnorm_bias = given.stored(torch::stable::clone(torch::stable::select(both, 0, 1)));
   }

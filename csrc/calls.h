@@ -31,28 +31,33 @@ void run_items(int64_t items, int64_t scratch_bytes, Run&& run) {
   });
 }
 
-// out[k] = sum over parts, in their order; parts lie one after another.
-template <class T>
-void add_parts(const T* parts, int64_t count, int64_t numbers, T* out) {
-  torch::stable::parallel_for(0, numbers, 1 << 15, [&](int64_t begin, int64_t end) {
-    std::copy(parts + begin, parts + end, out + begin);
-    for (int64_t part = 1; part < count; ++part)
-      for (int64_t k = begin; k < end; ++k) out[k] += parts[part * numbers + k];
-  });
-}
+// A gradient of which every group, item or row makes a part of its own.
+struct Partial {
+  Tensor first, others;
+  Parts parts;
+  int64_t count;
 
-// A gradient of which every group or item makes a part of its own.
-inline Tensor sum_of_parts(const Tensor& parts, int64_t count, const std::vector<int64_t>& shape) {
-  if (count == 0) return torch::stable::new_zeros(parts, shape);
-  if (count == 1) return torch::stable::view(parts, shape);
-  Tensor out = torch::stable::new_empty(parts, shape);
-  const int64_t numbers = out.numel();
-  if (parts.scalar_type() == ScalarType::Double)
-    add_parts(static_cast<const double*>(data_of(parts)), count, numbers, static_cast<double*>(data_of(out)));
-  else
-    add_parts(static_cast<const float*>(data_of(parts)), count, numbers, static_cast<float*>(data_of(out)));
-  return out;
-}
+  // The sum, in the order of the parts, in place of the first.
+  Tensor sum() const {
+    if (first.scalar_type() == ScalarType::Double)
+      add<double>();
+    else
+      add<float>();
+    return first;
+  }
+
+ private:
+  template <class T>
+  void add() const {
+    torch::stable::parallel_for(0, parts.numbers, 1 << 15, [&](int64_t begin, int64_t end) {
+      T* out = parts.part<T>(0);
+      for (int64_t which = 1; which < count; ++which) {
+        const T* part = parts.part<T>(which);
+        for (int64_t k = begin; k < end; ++k) out[k] += part[k];
+      }
+    });
+  }
+};
 
 // What every pass is given, as the kernels want it.
 struct Given {
@@ -98,6 +103,15 @@ struct Given {
     if (clear) torch::stable::zero_(out);
     data = wanted ? data_of(out) : nullptr;
     return out;
+  }
+  // `count` parts of such a result, none of them where there is nothing to do.
+  Partial partial(bool wanted, int64_t count, const std::vector<int64_t>& shape, bool clear = true) const {
+    Parts parts;
+    Tensor first = result(wanted, shape, parts.first, clear || count == 0);
+    parts.numbers = first.numel();
+    const bool more = wanted && count > 1;
+    Tensor others = result(more, {count - 1, parts.numbers}, parts.others, clear);
+    return {first, others, parts, count};
   }
   // `rows` rows of `numbers` numbers, as wide as the cut's rows are.
   Tensor rows(bool wanted, const Cut& cut, int64_t copies, int64_t numbers, int64_t lanes, void*& data) const {
@@ -164,7 +178,8 @@ void run_forward(const Given& given, ForwardCall<Operands>& call) {
 
 // What a backward call makes of its own, besides the gradients of the parents.
 struct Gradients {
-  Tensor dchildren, dgate, weights, biases;
+  Tensor dchildren, dgate;
+  Partial weights, biases;
 };
 
 // How a backward call is cut: known before its gradients are allocated. `dparents`: are there gradients of parents?
@@ -188,13 +203,13 @@ Gradients run_backward(const Given& given, BackwardCall<Operands>& call, bool dc
   const Geometry& g = call.in.geometry;
   const Kernels<Operands>& table = kernels<Operands>(g, given.is_double);
   const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
-  call.bias_numbers = given.has_bias ? given.bias.numel() : 0;
-  Gradients out;
-  out.dchildren = given.result(dchildren, {g.B, g.H, g.W, g.N, g.C, g.D}, call.dchildren, true);
-  out.dgate = given.result(dgate, {g.B, g.H, g.W, g.N}, call.dgate, true);
-  out.weights =
-      given.result(dweight, {call.cut.weight_parts, g.G, g.M, g.D, g.E}, call.dweight, empty || g.G != g.children());
-  out.biases = given.result(dbias, {call.cut.items(), call.bias_numbers}, call.dbias, true);
+  Gradients out{
+      given.result(dchildren, {g.B, g.H, g.W, g.N, g.C, g.D}, call.dchildren, true),
+      given.result(dgate, {g.B, g.H, g.W, g.N}, call.dgate, true),
+      given.partial(dweight, call.cut.weight_parts, {g.G, g.M, g.D, g.E}, empty || g.G != g.children()),
+      given.partial(dbias, call.cut.items(), given.bias_shape),
+  };
+  call.dweight = out.weights.parts, call.dbias = out.biases.parts;
   if (empty) return out;
   const Tensor state =
       given.rows(true, call.cut, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);

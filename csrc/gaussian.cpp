@@ -154,8 +154,6 @@ GaussianGradients gaussian_backward(const MaybeTensor& grad_counts, const MaybeT
     take(counts, "counts", numbers, with.given_counts);
     take(means, "means", shape, with.given_means);
     take(variances, "variances", shape, with.given_variances);
-    with.use_numbers = beta_use ? beta_use->numel() : 0;
-    with.ignore_numbers = beta_ignore ? beta_ignore->numel() : 0;
     call.with.push_back(with);
   }
   if (stacked) needs &= ~(kGaussianMean | kGaussianVariance | kGaussianLogWeight);
@@ -167,25 +165,25 @@ GaussianGradients gaussian_backward(const MaybeTensor& grad_counts, const MaybeT
   if (!evidence) needs &= ~(kGaussianBetaUse | kGaussianBetaIgnore);
 
   cut_call(given, call, needs & (kGaussianMean | kGaussianVariance | kGaussianLogWeight),
-           call.with[0].use_numbers + call.with[0].ignore_numbers);
+           (beta_use ? beta_use->numel() : 0) + (beta_ignore ? beta_ignore->numel() : 0));
   const bool empty = g.positions() == 0 || (!grad_counts && !grad_means && !grad_variances && !evidence);
   Tensor dmean = given.result(needs & kGaussianMean, shape, call.with[0].dmean, empty);
   Tensor dvariance = given.result(needs & kGaussianVariance, shape, call.with[0].dvariance, empty);
   Tensor dlog_weight = given.result(needs & kGaussianLogWeight, numbers, call.with[0].dlog_weight, empty);
-  void *use = nullptr, *ignore = nullptr;
-  const Tensor uses = given.result(needs & kGaussianBetaUse, {call.cut.items(), call.with[0].use_numbers}, use, true);
-  const Tensor ignores =
-      given.result(needs & kGaussianBetaIgnore, {call.cut.items(), call.with[0].ignore_numbers}, ignore, true);
-  for (Gaussian& with : call.with) with.duse = use, with.dignore = ignore;
+  const std::vector<int64_t> none;
+  const Partial uses =
+      given.partial(needs & kGaussianBetaUse, call.cut.items(), beta_use ? shape_of(*beta_use) : none);
+  const Partial ignores =
+      given.partial(needs & kGaussianBetaIgnore, call.cut.items(), beta_ignore ? shape_of(*beta_ignore) : none);
+  for (Gaussian& with : call.with) with.duse = uses.parts, with.dignore = ignores.parts;
   const bool parents = needs & (kGaussianMean | kGaussianVariance | kGaussianLogWeight);
   const Gradients out = run_backward(given, call, needs & kGaussianChildren, needs & kGaussianWeight,
                                      needs & kGaussianBias, needs & kGaussianGate, parents, empty);
   Tensor dweight = given.none(), dbias = given.none(), duse = given.none(), dignore = given.none();
-  if (needs & kGaussianWeight)
-    dweight = given.stored(sum_of_parts(out.weights, call.cut.weight_parts, {g.G, g.M, g.D, g.E}));
-  if (needs & kGaussianBias) dbias = given.stored(sum_of_parts(out.biases, call.cut.items(), given.bias_shape));
-  if (needs & kGaussianBetaUse) duse = sum_of_parts(uses, call.cut.items(), shape_of(*beta_use));
-  if (needs & kGaussianBetaIgnore) dignore = sum_of_parts(ignores, call.cut.items(), shape_of(*beta_ignore));
+  if (needs & kGaussianWeight) dweight = given.stored(out.weights.sum());
+  if (needs & kGaussianBias) dbias = given.stored(out.biases.sum());
+  if (needs & kGaussianBetaUse) duse = uses.sum();
+  if (needs & kGaussianBetaIgnore) dignore = ignores.sum();
   return {needs & kGaussianChildren ? given.stored(out.dchildren) : given.none(),
           dweight,
           dmean,

@@ -95,9 +95,8 @@ PoolingGradients pooling_backward(const MaybeTensor& grad_parents, const MaybeTe
   const Gradients out = run_backward(given, call, needs & kPoolingChildren, needs & kPoolingWeight,
                                      needs & kPoolingBias, needs & kPoolingGate, needs & kPoolingQuery, empty);
   Tensor dweight = given.none(), dbias = given.none();
-  if (needs & kPoolingWeight)
-    dweight = given.stored(sum_of_parts(out.weights, call.cut.weight_parts, {g.G, g.M, g.D, g.E}));
-  if (needs & kPoolingBias) dbias = given.stored(sum_of_parts(out.biases, call.cut.items(), given.bias_shape));
+  if (needs & kPoolingWeight) dweight = given.stored(out.weights.sum());
+  if (needs & kPoolingBias) dbias = given.stored(out.biases.sum());
   return {needs & kPoolingChildren ? given.stored(out.dchildren) : given.none(), dweight,
           needs & kPoolingQuery ? given.stored(dquery) : given.none(), dbias,
           needs & kPoolingGate ? given.stored(out.dgate) : given.none()};

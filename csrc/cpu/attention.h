@@ -168,7 +168,7 @@ struct AttentionBackward {
         for (int64_t m = 0; m < g.M; ++m)
           layer_norm_backward<T>(sums + m * CE, CE, T(with.eps), static_cast<const T*>(with.norm_weight), ds + m * CE,
                                  dweight, dweight ? dnorm + CE : nullptr);
-        if (dweight) add_lanes<T>(dnorm, 2 * CE, static_cast<T*>(with.dnorm) + row * 2 * CE);
+        if (dweight) add_lanes<T>(dnorm, 2 * CE, with.dnorm.template part<T>(row));
       }
     }
     if (with.grad_sums.data) {

@@ -154,10 +154,8 @@ struct BackwardItem {
     int64_t count = 0;
     while (count < cut.rows_per_group && place(first_row + count, tiles[count])) ++count;
     if (results) zero(results, count * result_size);
-    T* dW = static_cast<T*>(call.dweight);
-    if (dW) dW += (cut.weight_parts == cut.groups ? group : item) * g.G * g.M * DE;
-    T* dB = static_cast<T*>(call.dbias);
-    if (dB) dB += item * call.bias_numbers;
+    T* dW = call.dweight ? call.dweight.template part<T>(cut.weight_parts == cut.groups ? group : item) : nullptr;
+    T* dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
     if ((kLane == Lanes::kSharing || Rule::kFolds) && g.G > 1) {  // those that share weights, one group after another
       for (int64_t c = chunk * g.G / cut.chunks; c < (chunk + 1) * g.G / cut.chunks; ++c) {
         range = {c, 1, g.G, g.children() / g.G};

@@ -413,10 +413,10 @@ struct GaussianBackward {
     if (!with.duse && !with.dignore) return;
     const V evidence = V{} + *parents(state).number(kEvidence, m);
     if (with.duse)
-      add_beta<Sits>(static_cast<T*>(with.duse) + item * with.use_numbers, betas.use_i, betas.use_m, w * evidence,
+      add_beta<Sits>(with.duse.template part<T>(item), betas.use_i, betas.use_m, w * evidence,
                      range, q, m);
     if (with.dignore)
-      add_beta<Sits>(static_cast<T*>(with.dignore) + item * with.ignore_numbers, betas.ignore_i, betas.ignore_m,
+      add_beta<Sits>(with.dignore.template part<T>(item), betas.ignore_i, betas.ignore_m,
                      (w - gate) * evidence, range, q, m);
   }
   template <class Sits>

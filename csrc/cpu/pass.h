@@ -38,6 +38,18 @@ struct Inputs {
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 };
 
+// A gradient to which several items contribute, each a part by itself: the first part becomes their sum.
+struct Parts {
+  void *first = nullptr, *others = nullptr;
+  int64_t numbers = 0;
+
+  explicit operator bool() const { return first; }
+  template <class T>
+  T* part(int64_t which) const {
+    return which == 0 ? static_cast<T*>(first) : static_cast<T*>(others) + (which - 1) * numbers;
+  }
+};
+
 // What lies between one turn of a routing and the next.
 enum class Update : int {
   kReplace,   // attention: the parents are the next query
@@ -62,7 +74,7 @@ struct Attention {
   const void* given_sums = nullptr;  // [positions, M * C * E] if normalize
   bool frozen = false;
   void* dquery = nullptr;  // [positions, M * C * E]
-  void* dnorm = nullptr;   // [rows, 2, C * E], zeroed
+  Parts dnorm;             // of every row, [2, C * E], zeroed
 };
 
 struct Pooling {
@@ -96,8 +108,7 @@ struct Gaussian {
   View grad_counts, grad_evidence, grad_means, grad_variances;
   View given_counts, given_means, given_variances;
   void *dmean = nullptr, *dvariance = nullptr, *dlog_weight = nullptr;
-  void *duse = nullptr, *dignore = nullptr;  // [items, numbers of the beta], zeroed
-  int64_t use_numbers = 0, ignore_numbers = 0;
+  Parts duse, dignore;  // of every item, zeroed
 };
 
 template <class Operands>
@@ -117,9 +128,8 @@ struct BackwardCall {
   Cut cut;
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
-  void* dweight = nullptr;    // [cut.weight_parts, G, M, D, E], zeroed unless G = I
-  void* dbias = nullptr;      // [items, bias], zeroed
-  int64_t bias_numbers = 0;
+  Parts dweight;              // cut.weight_parts of [G, M, D, E], zeroed unless G = I
+  Parts dbias;                // of every item, zeroed
   void* state = nullptr;    // [rows, turns, numbers]: the parents and their gradients, made by backward_prepare
   void* partial = nullptr;  // [chunks, rows, numbers]: the parents' gradients of each item, of a single turn
 
