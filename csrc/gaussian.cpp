@@ -171,8 +171,7 @@ GaussianGradients gaussian_backward(const MaybeTensor& grad_counts, const MaybeT
   Tensor dvariance = given.result(needs & kGaussianVariance, shape, call.with[0].dvariance, empty);
   Tensor dlog_weight = given.result(needs & kGaussianLogWeight, numbers, call.with[0].dlog_weight, empty);
   const std::vector<int64_t> none;
-  const Partial uses =
-      given.partial(needs & kGaussianBetaUse, call.cut.items(), beta_use ? shape_of(*beta_use) : none);
+  const Partial uses = given.partial(needs & kGaussianBetaUse, call.cut.items(), beta_use ? shape_of(*beta_use) : none);
   const Partial ignores =
       given.partial(needs & kGaussianBetaIgnore, call.cut.items(), beta_ignore ? shape_of(*beta_ignore) : none);
   for (Gaussian& with : call.with) with.duse = uses.parts, with.dignore = ignores.parts;

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastcaps import ops, reference
-from fastcaps.ops.routing import squash_backward, unit_backward
+from fastcaps.ops.routing import Steps
 from fastcaps.reference import routings
 from fastcaps.vectors import squash, unit
 
@@ -252,15 +252,17 @@ def test_a_gradient_of_one_result_alone() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("formula", [(squash, squash_backward), (unit, unit_backward)], ids=["squash", "unit"])
-def test_formulas_between_the_turns(formula: tuple[Any, Any]) -> None:
-    run, backward = formula
+@pytest.mark.parametrize("run", [squash, unit])
+def test_formulas_between_the_turns(run: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     vectors, grad = (torch.randn(5, 2, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     vectors[1], vectors[2], vectors[3] = 0.0, vectors[2] * 1e-6, vectors[3] * 1e4
     vectors.requires_grad_()
-    (wanted,) = torch.autograd.grad(run(vectors, (-2, -1)), vectors, grad)
-    torch.testing.assert_close(backward(grad, vectors.detach()), wanted, rtol=1e-9, atol=1e-12)
+    value = run(vectors, (-2, -1))
+    (wanted,) = torch.autograd.grad(value, vectors, grad)
+    steps = Steps(vectors.detach()[None], run is squash)
+    torch.testing.assert_close(steps.vectors[0], value.detach(), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(steps.backward(grad, 0), wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

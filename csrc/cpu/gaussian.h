@@ -413,11 +413,10 @@ struct GaussianBackward {
     if (!with.duse && !with.dignore) return;
     const V evidence = V{} + *parents(state).number(kEvidence, m);
     if (with.duse)
-      add_beta<Sits>(with.duse.template part<T>(item), betas.use_i, betas.use_m, w * evidence,
-                     range, q, m);
+      add_beta<Sits>(with.duse.template part<T>(item), betas.use_i, betas.use_m, w * evidence, range, q, m);
     if (with.dignore)
-      add_beta<Sits>(with.dignore.template part<T>(item), betas.ignore_i, betas.ignore_m,
-                     (w - gate) * evidence, range, q, m);
+      add_beta<Sits>(with.dignore.template part<T>(item), betas.ignore_i, betas.ignore_m, (w - gate) * evidence, range,
+                     q, m);
   }
   template <class Sits>
   static FASTCAPS_INLINE void add_beta(T* to, int64_t stride_i, int64_t stride_m, V sum, const Range& range, int64_t q,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastcaps.ops.attention import ATTENTION, check_attention
 from fastcaps.ops.checks import check, frame_of
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import Reverse, Routing, asked, queries_of, squash_backward, squashed
+from fastcaps.ops.routing import Reverse, Routing, Steps, asked, queries_of, squashed
 from fastcaps.reference import FROZEN, accumulation_dtype
 from fastcaps.reference.attention import layer_norm
 
@@ -30,10 +30,8 @@ def _check(given: Any) -> None:
     check(given.rule == SEQUENTIAL or not norm, "rule 1 squashes: it has no LayerNorm")
 
 
-def _parents(sums: Tensor, affine: Sequence[Tensor | None], eps: float, normalize: bool, rule: int) -> Tensor:
-    """Return a turn's parents from S, in the dtype of S."""
-    if rule == DYNAMIC:
-        return squashed(sums, sums.dtype)
+def _parents(sums: Tensor, affine: Sequence[Tensor | None], eps: float, normalize: bool) -> Tensor:
+    """Return the parents of turns of sequential attention from S, in the dtype of S."""
     if not normalize:
         return sums
     norm_weight, norm_bias = (None if tensor is None else tensor.to(sums.dtype) for tensor in affine)
@@ -93,13 +91,14 @@ def _backward(
     children, weight, query, bias, gate, norm_weight, norm_bias = tensors
     assert children is not None and grads[0] is not None
     sums, dtype = outputs[1], children.dtype
-    left = (_parents(s, (norm_weight, norm_bias), eps, normalize, rule).to(dtype) for s in sums[:-1])
-    queries = queries_of(query, left, rule == DYNAMIC)
+    steps = Steps(sums, True) if rule == DYNAMIC else None
+    left = steps.vectors[:-1] if steps else _parents(sums[:-1], (norm_weight, norm_bias), eps, normalize)
+    queries = queries_of(query, left.to(dtype), rule == DYNAMIC)
     each = torch.empty_like(sums, dtype=dtype)  # the gradients of what the passes return, parents or S
 
     # turns are counted from the last, as the first may have no query
     def reach(turn: int, grad: Tensor) -> None:
-        each[turn] = grad if rule == SEQUENTIAL else squash_backward(grad.to(sums.dtype), sums[turn])
+        each[turn] = steps.backward(grad.to(sums.dtype), turn) if steps else grad
 
     def arguments(turn: int | slice) -> Sequence[Any]:
         query_then, kept = asked(queries, turn), sums[turn] if normalize else sums.new_empty(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastcaps.ops.checks import check, frame_of
 from fastcaps.ops.pooling import POOLING, check_pooling
 from fastcaps.ops.registration import Grads
-from fastcaps.ops.routing import POSE, Reverse, Routing, asked, queries_of, squash_backward, squashed, unit_backward
+from fastcaps.ops.routing import POSE, Reverse, Routing, Steps, asked, queries_of, squashed
 from fastcaps.reference import FROZEN, accumulation_dtype
 from fastcaps.reference.pooling import parents_of
 from fastcaps.vectors import unit
@@ -101,16 +101,14 @@ def _backward(
     assert children is not None and grads[0] is not None
     (_, sums, logsumexp), wide = outputs, accumulation_dtype(children.dtype)
     first = _first_query(children, weight, bias, parents, window)
-    queries = queries_of(first, (_step(s, rule) for s in sums[:-1]), True)
+    steps = Steps(sums.to(wide), rule == DYNAMIC)
+    queries = queries_of(first, steps.vectors[:-1].to(sums.dtype), True)
     each = torch.empty_like(sums)  # the gradients of S
 
     # turns are counted from the last, as the first may have no query
     def reach(turn: int, grad: Tensor) -> None:
-        if rule == DYNAMIC:
-            grad = squash_backward(grad.to(wide), sums[turn].to(wide))
-        elif turn < -1:
-            grad = unit_backward(grad.to(wide), sums[turn].to(wide))
-        each[turn] = grad
+        straight = rule == VECTOR_NORMED and turn == -1  # the last S is the result
+        each[turn] = grad if straight else steps.backward(grad.to(wide), turn)
 
     def arguments(turn: int | slice) -> Sequence[Any]:
         kept = (children, weight, asked(queries, turn), bias, gate, sums[turn], logsumexp[turn])

@@ -28,9 +28,9 @@ from fastcaps.ops.registration import (
     has_kernel,
     register_autocast,
 )
-from fastcaps.vectors import length, squash, unit
+from fastcaps.vectors import length, squash
 
-__all__ = ["POSE", "Reverse", "Routing", "asked", "queries_of", "squash_backward", "squashed", "unit_backward"]
+__all__ = ["POSE", "Reverse", "Routing", "Steps", "asked", "queries_of", "squashed"]
 
 POSE = (-2, -1)
 Run = Callable[..., Any]
@@ -41,26 +41,36 @@ def squashed(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return squash(sums, POSE).to(dtype)
 
 
-def squash_backward(grad: Tensor, vectors: Tensor) -> Tensor:
-    """Return dL/ds of ``v = f(n) s``, ``n = |s|``, ``f = n / (1 + n^2)``: ``f dv + f' n u <u, dv>`` with ``u = s / n``.
+class Steps:
+    """What a turn leaves to the next, ``squash(S)`` or ``S / |S|``, and the way back; of all turns at once.
 
-    ``f' n = n (1 - n^2) / (1 + n^2)^2``; at the zero vector all of it is 0.
+    Both are ``v = f(n) s`` with ``n = |s|`` and ``u = s / n``, so that ``ds = f dv + f' n u <u, dv>``: for
+    ``f = n / (1 + n^2)`` that is ``f (dv + (2 / (1 + n^2) - 1) u <u, dv>)``, for ``f = 1 / n`` it is
+    ``f (dv - u <u, dv>)``. At the zero vector all of it is 0.
+
+    Parameters
+    ----------
+    sums
+        S, ``[turns, ..., C, E]``.
+    squashes
+        Which of the two.
     """
-    size = length(vectors, POSE, keepdim=True)
-    direction = unit(vectors, POSE)
-    whole = 1 + size.square()
-    along = (direction * grad).sum(POSE, keepdim=True)
-    # f' n as f (1 - n^2) / (1 + n^2), where squares of long vectors do not meet each other's overflow
-    return (size / whole) * (grad + (2 / whole - 1) * along * direction)
 
+    def __init__(self, sums: Tensor, squashes: bool) -> None:
+        size = length(sums, POSE, keepdim=True)
+        zero = size == 0
+        whole = 1 + size.square()
+        self.direction = sums / size.masked_fill(zero, 1.0)
+        # 1 / f: where that is infinite, nothing is left
+        self.divisor = whole / size if squashes else size.masked_fill(zero, torch.inf)
+        self.bend = 2 / whole - 1 if squashes else -torch.ones_like(size)
+        self.vectors = sums / self.divisor
 
-def unit_backward(grad: Tensor, vectors: Tensor) -> Tensor:
-    """Return dL/ds of ``u = s / |s|``: ``(du - u <u, du>) / |s|``; 0 at the zero vector."""
-    size = length(vectors, POSE, keepdim=True)
-    zero = size == 0
-    direction = unit(vectors, POSE)
-    across = grad - (direction * grad).sum(POSE, keepdim=True) * direction
-    return (across / size.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+    def backward(self, grad: Tensor, turn: int) -> Tensor:
+        """Return dL/ds of a turn from dL/dv."""
+        direction = self.direction[turn]
+        along = (direction * grad).sum(POSE, keepdim=True)
+        return (grad + self.bend[turn] * along * direction) / self.divisor[turn]
 
 
 def queries_of(first: Tensor | None, steps: Iterable[Tensor], add: bool) -> Tensor | None:
