@@ -14,7 +14,7 @@ constexpr int64_t kParentBytes = 1 << 20;        // parents of the tiles of a bl
 constexpr int64_t kWeightBytes = 64 << 10;       // a child's matrices beyond this are shared by several tiles
 constexpr int64_t kPartialShare = 64;            // partial results of all items together: a part of all votes' bytes,
 constexpr int64_t kPartialBytesLeast = 1 << 20;  // within these bounds
-constexpr int64_t kPartialBytes = 16 << 20;
+constexpr int64_t kPartialBytes = 32 << 20;
 constexpr int64_t kWeightParts = 64 << 20;       // weight gradients of items that share their weights, all together
 constexpr int64_t kItems = 32;                   // enough to keep the threads of a large machine busy
 constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
@@ -146,6 +146,7 @@ Cut cut_forward(const Geometry& g, const Sizes& sizes) {
 Cut cut_backward(const Geometry& g, const Sizes& sizes) {
   const int64_t L = g.Ho * g.Wo, lanes = sizes.lanes, number = sizes.number;
   const double weights = double(g.G * g.M * g.D * g.E) * double(number);
+  const int64_t partials = std::min(2 * partial_bytes(g, sizes), kPartialBytes);
   const double own = std::max(1.0, double(sizes.own * number));
   const double work = 3.0 * double(operations(g, g.positions(), g.children()));
   const double weight_parts = std::min(double(kWeightParts), votes_bytes(g, sizes) / 32);
@@ -173,8 +174,8 @@ Cut cut_backward(const Geometry& g, const Sizes& sizes) {
     cut.chunks = std::max<int64_t>(
         1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(cut.groups, 1)), most_ranges,
                               int64_t(work / 3.0 / double(std::max<int64_t>(cut.groups, 1) * kOperationsPerItem)),
-                              int64_t(double(2 * partial_bytes(g, sizes)) / room),
-                              int64_t(double(2 * partial_bytes(g, sizes)) / own) / std::max<int64_t>(cut.groups, 1),
+                              int64_t(double(partials) / room),
+                              int64_t(double(partials) / own) / std::max<int64_t>(cut.groups, 1),
                               owned ? kItems : std::max<int64_t>(2, int64_t(weight_parts / weights))}));
     const double busy = std::min<double>(1.0, double(cut.items()) / 8.0);
     const double parts = double(owned ? cut.groups : cut.items());
