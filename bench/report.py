@@ -20,10 +20,14 @@ if __name__ == "__main__":
 
 from bench import device_report
 from bench.device_report import SHORT, number
+from bench.routings import AttentionPass
+from bench.workloads import WORKLOADS
 
 __all__ = ["BEGIN", "END", "into", "markdown", "means", "merge", "print_document", "shortfalls", "tables"]
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+ROUTINGS = "<!-- routings:begin -->", "<!-- routings:end -->"
+"""What a page's tables of whole routings stand between; :data:`BEGIN` and :data:`END` hold all others."""
 RESULTS = Path(__file__).resolve().parent / "results"
 
 COLUMNS = (
@@ -321,6 +325,18 @@ def into(page: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     return f"{before}{begin}\n{table.strip()}\n{end}{after}"
 
 
+def sections(document: dict[str, Any]) -> list[tuple[dict[str, Any], tuple[str, str]]]:
+    """Return the parts of a document that a page has separately, each with its markers."""
+    if document["kind"] == "device":
+        return [(document, (device_report.BEGIN, device_report.END))]
+    whole = {work.name for work in WORKLOADS.values() if not isinstance(work.routing, AttentionPass)}
+    split = [
+        ([row for row in document["rows"] if (row["workload"] in whole) == routings], markers)
+        for routings, markers in ((False, (BEGIN, END)), (True, ROUTINGS))
+    ]
+    return [(document | {"rows": rows}, markers) for rows, markers in split if rows]
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Tables from benchmark results.")
@@ -332,12 +348,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
     try:
         document = merge([json.loads(path.read_text()) for path in files])
         on_device = document["kind"] == "device"
-        text = device_report.markdown(document) if on_device else markdown(document)
+        as_text = device_report.markdown if on_device else markdown
         if given.into is not None:
-            markers = (device_report.BEGIN, device_report.END) if on_device else (BEGIN, END)
-            given.into.write_text(into(given.into.read_text(), text, *markers))
+            page = given.into.read_text()
+            for part, markers in sections(document):
+                page = into(page, as_text(part), *markers)
+            given.into.write_text(page)
         elif given.markdown or on_device:
-            print(text)
+            print(as_text(document))
         else:
             print_document(document)
     except (OSError, ValueError) as error:

@@ -160,12 +160,17 @@ def test_the_command_line_puts_the_table_into_a_page(tmp_path: Path, capsys: pyt
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and "231 MB" in text
     assert report.main([str(results), "--into", str(page)]) == 0
     assert page.read_text() == text
+    results.write_text(json.dumps(_document(_row(workload="zhao-pool"))))
+    page.write_text(text + "\n".join(report.ROUTINGS))
+    assert report.main([str(results), "--into", str(page)]) == 0
+    begin, end = report.ROUTINGS
+    assert page.read_text().startswith(text + begin) and "zhao-pool" in page.read_text().partition(end)[0]
     page.write_text("no markers")
     assert report.main([str(results), "--into", str(page)]) == 1
     assert page.read_text() == "no markers"
     capsys.readouterr()
     assert report.main([str(results)]) == 0
-    assert "tsai-c10-conv1" in capsys.readouterr().out
+    assert "zhao-pool" in capsys.readouterr().out
 
 
 # Session
