@@ -2,10 +2,10 @@
 
 What is counted is resident memory (RSS). The baseline is taken when the inputs lie in memory, and a miniature of the
 layer and then the call itself have run once, so that code is loaded and threads are up; what they left to the allocator
-was given back. The peak is the highest RSS
-that the kernel saw during the second call; what the first one keeps for good, by the count of memory without a file
-behind it, is added. Results and gradients are part of the growth; ``beyond`` is the growth without them: what the call
-needed for itself. Either is exact to about 1 MB, by which the system's counters may lag.
+was given back. The peak is the highest RSS that the kernel saw during the second call; what the first one keeps for
+good, by the count of memory without a file behind it, is added. Results and gradients are part of the growth;
+``beyond`` is the growth without them: what the call needed for itself. Either is exact to about 1 MB, by which the
+system's counters may lag.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Workspace
 Beside their outputs the CPU kernels use, with "parents" short for the B * L * M * C * E numbers of one parents tensor:
 
 ``attention_pass``: partial sums where positions are too few to keep the threads busy, all together a 64th of what the
-votes would take (but 1 to 32 MiB), and about 0.5 MiB for each thread (the parents and votes of one block; with very many
-parents, the parents of 16 positions a few times).
+votes would take (but 1 to 32 MiB), and about 0.5 MiB for each thread (the parents and votes of one block; with very
+many parents, the parents of 16 positions a few times).
 
 ``attention_pass_backward``: two parents (query and dL/dS turned to lanes), one parents more for each range of children
 and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (``csrc/cpu/cut.cpp`` keeps their
@@ -23,9 +23,9 @@ two numbers for each parent, or two parents and as many.
 ``pooling_pass_backward`` and ``gaussian_pass_backward``: as the attention pass's, with two parents and two numbers for
 each parent at the start, or five and three; a range leaves one parents, or two and a number.
 
-``attention_turns_backward``, ``pooling_turns_backward`` and ``gaussian_turns_backward``: what the pass's backward has at
-the start, of every turn. Where a loop over turns serves them: what the pass's backward uses and the gradients of one turn
-beside their sums.
+``attention_turns_backward``, ``pooling_turns_backward`` and ``gaussian_turns_backward``: what the pass's backward has
+at the start, of every turn. Where a loop over turns serves them: what the pass's backward uses and the gradients of one
+turn beside their sums.
 
 Whole routings: what their pass uses. Their results include the history, one parents a turn (two for Gaussians). A
 backward makes the query of every turn again (for Gaussians the variances) and keeps the gradients of every turn's
@@ -43,9 +43,9 @@ from 33 positions on; the weights once more where they are rounded to TF32.
 them if they are larger.
 
 ``pooling_pass`` and ``gaussian_pass``: for each range of children one parents and a number for each parent, or two
-parents (three in a first turn) and a number, two with betas. Their backwards: one parents and a number for each parent,
-or two and a number; for each range what is wanted of the parents' gradients; the rest as the attention pass's. A routing
-of one launch: its results alone.
+parents (three in a first turn) and a number, two with betas. Their backwards: one parents and a number for each
+parent, or two and a number; for each range what is wanted of the parents' gradients; the rest as the attention pass's.
+A routing of one launch: its results alone.
 
 Nothing grows with children times parents. The reference, being the oracle, stores the votes of the whole call.
 """
