@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,19 @@ def gradients_of(call: Call, run: Any, dtype: torch.dtype = torch.float64) -> tu
     return results, list(found)
 
 
+@contextmanager
+def summed_at_once(routing: ops.Routing, at_once: bool) -> Iterator[None]:
+    """Have the CPU's backward sum over turns in one call, or turn by turn, whatever serves it here."""
+    looped = routing.one.looped
+    before = set(looped)
+    (looped.discard if at_once else looped.add)("CPU")
+    try:
+        yield
+    finally:
+        looped.clear()
+        looped.update(before)
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +279,16 @@ def test_formulas_between_the_turns(run: Any) -> None:
     torch.testing.assert_close(steps.backward(grad, 0), wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("call", CALLS, ids=name_of)
+def test_the_shares_of_turns_add_up(call: Call) -> None:
+    with summed_at_once(call.routing, True):
+        _, wanted = gradients_of(call, call.run)
+    with summed_at_once(call.routing, False):
+        _, found = gradients_of(call, call.run)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("call", CALLS, ids=name_of)
 def test_dtypes(call: Call, dtype: torch.dtype) -> None:
@@ -384,15 +408,8 @@ def test_a_backward_asks_a_turn_once_and_for_no_more_than_is_needed(at_once: boo
             wanted = [*(needs | summed for needs in own), summed]
         arguments = list(call.arguments())
         arguments[argument].requires_grad_()
-        looped = call.routing.one.looped
-        before = set(looped)
-        (looped.discard if at_once else looped.add)("CPU")
-        try:
-            with Watch() as watch:
-                sum(result.sum() for result in call.run(*arguments)[: call.routing.results]).backward()
-        finally:
-            looped.clear()
-            looped.update(before)
+        with summed_at_once(call.routing, at_once), Watch() as watch:
+            sum(result.sum() for result in call.run(*arguments)[: call.routing.results]).backward()
         assert watch.needs == wanted, call.name
 
 
