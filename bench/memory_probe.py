@@ -27,7 +27,7 @@ from bench.alternatives import build, is_compiled, runner
 from bench.inputs import size_of
 from bench.workloads import Workload
 
-__all__ = ["Peak", "measure", "measure_fresh", "peak_of_pass", "peak_supported"]
+__all__ = ["Peak", "kept_by", "measure", "measure_fresh", "peak_of_pass", "peak_supported"]
 
 _STATUS = "/proc/self/status"
 _RESET = "/proc/self/clear_refs"
@@ -110,7 +110,7 @@ def _give_back() -> None:
             library.malloc_trim(0)
 
 
-def _kept(call: Callable[[], Any]) -> int:
+def kept_by(call: Callable[[], Any]) -> int:
     """Return by how many bytes a call leaves the process larger, code not counted."""
     _give_back()
     before = _status("RssAnon")
@@ -143,7 +143,7 @@ def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, thre
     call = runner(build(name, workload), inputs, training)
     if is_compiled(name):
         call()  # else what the compiler keeps would count
-    kept = _kept(call)
+    kept = kept_by(call)
     results = 0
 
     def counted() -> Any:

@@ -19,7 +19,7 @@ from bench.alternatives import ALTERNATIVES, OURS, build, eager, runner  # noqa:
 from bench.gate import SAME, Gate, convolution  # noqa: E402
 from bench.inputs import is_batched  # noqa: E402
 from bench.layouts import Layout  # noqa: E402
-from bench.memory_probe import measure, measure_fresh, peak_of_pass, peak_supported  # noqa: E402
+from bench.memory_probe import kept_by, measure, measure_fresh, peak_of_pass, peak_supported  # noqa: E402
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool  # noqa: E402
 from bench.timing import Contender, Plan, Schedule, Sgemm, quantiles  # noqa: E402
 from bench.worker import Worker, WorkerError  # noqa: E402
@@ -317,6 +317,13 @@ def test_a_known_allocation_is_seen_though_it_was_freed() -> None:
     assert 0 <= _allocate(0) < 4 * 2**20
     for megabytes in (32, 96, 32):
         assert abs(_allocate(megabytes) - megabytes * 2**20) < 4 * 2**20
+
+
+@pytest.mark.skipif(bool(peak_supported()), reason=f"peak memory cannot be measured: {peak_supported()}")
+def test_what_a_call_keeps_is_seen() -> None:
+    shelf: list[torch.Tensor] = []
+    assert abs(kept_by(lambda: shelf.append(torch.ones(32 * 2**18))) - 32 * 2**20) < 4 * 2**20
+    assert kept_by(lambda: torch.ones(32 * 2**18).sum()) < 4 * 2**20
 
 
 @pytest.mark.skipif(bool(peak_supported()), reason=f"peak memory cannot be measured: {peak_supported()}")
