@@ -58,6 +58,7 @@ struct AttentionForward {
   static int64_t state_numbers(const ForwardCall<Attention>& call) {
     return call.with.query.data || call.total > 1 ? call.in.geometry.parents() : 0;
   }
+  static int64_t numbers_before(const Geometry&) { return 0; }
   static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {

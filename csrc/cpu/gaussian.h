@@ -69,6 +69,7 @@ struct GaussianForward {
   static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
     return {base, many, g.parent_pose(), 2};
   }
+  static int64_t numbers_before(const Geometry&) { return 0; }
   static int64_t result_numbers(const Geometry& g, int64_t many) { return 2 * many * (g.parent_pose() + 1); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
