@@ -1,8 +1,8 @@
 // What a thread works with: the weights and biases of the children at hand.
 #pragma once
 
+#include "call.h"
 #include "lanes.h"
-#include "pass.h"
 #include "scratch.h"
 
 namespace fastcaps {
@@ -22,13 +22,13 @@ struct WeightsOf {
   const int64_t G, M, size, pose, bias_i, bias_m;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
 
-  WeightsOf(const Inputs& in, Arena& arena)
+  WeightsOf(const Votes& in, Arena& arena)
       : weight(static_cast<const T*>(in.weight)),
         bias(static_cast<const T*>(in.bias)),
-        G(in.geometry.G),
-        M(in.geometry.M),
-        size(in.geometry.D * in.geometry.E),
-        pose(in.geometry.parent_pose()),
+        G(votes.G),
+        M(votes.M),
+        size(votes.D * votes.E),
+        pose(votes.parent_size()),
         bias_i(in.bias_stride_i),
         bias_m(in.bias_stride_m) {
     if (kTurned && weight) weight_lanes = arena.take<Vec<T>>(size);
