@@ -46,6 +46,7 @@ class Gaussian(Routing):
         "Tensor means, Tensor variances, float eps"
     )
     gradients = ", ".join(f"Tensor d{name}" for name in NAMES)
+    moments = 2
     wide = frozenset((*STATE, "beta_use", "beta_ignore"))
     stacked = frozenset((*STATE, "counts", "means", "variances"))
 

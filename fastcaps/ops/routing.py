@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
+from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
-from fastcaps.votes import Votes, autocast_dtype
+from fastcaps.votes import Votes, autocast_dtype, output_size
 
 __all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of", "queries_of"]
 
@@ -83,6 +84,8 @@ class Routing(ABC):
         with a leading dimension of turns.
     grads, own_backward, gradients
         The backward's schema: what it takes before the votes, after them, and what it returns.
+    moments
+        How many sums over the votes a turn leaves.
     wide
         The names of tensors that are in the accumulation dtype of the children.
     """
@@ -95,6 +98,7 @@ class Routing(ABC):
     grads: str
     own_backward: str
     gradients: str
+    moments = 1
     wide: frozenset[str] = frozenset()
 
     # ---- what a routing says of itself -------------------------------------------------------------------------------
@@ -176,6 +180,8 @@ class Routing(ABC):
             f"fastcaps::{self.name}", self.differentiate, setup_context=self._setup, lib=LIBRARY
         )
         register_decomposition(self.op)(self.by_reference)  # which an ONNX export takes
+        register_flop_formula(self.op.overloadpacket)(self._forward_flops)
+        register_flop_formula(self.backward_op.overloadpacket)(self._backward_flops)
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             LIBRARY.impl(self.name, self._autocast_kernel(device_type, key), key)
 
@@ -287,6 +293,25 @@ class Routing(ABC):
             total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
         return tuple(total)
 
+    def _forward_flops(self, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+        """Return the multiplications and additions of a call: tensors come as their shapes.
+
+        A turn makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a
+        first turn without a state is linear in the children where there is one moment: it is one product.
+        """
+        given = self.given(shapes)
+        votes, one = _flops(shapes)
+        first = votes + (0 if self.moments == 1 else self.moments * one)
+        turn = votes + (1 + self.moments) * one
+        turns = self.turns(given)
+        return turns * turn if self.first(given)[0] is not None else first + (turns - 1) * turn
+
+    def _backward_flops(self, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+        """Return the same of a backward: votes made again, agreement, two dot products and two sums of each."""
+        votes, one = _flops(shapes[self.heads :])
+        turns, needs = next(head for head in shapes[: self.heads] if head is not None)[0], shapes[-1]
+        return turns * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
+
     stacked: frozenset[str] = frozenset()
     """The names of what a backward takes after the votes that has a leading dimension of turns."""
 
@@ -387,6 +412,15 @@ class Routing(ABC):
                 return self.op(*given)
 
         return cast
+
+
+def _flops(shapes: Sequence[Any]) -> tuple[int, int]:
+    """Return the operations of making all votes once, and of one sum over all of them, from the shapes of a call."""
+    (batch, height, width, types, rows, depth), weight, _, _, parents, window = shapes[:_COUNT]
+    ho, wo = output_size(window, height, width)
+    pairs = batch * ho * wo * window[0] * window[1] * types * parents
+    columns = depth if weight is None else weight[3]
+    return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns
 
 
 def at(stack: Tensor | None, turn: int) -> Tensor | None:
