@@ -21,7 +21,7 @@ from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.votes import Votes, autocast_dtype, output_size
 
-__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of", "queries_of"]
+__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of"]
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 
@@ -433,24 +433,6 @@ def part_of(stack: Tensor | None, turn: int | None) -> Tensor | None:
     if stack is None or turn is None:
         return stack
     return None if len(stack) < -turn else stack[turn : turn + 1 or None]
-
-
-def queries_of(first: Tensor | None, steps: Sequence[Tensor], add: bool) -> Tensor | None:
-    """Return the queries of a routing's turns, stacked; without the first turn's if that has none.
-
-    Parameters
-    ----------
-    first
-        Of the first turn.
-    steps
-        What each turn but the last leaves to the next.
-    add
-        Whether a query is the sum of all so far, or the last of them.
-    """
-    queries = [] if first is None else [first]
-    for step in steps:
-        queries.append(queries[-1] + step if add and queries else step)
-    return torch.stack(queries) if queries else None
 
 
 class Reverse:
