@@ -16,8 +16,8 @@ Augmentation = Callable[[Tensor], Tensor]
 class RandomCropFlip:
     """The paper's augmentation (Tsai et al. 2020, A.2): pad with zeros, crop at random to the old size, flip half.
 
-    Every image of a batch draws its own shift and flip from torch's global generator. Ask for flips only where a mirrored
-    image is of the same class: a mirrored 2 is no 2.
+    Every image of a batch draws its own shift and flip from torch's global generator. Flip only what has the
+    same class in the mirror: a mirrored 2 is no 2.
 
     Parameters
     ----------
