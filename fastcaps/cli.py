@@ -38,6 +38,8 @@ _CONFIG_FLAGS = (
     ("accelerator", str, "auto, cpu, gpu, … as Lightning has them"),
     ("devices", str, "how many devices, or which (0,1)"),
     ("strategy", str, "auto, ddp, fsdp, … as Lightning has them"),
+    ("augment", bool, "pad and crop training images at random (CIFAR is, the others are not)"),
+    ("flip", bool, "mirror half of the training images (CIFAR is, the others are not: a mirrored 2 is no 2)"),
     ("limit", int, "use only the first training images, for a quick try"),
     ("workers", int, "processes that prepare batches"),
     ("checkpoint-every", int, "steps between two checkpoints"),
@@ -86,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         help="defaults of the options below: quick (2 epochs) or the paper's (350)",
     )
     for name, kind, text in (*_CONFIG_FLAGS, *_NETWORK_FLAGS):
-        train.add_argument(f"--{name}", type=kind, help=text)
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        train.add_argument(f"--{name}", help=text, **how)
     train.set_defaults(run=_train)
 
     info = commands.add_parser("info", help="what was built, what runs here, and why")
