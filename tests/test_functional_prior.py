@@ -15,7 +15,7 @@ def by_loops(votes, prior, iterations, eps, compete, detach):
     seen = see(votes)
     every = make_votes(seen)  # [B, Ho, Wo, I, M, C, E]
     logits = torch.zeros(every.shape[:5], dtype=every.dtype) + (0 if prior is None else prior)
-    for turn in range(iterations):
+    for _ in range(iterations):
         if compete == "parents":
             shares = seen.gated(logits.softmax(-1))
         else:
