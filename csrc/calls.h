@@ -1,32 +1,18 @@
 // What the op bodies on the CPU share: describing tensors to the kernels, allocating, running items, adding up parts.
 #pragma once
 
-#include <algorithm>
-#include <cstdlib>
-#include <memory>
-
 #include "cpu/cut.h"
+#include "cpu/scratch.h"
 #include "tensors.h"
 
 namespace fastcaps {
-
-// A thread's own memory for the length of a range of items.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : data_(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64 + 64), &std::free) {
-    STD_TORCH_CHECK(data_ != nullptr, "fastcaps: no memory for ", bytes, " bytes of scratch");
-  }
-  void* get() const { return data_.get(); }
-
- private:
-  std::unique_ptr<void, decltype(&std::free)> data_;
-};
 
 template <class Run>
 void run_items(int64_t items, int64_t scratch_bytes, Run&& run) {
   if (items == 0) return;
   torch::stable::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
-    Scratch scratch(scratch_bytes);
+    const Scratch scratch(scratch_bytes);
+    STD_TORCH_CHECK(scratch.get() != nullptr, "fastcaps: no memory for ", scratch_bytes, " bytes of scratch");
     run(begin, end, scratch.get());
   });
 }

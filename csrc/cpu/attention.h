@@ -58,6 +58,7 @@ struct AttentionForward {
   static int64_t state_numbers(const ForwardCall<Attention>& call) {
     return call.with.query.data || call.total > 1 ? call.in.geometry.parents() : 0;
   }
+  static int64_t numbers_before(const Geometry&) { return 0; }
   static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
@@ -114,7 +115,7 @@ struct AttentionForward {
       squash<T>(S, g.M, CE);
     } else if (with.normalize) {
       for (int64_t m = 0; m < g.M; ++m)
-        layer_norm<T>(S + m * CE, CE, T(with.eps), static_cast<const T*>(with.norm_weight),
+        layer_norm<T>(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
                       static_cast<const T*>(with.norm_bias), S + m * CE);
     }
     if (last)
@@ -136,7 +137,7 @@ struct AttentionBackward {
   using V = Vec<T>;
   static constexpr int kRows = 2;  // a, then g r; h, then s da
   static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = false, kBetas = false, kFolds = false;
+  static constexpr bool kSilent = false, kBetas = false, kRest = false, kFolds = false;
   const BackwardCall<Attention>& call;
   const Geometry& g;
   const Attention& with;
@@ -165,9 +166,11 @@ struct AttentionBackward {
         read_row<T>(tile, static_cast<const T*>(with.given_sums), MCE, sums);
         X* dweight = with.dnorm ? dnorm : nullptr;
         if (dweight) zero(dnorm, 2 * CE);
+        // Sums in a lane without a position are 0: with eps = 0 they would divide by 0, and gradients add lanes up.
+        const X eps = where_alive<T>(tile, X{} + T(with.eps), T(1));
         for (int64_t m = 0; m < g.M; ++m)
-          layer_norm_backward<T>(sums + m * CE, CE, T(with.eps), static_cast<const T*>(with.norm_weight), ds + m * CE,
-                                 dweight, dweight ? dnorm + CE : nullptr);
+          layer_norm_backward<T>(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE, dweight,
+                                 dweight ? dnorm + CE : nullptr);
         if (dweight) add_lanes<T>(dnorm, 2 * CE, with.dnorm.template part<T>(row));
       }
     }

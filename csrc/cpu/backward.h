@@ -132,8 +132,56 @@ struct BackwardItem {
 
   void prepare(int64_t row) {
     if (!place(row, tiles[0])) return;
-    for (int64_t k = 0; k < turns; ++k)
-      rules[k].prepare(tiles[0], row, static_cast<X*>(call.state) + (row * turns + k) * state_size, scratch);
+    states = static_cast<const X*>(call.state) + row * turns * state_size;
+    for (int64_t k = 0; k < turns; ++k) {
+      X* state = static_cast<X*>(call.state) + (row * turns + k) * state_size;
+      if constexpr (!Rule::kRest)
+        rules[k].prepare(tiles[0], row, state, scratch);
+      else if (rules[k].prepare(tiles[0], row, state, scratch))
+        find_rest(k, state);
+    }
+  }
+
+  // What the weights of all children leave over about the means of turn k, of the row in hand.
+  void find_rest(int64_t k, X* state) {
+    if constexpr (Rule::kRest) {
+      const bool by_group = kLane == Lanes::kSharing && g.G > 1;
+      const int64_t size = cut.block_children * Sits::kUnit;
+      for (int64_t c = 0; c < (by_group ? g.G : 1); ++c) {
+        range = by_group ? Range{c, 1, g.G, g.children() / g.G} : Range{0, g.N, g.N, g.children()};
+        for (int64_t first = 0; first < range.count; first += size)
+          add_rest(k, first, (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit);
+      }
+      rules[k].take_rest(state, scratch);
+    }
+  }
+  void add_rest(int64_t k, int64_t first, int64_t units) {
+    Sits::gather(g, tiles[0], call.in.storage, call.in.children, call.in.gate, range, first, units, P, gates);
+    if (call.in.gate.data) silence<T>(P, gates, units, CD);
+    if (rules[k].plain())
+      share_plainly(k, units, 0, 1);
+    else
+      listen<Votes::kMade>(k, first, units, 0, 1);
+    for (int64_t j = 0; j < units; ++j) {
+      V* row = rows_of(k) + j * g.M;
+      if (!rules[k].plain()) softmax<T>(row, g.M, highest[k * slots + j], gates[j]);
+      for (int64_t m = 0; m < g.M; ++m) {
+        const int64_t q = first + j * Sits::kUnit;
+        const V w = gates[j] == 0 ? V{} : row[m];
+        votes<T>(pose, P + j * CD, weights.matrix(range, q, m), weights.bias_of(range, q, m),
+                 [&](int at, V v) FASTCAPS_LAMBDA { dV[at] = v; });
+        X *count = rules[k].count(scratch) + m, *rest = rules[k].rest(scratch) + m * CE;
+        if constexpr (kChildLanes) {
+          zero(votes_kept, CE);
+          rules[k].add_rest(pose, state(0, k), m, w, dV, votes_kept);
+          add_lane_sums<T>(votes_kept, CE, rest);
+          add_lane_sums<T>(&w, 1, count);
+        } else {
+          rules[k].add_rest(pose, state(0, k), m, w, dV, rest);
+          *count += w;
+        }
+      }
+    }
   }
 
   // The parents' gradients of one row: the chunks' parts in their order.

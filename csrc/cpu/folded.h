@@ -91,17 +91,16 @@ struct FoldedForward : AttentionForward<T, X> {
   const int64_t CD;
   explicit FoldedForward(const ForwardCall<Attention>& call_) : Base(call_), CD(g.child_pose()) {}
 
-  // State: Q, then U. Results: S, then sums of poses.
+  // State: Q, then U. Results: S before the others, which are sums of poses.
   static int64_t state_numbers(const ForwardCall<Attention>& call) {
     const Geometry& g = call.in.geometry;
     return g.parents() + g.M * g.child_pose();
   }
-  static int64_t result_numbers(const Geometry& g, int64_t many) {
-    return (many == g.M ? g.parents() : 0) + many * g.child_pose();
-  }
+  static int64_t numbers_before(const Geometry& g) { return g.parents(); }
+  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.child_pose(); }
   template <class Y>
   static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base + (many == g.M ? g.parents() : 0), many, g.child_pose(), 1};
+    return {base, many, g.child_pose(), 1};
   }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
@@ -126,7 +125,7 @@ struct FoldedForward : AttentionForward<T, X> {
     WeightedSums<T>::take(kept, share, count, CD, to.pose(0, to_m));
   }
   void fold(Planes<V> block, X* result, int64_t m) const {
-    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, planes(result, g, g.M).pose(0, m));
+    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, result + g.parents() + m * CD);
   }
 };
 

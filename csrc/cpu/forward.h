@@ -35,8 +35,9 @@ struct ForwardItem {
   const Pose pose;
   const WeightsOf<T, kLane> weights;
   const Rule rule;
-  const int64_t slots, CE, CD, state_size, result_size;
-  X *states, *results;  // of the rows at hand
+  const int64_t slots, CE, CD, state_size;
+  const int64_t before, result_size;  // of a row's results: numbers that no vote is added to, and all of them
+  X *states, *results;                // of the rows at hand
   V *P, *gates, *a, *highest, *votes_kept, *shares, *local;
   Tile<T>* tiles;
   Range range{};  // of children of this item
@@ -53,7 +54,8 @@ struct ForwardItem {
         CE(int64_t(pose.C) * pose.E),
         CD(g.child_pose()),
         state_size(Rule::state_numbers(call)),
-        result_size(Rule::result_numbers(g, g.M)) {
+        before(Rule::numbers_before(g)),
+        result_size(before + Rule::result_numbers(g, g.M)) {
     tiles = arena.take<Tile<T>>(cut.block_rows);
     states = arena.take<X>(cut.block_rows * state_size);
     results = arena.take<X>(cut.block_rows * result_size);
@@ -74,7 +76,7 @@ struct ForwardItem {
     if constexpr (kChildLanes)
       return Rule::planes(local + t * Rule::result_numbers(g, 1), g, 1);
     else
-      return Rule::planes(result(t), g, g.M);
+      return Rule::planes(result(t) + before, g, g.M);
   }
 
   void run(int64_t item) {
@@ -86,7 +88,10 @@ struct ForwardItem {
       const int64_t nt = min(cut.block_rows, last - first);
       for (int64_t t = 0; t < nt; ++t) place(first + t, t);
       for (turn = call.turn; turn < call.turn + call.turns; ++turn) {
-        for (int64_t t = 0; t < nt; ++t) Rule::clear(result(t), g, g.M);
+        for (int64_t t = 0; t < nt; ++t) {
+          zero(result(t), before);
+          Rule::clear(result(t) + before, g, g.M);
+        }
         const int64_t block_size = cut.block_children * Sits::kUnit;
         each_range(begin, count, [&] {
           if constexpr (Rule::kFolds)

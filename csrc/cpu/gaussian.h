@@ -5,10 +5,13 @@
 // Sums are kept as the running mean and the squares about it (West 1979), both about a base near the votes: the mean of
 // the turn before, or some child's votes. No common offset of the votes and no distance from the base costs digits.
 //
-// Backward, with N = n + eps, d = V - means, u = (dmeans - 2 eps means dvariances / N) / N, s = dvariances / N:
+// Backward, with N = n + eps, d = V - means, u = (dmeans - 2 rest dvariances / N) / N, s = dvariances / N:
 //   t = dn - <s, variances> + <u + s d, d> + (beta_use + beta_ignore) devidence, da = g r (t - sum_m r t),
 //   dg = sum_m r t - beta_ignore devidence, dV = w (u + 2 s d) - 2 da p (V - mu),
 //   dmu = 2 p sum_i da (V - mu), dvariance = 2 p^2 sum_i da (V - mu)^2, dalpha = sum_i da
+// rest = sum_i w (V - means) would be eps means, and n the count given, if nothing were rounded. As rounded the means
+// are off, and every d by as much, and the weights made again are not quite those that were counted. Where a variance
+// is nothing beside its mean, rest and n are summed from the same d and w, so that both cancel as they should.
 #pragma once
 
 #include "attention.h"
@@ -69,6 +72,7 @@ struct GaussianForward {
   static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
     return {base, many, g.parent_pose(), 2};
   }
+  static int64_t numbers_before(const Geometry&) { return 0; }
   static int64_t result_numbers(const Geometry& g, int64_t many) { return 2 * many * (g.parent_pose() + 1); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
@@ -272,7 +276,7 @@ struct GaussianBackward {
   using V = Vec<T>;
   static constexpr int kRows = 2;           // a, then w; t, then da
   static constexpr int kResultNumbers = 1;  // sum of da
-  static constexpr bool kSilent = true, kBetas = true, kFolds = false;
+  static constexpr bool kSilent = true, kBetas = true, kRest = true, kFolds = false;
   const BackwardCall<Gaussian>& call;
   const Geometry& g;
   const Gaussian& with;
@@ -282,8 +286,8 @@ struct GaussianBackward {
   GaussianBackward(const BackwardCall<Gaussian>& call_, const Gaussian& with_)
       : call(call_), g(call.in.geometry), with(with_), betas(with), CE(g.parent_pose()) {}
 
-  // State: the base, p, means less the base, u - 2 s means, s; alpha, what of t no vote changes, devidence.
-  enum Plane { kBase, kPrecision, kMeans, kSlope, kS, kPoses };
+  // State: the base, p, means less the base, u, s; alpha, what of t no vote changes, devidence.
+  enum Plane { kBase, kPrecision, kMeans, kU, kS, kPoses };
   enum Number { kAlpha, kAlways, kEvidence, kNumbers };
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
@@ -301,41 +305,73 @@ struct GaussianBackward {
   }
   bool wants_results() const { return with.dmean || with.dvariance || with.dlog_weight; }
   bool needs_vote() const { return true; }
-  static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 3 * g.M; }
+  static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 2 * g.M; }
   bool plain() const { return !with.mean.data && !with.log_weight.data && !call.dgate; }
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(g.M)); }
 
-  void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  // Leaves 1 / N in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
+  bool prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;
     const int64_t MCE = g.parents();
     const Planes<X> to = parents(state);
     const auto poses = [&](const View& view, X* out) { gather_parents<T>(g, tile, kSum, view, g.M, g.C, g.E, out); };
     const auto numbers = [&](const View& view, X* out) { gather_parents<T>(g, tile, kSum, view, g.M, 1, 1, out); };
     zero(state, state_numbers(call));
-    X *counts = scratch, *variances = scratch + 3 * g.M;
+    X *counts = scratch, *variances = rest(scratch);
     numbers(with.given_counts, counts);
     poses(with.given_means, to.pose(kMeans, 0));
     poses(with.given_variances, variances);
-    if (with.grad_means.data) poses(with.grad_means, to.pose(kSlope, 0));
+    if (with.grad_means.data) poses(with.grad_means, to.pose(kU, 0));
     if (with.grad_variances.data) poses(with.grad_variances, to.pose(kS, 0));
     if (with.grad_counts.data) numbers(with.grad_counts, to.number(kAlways, 0));
     if (with.grad_evidence.data && betas.use) numbers(with.grad_evidence, to.number(kEvidence, 0));
     if (with.log_weight.data) numbers(with.log_weight, to.number(kAlpha, 0));
     poses(with.mean.data ? with.mean : with.given_means, to.pose(kBase, 0));
-    X *p = to.pose(kPrecision, 0), *u = to.pose(kSlope, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
+    X *p = to.pose(kPrecision, 0), *u = to.pose(kU, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
     if (with.variance.data) poses(with.variance, p);
+    X narrow{};
+    zero(count(scratch), g.M);
     for (int64_t m = 0; m < g.M; ++m) {
-      const X one = inverse_or_zero(counts[m] + T(with.eps));
+      const X one = counts[m] = inverse_or_zero(counts[m] + T(with.eps));
       for (int64_t k = m * CE; k < (m + 1) * CE; ++k) {
         s[k] *= one;
         u[k] = (u[k] - T(2 * with.eps) * means[k] * s[k]) * one;
         *to.number(kAlways, m) -= s[k] * variances[k];
+        narrow += variances[k] < means[k] * means[k] * kNarrow ? s[k] * s[k] : X{};
+        variances[k] = X{};
       }
     }
     for (int64_t k = 0; k < MCE; ++k) {
       means[k] -= to.base[k];
-      u[k] -= 2 * s[k] * means[k];
       if (with.mean.data) p[k] = with.variance.data ? T(0.5) / where_alive<T>(tile, p[k], T(1)) : X{} + 1;
+    }
+    T sum{};
+    add_lanes<T>(&narrow, 1, &sum);
+    return sum > 0;
+  }
+
+  // A variance that is less of its squared mean than this.
+  static constexpr T kNarrow = T(1) / 64;
+
+  X* count(X* scratch) const { return scratch + g.M; }
+  X* rest(X* scratch) const { return scratch + 2 * g.M; }
+  // rest += w (V - means), for one unit of children
+  template <class Pose>
+  FASTCAPS_INLINE void add_rest(const Pose& pose, const X* state, int64_t m, V w, const V* vote, V* rest) const {
+    const X *base = parents(state).pose(kBase, m), *means = parents(state).pose(kMeans, m);
+    for (int k = 0; k < pose.C * pose.E; ++k) rest[k] += w * (vote[k] - base[k] - means[k]);
+  }
+  void take_rest(X* state, X* scratch) const {
+    const Planes<X> to = parents(state);
+    const X *base = to.pose(kBase, 0), *means = to.pose(kMeans, 0);
+    X *u = to.pose(kU, 0), *s = to.pose(kS, 0);
+    for (int64_t m = 0; m < g.M; ++m) {
+      const X one = scratch[m], n = count(scratch)[m] + T(with.eps), change = one == 0 ? X{} : 1 / (n * one);
+      for (int64_t k = m * CE; k < (m + 1) * CE; ++k) {
+        const X more = T(with.eps) * (base[k] + means[k]) - change * rest(scratch)[k];
+        u[k] = change * (u[k] + 2 * s[k] * one * more);
+        s[k] *= change;
+      }
     }
   }
 
@@ -343,12 +379,12 @@ struct GaussianBackward {
   FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m);
-    const X *slope = from.pose(kSlope, m), *s = from.pose(kS, m);
+    const X *u = from.pose(kU, m), *s = from.pose(kS, m);
     V distance[2] = {}, gain[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA {
-      const V off = v - base[k];
+      const V off = v - base[k], d = off - means[k];
       distance[k & 1] += p[k] * off * off;
-      gain[k & 1] += (slope[k] + s[k] * (off + means[k])) * (off - means[k]);  // u + s d, times d
+      gain[k & 1] += (u[k] + s[k] * d) * d;
     });
     const V alpha = V{} + *from.number(kAlpha, m);
     const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
@@ -389,11 +425,11 @@ struct GaussianBackward {
                                 const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
-    const X *slope = from.pose(kSlope, m), *s = from.pose(kS, m);
+    const X *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
     const V w = row[0], da = row[stride], twice = w + w, pull = da + da;
     if (call.wants_votes())
       for (int k = 0; k < pose.C * pose.E; ++k) {
-        const V dv = w * slope[k] + (twice * s[k] - pull * p[k]) * (vote[k] - base[k]);
+        const V off = vote[k] - base[k], dv = w * u[k] + twice * s[k] * (off - means[k]) - pull * p[k] * off;
         dV[k] = kAdd ? dV[k] + dv : dv;
       }
     if (!wants_results()) return;

@@ -159,10 +159,14 @@ struct Functions {
       if (call.cut.folded) return FoldedForward<float, float>::state_numbers(call);
     return ForwardPolicy<float, float>::state_numbers(call);
   }
+  template <class Policy>
+  static int64_t row_numbers(const Geometry& g) {
+    return Policy::numbers_before(g) + Policy::result_numbers(g, g.M);
+  }
   static int64_t forward_results(const Forward& call) {
     if constexpr (std::is_same_v<Operands, Attention>)
-      if (call.cut.folded) return FoldedForward<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
-    return ForwardPolicy<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
+      if (call.cut.folded) return row_numbers<FoldedForward<float, float>>(call.in.geometry);
+    return row_numbers<ForwardPolicy<float, float>>(call.in.geometry);
   }
   static int64_t backward_state(const Backward& call) { return BackwardPolicy<float, float>::state_numbers(call); }
   static int64_t backward_results(const Backward& call) {

@@ -44,6 +44,7 @@ struct PoolingForward {
   static int64_t state_numbers(const ForwardCall<Pooling>& call) {
     return call.with.query.data || call.total > 1 ? call.in.geometry.parents() : 0;
   }
+  static int64_t numbers_before(const Geometry&) { return 0; }
   static int64_t result_numbers(const Geometry& g, int64_t many) { return many * (g.parent_pose() + 2); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
@@ -177,7 +178,7 @@ struct PoolingBackward {
   static constexpr int kRows =
       4;  // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
   static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = true, kBetas = false, kFolds = false;
+  static constexpr bool kSilent = true, kBetas = false, kRest = false, kFolds = false;
   const BackwardCall<Pooling>& call;
   const Geometry& g;
   const Pooling& with;
