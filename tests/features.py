@@ -150,7 +150,9 @@ def plain_dynamic(
 
 def plain_pool(given: Leaves, window: Window | None, *, iterations: int, sharpness: float) -> Leaves:
     call = Plain(given, window)
-    keys = call.votes / call.votes.masked_fill(call.there[..., None, None, None] == 0, 1.0).norm(dim=(-2, -1), keepdim=True)
+    keys = call.votes / call.votes.masked_fill(call.there[..., None, None, None] == 0, 1.0).norm(
+        dim=(-2, -1), keepdim=True
+    )
     logits = torch.zeros_like(call.votes[..., 0, 0])
     for turn in range(iterations + 1):
         shares = call.over_children(logits)
@@ -286,7 +288,9 @@ VOTES = ("children", "weight", "bias", "gate")
 AFFINE = ("norm_weight", "norm_bias")
 
 
-def _row(name: str, function: Any, formulas: Any, leaves: Any, settings: Any, plain: Any = None, **other: Any) -> Routing:
+def _row(
+    name: str, function: Any, formulas: Any, leaves: Any, settings: Any, plain: Any = None, **other: Any
+) -> Routing:
     return Routing(name, function, formulas, tuple(leaves), settings, settings if plain is None else plain, **other)
 
 
@@ -337,7 +341,9 @@ def close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rtol: float
     """Assert that two sets of results are equal, name by name."""
     assert list(found) == list(wanted)
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor, wanted[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def number(results: Mapping[str, Tensor]) -> Tensor:

@@ -126,4 +126,3 @@ def test_layers_return_one_dtype_in_training_and_in_eval(layer: str, name: str) 
         results = (results,) if isinstance(results, Tensor) else tuple(results)
         found.append([tensor.dtype for tensor in results])
     assert found[0] == found[1] and found[0][0] == torch.bfloat16
-

@@ -169,7 +169,9 @@ def test_gradients_of_every_sample(routing: Routing) -> None:
     """vmap(grad): what differential privacy and influence functions ask for."""
     given = routing.tensors()
     sampled = {name: tensor for name, tensor in given.items() if name in ("children", "gate", "parents")}
-    shared = {name: tensor for name, tensor in given.items() if name not in sampled} or {"children": given["children"][0]}
+    shared = {name: tensor for name, tensor in given.items() if name not in sampled} or {
+        "children": given["children"][0]
+    }
     sampled = {name: tensor for name, tensor in sampled.items() if name not in shared}
 
     def gradient(call: Callable[..., Leaves]) -> Callable[[Leaves, Leaves], Leaves]:
@@ -208,7 +210,10 @@ def test_second_derivatives(window: Window | None, routing: Routing) -> None:
 
 @every_routing
 def test_second_derivatives_by_differences(routing: Routing) -> None:
-    given = {name: tensor[:1] if name in ("children", "gate", "parents") else tensor for name, tensor in routing.tensors().items()}
+    given = {
+        name: tensor[:1] if name in ("children", "gate", "parents") else tensor
+        for name, tensor in routing.tensors().items()
+    }
     children = given.pop("children").requires_grad_()
     if "detach" in routing.name:  # their gradient is not that of the function: constants stay constants
         pytest.skip("coefficients are constants to the gradient, but not to differences")
