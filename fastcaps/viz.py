@@ -141,6 +141,7 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     shares = trace.coefficients[-1]  # [B, I, M]
     if gate is not None:
         shares = shares * gate[..., None]
+    assert network.head.linear is not None
     reading = network.head.linear.weight[0]  # [d]
     if layer.norm is not None:
         sums = torch.einsum("bim,bimd->bmd", shares, votes)

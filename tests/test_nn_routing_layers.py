@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import fastcaps
 from fastcaps import DynamicRouting, EMRouting, HeinsenRouting, functional
 from fastcaps.nn import RoutingPool
-from fastcaps.nn.heinsen import poses_first
 
 LAYERS: dict[str, Any] = {"dynamic": DynamicRouting, "em": EMRouting, "heinsen": HeinsenRouting, "pool": RoutingPool}
 FORMS = {
@@ -69,7 +68,7 @@ def by_functional(layer: Any, children: Tensor, numbers: Tensor) -> tuple[Tensor
         found = functional.em_routing(poses, numbers, layer.weight, *betas, bias=layer.bias, window=window)
     elif isinstance(layer, HeinsenRouting):
         tables = (layer.weight, layer.bias, layer.beta_use, layer.beta_ignore)
-        found = poses_first(functional.heinsen_routing(poses, numbers, *tables, window=window))
+        found = functional.heinsen_routing(poses, numbers, *tables, window=window)
     else:
         found = functional.routing_pool(poses, weight=layer.weight, bias=layer.bias, gate=numbers, window=window)
     kept = 4 if layer.window is not None else 2  # B, M and, of a small window, Ho, Wo

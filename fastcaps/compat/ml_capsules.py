@@ -44,7 +44,8 @@ class _Capsule(nn.Module):
         self.matrix_pose = bool(matrix_pose)
         if matrix_pose and out_d_capsules != in_d_capsules:
             raise ValueError(
-                f"out_d_capsules must equal in_d_capsules with matrix_pose=True, got {out_d_capsules} and {in_d_capsules}"
+                "out_d_capsules must equal in_d_capsules with matrix_pose=True, "
+                f"got {out_d_capsules} and {in_d_capsules}"
             )
         self.pose_shape = pose_shape(in_d_capsules, out_d_capsules, "matrix" if matrix_pose else "vector")
         if self.matrix_pose:

@@ -123,7 +123,7 @@ break_symmetry, iterations, device, dtype
         call = self.prepare(children, activations, out_capsules, bias)
         found = functional.dynamic_routing(
             call.children,
-            call.weight,  # type: ignore[arg-type]
+            call.weight,
             iterations=self.iterations if iterations is None else iterations,
             bias=call.bias,
             gate=call.numbers,

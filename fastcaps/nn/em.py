@@ -156,7 +156,7 @@ break_symmetry, iterations, device, dtype
         found = functional.em_routing(
             call.children,
             call.numbers,
-            call.weight,  # type: ignore[arg-type]
+            call.weight,
             self.beta_u.expand(call.parents),
             self.beta_a.expand(call.parents),
             iterations=self.iterations if iterations is None else iterations,

@@ -136,7 +136,7 @@ break_symmetry, iterations, device, dtype
         found = functional.heinsen_routing(
             call.children,
             call.numbers,
-            call.weight,  # type: ignore[arg-type]
+            call.weight,
             call.bias,
             self.beta_use,
             self.beta_use if self.beta_ignore is None else self.beta_ignore,
