@@ -148,7 +148,7 @@ def route(
     fused = None if apart else norm
     found = functional.inverted_attention_routing(
         call.children,
-        call.weight,  # type: ignore[arg-type]
+        call.weight,
         None if parents is None else parents.unflatten(-1, (shape[0], shape[2])),
         bias=call.bias,
         gate=call.numbers,
