@@ -51,7 +51,7 @@ _NETWORK_FLAGS = (
 
 
 class _Fail(Exception):
-    """An error that the user can mend: told in one line, without a traceback."""
+    """An error that the user can mend: one line, without a traceback."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a network on images",
         description="Train a network on images. Channels, image size and classes follow from the data.",
-        argument_default=argparse.SUPPRESS,  # an absent option then is told from one given, which --resume needs
+        argument_default=argparse.SUPPRESS,  # only options that were given are there: --resume compares them
     )
     train.add_argument("--list", action="store_true", help="list the networks and data sets, and stop")
     train.add_argument("--out", help="folder of the run (runs/NETWORK-DATA)")
@@ -216,7 +216,7 @@ def _info(args: argparse.Namespace) -> int:
     try:
         from fastcaps import _C
 
-        build: dict[str, Any] = {**_C.build_info(), "levels built": _C.capabilities_built(), "ops": _C.ops()}
+        build: dict[str, Any] = {**_C.build_info(), "levels built": _C.capabilities_built()}
         try:
             build["level chosen"] = _C.capability()
         except ValueError as error:
@@ -257,7 +257,7 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for an error that is told, 2 for a wrong command line."""
+    """Run one command; returns the exit status: 0, 1 for an error of the user's, 2 for a wrong command line."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.version:

@@ -43,6 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     (cpu,) = (entry for entry in fastcaps.backends.listing() if entry.name == "cpu")
     if config.getoption("--require-native") and not cpu.available:
         raise pytest.UsageError(f"--require-native: the CPU library is not in use: {cpu.detail}")
+    if worker := getattr(config, "workerinput", None):  # one of several processes: they share the cores
+        threads = max(1, (os.cpu_count() or 1) // worker["workercount"])
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     config.addinivalue_line("markers", "unpoisoned: allocations are left as they come, since the test measures them")
     config.addinivalue_line("markers", "before_anything_runs: the call under test must raise before a pass starts")
 

@@ -161,7 +161,6 @@ def test_the_environment_forces_a_backend() -> None:
     assert done.returncode != 0 and "FASTCAPS_BACKEND must be one of" in done.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="a level that cannot be had forces the backend cpu, for tensors on any device")
 def test_a_level_that_cannot_be_had_refuses_calls_on_the_cpu_alone(native_library: Path) -> None:
     script = """if True:
         import torch, fastcaps
