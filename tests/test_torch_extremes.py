@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from features import BY_NAME, Routing
+from features import BY_NAME, ROUTINGS, WINDOWS, Routing
 
 from fastcaps import Window, backend
 from fastcaps.functional import dynamic_routing, inverted_attention_routing, routing_pool
@@ -75,20 +75,25 @@ def test_pooling_with_weights_knows_no_scale(scale: float, name: str) -> None:
     torch.testing.assert_close(found.double() / scale, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("routing", [BY_NAME["dynamic-children-detach"], BY_NAME["dynamic-detach"]], ids=str)
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.function is dynamic_routing], ids=str)
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-@pytest.mark.parametrize("seed", range(4))
-def test_coefficients_err_no_more_than_twice_eager(seed: int, name: str, routing: Routing) -> None:
-    """Where agreements are large a wrong sum of the earlier turns would show."""
-    torch.manual_seed(seed)
-    given = {k: (3 * torch.randn_like(t) if k != "gate" else t) for k, t in routing.tensors().items()}
-    exact = routing.plain({k: t.float().double() for k, t in given.items()}, coefficients=True)["coefficients"]
-    single = {k: t.float() for k, t in given.items()}
-    eager = routing.plain(single, coefficients=True)["coefficients"]
-    with backend(name):
-        found = routing.ours(single, coefficients=True)["coefficients"]
-    limit = 2 * (eager.double() - exact).abs().max().item() + torch.finfo(torch.float32).eps
-    assert (found.double() - exact).abs().max().item() <= limit
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_coefficients_err_no_more_than_twice_eager(window: Window | None, name: str, routing: Routing) -> None:
+    """Of sixteen draws together: where agreements are large, one draw magnifies a rounding as it happens to fall."""
+    eager, ours = 0.0, 0.0
+    for seed in range(16):
+        torch.manual_seed(seed)
+        given = {key: torch.randn_like(t) if key != "gate" else t for key, t in routing.tensors(window).items()}
+        given["children"] *= 10.0 ** (seed % 3 - 1)
+        single = {key: tensor.float() for key, tensor in given.items()}
+        wide = {key: tensor.double() for key, tensor in single.items()}
+        exact = routing.plain(wide, window, coefficients=True)["coefficients"]
+        plain = routing.plain(single, window, coefficients=True)["coefficients"]
+        with backend(name):
+            found = routing.ours(single, window, coefficients=True)["coefficients"]
+        eager = max(eager, (plain.double() - exact).abs().max().item())
+        ours = max(ours, (found.double() - exact).abs().max().item())
+    assert ours <= 2 * eager + torch.finfo(torch.float32).eps
 
 
 def test_coefficients_of_the_published_size_err_no_more_than_twice_eager() -> None:
