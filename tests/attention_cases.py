@@ -27,7 +27,7 @@ from pass_cases import differentiable as differentiable_pass
 from torch import Tensor
 
 from fastcaps import ops, reference
-from fastcaps.geometry import SET_WINDOW, output_size
+from fastcaps.votes import SET_WINDOW, output_size
 
 __all__ = [
     "BY_NAME",

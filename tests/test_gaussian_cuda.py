@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pass_cases import GPU_DTYPES, LAYOUTS, ids
 
-from fastcaps.geometry import SET_WINDOW
+from fastcaps.votes import SET_WINDOW
 from fastcaps.reference import gaussian
 
 CUT = (  # how the kernels cut a call: what the common cases are too small for

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps import ops, reference
-from fastcaps.functional import explaining
-from fastcaps.functional.arguments import (
-    autocast,
-    check_choice,
-    check_count,
-    check_routing,
-    chosen_backend,
-    set_or_grid,
-)
-from fastcaps.geometry import SET_WINDOW, Window, from_op, to_op
-from fastcaps.reference import pooling, routings
+from fastcaps import ops
+from fastcaps.checks import check_choice, check_count, check_eps, check_table
+from fastcaps.reference import Rule
+from fastcaps.results import Routed
 from fastcaps.vectors import squash
+from fastcaps.votes import Votes, Window, from_op, shares_from_op
 
 __all__ = ["dynamic_routing"]
-
-DYNAMIC = 1  # the routing ops' rule: v = squash(S), Q = sum of v
 
 
 def dynamic_routing(
     children: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     *,
     iterations: int = 3,
+    parents: int | None = None,
     bias: Tensor | None = None,
     gate: Tensor | None = None,
     compete: str = "parents",
     detach: bool = False,
     leaky: bool = False,
+    prior: Tensor | None = None,
+    eps: float = 0.0,
     window: Window | None = None,
     return_coefficients: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Routed:
     r"""Route children to parents by dynamic routing (Sabour et al. 2017, Procedure 1).
 
     .. math::
@@ -53,11 +50,14 @@ def dynamic_routing(
     ----------
     children : Tensor
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
-    weight : Tensor
-        W, ``[G, M, D, E]``; G divides the number of children that a position sees (I, or kh * kw * N). Child i, counted
+    weight : Tensor or None
+        W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. G divides the
+        number of children that a position sees (I, or kh * kw * N). Child i, counted
         as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices, G = N shared over the window, G = 1.
     iterations : int
         Turns, at least 1.
+    parents : int, optional
+        M. Taken from ``weight``, else from ``bias``, else 1.
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
     gate : Tensor, optional
@@ -72,6 +72,12 @@ def dynamic_routing(
     leaky : bool
         A child may also go to none of the parents: one logit of 0 more, whose share is dropped. For
         ``compete="parents"``. It pads the weights (and the bias) by a parent of zeros.
+    prior : Tensor, optional
+        Logits that every turn starts from, ``[I or 1, M]``: the paper's log prior probabilities, which it learns. Not
+        with ``leaky``.
+    eps : float
+        Under the root of squash's length, as many published codes have it: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
+        eps)``. With a prior or an eps every turn is an op of its own.
     window : Window, optional
         Makes the call one over a grid.
     return_coefficients : bool
@@ -79,11 +85,10 @@ def dynamic_routing(
 
     Returns
     -------
-    parents : Tensor
-        ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
-    coefficients : Tensor
-        r, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child. Only with
-        ``return_coefficients``, which alone needs memory for them, and for the votes.
+    Tensor
+        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
+        With ``return_coefficients`` a :class:`~fastcaps.results.Routed` of them and r, ``[B, I, M]`` or
+        ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child.
 
     Raises
     ------
@@ -102,72 +107,81 @@ def dynamic_routing(
     >>> bool(torch.allclose(r.sum(-1), torch.ones(2, 6)))  # each child spreads over the parents
     True
     """
-    sizes, _ = check_routing(children, weight, bias, gate, window)
-    check_count("iterations", iterations)
+    votes = Votes.of(children, weight, bias, gate, window, parents)
+    iterations = check_count("iterations", iterations)
     check_choice("compete", compete, ("parents", "children"))
-    if leaky and compete == "children":
-        raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
-    spec = SET_WINDOW if window is None else window.spec
-    op_gate = None if gate is None else to_op(gate, window)
+    many = votes.parents
     if leaky:
-        weight, bias = F.pad(weight, (0, 0, 0, 0, 0, 1)), _pad_bias(bias, sizes.many)
-    grid = to_op(children, window)
-    stem = "attention" if compete == "parents" else "pooling"
-    if explaining.watching():
-        routed, shares = explaining.watch_routing(stem, children, weight, window, sizes.many)
-        return (routed, shares) if return_coefficients else routed
-    found: tuple[Tensor, Tensor | None]
-    if chosen_backend(children, weight, stem) == "reference":
-        grid, weight, bias, op_gate = autocast(children.device.type, grid, weight, bias, op_gate)
-        found = routings.dynamic_routing(
-            grid,
-            weight,
-            bias,
-            op_gate,
-            iterations=iterations,
-            compete=compete,  # type: ignore[arg-type]
-            detach=detach,
-            window=spec,
-        )
+        if compete == "children":
+            raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
+        votes = _with_nobody(votes)
+    eps = check_eps(eps)
+    results: Any
+    if prior is not None or eps > 0:
+        if prior is not None:
+            check_table("prior", prior, children, [(votes.seen, 1), (many,)], "I or 1, M", votes.autocasts)
+            if leaky:
+                raise ValueError("leaky must be False with a prior: there is none for the parent that nobody sees")
+        results = _turn_by_turn(votes, prior, iterations, eps, compete, detach, return_coefficients)
+    elif compete == "parents":
+        turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
+        results = ops.attention_routing(votes, None, None, None, 1.0, 0.0, *turns)
     else:
-        found = _by_ops(grid, weight, bias, op_gate, iterations, compete, detach, spec, return_coefficients)
-    routed = from_op(found[0][:, :, :, : sizes.many], window)
-    if found[1] is None or not return_coefficients:
-        return routed
-    return routed, set_or_grid(found[1][..., : sizes.many], window)
+        turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
+        results = ops.pooling_routing(votes, None, 1.0, False, *turns)
+    routed = from_op(results[0][:, :, :, :many], window)
+    return Routed(routed, shares_from_op(results[-1][..., :many], window)) if return_coefficients else routed
 
 
-def _pad_bias(bias: Tensor | None, many: int) -> Tensor | None:
-    """Return a bias of votes with zeros for one parent more."""
-    return None if bias is None else F.pad(bias.expand(-1, many, -1, -1), (0, 0, 0, 0, 0, 1))
+def _turn_by_turn(
+    votes: Votes, prior: Tensor | None, iterations: int, eps: float, compete: str, detach: bool, coefficients: bool
+) -> tuple[Tensor, Tensor]:
+    """Return parents and coefficients of a routing whose turns are ops of their own.
+
+    A prior becomes one number more in every vote, which the query multiplies by 1: no pair is stored.
+    """
+    columns = votes.pose[2]
+    query: Tensor | None = None
+    if prior is not None:
+        votes = _with_prior(votes, prior)
+        one = torch.zeros(votes.poses[4:], dtype=votes.children.dtype, device=votes.children.device)
+        one[0, -1] = 1.0
+        query = one.expand(votes.poses)
+    parents: Tensor = votes.children
+    result: Any = ()
+    for turn in range(iterations):
+        last = turn + 1 == iterations
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not detach)):
+            flags = (bool(detach), coefficients and last)
+            if compete == "parents":
+                result = ops.attention_routing(votes, query, None, None, 1.0, 0.0, int(Rule.PLAIN), 1, *flags)
+            else:
+                result = ops.pooling_routing(votes, query, 1.0, False, int(Rule.UNIT), 1, *flags)
+            parents = squash(result[0][..., :columns], (-2, -1), eps)
+            step = parents if prior is None else F.pad(parents, (0, 1))
+            query = step if query is None else query + step
+    return parents, result[-1]
 
 
-def _by_ops(
-    children: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    iterations: int,
-    compete: str,
-    detach: bool,
-    spec: tuple[int, ...],
-    with_shares: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the parents in op layout and, if asked for, the shares."""
-    if compete == "parents":
-        settings = (1.0, 0.0, False, DYNAMIC, iterations, detach, spec)
-        parents, sums = ops.attention_routing(children, weight, None, bias, gate, None, None, *settings)
-    else:
-        parents, sums, _ = ops.pooling_routing(
-            children, weight, bias, gate, 1.0, False, weight.shape[1], DYNAMIC, iterations, detach, spec
-        )
-    if not with_shares:
-        return parents, None
-    query = None
-    for turn in sums[:-1]:  # as the turns themselves added them up: rounded to the children's dtype
-        value = squash(turn, (-2, -1)).to(parents.dtype)
-        query = value if query is None else query + value
-    children, weight, query, bias, gate = autocast(children.device.type, children, weight, query, bias, gate)
-    if compete == "parents":
-        return parents, reference.coefficients(children, weight, query, bias, 1.0, spec)
-    return parents, pooling.coefficients(children, weight, query, bias, gate, 1.0, False, spec)
+def _with_prior(votes: Votes, prior: Tensor) -> Votes:
+    """Return votes with one column more, whose first number is the prior."""
+    children, weight, bias, _, parents, _ = votes
+    rows, _, columns = votes.pose
+    table = prior.new_zeros((prior.shape[0], parents, rows, columns + 1))
+    table[:, :, 0, columns] = prior
+    if bias is not None:
+        table = table + F.pad(bias, (0, 1))
+    if weight is None:
+        return votes._replace(children=F.pad(children, (0, 1)), bias=table)
+    return votes._replace(weight=F.pad(weight, (0, 1)), bias=table)
+
+
+def _with_nobody(votes: Votes) -> Votes:
+    """Return the votes for one parent more, to whom everybody's votes are 0."""
+    if votes.weight is None:
+        raise ValueError("leaky must be False without a weight: a parent of zeros needs a matrix of zeros")
+    bias = votes.bias
+    if bias is not None:
+        bias = F.pad(bias.expand(-1, votes.parents, -1, -1), (0, 0, 0, 0, 0, 1))
+    weight = F.pad(votes.weight, (0, 0, 0, 0, 0, 1))
+    return votes._replace(weight=weight, bias=bias, parents=votes.parents + 1)
