@@ -35,7 +35,9 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def compiled(function: Callable[..., Any], engine: str = "aot_eager", dynamic: bool | None = True) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], engine: str = "aot_eager", dynamic: bool | None = True
+) -> Callable[..., Any]:
     return torch.compile(function, backend=engine, fullgraph=True, dynamic=dynamic)
 
 
@@ -101,7 +103,10 @@ class Case:
         return tuple(torch.rand(shape) if k else torch.randn(shape) for k, shape in enumerate(shapes))
 
     def dims(self) -> tuple[dict[int, Any], ...]:
-        named = {letter: Dim({"b": "batch", "h": "height", "w": "width", "i": "count"}[letter], min=2, max=512) for letter in "bhwi"}
+        named = {
+            letter: Dim({"b": "batch", "h": "height", "w": "width", "i": "count"}[letter], min=2, max=512)
+            for letter in "bhwi"
+        }
         return tuple({k: named[letter] for k, letter in enumerate(text) if letter in named} for text in self.free)
 
 
@@ -120,10 +125,14 @@ HEINSEN: Shapes = [((b, i), (b, i, 2, 4)) for b, i in ((2, 6), (3, 9), (4, 5), (
 CASES = {
     "attention-set": Case(lambda: fastcaps.InvertedAttentionRouting(6, 3, 4, 4, share=True), SETS, ("bi.",)),
     "attention-grid": Case(
-        lambda: fastcaps.InvertedAttentionRouting(2, 3, 4, 4, kernel_size=3, stride=2, bias=True), grids(2, 4), ("b.hw.",)
+        lambda: fastcaps.InvertedAttentionRouting(2, 3, 4, 4, kernel_size=3, stride=2, bias=True),
+        grids(2, 4),
+        ("b.hw.",),
     ),
     "dynamic-set": Case(lambda: fastcaps.DynamicRouting(6, 3, 4, 5, share=True), SETS, ("bi.",)),
-    "dynamic-all": Case(lambda: fastcaps.DynamicRouting(2, 3, 4, 5, share=True, kernel_size="all"), grids(2, 4), ("b.hw.",)),
+    "dynamic-all": Case(
+        lambda: fastcaps.DynamicRouting(2, 3, 4, 5, share=True, kernel_size="all"), grids(2, 4), ("b.hw.",)
+    ),
     "em-grid": Case(
         lambda: fastcaps.EMRouting(2, 3, 4, 4, kernel_size=3), with_numbers(grids(2, 4)), ("b.hw.", "b.hw")
     ),
@@ -165,7 +174,9 @@ def test_layer_in_one_graph_for_any_size(case: Case, name: str) -> None:
             inputs = case.inputs(shapes)
             found = run(*inputs)
             same(found, layer(*inputs))
-            sum(tensor.sum() for tensor in flat(found)).backward() if any(t.requires_grad for t in flat(found)) else None
+            sum(tensor.sum() for tensor in flat(found)).backward() if any(
+                t.requires_grad for t in flat(found)
+            ) else None
     assert graphs() <= 3, "a graph for almost every size"
 
 
