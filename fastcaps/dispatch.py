@@ -48,9 +48,6 @@ ALLOW_TF32 = 2
 """Bit of ``options``: float32 matrix products may round their factors to TF32."""
 
 
-_MOST_TURNS = 16  # of a routing that the CUDA library runs in one launch (csrc/cuda/pass.h)
-
-
 def options() -> int:
     """Return the settings of the process that the GPU kernels heed, as bits."""
     bits = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else 0
@@ -118,15 +115,24 @@ gaussian_pass, gaussian_pass_backward = _kernels(ops.GAUSSIAN)
 attention_turns_backward, pooling_turns_backward, gaussian_turns_backward = (one.loop_over_turns for one in ops.PASSES)
 
 
-def _fuses(routing: ops.Routing, children: Tensor, weight: Tensor | None, parents: int, window: Sequence[int]) -> bool:
+def _machine(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's multiprocessors, and the largest shared memory of a block in bytes."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+def _fuses(
+    routing: ops.Routing, children: Tensor, weight: Tensor | None, parents: int, window: Sequence[int], turns: int
+) -> bool:
     """Return whether the CUDA library has a kernel that runs all turns of a call."""
     if not hasattr(torch.ops.fastcaps_cuda, routing.name):
         return False
     geometry = geometry_of(children, weight, window, parents)
     numbers = (ctypes.c_int64 * len(geometry))(*geometry)
-    half = int(children.dtype != torch.float32)
     order = [one.stem for one in ops.PASSES].index(routing.stem)
-    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", numbers, order, half) == ""
+    facts = (order, int(weight is None), turns, options(), int(children.dtype != torch.float32))
+    machine = _machine(children.device)
+    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", numbers, *facts, *machine) == ""
 
 
 def _routing_kernel(routing: ops.Routing) -> Callable[..., Any]:
@@ -138,9 +144,9 @@ def _routing_kernel(routing: ops.Routing) -> Callable[..., Any]:
         given = dict(zip(names, arguments, strict=True))
         children, weight, parents = given["children"], given["weight"], given.get("parents", 1)
         turns = given["iterations"] if "iterations" in given else len(given["schedule"])
-        if _choose(routing.stem, children, weight, parents) == "cuda" and turns <= _MOST_TURNS:
+        if _choose(routing.stem, children, weight, parents) == "cuda":
             routing.check(*arguments)
-            if _fuses(routing, children, weight, parents, given["window"]):
+            if _fuses(routing, children, weight, parents, given["window"], turns):
                 results = getattr(torch.ops.fastcaps_cuda, routing.name).default(*arguments, options())
                 if routing is ops.POOLING_ROUTING:  # its history is what a loop of passes would keep
                     results = (results[0], results[1].to(children.dtype), results[2])

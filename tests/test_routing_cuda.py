@@ -17,7 +17,7 @@ import pytest
 import torch
 from attention_cases import Case
 from cuda_on_cpu import build
-from cuda_target import Target, every_target, mixed_order
+from cuda_target import OPTIONS, Target, every_target, mixed_order
 from gaussian_cases import GaussianCase
 from pass_cases import ids
 from pooling_cases import PoolingCase
@@ -31,6 +31,8 @@ ATTENTION = (
     Case("several-warps", batch=2, types=9, parents=40, pose=(4, 4, 4)),
     Case("free", batch=2, grid=(4, 4), types=3, parents=6, pose=(2, 3, 5), window=PADDED, gate=True),
     Case("vector", batch=2, types=9, parents=40, pose=(1, 8, 16)),
+    Case("no-eps", batch=3, types=7, parents=5, pose=(4, 4, 4), bias="1M", eps=0.0),
+    Case("one-parent", batch=1, types=9, parents=1, pose=(4, 4, 4), groups=1),
 )
 POOLING = (
     PoolingCase("matrix", batch=3, types=7, parents=5, pose=(4, 4, 4), gate=True, bias="IM"),
@@ -77,7 +79,7 @@ def test_attention(case: Case, rule: int, normalize: bool, asks: bool, dtype: to
         tensors[2] = None
     if not normalize:
         tensors[5:] = None, None
-    hold(target, "attention_routing", tensors, (0.3, 1e-5, normalize, rule, TURNS, False, list(case.window)))
+    hold(target, "attention_routing", tensors, (0.3, case.eps, normalize, rule, TURNS, False, list(case.window)))
 
 
 @every_target(pooling_cases.JUDGE)
@@ -121,7 +123,10 @@ def test_what_one_launch_does_not_take_is_an_error(target: Target) -> None:
         target.op("attention_routing")(*tensors, 1.0, 1e-5, True, 2, 2, False, window, 0)
 
 
-def refusal(case: Case, order: int) -> str:
+MACHINE = (4, 227 << 10)  # what the kernels run on here: multiprocessors, and a block's largest shared memory
+
+
+def refusal(case: Case, order: int, options: int = 0, half: bool = False, machine: tuple[int, int] = MACHINE) -> str:
     """Return why the loop of passes serves better, as the library tells ``fastcaps.dispatch``."""
     ask = build.library(build.ATTENTION).fastcaps_cuda_routing_refusal
     ask.restype = ctypes.c_char_p
@@ -129,7 +134,8 @@ def refusal(case: Case, order: int) -> str:
     rows, depth, columns = case.pose
     numbers = [case.batch, *case.grid, case.types, rows, depth, *positions, case.parents, columns]
     numbers += [case.tensors()[1].shape[0], *case.window]
-    return ask((ctypes.c_int64 * len(numbers))(*numbers), ctypes.c_int64(order), ctypes.c_int64(0)).decode()
+    facts = (order, 0, TURNS, options, int(half), *machine)
+    return ask((ctypes.c_int64 * len(numbers))(*numbers), *(ctypes.c_int64(fact) for fact in facts)).decode()
 
 
 def test_which_routings_take_one_launch() -> None:
@@ -139,3 +145,25 @@ def test_which_routings_take_one_launch() -> None:
     assert "1100 parents" in refusal(many, 0) and "1100 parents" in refusal(many, 2) and refusal(many, 1) == ""
     few = Case("few", batch=1, types=20_000, parents=3, pose=(4, 4, 4), groups=1)
     assert all("20000 children" in refusal(few, order) for order in (0, 1, 2))
+    assert "shared memory" in refusal(Case("wide", types=2, pose=(8, 64, 64)), 0, machine=(4, 1 << 10))
+
+
+@every_target(attention_cases.JUDGE)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parents", [10, 11, 16, 17, 64])
+@pytest.mark.parametrize("pose", [(1, 64, 64), (4, 4, 4)], ids=str)
+def test_what_is_promised_runs(
+    pose: tuple[int, int, int], parents: int, dtype: torch.dtype, option: str, target: Target
+) -> None:
+    """The kernel that rounds to tf32 takes fewer parents of 1x64 poses a block: with it the answer is another."""
+    case = Case("promised", batch=2, types=3, parents=parents, pose=pose)
+    answer = refusal(case, 0, OPTIONS[option], dtype != torch.float32)
+    tensors = target.arguments(case.tensors(dtype))
+    run = target.op("attention_routing")
+    settings = (0.3, 1e-5, True, 0, 2, False, list(case.window), OPTIONS[option])
+    if "parents take" in answer:
+        with pytest.raises(RuntimeError, match="parents take several blocks"):
+            run(*tensors, *settings)
+    else:
+        run(*tensors, *settings)

@@ -3,7 +3,6 @@
 #include "ops.h"
 
 #include "cut.h"
-#include "launch.h"
 
 #ifndef FASTCAPS_CUDA_NAMESPACE
 #define FASTCAPS_CUDA_NAMESPACE fastcaps_cuda
@@ -108,14 +107,19 @@ FASTCAPS_EXPLAIN(, kAttention)
 FASTCAPS_EXPLAIN(_pooling, kPooling)
 FASTCAPS_EXPLAIN(_gaussian, kGaussian)
 
-// Why the loop of passes serves a routing better than one launch (see ops.h) on the current device; empty if it does
-// not. pass: 0 attention, 1 pooling, 2 Gaussian.
-extern "C" __attribute__((visibility("default"))) const char* fastcaps_cuda_routing_refusal(const int64_t* geometry,
-                                                                                            int64_t pass,
-                                                                                            int64_t half) {
+// Why the loop of passes serves a routing better than one launch (see ops.h); empty if it does not. Asked with all that
+// the launch depends on: the geometry as above, the pass (0 attention, 1 pooling, 2 Gaussian), whether votes are the
+// children themselves, turns, bits of Options, whether children are in half precision; and the device's
+// multiprocessors and a block's largest shared memory in bytes, for no device is asked here.
+extern "C" __attribute__((visibility("default"))) const char* fastcaps_cuda_routing_refusal(
+    const int64_t* geometry, int64_t pass, int64_t identity, int64_t turns, int64_t options, int64_t half,
+    int64_t multiprocessors, int64_t shared_limit) {
   using namespace fastcaps;
   static thread_local std::string text;
-  text = gpu::routing_refusal(gpu::Pass(pass), geometry_of(geometry), half != 0, false,
-                              {gpu::multiprocessors(), gpu::shared_limit()});
+  if (turns > gpu::kMostTurns)
+    text = "its " + std::to_string(turns) + " turns are more than " + std::to_string(gpu::kMostTurns);
+  else
+    text = gpu::routing_refusal(gpu::Pass(pass), geometry_of(geometry), half || (options & gpu::kTF32), identity != 0,
+                                {multiprocessors, shared_limit});
   return text.c_str();
 }
