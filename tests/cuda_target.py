@@ -81,9 +81,9 @@ class Target:
         found, _, _ = self.results(make, case, option)
         bar(self.judge, case, dtype, seed, option.startswith("tf32") and dtype == torch.float32).hold(found)
 
-    def check_tensors(self, make: Callable[[], Any], case: Any) -> None:
+    def check_tensors(self, make: Callable[[], Any], case: Any, option: str = "fast") -> None:
         """Do the same with what ``make`` returns: tensors, and gradients of the outputs."""
-        found, tensors, grads = self.results(make, case)
+        found, tensors, grads = self.results(make, case, option)
         self.judge.bar(tensors, case.settings(), grads).hold(found)
 
     def results(self, make: Callable[[], Any], case: Any, option: str = "fast") -> Any:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fastcaps import reference
 
+POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (2, 3, 5))
 CUT = (  # how the kernels cut a call: what the common cases are too small for
     Case("papers-c10-conv", batch=1, grid=(5, 5), types=6, parents=32, pose=(4, 4, 4), window=(3, 3, 2, 2, 0, 0, 1, 1)),
     Case("papers-c10-fc", batch=2, types=70, parents=10, pose=(4, 4, 4)),
@@ -33,6 +34,10 @@ CUT = (  # how the kernels cut a call: what the common cases are too small for
     Case("largest-pose", batch=1, types=3, parents=3, pose=(16, 9, 32)),
     Case("long-vector", batch=1, types=3, parents=2, pose=(1, 260, 130)),
     Case("tall-pose", batch=2, types=3, parents=5, pose=(37, 3, 2), bias="IM"),
+    # lanes that stand for no position have sums of 0, and 0 / sqrt(0) is no number
+    *(Case(f"no-eps-{p[0]}x{p[1]}", batch=3, types=7, parents=5, pose=p, eps=0.0, bias="1M") for p in POSES),
+    # one parent, matrices shared
+    *(Case(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups=1) for p in POSES),
 )
 
 

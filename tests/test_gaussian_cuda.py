@@ -6,6 +6,7 @@ How they are run and judged: ``cuda_target``.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,17 @@ CUT = (  # how the kernels cut a call: what the common cases are too small for
 )
 SMALL = tuple(case for case in CASES if case.name not in LARGE)
 OWN = CUT[1:3]
+LONELY = (  # parents that one child makes, or two: variances are nothing beside the means
+    GaussianCase("one-child", types=1, parents=3, pose=(4, 4, 4), affine=False, bias="IM", gate=True),
+    GaussianCase("one-child-vector", batch=5, types=1, parents=3, pose=(1, 16, 16), query=False),
+    GaussianCase("one-child-free", types=1, parents=5, pose=(5, 3, 7), gate=True),
+    GaussianCase("one-child-each", types=8, parents=10, pose=(4, 4, 4)),
+    GaussianCase(
+        "one-child-each-grid", grid=(3, 3), types=2, parents=6, pose=(4, 4, 4), window=(2, 2, 1, 1, 1, 1, 1, 1)
+    ),
+    GaussianCase("one-child-two-sweeps", batch=1, types=2, parents=1100, pose=(4, 4, 4)),
+    GaussianCase("one-child-in-ranges", batch=1, types=200, parents=3, pose=(4, 4, 4), groups=1),
+)
 STRIDED = ("padded", "pose-1x8-1x16")
 SILENT = ("silent", "silent-grid")
 
@@ -68,6 +80,28 @@ def test_forward_and_every_gradient(case: GaussianCase, target: Target) -> None:
 @pytest.mark.parametrize("case", SMALL[::5] + CUT, ids=ids)
 def test_in_a_fixed_order(case: GaussianCase, target: Target) -> None:
     target.check(case, torch.float32, "ordered")
+
+
+@on_every_target
+@pytest.mark.parametrize("option", ["fast", "ordered"])
+@pytest.mark.parametrize("case", LONELY, ids=ids)
+def test_a_parent_of_one_child(case: GaussianCase, option: str, target: Target) -> None:
+    """Its gradient by the variance is large, and the mean's rounding must cancel in it (as it does in autograd)."""
+
+    def make() -> Any:
+        tensors, grads = case.tensors(torch.float32), case.grads(torch.float32)
+        if tensors[2] is not None:  # every parent stands where a vote is, and knows no other
+            votes = torch.einsum(
+                "bhwncd,nmde->bhwnmce", tensors[0], tensors[1][: case.types].expand(case.types, *[-1] * 3)
+            )
+            which = torch.arange(case.parents) % case.types
+            mean = votes[:, :1, :1, which, torch.arange(case.parents)]
+            tensors[2] = mean.expand(case.shape).contiguous()
+            tensors[3] = None if tensors[3] is None else 1e-3 * tensors[3]
+        grads[2] = 1e4 * grads[2]
+        return tensors, grads
+
+    target.check_tensors(make, case, option)
 
 
 @on_every_target

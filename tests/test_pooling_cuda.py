@@ -28,6 +28,7 @@ CUT = (  # how the kernels cut a call: what the common cases are too small for
     PoolingCase("many-parents-free", batch=2, types=3, parents=600, pose=(3, 2, 5), bias="IM", gate=True),
     PoolingCase("one-position", batch=1, types=400, parents=3, pose=(4, 4, 4), groups=1, gate=True, bias="I1"),
     PoolingCase("long-vector", batch=1, types=3, parents=2, pose=(1, 260, 130)),
+    PoolingCase("one-parent-shared", batch=1, types=64, parents=1, pose=(1, 8, 16), groups=1),
 )
 SMALL = tuple(case for case in CASES if case.name not in (*LARGE, "conv-4x4-m32", "conv-4x4-m32-bare"))
 OWN = (*IDENTITY[::3], *CUT[:2])

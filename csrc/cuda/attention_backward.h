@@ -10,7 +10,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct AttentionBackward {
-  static constexpr bool kHushes = false, kIdentity = false, kGates = false;
+  static constexpr bool kHushes = false, kIdentity = false, kGates = false, kMeasures = false;
   Tiles<Pose, R> query, dsums, dquery;  // query carries the scale
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {

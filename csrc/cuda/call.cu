@@ -186,6 +186,20 @@ Gradients::Gradients(Call& call, const Wanted& wanted, const MaybeTensor& weight
   a.alone_with_weights = ordered_;
 }
 
+void Gradients::measure(int statistics, float* linear, const float* narrow) {
+  PassArgs& a = call_.args;
+  a.narrow = narrow;
+  const Tensor kept = call_.collect(cut, statistics);
+  a.measured = linear;
+  Cut whole = cut;  // a sum over all children, made by one block
+  whole.groups = cut.tiles;
+  whole.chunks = 1, whole.chunk_children = int(ceil_div(call_.geometry.children(), cut.stage) * cut.stage);
+  call_.take_ranges(whole);
+  call_.launch(whole, 0, cut.parent_blocks);
+  call_.take_ranges(cut);
+  a.measured = nullptr, a.narrow = nullptr;
+}
+
 void Gradients::run(int statistics) {
   const Geometry& g = call_.geometry;
   const Tensor kept = statistics ? call_.collect(cut, statistics) : Tensor();

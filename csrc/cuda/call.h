@@ -67,7 +67,6 @@ struct Call {
     return {c.chunks, geometry.positions() * geometry.M * (poses ? geometry.parent_pose() : 1)};
   }
 
- private:
   void take_ranges(const Cut& c);
 };
 
@@ -85,6 +84,8 @@ class Gradients {
   // Cuts the call. `bias` and `weight` are those of the op.
   Gradients(Call& call, const Wanted& wanted, const MaybeTensor& weight, const MaybeTensor& bias, int64_t options);
 
+  // A launch before the others, for narrow positions alone: puts `linear` right (see gaussian_backward.h).
+  void measure(int statistics, float* linear, const float* narrow);
   // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
   void run(int statistics);
 

@@ -52,6 +52,8 @@ struct PrepareArgs {
   View dmeans, dvariances;  // [B, Ho, Wo, M, C, E] or null
   const float *counts, *means, *variances;
   float *dconstant, *linear, *square;
+  float*
+      narrow;  // [B * Ho * Wo], zeros: counts parents whose variance is small beside the square of their mean; or null
 };
 
 FASTCAPS_KERNEL(256, 1)
@@ -65,6 +67,7 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs a) {
       return view.data ? static_cast<const float*>(view.data)[from + c * view.stride[4] + e * view.stride[5]] : 0.0f;
     };
     float constant = a.dcounts ? a.dcounts[parent] : 0.0f;
+    bool narrow = false;
     for (int c = 0; c < a.C; ++c)
       for (int e = 0; e < a.E; ++e) {
         const int64_t at = (parent * a.C + c) * a.E + e;
@@ -72,8 +75,10 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs a) {
         a.square[at] = square;
         a.linear[at] = number(a.dmeans, from_means, c, e) * inverse - 2.0f * (a.eps * inverse) * a.means[at] * square;
         constant -= square * a.variances[at];
+        narrow = narrow || 64.0f * a.variances[at] < a.means[at] * a.means[at];
       }
     a.dconstant[parent] = constant;
+    if (narrow && a.narrow) atomic_add(a.narrow + parent / a.M, 1.0f);
   }
 }
 
@@ -177,18 +182,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   if (!empty) {
     const int64_t count = g.positions() * g.M;
     const Tensor linear = call.empty({count * g.parent_pose()}), square = call.empty({count * g.parent_pose()});
-    const Tensor constant = call.empty({count});
-    a.means = call.dense(means);
-    const float *n = call.dense(counts), *spread = call.dense(variances);
+    const Tensor constant = call.empty({count}), narrow = call.zeros({grad_variances ? g.positions() : 0});
+    a.means = call.dense(means), a.counts = call.dense(counts);
+    const float* spread = call.dense(variances);
     launch(&gaussian_prepare_kernel, blocks_for(count),
            PrepareArgs{count, a.M, a.C, a.E, a.Ho, a.Wo, a.eps, call.dense(grad_counts),
                        grad_means ? view_of(*grad_means) : View{}, grad_variances ? view_of(*grad_variances) : View{},
-                       n, a.means, spread, floats(constant), floats(linear), floats(square)});
+                       a.counts, a.means, spread, floats(constant), floats(linear), floats(square), floats(narrow)});
     a.dsums = floats(linear), a.dsquares = floats(square), a.dconstant = floats(constant);
     if (listens) a.devidence = call.dense(grad_evidence);
     a.dquery = floats(dmean), a.dvariance = floats(dvariance), a.dlog_weight = floats(dlog_weight);
     if (wants_use && !a.use_stride_i) a.duse = floats(shared_use);
     if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore);
+    if (grad_variances) gradients.measure(3, floats(linear), floats(narrow));
     gradients.run(3);
   }
   const auto summed = [&](bool wanted, const Tensor& x, const std::vector<int64_t>& shape) {

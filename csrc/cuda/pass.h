@@ -79,7 +79,7 @@ struct PassArgs {
   const float *beta_use, *beta_ignore;
   int64_t use_stride_i, use_stride_m, ignore_stride_i, ignore_stride_m;
   float eps;
-  float *counts, *evidence;        // forward: [..]
+  float *counts, *evidence;        // forward: [..]; backward: counts are given
   float *base, *offsets, *spread;  // forward, in parts: see Moments; base where there is no mean
   float *means, *variances;        // forward, done: [.., C, E]; backward: given
 
@@ -99,6 +99,8 @@ struct PassArgs {
   const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.h
   const float* dconstant;  // pooling, Gaussian: and in any case, [..]
   const float* devidence;  // Gaussian: [..]
+  float* measured;         // Gaussian: dsums, in a launch that only puts them right (see gaussian_backward.h); or null
+  const float* narrow;     // [positions]: tiles where all are 0 are passed over; or null
   float* dquery;           // [.., C, E]; Gaussian: of the mean
   float* dvariance;        // [.., C, E]
   float* dlog_weight;      // [..]

@@ -12,7 +12,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct PoolingBackward {
-  static constexpr bool kHushes = true, kIdentity = true, kGates = true;
+  static constexpr bool kHushes = true, kIdentity = true, kGates = true, kMeasures = false;
   Tiles<Pose, R> query, dsums, dquery;
   float constant[R][Pose::kEach], shift[R][Pose::kEach];  // shift: the log-sum-exp, in units of log2
 
