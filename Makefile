@@ -42,7 +42,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter for a new .venv, MAX_JOBS=4 the compiler processes,"
-	@echo "  FASTCAPS_CUDA=0 leaves out the CUDA kernels, TORCH_CUDA_ARCH_LIST='8.0;9.0' says what they are compiled for"
+	@echo "  FASTCAPS_CUDA=1 compiles the CUDA kernels where torch has no CUDA too, TORCH_CUDA_ARCH_LIST='8.0;9.0' says for what"
 
 demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, show speed and pictures
 	$(BIN)/fastcaps demo $(DEMO_ARGS)
@@ -104,4 +104,4 @@ $(BIN)/python: | python
 $(VENV)/.installed-%: $(SOURCES) | $(BIN)/python compiler
 	$(INSTALL) torch setuptools cmake ninja pybind11
 	$(INSTALL) --no-build-isolation --editable '.[$*]'
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test $(VENV)/.installed-demo) # dev holds both

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastcaps import backends, dispatch, functional
+from fastcaps import backends, functional, ops
 from fastcaps.backends import BackendError, backend
 from fastcaps.functional import Window, explain
 
@@ -45,11 +45,11 @@ __all__ = [
     "backend",
     "backends",
     "convert",
-    "dispatch",
     "explain",
     "functional",
     "losses",
     "models",
+    "ops",
 ]
 
 _LAZY = dict.fromkeys(

@@ -3,8 +3,8 @@
 This is a module of functions, not an object: ``fastcaps.backends.listing()`` returns the four backends (``cuda``,
 ``triton``, ``cpu``, ``reference``) with what stands in the way of each, ``fastcaps.backends.show()`` prints them,
 ``fastcaps.backends.backend(name)`` (also ``fastcaps.backend``) forces one inside a ``with`` block, and
-``fastcaps.functional.explain`` (also ``fastcaps.explain``) says what one call would do. The environment variable
-``FASTCAPS_BACKEND``, read once at import, forces one for the whole process.
+``fastcaps.explain`` says what one call would do. The environment variable ``FASTCAPS_BACKEND``, read once at import,
+forces one for the whole process.
 
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`.
 
@@ -13,41 +13,52 @@ The choice is one global of the process, like the flags of :mod:`torch.backends`
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastcaps import libraries, ops
+from fastcaps import libraries
+from fastcaps.votes import Votes
 
 __all__ = [
     "NAMES",
     "Backend",
     "BackendError",
+    "Call",
     "backend",
     "choose",
-    "convolution_rounds",
-    "default_dtypes",
     "forced",
     "listing",
     "native_capability",
     "native_serves",
     "refusal",
+    "refuse_unless_reference",
     "show",
+    "sums_turns",
+    "takes_turns",
     "tf32_allowed",
+    "triton_kernels",
 ]
 
 NAMES = ("cuda", "triton", "cpu", "reference")
 """The backends in order of preference."""
 
+DETERMINISTIC = 1
+"""Bit of ``options``: the same input must give the same bits."""
+ALLOW_TF32 = 2
+"""Bit of ``options``: float32 matrix products may round their factors to TF32."""
+
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_GPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the CUDA and Triton kernels
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_TURNS = 16  # of a routing that the CUDA library runs in one launch
 
 
 class BackendError(RuntimeError):
@@ -76,51 +87,83 @@ class Backend:
         return f"{self.name:<10} {'yes' if self.available else 'no':<4} {self.detail}"
 
 
-_cpu = libraries.library("cpu")
+class Call(NamedTuple):
+    """Everything about a call that the choice of a backend depends on.
+
+    Attributes
+    ----------
+    stem
+        ``"attention"``, ``"pooling"`` or ``"gaussian"``.
+    device, dtype
+        Of the children.
+    pose
+        (C, D, E): a child's pose is C x D numbers, a parent's C x E.
+    parents
+        M.
+    has_weight
+        Whether votes are made by matrices.
+    options
+        What the user has set for the process, as bits: :data:`DETERMINISTIC`, :data:`ALLOW_TF32`. 0 on the CPU, which
+        heeds neither.
+    """
+
+    stem: str
+    device: torch.device
+    dtype: torch.dtype
+    pose: tuple[int, int, int]
+    parents: int
+    has_weight: bool
+    options: int
+
+    @classmethod
+    def of(cls, stem: str, arguments: Sequence[Any]) -> Call:
+        """Describe a call by an op's arguments, of which the leading six are the votes'."""
+        children, weight, _, _, parents, _ = arguments[:6]
+        if children.dim() != 6 or (weight is not None and weight.dim() != 4):
+            raise ValueError(
+                "fastcaps: children must be [B, H, W, N, C, D] and weight [G, M, D, E], got "
+                f"{list(children.shape)} and {None if weight is None else list(weight.shape)}"
+            )
+        rows, depth = children.shape[4:]
+        pose = (rows, depth, depth if weight is None else weight.shape[3])
+        return cls(stem, children.device, children.dtype, pose, parents, weight is not None, _options(children.device))
+
+
+def _options(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    bits = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else 0
+    return bits | ALLOW_TF32 if tf32_allowed() else bits
+
+
+# ---- what is there ---------------------------------------------------------------------------------------------------
+
 _forced: str | None = None
-
-
-_native = frozenset(one.stem for one in ops.PASSES if ops.has_kernel(one.name, "CPU"))
-"""The passes of which the native library has kernels."""
-
-
-def _load_native() -> None:
-    """Have the native library serve the CPU, or the reference, which is said once."""
-    global _forced
-    ops.serve_the_rest("CPU")
-    if not _cpu.problem:
-        if native_capability() is None:
-            _forced = "cpu"  # a level was asked for by name: every call says why it cannot be had
-        return
-    warnings.warn(
-        f"fastcaps: the native library cannot serve: {_cpu.problem}; the reference serves instead. Results are the "
-        "same, but votes are stored: it is slow and needs much memory. Install fastcaps without FASTCAPS_BUILD=0 for "
-        "the compiled kernels.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def native_capability() -> str | None:
     """Return the instruction set that the native library chose; None without a library or a usable level."""
-    return _cpu.ask("fastcaps_capability")
+    return libraries.library("cpu").ask("fastcaps_capability")
 
 
-def native_serves(stem: str = "attention") -> bool:
-    """Return whether the compiled kernels are what runs a pass on the CPU."""
-    return not _cpu_problem() and stem in _native
+@torch.compiler.assume_constant_result
+def native_serves() -> bool:
+    """Return whether the compiled kernels are what runs on the CPU."""
+    return not _cpu_problem()
 
 
 @lru_cache(maxsize=1)
 def _cpu_problem() -> str:
     """Return why the native library cannot run calls on the CPU, or an empty string."""
-    if not _cpu.problem and native_capability() is None:
-        wanted = os.environ.get("FASTCAPS_CPU_CAPABILITY", "")
-        built = _cpu.ask("fastcaps_capabilities_built")
-        return (
-            f"FASTCAPS_CPU_CAPABILITY={wanted!r} is not a level that this processor has and this build holds ({built})"
-        )
-    return _cpu.problem
+    library = libraries.library("cpu")
+    if library.problem:
+        return library.problem
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cpu::attention_routing", "CPU"):
+        return "the library was built from other sources than this package's; build it again"
+    if native_capability() is not None:
+        return ""
+    wanted, built = os.environ.get("FASTCAPS_CPU_CAPABILITY", ""), library.ask("fastcaps_capabilities_built")
+    return f"FASTCAPS_CPU_CAPABILITY={wanted!r} is not a level that this processor has and this build holds ({built})"
 
 
 def _torch_problem() -> str:
@@ -142,7 +185,17 @@ def _cuda_problem() -> str:
 
 def _triton_problem() -> str:
     """Return why the Triton kernels cannot run calls here, or an empty string."""
-    return _torch_problem() or libraries.triton_kernels()[1]
+    return ("" if _interprets() else _torch_problem()) or libraries.triton_kernels("attention")[1]
+
+
+def _interprets() -> bool:
+    """Return whether Triton's interpreter runs its kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_kernels(stem: str) -> Any:
+    """Return the module of a routing's Triton kernels."""
+    return libraries.triton_kernels(stem)[0]
 
 
 @cache
@@ -166,9 +219,10 @@ def _built_for() -> str:
 def listing() -> tuple[Backend, ...]:
     """Return all backends, in order of preference, with whether and why each runs here."""
     cuda, triton, cpu = _cuda_problem(), _triton_problem(), _cpu_problem()
+    kernels = "kernels that Triton compiles when they are first called"
     return (
         Backend("cuda", not cuda, cuda or _built_for()),
-        Backend("triton", not triton, triton or "kernels that Triton compiles when they are first called"),
+        Backend("triton", not triton, triton or ("kernels in Triton's interpreter" if _interprets() else kernels)),
         Backend("cpu", not cpu, cpu or f"compiled kernels, instruction set {native_capability()}"),
         Backend("reference", True, "plain PyTorch, any device; stores the votes"),
     )
@@ -180,106 +234,100 @@ def show() -> None:
         print(entry)
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    return ", ".join(names[:-1]) + " and " + names[-1]
+# ---- what can take a call --------------------------------------------------------------------------------------------
 
 
-def _no_kernels(name: str, stem: str) -> str:
-    """Return that a backend which runs here has no kernels of a pass, or an empty string."""
-    if name == "triton":
-        return libraries.triton_kernels(stem)[1]
-    has = stem in _native if name == "cpu" else stem == "attention" or hasattr(torch.ops.fastcaps_cuda, f"{stem}_pass")
-    return "" if has else f"it has no kernels of the {stem} pass"
+def _dtype_problem(dtype: torch.dtype, taken: tuple[torch.dtype, ...]) -> str:
+    if dtype in taken:
+        return ""
+    names = [str(one).removeprefix("torch.") for one in taken]
+    return f"it takes {', '.join(names[:-1])} and {names[-1]}, got {str(dtype).removeprefix('torch.')}"
 
 
-@torch.compiler.assume_constant_result
-def refusal(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    pose: tuple[int, int, int] | None = None,
-    parents: int | None = None,
-    stem: str = "attention",
-) -> str | None:
-    """Return why a backend cannot take a call, or None if it can.
-
-    Parameters
-    ----------
-    name : str
-        One of :data:`NAMES`.
-    device, dtype
-        Of the children (under autocast, the dtype that they are cast to).
-    pose : (C, D, E), optional
-        A child's pose is C x D numbers, a parent's C x E. Without it, limits of poses are not looked at.
-    parents : int, optional
-        M; likewise.
-    stem : str
-        The pass: ``"attention"``, ``"pooling"`` or ``"gaussian"``.
-    """
+def refusal(name: str, call: Call) -> str | None:
+    """Return why a backend, one of :data:`NAMES`, cannot take a call, or None if it can."""
     if name == "reference":
-        return None if dtype.is_floating_point else f"it takes floating-point tensors, got {dtype}"
-    if name == "cuda":
-        problem = _cuda_problem()
-    else:
-        problem = _triton_problem() if name == "triton" else _cpu_problem()
-    problem = problem or _no_kernels(name, stem)
+        return None if call.dtype.is_floating_point else f"it takes floating-point tensors, got {call.dtype}"
+    problem = _cuda_problem() if name == "cuda" else _triton_problem() if name == "triton" else _cpu_problem()
     if problem:
         return problem
-    wanted, dtypes = ("cpu", _CPU_DTYPES) if name == "cpu" else ("cuda", _KERNEL_DTYPES)
-    if device.type != wanted:
-        where = "the CPU" if name == "cpu" else "a GPU"
-        return f"it runs on {where} only, the tensors are on {device}"
-    if dtype not in dtypes:
-        return f"it takes {_names(dtypes)}, got {str(dtype).removeprefix('torch.')}"
-    if name == "cuda" and _device_problem(device):
-        return _device_problem(device)
-    if name == "cpu" or pose is None or parents is None:
-        return None
+    wanted = "cpu" if name == "cpu" or (name == "triton" and _interprets()) else "cuda"
+    if call.device.type != wanted:
+        where = "the CPU" if wanted == "cpu" else "a GPU"
+        return f"it runs on {where} only, the tensors are on {call.device}"
+    problem = _dtype_problem(call.dtype, _CPU_DTYPES if name == "cpu" else _GPU_DTYPES)
+    if problem or name == "cpu":
+        return problem or None
     if name == "cuda":
-        library = libraries.library("cuda")
-        answer = None if stem == "attention" else library.ask(f"fastcaps_cuda_{stem}_refusal", *pose)
-        return (library.ask("fastcaps_cuda_refusal", *pose) if answer is None else answer) or None
-    kernels: Any = libraries.triton_kernels(stem)[0]
-    return kernels.refusal(device, dtype, pose, parents)
+        ask = libraries.library("cuda").ask
+        return (
+            _device_problem(call.device) or ask("fastcaps_cuda_refusal", call.stem, *call.pose, call.has_weight) or None
+        )
+    answer: str | None = triton_kernels(call.stem).refusal(
+        call.device, call.dtype, call.pose, call.parents, call.has_weight
+    )
+    return answer
 
 
-@cache
-def _chosen(
-    name: str | None, device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int, stem: str
-) -> str:
-    if name is None:
-        return next(n for n in NAMES if refusal(n, device, dtype, pose, parents, stem) is None)
-    reason = refusal(name, device, dtype, pose, parents, stem)
-    if reason is not None:
-        raise BackendError(f"backend {name!r} is forced and cannot take this call: {reason}")
-    return name
+@lru_cache(maxsize=4096)
+def _chosen(name: str | None, call: Call) -> str:
+    if name is not None:
+        reason = refusal(name, call)
+        if reason is not None:
+            raise BackendError(f"backend {name!r} is forced and cannot take this call: {reason}")
+        return name
+    if call.device.type == "cpu" and "FASTCAPS_CPU_CAPABILITY" in os.environ and _cpu_problem():
+        raise BackendError(_cpu_problem())  # a level was asked for by name
+    preferred = [one for one in NAMES if not (one == "triton" and _interprets())]  # the interpreter is slow: on demand
+    return next(one for one in preferred if refusal(one, call) is None)
 
 
-@torch.compiler.assume_constant_result
-def convolution_rounds() -> bool:
-    """Return whether float32 convolutions on a GPU round to TF32, as torch has it, while matrix products may not."""
-    cudnn: Any = torch.backends.cudnn
-    return cudnn.conv.fp32_precision == "tf32" and not tf32_allowed()
-
-
-@torch.compiler.assume_constant_result
-def choose(
-    device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int, stem: str = "attention"
-) -> str:
+def choose(call: Call) -> str:
     """Return the name of the backend that runs a call: the forced one, else the first that can take it.
-
-    Parameters
-    ----------
-    device, dtype, pose, parents, stem
-        As in :func:`refusal`.
 
     Raises
     ------
     BackendError
         If a backend is forced and cannot take the call.
     """
-    return _chosen(_forced, device, dtype, pose, parents, stem)
+    return _chosen(_forced, call)
+
+
+def refuse_unless_reference(stem: str) -> None:
+    """Raise where another backend than the reference is forced: for calls under torch.func or forward-mode derivatives.
+
+    Raises
+    ------
+    BackendError
+        Naming the backend.
+    """
+    if _forced not in (None, "reference"):
+        raise BackendError(
+            f"backend {_forced!r} is forced and cannot take this call: torch.func transforms and forward-mode "
+            f"derivatives of the {stem} routing go through the reference"
+        )
+
+
+def takes_turns(name: str, call: Call, routing: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether a native library runs all turns of a call in one."""
+    if name == "cpu":
+        return True
+    turns = routing.turns(routing.given((*arguments, *(False for _ in routing.flags))))
+    if turns == 1 or turns > _MOST_TURNS:
+        return turns == 1
+    sizes = Votes(*arguments[:6]).sizes
+    numbers = (ctypes.c_int64 * len(sizes))(*sizes)
+    half = int(call.dtype != torch.float32)
+    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, numbers, half, call.options) == ""
+
+
+def sums_turns(children: Tensor) -> bool:
+    """Return whether the backend of a call makes gradients that are summed over turns cheaper in one backward.
+
+    Its sizes may be symbols, so that only what :func:`refusal` asks of a call on the CPU is looked at.
+    """
+    on_cpu = children.device.type == "cpu" and children.dtype in _CPU_DTYPES and _forced in (None, "cpu")
+    return on_cpu and not _cpu_problem()
 
 
 def tf32_allowed() -> bool:
@@ -291,9 +339,7 @@ def tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def default_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that a call may have on a device type when no backend is forced."""
-    return _CPU_DTYPES if device_type == "cpu" else _GPU_DTYPES
+# ---- forcing one -----------------------------------------------------------------------------------------------------
 
 
 def forced() -> str | None:
@@ -331,6 +377,13 @@ def backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-_load_native()
+if libraries.library("cpu").problem:
+    warnings.warn(
+        f"fastcaps: the native library cannot serve: {libraries.library('cpu').problem}; the reference serves instead. "
+        "Results are the same, but votes are stored: it is slow and needs much memory. Install fastcaps without "
+        "FASTCAPS_BUILD=0 for the compiled kernels.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 if os.environ.get("FASTCAPS_BACKEND"):
     _forced = _known(os.environ["FASTCAPS_BACKEND"], "FASTCAPS_BACKEND")

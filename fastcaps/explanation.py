@@ -1,19 +1,29 @@
-"""What :func:`fastcaps.explain` answers: which backend runs a call, by which kernel, and why not the others."""
+"""What :func:`fastcaps.explain` answers: which backend runs a call, by which kernel, and why not the others.
+
+A call is explained by making it with fake tensors, which have shapes and no numbers: nothing is computed, and nothing
+of the module or the process changes. The ops' fake kernels tell of each call on the way, to the thread that asked.
+"""
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastcaps import backends, dispatch, libraries
-from fastcaps.geometry import geometry_of
+from fastcaps import backends, libraries
+from fastcaps.votes import Votes, autocast_dtype
 
-__all__ = ["Explanation", "Explanations", "explain_call"]
+if TYPE_CHECKING:
+    from fastcaps.ops.routing import Routing
+
+__all__ = ["Explanation", "Explanations", "explain", "tell", "tell_library"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,8 @@ class Explanation:
     reasons
         For every backend that does not run, why not.
     forward, backward
-        The kernel of each half and how it cuts the call, as the backend tells it; empty where there is nothing to tell.
+        The kernel of each half and its schedule (how it cuts the call up), as the backend tells it; empty where there
+        is nothing to tell.
     call
         The call in one line: sizes, dtype, device.
     """
@@ -57,89 +68,133 @@ class Explanations(tuple[Explanation, ...]):
         return "\n".join(f"[{k}] {one}" for k, one in enumerate(self))
 
 
-def _plan(
-    name: str,
-    stem: str,
-    children: Tensor,
-    weight: Tensor | None,
-    geometry: tuple[int, ...],
-    dtype: torch.dtype,
-    backward: bool,
-) -> str:
-    """Return what a backend says of its kernel and cut, in one line."""
-    device = children.device
-    numbers = (ctypes.c_int64 * len(geometry))(*geometry)
-    if name == "cpu":
-        wide = int(dtype == torch.float64)
-        return libraries.library("cpu").ask("fastcaps_cpu_plan", stem, numbers, int(backward), wide) or ""
-    if name == "cuda":
-        machine: Any = torch.cuda.get_device_properties(device)
-        size, shared = machine.multi_processor_count, machine.shared_memory_per_block_optin
-        how = (int(backward), dispatch.options(), int(dtype != torch.float32))
-        asked = "fastcaps_cuda_plan" if stem == "attention" else f"fastcaps_cuda_{stem}_plan"
-        return libraries.library("cuda").ask(asked, numbers, *how, size, shared) or ""
-    if name == "triton":
-        kernels: Any = libraries.triton_kernels(stem)[0]
-        how_many = {} if weight is not None else {"parents": geometry[8]}
-        tf32 = backends.tf32_allowed()
-        call = (children.to(dtype), weight, geometry[11:])
-        return str(kernels.plan_call(*call, backward=backward, allow_tf32=tf32, **how_many))
-    return ""
+_told: ContextVar[list[Explanation] | None] = ContextVar("fastcaps_explanations", default=None)
 
 
-def _describe(geometry: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> str:
-    batch, height, width, types, rows, depth, ho, wo, many, columns, groups, kh, kw = geometry[:13]
-    where = f"{types} children" if height * width * kh * kw == 1 else f"{height}x{width} x {types} children"
-    seen = "" if kh * kw == 1 else f" by {kh}x{kw} windows"
-    to = f"{many} parents" if ho * wo == 1 else f"{ho}x{wo} x {many} parents"
-    return (
-        f"batch {batch}, {where} of {rows}x{depth}{seen} to {to} of {rows}x{columns}, {groups} weight groups, "
-        f"{str(dtype).removeprefix('torch.')} on {device}"
-    )
-
-
-def explain_call(
-    children: Tensor,
-    weight: Tensor | None,
-    window: Sequence[int],
-    dtype: torch.dtype,
-    with_parents: bool,
-    library_first: bool,
-    stem: str = "attention",
-    parents: int = 1,
-) -> Explanation:
-    """Explain one call.
+def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
+    """Say which backend and kernel would run a routing call, and why not the others.
 
     Parameters
     ----------
-    children, weight, window
-        As the op takes them.
-    dtype
-        In which it runs: the children's, or autocast's.
-    with_parents
-        False for a first iteration.
-    library_first
-        Whether such an iteration is left to torch's convolution or matmul.
-    stem
-        The pass: ``"attention"``, ``"pooling"`` or ``"gaussian"``.
-    parents
-        M, where there is no weight.
+    call : Module or function
+        A routing layer, a whole network, a routing function or any function that calls them. Tensors alone are the
+        arguments of :func:`~fastcaps.functional.inverted_attention_routing`.
+    *inputs, **options
+        Its arguments. A routing layer may come without: it is then explained for a batch of 1 (on a grid, the
+        smallest).
+
+    Nothing is computed: the call is made with tensors that have shapes and no numbers, on a copy of the module. So
+    parameters, statistics, hooks and random numbers stay as they are, and no other thread notices. A module whose way
+    depends on numbers (``if x.sum() > 0``) cannot be explained, and says so.
+
+    Raises what the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
+    backend cannot take the call is part of the answer.
+
+    Returns
+    -------
+    Explanation or Explanations
+        The latter, a tuple, for any other number of calls than one. Both print as text.
     """
-    device = children.device
-    geometry = geometry_of(children, weight, window, parents)
-    pose, many = (geometry[4], geometry[5], geometry[9]), geometry[8]
-    call = _describe(geometry, device, dtype)
-    refusals = {name: backends.refusal(name, device, dtype, pose, many, stem) for name in backends.NAMES}
+    if isinstance(call, Tensor):
+        from fastcaps.functional import inverted_attention_routing
+
+        call, inputs = inverted_attention_routing, (call, *inputs)
+    if isinstance(call, torch.nn.Module) and not inputs:
+        if not hasattr(call, "smallest_inputs"):
+            raise TypeError(f"explain: a {type(call).__name__} must be given with its inputs: explain(module, inputs)")
+        inputs = tuple(call.smallest_inputs())  # type: ignore[operator]
+    if not callable(call):
+        raise TypeError(f"explain: call must be a module, a function or tensors, got {type(call).__name__}")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        mode.cache_enabled = False  # a call that was seen before must be told of again
+        fake = _faked(call, mode)
+        inputs, options = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, (inputs, options))
+        token = _told.set([])
+        try:
+            fake(*inputs, **options)
+            found = _told.get()
+        finally:
+            _told.reset(token)
+    assert found is not None
+    return found[0] if len(found) == 1 else Explanations(found)
+
+
+def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
+    """Return a copy of a module whose tensors are fake and that has no hooks; anything else as it is."""
+    if not isinstance(call, torch.nn.Module):
+        return call
+    tensors = [*call.parameters(), *call.buffers()]
+    memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
+    copied = copy.deepcopy(call, memo)
+    for module in copied.modules():
+        module._forward_hooks.clear()
+        module._backward_hooks.clear()
+    return copied
+
+
+def tell(routing: Routing, votes: Votes, turns: int) -> None:
+    """Tell :func:`explain`, if it listens in this thread, of a call of an op."""
+    found = _told.get()
+    if found is not None:
+        found.append(_explain_op(routing, votes, turns))
+
+
+def tell_library(votes: Votes) -> None:
+    """Tell :func:`explain`, if it listens in this thread, of a first turn that torch's own product makes."""
+    found = _told.get()
+    if found is None:
+        return
+    why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
+    call = _call_of("attention", votes)
+    reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
+    found.append(Explanation("torch", why, reasons, call=_describe(votes, call)))
+
+
+def _call_of(stem: str, votes: Votes) -> backends.Call:
+    call = backends.Call.of(stem, votes)
+    return call._replace(dtype=autocast_dtype(call.device.type) or call.dtype)
+
+
+def _explain_op(routing: Routing, votes: Votes, turns: int) -> Explanation:
+    call = _call_of(routing.stem, votes)
+    described = _describe(votes, call) + (f", {turns} turns" if turns > 1 else "")
+    refusals = {name: backends.refusal(name, call) for name in backends.NAMES}
     chosen = backends.forced()
     if chosen is not None and refusals[chosen] is not None:
         reasons = {name: refusals[name] or f"{chosen!r} is forced" for name in (chosen, *backends.NAMES)}
-        return Explanation(None, f"backend {chosen!r} is forced and cannot take this call", reasons, call=call)
-    if not with_parents and chosen != "reference" and library_first:
-        why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
-        return Explanation("torch", why, {name: refusals[name] or why for name in backends.NAMES}, call=call)
-    runs = chosen or next(name for name in backends.NAMES if refusals[name] is None)
+        return Explanation(None, f"backend {chosen!r} is forced and cannot take this call", reasons, call=described)
+    runs = backends.choose(call)
     how = "forced" if chosen else next(entry.detail for entry in backends.listing() if entry.name == runs)
     after = f"{chosen!r} is forced" if chosen else f"{runs} comes first"
     reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
-    forward, backward = (_plan(runs, stem, children, weight, geometry, dtype, half) for half in (False, True))
-    return Explanation(runs, how, reasons, forward, backward, call)
+    forward, backward = (_schedule(runs, call, votes, half) for half in (False, True))
+    return Explanation(runs, how, reasons, forward, backward, described)
+
+
+def _schedule(name: str, call: backends.Call, votes: Votes, backward: bool) -> str:
+    """Return what a backend says of its kernel and schedule, in one line."""
+    numbers = (ctypes.c_int64 * len(votes.sizes))(*votes.sizes)
+    if name == "cpu":
+        wide = int(call.dtype == torch.float64)
+        return libraries.library("cpu").ask("fastcaps_cpu_schedule", call.stem, numbers, int(backward), wide) or ""
+    if name == "cuda":
+        machine: Any = torch.cuda.get_device_properties(call.device)
+        size, shared = machine.multi_processor_count, machine.shared_memory_per_block_optin
+        how = (int(backward), call.options, int(call.dtype != torch.float32))
+        return libraries.library("cuda").ask("fastcaps_cuda_schedule", call.stem, numbers, *how, size, shared) or ""
+    if name == "triton":
+        return str(backends.triton_kernels(call.stem).schedule_call(votes, call, backward))
+    return ""
+
+
+def _describe(votes: Votes, call: backends.Call) -> str:
+    batch, height, width, types = votes.children.shape[:4]
+    (rows, depth, columns), (ho, wo), (kh, kw) = votes.pose, votes.grid, votes.window[:2]
+    where = f"{types} children" if height * width * kh * kw == 1 else f"{height}x{width} x {types} children"
+    seen = "" if kh * kw == 1 else f" by {kh}x{kw} windows"
+    to = f"{call.parents} parents" if ho * wo == 1 else f"{ho}x{wo} x {call.parents} parents"
+    matrices = f"{votes.groups} weight groups" if call.has_weight else "no weights"
+    return (
+        f"batch {batch}, {where} of {rows}x{depth}{seen} to {to} of {rows}x{columns}, {matrices}, "
+        f"{str(call.dtype).removeprefix('torch.')} on {call.device}"
+    )

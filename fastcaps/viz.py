@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastcaps import reference
-from fastcaps.geometry import SET_WINDOW
 from fastcaps.nn import CapsNet
+from fastcaps.reference.seen import make_votes, see
+from fastcaps.votes import Votes
 
 # Okabe and Ito's colours and a map from orange to purple: told apart by people of every colour vision
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
@@ -136,7 +136,8 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     types, height, width = below.shape[1:4]
     children, _, gate = calls[-1]  # [B, I, d], types slowest
     poses = children.unflatten(-1, layer.pose_shape[:2])
-    votes = reference.votes(poses[:, None, None], layer.weight, layer.bias, SET_WINDOW)[:, 0, 0].flatten(-2)
+    made_of = Votes.of(poses, layer.weight, layer.bias, None, None)
+    votes = make_votes(see(made_of))[:, 0, 0].flatten(-2)
     shares = trace.coefficients[-1]  # [B, I, M]
     if gate is not None:
         shares = shares * gate[..., None]

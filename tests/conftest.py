@@ -1,11 +1,16 @@
-"""Fixtures for all tests: memory that was allocated and not written holds NaN, and so shows."""
+"""Fixtures for all tests: what a test needs of the machine, and memory that holds NaN until it is written."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+import fastcaps
 
 POISONED = (
     "test_attention",
@@ -21,9 +26,46 @@ POISONED = (
 """Modules whose tests run with poisoned allocations; elsewhere (timings, memory, training) filling would disturb."""
 
 
+LIBRARIES = Path(fastcaps.__file__).with_name("lib")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-native", action="store_true", help="fail, not skip, where no CPU library is built")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    (cpu,) = (entry for entry in fastcaps.backends.listing() if entry.name == "cpu")
+    if config.getoption("--require-native") and not cpu.available:
+        raise pytest.UsageError(f"--require-native: the CPU library is not in use: {cpu.detail}")
     config.addinivalue_line("markers", "unpoisoned: allocations are left as they come, since the test measures them")
     config.addinivalue_line("markers", "before_anything_runs: the call under test must raise before a pass starts")
+
+
+def built(name: str) -> Path:
+    """Where a native library lies; skip the test where it is not built."""
+    found = sorted(LIBRARIES.glob(f"libfastcaps_{name}.*"))
+    return found[0] if found else pytest.skip(f"needs the {name} library, which is not built")
+
+
+@pytest.fixture(scope="session")
+def native_library() -> Path:
+    """The CPU library; without one, kernels cannot be tested and the reference stands in for them."""
+    return built("cpu")
+
+
+@pytest.fixture(scope="session")
+def cuda_library() -> Path:
+    """The CUDA library, which needs no GPU to be looked at. It is built where torch has CUDA, or by FASTCAPS_CUDA=1."""
+    return built("cuda")
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> Path:
+    """The CUDA compiler."""
+    folders = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    path = os.pathsep.join([*folders, "/usr/local/cuda/bin", os.environ.get("PATH", "")])
+    found = shutil.which("nvcc", path=path)
+    return Path(found) if found else pytest.skip("needs nvcc, which is not in CUDA_HOME, /usr/local/cuda or PATH")
 
 
 @pytest.fixture(autouse=True)

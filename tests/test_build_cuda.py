@@ -1,164 +1,34 @@
-"""The CUDA half of the build: what setup.py decides, and what the library holds, on machines without a GPU."""
+"""The CUDA library: what it holds, needs and gives away, on machines without a GPU."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from test_build import load_setup
 
 import fastcaps
 from fastcaps import libraries
-
-
-@pytest.fixture(scope="module")
-def setup_py() -> ModuleType:
-    return load_setup()
-
-
-# ---- finding a toolkit -----------------------------------------------------------------------------------------------
-
-
-def make_nvcc(folder: Path, version: str = "12.6", architectures: tuple[int, ...] = (75, 80, 86, 89, 90)) -> Path:
-    """A program that answers as nvcc does when it is asked what it is."""
-    nvcc = folder / "bin/nvcc"
-    nvcc.parent.mkdir(parents=True)
-    known = "".join(f"compute_{number}\\n" for number in architectures)
-    nvcc.write_text(
-        f"#!/bin/sh\ncase $1 in --version) echo 'Cuda compilation tools, release {version}, V{version}.77';;\n"
-        f"--list-gpu-arch) printf '{known}';; esac\n"
-    )
-    nvcc.chmod(0o755)
-    return nvcc
-
-
-@pytest.fixture
-def no_usual_toolkit(setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without /usr/local/cuda, whatever this one has."""
-    monkeypatch.setattr(setup_py, "USUAL_CUDA", tmp_path / "none")
-    monkeypatch.setattr(setup_py.sys, "platform", "linux")
-
-
-linux_only = pytest.mark.skipif(sys.platform == "win32", reason="runs shell scripts")
-
-
-@linux_only
-@pytest.mark.parametrize("place", ["CUDACXX", "CUDA_HOME", "CUDA_PATH", "usual", "PATH"])
-def test_a_toolkit_is_found(
-    setup_py: ModuleType, no_usual_toolkit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    nvcc = make_nvcc(tmp_path / "toolkit")
-    environ = {"PATH": "/none"}
-    if place == "usual":
-        monkeypatch.setattr(setup_py, "USUAL_CUDA", tmp_path / "toolkit")
-    else:
-        environ[place] = str({"CUDACXX": nvcc, "PATH": nvcc.parent}.get(place, tmp_path / "toolkit"))
-    cuda = setup_py.cuda_build(environ)
-    assert (cuda.nvcc, cuda.version, cuda.why_not) == (nvcc, "12.6", "")
-    assert cuda.architectures == ("80-real", "90")
-    assert setup_py.cuda_build({**environ, "FASTCAPS_CUDA": "1"}) == cuda
-    left_out = setup_py.cuda_build({**environ, "FASTCAPS_CUDA": "0"})
-    assert left_out.nvcc is None and left_out.why_not == "FASTCAPS_CUDA=0 when it was built"
-
-
-def test_without_a_toolkit_there_are_no_cuda_kernels_unless_they_are_asked_for(
-    setup_py: ModuleType, no_usual_toolkit: None, tmp_path: Path
-) -> None:
-    environ = {"PATH": "/none", "CUDA_HOME": str(tmp_path / "empty")}
-    cuda = setup_py.cuda_build(environ)
-    assert cuda.nvcc is None and cuda.why_not == "no CUDA toolkit when it was built"
-    with pytest.raises(setup_py.SetupError) as caught:
-        setup_py.cuda_build({**environ, "FASTCAPS_CUDA": "1"})
-    for looked in (
-        "FASTCAPS_CUDA=1",
-        "CUDACXX (not set)",
-        "CUDA_HOME (no nvcc)",
-        "CUDA_PATH (not set)",
-        "PATH (no nvcc)",
-    ):
-        assert looked in str(caught.value)
-    with pytest.raises(setup_py.SetupError, match="FASTCAPS_CUDA must be 0 or 1, got 'yes'"):
-        setup_py.cuda_build({"FASTCAPS_CUDA": "yes"})
-
-
-@linux_only
-def test_an_old_toolkit_is_passed_over_and_named(setup_py: ModuleType, no_usual_toolkit: None, tmp_path: Path) -> None:
-    old, recent = make_nvcc(tmp_path / "old", "11.8"), make_nvcc(tmp_path / "recent", "13.0")
-    environ = {"CUDA_HOME": str(tmp_path / "old"), "PATH": str(recent.parent)}
-    assert setup_py.cuda_build(environ).nvcc == recent
-    with pytest.raises(setup_py.SetupError, match=r"CUDA_HOME \(nvcc 11\.8\)"):
-        setup_py.cuda_build({**environ, "PATH": "/none", "FASTCAPS_CUDA": "1"})
-    for wrong in (old, tmp_path / "none"):
-        with pytest.raises(setup_py.SetupError, match=r"CUDACXX=.* must name an nvcc of CUDA 12\.4 or later"):
-            setup_py.cuda_build({"CUDACXX": str(wrong)})
-
-
-@pytest.mark.parametrize(
-    ("asked", "chosen"),
-    [
-        ("", ["80-real", "90-real", "100-real", "120"]),
-        (" ", ["80-real", "90-real", "100-real", "120"]),
-        ("9.0", ["90-real"]),
-        ("8.0;9.0+PTX", ["80-real", "90"]),
-        ("8.0 9.0a, 12.0", ["80-real", "90a-real", "120-real"]),
-        ("10.0f+PTX", ["100f"]),
-        ("9.0 9.0+PTX", ["90"]),
-        ("Hopper;Ampere", ["90", "80-real", "86"]),
-        ("7.0;7.5+PTX;8.0", ["80-real"]),
-        ("7.5", []),
-    ],
-)
-def test_architectures_are_written_as_for_torch(setup_py: ModuleType, asked: str, chosen: list[str]) -> None:
-    assert list(setup_py.cuda_architectures(asked, [75, 80, 86, 90, 100, 120])) == chosen
-
-
-def test_default_architectures_go_as_far_as_the_toolkit(setup_py: ModuleType) -> None:
-    assert setup_py.cuda_architectures("", [80, 90]) == ("80-real", "90")
-    for wrong, says in (
-        ("sm_90", "'sm_90' is not an architecture"),
-        ("8.0;10.0", "does not know 10.0; it knows 8.0, 9.0"),
-    ):
-        with pytest.raises(setup_py.SetupError, match=says):
-            setup_py.cuda_architectures(wrong, [75, 80, 90])
-
-
-@linux_only
-def test_a_list_without_a_usable_architecture_leaves_cuda_out(
-    setup_py: ModuleType, no_usual_toolkit: None, tmp_path: Path
-) -> None:
-    environ = {"CUDACXX": str(make_nvcc(tmp_path / "toolkit")), "TORCH_CUDA_ARCH_LIST": "7.0;7.5"}
-    assert "'7.0;7.5' held no architecture of 8.0 or later" in setup_py.cuda_build(environ).why_not
-    with pytest.raises(setup_py.SetupError, match="held no architecture"):
-        setup_py.cuda_build({**environ, "FASTCAPS_CUDA": "1"})
-
 
 # ---- the library -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def info(setup_py: ModuleType) -> dict:
-    """What the build says of its CUDA kernels. Where a toolkit is there and they are not, that is an error in CI."""
-    if importlib.util.find_spec("fastcaps._C") is None:
-        pytest.skip("fastcaps is installed without its native libraries")
-    told = importlib.import_module("fastcaps._C").build_info()
-    if told["cuda"] is None:
-        left_out = os.environ.get("CI") and setup_py.cuda_build().nvcc
-        (pytest.fail if left_out else pytest.skip)(f"no CUDA library: {told['cuda_why_not']}")
-    return told["cuda"]
+def library(cuda_library: Path) -> Path:
+    return cuda_library
 
 
 @pytest.fixture(scope="module")
-def library(info: dict) -> Path:
-    return libraries.library_path("cuda")
+def info(library: Path) -> dict:
+    """What the build says of its CUDA kernels."""
+    return importlib.import_module("fastcaps._C").build_info()["cuda"]
 
 
 def tool(name: str, *arguments: str | Path) -> str:
@@ -169,9 +39,7 @@ def tool(name: str, *arguments: str | Path) -> str:
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_build_says_whether_it_has_cuda_and_why_not() -> None:
-    if importlib.util.find_spec("fastcaps._C") is None:
-        pytest.skip("fastcaps is installed without its native libraries")
+def test_the_build_says_whether_it_has_cuda_and_why_not(native_library: Path) -> None:
     told = importlib.import_module("fastcaps._C").build_info()
     assert (told["cuda"] is None) == bool(told["cuda_why_not"])
     assert libraries.library_path("cuda").is_file() == (told["cuda"] is not None)
@@ -233,15 +101,13 @@ def test_the_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(librar
         assert "4x4" in told and "threads" in told and "blocks" in told
 
 
-def test_the_library_needs_torch_cpu_alone_and_no_path(library: Path, setup_py: ModuleType) -> None:
+def test_the_library_needs_torch_cpu_alone_and_no_path(library: Path, nvcc: Path) -> None:
     dynamic = tool("readelf", "-d", library)
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     assert "libtorch_cpu.so" in needed and "RPATH" not in dynamic and "RUNPATH" not in dynamic
     assert not [name for name in needed if re.match(r"lib(cuda|torch_cuda|c10|torch_python|nv)", name)]
     contents = library.read_bytes()
-    nvcc = setup_py.cuda_build({**os.environ, "FASTCAPS_CUDA": ""}).nvcc
-    paths = {str(Path(torch.__file__).parent), str(Path(fastcaps.__file__).parents[1])}
-    paths |= {str(nvcc.resolve().parents[1])} if nvcc else set()
+    paths = {str(Path(torch.__file__).parent), str(Path(fastcaps.__file__).parents[1]), str(nvcc.resolve().parents[1])}
     assert not [path for path in paths if path.encode() in contents]
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.functional.arguments import check_choice
+from fastcaps.checks import check_choice
 from fastcaps.nn.poses import positive, require_tensor, shape_of
 
 __all__ = ["GenerativeMatrixRouting"]

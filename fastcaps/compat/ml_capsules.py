@@ -16,8 +16,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fastcaps.geometry import Window
 from fastcaps.nn.poses import flatten_grid, pose_shape, positive, require_tensor, route, shape_of
+from fastcaps.votes import Window
 
 __all__ = ["CapsuleCONV", "CapsuleFC"]
 

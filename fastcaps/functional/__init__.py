@@ -5,19 +5,24 @@ before anything runs: TypeError for what is not a tensor or has a dtype that can
 counts, devices and windows.
 """
 
-from fastcaps.explanation import Explanation, Explanations
+from fastcaps.explanation import Explanation, Explanations, explain
 from fastcaps.functional.dynamic import dynamic_routing
 from fastcaps.functional.em import coordinate_bias, em_routing
-from fastcaps.functional.explaining import explain
 from fastcaps.functional.heinsen import heinsen_routing
 from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.functional.pooling import routing_pool
-from fastcaps.functional.uniform import uniform_pass
-from fastcaps.geometry import Window
+from fastcaps.functional.uniform import uniform_turn
+from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
+from fastcaps.votes import Window
 
 __all__ = [
+    "Capsules",
     "Explanation",
     "Explanations",
+    "Gaussians",
+    "Routed",
+    "RoutedCapsules",
+    "RoutedGaussians",
     "Window",
     "coordinate_bias",
     "dynamic_routing",
@@ -26,5 +31,5 @@ __all__ = [
     "heinsen_routing",
     "inverted_attention_routing",
     "routing_pool",
-    "uniform_pass",
+    "uniform_turn",
 ]

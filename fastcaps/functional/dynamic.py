@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps import ops, reference
-from fastcaps.functional import explaining
-from fastcaps.functional.arguments import (
-    autocast,
-    check_choice,
-    check_count,
-    check_routing,
-    chosen_backend,
-    set_or_grid,
-)
-from fastcaps.geometry import SET_WINDOW, Window, from_op, to_op
-from fastcaps.reference import pooling, routings
-from fastcaps.vectors import squash
+from fastcaps import ops
+from fastcaps.checks import check_choice, check_count
+from fastcaps.reference import Rule
+from fastcaps.results import Routed
+from fastcaps.votes import Votes, Window, from_op, shares_from_op
 
 __all__ = ["dynamic_routing"]
-
-DYNAMIC = 1  # the routing ops' rule: v = squash(S), Q = sum of v
 
 
 def dynamic_routing(
     children: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     *,
     iterations: int = 3,
+    parents: int | None = None,
     bias: Tensor | None = None,
     gate: Tensor | None = None,
     compete: str = "parents",
@@ -36,7 +29,7 @@ def dynamic_routing(
     leaky: bool = False,
     window: Window | None = None,
     return_coefficients: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Routed:
     r"""Route children to parents by dynamic routing (Sabour et al. 2017, Procedure 1).
 
     .. math::
@@ -53,11 +46,14 @@ def dynamic_routing(
     ----------
     children : Tensor
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
-    weight : Tensor
-        W, ``[G, M, D, E]``; G divides the number of children that a position sees (I, or kh * kw * N). Child i, counted
+    weight : Tensor or None
+        W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. G divides the
+        number of children that a position sees (I, or kh * kw * N). Child i, counted
         as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices, G = N shared over the window, G = 1.
     iterations : int
         Turns, at least 1.
+    parents : int, optional
+        M. Taken from ``weight``, else from ``bias``, else 1.
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
     gate : Tensor, optional
@@ -79,11 +75,10 @@ def dynamic_routing(
 
     Returns
     -------
-    parents : Tensor
-        ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
-    coefficients : Tensor
-        r, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child. Only with
-        ``return_coefficients``, which alone needs memory for them, and for the votes.
+    Tensor
+        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
+        With ``return_coefficients`` a :class:`~fastcaps.results.Routed` of them and r, ``[B, I, M]`` or
+        ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child.
 
     Raises
     ------
@@ -102,72 +97,30 @@ def dynamic_routing(
     >>> bool(torch.allclose(r.sum(-1), torch.ones(2, 6)))  # each child spreads over the parents
     True
     """
-    sizes, _ = check_routing(children, weight, bias, gate, window)
-    check_count("iterations", iterations)
+    votes = Votes.of(children, weight, bias, gate, window, parents)
+    iterations = check_count("iterations", iterations)
     check_choice("compete", compete, ("parents", "children"))
-    if leaky and compete == "children":
-        raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
-    spec = SET_WINDOW if window is None else window.spec
-    op_gate = None if gate is None else to_op(gate, window)
+    many = votes.parents
     if leaky:
-        weight, bias = F.pad(weight, (0, 0, 0, 0, 0, 1)), _pad_bias(bias, sizes.many)
-    grid = to_op(children, window)
-    stem = "attention" if compete == "parents" else "pooling"
-    if explaining.watching():
-        routed, shares = explaining.watch_routing(stem, children, weight, window, sizes.many)
-        return (routed, shares) if return_coefficients else routed
-    found: tuple[Tensor, Tensor | None]
-    if chosen_backend(children, weight, stem) == "reference":
-        grid, weight, bias, op_gate = autocast(children.device.type, grid, weight, bias, op_gate)
-        found = routings.dynamic_routing(
-            grid,
-            weight,
-            bias,
-            op_gate,
-            iterations=iterations,
-            compete=compete,  # type: ignore[arg-type]
-            detach=detach,
-            window=spec,
-        )
-    else:
-        found = _by_ops(grid, weight, bias, op_gate, iterations, compete, detach, spec, return_coefficients)
-    routed = from_op(found[0][:, :, :, : sizes.many], window)
-    if found[1] is None or not return_coefficients:
-        return routed
-    return routed, set_or_grid(found[1][..., : sizes.many], window)
-
-
-def _pad_bias(bias: Tensor | None, many: int) -> Tensor | None:
-    """Return a bias of votes with zeros for one parent more."""
-    return None if bias is None else F.pad(bias.expand(-1, many, -1, -1), (0, 0, 0, 0, 0, 1))
-
-
-def _by_ops(
-    children: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    iterations: int,
-    compete: str,
-    detach: bool,
-    spec: tuple[int, ...],
-    with_shares: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the parents in op layout and, if asked for, the shares."""
+        if compete == "children":
+            raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
+        votes = _with_nobody(votes)
+    turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
+    results: Any
     if compete == "parents":
-        settings = (1.0, 0.0, False, DYNAMIC, iterations, detach, spec)
-        parents, sums = ops.attention_routing(children, weight, None, bias, gate, None, None, *settings)
+        results = ops.attention_routing(votes, None, None, None, 1.0, 0.0, *turns)
     else:
-        parents, sums, _ = ops.pooling_routing(
-            children, weight, bias, gate, 1.0, False, weight.shape[1], DYNAMIC, iterations, detach, spec
-        )
-    if not with_shares:
-        return parents, None
-    query = None
-    for turn in sums[:-1]:  # as the turns themselves added them up: rounded to the children's dtype
-        value = squash(turn, (-2, -1)).to(parents.dtype)
-        query = value if query is None else query + value
-    children, weight, query, bias, gate = autocast(children.device.type, children, weight, query, bias, gate)
-    if compete == "parents":
-        return parents, reference.coefficients(children, weight, query, bias, 1.0, spec)
-    return parents, pooling.coefficients(children, weight, query, bias, gate, 1.0, False, spec)
+        results = ops.pooling_routing(votes, None, 1.0, False, *turns)
+    routed = from_op(results[0][:, :, :, :many], window)
+    return Routed(routed, shares_from_op(results[-1][..., :many], window)) if return_coefficients else routed
+
+
+def _with_nobody(votes: Votes) -> Votes:
+    """Return the votes for one parent more, to whom everybody's votes are 0."""
+    if votes.weight is None:
+        raise ValueError("leaky must be False without a weight: a parent of zeros needs a matrix of zeros")
+    bias = votes.bias
+    if bias is not None:
+        bias = F.pad(bias.expand(-1, votes.parents, -1, -1), (0, 0, 0, 0, 0, 1))
+    weight = F.pad(votes.weight, (0, 0, 0, 0, 0, 1))
+    return votes._replace(weight=weight, bias=bias, parents=votes.parents + 1)

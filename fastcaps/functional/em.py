@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.functional import explaining
-from fastcaps.functional.arguments import (
-    autocast,
-    check_count,
-    check_eps,
-    check_finite,
-    check_routing,
-    check_table,
-    chosen_backend,
-    result_dtype,
-    set_or_grid,
-    wide,
-)
-from fastcaps.geometry import SET_WINDOW, Window, from_op, to_op
-from fastcaps.reference import gaussian, routings
-from fastcaps.reference.routings import default_inverse_temperature
+from fastcaps.checks import accumulation_dtype, check_count, check_eps, check_finite, check_table
+from fastcaps.reference import Rule
+from fastcaps.results import Capsules, RoutedCapsules
+from fastcaps.votes import Votes, Window, autocast_dtype, from_op, shares_from_op
 
 __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "schedule"]
 
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
-EM = 0  # the model of the routing op
+
+
+def default_inverse_temperature(turn: int) -> float:
+    """Return EM routing's customary λ of a turn that counts from 0: ``0.01 (1 - 0.95^(turn + 1))``."""
+    return 0.01 * (1 - 0.95 ** (turn + 1))
 
 
 def schedule(inverse_temperature: InverseTemperature | None, iterations: int) -> list[float]:
@@ -69,7 +60,7 @@ def schedule(inverse_temperature: InverseTemperature | None, iterations: int) ->
 def em_routing(
     children: Tensor,
     activations: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     beta_u: Tensor,
     beta_a: Tensor,
     *,
@@ -79,7 +70,7 @@ def em_routing(
     eps: float = 1e-8,
     window: Window | None = None,
     return_coefficients: bool = False,
-) -> tuple[Tensor, ...]:
+) -> Capsules | RoutedCapsules:
     r"""Route children to parents by EM (Hinton et al. 2018, Procedure 1).
 
     .. math::
@@ -103,8 +94,9 @@ def em_routing(
     activations : Tensor or None
         a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``; None is 1 for all. A child with an activation of
         0 leaves no trace.
-    weight : Tensor
-        W, ``[G, M, D, E]``; child i, counted as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices,
+    weight : Tensor or None
+        W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. Child i,
+        counted as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices,
         G = N shared over space, G = 1.
     beta_u, beta_a : Tensor
         ``[M]``: the cost of describing a child, per number of its pose; the benefit of a parent's being active.
@@ -124,13 +116,10 @@ def em_routing(
 
     Returns
     -------
-    poses : Tensor
-        :math:`\mu`, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``.
-    activations : Tensor
-        ``[B, M]`` or ``[B, M, Ho, Wo]``.
-    coefficients : Tensor
-        r, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. Only with ``return_coefficients``, which alone
-        needs memory for them, and for the votes.
+    Capsules
+        ``poses``: :math:`\mu`, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; ``activations``: ``[B, M]`` or
+        ``[B, M, Ho, Wo]``. With ``return_coefficients`` a :class:`~fastcaps.results.RoutedCapsules`, which also has r,
+        ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient.
 
     Raises
     ------
@@ -147,65 +136,30 @@ def em_routing(
     >>> poses.shape, activations.shape
     (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
     """
-    sizes, cast = check_routing(children, weight, bias, activations, window, "activations")
+    many = beta_u.shape[0] if weight is None and isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
+    votes = Votes.of(children, weight, bias, activations, window, many, "activations")
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
-        check_table(name, beta, children, [(sizes.many,)], "M", cast)
-    check_count("iterations", iterations)
-    check_eps(eps)
+        check_table(name, beta, children, [(votes.parents,)], "M", votes.autocasts)
+    iterations, eps = check_count("iterations", iterations), check_eps(eps)
     temperatures = schedule(inverse_temperature, iterations)
-    if explaining.watching():
-        poses, shares = explaining.watch_routing("gaussian", children, weight, window, sizes.many)
-        result = (poses, poses[..., 0, 0])
-        return (*result, shares) if return_coefficients else result
-    spec = SET_WINDOW if window is None else window.spec
-    gate = None if activations is None else to_op(activations, window)
-    tensors = (to_op(children, window), weight, bias, gate)
-    betas = (wide(children, beta_u), wide(children, beta_a))
-    found: tuple[Tensor, ...]
-    if chosen_backend(children, weight, "gaussian") == "reference":
-        grid, weight, bias, gate = autocast(children.device.type, *tensors)
-        settings: dict[str, Any] = {"iterations": iterations, "eps": eps, "window": spec}
-        gate = grid.new_ones(grid.shape[:4]) if gate is None else gate
-        found = routings.em_routing(
-            grid, gate, weight, *betas, bias, inverse_temperature=lambda turn: temperatures[turn], **settings
-        )
-    else:
-        scores, means, _, *history = ops.gaussian_routing(*tensors, *betas, temperatures, EM, eps, spec)
-        found = (means, scores.sigmoid())
-        if return_coefficients:
-            found = (*found, last_shares(*tensors, history, EM, eps, spec))
-    dtype = result_dtype(children)
-    result = (from_op(found[0], window).to(dtype), from_op(found[1], window).to(dtype))
-    return (*result, set_or_grid(found[-1], window)) if return_coefficients else result
+    betas = (widened(beta_u, votes), widened(beta_a, votes))
+    scores, poses, *_, coefficients = ops.gaussian_routing(
+        votes, None, None, None, *betas, temperatures, int(Rule.EM), eps, return_coefficients
+    )
+    dtype = result_dtype(votes)
+    result = Capsules(from_op(poses, window).to(dtype), from_op(scores.sigmoid(), window).to(dtype))
+    return RoutedCapsules(*result, shares_from_op(coefficients, window)) if return_coefficients else result
 
 
-@torch.no_grad()
-def last_shares(
-    children: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    history: Sequence[Tensor],
-    model: int,
-    eps: float,
-    spec: Sequence[int],
-) -> Tensor:
-    """Return r of the last turn of a Gaussian routing, ``[B, Ho, Wo, I, M]``, from what the turns left behind.
+def widened(tensor: Tensor, votes: Votes) -> Tensor:
+    """Return a tensor in the dtype in which sums over the children are taken."""
+    return tensor.to(accumulation_dtype(votes.children.dtype))
 
-    ``history``: counts, means, variances (without ``eps``) and scores of every turn; ``model``: as the op counts them,
-    2 being k-means.
-    """
-    children, weight, bias, gate = autocast(children.device.type, children, weight, bias, gate)
-    _, means, variances, scores = history
-    mean = variance = log_weight = None
-    if len(means) > 1:
-        mean, variance = means[-2], variances[-2] + eps
-        log_weight = torch.nn.functional.logsigmoid(scores[-2])
-        if model == 2:
-            variance = None
-        else:
-            log_weight = log_weight - 0.5 * variance.log().sum((-2, -1))
-    return gaussian.coefficients(children, weight, mean, variance, log_weight, bias, spec)
+
+def result_dtype(votes: Votes) -> torch.dtype:
+    """Return the dtype of a routing's results: the children's, or autocast's where that is on."""
+    children = votes.children
+    return children.dtype if children.dtype == torch.float64 else autocast_dtype(children.device.type) or children.dtype
 
 
 def coordinate_bias(

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.functional import explaining
-from fastcaps.functional.arguments import (
-    autocast,
-    check_choice,
-    check_count,
-    check_eps,
-    check_routing,
-    check_table,
-    chosen_backend,
-    result_dtype,
-    set_or_grid,
-    wide,
-)
-from fastcaps.functional.em import last_shares
-from fastcaps.geometry import SET_WINDOW, Window, from_op, to_op
-from fastcaps.reference import routings
+from fastcaps.checks import check_choice, check_count, check_eps, check_table
+from fastcaps.functional.em import result_dtype, widened
+from fastcaps.reference import Rule
+from fastcaps.results import Gaussians, RoutedGaussians
+from fastcaps.votes import Votes, Window, from_op, shares_from_op
 
 __all__ = ["heinsen_routing"]
 
-MODELS = {"gaussian": 1, "kmeans": 2}  # as the routing op counts them
+MODELS = {"gaussian": int(Rule.HEINSEN), "kmeans": int(Rule.KMEANS)}
 
 
 def heinsen_routing(
     children: Tensor,
     scores: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     beta_use: Tensor,
     beta_ignore: Tensor,
@@ -41,7 +29,7 @@ def heinsen_routing(
     eps: float = 1e-5,
     window: Window | None = None,
     return_coefficients: bool = False,
-) -> tuple[Tensor, ...]:
+) -> Gaussians | RoutedGaussians:
     r"""Route children to parents by the algorithm of Heinsen 2019 (Algorithm 1).
 
     .. math::
@@ -63,8 +51,9 @@ def heinsen_routing(
     scores : Tensor or None
         a_i of the children, any numbers, ``[B, I]`` or ``[B, N, H, W]``. Minus infinity is a child that is not there
         and leaves no trace, plus infinity one that certainly is; None is plus infinity for all.
-    weight : Tensor
-        W, ``[G, M, D, E]``; child i, counted as (ky, kx, n) with n fastest, uses group i mod G. With G = 1, and one row
+    weight : Tensor or None
+        W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. Child i,
+        counted as (ky, kx, n) with n fastest, uses group i mod G. With G = 1, and one row
         in ``bias`` and betas, any number of children will do; with one column each (expand the weight), any number of
         parents (section 2.1.1 of the paper).
     bias : Tensor or None
@@ -84,13 +73,11 @@ def heinsen_routing(
 
     Returns
     -------
-    scores : Tensor
-        a_m, ``[B, M]`` or ``[B, M, Ho, Wo]``.
-    means, variances : Tensor
-        ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``.
-    coefficients : Tensor
-        r, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. Only with ``return_coefficients``, which alone
-        needs memory for them, and for the votes.
+    Gaussians
+        ``poses``: the means, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; ``scores``: a_m, ``[B, M]`` or
+        ``[B, M, Ho, Wo]``; ``variances``: as the means. With ``return_coefficients`` a
+        :class:`~fastcaps.results.RoutedGaussians`, which also has r, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without
+        gradient.
 
     Raises
     ------
@@ -104,65 +91,23 @@ def heinsen_routing(
     >>> import torch
     >>> children, weight, beta = torch.randn(2, 6, 4, 4), torch.randn(1, 3, 4, 4), torch.zeros(1, 3)
     >>> scores = torch.zeros(2, 6).masked_fill(torch.arange(6) >= torch.tensor([[6], [4]]), -torch.inf)
-    >>> scores, means, variances = heinsen_routing(children, scores, weight, None, beta, beta)  # 6 children, and 4
-    >>> scores.shape, means.shape
+    >>> poses, scores, variances = heinsen_routing(children, scores, weight, None, beta, beta)  # 6 children, and 4
+    >>> scores.shape, poses.shape
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
     """
-    sizes, cast = check_routing(children, weight, bias, scores, window, "scores")
+    many = beta_use.shape[1] if weight is None and isinstance(beta_use, Tensor) and beta_use.dim() == 2 else None
+    votes = Votes.of(children, weight, bias, scores, window, many, "scores")
     for name, beta in (("beta_use", beta_use), ("beta_ignore", beta_ignore)):
-        check_table(name, beta, children, [(sizes.children, 1), (sizes.many, 1)], "I or 1, M or 1", cast)
-    check_count("iterations", iterations)
+        sizes = [(votes.seen, 1), (votes.parents, 1)]
+        check_table(name, beta, children, sizes, "I or 1, M or 1", votes.autocasts)
+    iterations, eps = check_count("iterations", iterations), check_eps(eps)
     check_choice("model", model, tuple(MODELS))
-    check_eps(eps)
-    if explaining.watching():
-        poses, shares = explaining.watch_routing("gaussian", children, weight, window, sizes.many)
-        result: tuple[Tensor, ...] = (poses[..., 0, 0], poses, torch.ones_like(poses))
-        return (*result, shares) if return_coefficients else result
-    spec = SET_WINDOW if window is None else window.spec
-    gate = None if scores is None else to_op(wide(children, scores).sigmoid().to(children.dtype), window)
-    tensors = (to_op(children, window), weight, bias, gate)
-    betas = (wide(children, beta_use), wide(children, beta_ignore))
-    if chosen_backend(children, weight, "gaussian") == "reference":
-        found = _by_reference(children, scores, weight, bias, *betas, iterations, model, eps, window)
-    else:
-        turns = [1.0] * iterations
-        *found, _, _, _, _ = history = ops.gaussian_routing(*tensors, *betas, turns, MODELS[model], eps, spec)
-        if return_coefficients:
-            found.append(last_shares(*tensors, history[3:], MODELS[model], eps, spec))
-    dtype = result_dtype(children)
-    result = tuple(from_op(tensor, window).to(dtype) for tensor in found[:3])
-    return (*result, set_or_grid(found[3], window)) if return_coefficients else result
-
-
-def _by_reference(
-    children: Tensor,
-    scores: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    beta_use: Tensor,
-    beta_ignore: Tensor,
-    iterations: int,
-    model: str,
-    eps: float,
-    window: Window | None,
-) -> list[Tensor]:
-    """Return scores, means, variances and shares in op layout."""
-    if scores is None:
-        scores = children.new_full(children.shape[:-2], torch.inf)
-    grid, op_scores, weight, bias = autocast(
-        children.device.type, to_op(children, window), to_op(scores, window), weight, bias
+    if votes.gate is not None:  # scores, until here
+        votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(children.dtype))
+    betas = (widened(beta_use, votes), widened(beta_ignore, votes))
+    found, means, variances, *_, coefficients = ops.gaussian_routing(
+        votes, None, None, None, *betas, [1.0] * iterations, MODELS[model], eps, return_coefficients
     )
-    return list(
-        routings.heinsen_routing(
-            grid,
-            op_scores,
-            weight,
-            bias,
-            beta_use,
-            beta_ignore,
-            iterations=iterations,
-            model=model,  # type: ignore[arg-type]
-            eps=eps,
-            window=SET_WINDOW if window is None else window.spec,
-        )
-    )
+    dtype = result_dtype(votes)
+    result = Gaussians(*(from_op(tensor, window).to(dtype) for tensor in (means, found, variances)))
+    return RoutedGaussians(*result, shares_from_op(coefficients, window)) if return_coefficients else result

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from fastcaps import ops, reference
-from fastcaps.functional import explaining, uniform
-from fastcaps.functional.arguments import autocast, check_attention, check_count, chosen_backend, set_or_grid
-from fastcaps.geometry import SET_WINDOW, Window, from_op, to_op
+from fastcaps import ops
+from fastcaps.checks import check_count, check_eps, check_finite, check_shape, check_tensor
+from fastcaps.functional import uniform
+from fastcaps.reference import Rule, attention_coefficients
+from fastcaps.results import Routed
+from fastcaps.votes import Votes, Window, from_op, shares_from_op
 
 __all__ = ["inverted_attention_routing"]
-
-SEQUENTIAL = 0  # the routing op's rule: parents are LayerNorm(S), and the next query
 
 
 def inverted_attention_routing(
     children: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     parents: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -31,7 +29,7 @@ def inverted_attention_routing(
     normalize: bool = True,
     iterations: int = 1,
     return_coefficients: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Routed:
     r"""Route children to parents, once or more often, by inverted dot-product attention (Tsai et al. 2020).
 
     .. math::
@@ -42,14 +40,15 @@ def inverted_attention_routing(
 
     The parents compete for each child: the softmax runs over m. Without ``parents`` this is the first iteration, in
     which ``r = 1 / M``; before LayerNorm the result is then linear in the children, made by a convolution or matmul
-    (:func:`fastcaps.functional.uniform_pass`) except where copying large weights for that would be most of the work.
+    (:func:`fastcaps.functional.uniform_turn`) except where copying large weights for that would be most of the work.
 
     Parameters
     ----------
     children : Tensor
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
-    weight : Tensor
-        W, ``[G, M, D, E]``; G divides the number of children that a position sees (I, or kh * kw * N). Child i, counted
+    weight : Tensor or None
+        W, ``[G, M, D, E]``; None: votes are the children's own poses, and ``parents`` or ``bias`` tell M. G
+        divides the number of children that a position sees (I, or kh * kw * N). Child i, counted
         as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices, G = N shared over the window, G = 1.
     parents : Tensor, optional
         Q, the parents' poses of the last iteration, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``.
@@ -74,11 +73,10 @@ def inverted_attention_routing(
 
     Returns
     -------
-    parents : Tensor
-        ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
-    coefficients : Tensor
-        r, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child. Only with
-        ``return_coefficients``.
+    Tensor
+        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; the latter lies in memory as B, Ho, Wo, M, C, E.
+        With ``return_coefficients`` a :class:`~fastcaps.results.Routed` of them and r, ``[B, I, M]`` or
+        ``[B, Ho, Wo, I, M]``, without gradient; 0 for a padded child.
 
     Raises
     ------
@@ -87,62 +85,29 @@ def inverted_attention_routing(
     BackendError
         If a forced backend cannot take the call.
     """
-    check_attention(children, weight, parents, bias, gate, norm_weight, norm_bias, eps, window, normalize)
-    check_count("iterations", iterations)
-    if explaining.watching():
-        told = explaining.watch(children, weight, parents, window, return_coefficients)
-        return told if iterations == 1 else explaining.watch(children, weight, children, window, return_coefficients)
-    pose = children.shape[-2] * weight.shape[3]
-    scale = pose**-0.5 if scale is None else scale
-    normalize = normalize and pose != 1
-    spec = SET_WINDOW if window is None else window.spec
-    grid = to_op(children, window)
-    query = None if parents is None else to_op(parents, window)
-    op_gate = None if gate is None else to_op(gate, window)
-    settings: dict[str, Any] = {"scale": scale, "eps": eps, "normalize": normalize, "spec": spec}
-    settings |= {"bias": bias, "gate": op_gate, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    chosen = chosen_backend(children, weight)
-    if return_coefficients and iterations > 1:  # the last turn by itself: coefficients come from what it starts with
-        query, iterations = _turns(chosen, grid, weight, query, iterations - 1, **settings), 1
-    routed = from_op(_turns(chosen, grid, weight, query, iterations, **settings), window)
-    if not return_coefficients:
-        return routed
-    shares = reference.coefficients(grid, weight, query, bias, scale, spec)
-    return routed, set_or_grid(shares, window)
-
-
-def _turns(
-    chosen: str | None,
-    grid: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    iterations: int,
-    *,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    scale: float,
-    eps: float,
-    normalize: bool,
-    spec: tuple[int, ...],
-) -> Tensor:
-    """Return the parents in op layout after some turns."""
-    if query is None and chosen != "reference" and not uniform.kernel_beats_library(grid, weight, spec):
-        query = uniform.uniform_pass(grid, weight, bias, gate, norm_weight, norm_bias, eps, normalize, spec)
-        iterations -= 1
-        if iterations == 0:
-            return query
-    tensors = (grid, weight, query, bias, gate, norm_weight, norm_bias)
-    if chosen == "reference":
-        grid, weight, query, bias, gate, norm_weight, norm_bias = autocast(grid.device.type, *tensors)
-        affine = (norm_weight, norm_bias)
-        for _ in range(iterations):
-            query = reference.attention_pass(grid, weight, query, bias, gate, *affine, scale, eps, normalize, spec)[0]
-        assert query is not None
-        return query
-    if iterations == 1:
-        parents: Tensor = ops.attention_pass(*tensors, scale, eps, normalize, spec)[0]
-        return parents
-    parents, _ = ops.attention_routing(*tensors, scale, eps, normalize, SEQUENTIAL, iterations, False, spec)
-    return parents
+    many = parents.shape[1] if weight is None and isinstance(parents, Tensor) and parents.dim() >= 4 else None
+    votes = Votes.of(children, weight, bias, gate, window, many)
+    query = None if parents is None else votes.check_poses("parents", parents, window)
+    pose = votes.pose[0] * votes.pose[2]
+    for name, affine in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if affine is not None:
+            if not normalize:
+                raise ValueError(f"{name} must be None with normalize=False, got a tensor")
+            check_tensor(name, affine, children, votes.autocasts)
+            check_shape(name, affine, (pose,), "C * E")
+    eps, iterations = check_eps(eps), check_count("iterations", iterations)
+    scale = pose**-0.5 if scale is None else check_finite("scale", scale)
+    rule = Rule.LAYER_NORM if normalize and pose != 1 else Rule.PLAIN
+    if rule == Rule.PLAIN:
+        norm_weight = norm_bias = None
+    if query is None and not uniform.kernel_beats_library(votes):
+        routed = uniform.uniform_turn(votes, norm_weight, norm_bias, eps, rule == Rule.LAYER_NORM)
+        if iterations == 1 and return_coefficients:
+            return Routed(from_op(routed, window), shares_from_op(attention_coefficients(votes, None, scale), window))
+        if iterations == 1:
+            return from_op(routed, window)
+        query, iterations = routed, iterations - 1
+    own = (query, norm_weight, norm_bias, scale, eps, int(rule), iterations)
+    routed, _, coefficients = ops.attention_routing(votes, *own, False, return_coefficients)
+    routed = from_op(routed, window)
+    return Routed(routed, shares_from_op(coefficients, window)) if return_coefficients else routed

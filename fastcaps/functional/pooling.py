@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from fastcaps import ops
-from fastcaps.functional import explaining
-from fastcaps.functional.arguments import (
-    Sizes,
-    autocast,
-    autocasts,
-    check_bias,
-    check_children,
-    check_choice,
-    check_count,
-    check_finite,
-    check_gate,
-    check_routing,
-    chosen_backend,
-    seen_children,
-    set_or_grid,
-)
-from fastcaps.geometry import SET_WINDOW, Window, from_op, to_op
-from fastcaps.reference import pooling, routings
-from fastcaps.vectors import squash, unit
+from fastcaps.checks import check_choice, check_count, check_finite
+from fastcaps.reference import Rule
+from fastcaps.results import Routed
+from fastcaps.vectors import squash
+from fastcaps.votes import Votes, Window, from_op, shares_from_op
 
 __all__ = ["ACTIVATIONS", "activation_function", "routing_pool"]
 
-VECTOR_NORMED = 0  # the routing ops' rule: Q = sum of unit(S)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "sigmoid": lambda poses: poses.sigmoid(),
@@ -63,7 +48,7 @@ def routing_pool(
     activation: str | Callable[[Tensor], Tensor] | None = None,
     window: Window | None = None,
     return_coefficients: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Routed:
     r"""Pool children into parents by vector-normed dynamic routing (Zhao & Huang 2019, Algorithm 1).
 
     .. math::
@@ -103,11 +88,10 @@ def routing_pool(
 
     Returns
     -------
-    parents : Tensor
-        ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; zeros where no child is there.
-    coefficients : Tensor
-        r, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. Only with ``return_coefficients``, which alone
-        needs memory for them.
+    Tensor
+        The parents, ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``; zeros where no child is there. With
+        ``return_coefficients`` a :class:`~fastcaps.results.Routed` of them and r, ``[B, I, M]`` or
+        ``[B, Ho, Wo, I, M]``, without gradient.
 
     Raises
     ------
@@ -125,82 +109,13 @@ def routing_pool(
     >>> routing_pool(children, sharpness=5.0).flatten()  # the third disagrees, and is left out
     tensor([1.0000, 0.0506])
     """
-    cast = autocasts(children)
-    many = _parents(parents, weight, bias)
-    if weight is None:
-        check_children(children, window, cast)
-        grid, count = seen_children(children, window)
-        sizes = Sizes(children.shape[0], grid, count, many, children.shape[-2], children.shape[-1])
-        check_bias(bias, children, sizes, cast)
-        check_gate("gate", gate, children, cast)
-    else:
-        sizes, _ = check_routing(children, weight, bias, gate, window)
-        if sizes.many != many:
-            raise ValueError(f"parents must be the M = {sizes.many} of weight [G, M, D, E], got {parents}")
-    check_count("iterations", iterations, 0)
-    check_finite("sharpness", sharpness, 0.0)
+    votes = Votes.of(children, weight, bias, gate, window, parents)
+    iterations, sharpness = check_count("iterations", iterations, 0), check_finite("sharpness", sharpness, 0.0)
     function = activation_function(activation)
-    spec = SET_WINDOW if window is None else window.spec
-    # with λ = 0 no turn changes anything
-    turns = 1 if sharpness == 0 else iterations + 1
-    tensors = (to_op(children, window), weight, bias, None if gate is None else to_op(gate, window))
-    settings = (float(sharpness), True)
-    if explaining.watching():
-        routed, shares = explaining.watch_routing("pooling", children, weight, window, many)
-        return (routed, shares) if return_coefficients else routed
-    if chosen_backend(children, weight, "pooling", many) == "reference":
-        sums, shares = _by_reference(children.device.type, *tensors, many, turns - 1, settings[0], spec)
-    else:
-        sums, history, _ = ops.pooling_routing(*tensors, *settings, many, VECTOR_NORMED, turns, False, spec)
-        if return_coefficients:
-            shares = _last_shares(*tensors, sums, history, settings, spec)
-    routed = from_op(sums, window)
+    turns = 1 if sharpness == 0 else iterations + 1  # with λ = 0 no turn changes anything
+    routed, _, _, coefficients = ops.pooling_routing(
+        votes, None, sharpness, True, int(Rule.UNIT), turns, False, return_coefficients
+    )
+    routed = from_op(routed, window)
     routed = routed if function is None else function(routed)
-    return (routed, set_or_grid(shares, window)) if return_coefficients else routed
-
-
-def _last_shares(
-    children: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    sums: Tensor,
-    history: Tensor,
-    settings: tuple[float, bool],
-    spec: Sequence[int],
-) -> Tensor:
-    """Return r of the last sum, ``[B, Ho, Wo, I, M]``, from the sums of all turns."""
-    query = sums.new_zeros(sums.shape)
-    for earlier in history[:-1]:  # as the turns themselves added them up: rounded to the children's dtype
-        query = query + unit(earlier, (-2, -1)).to(sums.dtype)
-    children, weight, query, bias, gate = autocast(children.device.type, children, weight, query, bias, gate)
-    return pooling.coefficients(children, weight, query, bias, gate, *settings, spec)
-
-
-def _by_reference(
-    device_type: str,
-    children: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    many: int,
-    iterations: int,
-    sharpness: float,
-    spec: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Return sums and shares in op layout."""
-    children, weight, bias, gate = autocast(device_type, children, weight, bias, gate)
-    if weight is None and many > 1:  # the reference counts the parents of identity votes by the bias
-        rows, columns = children.shape[-2:]
-        bias = children.new_zeros((1, many, rows, columns)) if bias is None else bias.expand(-1, many, -1, -1)
-    settings: dict[str, Any] = {"iterations": iterations, "sharpness": sharpness, "window": spec}
-    return routings.routing_pool(children, weight, bias, gate, **settings)
-
-
-def _parents(parents: Any, weight: Any, bias: Any) -> int:
-    """Return M."""
-    if parents is not None:
-        check_count("parents", parents)
-        return int(parents)
-    table = weight if weight is not None else bias
-    return table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
+    return Routed(routed, shares_from_op(coefficients, window)) if return_coefficients else routed

@@ -1,22 +1,24 @@
-"""Routing with r = 1 / M: the first iteration, as the library's convolution or matmul."""
+"""Routing with r = 1 / M: the first turn of inverted attention, as the library's convolution or matmul."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps import backends, ops
-from fastcaps.functional.arguments import autocast, refusal
-from fastcaps.geometry import SET_WINDOW, output_size
+from fastcaps import backends, explanation
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size
 
-__all__ = ["kernel_beats_library", "uniform_pass"]
+__all__ = ["kernel_beats_library", "uniform_turn"]
 
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
 
-def kernel_beats_library(children: Tensor, weight: Tensor, window: tuple[int, ...]) -> bool:
-    """Return whether the compiled kernel should run a uniform pass after all, rather than the library.
+def kernel_beats_library(votes: Votes) -> bool:
+    """Return whether the op should run a uniform turn after all, rather than the library.
 
     The library needs the weights in another order. Copying them is little beside the convolution itself, except where
     they are large: with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which reads them as
@@ -24,66 +26,75 @@ def kernel_beats_library(children: Tensor, weight: Tensor, window: tuple[int, ..
     float32 to TF32 though its matmul, whose setting is the one that counts here, may not: then our kernel runs. Nothing
     but shapes and settings decides, so that the same numbers give the same bits with and without gradients.
     """
+    children, weight, window = votes.children, votes.weight, votes.window
+    if weight is None or backends.forced() == "reference":
+        return True
     if children.device.type == "cuda":
-        dtype = ops.autocast_dtype("cuda") or children.dtype
-        convolution = window != SET_WINDOW and children.shape[3] % weight.shape[0] != 0
-        return (
-            convolution
-            and dtype == torch.float32
-            and backends.convolution_rounds()
-            and any(refusal(name, children, weight) is None for name in ("cuda", "triton"))
-        )
-    own = weight.shape[0] == window[0] * window[1] * children.shape[3]
+        convolution = tuple(window) != SET_WINDOW and children.shape[3] % weight.shape[0] != 0
+        return convolution and (autocast_dtype("cuda") or children.dtype) == torch.float32 and _convolution_rounds()
+    own = weight.shape[0] == votes.seen
     return own and weight.numel() >= _LARGE and children.device.type == "cpu" and backends.native_serves()
 
 
-def uniform_pass(
-    children: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    normalize: bool,
-    window: tuple[int, ...],
-) -> Tensor:
-    """Route with r = 1 / M: the first iteration, as the library's convolution or matmul.
+@torch.compiler.assume_constant_result
+def _convolution_rounds() -> bool:
+    """Return whether float32 convolutions on a GPU round to TF32, as torch has it, while matrix products may not."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32" and not backends.tf32_allowed()  # type: ignore[attr-defined]
+
+
+def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
+    """Route with r = 1 / M: the first turn, as the library's convolution or matmul.
 
     ``S_m = 1/M sum_i g_i (P_i W_im + b_im)`` is linear in the children: a convolution with the rows C of a pose folded
     into the batch, N * D input and M * E output channels. Where the children of a position share matrices (G divides
     N), they are summed first and one matmul is left.
 
-    Arguments are those of the op (:mod:`fastcaps.reference`). Workspace: the children once, S twice.
+    ``norm`` says whether LayerNorm follows. Workspace: the children once, S twice.
 
     Returns
     -------
     Tensor
         Parents, contiguous ``[B, Ho, Wo, M, C, E]``.
     """
-    device_type = children.device.type
-    if ops.autocast_dtype(device_type) is not None:
-        children, weight, bias, gate, norm_weight, norm_bias = autocast(
-            device_type, children, weight, bias, gate, norm_weight, norm_bias
-        )
+    explanation.tell_library(votes)
+    device_type = votes.children.device.type
+    dtype = autocast_dtype(device_type)
+    if dtype is not None:
+        tensors = (*votes[:4], norm_weight, norm_bias)
+        cast: list[Any] = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+        votes = Votes(cast[0], cast[1], cast[2], cast[3], votes.parents, votes.window)
         with torch.autocast(device_type, enabled=False):
-            return uniform_pass(children, weight, bias, gate, norm_weight, norm_bias, eps, normalize, window)
-    many = weight.shape[1]
+            return _uniform_turn(votes, cast[4], cast[5], eps, norm)
+    return _uniform_turn(votes, norm_weight, norm_bias, eps, norm)
+
+
+def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
+    children, weight, bias, gate, many, window = votes
+    assert weight is not None
     gated = children if gate is None else children * gate[..., None, None]
-    if window == SET_WINDOW or children.shape[3] % weight.shape[0] == 0:
+    if tuple(window) == SET_WINDOW or children.shape[3] % weight.shape[0] == 0:
         sums = _uniform_matmul(gated, weight, window)
     else:
         sums = _uniform_convolution(gated, weight, window)
     if bias is not None:
         sums = sums + _uniform_bias(children, bias, gate, window)
-    if not normalize:
+    if not norm:
         return (sums / many).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
     flat = F.layer_norm(sums.flatten(-2), [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
     return flat.view(sums.shape)
 
 
-def _window_sum(grid: Tensor, window: tuple[int, ...]) -> Tensor:
+def _convolution(images: Tensor, kernel: Tensor, window: Sequence[int]) -> Tensor:
+    """Return the convolution ``[B, channels, Ho, Wo]`` of images ``[B, channels, H, W]``."""
+    _, _, sh, sw, ph, pw, dh, dw = window
+    if any(s > 1 and d > 1 and p > 0 for s, p, d in ((sh, ph, dh), (sw, pw, dw))):
+        # oneDNN's bfloat16 kernel ends the process where no output column sees an input: pad before it
+        images, ph, pw = F.pad(images, (pw, pw, ph, ph)), 0, 0
+    return F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
+
+
+def _window_sum(grid: Tensor, window: Sequence[int]) -> Tensor:
     """Return each window's sum over its positions: ``[B, H, W, ...]`` to ``[B, Ho, Wo, ...]``, rows, then columns."""
     kh, kw, sh, sw, ph, pw, dh, dw = window
     ho, wo = output_size(window, grid.shape[1], grid.shape[2])
@@ -98,22 +109,22 @@ def _window_sum(grid: Tensor, window: tuple[int, ...]) -> Tensor:
     return total
 
 
-def _uniform_matmul(children: Tensor, weight: Tensor, window: tuple[int, ...]) -> Tensor:
+def _uniform_matmul(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
     """Return ``sum_i P_i W_im`` ``[B, Ho, Wo, M, C, E]`` where G divides N: children summed by group, then a matmul."""
     groups, many, depth, columns = weight.shape
     types = children.shape[3]
     if types != groups:
         children = children.unflatten(3, (types // groups, groups)).sum(3)
-    if window != SET_WINDOW:
+    if tuple(window) != SET_WINDOW:
         children = _window_sum(children, window)
     left = children.transpose(3, 4).flatten(-2)  # [B, Ho, Wo, C, G * D]
     right = weight.transpose(1, 2).reshape(groups * depth, many * columns)
     return (left @ right).unflatten(-1, (many, columns)).transpose(3, 4)
 
 
-def _uniform_convolution(children: Tensor, weight: Tensor, window: tuple[int, ...]) -> Tensor:
+def _uniform_convolution(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
     """Return ``sum_i P_i W_im`` ``[B, Ho, Wo, M, C, E]`` by a convolution over the grid."""
-    kh, kw, sh, sw, ph, pw, dh, dw = window
+    kh, kw = window[:2]
     groups, many, depth, columns = weight.shape
     batch, height, width, types, rows, _ = children.shape
     count = kh * kw * types
@@ -123,23 +134,23 @@ def _uniform_convolution(children: Tensor, weight: Tensor, window: tuple[int, ..
     kernel = weight.view(kh, kw, types, many, depth, columns).permute(3, 5, 0, 1, 2, 4)
     kernel = kernel.reshape(many * columns, kh, kw, types * depth).movedim(-1, 1)
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
-    result = F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
+    result = _convolution(images, kernel, window)
     ho, wo = result.shape[2:]
     return result.movedim(1, -1).reshape(batch, rows, ho, wo, many, columns).movedim(1, 4)
 
 
-def _uniform_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: tuple[int, ...]) -> Tensor:
+def _uniform_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: Sequence[int]) -> Tensor:
     """Return ``sum_i g_i b_im`` over the children that exist, to be added to ``[B, Ho, Wo, M, C, E]``."""
-    kh, kw, sh, sw, ph, pw, dh, dw = window
+    kh, kw = window[:2]
     types = children.shape[3]
-    if gate is None and not (ph or pw):
+    if gate is None and not (window[4] or window[5]):
         return bias.sum(0) if bias.shape[0] > 1 else bias[0] * (kh * kw * types)
     if gate is None:
         gate = children.new_ones((1, *children.shape[1:4]))
     if bias.shape[0] == 1:
         return _window_sum(gate.sum(-1), window)[..., None, None, None] * bias[0]
-    if window == SET_WINDOW:
+    if tuple(window) == SET_WINDOW:
         return torch.tensordot(gate, bias, dims=1)
     kernel = bias.unflatten(0, (kh, kw, types)).flatten(3).permute(3, 2, 0, 1)  # [M * C * E, N, kh, kw]
-    result = F.conv2d(gate.movedim(-1, 1), kernel, None, (sh, sw), (ph, pw), (dh, dw))
+    result = _convolution(gate.movedim(-1, 1), kernel, window)
     return result.movedim(1, -1).unflatten(-1, bias.shape[1:])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.functional.arguments import check_choice
+from fastcaps.checks import check_choice
 from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import positive
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.geometry import Window, window_extent
 from fastcaps.nn.poses import flatten_gate, flatten_grid, pose_shape, positive, require_tensor, shape_of
+from fastcaps.votes import Window, window_extent
 
 __all__ = ["RoutingLayer"]
 

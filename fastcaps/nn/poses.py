@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastcaps import functional
 
 if TYPE_CHECKING:
-    from fastcaps.geometry import Window
+    from fastcaps.votes import Window
 
 POSES = ("matrix", "vector")
 

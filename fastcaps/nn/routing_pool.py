@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.functional.arguments import check_count, check_finite
+from fastcaps.checks import check_count, check_finite
 from fastcaps.functional.pooling import activation_function
-from fastcaps.geometry import Window
 from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.votes import Window
 
 __all__ = ["RoutingPool2d"]
 

@@ -1,102 +1,172 @@
-"""The op of the Gaussian pass; see :func:`fastcaps.reference.gaussian.gaussian_pass`."""
+"""The ops of routings whose parents are Gaussians: EM routing, and Heinsen's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastcaps.ops.checks import Frame, broadcast, check, check_call, check_tensors, frame_of
-from fastcaps.ops.registration import LIBRARY, Pass, register_autocast
-from fastcaps.reference import accumulation_dtype, gaussian
+from fastcaps import reference
+from fastcaps.checks import accumulation_dtype
+from fastcaps.ops.routing import Gradients, Reverse, Routing
+from fastcaps.ops.steps import POSE, check_like
+from fastcaps.reference import Rule
+from fastcaps.reference.gaussian import next_log_weight
+from fastcaps.votes import Votes
 
-__all__ = ["GAUSSIAN", "check_gaussian", "gaussian_pass", "gaussian_pass_backward", "gaussian_turns_backward"]
+__all__ = ["gaussian_routing"]
 
-
-def check_gaussian(given: Any) -> Frame:
-    """Raise RuntimeError unless the arguments of ``gaussian_pass`` fit together; return its sizes."""
-    frame = check_call(given.children, given.weight, 0, given.bias, given.gate, given.window)
-    check(given.variance is None or given.mean is not None, "a variance wants a mean")
-    check_tensors(given, True, {"mean": frame.poses, "variance": frame.poses, "log_weight": frame.numbers})
-    together = (given.beta_use is None) == (given.beta_ignore is None)
-    check(together, "beta_use and beta_ignore come together or not at all")
-    for name, beta in (("beta_use", given.beta_use), ("beta_ignore", given.beta_ignore)):
-        if beta is not None:
-            check(beta.dim() == 2, f"{name} must be [I or 1, M or 1]")
-            check_tensors(given, True, {name: broadcast(beta, frame)})
-    return frame
+NAMES = (
+    "children", "weight", "bias", "gate", "mean", "variance", "log_weight", "beta_use", "beta_ignore",
+)  # fmt: skip
+STATE = NAMES[4:7]
+MEAN, VARIANCE, LOG_WEIGHT = 16, 32, 64
+"""The bits of the state's gradients."""
 
 
-def _check_backward(given: Any) -> None:
-    frame = check_gaussian(given)
-    check_tensors(given, True, dict.fromkeys(("grad_counts", "counts"), frame.numbers))
-    check_tensors(given, True, dict.fromkeys(("grad_means", "grad_variances", "means", "variances"), frame.poses))
-    if given.beta_use is not None:
-        check_tensors(given, True, {"grad_evidence": frame.numbers})
+class Gaussian(Routing):
+    """See :func:`fastcaps.reference.gaussian_routing` for one turn."""
 
-
-def _fake(given: Any) -> tuple[Tensor, ...]:
-    frame = frame_of(given.children, given.weight, 0, given.window)
-    shapes = (frame.numbers, frame.poses, frame.poses, (0,) if given.beta_use is None else frame.numbers)
-    dtype = accumulation_dtype(given.children.dtype)
-    return tuple(given.children.new_empty(shape, dtype=dtype) for shape in shapes)
-
-
-def _fake_backward(given: Any) -> tuple[Tensor, ...]:
-    unheard = ("beta_use", "beta_ignore") if given.grad_evidence is None else ()
-    tensors = [None if name in unheard else getattr(given, name) for name in gaussian.NEEDS]
-    dtype = given.children.dtype
-    wide = accumulation_dtype(dtype)
-    return tuple(
-        given.children.new_empty(0, dtype=wide if k in gaussian.STATE else dtype)
-        if tensor is None or not given.needs >> k & 1
-        else tensor.new_empty(tensor.shape)
-        for k, tensor in enumerate(tensors)
+    stem = "gaussian"
+    own = (
+        "Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? beta_use, Tensor? beta_ignore, "
+        "float[] schedule, SymInt rule, float eps"
     )
+    flags = ("coefficients",)
+    results = (
+        "Tensor scores, Tensor means, Tensor variances, Tensor all_counts, Tensor all_means, Tensor all_variances, "
+        "Tensor all_scores"
+    )
+    finals = 3
+    grads = "Tensor? grad_counts, Tensor? grad_means, Tensor? grad_variances, Tensor? grad_evidence"
+    own_backward = (
+        "Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? beta_use, Tensor? beta_ignore, Tensor counts, "
+        "Tensor means, Tensor variances, float eps"
+    )
+    gradients = ", ".join(f"Tensor d{name}" for name in NAMES)
+    moments = 2
+    wide = frozenset((*STATE, "beta_use", "beta_ignore"))
+    stacked = frozenset((*STATE, "counts", "means", "variances"))
+
+    def turns(self, given: Any) -> int:
+        return len(given.schedule)
+
+    def first(self, given: Any) -> tuple[Any, ...]:
+        return given.mean, given.variance, given.log_weight
+
+    def start(self, given: Any, turn: int, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*state, given.beta_use, given.beta_ignore, [given.schedule[turn]], given.rule, given.eps)
+
+    def advance(self, given: Any, state: tuple[Any, ...], results: Sequence[Tensor]) -> tuple[Any, ...]:
+        scores, means, variances = results[:3]
+        log_weight = next_log_weight(scores, variances, given.rule)
+        return means, None if given.rule == Rule.KMEANS else variances, log_weight
+
+    def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return reference.gaussian_routing, reference.gaussian_routing_backward
+
+    def check(self, votes: Votes, given: Any) -> None:
+        shapes = {"mean": votes.poses, "variance": votes.poses, "log_weight": votes.numbers}
+        check_like(votes, given, shapes, wide=True)
+        if given.rule not in (Rule.EM, Rule.HEINSEN, Rule.KMEANS):
+            raise ValueError(f"rule must be 4, 5 or 6, got {given.rule}")
+        for name in ("beta_use", "beta_ignore"):
+            beta = getattr(given, name)
+            if beta is None:
+                raise TypeError(f"{name} must be a tensor, got None")
+            rows = 1 if beta.dim() == 2 and beta.shape[0] == 1 else votes.seen
+            columns = 1 if beta.dim() == 2 and beta.shape[1] == 1 else votes.parents
+            check_like(votes, given, {name: (votes.parents,) if given.rule == Rule.EM else (rows, columns)}, wide=True)
+
+    def fakes(self, votes: Votes, given: Any) -> tuple[Tensor, ...]:
+        turns, dtype = len(given.schedule), accumulation_dtype(votes.children.dtype)
+        shapes: list[Any] = [votes.numbers, votes.poses, votes.poses]
+        shapes += [(turns, *shape) for shape in (votes.numbers, votes.poses, votes.poses, votes.numbers)]
+        return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
+
+    def coefficients(self, votes: Votes, given: Any, results: Sequence[Tensor]) -> Tensor:
+        state = self.first(given)
+        if len(given.schedule) > 1:
+            _, means, narrow, scores = (kind[-2] for kind in results[3:])
+            state = self.advance(given, state, (scores, means, narrow + given.eps))
+        return reference.gaussian_coefficients(votes, *state)
+
+    def backward(
+        self, run: Callable[..., Any], together: bool, grads: Gradients, votes: Votes, given: Any, history: Any
+    ) -> dict[str, Tensor | None]:
+        counts, means, narrow, scores = history
+        rule, turns, (beta_u, beta_a) = given.rule, len(given.schedule), (given.beta_use, given.beta_ignore)
+        em, kmeans = rule == Rule.EM, rule == Rule.KMEANS
+        numbers = means.shape[-2] * means.shape[-1]
+        variances = narrow + given.eps
+        log_sigma = 0.5 * variances.log().sum(POSE)
+        left = (means, None if kmeans else variances, next_log_weight(scores, variances, rule))
+        first = self.first(given)
+        state = [
+            None if x is None else x[:-1] if own is None else torch.cat((own[None], x[:-1]))
+            for own, x in zip(first, left, strict=True)
+        ]
+        state = [None if x is None or len(x) == 0 else x for x in state]
+        betas = (None, None) if em else (beta_u, beta_a)
+        own_bits = MEAN | LOG_WEIGHT | (0 if kmeans else VARIANCE)
+        first_bits = sum(1 << 4 + k for k, name in enumerate(STATE) if name in given.needed)
+        d_score, d_mean, d_variance = grads
+        if not em and d_score is None and turns > 1:
+            d_score = torch.zeros_like(scores[-1])  # the betas count for the turns before
+        silent = {"beta_use", "beta_ignore"} if em or d_score is None else set()
+        reverse = Reverse(self, run, together, given.needed - silent - set(STATE))
+
+        heads: list[tuple[Tensor | None, ...]] = []  # the gradients of what the passes return, from the turn asked on
+        heats: list[Tensor | None] = []
+        d_log_sigma: Tensor | None = None
+        found: Sequence[Tensor] = ()
+
+        own = (*state, *betas, counts, means, narrow, given.eps)
+
+        def ask(turn: int | None, bits: int = 0) -> Sequence[Tensor]:
+            of_turn = heads if turn is None else heads[:1]
+            return reverse.ask(turn, [_stacked(kind) for kind in zip(*of_turn, strict=True)], votes, own, bits)
+
+        for turn in range(-1, -turns - 1, -1):
+            heat = d_counts = None
+            if em and d_score is not None:
+                heat = given.schedule[turn] * d_score
+                d_log_sigma = _plus(d_log_sigma, -heat * counts[turn])
+                d_counts = -heat * (numbers * beta_u + log_sigma[turn])
+            if d_log_sigma is not None:
+                d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] / variances[turn])
+            heats.insert(0, heat)
+            heads.insert(0, (d_counts, d_mean, d_variance, None if em else d_score))
+            last = turn == -turns
+            found = ask(turn, first_bits if last else own_bits)
+            if not last:
+                d_mean, d_variance, d_log_weight = found[4], None if kmeans else found[5], found[6]
+                d_score = d_log_weight * (-scores[turn - 1]).sigmoid()
+                d_log_sigma = None if kmeans else -d_log_weight
+        if together:
+            ask(None)
+        total = dict(reverse.total)
+        total |= {name: found[4 + k] for k, name in enumerate(STATE) if first_bits >> 4 + k & 1}
+        if (heat := _stacked(heats)) is not None:
+            total["beta_use"] = -numbers * (heat * counts).sum((0, 1, 2, 3))
+            total["beta_ignore"] = heat.sum((0, 1, 2, 3))
+        return total
 
 
-def _kept(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
-    return *inputs[:9], *output[:3]
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of what there is."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
-def _reached(grads: Sequence[Tensor | None], settings: tuple[Any, ...]) -> tuple[tuple[Any, ...], Collection[int]]:
-    """Without a gradient of the evidence none reaches the betas; without betas the evidence is empty."""
-    grad_evidence = grads[3]
-    if grad_evidence is not None and grad_evidence.dim() == 1:
-        grad_evidence = None
-    return (*grads[:3], grad_evidence), (7, 8) if grad_evidence is None else ()
+def _stacked(turns: Sequence[Tensor | None]) -> Tensor | None:
+    """Return a gradient of all turns, 0 in those that have none; None if no turn has it."""
+    like = next((turn for turn in turns if turn is not None), None)
+    return None if like is None else torch.stack([torch.zeros_like(like) if t is None else t for t in turns])
 
 
-GAUSSIAN = Pass(
-    name="gaussian_pass",
-    schema="(Tensor children, Tensor weight, Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? bias, "
-    "Tensor? gate, Tensor? beta_use, Tensor? beta_ignore, float eps, int[] window) "
-    "-> (Tensor counts, Tensor means, Tensor variances, Tensor evidence)",
-    backward_schema="(Tensor? grad_counts, Tensor? grad_means, Tensor? grad_variances, Tensor? grad_evidence, "
-    "Tensor children, Tensor weight, Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? bias, Tensor? gate, "
-    "Tensor? beta_use, Tensor? beta_ignore, Tensor counts, Tensor means, Tensor variances, float eps, int[] window, "
-    "int needs) -> (Tensor dchildren, Tensor dweight, Tensor dmean, Tensor dvariance, Tensor dlog_weight, "
-    "Tensor dbias, Tensor dgate, Tensor dbeta_use, Tensor dbeta_ignore)",
-    tensors=gaussian.NEEDS,
-    stacked=(
-        *("counts", "means", "variances"),
-        *("grad_counts", "grad_means", "grad_variances", "grad_evidence"),
-        *("mean", "variance", "log_weight"),
-    ),
-    by_reference=gaussian.gaussian_pass,
-    backward_by_reference=gaussian.gaussian_pass_backward,
-    checks=check_gaussian,
-    checks_backward=_check_backward,
-    fakes=_fake,
-    fakes_backward=_fake_backward,
-    kept=_kept,
-    reached=_reached,
-    wide=frozenset(("mean", "variance", "log_weight", "beta_use", "beta_ignore")),
-)
-GAUSSIAN.define(LIBRARY)
-register_autocast(GAUSSIAN.name, GAUSSIAN.tensors, GAUSSIAN.wide)
-gaussian_pass = torch.ops.fastcaps.gaussian_pass.default
-gaussian_pass_backward = torch.ops.fastcaps.gaussian_pass_backward.default
-gaussian_turns_backward = torch.ops.fastcaps.gaussian_turns_backward.default
+gaussian_routing = Gaussian()
+gaussian_routing.define()

@@ -1,79 +1,441 @@
-"""Whole routings as ops: all turns in one call, and in the backward one call for all that is summed over turns.
+"""The border: what makes a routing an op of PyTorch, and the one place where it is decided what runs.
 
-A backend may have a kernel of its own for all turns; where it has none, the kernel is the loop of passes in Python,
-each of them run by what serves the pass. A routing's op also returns the history that its backward needs: with the
-parents of every turn known no turn has to be run again. The backward goes from turn to turn, last one first, by the
-formulas of what lies between the passes and by the pass's backward (:class:`Reverse`).
-
-Where a graph of the backward itself is wanted (a second derivative), the loop of passes is differentiated instead.
+A :class:`Routing` is two ops, the routing and its backward, each with one schema from which those of the native
+libraries follow. Above it are the public functions; below it backends that know nothing of autograd, autocast,
+compilers or coefficients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
+from torch.utils.flop_counter import register_flop_formula
 
-from fastcaps.ops.registration import (
-    LIBRARY,
-    TAGS,
-    Grads,
-    Pass,
-    by_name,
-    differentiate,
-    has_kernel,
-    register_autocast,
-)
-from fastcaps.vectors import length, squash
+from fastcaps import backends, explanation
+from fastcaps.checks import accumulation_dtype
+from fastcaps.votes import Votes, autocast_dtype, output_size
 
-__all__ = ["POSE", "Reverse", "Routing", "Steps", "asked", "queries_of", "squashed"]
+__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of", "queries_of"]
 
-POSE = (-2, -1)
-Run = Callable[..., Any]
+LIBRARY = torch.library.Library("fastcaps", "DEF")
 
+_NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
+_VOTES = "Tensor children, Tensor? weight, Tensor? bias, Tensor? gate, SymInt parents, SymInt[] window, "
+_COUNT = 6  # arguments that are the votes'
+_TAGS = (torch.Tag.pt2_compliant_tag,)
 
-def squashed(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return :func:`fastcaps.vectors.squash` of S, rounded to a dtype."""
-    return squash(sums, POSE).to(dtype)
+Gradients = Sequence[Tensor | None]
 
 
-class Steps:
-    """What a turn leaves to the next, ``squash(S)`` or ``S / |S|``, and the way back; of all turns at once.
+def _is_watched(tensors: Sequence[Any]) -> bool:
+    """Return whether somebody must see a call as an op: a compiler, a dispatch mode, autocast, a tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
+        return True
+    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None):
+        return True
+    return autocast_dtype(tensors[0].device.type) is not None
 
-    Both are ``v = f(n) s`` with ``n = |s|`` and ``u = s / n``, so that ``ds = f dv + f' n u <u, dv>``: for
-    ``f = n / (1 + n^2)`` that is ``f (dv + (2 / (1 + n^2) - 1) u <u, dv>)``, for ``f = 1 / n`` it is
-    ``f (dv - u <u, dv>)``. At the zero vector all of it is 0.
 
-    Parameters
+def _is_transformed() -> bool:
+    """Return whether torch.func or forward-mode derivatives want plain formulas.
+
+    The ops have no rules for those: the reference, which is ordinary code, is right under all of them.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Recorded(torch.autograd.Function):
+    """An eager call with a graph. It does what the op's registered autograd does, in a sixth of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, routing: Routing, *arguments: Any) -> Any:
+        results = routing.run(*arguments)
+        routing.save(ctx, arguments, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        routing: Routing = ctx.routing
+        return None, *routing.differentiate(ctx, *grads)
+
+
+class Routing(ABC):
+    """A routing as PyTorch and the backends have to know it.
+
+    Attributes
     ----------
-    sums
-        S, ``[turns, ..., C, E]``.
-    squashes
-        Which of the two.
+    stem
+        The name of the routing's files, everywhere; ``stem + "_routing"`` is the op.
+    own
+        The schema of what the op takes after the votes.
+    flags
+        The names of boolean arguments at the end, which backends never see: ``detach``, ``coefficients``.
+    results, finals
+        The schema of the results (without coefficients), and how many of them have gradients: the others are history,
+        with a leading dimension of turns.
+    grads, own_backward, gradients
+        The backward's schema: what it takes before the votes, after them, and what it returns.
+    moments
+        How many sums over the votes a turn leaves.
+    wide
+        The names of tensors that are in the accumulation dtype of the children.
     """
 
-    def __init__(self, sums: Tensor, squashes: bool) -> None:
-        size = length(sums, POSE, keepdim=True)
-        zero = size == 0
-        whole = 1 + size.square()
-        self.direction = sums / size.masked_fill(zero, 1.0)
-        # 1 / f: where that is infinite, nothing is left
-        self.divisor = whole / size if squashes else size.masked_fill(zero, torch.inf)
-        self.bend = 2 / whole - 1 if squashes else -torch.ones_like(size)
-        self.vectors = sums / self.divisor
+    stem: str
+    own: str
+    flags: tuple[str, ...]
+    results: str
+    finals: int
+    grads: str
+    own_backward: str
+    gradients: str
+    moments = 1
+    wide: frozenset[str] = frozenset()
 
-    def backward(self, grad: Tensor, turn: int) -> Tensor:
-        """Return dL/ds of a turn from dL/dv."""
-        direction = self.direction[turn]
-        along = (direction * grad).sum(POSE, keepdim=True)
-        return (grad + self.bend[turn] * along * direction) / self.divisor[turn]
+    # ---- what a routing says of itself -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def turns(self, given: Any) -> int:
+        """Return how many turns a call makes."""
+
+    @abstractmethod
+    def start(self, given: Any, turn: int, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments after the votes of a routing of one turn, which starts from the parents' ``state``."""
+
+    @abstractmethod
+    def first(self, given: Any) -> tuple[Any, ...]:
+        """Return the parents' state that a call starts from."""
+
+    @abstractmethod
+    def advance(self, given: Any, state: tuple[Any, ...], results: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return the state that the next turn starts from, from that of a turn and its results."""
+
+    @abstractmethod
+    def fakes(self, votes: Votes, given: Any) -> tuple[Tensor, ...]:
+        """Return empty tensors as the op would, without the coefficients."""
+
+    @abstractmethod
+    def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the reference's routing of one turn, and its backward."""
+
+    @abstractmethod
+    def coefficients(self, votes: Votes, given: Any, results: Sequence[Tensor]) -> Tensor:
+        """Return the coefficients that the last turn used, from the results of all turns."""
+
+    @abstractmethod
+    def backward(
+        self, run: Callable[..., Any], together: bool, grads: Gradients, votes: Votes, given: Any, history: Any
+    ) -> dict[str, Tensor | None]:
+        """Return the gradients of a call by name, from those of its final results.
+
+        ``run`` is the backward op, ``together`` says whether it makes the sum over turns cheaper than one turn after
+        the other, ``given.needed`` names the gradients that are wanted.
+        """
+
+    @abstractmethod
+    def check(self, votes: Votes, given: Any) -> None:
+        """Raise unless what the op takes besides its votes fits them: kernels in Python would broadcast in silence."""
+
+    # ---- the ops -----------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The op's name; its backward's is ``name + "_backward"``."""
+        return f"{self.stem}_routing"
+
+    def define(self) -> None:
+        """Define both ops: schemas, fake kernels, autograd, autocast, and the kernel that asks which backend runs."""
+        flags = "".join(f", bool {flag}" for flag in self.flags)
+        forward, results = f"({_VOTES}{self.own}", f"({self.results}"
+        backward, gradients = f"({self.grads}, {_VOTES}{self.own_backward}, int needs", f"-> ({self.gradients})"
+        LIBRARY.define(f"{self.name}{forward}{flags}) -> {results}, Tensor coefficients)", tags=_TAGS)
+        LIBRARY.define(f"{self.name}_backward{backward}) {gradients}", tags=_TAGS)
+        for library in _NATIVE.values():
+            library.define(f"{self.name}{forward}, int options) -> {results})".replace("SymInt", "int"))
+            library.define(f"{self.name}_backward{backward}, int options) {gradients}".replace("SymInt", "int"))
+        self.op = getattr(torch.ops.fastcaps, self.name).default
+        self.backward_op = getattr(torch.ops.fastcaps, f"{self.name}_backward").default
+        self.names = [argument.name for argument in self.op._schema.arguments]
+        self.backward_names = [argument.name for argument in self.backward_op._schema.arguments]
+        self.heads = self.backward_names.index("children")
+        self.tensors = [
+            k for k, argument in enumerate(self.op._schema.arguments) if "Tensor" in str(argument.type)
+        ]  # their positions
+        for name, run, fake in (
+            (self.name, self.run, self.fake),
+            (f"{self.name}_backward", self.run_backward, self.fake_backward),
+        ):
+            LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
+        torch.library.register_autograd(
+            f"fastcaps::{self.name}", self.differentiate, setup_context=self._setup, lib=LIBRARY
+        )
+        register_decomposition(self.op)(self.by_reference)  # which an ONNX export takes
+        register_flop_formula(self.op.overloadpacket)(self._forward_flops)
+        register_flop_formula(self.backward_op.overloadpacket)(self._backward_flops)
+        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+            LIBRARY.impl(self.name, self._autocast_kernel(device_type, key), key)
+
+    def __call__(self, votes: Votes, *own: Any) -> Any:
+        """Run the op on votes and its own arguments: the only entrance that functions use."""
+        arguments = (*votes, *own)
+        if _is_transformed():
+            backends.refuse_unless_reference(self.stem)
+            return self.by_reference(*arguments)
+        tensors = [arguments[k] for k in self.tensors]
+        if _is_watched(tensors):
+            return self.op(*arguments)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return _Recorded.apply(self, *arguments)
+        return self.run(*arguments)
+
+    def given(self, arguments: Sequence[Any]) -> SimpleNamespace:
+        """Return the arguments of the op by name."""
+        return SimpleNamespace(**dict(zip(self.names, arguments, strict=True)))
+
+    # ---- below the border --------------------------------------------------------------------------------------------
+
+    def run(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Run a call by the backend that is forced, or comes first among those that can: the op's kernel."""
+        call = backends.Call.of(self.stem, arguments)
+        chosen = backends.choose(call)
+        taken = arguments[: -len(self.flags)]
+        if chosen in _NATIVE and backends.takes_turns(chosen, call, self, taken):
+            native = getattr(getattr(torch.ops, f"fastcaps_{chosen}"), self.name).default
+            results = native(*taken, call.options)
+        else:
+            results = self.chain(self._kernel(chosen, call, arguments), arguments)
+        return (*results, self._coefficients(arguments, results))
+
+    def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Run a backward by the backend that is forced, or comes first among those that can.
+
+        A backward is chosen anew: all backends keep the same, so one may differentiate what another computed.
+        """
+        call = backends.Call.of(self.stem, arguments[self.heads :])
+        chosen = backends.choose(call)
+        if chosen in _NATIVE:
+            native = getattr(getattr(torch.ops, f"fastcaps_{chosen}"), f"{self.name}_backward").default
+            return tuple(native(*arguments, call.options))
+        if chosen == "triton":
+            kernels = backends.triton_kernels(self.stem)
+            return tuple(getattr(kernels, f"{self.name}_backward")(*arguments, call.options))
+        return self._turn_after_turn(arguments)
+
+    def _kernel(self, chosen: str, call: backends.Call, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs one turn: called with votes and the op's own arguments, without flags."""
+        if chosen in _NATIVE:
+            native = getattr(getattr(torch.ops, f"fastcaps_{chosen}"), self.name).default
+            return lambda votes, *own: native(*votes, *own, call.options)
+        votes = Votes(*arguments[:_COUNT])
+        self.check(votes, self.given(arguments))
+        if chosen == "triton":
+            kernel = getattr(backends.triton_kernels(self.stem), self.name)
+            return lambda votes, *own: kernel(*votes, *own, call.options)
+        return self._reference_of(arguments)
+
+    def _reference_of(self, arguments: Sequence[Any]) -> Callable[..., Any]:
+        turn, _ = self.reference()
+        named = self.given(arguments)
+        return lambda votes, *own: turn(votes, *own, **({"detach": named.detach} if "detach" in self.flags else {}))
+
+    def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Run a call as a loop of the reference's turns: differentiable code."""
+        self.check(Votes(*arguments[:_COUNT]), self.given(arguments))
+        results = self.chain(self._reference_of(arguments), arguments)
+        return (*results, self._coefficients(arguments, results))
+
+    def chain(self, run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Run all turns one after another, each a routing of one turn by ``run``; return the op's results."""
+        votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
+        state = self.first(given)
+        every = []
+        for turn in range(self.turns(given)):
+            results = run(votes, *self.start(given, turn, state))
+            every.append(results)
+            state = self.advance(given, state, results)
+        if len(every) == 1:
+            return tuple(every[0])
+        history = (torch.cat(kind) for kind in zip(*(results[self.finals :] for results in every), strict=True))
+        return (*every[-1][: self.finals], *(kind.detach() for kind in history))
+
+    def _coefficients(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> Tensor:
+        children: Tensor = arguments[0]
+        if not arguments[-1]:
+            return children.new_empty(0, dtype=accumulation_dtype(children.dtype))
+        with torch.no_grad():
+            return self.coefficients(Votes(*arguments[:_COUNT]), self.given(arguments), results)
+
+    def _turn_after_turn(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Run a backward of several turns as the sum of the reference's backwards of one."""
+        _, backward = self.reference()
+        heads = arguments[: self.heads]
+        votes, own = Votes(*arguments[self.heads : self.heads + _COUNT]), arguments[self.heads + _COUNT :]
+        turns = len(next(head for head in heads if head is not None))
+        stacked = {
+            k
+            for k, name in enumerate(self.backward_names[self.heads + _COUNT :])
+            if name in self.stacked and own[k] is not None
+        }
+        total: Any = None
+        for turn in range(-turns, 0):  # counted from the last, which every stack has
+            of_turn = [at(x, turn) if k in stacked else x for k, x in enumerate(own)]
+            found = backward(*(at(head, turn) for head in heads), votes, *of_turn)
+            total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
+        return tuple(total)
+
+    def _forward_flops(self, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+        """Return the multiplications and additions of a call: tensors come as their shapes.
+
+        A turn makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a
+        first turn without a state is linear in the children where there is one moment: it is one product.
+        """
+        given = self.given(shapes)
+        votes, one = _flops(shapes)
+        first = votes + (0 if self.moments == 1 else self.moments * one)
+        turn = votes + (1 + self.moments) * one
+        turns = self.turns(given)
+        return turns * turn if self.first(given)[0] is not None else first + (turns - 1) * turn
+
+    def _backward_flops(self, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+        """Return the same of a backward: votes made again, agreement, two dot products and two sums of each."""
+        votes, one = _flops(shapes[self.heads :])
+        turns, needs = next(head for head in shapes[: self.heads] if head is not None)[0], shapes[-1]
+        return turns * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
+
+    stacked: frozenset[str] = frozenset()
+    """The names of what a backward takes after the votes that has a leading dimension of turns."""
+
+    # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
+
+    def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return empty tensors as the op would, and tell :func:`fastcaps.explain`, if it listens, of the call."""
+        votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
+        explanation.tell(self, votes, self.turns(given))
+        wide = accumulation_dtype(votes.children.dtype)
+        shape = (votes.children.shape[0], *votes.grid, votes.seen, votes.parents) if given.coefficients else (0,)
+        return (*self.fakes(votes, given), votes.children.new_empty(shape, dtype=wide))
+
+    def fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return empty tensors as the backward would."""
+        given = SimpleNamespace(**dict(zip(self.backward_names, arguments, strict=True)))
+        results = []
+        for k, result in enumerate(self.backward_op._schema.returns):
+            shape: Any = self.shape_of(result.name[1:], given) if given.needs >> k & 1 else None
+            dtype = accumulation_dtype(given.children.dtype) if result.name[1:] in self.wide else given.children.dtype
+            results.append(given.children.new_empty((0,) if shape is None else shape, dtype=dtype))
+        return tuple(results)
+
+    def shape_of(self, name: str, given: Any) -> Sequence[int] | None:
+        """Return the shape of a gradient that the backward returns; None where there is no such input."""
+        tensor = getattr(given, name, None)
+        if tensor is None:
+            return None
+        return tensor.shape[1:] if name in self.stacked else tensor.shape
+
+    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        self.save(ctx, inputs, output)
+
+    def save(self, ctx: Any, arguments: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Keep in an autograd context what the backward will ask for."""
+        ctx.routing = self
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*results[self.finals :])
+        ctx.save_for_backward(*(arguments[k] for k in self.tensors), *results[self.finals : -1])
+        ctx.others = [None if k in self.tensors else argument for k, argument in enumerate(arguments)]
+
+    def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of all arguments of the op."""
+        saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        arguments, history = list(ctx.others), saved[len(self.tensors) :]
+        for k, tensor in zip(self.tensors, saved, strict=False):
+            arguments[k] = tensor
+        needs_grad = ctx.needs_input_grad[-len(arguments) :]
+        needed = [k for k in self.tensors if needs_grad[k]]
+        finals = grads[: self.finals]
+        gradients: list[Any] = [None] * len(arguments)
+        if not needed or all(grad is None for grad in finals):
+            return tuple(gradients)
+        if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
+            return tuple(self._through_reference(arguments, finals, needed))
+        votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
+        given.needed = {self.names[k] for k in needed}
+        run = self.backward_op if _is_watched([arguments[0]]) else self.run_backward
+        together = backends.sums_turns(arguments[0]) and self.turns(given) > 1
+        found = self.backward(run, together, finals, votes, given, history)
+        for k in needed:
+            gradients[k] = found.get(self.names[k])
+        return tuple(gradients)
+
+    def _through_reference(self, arguments: list[Any], finals: Gradients, needed: list[int]) -> list[Any]:
+        gradients: list[Any] = [None] * len(arguments)
+        with torch.enable_grad(), torch.autocast(arguments[0].device.type, enabled=False):
+            # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
+            inputs = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
+            inputs[-1] = False  # no coefficients
+            results = self.by_reference(*inputs)[: self.finals]
+            pairs = [(r, g) for r, g in zip(results, finals, strict=True) if g is not None and r.requires_grad]
+            if pairs:
+                found = torch.autograd.grad(
+                    [r for r, _ in pairs],
+                    [inputs[k] for k in needed],
+                    [g for _, g in pairs],
+                    create_graph=True,
+                    allow_unused=True,
+                )
+                for k, gradient in zip(needed, found, strict=True):
+                    gradients[k] = gradient
+        return gradients
+
+    def _autocast_kernel(self, device_type: str, key: str) -> Callable[..., Any]:
+        """Return the op's kernel under autocast: tensors to :func:`autocast_dtype`, float64 left alone."""
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def cast(*arguments: Any) -> Any:
+            dtype = autocast_dtype(device_type)
+            with torch._C._ExcludeDispatchKeyGuard(excluded):
+                if dtype is None:
+                    return self.op(*arguments)
+                given = list(arguments)
+                for k in self.tensors:
+                    if given[k] is not None and given[k].dtype != torch.float64:
+                        given[k] = given[k].to(accumulation_dtype(dtype) if self.names[k] in self.wide else dtype)
+                return self.op(*given)
+
+        return cast
 
 
-def queries_of(first: Tensor | None, steps: Iterable[Tensor], add: bool) -> Tensor | None:
+def _flops(shapes: Sequence[Any]) -> tuple[int, int]:
+    """Return the operations of making all votes once, and of one sum over all of them, from the shapes of a call."""
+    (batch, height, width, types, rows, depth), weight, _, _, parents, window = shapes[:_COUNT]
+    ho, wo = output_size(window, height, width)
+    pairs = batch * ho * wo * window[0] * window[1] * types * parents
+    columns = depth if weight is None else weight[3]
+    return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns
+
+
+def at(stack: Tensor | None, turn: int) -> Tensor | None:
+    """Return what belongs to a turn, counted from the last, of a stack of turns; None where that has none."""
+    return None if stack is None or len(stack) < -turn else stack[turn]
+
+
+def part_of(stack: Tensor | None, turn: int | None) -> Tensor | None:
+    """Return the part of a stack of turns, counted from the last, that one turn has, or all if that is None."""
+    if stack is None or turn is None:
+        return stack
+    return None if len(stack) < -turn else stack[turn : turn + 1 or None]
+
+
+def queries_of(first: Tensor | None, steps: Sequence[Tensor], add: bool) -> Tensor | None:
     """Return the queries of a routing's turns, stacked; without the first turn's if that has none.
 
     Parameters
@@ -91,186 +453,48 @@ def queries_of(first: Tensor | None, steps: Iterable[Tensor], add: bool) -> Tens
     return torch.stack(queries) if queries else None
 
 
-def asked(queries: Tensor | None, turn: int | slice) -> Tensor | None:
-    """Return the query of a turn, counted from the last, or the queries of a slice of them; None if there is none."""
-    if queries is None or (isinstance(turn, int) and len(queries) < -turn):
-        return None
-    return queries[turn]
-
-
 class Reverse:
-    """A routing's backward through its passes, last turn first.
+    """A routing's backward, last turn first.
 
     A turn is asked for the gradients of the parents that it was given: its query, say. The rest is summed over turns.
     Where a kernel makes that sum in one call, with votes and their gradients made once, it comes last; elsewhere a turn
-    is asked for its share on the way, for there a call of its own would make everything twice.
+    is asked for its part on the way.
 
     Parameters
     ----------
+    routing
+        Whose backward it is.
     run
-        The pass's backward.
-    many
-        The backward of many turns; None where only a loop would serve it.
-    arguments
-        Called with a turn, or with the slice of all, returns what the backward takes before ``needs``.
-    needs
-        The bits of the gradients that are summed.
+        The backward op.
+    together
+        Whether the sum over turns is one call at the end.
+    needed
+        The names of the gradients that are summed.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Sequence[Tensor]],
-        many: Callable[..., Sequence[Tensor]] | None,
-        arguments: Callable[[Any], Sequence[Any]],
-        needs: int,
-    ) -> None:
-        self.run, self.many, self.arguments, self.needs = run, many, arguments, needs
-        self.total: dict[int, Tensor] = {}
+    def __init__(self, routing: Routing, run: Callable[..., Any], together: bool, needed: set[str]) -> None:
+        self.run, self.together = run, together
+        self.names = [result.name[1:] for result in routing.backward_op._schema.returns]
+        self.is_stacked = [name in routing.stacked for name in routing.backward_names[routing.heads + _COUNT : -1]]
+        self.needs = sum(1 << k for k, name in enumerate(self.names) if name in needed)
+        self.total: dict[str, Tensor | None] = {}
 
-    def ask(self, turn: int, own: int) -> Sequence[Tensor]:
-        """Return the gradients of a turn's own parents whose bits are in ``own``, among others."""
-        wanted = own if self.many else own | self.needs
-        found = self.run(*self.arguments(turn), wanted) if wanted else ()
-        if not self.many:
-            self._add(found)
+    def ask(
+        self, turn: int | None, heads: Gradients, votes: Votes, own: Sequence[Any], bits: int = 0
+    ) -> Sequence[Tensor]:
+        """Return the gradients of a turn's own parents whose ``bits`` are set, among others.
+
+        ``heads`` are those of the turn's results, ``own`` the op's other arguments, of all turns. A turn of None asks
+        for what is summed over all of them.
+        """
+        wanted = self.needs if turn is None else bits if self.together else bits | self.needs
+        if not wanted:
+            return ()
+        part = [part_of(x, turn) if stacked else x for x, stacked in zip(own, self.is_stacked, strict=True)]
+        found: Sequence[Tensor] = self.run(*heads, *votes, *part, wanted)
+        if turn is None or not self.together:
+            for k, (name, gradient) in enumerate(zip(self.names, found, strict=True)):
+                if self.needs >> k & 1:
+                    before = self.total.get(name)
+                    self.total[name] = gradient if before is None else before.add_(gradient)
         return found
-
-    def sums(self) -> dict[int, Tensor]:
-        """Return what is summed over turns, all of which have been asked, by position."""
-        if self.many and self.needs:
-            self._add(self.many(*self.arguments(slice(None)), self.needs))
-        return self.total
-
-    def _add(self, found: Sequence[Tensor]) -> None:
-        for k, gradient in enumerate(found):
-            if self.needs >> k & 1:
-                self.total[k] = self.total[k].add_(gradient) if k in self.total else gradient
-
-
-@dataclass(frozen=True, eq=False)
-class Routing:
-    """A whole routing as PyTorch has to know it.
-
-    Attributes
-    ----------
-    name
-        Of the op.
-    schema
-        Arguments and results.
-    one
-        The pass that it repeats.
-    tensors
-        The names of its leading arguments, all tensors.
-    wide
-        Those of them that are in the accumulation dtype of the children.
-    loop
-        The routing as a loop of passes: called with what runs a pass, and with the op's arguments. Differentiable if
-        the pass is.
-    checks
-        Called with the arguments by name, raises RuntimeError unless they fit together.
-    fakes
-        Called with the arguments by name, returns empty tensors as the op would.
-    results
-        How many of the op's results have gradients; the others are the history.
-    backward
-        Called with what runs the pass's backward, what runs it for many turns or None, the gradients of those, the
-        tensors, the op's results, the other arguments, and which gradients are needed; returns those of the tensors.
-    """
-
-    name: str
-    schema: str
-    one: Pass
-    tensors: tuple[str, ...]
-    loop: Callable[..., Any]
-    checks: Callable[[Any], Any]
-    fakes: Callable[[Any], tuple[Tensor, ...]]
-    results: int
-    backward: Callable[
-        [Run, Run | None, Grads, Grads, Sequence[Tensor], tuple[Any, ...], Sequence[bool]],
-        Grads,
-    ]
-    wide: frozenset[str] = frozenset()
-
-    @property
-    def stem(self) -> str:
-        """The name of the pass's files, here and everywhere."""
-        return self.one.stem
-
-    @property
-    def arguments(self) -> int:
-        """The number of arguments."""
-        return len(by_name(self.schema).__dict__)
-
-    def check(self, *arguments: Any) -> None:
-        """Raise RuntimeError unless the arguments of the op fit together."""
-        self.checks(by_name(self.schema, *arguments))
-
-    def fake(self, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors as the op would."""
-        return self.fakes(by_name(self.schema, *arguments, **named))
-
-    def run_pass(self, *arguments: Any) -> Any:
-        """Run the pass by its op."""
-        return getattr(torch.ops.fastcaps, self.one.name).default(*arguments)
-
-    def by_reference(self, *arguments: Any) -> Any:
-        """Run the routing as a loop of the reference's passes."""
-        return self.loop(self.one.by_reference, *arguments)
-
-    def by_passes(self, *arguments: Any) -> Any:
-        """Run the routing as a loop of passes, each by what serves it: the kernel where there is no other."""
-        self.check(*arguments)
-        return self.loop(self.run_pass, *arguments)
-
-    def define(self) -> None:
-        """Define the op: schema, fake kernel, autograd, autocast."""
-        LIBRARY.define(self.name + self.schema, tags=TAGS)
-        qualified = f"{LIBRARY.ns}::{self.name}"
-        torch.library.register_fake(qualified, self.fake, lib=LIBRARY)
-        op, turns = (
-            getattr(torch.ops.fastcaps, name).default for name in (f"{self.one.name}_backward", self.one.turns)
-        )
-        formula = partial(self.formula, op, turns=turns)
-        torch.library.register_autograd(qualified, formula, setup_context=self.save, lib=LIBRARY)
-        register_autocast(self.name, self.tensors, self.wide)
-
-    def implement(self, key: str, kernel: Callable[..., Any]) -> None:
-        """Register a Python function as the op's kernel under a dispatch key, ``"CPU"`` or ``"CUDA"``."""
-        LIBRARY.impl(self.name, kernel, key)
-
-    def serve_by_passes(self, key: str) -> None:
-        """Register the loop as the kernel under a dispatch key, unless there is one."""
-        if not has_kernel(self.name, key):
-            self.implement(key, self.by_passes)
-
-    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep in an autograd context what the backward will ask for."""
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[self.results :])
-        count = len(self.tensors)
-        ctx.save_for_backward(*inputs[:count], *output)
-        ctx.settings = tuple(inputs[count:])
-
-    def formula(
-        self, op: Callable[..., Any], ctx: Any, *grads: Tensor | None, turns: Callable[..., Any] | None = None
-    ) -> tuple[Any, ...]:
-        """Return the gradients of all arguments; ``op`` runs the pass's backward, ``turns`` that of many."""
-        count = len(self.tensors)
-        tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        needed = list(ctx.needs_input_grad[:count])
-        counting = grads[: self.results]
-        gradients: Grads = [None] * count
-        if any(grad is not None for grad in counting) and any(needed):
-            if torch.is_grad_enabled():
-                gradients = differentiate(
-                    lambda *inputs: self.loop(self.run_pass, *inputs, *ctx.settings)[: self.results],
-                    tensors,
-                    counting,
-                    [k for k, need in enumerate(needed) if need],
-                )
-            else:
-                children = tensors[0]
-                many = None if children.device.type.upper() in self.one.looped else turns
-                found = self.backward(op, many, counting, tensors, outputs, ctx.settings, needed)
-                gradients = [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
-        return (*gradients, *([None] * len(ctx.settings)))

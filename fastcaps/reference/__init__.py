@@ -1,28 +1,28 @@
-"""The oracle: every op of the package in plain, eager, differentiable PyTorch.
+"""The oracle: one turn of every routing in plain, eager, differentiable PyTorch that stores the votes.
 
-Arguments, layouts and results are those of the ops (see :mod:`fastcaps.ops`): children ``[B, H, W, N, C, D]``, weight
-``[G, M, D, E]``, query ``[B, Ho, Wo, M, C, E]``, bias ``[I | 1, M | 1, C, E]``, gate ``[B, H, W, N]``, and a window of
-eight numbers. Clarity comes first here: votes are stored, all B * Ho * Wo * I * M * C * E of them. Every backend is
-tested against it, and it against the papers' procedures as plain loops (``tests/oracle.py``,
-``tests/oracle_routings.py``).
+It is a backend like the others, and serves every device that torch has: arguments and results are those of the ops
+(:mod:`fastcaps.ops`), whose leading six come as one :class:`~fastcaps.votes.Votes`. Clarity comes first here: all
+B * Ho * Wo * I * M * C * E numbers of the votes are stored. Every backend is tested against it, and it against the
+papers' procedures as plain loops.
 
 Half-precision inputs are computed in float32 and rounded once, at the end; float32 and float64 in themselves.
-
-The attention pass is found here under its own name; ``pooling``, ``gaussian`` and ``routings`` are modules, and
-``sight`` is what the passes share.
 """
 
-from fastcaps.reference.attention import NEEDS, attention_pass, attention_pass_backward, coefficients
-from fastcaps.reference.sight import FROZEN, accumulation_dtype, votes, windows, windows_adjoint
+from fastcaps.reference.attention import attention_coefficients, attention_routing, attention_routing_backward
+from fastcaps.reference.gaussian import gaussian_coefficients, gaussian_routing, gaussian_routing_backward
+from fastcaps.reference.pooling import pooling_coefficients, pooling_routing, pooling_routing_backward
+from fastcaps.reference.seen import DETACH, Rule
 
 __all__ = [
-    "FROZEN",
-    "NEEDS",
-    "accumulation_dtype",
-    "attention_pass",
-    "attention_pass_backward",
-    "coefficients",
-    "votes",
-    "windows",
-    "windows_adjoint",
+    "DETACH",
+    "Rule",
+    "attention_coefficients",
+    "attention_routing",
+    "attention_routing_backward",
+    "gaussian_coefficients",
+    "gaussian_routing",
+    "gaussian_routing_backward",
+    "pooling_coefficients",
+    "pooling_routing",
+    "pooling_routing_backward",
 ]

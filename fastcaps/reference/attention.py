@@ -1,36 +1,21 @@
-"""The oracle of the attention pass: eager, differentiable PyTorch that stores the votes.
-
-Layout and meaning of the arguments: :mod:`fastcaps.reference`.
-"""
+"""The oracle of routings whose parents compete: inverted attention, and dynamic routing."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fastcaps.geometry import output_size
-from fastcaps.reference.sight import (
-    FROZEN,
-    accumulation_dtype,
-    matmul_votes,
-    presence,
-    seen_gate,
-    votes,
-    windows,
-    windows_adjoint,
-)
+from fastcaps.checks import accumulation_dtype
+from fastcaps.reference.seen import DETACH, POSE, Rule, collect, gate_backward, make_votes, see, votes_backward, widen
+from fastcaps.vectors import squash
+from fastcaps.votes import SET_WINDOW, Votes
 
-__all__ = ["NEEDS", "attention_pass", "attention_pass_backward", "coefficients", "layer_norm"]
+__all__ = ["attention_coefficients", "attention_routing", "attention_routing_backward", "layer_norm"]
 
-NEEDS = ("children", "weight", "query", "bias", "gate", "norm_weight", "norm_bias")
-"""The gradients of the pass in the order of their bits: gradient k is asked for if ``needs`` has bit ``1 << k``."""
-
-_SLICE = 1 << 22  # votes that `coefficients` holds at a time, counted in numbers: 16 MB of float32
+_SLICE = 1 << 22  # votes that `attention_coefficients` holds at a time, counted in numbers: 16 MB of float32
 
 
-def _weights(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
+def _shares(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
     """Return the routing coefficients ``softmax over parents of scale * <Q_m, V_im>``, ``[B, Ho, Wo, I, M]``."""
     if query is None:
         return all_votes.new_full(all_votes.shape[:5], 1.0 / all_votes.shape[4])
@@ -38,48 +23,52 @@ def _weights(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
     return agreement.softmax(dim=-1)
 
 
-def attention_pass(
-    children: Tensor,
-    weight: Tensor,
+def attention_routing(
+    votes: Votes,
     query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     scale: float,
     eps: float,
-    normalize: bool,
-    window: Sequence[int],
-    frozen: bool = False,
+    rule: int,
+    iterations: int = 1,
+    detach: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Route once by inverted dot-product attention: the parents compete for every child (Tsai et al. 2020).
+    """Route once: the parents compete for every child (Tsai et al. 2020; Sabour et al. 2017).
 
-    ``a_im = scale <Q_m, V_im>``, ``r_im = softmax_m a_im`` (1/M without a query), ``S_m = sum_i g_i r_im V_im``, and
-    ``parents = LayerNorm(S)`` over the C * E numbers of a pose if ``normalize``, else S. If ``frozen``, r is a constant
-    to the gradient.
+    ``a_im = scale <Q_m, V_im>``, ``r_im = softmax_m a_im`` (1/M without a query), ``S_m = sum_i g_i r_im V_im``.
+
+    Parameters
+    ----------
+    query : Tensor, optional
+        Q, ``[B, Ho, Wo, M, C, E]``.
+    norm_weight, norm_bias : Tensor, optional
+        The affine of LayerNorm, ``[C * E]``.
+    rule : int
+        ``LAYER_NORM``, ``PLAIN`` or ``SQUASH``, see :class:`Rule`.
+    detach : bool
+        r is a constant to the gradient.
 
     Returns
     -------
     parents : Tensor
-        ``[B, Ho, Wo, M, C, E]`` in the dtype of the children.
+        ``[B, Ho, Wo, M, C, E]``, in the dtype of the children.
     sums : Tensor
-        S in the accumulation dtype if ``normalize``, else an empty tensor.
+        S, ``[1, B, Ho, Wo, M, C, E]``, in the accumulation dtype.
     """
-    dtype = accumulation_dtype(children.dtype)
-    query, gate, norm_weight, norm_bias = (
-        None if tensor is None else tensor.to(dtype) for tensor in (query, gate, norm_weight, norm_bias)
-    )
-    all_votes = votes(children, weight, bias, window)
-    shares = _weights(all_votes, query, scale)
-    if frozen:
-        shares = shares.detach()
-    allowed = seen_gate(gate, presence(children.to(dtype), window), window)
-    if allowed is not None:
-        shares = shares * allowed[..., None]
+    dtype = votes.children.dtype
+    query, norm_weight, norm_bias = widen(dtype, query, norm_weight, norm_bias)
+    seen = see(votes)
+    all_votes = make_votes(seen)
+    shares = _shares(all_votes, query, scale)
+    shares = seen.gated(shares.detach() if detach else shares)
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes).contiguous()
-    if not normalize:
-        return sums.to(children.dtype), sums.new_empty(0)
-    return layer_norm(sums, norm_weight, norm_bias, eps).to(children.dtype), sums
+    parents = sums
+    if rule == Rule.LAYER_NORM:
+        parents = layer_norm(sums, norm_weight, norm_bias, eps)
+    elif rule == Rule.SQUASH:
+        parents = squash(sums, POSE)
+    return parents.to(dtype, copy=parents is sums), sums.unsqueeze(0)
 
 
 def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> Tensor:
@@ -127,126 +116,76 @@ def _layer_norm_backward(
     return (inverse * inner).reshape(sums.shape), (grad * standard).sum(outer), grad.sum(outer)
 
 
-def attention_pass_backward(
-    grad_parents: Tensor | None,
-    grad_sums: Tensor | None,
-    children: Tensor,
-    weight: Tensor,
+def attention_routing_backward(
+    grad: Tensor,
+    votes: Votes,
     query: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
     norm_weight: Tensor | None,
-    sums: Tensor,
+    sums: Tensor | None,
     scale: float,
     eps: float,
-    normalize: bool,
-    window: Sequence[int],
     needs: int,
 ) -> tuple[Tensor, ...]:
-    """Return the seven gradients of :func:`attention_pass` by explicit, themselves differentiable, formulas.
+    """Return the gradients of one turn by explicit formulas; ``grad`` is that of LayerNorm(S), without sums that of S.
 
     With ``h_im = <dS_m, V_im>``: ``da_im = g_i r_im (h_im - sum_m' r_im' h_im')``,
     ``dV_im = g_i r_im dS_m + scale da_im Q_m``, ``dQ_m = scale sum_i da_im V_im``, ``dg_i = sum_m r_im h_im``,
     ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum over (b, l, i of group g) of P_i^T dV_im``, ``dbias = sum dV``.
 
-    A gradient whose bit in ``needs`` is not set (see :data:`NEEDS`), or whose input is absent, is an empty tensor; so
-    are those of the affine without ``grad_parents``. With the bit :data:`~fastcaps.reference.FROZEN` da is 0.
+    Returns
+    -------
+    tuple of Tensor
+        dchildren, dweight, dbias, dgate, dquery, dnorm_weight, dnorm_bias. One whose bit in ``needs`` is not set
+        (``1 << k`` for the k-th), or whose input is absent, is an empty tensor. With the bit ``DETACH`` da is 0.
     """
-    out_dtype, dtype = children.dtype, accumulation_dtype(children.dtype)
-    children_shape, bias_shape = children.shape, None if bias is None else bias.shape
-    children, weight = children.to(dtype), weight.to(dtype)
-    grad_parents, grad_sums, query, bias, gate, norm_weight = (
-        None if tensor is None else tensor.to(dtype)
-        for tensor in (grad_parents, grad_sums, query, bias, gate, norm_weight)
-    )
-    gradients: list[Tensor | None] = [None] * len(NEEDS)
-    shape = (
-        children.shape[0],
-        *output_size(window, children.shape[1], children.shape[2]),
-        weight.shape[1],
-        children.shape[4],
-        weight.shape[3],
-    )
-    grad = children.new_zeros(shape) if grad_parents is None else grad_parents
-    if normalize:
-        grad, *affine = _layer_norm_backward(grad, sums.to(dtype), norm_weight, eps)
-        gradients[5:7] = affine if grad_parents is not None else (None, None)
-        if grad_sums is not None:
-            grad = grad + grad_sums
-
-    present = presence(children, window)
-    seen = windows(children, window)
-    all_votes = matmul_votes(seen, weight, bias, present)
-    share = _weights(all_votes, query, scale)
-    frozen = bool(needs & FROZEN)
-    if frozen:
-        share = share.detach()
-    allowed = seen_gate(gate, present, window)
-    gated = share if allowed is None else share * allowed[..., None]
-    heard = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes)
+    inputs = (*votes[:4], query, *((norm_weight if sums is None else votes.children,) * 2))
+    grad, query, norm_weight, sums = widen(votes.children.dtype, grad, query, norm_weight, sums)  # type: ignore[assignment]
+    gradients: list[Tensor | None] = [None] * 7
+    if sums is not None:
+        grad, *gradients[5:] = _layer_norm_backward(grad, sums, norm_weight, eps)
+    seen = see(votes)
+    all_votes = make_votes(seen)
+    shares = _shares(all_votes, query, scale)
+    gated = seen.gated(shares)
+    grad_shares = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes)
     grad_votes = gated[..., None, None] * grad.unsqueeze(3)
-    if query is not None and frozen:
-        gradients[2] = torch.zeros_like(query)
+    if query is not None and needs & DETACH:
+        gradients[4] = torch.zeros_like(query)
     elif query is not None:
-        grad_agreement = gated * (heard - (share * heard).sum(-1, keepdim=True))
+        grad_agreement = gated * (grad_shares - (shares * grad_shares).sum(-1, keepdim=True))
         grad_votes = grad_votes + scale * grad_agreement[..., None, None] * query.unsqueeze(3)
-        gradients[2] = scale * torch.einsum("bhwim,bhwimce->bhwmce", grad_agreement, all_votes)
-    if present is not None:
-        grad_votes = grad_votes.masked_fill(present[..., None, None, None] == 0, 0.0)
-
-    groups = weight.shape[0]
-    batch, ho, wo, count, rows, depth = seen.shape
-    grouped_votes = grad_votes.reshape(batch, ho, wo, count // groups, groups, *grad_votes.shape[4:])
-    if needs & 1:
-        grad_seen = torch.einsum("bhwjgmce,gmde->bhwjgcd", grouped_votes, weight).reshape(seen.shape)
-        gradients[0] = windows_adjoint(grad_seen, children_shape, window)
-    if needs & 2:
-        grouped = seen.reshape(batch, ho, wo, count // groups, groups, rows, depth)
-        gradients[1] = torch.einsum("bhwjgcd,bhwjgmce->gmde", grouped, grouped_votes)
-    if bias_shape is not None:
-        gradients[3] = grad_votes.sum((0, 1, 2)).sum_to_size(bias_shape)
-    if gate is not None:
-        gradients[4] = windows_adjoint((share * heard).sum(-1), children_shape[:4], window)
-    nothing = children.new_empty(0, dtype=out_dtype)
-    return tuple(
-        nothing.clone() if gradient is None or not needs >> k & 1 else gradient.to(out_dtype).contiguous()
-        for k, gradient in enumerate(gradients)
-    )
+        gradients[4] = scale * torch.einsum("bhwim,bhwimce->bhwmce", grad_agreement, all_votes)
+    gradients[:3] = votes_backward(grad_votes, seen)
+    if votes.gate is not None:
+        gradients[3] = gate_backward((shares * grad_shares).sum(-1), seen)
+    return collect(gradients, inputs, needs)
 
 
 @torch.no_grad()
-def coefficients(
-    children: Tensor,
-    weight: Tensor,
-    query: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    window: Sequence[int],
-) -> Tensor:
+def attention_coefficients(votes: Votes, query: Tensor | None, scale: float) -> Tensor:
     """Return the routing coefficients r ``[B, Ho, Wo, I, M]`` in the accumulation dtype, without gradient.
 
     ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0. Votes are
     made for a few children at a time, so that beside the result only some 16 MB are used.
     """
+    children, weight, bias, _, parents, _ = votes
+    (ho, wo), count, (rows, depth, columns) = votes.grid, votes.seen, votes.pose
     dtype = accumulation_dtype(children.dtype)
-    children, weight = children.to(dtype), weight.to(dtype)
-    query = None if query is None else query.to(dtype)
-    groups, parents, _, columns = weight.shape
-    ho, wo = output_size(window, children.shape[1], children.shape[2])
-    count = window[0] * window[1] * children.shape[3]
-    result = children.new_full((children.shape[0], ho, wo, count, parents), 1.0 / parents)
-    present = presence(children, window)
-    if query is not None:
-        per_child = max(ho * wo * children.shape[4], children.shape[5]) * parents * columns  # its votes, or its weights
-        step = max(1, _SLICE // per_child)
-        for b in range(children.shape[0]):
-            seen = windows(children[b : b + 1], window)
-            for first in range(0, count, step):
-                part = slice(first, min(first + step, count))
-                group = torch.arange(part.start, part.stop, device=children.device) % groups
-                part_bias = bias if bias is None or bias.shape[0] == 1 else bias[part]
-                part_votes = matmul_votes(
-                    seen[:, :, :, part], weight[group], None if part_bias is None else part_bias.to(dtype), None
+    result = children.new_full((children.shape[0], ho, wo, count, parents), 1.0 / parents, dtype=dtype)
+    per_child = max(ho * wo * rows, depth) * parents * columns  # its votes, or its weights
+    step = max(1, _SLICE // per_child)
+    for b in range(children.shape[0]):
+        seen = see(votes._replace(children=children[b : b + 1], gate=None))
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            if query is not None:
+                own = None if weight is None else weight[torch.arange(part.start, part.stop) % votes.groups]
+                own_bias = bias if bias is None or bias.shape[0] == 1 else bias[part]
+                some = Votes(
+                    seen.children[:, :, :, part].flatten(0, 2)[:, None, None], own, own_bias, None, parents, SET_WINDOW
                 )
-                result[b, :, :, part] = _weights(part_votes, query[b : b + 1], scale)[0]
-    return result if present is None else result.masked_fill(present[..., None] == 0, 0.0)
+                some_votes = make_votes(see(some)).reshape(1, ho, wo, part.stop - first, parents, rows, columns)
+                result[b, :, :, part] = _shares(some_votes, query[b : b + 1].to(dtype), scale)[0]
+        if seen.present is not None:
+            result[b].masked_fill_(seen.present[0, ..., None] == 0, 0.0)
+    return result

@@ -1,0 +1,49 @@
+"""What routing returns where it returns more than poses: named tuples, poses first."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Capsules", "Gaussians", "Routed", "RoutedCapsules", "RoutedGaussians"]
+
+
+class Routed(NamedTuple):
+    """Parents' poses, and the coefficients r ``[B, I, M]`` or ``[B, Ho, Wo, I, M]`` of the last turn, without
+    gradient."""
+
+    poses: Tensor
+    coefficients: Tensor
+
+
+class Capsules(NamedTuple):
+    """Poses and, for each, one activation."""
+
+    poses: Tensor
+    activations: Tensor
+
+
+class RoutedCapsules(NamedTuple):
+    """As :class:`Capsules`, with the coefficients as :class:`Routed` has them."""
+
+    poses: Tensor
+    activations: Tensor
+    coefficients: Tensor
+
+
+class Gaussians(NamedTuple):
+    """Parents as Heinsen's routing finds them: poses (the means), scores, and variances of the poses' shape."""
+
+    poses: Tensor
+    scores: Tensor
+    variances: Tensor
+
+
+class RoutedGaussians(NamedTuple):
+    """As :class:`Gaussians`, with the coefficients as :class:`Routed` has them."""
+
+    poses: Tensor
+    scores: Tensor
+    variances: Tensor
+    coefficients: Tensor

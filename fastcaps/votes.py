@@ -1,0 +1,355 @@
+"""What the votes of a call are made of: checked once, in the function that the user calls, and handed on.
+
+*Public layout* is what users see: a set of capsules is ``[B, I, C, D]``, a grid of them ``[B, N, H, W, C, D]``.
+*Op layout* is what kernels see: always a channels-last grid ``[B, H, W, N, C, D]``, in which a set is a grid of one
+position with ``N = I`` types under a 1 x 1 window. Going from one to the other is a view: no number moves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastcaps.checks import check_count, check_shape, check_tensor, is_tracing, shape_text
+
+__all__ = [
+    "SET_WINDOW",
+    "Votes",
+    "Window",
+    "autocast_dtype",
+    "from_op",
+    "output_size",
+    "shares_from_op",
+    "to_op",
+    "window_extent",
+]
+
+SET_WINDOW: tuple[int, ...] = (1, 1, 1, 1, 0, 0, 1, 1)
+"""The op's ``window`` for a set: kernel 1 x 1, stride 1, no padding, dilation 1."""
+
+_MOST = 1 << 31  # of each number of a window: products of two of them and a size stay within int64
+
+
+def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    """Return ``value`` as (rows, columns); raise if it is not one or two integers of at least ``least``."""
+    wanted = f"an int or a pair of ints from {least} to 2**31"
+    pair = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value, value)
+    numbers = []
+    for number in pair:
+        try:
+            known = isinstance(number, torch.SymInt)
+            if isinstance(number, bool):
+                raise TypeError
+            numbers.append(number if known else operator.index(number))
+        except TypeError:
+            numbers.clear()
+            break
+    if len(numbers) != 2:
+        raise TypeError(f"Window: {name} must be {wanted}, got {value!r}")
+    for number in numbers:
+        if not isinstance(number, torch.SymInt) and not least <= number <= _MOST:
+            raise ValueError(f"Window: {name} must be {wanted}, got {value!r}")
+    return numbers[0], numbers[1]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The children that one output position of a grid layer sees: those under a rectangular, possibly dilated, window.
+
+    Parameters
+    ----------
+    kernel_size, stride, padding, dilation
+        As in :class:`torch.nn.Conv2d`: an int, or a (rows, columns) pair. Padded positions hold no children at all:
+        they send no vote, not even a bias.
+
+    Attributes
+    ----------
+    spec
+        The eight numbers ``(kh, kw, sh, sw, ph, pw, dh, dw)`` that the ops take.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not an int or a pair of ints.
+    ValueError
+        If an argument is too small (kernel_size, stride and dilation start at 1, padding at 0) or above 2**31.
+    """
+
+    kernel_size: int | tuple[int, int]
+    stride: int | tuple[int, int] = 1
+    padding: int | tuple[int, int] = 0
+    dilation: int | tuple[int, int] = 1
+    spec: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        pairs = {
+            name: _pair(name, getattr(self, name), least)
+            for name, least in (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1))
+        }
+        for name, pair in pairs.items():
+            object.__setattr__(self, name, pair)
+        object.__setattr__(self, "spec", tuple(number for pair in pairs.values() for number in pair))
+
+    @property
+    def positions(self) -> int:
+        """Positions under the window, kh * kw: a grid layer with N child types sees kh * kw * N children."""
+        return self.spec[0] * self.spec[1]
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return (Ho, Wo) for an H x W grid; a number below 1 says that the window does not fit."""
+        return output_size(self.spec, height, width)
+
+
+def window_extent(spec: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns from a window's first to its last position, dilation included."""
+    kh, kw, _, _, _, _, dh, dw = spec
+    return (kh - 1) * dh + 1, (kw - 1) * dw + 1
+
+
+def output_size(spec: Sequence[int], height: int, width: int) -> tuple[int, int]:
+    """Return the output grid (Ho, Wo) of ``spec`` over an H x W grid, as a convolution counts it."""
+    _, _, sh, sw, ph, pw, _, _ = spec
+    rows, columns = window_extent(spec)
+    return (height + 2 * ph - rows) // sh + 1, (width + 2 * pw - columns) // sw + 1
+
+
+def to_op(tensor: Tensor, window: Window | None) -> Tensor:
+    """Return a public tensor of capsules, parents or gates as a view in op layout.
+
+    ``[B, I, ...]`` becomes ``[B, 1, 1, I, ...]``; with a window ``[B, N, H, W, ...]`` becomes ``[B, H, W, N, ...]``.
+    """
+    return tensor[:, None, None] if window is None else tensor.movedim(1, 3)
+
+
+def from_op(tensor: Tensor, window: Window | None) -> Tensor:
+    """Return an op-layout tensor as a view in public layout; the inverse of :func:`to_op`."""
+    return tensor.squeeze((1, 2)) if window is None else tensor.movedim(3, 1)
+
+
+def shares_from_op(coefficients: Tensor, window: Window | None) -> Tensor:
+    """Return coefficients ``[B, Ho, Wo, I, M]`` as users see them: of a set ``[B, I, M]``."""
+    return coefficients.squeeze((1, 2)) if window is None else coefficients
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype in which the ops run under the autocast that is on for a device type; None where it is off.
+
+    That is autocast's own dtype, except that float16 on the CPU becomes float32: the CPU kernels take no float16, and
+    float32 loses nothing of what was asked for.
+    """
+    # Not torch.amp.is_autocast_available: torch 2.10's compiler cannot trace it. Other devices have no rule below.
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+        return None
+    dtype = torch.get_autocast_dtype(device_type)
+    return torch.float32 if device_type == "cpu" and dtype == torch.float16 else dtype
+
+
+class Votes(NamedTuple):
+    """The parts of all votes ``V[b, l, i, m] = P[b, l, i] W[i mod G, m] + bias[i or 1, m or 1]``, in op layout.
+
+    They are the leading arguments of every op, in this order: ``op(*votes, ...)``.
+
+    Attributes
+    ----------
+    children
+        P, ``[B, H, W, N, C, D]``.
+    weight
+        W, ``[G, M, D, E]``, or None: the votes are the children's own poses, for each of ``parents``, and ``E = D``.
+    bias
+        ``[I or 1, M or 1, C, E]``, or None.
+    gate
+        g, ``[B, H, W, N]``, or None for 1.
+    parents
+        M.
+    window
+        Eight numbers, kh, kw, sh, sw, ph, pw, dh, dw.
+    """
+
+    children: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    gate: Tensor | None
+    parents: int
+    window: Sequence[int]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Ho, Wo."""
+        return output_size(self.window, self.children.shape[1], self.children.shape[2])
+
+    @property
+    def seen(self) -> int:
+        """I: the children that one position sees."""
+        return self.window[0] * self.window[1] * self.children.shape[3]
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return 1 if self.weight is None else self.weight.shape[0]
+
+    @property
+    def pose(self) -> tuple[int, int, int]:
+        """C, D, E: a child's pose is C x D numbers, a parent's C x E."""
+        rows, depth = self.children.shape[4:]
+        return rows, depth, depth if self.weight is None else self.weight.shape[3]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The shape of a number for every parent, ``[B, Ho, Wo, M]``."""
+        return (self.children.shape[0], *self.grid, self.parents)
+
+    @property
+    def poses(self) -> tuple[int, ...]:
+        """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]``."""
+        rows, _, columns = self.pose
+        return (*self.numbers, rows, columns)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """B H W N C D Ho Wo M E G and the window's eight: the numbers by which native libraries describe a call."""
+        return (*self.children.shape, *self.grid, self.parents, self.pose[2], self.groups, *self.window)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether autocast, which takes any mixture of dtypes, is on for the children's device."""
+        return autocast_dtype(self.children.device.type) is not None
+
+    @classmethod
+    def of(
+        cls,
+        children: Any,
+        weight: Any,
+        bias: Any,
+        gate: Any,
+        window: Window | None,
+        parents: Any = None,
+        gate_name: str = "gate",
+    ) -> Votes:
+        """Check what the user gave, in public layout, and return it in op layout.
+
+        Parameters
+        ----------
+        parents : int, optional
+            M. Taken from ``weight``, else from ``bias``, else 1.
+        gate_name : str
+            What the user calls the gate.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, what came and what is wanted.
+        """
+        _check_children(children, window)
+        cast = autocast_dtype(children.device.type) is not None
+        many = _parents(parents, weight, bias)
+        if weight is not None:
+            check_tensor("weight", weight, children, cast)
+            _check_weight(weight, children, parents)
+        votes = cls(
+            to_op(children, window),
+            weight,
+            bias,
+            None if gate is None or not isinstance(gate, Tensor) or gate.dim() < 2 else to_op(gate, window),
+            many,
+            SET_WINDOW if window is None else window.spec,
+        )
+        _check_window(votes, children, window)
+        _check_bias(votes, cast)
+        if gate is not None:
+            check_tensor(gate_name, gate, children, cast)
+            symbols = "B, I" if window is None else "B, N, H, W"
+            check_shape(gate_name, gate, tuple(children.shape[:-2]), symbols)
+        return votes
+
+    def check_poses(self, name: str, poses: Tensor, window: Window | None) -> Tensor:
+        """Return parents' poses, given in public layout, in op layout; raise unless they fit."""
+        check_tensor(name, poses, self.children, self.autocasts)
+        batch, ho, wo, many, rows, columns = self.poses
+        if window is None:
+            check_shape(name, poses, (batch, many, rows, columns), "B, M, C, E")
+        else:
+            check_shape(name, poses, (batch, many, ho, wo, rows, columns), "B, M, Ho, Wo, C, E")
+        return to_op(poses, window)
+
+
+def _parents(parents: Any, weight: Any, bias: Any) -> int:
+    """Return M."""
+    table = weight if weight is not None else bias
+    if parents is not None and weight is None:
+        return check_count("parents", parents)
+    return table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
+
+
+def _check_children(children: Any, window: Any) -> None:
+    """Raise unless children is a dense, floating-point, non-empty (but for the batch) set or grid of poses."""
+    if not isinstance(children, Tensor):
+        raise TypeError(f"children must be a torch.Tensor, got {type(children).__name__}")
+    if window is not None and not isinstance(window, Window):
+        raise TypeError(f"window must be a fastcaps.Window or None, got {type(window).__name__}")
+    symbols = "B, I, C, D" if window is None else "B, N, H, W, C, D"
+    if children.dim() != (4 if window is None else 6):
+        kind = "a set (window=None)" if window is None else "a grid (window given)"
+        raise ValueError(f"children of {kind} must have shape [{symbols}], got {shape_text(children)}")
+    if children.layout != torch.strided:
+        raise TypeError(f"children must be a dense tensor, got layout {children.layout}")
+    if not children.is_floating_point() or children.element_size() == 1:
+        allowed = "float32, float64, bfloat16, float16"
+        raise TypeError(f"children must have one of the dtypes {allowed}, got {children.dtype}")
+    if not is_tracing() and 0 in children.shape[1:]:
+        letters = symbols.split(", ")
+        symbol = next(letters[k] for k in range(1, children.dim()) if children.shape[k] == 0)
+        raise ValueError(f"children [{symbols}] must have {symbol} >= 1, got {shape_text(children)}")
+
+
+def _check_weight(weight: Tensor, children: Tensor, parents: Any) -> None:
+    if weight.dim() != 4:
+        raise ValueError(f"weight must have shape [G, M, D, E], got {shape_text(weight)}")
+    if is_tracing():
+        return
+    for size, symbol in zip(weight.shape, "GMDE", strict=True):
+        if size < 1:
+            raise ValueError(f"weight [G, M, D, E] must have {symbol} >= 1, got {shape_text(weight)}")
+    if weight.shape[2] != children.shape[-1]:
+        raise ValueError(
+            f"weight [G, M, D, E] must have D = {children.shape[-1]}, the columns of a child's pose; "
+            f"got {shape_text(weight)}"
+        )
+    if parents is not None and check_count("parents", parents) != weight.shape[1]:
+        raise ValueError(f"parents must be the M = {weight.shape[1]} of weight [G, M, D, E], got {parents}")
+
+
+def _check_window(votes: Votes, children: Tensor, window: Window | None) -> None:
+    """Raise if the window does not fit into the grid, or the weight groups do not divide what it sees."""
+    if is_tracing():
+        return
+    if window is not None and min(votes.grid) < 1:
+        (height, width), extent, (ph, pw) = children.shape[2:4], window_extent(window.spec), window.spec[4:6]
+        raise ValueError(
+            f"window must fit into the grid: it spans {extent[0]} x {extent[1]} positions with its dilation, "
+            f"children have H x W = {height} x {width}, with padding {height + 2 * ph} x {width + 2 * pw}"
+        )
+    if votes.seen % votes.groups != 0:
+        raise ValueError(
+            f"weight [G, M, D, E] must have a G that divides the {votes.seen} children that one position sees; "
+            f"got {shape_text(votes.weight)}"  # type: ignore[arg-type]
+        )
+
+
+def _check_bias(votes: Votes, cast: bool) -> None:
+    bias = votes.bias
+    if bias is None:
+        return
+    check_tensor("bias", bias, votes.children, cast)
+    rows, _, columns = votes.pose
+    fits = bias.dim() == 4
+    if fits and not is_tracing():
+        wanted = ((1, votes.seen), (1, votes.parents), (rows,), (columns,))
+        fits = all(size in sizes for size, sizes in zip(bias.shape, wanted, strict=True))
+    if not fits:
+        text = f"[{votes.seen} or 1, {votes.parents} or 1, {rows}, {columns}]"
+        raise ValueError(f"bias must have shape [I or 1, M or 1, C, E] = {text}, got {shape_text(bias)}")
