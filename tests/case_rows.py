@@ -89,18 +89,32 @@ def _named(rule: Rule, **options: Any) -> Callable[..., Case]:
 
 
 _norm, _squash = _named(Rule.LAYER_NORM), _named(Rule.SQUASH, scale=1.0)
-_unit, _em, _heinsen = _named(Rule.UNIT, normalize=True), _named(Rule.EM), _named(Rule.HEINSEN)
+_unit, _em, _heinsen = _named(Rule.UNIT, normalize=True), _named(Rule.EM), _named(Rule.HEINSEN, betas="1M")
+
+
+def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
+    """Return rows for what a schedule can decide, whatever the routing, in float32 and float64."""
+    return _double((
+        # more parents than a block keeps votes of
+        make("twice-positions", batch=17, types=3, parents=540, pose=(4, 8, 8)),
+        make("twice-children", batch=1, types=20, parents=4200, pose=(2, 2, 4)),
+        # weights so large that several tiles of positions meet them together
+        make("rows", batch=35, types=3, parents=5, pose=(1, 64, 64), gate="some"),
+        # too few positions to fill the lanes: children do, with weights of their own or shared ones
+        make("children", batch=2, types=37, parents=5, pose=(4, 4, 4), gate="some"),
+        make("children-6x6", batch=1, types=33, parents=4, pose=(6, 6, 6)),
+        make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
+        make("sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", bias="1M", turns=2),
+        # children in several ranges; and few enough to stay from turn to turn
+        make("ranges", batch=8, types=300, parents=10, pose=(4, 4, 4)),
+        make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
+    ))  # fmt: skip
+
 
 ATTENTION_CASES = (
     *_covering(ATTENTION_FACTORS, ATTENTION_RULES, 1),
-    # votes made twice, with a query and weights: too many parents for what a block keeps
-    *_double((_norm("twice-positions", batch=17, types=3, parents=270, pose=(8, 8, 8), groups="one", bias="1M"),)),
-    _norm("twice-children", batch=1, types=20, parents=700, pose=(8, 8, 8), groups="one", bias="1M"),
-    # several rows a block: weights so large that tiles of positions share them
-    *_double((_norm("rows", batch=70, types=3, parents=17, pose=(8, 8, 8), gate="some"),)),
-    _norm("rows-by-children", batch=4, types=33, parents=5, pose=(4, 4, 4)),
-    # weights that act on the parents instead of on the children
-    *_double((
+    *_paths(_norm),
+    *_double((  # weights that act on the parents instead of on the children
         _squash("folded-4x4", batch=20, types=19, parents=7, pose=(4, 4, 4), groups="one", turns=3),
         _squash("folded-1x8", batch=20, types=19, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
         _squash("folded-any", batch=20, types=19, parents=5, pose=(2, 3, 5), groups="one", turns=2),
@@ -125,14 +139,13 @@ ATTENTION_CASES = (
 )  # fmt: skip
 POOLING_CASES = (
     *_covering(POOLING_FACTORS, POOLING_RULES, 2),
-    *_double((
-        _unit("twice-positions", batch=17, types=3, parents=270, pose=(8, 8, 8), groups="one", bias="1M"),
+    *_paths(_unit),
+    *_double((  # votes that are the children themselves
         _unit("same-1x16", batch=20, types=33, parents=1, pose=(1, 16, 16), groups="none", turns=3),
         _unit("same-1x16-children", batch=1, types=70, parents=2, pose=(1, 16, 16), groups="none", gate="silent"),
         _unit("same-any", batch=20, types=9, parents=3, pose=(2, 3, 3), groups="none", turns=3, gate="some"),
+        _unit("same-any-children", batch=1, types=70, parents=3, pose=(2, 3, 3), groups="none"),
     )),
-    _unit("sharing", batch=1, types=67, parents=5, pose=(1, 8, 16), groups="one", gate="silent", turns=2),
-    _unit("rows", batch=70, types=3, parents=17, pose=(8, 8, 8)),
     _unit("one-parent", types=67, parents=1, pose=(1, 8, 8), groups="one", gate="some", turns=3),
     _unit("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", turns=2),
     _unit("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some"),
@@ -140,18 +153,16 @@ POOLING_CASES = (
 )  # fmt: skip
 GAUSSIAN_CASES = (
     *_covering(GAUSSIAN_FACTORS, GAUSSIAN_RULES, 3),
+    *_paths(_heinsen),
     *_double((
-        _heinsen("twice-positions", batch=17, types=3, parents=270, pose=(8, 8, 8), groups="one", betas="1M"),
-        _heinsen("1x64-1x2", batch=20, types=9, parents=64, pose=(1, 64, 2), groups="one", turns=2, betas="1M"),
-        _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), groups="own", turns=2),
+        _heinsen("1x64-1x2", batch=20, types=9, parents=64, pose=(1, 64, 2), groups="one", turns=2),
+        _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), turns=2),
     )),
     # a parent that about one child makes
     _em("one-effective-child", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
     _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, turns=3, gate="some"),
     _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
-    _em("rows", batch=70, types=3, parents=17, pose=(8, 8, 8), gate="some"),
-    _heinsen("sharing", batch=1, types=67, parents=5, pose=(4, 4, 4), groups="one", gate="silent", turns=2, betas="1M"),
     _heinsen("no-eps", types=9, parents=5, gate="some", eps=0.0),
     _em("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", turns=2),
-    _heinsen("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some"),
+    _heinsen("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some", betas="IM"),
 )  # fmt: skip
