@@ -262,7 +262,8 @@ def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int],
     many, rule, eps = given["parents"], given["rule"], given["eps"]
     mean, variance, log_weight = (_at(given, name, place) for name in ("mean", "variance", "log_weight"))
     use, ignore = given["beta_use"], given["beta_ignore"]
-    found: dict[str, Any] = {name: [] for name in ("all_counts", "all_means", "all_variances", "all_scores")}
+    history = ("all_counts", "all_means", "all_variances", "all_scores")
+    found: dict[str, Any] = {name: [] for name in history}
     scores: list[float] = []
     for temperature in given["schedule"]:
         betas = (None, None) if rule == 4 else (use, ignore)
@@ -275,9 +276,9 @@ def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int],
             scores = [temperature * (ignore[m] - costs[m]) for m in range(many)]
         else:
             scores = one.evidence
-        for name, value in zip(found, (one.counts, mean, narrow, scores), strict=True):
+        for name, value in zip(history, (one.counts, mean, narrow, scores), strict=True):
             found[name].append(value)
-        log_weight = [math.log(sigmoid(score)) for score in scores]
+        log_weight = [min(score, 0.0) - math.log1p(math.exp(-abs(score))) for score in scores]  # ln sigmoid
         found.update(scores=scores, means=mean, variances=variance)
         if rule == 6:
             variance = None

@@ -175,8 +175,8 @@ class Routing:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of all results, in order."""
-        return tuple(returned.name for returned in self.op._schema.returns)
+        """The names of all results that a backend makes, in order."""
+        return tuple(returned.name for returned in self.op._schema.returns)[:-1]  # coefficients come last
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -221,12 +221,12 @@ class Routing:
             full["sums"] = None
         if case.rule == Rule.EM:
             full.update(beta_use=None, beta_ignore=None, grad_evidence=None)
-        names = [argument.name for argument in self.backward_op._schema.arguments]
         if needs is None:
             there = {**given, "beta_use": full.get("beta_use"), "beta_ignore": full.get("beta_ignore")}
             wanted = [there[n[1:]] is not None and (case.turns == 1 or n[1:] not in self.state) for n in self.gradients]
             needs = sum(1 << k for k, want in enumerate(wanted) if want)
-        full.update(needs=needs | (DETACH if case.detach and self.stem != "gaussian" else 0), options=0)
+        names = [argument.name for argument in self.backward_op._schema.arguments]
+        full["needs"] = needs | (DETACH if case.detach and self.stem != "gaussian" else 0)
         full = {n: case.arranged(v) if isinstance(v, Tensor) else v for n, v in full.items()}
         return BackwardCall(self, {n: full[n] for n in names})
 
@@ -271,18 +271,19 @@ class Call:
         given = {**self.given, **dict(zip(self.names, tensors[:count], strict=True))}
         return Call(self.routing, given, dict(zip(self.grads, tensors[count:], strict=True)), self.detach)
 
-    def arguments(self) -> list[Any]:
+    def arguments(self, coefficients: bool = False) -> list[Any]:
         """Return the arguments of the op."""
-        return [*self.given.values(), DETACH if self.detach else 0]
+        flags = [coefficients] if self.routing.stem == "gaussian" else [self.detach, coefficients]
+        return [*self.given.values(), *flags]
 
-    def forward(self, run: Callable[..., Sequence[Tensor]]) -> dict[str, Tensor]:
+    def forward(self, run: Callable[..., Sequence[Tensor]], options: int = 0) -> dict[str, Tensor]:
         """Return the results of a backend's forward by name."""
-        found = run(*self.given.values(), 0)
+        found = run(*self.given.values(), options)
         return dict(zip(self.routing.outputs, (one.detach() for one in found), strict=True))
 
     def by_op(self) -> dict[str, Tensor]:
         """Return the results of the op, whatever serves it."""
-        return dict(zip(self.routing.outputs, self.routing.op(*self.arguments()), strict=True))
+        return dict(zip(self.routing.outputs, self.routing.op(*self.arguments()), strict=False))
 
     def by_loop(self) -> dict[str, Tensor]:
         """Return the results of the oracle: a loop of turns of the reference, differentiable."""
@@ -341,14 +342,17 @@ class BackwardCall:
     routing: Routing
     given: Given
 
-    def results(self, run: Callable[..., Sequence[Tensor]], options: int = 0) -> dict[str, Tensor]:
-        """Return the gradients that a backend's backward makes, by name; what is not there is left out."""
-        found = run(*{**self.given, "options": options}.values())
+    def results(self, run: Callable[..., Sequence[Tensor]], *options: int) -> dict[str, Tensor]:
+        """Return the gradients that a backward makes, by name; what is not there is left out.
+
+        A backend's own takes ``options`` at the end, the op does not.
+        """
+        found = run(*self.given.values(), *options)
         return {n: one for n, one in zip(self.routing.gradients, found, strict=True) if one.shape != (0,)}
 
     def by_reference(self) -> list[Tensor]:
         """Return the sum over turns of the reference's backward."""
-        backward = getattr(reference, self.routing.backward_op._schema.name.split("::")[1])
+        backward = getattr(reference, f"{self.routing.name}_backward")
         turns = next(g for g in (self.given[n] for n in self.routing.grads) if g is not None).shape[0]
         total: list[Tensor] = []
         for turn in range(turns):
@@ -360,7 +364,7 @@ class BackwardCall:
                     missing = turns - value.shape[0]
                     value = None if turn < missing else value[turn - missing]
                 each[name] = value
-            rest = [value for name, value in each.items() if name not in (*VOTES, *self.routing.grads, "options")]
+            rest = [value for name, value in each.items() if name not in (*VOTES, *self.routing.grads)]
             found = backward(*(each[n] for n in self.routing.grads), votes_of(each), *rest)
             total = [a + b for a, b in zip(total, found, strict=True)] if total else list(found)
         return total
