@@ -10,10 +10,47 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-from oracle import softmax
-
 Vector = list[float]
 Votes = list[list[Vector]]
+
+
+def softmax(numbers: list[float]) -> list[float]:
+    largest = max(numbers)
+    exponentials = [math.exp(number - largest) for number in numbers]
+    total = sum(exponentials)
+    return [number / total for number in exponentials]
+
+
+def layer_norm(numbers: list[float], weight: list[float] | None, bias: list[float] | None, eps: float) -> list[float]:
+    mean = sum(numbers) / len(numbers)
+    variance = sum((number - mean) ** 2 for number in numbers) / len(numbers)
+    normal = [(number - mean) / math.sqrt(variance + eps) for number in numbers]
+    if weight is not None:
+        normal = [a * b for a, b in zip(normal, weight, strict=True)]
+    if bias is not None:
+        normal = [a + b for a, b in zip(normal, bias, strict=True)]
+    return normal
+
+
+def procedure_1(poses: Any, last_poses: Any, matrices: Any, eps: float = 1e-5) -> list[list[float]]:
+    """Procedure 1 of Tsai et al. 2020 as printed, for vector poses: no scale, v_ij = W_ij p_i.
+
+    ``poses[i][d]``, ``last_poses[j][e]``, ``matrices[i][j][e][d]``; returns the new ``poses[j][e]``.
+    """
+    lower, upper = range(len(poses)), range(len(last_poses))
+    votes = {
+        (i, j): [sum(w * p for w, p in zip(row, poses[i], strict=True)) for row in matrices[i][j]]
+        for i, j in product(lower, upper)
+    }
+    agreement = {
+        (i, j): sum(p * v for p, v in zip(last_poses[j], votes[i, j], strict=True)) for i, j in product(lower, upper)
+    }
+    routing = [softmax([agreement[i, j] for j in upper]) for i in lower]
+    result = []
+    for j in upper:
+        pose = [sum(routing[i][j] * votes[i, j][e] for i in lower) for e in range(len(last_poses[j]))]
+        result.append(layer_norm(pose, None, None, eps))
+    return result
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -89,7 +126,7 @@ def pool(
     exponentials = [child.gate * math.exp(logit) for child, logit in zip(seen, logits, strict=True)]
     total = sum(exponentials)
     if total == 0:
-        return [0.0], -math.inf, [0.0] * len(seen)
+        return [0.0] * (len(seen[0].votes[0]) if seen else 1), -math.inf, [0.0] * len(seen)
     shares = [e / total for e in exponentials]
     return weighted_sum(shares, [child.votes[m] for child in seen]), math.log(total), shares
 
@@ -152,6 +189,102 @@ def explain(
                 )
             )
     return Explained(counts, means, variances, evidence, shares)
+
+
+def attend(
+    seen: list[Child], parents: int, query: list[Vector] | None, scale: float
+) -> tuple[list[Vector], list[list[float]]]:
+    """All parents of one position of the attention pass: the sums, and the shares of the children seen."""
+    shares = []
+    for child in seen:
+        logits = [0.0 if query is None else scale * dot(query[m], child.votes[m]) for m in range(parents)]
+        shares.append(softmax(logits))
+    size = len(seen[0].votes[0]) if seen else 1
+    sums = [
+        [
+            sum(child.gate * share[m] * child.votes[m][k] for child, share in zip(seen, shares, strict=True))
+            for k in range(size)
+        ]
+        for m in range(parents)
+    ]
+    return sums, shares
+
+
+def _at(given: Any, name: str, place: tuple[int, int, int]) -> Any:
+    """Return an argument's numbers for one position, poses flat."""
+    if given[name] is None:
+        return None
+    b, y, x = place
+    return [[n for row in m for n in row] if isinstance(m, list) else m for m in given[name][b][y][x]]
+
+
+def added(query: list[Vector] | None, step: list[Vector]) -> list[Vector]:
+    return (
+        step
+        if query is None
+        else [[a + b for a, b in zip(q, s, strict=True)] for q, s in zip(query, step, strict=True)]
+    )
+
+
+def attention_routing(given: Any, seen: list[Child], place: tuple[int, int, int], size: int) -> dict[str, Any]:
+    """One position of the op, all turns. Rules: 0 LayerNorm, 1 none, 2 squash; an empty position has sums of 0."""
+    many, rule, query, history = given["parents"], given["rule"], _at(given, "query", place), []
+    parents: list[Vector] = []
+    for _ in range(given["iterations"]):
+        sums, _ = attend(seen, many, query, given["scale"])
+        sums = [s if seen else [0.0] * size for s in sums]
+        history.append(sums)
+        if rule == 0:
+            parents = [layer_norm(s, given["norm_weight"], given["norm_bias"], given["eps"]) for s in sums]
+        else:
+            parents = [squash(s) for s in sums] if rule == 2 else sums
+        query = added(query, parents) if rule == 2 else parents
+    return {"parents": parents, "sums": history}
+
+
+def pooling_routing(given: Any, seen: list[Child], place: tuple[int, int, int], size: int) -> dict[str, Any]:
+    """One position of the op, all turns. Rules: 2 squash, 3 unit vectors."""
+    many, rule, query = given["parents"], given["rule"], _at(given, "query", place)
+    history, logs, sums = [], [], []
+    for _ in range(given["iterations"]):
+        each = [
+            pool(seen, m, None if query is None else query[m], given["scale"], given["normalize"]) for m in range(many)
+        ]
+        sums = [s if seen else [0.0] * size for s, _, _ in each]
+        history.append(sums)
+        logs.append([log for _, log, _ in each])
+        query = added(query, [squash(s) if rule == 2 else norm(s) for s in sums])
+    return {"parents": [squash(s) for s in sums] if rule == 2 else sums, "sums": history, "logsumexp": logs}
+
+
+def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int], size: int) -> dict[str, Any]:
+    """One position of the op, all turns. Rules: 4 EM, 5 Heinsen, 6 k-means."""
+    many, rule, eps = given["parents"], given["rule"], given["eps"]
+    mean, variance, log_weight = (_at(given, name, place) for name in ("mean", "variance", "log_weight"))
+    use, ignore = given["beta_use"], given["beta_ignore"]
+    history = ("all_counts", "all_means", "all_variances", "all_scores")
+    found: dict[str, Any] = {name: [] for name in history}
+    scores: list[float] = []
+    for temperature in given["schedule"]:
+        betas = (None, None) if rule == 4 else (use, ignore)
+        one = explain(seen, many, mean, variance, log_weight, *betas, eps)
+        mean, narrow = ([v if seen else [0.0] * size for v in vectors] for vectors in (one.means, one.variances))
+        variance = [[v + eps for v in vector] for vector in narrow]
+        log_sigma = [sum(math.log(math.sqrt(v)) for v in vector) for vector in variance]
+        if rule == 4:
+            costs = [(size * use[m] + log_sigma[m]) * one.counts[m] for m in range(many)]
+            scores = [temperature * (ignore[m] - costs[m]) for m in range(many)]
+        else:
+            scores = one.evidence
+        for name, value in zip(history, (one.counts, mean, narrow, scores), strict=True):
+            found[name].append(value)
+        log_weight = [min(score, 0.0) - math.log1p(math.exp(-abs(score))) for score in scores]  # ln sigmoid
+        found.update(scores=scores, means=mean, variances=variance)
+        if rule == 6:
+            variance = None
+        else:
+            log_weight = [w - s for w, s in zip(log_weight, log_sigma, strict=True)]
+    return found
 
 
 def dynamic(

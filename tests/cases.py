@@ -1,0 +1,256 @@
+"""One call of a routing op: its numbers, drawn from a seed, and the factors that rows of cases are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.reference import Rule
+from fastcaps.votes import SET_WINDOW, output_size
+
+__all__ = ["GPU_DTYPES", "LAYOUTS", "SCHEDULE", "Case", "case_of", "common_factors", "on_device"]
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCHEDULE = (0.3, 0.5, 0.8)
+
+
+# ---- how a tensor lies in memory -------------------------------------------------------------------------------------
+
+
+def plain(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """Same numbers, dimensions reversed in memory."""
+    order = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(order).contiguous().permute(order)
+
+
+def interleaved(tensor: Tensor) -> Tensor:
+    """Same numbers, every stride doubled, not at the start of its memory; NaN lies between."""
+    wide = tensor.new_full([2 * size for size in tensor.shape], torch.nan)
+    view = wide[(slice(1, None, 2),) * tensor.dim()]
+    view.copy_(tensor)
+    return view
+
+
+def rows_first(tensor: Tensor) -> Tensor:
+    """Same numbers, the last two dimensions swapped in memory."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor
+
+
+def offset(tensor: Tensor) -> Tensor:
+    """Same numbers, one number behind an aligned address."""
+    memory = tensor.new_full((tensor.numel() + 1,), torch.nan)
+    memory[1:] = tensor.reshape(-1)
+    return memory[1:].view(tensor.shape)
+
+
+def expanded(tensor: Tensor) -> Tensor:
+    """The numbers of the first entry for all entries, with a stride of 0."""
+    return tensor[:1].clone().expand(tensor.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    layout.__name__: layout for layout in (plain, transposed, interleaved, rows_first, offset, expanded)
+}
+
+
+def on_device(tensor: Tensor | None, device: str) -> Tensor | None:
+    """Return the tensor on a device, its strides, its offset and what lies between its numbers kept."""
+    if tensor is None or device == "cpu":
+        return tensor
+    memory = torch.empty(0, dtype=tensor.dtype, device=device).set_(tensor.untyped_storage().to(device=device))
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a routing op; what an op does not have is not looked at.
+
+    Attributes
+    ----------
+    groups
+        ``"own"`` matrices for every child, some for all ``"types"``, ``"one"`` for all, ``"none"``, or a number.
+    bias, betas
+        Two letters of I and M, ``"1"`` for broadcast, or None. Betas of EM are always ``[M]``.
+    gate
+        ``"some"`` gates, or ``"silent"``: a third of them is 0.
+    start
+        Whether the first turn is given parents.
+    affine, normalize, log_weight, detach
+        Whether LayerNorm has parameters; keys are unit vectors; parents have a log-weight; coefficients are constants.
+    """
+
+    name: str
+    rule: Rule
+    batch: int = 2
+    grid: tuple[int, int] = (1, 1)
+    types: int = 5
+    parents: int = 3
+    pose: tuple[int, int, int] = (2, 3, 2)  # C, D, E
+    window: tuple[int, ...] = SET_WINDOW
+    groups: int | str = "own"
+    bias: str | None = None
+    gate: str | None = None
+    start: bool = True
+    turns: int = 1
+    dtype: torch.dtype = torch.float32
+    layout: str = "plain"
+    scale: float | None = None
+    eps: float = 1e-5
+    affine: bool = True
+    normalize: bool = False
+    log_weight: bool = True
+    betas: str = "IM"
+    detach: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def seen(self) -> int:
+        """I."""
+        return self.window[0] * self.window[1] * self.types
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The shape of a number for every parent, ``[B, Ho, Wo, M]``."""
+        return (self.batch, *output_size(self.window, *self.grid), self.parents)
+
+    @property
+    def poses(self) -> tuple[int, ...]:
+        """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]``."""
+        return (*self.numbers, self.pose[0], self.pose[2])
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The accumulation dtype."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def generator(self, seed: int) -> Callable[..., Tensor]:
+        """Return a function that draws tensors of the call's dtype (or ``dtype``) one after the other."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int, size: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+            numbers = torch.randn(shape, generator=generator, dtype=torch.float64) * size + shift
+            return numbers.to(dtype or self.dtype)
+
+        return draw
+
+    def table(self, letters: str, draw: Callable[..., Tensor], *pose: int, **options: Any) -> Tensor:
+        """Return what every child has for every parent, ``[I or 1, M or 1, ...]``."""
+        first, second = self.seen if letters[0] == "I" else 1, self.parents if letters[1] == "M" else 1
+        return draw(first, second, *pose, **options)
+
+    def votes(self, seed: int = 0) -> dict[str, Any]:
+        """Return what the votes are made of: the leading arguments of every op, by name."""
+        draw = self.generator(seed)
+        rows, depth, columns = self.pose
+        groups = {"own": self.seen, "types": self.types, "one": 1}.get(self.groups, self.groups)  # type: ignore[call-overload]
+        children = draw(self.batch, *self.grid, self.types, rows, depth)
+        weight = None if groups == "none" else draw(groups, self.parents, depth, columns, size=depth**-0.5)
+        bias = None if self.bias is None else self.table(self.bias, draw, rows, columns)
+        gate = None
+        if self.gate is not None:
+            gate = draw(*children.shape[:4], size=0.3, shift=0.5).abs().clamp(max=1.0)
+            if self.gate == "silent":
+                gate = gate.masked_fill(torch.arange(gate.numel()).reshape(gate.shape) % 3 == 1, 0.0)
+        return {
+            "children": children,
+            "weight": weight,
+            "bias": bias,
+            "gate": gate,
+            "parents": self.parents,
+            "window": list(self.window),
+        }
+
+    @property
+    def factor(self) -> float:
+        """The scale of the logits."""
+        return (self.pose[0] * self.pose[2]) ** -0.5 if self.scale is None else self.scale
+
+    def arranged(self, tensor: Tensor | None) -> Tensor | None:
+        """Return a tensor as it lies in memory in this call."""
+        return None if tensor is None else LAYOUTS[self.layout](tensor)
+
+
+# ---- factors ---------------------------------------------------------------------------------------------------------
+
+CONV = (3, 3, 2, 2, 0, 0, 1, 1)
+POSES = {
+    "4x4": (4, 4, 4),
+    "6x6": (6, 6, 6),
+    "8x8": (8, 8, 8),
+    "1x8-1x16": (1, 8, 16),
+    "1x16": (1, 16, 16),
+    "1x64": (1, 64, 64),
+    "1x64-1x2": (1, 64, 2),
+    "primes": (5, 3, 7),
+    "1x1": (1, 1, 1),
+}
+SIZES = {  # samples, child types of a set, parents
+    "few": (2, 5, 3),
+    "ones": (1, 1, 1),
+    "one-child": (2, 1, 3),
+    "one-parent": (3, 6, 1),
+    "primes": (3, 7, 11),
+    "no-sample": (0, 4, 3),
+    "many-parents": (1, 3, 67),
+    "many-children": (1, 43, 4),  # and one position: children fill the lanes
+    "many-positions": (37, 4, 5),
+    "full-lanes": (16, 20, 10),
+}
+WINDOWS = {
+    "set": ((1, 1), SET_WINDOW),
+    "conv": ((5, 6), CONV),
+    "padded": ((3, 4), (3, 2, 1, 2, 2, 1, 1, 1)),
+    "dilated": ((6, 7), (2, 3, 2, 1, 1, 2, 3, 2)),
+    "nobody": ((1, 1), (1, 1, 1, 1, 1, 1, 1, 1)),  # most positions see padding alone
+    "gaps": ((5, 6), (1, 2, 3, 4, 0, 0, 1, 1)),  # no position sees all children
+    "tall": ((9, 1), (5, 1, 1, 1, 0, 0, 1, 1)),
+}
+
+
+def common_factors() -> dict[str, list[Any]]:
+    """Return the factors that every routing has."""
+    return {
+        "pose": list(POSES),
+        "size": list(SIZES),
+        "window": list(WINDOWS),
+        "groups": ["own", "types", "one", "half"],
+        "bias": [None, "IM", "I1", "1M", "11"],
+        "gate": [None, "some", "silent"],
+        "start": [True, False],
+        "turns": [1, 2, 3],
+        "dtype": list(DTYPES),
+        "layout": list(LAYOUTS),
+    }
+
+
+def case_of(name: str, row: dict[str, Any]) -> Case:
+    """Return the case that a row of factors describes; factors of a routing's own are fields of the case."""
+    row = dict(row)
+    batch, types, parents = SIZES[row.pop("size")]
+    grid, window = WINDOWS[row.pop("window")]
+    positions = window[0] * window[1]
+    if grid != (1, 1):
+        batch, types = min(batch, 5), -(-types // positions)
+    rows, depth, columns = POSES[row.pop("pose")]
+    groups = row.pop("groups")
+    if groups == "half":  # of the children have other matrices, whichever types they are
+        count = positions * types
+        groups = count // 2 if count % 2 == 0 else 1
+    case = Case(name, Rule.PLAIN, batch, grid, types, parents, (rows, depth, columns), window, groups)
+    if groups == "none":
+        case = replace(case, pose=(rows, depth, depth))
+    return replace(case, **row)

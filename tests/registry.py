@@ -1,0 +1,433 @@
+"""The routings that there are: one row each, which every suite iterates.
+
+A row tells how to make the arguments of a case, what one turn of the oracle is and what lies between two, which results
+have gradients, and which cases there are. Whoever adds a routing adds a row here; ``test_registry`` holds the rows
+equal to the ops that are registered. Nothing here needs pytest: the sanitizer and the ABI check import it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import oracle_routings as loops
+import torch
+from case_rows import ATTENTION_CASES, GAUSSIAN_CASES, POOLING_CASES
+from cases import SCHEDULE, Case
+from judge import Bar
+from torch import Tensor
+
+import fastcaps
+from fastcaps import reference
+from fastcaps.reference import DETACH, Rule
+from fastcaps.reference.gaussian import next_log_weight
+from fastcaps.vectors import unit
+from fastcaps.votes import Votes
+
+__all__ = ["ROUTINGS", "BackwardCall", "Call", "Routing", "routing_of"]
+
+POSE = (-2, -1)
+VOTES = Votes._fields
+Given = dict[str, Any]
+
+
+def votes_of(given: Given) -> Votes:
+    """Return what the votes of a call are made of."""
+    return Votes(*(given[name] for name in VOTES))
+
+
+# ---- arguments beside the votes, in the order of the schemas, and the oracle's loop over turns -----------------------
+
+
+def _attention_rest(case: Case, seed: int) -> Given:
+    draw, numbers = case.generator(seed + 100), case.pose[0] * case.pose[2]
+    affine = case.affine and case.rule == Rule.LAYER_NORM
+    return {
+        "query": draw(*case.poses) if case.start else None,
+        "norm_weight": draw(numbers, size=0.5, shift=1.0) if affine else None,
+        "norm_bias": draw(numbers) if affine else None,
+        "scale": case.factor,
+        "eps": case.eps,
+        "rule": int(case.rule),
+        "iterations": case.turns,
+    }
+
+
+def _attention_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple[Given, Given]:
+    rest = (given[name] for name in ("norm_weight", "norm_bias", "scale", "eps", "rule"))
+    query = state["query"]
+    parents, sums = reference.attention_routing(votes_of(given), query, *rest, 1, detach)
+    following = query + parents if given["rule"] == Rule.SQUASH and query is not None else parents
+    return {"parents": parents, "sums": sums}, {"query": following}
+
+
+def _pooling_rest(case: Case, seed: int) -> Given:
+    return {
+        "query": case.generator(seed + 100)(*case.poses) if case.start else None,
+        "scale": case.factor,
+        "normalize": case.normalize,
+        "rule": int(case.rule),
+        "iterations": case.turns,
+    }
+
+
+def _pooling_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple[Given, Given]:
+    rest = (given[name] for name in ("scale", "normalize", "rule"))
+    query = state["query"]
+    parents, sums, logsumexp = reference.pooling_routing(votes_of(given), query, *rest, 1, detach)
+    wide = torch.promote_types(parents.dtype, torch.float32)
+    step = parents if given["rule"] == Rule.SQUASH else unit(parents.to(wide), POSE).to(parents.dtype)
+    following = step if query is None else query + step
+    return {"parents": parents, "sums": sums, "logsumexp": logsumexp}, {"query": following}
+
+
+def _gaussian_rest(case: Case, seed: int) -> Given:
+    draw, wide = case.generator(seed + 100), {"dtype": case.wide}
+    mean = variance = log_weight = None
+    if case.start:
+        mean = draw(*case.poses, **wide)
+        if case.rule != Rule.KMEANS:  # as wide as a pose is long: no child is quite sure of its parent
+            variance = draw(*case.poses, size=0.5, **wide).exp() * (case.pose[0] * case.pose[2])
+        log_weight = draw(*case.numbers, **wide) if case.log_weight else None
+    if case.rule == Rule.EM:
+        betas = [draw(case.parents, **wide) for _ in range(2)]
+    else:
+        betas = [case.table(case.betas, draw, size=0.3, **wide) for _ in range(2)]
+    return {
+        "mean": mean,
+        "variance": variance,
+        "log_weight": log_weight,
+        "beta_use": betas[0],
+        "beta_ignore": betas[1],
+        "schedule": [SCHEDULE[turn % len(SCHEDULE)] for turn in range(case.turns)],
+        "rule": int(case.rule),
+        "eps": case.eps,
+    }
+
+
+def _gaussian_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple[Given, Given]:
+    betas, rule = (given["beta_use"], given["beta_ignore"]), given["rule"]
+    now = [given["schedule"][turn]]
+    results = reference.gaussian_routing(votes_of(given), *state.values(), *betas, now, rule, given["eps"])
+    scores, means, variances = results[:3]
+    following = {
+        "mean": means,
+        "variance": None if rule == Rule.KMEANS else variances,
+        "log_weight": next_log_weight(scores, variances, rule),
+    }
+    names = ("scores", "means", "variances", "all_counts", "all_means", "all_variances", "all_scores")
+    return dict(zip(names, results, strict=True)), following
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One routing op and its backward.
+
+    Attributes
+    ----------
+    name
+        Of the op; that of its backward ends in ``_backward``.
+    cases
+        Its calls, all of which every backend must get right.
+    state
+        The arguments that a turn takes from the turn before.
+    results
+        The results that have a gradient. All others are the history: turns lead.
+    grads, saved, fixed
+        Of the backward: the gradients that lead its arguments; which of the history it takes, by the names of the
+        results; and which of the op's arguments it takes beside votes and state.
+    rest, turn, loop
+        The arguments beside the votes; one turn of the reference, and what the next is given; all turns of one
+        position as a plain loop.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    state: tuple[str, ...]
+    results: tuple[str, ...]
+    grads: tuple[str, ...]
+    saved: dict[str, str]
+    fixed: tuple[str, ...]
+    rest: Callable[[Case, int], Given]
+    turn: Callable[[Given, int, Given, bool], tuple[Given, Given]]
+    loop: Callable[..., Given]
+
+    def __str__(self) -> str:
+        return self.stem
+
+    @property
+    def stem(self) -> str:
+        """``attention``, ``pooling`` or ``gaussian``."""
+        return self.name.removesuffix("_routing")
+
+    @property
+    def op(self) -> Any:
+        return getattr(torch.ops.fastcaps, self.name).default
+
+    @property
+    def backward_op(self) -> Any:
+        return getattr(torch.ops.fastcaps, f"{self.name}_backward").default
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of all results that a backend makes, in order."""
+        return tuple(returned.name for returned in self.op._schema.returns)[:-1]  # coefficients come last
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of the backward's results, in the order of their bits in ``needs``."""
+        return tuple(returned.name for returned in self.backward_op._schema.returns)
+
+    def case(self, name: str) -> Case:
+        return next(case for case in self.cases if case.name == name)
+
+    def call(self, case: Case, seed: int = 0) -> Call:
+        """Return the case as a call, its tensors arranged as it says."""
+        given = {**case.votes(seed), **self.rest(case, seed)}
+        given = {n: case.arranged(v) if isinstance(v, Tensor) else v for n, v in given.items()}
+        draw = case.generator(seed + 200)
+        shapes = {"scores": case.numbers}
+        dtype = case.wide if self.stem == "gaussian" else case.dtype
+        grads = {n: case.arranged(draw(*shapes.get(n, case.poses), dtype=dtype)) for n in self.results}
+        return Call(self, given, grads, case.detach)
+
+    def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
+        """Return ``case.turns`` turns of the backward over the same votes, each with parents of its own.
+
+        The first turn was given none if the case has no ``start``. By default all gradients are asked for that turns
+        can share, and with one turn those of its state as well.
+        """
+        given = self.call(case, seed).given
+        turns: list[Given] = []
+        for turn in range(case.turns):
+            state = self.rest(case, seed + 7 * turn)
+            own = {n: None if turn == 0 and not case.start else state[n] for n in self.state}
+            results, _ = self.turn(given, 0, own, False)
+            turns.append({**own, **{n: results[kept][0] for n, kept in self.saved.items()}})
+        draw, shapes = case.generator(seed + 300), {"grad_counts": case.numbers, "grad_evidence": case.numbers}
+        dtype = case.wide if self.stem == "gaussian" else case.dtype
+        full: Given = {n: draw(case.turns, *shapes.get(n, case.poses), dtype=dtype) for n in self.grads}
+        full.update({n: given[n] for n in VOTES})
+        for name in (*self.state, *self.saved):
+            each = [one[name] for one in turns if one[name] is not None]
+            full[name] = torch.stack(each).detach() if each else None
+        full.update({n: given[n] for n in self.fixed})
+        if case.rule in (Rule.PLAIN, Rule.SQUASH) and "sums" in full and self.stem == "attention":
+            full["sums"] = None
+        if case.rule == Rule.EM:
+            full.update(beta_use=None, beta_ignore=None, grad_evidence=None)
+        if needs is None:
+            there = {**given, "beta_use": full.get("beta_use"), "beta_ignore": full.get("beta_ignore")}
+            wanted = [there[n[1:]] is not None and (case.turns == 1 or n[1:] not in self.state) for n in self.gradients]
+            needs = sum(1 << k for k, want in enumerate(wanted) if want)
+        names = [argument.name for argument in self.backward_op._schema.arguments]
+        full["needs"] = needs | (DETACH if case.detach and self.stem != "gaussian" else 0)
+        full = {n: case.arranged(v) if isinstance(v, Tensor) else v for n, v in full.items()}
+        return BackwardCall(self, {n: full[n] for n in names})
+
+    @cache  # noqa: B019 -- rows live as long as the process
+    def bar(self, case: Case, seed: int = 0, tf32: bool = False) -> Bar:
+        """Return what results and gradients of a case may err."""
+        return self.call(case, seed).bar(tf32)
+
+    @cache  # noqa: B019
+    def forward_bar(self, case: Case, seed: int = 0, tf32: bool = False) -> Bar:
+        """Return what the results of a case may err."""
+        return self.call(case, seed).bar(tf32, training=False)
+
+    @cache  # noqa: B019
+    def backward_bar(self, case: Case, seed: int = 0, tf32: bool = False) -> Bar:
+        """Return what the backward's gradients of a case may err."""
+        return self.backward_call(case, seed).bar(tf32)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a routing's op: its arguments by name, in order, and gradients of the results that have some."""
+
+    routing: Routing
+    given: Given
+    grads: dict[str, Tensor]
+    detach: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors that are given."""
+        return [name for name, value in self.given.items() if isinstance(value, Tensor)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the results and gradients depend on."""
+        return [*(self.given[name] for name in self.names), *self.grads.values()]
+
+    def having(self, tensors: Sequence[Tensor | None]) -> Call:
+        """Return this call with other tensors."""
+        count = len(self.names)
+        given = {**self.given, **dict(zip(self.names, tensors[:count], strict=True))}
+        return Call(self.routing, given, dict(zip(self.grads, tensors[count:], strict=True)), self.detach)
+
+    def arguments(self, coefficients: bool = False) -> list[Any]:
+        """Return the arguments of the op."""
+        flags = [coefficients] if self.routing.stem == "gaussian" else [self.detach, coefficients]
+        return [*self.given.values(), *flags]
+
+    def forward(self, run: Callable[..., Sequence[Tensor]], options: int = 0) -> dict[str, Tensor]:
+        """Return the results of a backend's forward by name."""
+        found = run(*self.given.values(), options)
+        return dict(zip(self.routing.outputs, (one.detach() for one in found), strict=True))
+
+    def by_op(self) -> dict[str, Tensor]:
+        """Return the results of the op, whatever serves it."""
+        return dict(zip(self.routing.outputs, self.routing.op(*self.arguments()), strict=False))
+
+    def by_loop(self) -> dict[str, Tensor]:
+        """Return the results of the oracle: a loop of turns of the reference, differentiable."""
+        state = {name: self.given[name] for name in self.routing.state}
+        history: list[Given] = []
+        for turn in range(len(self.given["schedule"]) if "schedule" in self.given else self.given["iterations"]):
+            results, state = self.routing.turn(self.given, turn, state, self.detach)
+            history.append(results)
+        last = history[-1]
+        return {
+            name: last[name]
+            if name in self.routing.results
+            else torch.cat([results[name].detach() for results in history])
+            for name in last
+        }
+
+    def training(self, results: Callable[[Call], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return results and the gradients of all tensors given; ``results`` takes this call with leaves."""
+        count = len(self.names)
+        leaves = [tensor.detach().requires_grad_() for tensor in self.tensors[:count]]
+        found = results(self.having([*leaves, *self.grads.values()]))
+        pairs = [(found[name], grad) for name, grad in self.grads.items() if found[name].requires_grad]
+        gradients = torch.autograd.grad(
+            [result for result, _ in pairs], leaves, [grad for _, grad in pairs], materialize_grads=True
+        )
+        done = {name: result.detach() for name, result in found.items()}
+        for name, leaf, gradient in zip(self.names, leaves, gradients, strict=True):
+            assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype, name
+            done[f"d{name}"] = gradient
+        return done
+
+    def bar(self, tf32: bool = False, training: bool = True) -> Bar:
+        """Return what results, and gradients if wanted, may err.
+
+        The exact ones are autograd's through the loop of the reference. So are eager's in the first turn of attention;
+        elsewhere what turns keep was rounded, errors that autograd would repeat and so cancel: eager is then the op
+        itself, its backward's explicit formulas, by the reference.
+        """
+
+        def by_loop(tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+            call = self.having(tensors)
+            return call.training(Call.by_loop) if training else {n: r.detach() for n, r in call.by_loop().items()}
+
+        def by_formulas(tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+            with fastcaps.backend("reference"):
+                return self.having(tensors).training(Call.by_op)
+
+        simple = not training or (self.routing.stem == "attention" and self.given["iterations"] == 1)
+        return Bar(by_loop, self.tensors, None if simple else by_formulas, tf32)
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """One call of a routing's backward: its arguments by name, in order."""
+
+    routing: Routing
+    given: Given
+
+    def results(self, run: Callable[..., Sequence[Tensor]], *options: int) -> dict[str, Tensor]:
+        """Return the gradients that a backward makes, by name; what is not there is left out.
+
+        A backend's own takes ``options`` at the end, the op does not.
+        """
+        found = run(*self.given.values(), *options)
+        return {n: one for n, one in zip(self.routing.gradients, found, strict=True) if one.shape != (0,)}
+
+    def by_reference(self) -> list[Tensor]:
+        """Return the sum over turns of the reference's backward."""
+        backward = getattr(reference, f"{self.routing.name}_backward")
+        turns = next(g for g in (self.given[n] for n in self.routing.grads) if g is not None).shape[0]
+        total: list[Tensor] = []
+        for turn in range(turns):
+            each: Given = {}
+            for name, value in self.given.items():
+                if name in (*self.routing.grads, *self.routing.saved) and value is not None:
+                    value = value[turn]
+                elif name in self.routing.state and value is not None:
+                    missing = turns - value.shape[0]
+                    value = None if turn < missing else value[turn - missing]
+                each[name] = value
+            rest = [value for name, value in each.items() if name not in (*VOTES, *self.routing.grads)]
+            found = backward(*(each[n] for n in self.routing.grads), votes_of(each), *rest)
+            total = [a + b for a, b in zip(total, found, strict=True)] if total else list(found)
+        return total
+
+    def bar(self, tf32: bool = False) -> Bar:
+        """Return what the gradients may err."""
+        names = [name for name, value in self.given.items() if isinstance(value, Tensor)]
+        first = ["children", *(name for name in names if name != "children")]
+
+        def run(tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+            other = BackwardCall(self.routing, {**self.given, **dict(zip(first, tensors, strict=True))})
+            return other.results(lambda *_: other.by_reference())
+
+        return Bar(run, [self.given[name] for name in first], tf32=tf32)
+
+
+ATTENTION = Routing(
+    name="attention_routing",
+    cases=ATTENTION_CASES,
+    state=("query",),
+    results=("parents",),
+    grads=("grad",),
+    saved={"sums": "sums"},
+    fixed=("norm_weight", "scale", "eps"),
+    rest=_attention_rest,
+    turn=_attention_turn,
+    loop=loops.attention_routing,
+)
+POOLING = Routing(
+    name="pooling_routing",
+    cases=POOLING_CASES,
+    state=("query",),
+    results=("parents",),
+    grads=("grad",),
+    saved={"sums": "sums", "logsumexp": "logsumexp"},
+    fixed=("scale", "normalize"),
+    rest=_pooling_rest,
+    turn=_pooling_turn,
+    loop=loops.pooling_routing,
+)
+GAUSSIAN = Routing(
+    name="gaussian_routing",
+    cases=GAUSSIAN_CASES,
+    state=("mean", "variance", "log_weight"),
+    results=("scores", "means", "variances"),
+    grads=("grad_counts", "grad_means", "grad_variances", "grad_evidence"),
+    saved={"counts": "all_counts", "means": "all_means", "variances": "all_variances"},
+    fixed=("beta_use", "beta_ignore", "eps"),
+    rest=_gaussian_rest,
+    turn=_gaussian_turn,
+    loop=loops.gaussian_routing,
+)
+ROUTINGS = (ATTENTION, POOLING, GAUSSIAN)
+
+
+def routing_of(name: str) -> Routing:
+    """Return the row of an op's name or stem."""
+    return next(routing for routing in ROUTINGS if name in (routing.name, routing.stem))
+
+
+def every_case(keep: Callable[[Case], bool] = lambda case: True) -> Iterator[tuple[Routing, Case]]:
+    """Yield all cases of all routings, or those that one wants."""
+    for routing in ROUTINGS:
+        for case in routing.cases:
+            if keep(case):
+                yield routing, case

@@ -1,0 +1,133 @@
+"""The registry is what is registered, its rows meet all pairs of factors, and its oracle is the procedures as loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import case_rows
+import oracle_routings
+import pytest
+import torch
+from cases import LAYOUTS, Case
+from covering import pairs_of, rows_covering
+from judge import Bar, allowed_error
+from registry import ROUTINGS, Routing, every_case
+from torch import Tensor
+
+from fastcaps import ops
+from fastcaps.reference import Rule
+
+every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+
+
+def test_rows_are_the_ops_that_are_registered() -> None:
+    """By torch's own list: whoever adds an op must add its row."""
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")}
+    names = {f"fastcaps::{routing.name}{end}" for routing in ROUTINGS for end in ("", "_backward")}
+    assert registered == names
+    assert [routing.stem for routing in ROUTINGS] == [routing.stem for routing in ops.ROUTINGS]
+
+
+@every_routing
+def test_arguments_stand_in_the_order_of_the_schema(routing: Routing) -> None:
+    case = routing.case("padded")
+    names = [argument.name for argument in routing.op._schema.arguments]
+    call = routing.call(case)
+    assert [*call.given] == names[: len(call.given)] and len(call.arguments()) == len(names)
+    backward = [argument.name for argument in routing.backward_op._schema.arguments]
+    assert [*routing.backward_call(case).given] == backward
+    assert {*routing.grads, *routing.state, *routing.saved, *routing.fixed} < set(backward)
+    assert {*routing.results, *routing.saved.values()} <= set(routing.outputs)
+    assert set(routing.state) < set(call.given)
+
+
+@every_routing
+def test_every_name_and_rule_has_its_cases(routing: Routing) -> None:
+    assert len({case.name for case in routing.cases}) == len(routing.cases)
+    rules = {"attention": {0, 1, 2}, "pooling": {2, 3}, "gaussian": {4, 5, 6}}
+    assert {int(case.rule) for case in routing.cases} == rules[routing.stem]
+    assert {rule for several in rules.values() for rule in several} == {int(rule) for rule in Rule}
+    assert {case.layout for case in routing.cases} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("stem", ["ATTENTION", "POOLING", "GAUSSIAN"])
+def test_rows_cover_all_pairs(stem: str) -> None:
+    factors: dict[str, list[Any]] = getattr(case_rows, f"{stem}_FACTORS")
+    rows = rows_covering(factors, case_rows.allowed, seed=5)
+    met = {pair for row in rows for pair in combinations(row.items(), 2)}
+    assert met == set(pairs_of(factors, case_rows.allowed))
+    sizes = sorted(len(values) for values in factors.values())
+    assert sizes[-1] * sizes[-2] <= len(rows) <= 1.5 * sizes[-1] * sizes[-2]
+
+
+def test_pairs_that_no_row_can_hold_are_an_error() -> None:
+    factors = {"a": [0, 1], "b": [0, 1], "c": [0]}
+    with pytest.raises(ValueError, match="no row can hold"):
+        rows_covering(factors, lambda row: not (row.get("a") == 1 and "c" in row))
+
+
+def is_small(case: Case) -> bool:
+    """Whether the loops get through it quickly."""
+    votes = case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.turns
+    return 0 < votes * case.pose[0] * case.pose[2] * max(case.pose[1], 4) < 30_000
+
+
+@pytest.mark.parametrize(("routing", "case"), every_case(is_small), ids=str)
+def test_the_oracle_is_the_plain_loop(routing: Routing, case: Case) -> None:
+    """All turns, all results; absent children have no votes."""
+    given = routing.call(replace(case, dtype=torch.float64)).given
+    found = routing.call(replace(case, dtype=torch.float64)).by_loop()
+    lists = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in given.items()}
+    votes = [lists[name] for name in ("children", "weight", "bias", "gate", "window", "parents")]
+    places = 0
+    for place, seen in oracle_routings.positions(*votes):
+        for name, wanted in routing.loop(lists, seen, place, case.pose[0] * case.pose[2]).items():
+            here = found[name][place] if name in routing.results else found[name][(slice(None), *place)]
+            expected = torch.tensor(wanted, dtype=torch.float64)
+            torch.testing.assert_close(here.flatten(), expected.flatten(), rtol=1e-9, atol=1e-10, msg=f"{name} {place}")
+        places += 1
+    assert places == case.batch * case.numbers[1] * case.numbers[2]
+
+
+def test_the_loops_are_asked_of_every_rule_window_and_option() -> None:
+    small = [case for _, case in every_case(is_small)]
+    assert {int(case.rule) for case in small} == {int(rule) for rule in Rule}
+    for choice in ("window", "gate", "bias", "start", "turns", "normalize", "affine", "log_weight"):
+        everywhere = {getattr(case, choice) for _, case in every_case(lambda case: case.name[0].isdigit())}
+        assert {getattr(case, choice) for case in small} >= everywhere, choice
+
+
+# ---- the judge -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rule() -> None:
+    exact = torch.tensor([0.0, -4.0, torch.inf])
+    assert allowed_error(exact, torch.float32, 0.25, 0.125) == 0.5 + 0.125 + 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bar_sees_what_is_wrong(dtype: torch.dtype) -> None:
+    """A number that is off, lost, infinite, of another dtype or shape; and what it ought to let pass."""
+
+    def run(tensors: Any) -> dict[str, Tensor]:
+        (given,) = tensors
+        return {"sum": given.cumsum(0), "log": given.log()}
+
+    numbers = torch.linspace(0.0, 1.0, 33).to(dtype)
+    right = run([numbers])
+    bar = Bar(run, [numbers])
+    bar.hold(right)
+    epsilon = torch.finfo(dtype).eps
+    for spoil, says in (
+        (lambda t: t + (torch.arange(33) == 7) * 60 * epsilon * 16, "error"),
+        (lambda t: torch.where(torch.arange(33) == 7, torch.nan, t), "never written"),
+        (lambda t: t.masked_fill(t == -torch.inf, 0.0) if t.isinf().any() else t[:-1], "wanted"),
+        (lambda t: t.double(), "wanted"),
+    ):
+        wrong = {**right, "sum": spoil(right["sum"])}
+        wrong["sum"] = wrong["sum"].to(dtype) if says != "wanted" else wrong["sum"]
+        assert any(says in complaint for complaint in bar.complaints(wrong)), says
+    assert bar.complaints({**right, "log": right["log"].masked_fill(right["log"] == -torch.inf, 0.0)})
+    assert bar.complaints({"sum": right["sum"]})
