@@ -19,7 +19,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct GaussianBackward {
-  static constexpr bool kHushes = true, kIdentity = false, kGates = true, kMeasures = true;
+  static constexpr bool kHushes = true, kIdentity = true, kGates = true, kMeasures = true;
   using Numbers = float[R][Pose::kEach];
   Tiles<Pose, R> mean, precision, means, linear, square;  // linear: A, square: B
   Tiles<Pose, R> first, second;                           // sums of da d' and of da d'^2
