@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastcaps.geometry import from_op, to_op
+from fastcaps.votes import from_op, to_op
 
 if TYPE_CHECKING:
     from bench.workloads import Workload

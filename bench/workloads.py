@@ -15,7 +15,7 @@ import torch
 from bench.inputs import Draw, Inputs
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, Routing, RoutingPool
 from fastcaps.functional import Window
-from fastcaps.geometry import SET_WINDOW
+from fastcaps.votes import SET_WINDOW
 
 __all__ = ["WORKLOADS", "Goal", "Workload", "attention_passes", "find"]
 

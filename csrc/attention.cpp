@@ -1,152 +1,76 @@
-// Op bodies of the attention pass on the CPU, and of routings made of it.
-#include "attention.h"
-
+// The ops of routings whose parents compete for every child: attention and dynamic routing.
 #include "calls.h"
+#include "ops.h"
 
 namespace fastcaps {
-namespace {
 
-// The pass's own tensors as the kernels want them; the affine is kept alive here.
-struct AttentionGiven : Given {
-  Attention with;
+std::vector<Tensor> attention_routing(Stack stack) {
+  const AttentionRouting call{stack};
+  const Given given(call.votes);
+  const Votes& votes = given.votes;
+  const bool norm = call.rule == Rule::kLayerNorm;
+  STD_TORCH_CHECK(norm || call.rule == Rule::kPlain || call.rule == Rule::kSquash,
+                  "fastcaps: rule must be 0 (LayerNorm), 1 (plain) or 2 (squash), got ", int(call.rule));
+  STD_TORCH_CHECK(norm || !(call.norm_weight || call.norm_bias), "fastcaps: only rule 0 has an affine");
+  STD_TORCH_CHECK(call.iterations >= 1, "fastcaps: iterations must be at least 1, got ", call.iterations);
   Tensor norm_weight, norm_bias;
-
-  AttentionGiven(const Tensor& children, const Tensor& weight, const MaybeTensor& query, const MaybeTensor& bias,
-                 const MaybeTensor& gate, const MaybeTensor& norm_weight_, const MaybeTensor& norm_bias_, double scale,
-                 double eps, bool normalize, const std::vector<int64_t>& window)
-      : Given(children, weight, bias, gate,
-              attention_geometry(children, weight, query, bias, gate, norm_weight_, norm_bias_, window)) {
-    with.scale = scale;
-    with.eps = eps;
-    with.normalize = normalize;
-    if (query) with.query = view_of(*query);
-    if (norm_weight_) with.norm_weight = data_of(norm_weight = in_compute_type(*norm_weight_, compute));
-    if (norm_bias_) with.norm_bias = data_of(norm_bias = in_compute_type(*norm_bias_, compute));
-  }
-};
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor weight, const MaybeTensor query,
-                                          const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
-                                          const MaybeTensor norm_bias, double scale, double eps, bool normalize,
-                                          const std::vector<int64_t> window, bool) {
-  AttentionGiven given(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window);
-  const std::vector<int64_t> shape = parents_shape(given.in.geometry);
-  Tensor parents = torch::stable::new_empty(children, shape);
-  given.with.parents = data_of(parents);
-  Tensor sums = given.result(normalize, shape, given.with.sums);
-  ForwardCall<Attention> call{given.in, given.with, {}};
-  run_forward(given, call);
+  ForwardCall<Attention> run{votes};
+  run.total = call.iterations;
+  run.with.scale = call.scale;
+  run.with.eps = call.eps;
+  run.with.rule = call.rule;
+  run.with.query = given.view(call.query, "query", poses_shape(votes), given.storage);
+  const Shape affine = {votes.parent_size()};
+  run.with.norm_weight = given.table(call.norm_weight, "norm_weight", affine, given.storage, norm_weight);
+  run.with.norm_bias = given.table(call.norm_bias, "norm_bias", affine, given.storage, norm_bias);
+  const Tensor parents = given.stored_result(poses_shape(votes), run.with.parents);
+  const Tensor sums = given.result(true, poses_shape(votes, call.iterations), run.with.sums);
+  run_forward(given, run);
   return {parents, sums};
 }
 
-std::tuple<Tensor, Tensor> attention_routing(const Tensor children, const Tensor weight, const MaybeTensor query,
-                                             const MaybeTensor bias, const MaybeTensor gate,
-                                             const MaybeTensor norm_weight, const MaybeTensor norm_bias, double scale,
-                                             double eps, bool normalize, int64_t rule, int64_t iterations, bool,
-                                             const std::vector<int64_t> window) {
-  AttentionGiven given(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window);
-  STD_TORCH_CHECK(rule == 0 || rule == 1, "fastcaps: rule must be 0 (attention) or 1 (dynamic), got ", rule);
-  STD_TORCH_CHECK(rule == 0 || !(normalize || norm_weight || norm_bias), "fastcaps: dynamic routing has no LayerNorm");
-  STD_TORCH_CHECK(iterations >= 1, "fastcaps: iterations must be at least 1, got ", iterations);
-  std::vector<int64_t> shape = parents_shape(given.in.geometry);
-  Tensor parents = torch::stable::new_empty(children, shape);
-  given.with.parents = data_of(parents);
-  given.with.update = rule == 1 ? Update::kSquash : Update::kReplace;
-  shape.insert(shape.begin(), iterations);
-  Tensor sums = given.result(true, shape, given.with.sums);
-  ForwardCall<Attention> call{given.in, given.with, {}};
-  call.total = iterations;
-  run_forward(given, call);
-  return {parents, sums};
-}
+std::vector<Tensor> attention_routing_backward(Stack stack) {
+  const AttentionBackward call{stack};
+  const Given given(call.votes);
+  const Votes& votes = given.votes;
+  const Shape shape = poses_shape(votes);
+  const Turns turns(call.votes, call.grad.dim() > 0 ? call.grad.size(0) : 0);
+  turns.check(call.grad, "grad", shape, given.storage);
+  turns.check(call.query, "query", shape, given.storage, false);
+  turns.check(call.sums, "sums", shape, given.compute);
+  const bool dquery = call.needs & kQuery && call.query;
+  STD_TORCH_CHECK(!dquery || turns.count == 1, "fastcaps: a query has a gradient in a single turn alone");
+  const bool dnorm = call.needs & (kNormWeight | kNormBias) && call.sums;
 
-namespace {
-
-AttentionGradients attention_backward(const MaybeTensor& grad_parents, const MaybeTensor& grad_sums,
-                                      const Tensor& children, const Tensor& weight, const MaybeTensor& query,
-                                      const MaybeTensor& bias, const MaybeTensor& gate, const MaybeTensor& norm_weight,
-                                      const Tensor& sums, double scale, double eps, bool normalize,
-                                      const std::vector<int64_t>& window, int64_t needs, bool stacked) {
-  const Turns turns(stacked, grad_parents ? grad_parents : grad_sums);
-  turns.check(grad_sums, "grad_sums");
-  turns.check(query, "query", true);
-  if (normalize) turns.check(sums, "sums");
-  AttentionGiven given(children, weight, std::nullopt, bias, gate, norm_weight, std::nullopt, scale, eps, normalize,
-                       window);
-  const Geometry& g = given.in.geometry;
-  const std::vector<int64_t> shape = parents_shape(g);
-  if (!query || stacked) needs &= ~kQuery;
-  if (!bias) needs &= ~kBias;
-  if (!gate) needs &= ~kGate;
-  if (!normalize || !grad_parents) needs &= ~(kNormWeight | kNormBias);
-
-  BackwardCall<Attention> call;
-  std::vector<Tensor> rows;  // kept alive
+  BackwardCall<Attention> run{votes};
+  Attention with;
+  with.scale = call.scale;
+  with.eps = call.eps;
+  with.detach = call.needs & kDetach;
+  Tensor norm_weight;
+  with.norm_weight = given.table(call.norm_weight, "norm_weight", {votes.parent_size()}, given.storage, norm_weight);
+  std::vector<Tensor> kept;
   for (int64_t k = 0; k < turns.count; ++k) {
-    Attention with = given.with;
-    const auto take = [&](const MaybeTensor& all, const char* name, ScalarType type, View& view) {
-      const MaybeTensor x = turns.at(all, k);
-      if (!x) return;
-      check_tensor(*x, name, shape, type, children);
-      view = view_of(*x);
-    };
-    take(grad_parents, "grad_parents", given.storage, with.grad_parents);
-    take(grad_sums, "grad_sums", given.compute, with.grad_sums);
-    take(query, "query", given.storage, with.query);
-    if (normalize) {
-      const Tensor of_turn = *turns.at(sums, k);
-      check_tensor(of_turn, "sums", shape, given.compute, children);
-      rows.push_back(in_compute_type(of_turn, given.compute));
-      with.given_sums = data_of(rows.back());
-    }
-    with.frozen = needs & kFrozen;
-    call.with.push_back(with);
+    run.with.push_back(with);
+    run.with[k].grad = view_of(*turns.at(call.grad, k));
+    if (const MaybeTensor query = turns.at(call.query, k)) run.with[k].query = view_of(*query);
+    if (!call.sums) continue;
+    kept.push_back(torch::stable::contiguous(*turns.at(call.sums, k)));
+    run.with[k].given_sums = data_of(kept.back());
   }
-  cut_call(given, call, needs & kQuery);
-  const bool empty = g.positions() == 0 || (!grad_parents && !grad_sums);
-  Tensor dquery = given.result(needs & kQuery, shape, call.with[0].dquery, empty);
-  const Partial norms = given.partial(needs & (kNormWeight | kNormBias), call.cut.rows(), {2, g.C * g.E});
-  for (Attention& with : call.with) with.dnorm = norms.parts;
-  const Gradients out = run_backward(given, call, needs & kChildren, needs & kWeight, needs & kBias, needs & kGate,
-                                     needs & kQuery, empty);
-
-  Tensor dweight = given.none(), dbias = given.none(), dnorm_weight = given.none(), dnorm_bias = given.none();
-  if (needs & kWeight) dweight = given.stored(out.weights.sum());
-  if (needs & kBias) dbias = given.stored(out.biases.sum());
-  if (needs & (kNormWeight | kNormBias)) {
-    const Tensor both = norms.sum();
-    if (needs & kNormWeight) dnorm_weight = given.stored(torch::stable::clone(torch::stable::select(both, 0, 0)));
-    if (needs & kNormBias) dnorm_bias = given.stored(torch::stable::clone(torch::stable::select(both, 0, 1)));
-  }
-  return {needs & kChildren ? given.stored(out.dchildren) : given.none(),
-          dweight,
-          needs & kQuery ? given.stored(dquery) : given.none(),
-          dbias,
-          needs & kGate ? given.stored(out.dgate) : given.none(),
-          dnorm_weight,
-          dnorm_bias};
-}
-
-}  // namespace
-
-AttentionGradients attention_pass_backward(const MaybeTensor grad_parents, const MaybeTensor grad_sums,
-                                           const Tensor children, const Tensor weight, const MaybeTensor query,
-                                           const MaybeTensor bias, const MaybeTensor gate,
-                                           const MaybeTensor norm_weight, const Tensor sums, double scale, double eps,
-                                           bool normalize, const std::vector<int64_t> window, int64_t needs) {
-  return attention_backward(grad_parents, grad_sums, children, weight, query, bias, gate, norm_weight, sums, scale, eps,
-                            normalize, window, needs, false);
-}
-
-AttentionGradients attention_turns_backward(const MaybeTensor grad_parents, const MaybeTensor grad_sums,
-                                            const Tensor children, const Tensor weight, const MaybeTensor query,
-                                            const MaybeTensor bias, const MaybeTensor gate,
-                                            const MaybeTensor norm_weight, const Tensor sums, double scale, double eps,
-                                            bool normalize, const std::vector<int64_t> window, int64_t needs) {
-  return attention_backward(grad_parents, grad_sums, children, weight, query, bias, gate, norm_weight, sums, scale, eps,
-                            normalize, window, needs, true);
+  run.schedule = schedule_of(run, given.is_double, dquery, votes.bias ? given.bias.numel() : 0);
+  const bool empty = votes.positions() == 0;
+  const Tensor query = given.result(dquery, shape, run.with[0].dquery, empty);
+  const Partial norms = given.partial(dnorm, run.schedule.rows(), {2, votes.parent_size()});
+  for (Attention& turn : run.with) turn.dnorm = norms.parts;
+  const Gradients found = run_backward(given, run, call.needs, dquery, empty);
+  const Tensor both = norms.sum();
+  const auto half = [&](int64_t bit, int64_t which) {
+    const bool wanted = call.needs & bit && dnorm;
+    return given.stored(wanted, wanted ? torch::stable::clone(torch::stable::select(both, 0, which)) : both);
+  };
+  return {found.children,       found.weight,      found.bias, found.gate, given.stored(dquery, query),
+          half(kNormWeight, 0), half(kNormBias, 1)};
 }
 
 }  // namespace fastcaps

@@ -1,32 +1,20 @@
 // What the op bodies on the CPU share: describing tensors to the kernels, allocating, running items, adding up parts.
 #pragma once
 
-#include <algorithm>
-#include <cstdlib>
-#include <memory>
-
-#include "cpu/cut.h"
-#include "tensors.h"
+#include "arguments.h"
+#include "cpu/schedule.h"
+#include "cpu/scratch.h"
 
 namespace fastcaps {
 
-// A thread's own memory for the length of a range of items.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : data_(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64 + 64), &std::free) {
-    STD_TORCH_CHECK(data_ != nullptr, "fastcaps: no memory for ", bytes, " bytes of scratch");
-  }
-  void* get() const { return data_.get(); }
-
- private:
-  std::unique_ptr<void, decltype(&std::free)> data_;
-};
+inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
 template <class Run>
 void run_items(int64_t items, int64_t scratch_bytes, Run&& run) {
   if (items == 0) return;
   torch::stable::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
-    Scratch scratch(scratch_bytes);
+    const Scratch scratch(scratch_bytes);
+    STD_TORCH_CHECK(scratch.get() != nullptr, "fastcaps: no memory for ", scratch_bytes, " bytes of scratch");
     run(begin, end, scratch.get());
   });
 }
@@ -59,53 +47,55 @@ struct Partial {
   }
 };
 
-// What every pass is given, as the kernels want it.
+// The votes of a call as the kernels want them, checked, and what is made for a call.
 struct Given {
-  Inputs in;
+  Votes votes;
   ScalarType storage, compute;
   bool is_double;
   Tensor children, weight, bias;  // weight and bias in the compute type, contiguous: kept alive here
-  bool has_bias;
-  std::vector<int64_t> bias_shape;
+  Shape bias_shape;
 
-  Given(const Tensor& children_, const MaybeTensor& weight_, const MaybeTensor& bias_, const MaybeTensor& gate,
-        const Geometry& geometry)
-      : storage(children_.scalar_type()),
-        compute(accumulation_type(children_)),
+  explicit Given(const VoteTensors& tensors)
+      : votes(tensors.check()),
+        storage(tensors.children.scalar_type()),
+        compute(accumulation_type(tensors.children)),
         is_double(storage == ScalarType::Double),
-        children(children_),
-        has_bias(bias_.has_value()) {
-    in.geometry = geometry;
-    in.storage = storage_of(children);
-    STD_TORCH_CHECK(in.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
-    in.children = view_of(children);
-    if (gate) in.gate = view_of(*gate);
-    if (weight_) in.weight = data_of(weight = in_compute_type(*weight_, compute));
-    if (bias_) {
-      in.bias = data_of(bias = in_compute_type(*bias_, compute));
-      bias_shape = shape_of(bias);
-      in.bias_stride_m = bias.size(1) > 1 ? geometry.parent_pose() : 0;
-      in.bias_stride_i = bias.size(0) > 1 ? bias.size(1) * geometry.parent_pose() : 0;
-    }
+        children(tensors.children) {
+    STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
+    if (tensors.weight) votes.weight = dense(*tensors.weight, weight);
+    if (tensors.bias) votes.bias = dense(*tensors.bias, bias), bias_shape = shape_of(bias);
   }
 
-  int64_t number() const { return is_double ? 8 : 4; }
-  bool shared() const { return in.geometry.N % in.geometry.G == 0 && in.bias_stride_i == 0; }
-  bool identity() const { return in.weight == nullptr; }
-  template <class Operands>
-  bool folded() const {
-    return std::is_same_v<Operands, Attention> && folds(in.geometry, shared(), has_bias);
+  // A parameter's memory, in the compute type and contiguous; `kept` keeps it alive.
+  const void* dense(const Tensor& x, Tensor& kept) const { return data_of(kept = in_compute_type(x, compute)); }
+
+  // What is read in place of a tensor that a call may lack.
+  View view(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
+    if (!x) return {};
+    check_tensor(*x, name, shape, type, children);
+    return view_of(*x);
+  }
+  const void* table(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type, Tensor& kept) const {
+    if (!x) return nullptr;
+    check_tensor(*x, name, shape, type, children);
+    return dense(*x, kept);
   }
 
   // A result in the compute type, its address in `data`; empty and null where it is not wanted.
-  Tensor result(bool wanted, const std::vector<int64_t>& shape, void*& data, bool clear = false) const {
-    Tensor out = fresh(torch::stable::new_empty(children, wanted ? shape : std::vector<int64_t>{0}, compute));
+  Tensor result(bool wanted, const Shape& shape, void*& data, bool clear = false) const {
+    Tensor out = fresh(torch::stable::new_empty(children, wanted ? shape : Shape{0}, compute));
     if (clear) torch::stable::zero_(out);
     data = wanted ? data_of(out) : nullptr;
     return out;
   }
+  // The same in the storage type.
+  Tensor stored_result(const Shape& shape, void*& data) const {
+    Tensor out = torch::stable::new_empty(children, shape);
+    data = data_of(out);
+    return out;
+  }
   // `count` parts of such a result, none of them where there is nothing to do.
-  Partial partial(bool wanted, int64_t count, const std::vector<int64_t>& shape, bool clear = true) const {
+  Partial partial(bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
     Parts parts;
     Tensor first = result(wanted, shape, parts.first, clear || count == 0);
     parts.numbers = first.numel();
@@ -113,120 +103,88 @@ struct Given {
     Tensor others = result(more, {count - 1, parts.numbers}, parts.others, clear);
     return {first, others, parts, count};
   }
-  // `rows` rows of `numbers` numbers, as wide as the cut's rows are.
-  Tensor rows(bool wanted, const Cut& cut, int64_t copies, int64_t numbers, int64_t lanes, void*& data) const {
-    const int64_t count = copies * cut.rows() * numbers * (cut.child_lanes ? 1 : lanes) + 64 / number();
+  // `rows` rows of `numbers` numbers, as wide as the schedule's rows are.
+  Tensor rows(bool wanted, const Schedule& schedule, int64_t copies, int64_t numbers, int64_t lanes,
+              void*& data) const {
+    const int64_t number = is_double ? 8 : 4;
+    const int64_t count = copies * schedule.rows() * numbers * (schedule.child_lanes ? 1 : lanes) + 64 / number;
     Tensor out = fresh(torch::stable::new_empty(children, {wanted ? count : 0}, compute));
     data = wanted ? aligned(data_of(out)) : nullptr;
     return out;
   }
-  Tensor stored(const Tensor& x) const { return x.scalar_type() == storage ? x : torch::stable::to(x, storage); }
-  Tensor none() const { return torch::stable::new_empty(children, {0}); }  // one each: outputs must not alias
-};
-
-// The turns of a backward call: one, or as many as tensors that belong to parents have in their first dimension.
-struct Turns {
-  bool stacked;
-  int64_t count;
-
-  Turns(bool stacked_, const MaybeTensor& x) : stacked(stacked_), count(1) {
-    if (!stacked) return;
-    STD_TORCH_CHECK(x && x->dim() > 0 && x->size(0) > 0, "fastcaps: there must be a turn at least");
-    count = x->size(0);
+  // As an op returns it: in the storage type, and empty where it is not wanted.
+  Tensor stored(bool wanted, const Tensor& x) const {
+    if (!wanted) return torch::stable::new_empty(children, {0});  // one each: outputs must not alias
+    return x.scalar_type() == storage ? x : torch::stable::to(x, storage);
   }
-  void check(const MaybeTensor& x, const char* name, bool may_lack_first = false) const {
-    if (!stacked || !x) return;
-    STD_TORCH_CHECK(x->dim() > 0 && (x->size(0) == count || (may_lack_first && x->size(0) == count - 1)),
-                    "fastcaps: ", name, " has shape ", text(shape_of(*x)), ", expected ", count, " turns");
-  }
-  // Of turn k; nothing where the first turn has none.
-  MaybeTensor at(const MaybeTensor& x, int64_t k) const {
-    if (!stacked || !x) return x;
-    const int64_t which = k - (count - x->size(0));
-    return which < 0 ? MaybeTensor() : MaybeTensor(torch::stable::select(*x, 0, which));
+  Tensor stored(bool wanted, const Partial& x) const {
+    return wanted ? stored(true, x.sum()) : stored(false, children);
   }
 };
 
-// A forward call whose operands and results are set: cut it and run it, all turns of it.
+// Run a forward call whose operands and results are set, all turns of it.
 template <class Operands>
 void run_forward(const Given& given, ForwardCall<Operands>& call) {
-  const Geometry& g = call.in.geometry;
-  const Kernels<Operands>& table = kernels<Operands>(g, given.is_double);
-  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
-  call.cut.folded = given.template folded<Operands>();
-  call.cut = cut_forward(g, {lanes, given.number(), table.forward_state(call), table.forward_results(call),
-                             given.shared(), given.identity(), call.cut.folded, call.total});
-  if (g.positions() == 0) return;
-  const bool ranges = call.cut.chunks > 1;
+  const Votes& in = call.votes;
+  const Kernels<Operands>& table = kernels<Operands>(in, given.is_double);
+  const int64_t lanes = lanes_of(table, given.is_double);
+  call.schedule = schedule_of(call, given.is_double);
+  if (in.positions() == 0) return;
+  const bool ranges = call.schedule.chunks > 1;
   const Tensor partial =
-      given.rows(ranges, call.cut, call.cut.chunks, table.forward_results(call), lanes, call.partial);
-  const Tensor state = given.rows(ranges && call.total > 1, call.cut, 1, table.forward_state(call), lanes, call.state);
+      given.rows(ranges, call.schedule, call.schedule.chunks, table.forward_results(call), lanes, call.partial);
+  const Tensor state =
+      given.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
   const int64_t scratch = table.forward_scratch(call, given.is_double);
   call.turns = ranges ? 1 : call.total;  // where children are cut into ranges, turns wait for all of them
   for (call.turn = 0; call.turn < call.total; call.turn += call.turns) {
-    run_items(call.cut.items(), scratch, [&](int64_t begin, int64_t end, void* memory) {
+    run_items(call.schedule.items(), scratch, [&](int64_t begin, int64_t end, void* memory) {
       table.forward(call, given.is_double, begin, end, memory);
     });
-    if (ranges) {
-      const int64_t rows = call.cut.child_lanes ? g.positions() : ceil_div(g.positions(), lanes);
-      run_items(rows, scratch, [&](int64_t begin, int64_t end, void* memory) {
-        table.forward_finish(call, given.is_double, begin, end, memory);
-      });
-    }
+    if (!ranges) continue;
+    const int64_t rows = call.schedule.child_lanes ? in.positions() : ceil_div(in.positions(), lanes);
+    run_items(rows, scratch, [&](int64_t begin, int64_t end, void* memory) {
+      table.forward_finish(call, given.is_double, begin, end, memory);
+    });
   }
 }
 
-// What a backward call makes of its own, besides the gradients of the parents.
+// What a backward call makes of its own, besides the gradients of the parents: as the op returns it.
 struct Gradients {
-  Tensor dchildren, dgate;
-  Partial weights, biases;
+  Tensor children, weight, bias, gate;
 };
 
-// How a backward call is cut: known before its gradients are allocated. `dparents`: are there gradients of parents?
-// `own`: numbers of gradients that every item has its own of, beside the bias.
+// Run a backward call whose operands are set and which has its schedule. `empty`: nothing reaches it, or there is
+// nothing.
 template <class Operands>
-void cut_call(const Given& given, BackwardCall<Operands>& call, bool dparents, int64_t own = 0) {
-  call.in = given.in;
-  const Kernels<Operands>& table = kernels<Operands>(call.in.geometry, given.is_double);
-  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
-  const int64_t turns = int64_t(call.with.size());
-  call.cut = cut_backward(call.in.geometry, {lanes, given.number(), turns * table.backward_state(call),
-                                             dparents ? table.backward_results(call) : 0, given.shared(),
-                                             given.identity(), given.template folded<Operands>(), turns,
-                                             own + (given.has_bias ? int64_t(given.bias.numel()) : 0)});
-}
-
-// Run a backward call whose operands are set and which is cut. `empty`: nothing reaches it, or there is nothing.
-template <class Operands>
-Gradients run_backward(const Given& given, BackwardCall<Operands>& call, bool dchildren, bool dweight, bool dbias,
-                       bool dgate, bool dparents, bool empty) {
-  const Geometry& g = call.in.geometry;
-  const Kernels<Operands>& table = kernels<Operands>(g, given.is_double);
-  const int64_t lanes = given.is_double ? table.lanes_double : table.lanes_float;
-  Gradients out{
-      given.result(dchildren, {g.B, g.H, g.W, g.N, g.C, g.D}, call.dchildren, true),
-      given.result(dgate, {g.B, g.H, g.W, g.N}, call.dgate, true),
-      given.partial(dweight, call.cut.weight_parts, {g.G, g.M, g.D, g.E}, empty || g.G != g.children()),
-      given.partial(dbias, call.cut.items(), given.bias_shape),
-  };
-  call.dweight = out.weights.parts, call.dbias = out.biases.parts;
-  if (empty) return out;
-  const Tensor state =
-      given.rows(true, call.cut, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
-  const Tensor partial =
-      given.rows(dparents, call.cut, call.cut.chunks, table.backward_results(call), lanes, call.partial);
-  const int64_t scratch = table.backward_scratch(call, given.is_double);
-  run_items(call.cut.rows(), scratch, [&](int64_t begin, int64_t end, void* memory) {
-    table.backward_prepare(call, given.is_double, begin, end, memory);
-  });
-  run_items(call.cut.items(), scratch, [&](int64_t begin, int64_t end, void* memory) {
-    table.backward(call, given.is_double, begin, end, memory);
-  });
-  if (dparents)
-    run_items(call.cut.rows(), scratch, [&](int64_t begin, int64_t end, void* memory) {
-      table.backward_finish(call, given.is_double, begin, end, memory);
-    });
-  return out;
+Gradients run_backward(const Given& given, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
+  const Votes& in = call.votes;
+  const Kernels<Operands>& table = kernels<Operands>(in, given.is_double);
+  const int64_t lanes = lanes_of(table, given.is_double);
+  const bool dweight = needs & kWeight && in.weight, dbias = needs & kBias && in.bias;
+  const bool dgate = needs & kGate && in.gate.data;
+  const Tensor children = given.result(needs & kChildren, {in.B, in.H, in.W, in.N, in.C, in.D}, call.dchildren, true);
+  const Tensor gate = given.result(dgate, {in.B, in.H, in.W, in.N}, call.dgate, true);
+  const Partial weights =
+      given.partial(dweight, call.schedule.weight_parts, {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
+  const Partial biases = given.partial(dbias, call.schedule.items(), given.bias_shape);
+  call.dweight = weights.parts, call.dbias = biases.parts;
+  if (!empty) {
+    const Tensor state =
+        given.rows(true, call.schedule, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
+    const Tensor partial =
+        given.rows(dparents, call.schedule, call.schedule.chunks, table.backward_results(call), lanes, call.partial);
+    const int64_t scratch = table.backward_scratch(call, given.is_double);
+    const auto run = [&](int64_t items, auto kernel) {
+      run_items(items, scratch,
+                [&](int64_t begin, int64_t end, void* memory) { kernel(call, given.is_double, begin, end, memory); });
+    };
+    run(call.schedule.rows(), table.backward_prepare);
+    run(call.schedule.items(), table.backward);
+    if (dparents) run(call.schedule.rows(), table.backward_finish);
+  }
+  return {given.stored(needs & kChildren, children), given.stored(dweight, weights), given.stored(dbias, biases),
+          given.stored(dgate, gate)};
 }
 
 }  // namespace fastcaps

@@ -1,20 +1,34 @@
 // Registration of the CPU kernels. The schemas are defined once, in fastcaps/ops; torch's stable ABI carries the
 // calls, so that a library built against one torch serves every later one.
-#include "attention.h"
-#include "gaussian.h"
-#include "pooling.h"
+#include "ops.h"
 
-STABLE_TORCH_LIBRARY_IMPL(fastcaps, CPU, m) {
-  m.impl("attention_pass", TORCH_BOX(&fastcaps::attention_pass));
-  m.impl("attention_pass_backward", TORCH_BOX(&fastcaps::attention_pass_backward));
-  m.impl("attention_turns_backward", TORCH_BOX(&fastcaps::attention_turns_backward));
-  m.impl("attention_routing", TORCH_BOX(&fastcaps::attention_routing));
-  m.impl("pooling_pass", TORCH_BOX(&fastcaps::pooling_pass));
-  m.impl("pooling_pass_backward", TORCH_BOX(&fastcaps::pooling_pass_backward));
-  m.impl("pooling_turns_backward", TORCH_BOX(&fastcaps::pooling_turns_backward));
-  m.impl("pooling_routing", TORCH_BOX(&fastcaps::pooling_routing));
-  m.impl("gaussian_pass", TORCH_BOX(&fastcaps::gaussian_pass));
-  m.impl("gaussian_pass_backward", TORCH_BOX(&fastcaps::gaussian_pass_backward));
-  m.impl("gaussian_turns_backward", TORCH_BOX(&fastcaps::gaussian_turns_backward));
-  m.impl("gaussian_routing", TORCH_BOX(&fastcaps::gaussian_routing));
+#include "cpu/capability.h"
+
+namespace {
+
+struct {
+  const char* name;
+  void (*run)(StableIValue*, uint64_t, uint64_t);
+} const kOps[] = {
+    {"attention_routing", &fastcaps::boxed<fastcaps::attention_routing>},
+    {"attention_routing_backward", &fastcaps::boxed<fastcaps::attention_routing_backward>},
+    {"pooling_routing", &fastcaps::boxed<fastcaps::pooling_routing>},
+    {"pooling_routing_backward", &fastcaps::boxed<fastcaps::pooling_routing_backward>},
+    {"gaussian_routing", &fastcaps::boxed<fastcaps::gaussian_routing>},
+    {"gaussian_routing_backward", &fastcaps::boxed<fastcaps::gaussian_routing_backward>},
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastcaps_cpu, CPU, m) {
+  for (const auto& op : kOps) m.impl(op.name, op.run);
+}
+
+extern "C" const char* fastcaps_ops(void) {
+  static const std::string names = [] {
+    std::string all;
+    for (const auto& op : kOps) all += (all.empty() ? "" : ",") + std::string(op.name);
+    return all;
+  }();
+  return names.c_str();
 }

@@ -1,125 +1,59 @@
-// Op bodies of the pooling pass on the CPU, and of routings made of it.
-#include "pooling.h"
-
+// The ops of routings whose children compete for every parent: vector-normed pooling, dynamic routing over children.
 #include "calls.h"
+#include "ops.h"
 
 namespace fastcaps {
 
-std::tuple<Tensor, Tensor> pooling_pass(const Tensor children, const MaybeTensor weight, const MaybeTensor query,
-                                        const MaybeTensor bias, const MaybeTensor gate, double scale, bool normalize,
-                                        const std::vector<int64_t> window, bool) {
-  const Given given(children, weight, bias, gate, pooling_geometry(children, weight, query, bias, gate, window));
-  ForwardCall<Pooling> call{given.in, {}, {}};
-  call.with.scale = scale;
-  call.with.normalize = normalize;
-  if (query) call.with.query = view_of(*query);
-  Tensor parents = torch::stable::new_empty(children, parents_shape(given.in.geometry));
-  call.with.parents = data_of(parents);
-  Tensor logsumexp = given.result(true, numbers_shape(given.in.geometry), call.with.logsumexp);
-  run_forward(given, call);
-  return {parents, logsumexp};
+std::vector<Tensor> pooling_routing(Stack stack) {
+  const PoolingRouting call{stack};
+  const Given given(call.votes);
+  const Votes& votes = given.votes;
+  STD_TORCH_CHECK(call.rule == Rule::kUnit || call.rule == Rule::kSquash,
+                  "fastcaps: rule must be 2 (squash) or 3 (unit), got ", int(call.rule));
+  STD_TORCH_CHECK(call.iterations >= 1, "fastcaps: iterations must be at least 1, got ", call.iterations);
+  ForwardCall<Pooling> run{votes};
+  run.total = call.iterations;
+  run.with.scale = call.scale;
+  run.with.normalize = call.normalize;
+  run.with.rule = call.rule;
+  run.with.query = given.view(call.query, "query", poses_shape(votes), given.storage);
+  const Tensor parents = given.stored_result(poses_shape(votes), run.with.parents);
+  const Tensor sums = given.stored_result(poses_shape(votes, call.iterations), run.with.sums);
+  const Tensor logsumexp = given.result(true, numbers_shape(votes, call.iterations), run.with.logsumexp);
+  run_forward(given, run);
+  return {parents, sums, logsumexp};
 }
 
-std::tuple<Tensor, Tensor, Tensor> pooling_routing(const Tensor children, const MaybeTensor weight,
-                                                   const MaybeTensor bias, const MaybeTensor gate, double scale,
-                                                   bool normalize, int64_t parents, int64_t rule, int64_t iterations,
-                                                   bool, const std::vector<int64_t> window) {
-  STD_TORCH_CHECK(parents >= 1, "fastcaps: parents must be at least 1, got ", parents);
-  STD_TORCH_CHECK(!weight || weight->dim() != 4 || weight->size(1) == parents, "fastcaps: weight is not for ", parents,
-                  " parents: ", text(weight ? shape_of(*weight) : std::vector<int64_t>{}));
-  const Given given(children, weight, bias, gate, pass_geometry(children, weight, parents, bias, gate, window));
-  STD_TORCH_CHECK(rule == 0 || rule == 1, "fastcaps: rule must be 0 (unit) or 1 (dynamic), got ", rule);
-  STD_TORCH_CHECK(iterations >= 1, "fastcaps: iterations must be at least 1, got ", iterations);
-  ForwardCall<Pooling> call{given.in, {}, {}};
-  call.total = iterations;
-  call.with.scale = scale;
-  call.with.normalize = normalize;
-  call.with.update = rule == 1 ? Update::kSquash : Update::kUnit;
-  const auto every_turn = [&](std::vector<int64_t> shape) {
-    shape.insert(shape.begin(), iterations);
-    return shape;
-  };
-  Tensor result = torch::stable::new_empty(children, parents_shape(given.in.geometry));
-  Tensor sums = torch::stable::new_empty(children, every_turn(parents_shape(given.in.geometry)));
-  call.with.parents = data_of(sums);
-  call.with.result = data_of(result);
-  Tensor logsumexp = given.result(true, every_turn(numbers_shape(given.in.geometry)), call.with.logsumexp);
-  run_forward(given, call);
-  return {result, sums, logsumexp};
-}
+std::vector<Tensor> pooling_routing_backward(Stack stack) {
+  const PoolingBackward call{stack};
+  const Given given(call.votes);
+  const Votes& votes = given.votes;
+  const Shape shape = poses_shape(votes);
+  const Turns turns(call.votes, call.grad.dim() > 0 ? call.grad.size(0) : 0);
+  turns.check(call.grad, "grad", shape, given.storage);
+  turns.check(call.query, "query", shape, given.storage, false);
+  turns.check(call.sums, "sums", shape, given.storage);
+  turns.check(call.logsumexp, "logsumexp", numbers_shape(votes), given.compute);
+  const bool dquery = call.needs & kQuery && call.query;
+  STD_TORCH_CHECK(!dquery || turns.count == 1, "fastcaps: a query has a gradient in a single turn alone");
 
-namespace {
-
-PoolingGradients pooling_backward(const MaybeTensor& grad_parents, const MaybeTensor& grad_logsumexp,
-                                  const Tensor& children, const MaybeTensor& weight, const MaybeTensor& query,
-                                  const MaybeTensor& bias, const MaybeTensor& gate, const Tensor& parents,
-                                  const Tensor& logsumexp, double scale, bool normalize,
-                                  const std::vector<int64_t>& window, int64_t needs, bool stacked) {
-  const Turns turns(stacked, parents);
-  turns.check(grad_parents, "grad_parents");
-  turns.check(grad_logsumexp, "grad_logsumexp");
-  turns.check(query, "query", true);
-  turns.check(logsumexp, "logsumexp");
-  const Given given(children, weight, bias, gate,
-                    pooling_geometry(children, weight, turns.at(query, turns.count - 1), bias, gate, window));
-  const Geometry& g = given.in.geometry;
-  const std::vector<int64_t> shape = parents_shape(g), numbers = numbers_shape(g);
-  if (!weight) needs &= ~kPoolingWeight;
-  if (!query || stacked) needs &= ~kPoolingQuery;
-  if (!bias) needs &= ~kPoolingBias;
-  if (!gate) needs &= ~kPoolingGate;
-
-  BackwardCall<Pooling> call;
+  BackwardCall<Pooling> run{votes};
   for (int64_t k = 0; k < turns.count; ++k) {
     Pooling with;
-    const auto take = [&](const MaybeTensor& all, const char* name, const std::vector<int64_t>& wanted, ScalarType type,
-                          View& view) {
-      const MaybeTensor x = turns.at(all, k);
-      if (!x) return;
-      check_tensor(*x, name, wanted, type, children);
-      view = view_of(*x);
-    };
-    take(grad_parents, "grad_parents", shape, given.storage, with.grad_parents);
-    take(grad_logsumexp, "grad_logsumexp", numbers, given.compute, with.grad_logsumexp);
-    take(query, "query", shape, given.storage, with.query);
-    take(parents, "parents", shape, given.storage, with.given_parents);
-    take(logsumexp, "logsumexp", numbers, given.compute, with.given_logsumexp);
-    with.scale = scale;
-    with.normalize = normalize;
-    with.frozen = needs & kFrozen;
-    call.with.push_back(with);
+    with.scale = call.scale;
+    with.normalize = call.normalize;
+    with.detach = call.needs & kDetach;
+    with.grad = view_of(*turns.at(call.grad, k));
+    with.given_sums = view_of(*turns.at(call.sums, k));
+    with.given_logsumexp = view_of(*turns.at(call.logsumexp, k));
+    if (const MaybeTensor query = turns.at(call.query, k)) with.query = view_of(*query);
+    run.with.push_back(with);
   }
-  cut_call(given, call, needs & kPoolingQuery);
-  const bool empty = g.positions() == 0 || (!grad_parents && !grad_logsumexp);
-  Tensor dquery = given.result(needs & kPoolingQuery, shape, call.with[0].dquery, empty);
-  const Gradients out = run_backward(given, call, needs & kPoolingChildren, needs & kPoolingWeight,
-                                     needs & kPoolingBias, needs & kPoolingGate, needs & kPoolingQuery, empty);
-  Tensor dweight = given.none(), dbias = given.none();
-  if (needs & kPoolingWeight) dweight = given.stored(out.weights.sum());
-  if (needs & kPoolingBias) dbias = given.stored(out.biases.sum());
-  return {needs & kPoolingChildren ? given.stored(out.dchildren) : given.none(), dweight,
-          needs & kPoolingQuery ? given.stored(dquery) : given.none(), dbias,
-          needs & kPoolingGate ? given.stored(out.dgate) : given.none()};
-}
-
-}  // namespace
-
-PoolingGradients pooling_pass_backward(const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp,
-                                       const Tensor children, const MaybeTensor weight, const MaybeTensor query,
-                                       const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
-                                       const Tensor logsumexp, double scale, bool normalize,
-                                       const std::vector<int64_t> window, int64_t needs) {
-  return pooling_backward(grad_parents, grad_logsumexp, children, weight, query, bias, gate, parents, logsumexp, scale,
-                          normalize, window, needs, false);
-}
-
-PoolingGradients pooling_turns_backward(const MaybeTensor grad_parents, const MaybeTensor grad_logsumexp,
-                                        const Tensor children, const MaybeTensor weight, const MaybeTensor query,
-                                        const MaybeTensor bias, const MaybeTensor gate, const Tensor parents,
-                                        const Tensor logsumexp, double scale, bool normalize,
-                                        const std::vector<int64_t> window, int64_t needs) {
-  return pooling_backward(grad_parents, grad_logsumexp, children, weight, query, bias, gate, parents, logsumexp, scale,
-                          normalize, window, needs, true);
+  run.schedule = schedule_of(run, given.is_double, dquery, votes.bias ? given.bias.numel() : 0);
+  const bool empty = votes.positions() == 0;
+  const Tensor query = given.result(dquery, shape, run.with[0].dquery, empty);
+  const Gradients found = run_backward(given, run, call.needs, dquery, empty);
+  return {found.children, found.weight, found.bias, found.gate, given.stored(dquery, query)};
 }
 
 }  // namespace fastcaps

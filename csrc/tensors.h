@@ -1,5 +1,4 @@
-// Between torch's stable ABI and plain geometry: views, types, and the checks that keep a raw op call inside its
-// memory.
+// Between torch's stable ABI and plain data: views, types, and the checks that keep a raw op call inside its memory.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -8,10 +7,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <cstdint>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "geometry.h"
@@ -25,15 +22,11 @@ namespace fastcaps {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
-
-// A bit of the backward ops' argument `needs`: the coefficients are constants, no gradient flows through them.
-inline constexpr int64_t kFrozen = int64_t(1) << 30;
+using Shape = std::vector<int64_t>;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
-
-inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
 // A new tensor's memory. Large ones come straight from the system, which hands it out page by page as it is touched; in
 // pages of 2 MiB where it can, a gradient of 100 MB costs 50 page faults, not 25,000.
@@ -50,20 +43,20 @@ inline Tensor fresh(Tensor x) {
   return x;
 }
 
-inline std::string text(const std::vector<int64_t>& shape) {
+inline std::string text(const Shape& shape) {
   std::string out = "[";
   for (size_t k = 0; k < shape.size(); ++k) out += (k ? ", " : "") + std::to_string(shape[k]);
   return out + "]";
 }
 
-inline std::vector<int64_t> shape_of(const Tensor& x) {
-  std::vector<int64_t> out(size_t(x.dim()));
+inline Shape shape_of(const Tensor& x) {
+  Shape out(size_t(x.dim()));
   for (size_t k = 0; k < out.size(); ++k) out[k] = x.size(int64_t(k));
   return out;
 }
 
 // A tensor of a call, which goes with the call's children: their device, a given dtype, a given shape.
-inline void check_tensor(const Tensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type,
+inline void check_tensor(const Tensor& x, const char* name, const Shape& shape, ScalarType type,
                          const Tensor& children) {
   STD_TORCH_CHECK(shape_of(x) == shape, "fastcaps: ", name, " has shape ", text(shape_of(x)), ", expected ",
                   text(shape));
@@ -100,92 +93,85 @@ inline Tensor in_compute_type(const Tensor& x, ScalarType type) {
   return torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
 }
 
-// What every pass is given: children [B, H, W, N, C, D], weight [G, M, D, E], bias [I or 1, M or 1, C, E], gate
-// [B, H, W, N], window [kh, kw, sh, sw, ph, pw, dh, dw]. Without weights the votes are the children's own poses, for
-// each of `parents`. The Python layer says what is wrong in the user's own terms; this says it for direct calls of the
-// ops.
+// One pose or one number for every parent at every position; of every turn where there are turns.
+inline Shape poses_shape(const Votes& votes, int64_t turns = 0) {
+  Shape shape = {votes.B, votes.Ho, votes.Wo, votes.M, votes.C, votes.E};
+  if (turns > 0) shape.insert(shape.begin(), turns);
+  return shape;
+}
+inline Shape numbers_shape(const Votes& votes, int64_t turns = 0) {
+  Shape shape = poses_shape(votes, turns);
+  shape.resize(shape.size() - 2);
+  return shape;
+}
+
+// The six arguments with which every op begins.
+struct VoteTensors {
+  Tensor children;           // [B, H, W, N, C, D]
+  MaybeTensor weight, bias;  // [G, M, D, E], [I or 1, M or 1, C, E]
+  MaybeTensor gate;          // [B, H, W, N]
+  int64_t parents;
+  Shape window;  // kh, kw, sh, sw, ph, pw, dh, dw
+
+  // A table with a row for every child or one for all, and a column for every parent or one for all.
+  void check_table(const Tensor& x, const char* name, const Votes& votes, ScalarType type, Shape more = {}) const {
+    STD_TORCH_CHECK(x.dim() == int64_t(more.size()) + 2, "fastcaps: ", name, " must be [I or 1, M or 1",
+                    more.empty() ? "]" : ", C, E]");
+    more.insert(more.begin(), {x.size(0) == 1 ? 1 : votes.I, x.size(1) == 1 ? 1 : votes.M});
+    check_tensor(x, name, more, type, children);
+  }
+
+  // Everything is checked here; the Python layer says what is wrong in the user's own terms, this says it for direct
+  // calls of the ops. `weight` and `bias` are left to the backend, which may want them in another type.
+  Votes check() const {
+    STD_TORCH_CHECK(children.dim() == 6, "fastcaps: children must be [B, H, W, N, C, D], got ",
+                    text(shape_of(children)));
+    STD_TORCH_CHECK(!weight || weight->dim() == 4, "fastcaps: weight must be [G, M, D, E], got ",
+                    text(weight ? shape_of(*weight) : Shape{}));
+    STD_TORCH_CHECK(!weight || weight->size(1) == parents, "fastcaps: weight is not for ", parents,
+                    " parents: ", text(weight ? shape_of(*weight) : Shape{}));
+    STD_TORCH_CHECK(window.size() == 8, "fastcaps: window must be [kh, kw, sh, sw, ph, pw, dh, dw]");
+    Votes v{};
+    v.B = children.size(0), v.H = children.size(1), v.W = children.size(2), v.N = children.size(3);
+    v.C = children.size(4), v.D = children.size(5);
+    v.G = weight ? weight->size(0) : 1, v.M = parents, v.E = weight ? weight->size(3) : v.D;
+    v.window = {window[0], window[1], window[2], window[3], window[4], window[5], window[6], window[7]};
+    const Window& w = v.window;
+    STD_TORCH_CHECK(
+        w.kh >= 1 && w.kw >= 1 && w.sh >= 1 && w.sw >= 1 && w.ph >= 0 && w.pw >= 0 && w.dh >= 1 && w.dw >= 1,
+        "fastcaps: window is not valid: ", text(window));
+    STD_TORCH_CHECK(v.H >= 1 && v.W >= 1 && v.N >= 1 && v.C >= 1 && v.D >= 1 && v.G >= 1 && v.M >= 1 && v.E >= 1,
+                    "fastcaps: children ", text(shape_of(children)), " and weight ",
+                    weight ? text(shape_of(*weight)) : "None", " must not have empty dimensions but the batch");
+    const int64_t y = v.H + 2 * w.ph - w.dh * (w.kh - 1) - 1, x = v.W + 2 * w.pw - w.dw * (w.kw - 1) - 1;
+    STD_TORCH_CHECK(y >= 0 && x >= 0, "fastcaps: window ", text(window), " is larger than children ",
+                    text(shape_of(children)));
+    v.Ho = y / w.sh + 1, v.Wo = x / w.sw + 1, v.I = w.kh * w.kw * v.N;
+    STD_TORCH_CHECK(v.I % v.G == 0, "fastcaps: weight has ", v.G, " groups, which do not divide ", v.I, " children");
+    const ScalarType type = children.scalar_type();
+    v.storage = storage_of(children);
+    v.children = view_of(children);
+    if (weight) check_tensor(*weight, "weight", {v.G, v.M, v.D, v.E}, type, children);
+    if (gate) {
+      check_tensor(*gate, "gate", {v.B, v.H, v.W, v.N}, type, children);
+      v.gate = view_of(*gate);
+    }
+    if (bias) {
+      check_table(*bias, "bias", v, type, {v.C, v.E});
+      v.bias_stride_m = bias->size(1) > 1 ? v.parent_size() : 0;
+      v.bias_stride_i = bias->size(0) > 1 ? bias->size(1) * v.parent_size() : 0;
+    }
+    return v;
+  }
+};
+
+// The CUDA kernels still take the sizes alone.
 inline Geometry pass_geometry(const Tensor& children, const MaybeTensor& weight, int64_t parents,
-                              const MaybeTensor& bias, const MaybeTensor& gate, const std::vector<int64_t>& window) {
-  STD_TORCH_CHECK(children.dim() == 6, "fastcaps: children must be [B, H, W, N, C, D], got ", text(shape_of(children)));
-  STD_TORCH_CHECK(!weight || weight->dim() == 4, "fastcaps: weight must be [G, M, D, E], got ",
-                  text(weight ? shape_of(*weight) : std::vector<int64_t>{}));
-  STD_TORCH_CHECK(window.size() == 8, "fastcaps: window must be [kh, kw, sh, sw, ph, pw, dh, dw]");
-  Geometry g{};
-  g.B = children.size(0), g.H = children.size(1), g.W = children.size(2), g.N = children.size(3);
-  g.C = children.size(4), g.D = children.size(5);
-  g.G = weight ? weight->size(0) : 1, g.M = weight ? weight->size(1) : parents, g.E = weight ? weight->size(3) : g.D;
-  g.window = {window[0], window[1], window[2], window[3], window[4], window[5], window[6], window[7]};
-  const Window& w = g.window;
-  STD_TORCH_CHECK(w.kh >= 1 && w.kw >= 1 && w.sh >= 1 && w.sw >= 1 && w.ph >= 0 && w.pw >= 0 && w.dh >= 1 && w.dw >= 1,
-                  "fastcaps: window is not valid: ", text(window));
-  STD_TORCH_CHECK(g.H >= 1 && g.W >= 1 && g.N >= 1 && g.C >= 1 && g.D >= 1 && g.G >= 1 && g.M >= 1 && g.E >= 1,
-                  "fastcaps: children ", text(shape_of(children)), " and weight ",
-                  weight ? text(shape_of(*weight)) : "None", " must not have empty dimensions but the batch");
-  const int64_t y = g.H + 2 * w.ph - w.dh * (w.kh - 1) - 1, x = g.W + 2 * w.pw - w.dw * (w.kw - 1) - 1;
-  STD_TORCH_CHECK(y >= 0 && x >= 0, "fastcaps: window ", text(window), " is larger than children ",
-                  text(shape_of(children)));
-  g.Ho = y / w.sh + 1, g.Wo = x / w.sw + 1;
-  STD_TORCH_CHECK(g.children() % g.G == 0, "fastcaps: weight has ", g.G, " groups, which do not divide ", g.children(),
-                  " children");
-  const ScalarType type = children.scalar_type();
-  if (weight) check_tensor(*weight, "weight", {g.G, g.M, g.D, g.E}, type, children);
-  if (gate) check_tensor(*gate, "gate", {g.B, g.H, g.W, g.N}, type, children);
-  if (bias) {
-    STD_TORCH_CHECK(bias->dim() == 4, "fastcaps: bias must be [I or 1, M or 1, C, E]");
-    const int64_t i = bias->size(0), m = bias->size(1);
-    check_tensor(*bias, "bias", {i == 1 ? 1 : g.children(), m == 1 ? 1 : g.M, g.C, g.E}, type, children);
-  }
-  return g;
+                              const MaybeTensor& bias, const MaybeTensor& gate, const Shape& window) {
+  const Votes v = VoteTensors{children, weight, bias, gate, parents, window}.check();
+  return {v.B, v.H, v.W, v.N, v.C, v.D, v.Ho, v.Wo, v.M, v.E, v.G, v.window};
 }
-
-// One number or one pose for every parent at every position.
-inline std::vector<int64_t> parents_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M, g.C, g.E}; }
-inline std::vector<int64_t> numbers_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M}; }
-
-// The attention pass has a query [B, Ho, Wo, M, C, E] and norm_* [C * E] besides.
-inline Geometry attention_geometry(const Tensor& children, const Tensor& weight, const MaybeTensor& query,
-                                   const MaybeTensor& bias, const MaybeTensor& gate, const MaybeTensor& norm_weight,
-                                   const MaybeTensor& norm_bias, const std::vector<int64_t>& window) {
-  const Geometry g = pass_geometry(children, weight, 0, bias, gate, window);
-  const ScalarType type = children.scalar_type();
-  if (query) check_tensor(*query, "query", parents_shape(g), type, children);
-  if (norm_weight) check_tensor(*norm_weight, "norm_weight", {g.C * g.E}, type, children);
-  if (norm_bias) check_tensor(*norm_bias, "norm_bias", {g.C * g.E}, type, children);
-  return g;
-}
-
-// The pooling pass: identity votes have as many parents as the query, or else the bias, or else one.
-inline Geometry pooling_geometry(const Tensor& children, const MaybeTensor& weight, const MaybeTensor& query,
-                                 const MaybeTensor& bias, const MaybeTensor& gate, const std::vector<int64_t>& window) {
-  STD_TORCH_CHECK(!query || query->dim() == 6, "fastcaps: query must be [B, Ho, Wo, M, C, E]");
-  STD_TORCH_CHECK(!bias || bias->dim() == 4, "fastcaps: bias must be [I or 1, M or 1, C, E]");
-  const int64_t parents = query ? query->size(3) : bias ? bias->size(1) : 1;
-  const Geometry g = pass_geometry(children, weight, parents, bias, gate, window);
-  if (query) check_tensor(*query, "query", parents_shape(g), children.scalar_type(), children);
-  return g;
-}
-
-// The Gaussian pass: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M] and betas [I or 1, M or 1], all
-// in the type in which sums are kept.
-inline Geometry gaussian_geometry(const Tensor& children, const Tensor& weight, const MaybeTensor& mean,
-                                  const MaybeTensor& variance, const MaybeTensor& log_weight, const MaybeTensor& bias,
-                                  const MaybeTensor& gate, const MaybeTensor& beta_use, const MaybeTensor& beta_ignore,
-                                  const std::vector<int64_t>& window) {
-  const Geometry g = pass_geometry(children, weight, 0, bias, gate, window);
-  const ScalarType type = accumulation_type(children);
-  if (mean) check_tensor(*mean, "mean", parents_shape(g), type, children);
-  STD_TORCH_CHECK(mean || !variance, "fastcaps: a variance wants a mean");
-  if (variance) check_tensor(*variance, "variance", parents_shape(g), type, children);
-  if (log_weight) check_tensor(*log_weight, "log_weight", numbers_shape(g), type, children);
-  STD_TORCH_CHECK(beta_use.has_value() == beta_ignore.has_value(),
-                  "fastcaps: beta_use and beta_ignore come together or not at all");
-  for (const auto& [beta, name] : {std::pair{&beta_use, "beta_use"}, std::pair{&beta_ignore, "beta_ignore"}}) {
-    if (!*beta) continue;
-    STD_TORCH_CHECK((*beta)->dim() == 2, "fastcaps: ", name, " must be [I or 1, M or 1]");
-    const int64_t i = (*beta)->size(0), m = (*beta)->size(1);
-    check_tensor(**beta, name, {i == 1 ? 1 : g.children(), m == 1 ? 1 : g.M}, type, children);
-  }
-  return g;
-}
+inline Shape parents_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M, g.C, g.E}; }
+inline Shape numbers_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M}; }
 
 }  // namespace fastcaps

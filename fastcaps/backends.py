@@ -118,7 +118,7 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, stem: str, arguments: Sequence[Any]) -> Call:
         """Describe a call by an op's arguments, of which the leading six are the votes'."""
-        children, weight, _, _, parents, _ = arguments[:6]
+        children, weight, parents = arguments[0], arguments[1], arguments[4]
         if children.dim() != 6 or (weight is not None and weight.dim() != 4):
             raise ValueError(
                 "fastcaps: children must be [B, H, W, N, C, D] and weight [G, M, D, E], got "

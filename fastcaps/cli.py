@@ -38,6 +38,8 @@ _CONFIG_FLAGS = (
     ("accelerator", str, "auto, cpu, gpu, … as Lightning has them"),
     ("devices", str, "how many devices, or which (0,1)"),
     ("strategy", str, "auto, ddp, fsdp, … as Lightning has them"),
+    ("augment", bool, "pad and crop training images at random (CIFAR is, the others are not)"),
+    ("flip", bool, "mirror half of the training images (CIFAR is, the others are not: a mirrored 2 is no 2)"),
     ("limit", int, "use only the first training images, for a quick try"),
     ("workers", int, "processes that prepare batches"),
     ("checkpoint-every", int, "steps between two checkpoints"),
@@ -49,7 +51,7 @@ _NETWORK_FLAGS = (
 
 
 class _Fail(Exception):
-    """An error that the user can mend: told in one line, without a traceback."""
+    """An error that the user can mend: one line, without a traceback."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a network on images",
         description="Train a network on images. Channels, image size and classes follow from the data.",
-        argument_default=argparse.SUPPRESS,  # an absent option then is told from one given, which --resume needs
+        argument_default=argparse.SUPPRESS,  # only options that were given are there: --resume compares them
     )
     train.add_argument("--list", action="store_true", help="list the networks and data sets, and stop")
     train.add_argument("--out", help="folder of the run (runs/NETWORK-DATA)")
@@ -86,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         help="defaults of the options below: quick (2 epochs) or the paper's (350)",
     )
     for name, kind, text in (*_CONFIG_FLAGS, *_NETWORK_FLAGS):
-        train.add_argument(f"--{name}", type=kind, help=text)
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        train.add_argument(f"--{name}", help=text, **how)
     train.set_defaults(run=_train)
 
     info = commands.add_parser("info", help="what was built, what runs here, and why")
@@ -213,7 +216,7 @@ def _info(args: argparse.Namespace) -> int:
     try:
         from fastcaps import _C
 
-        build: dict[str, Any] = {**_C.build_info(), "levels built": _C.capabilities_built(), "ops": _C.ops()}
+        build: dict[str, Any] = {**_C.build_info(), "levels built": _C.capabilities_built()}
         try:
             build["level chosen"] = _C.capability()
         except ValueError as error:
@@ -254,7 +257,7 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for an error that is told, 2 for a wrong command line."""
+    """Run one command; returns the exit status: 0, 1 for an error of the user's, 2 for a wrong command line."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.version:

@@ -99,7 +99,7 @@ def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
         title=f"A capsule network learns {len(splits.train):,} handwritten digits",
         target=TARGET,
     )
-    heard = viz.listening_map(
+    listening = viz.listening_map(
         splits.test.images[picked][:, 0],
         viz.listening(network, images[picked]),
         labels[picked].tolist(),
@@ -108,7 +108,7 @@ def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
         classes=splits.classes,
         title="Which children each class listened to (test images the network never trained on)",
     )
-    return [curve, heard]
+    return [curve, listening]
 
 
 def run(

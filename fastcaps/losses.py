@@ -1,6 +1,6 @@
 """What capsule networks are trained on: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
 
-All losses are means over the batch unless told otherwise, and have a gradient everywhere: :func:`length` has one at the
+All losses are means over the batch by default, and have a gradient everywhere: :func:`length` has one at the
 zero vector too.
 """
 

@@ -22,6 +22,8 @@ import pickle
 import platform
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,8 @@ class TrainConfig:
         One of ``PRECISIONS``; ``mixed`` means autocast.
     accelerator, devices, strategy : str
         As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
+    augment, flip : bool, optional
+        As :func:`fastcaps.data.load` takes them; by default CIFAR is cropped and flipped at random and nothing else is.
     limit : int, optional
         Use only the first training images, for a quick try.
     workers : int
@@ -115,6 +119,8 @@ class TrainConfig:
     accelerator: str = "auto"
     devices: str = "1"
     strategy: str = "auto"
+    augment: bool | None = None
+    flip: bool | None = None
     limit: int | None = None
     workers: int = 0
     checkpoint_every: int = 200
@@ -306,11 +312,12 @@ class CapsuleClassifier(pl.LightningModule):
             torch.set_rng_state(checkpoint["random_state"].cpu())
 
 
-def quieten() -> None:
-    """Silence what Lightning says to its own developers: tips, device lists, advice about workers and logging."""
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for message in (
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what Lightning says to its own developers, for as long as the block lasts."""
+    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    messages = (
         ".*does not have many workers.*",
         ".*smaller than the logging interval.*",
         ".*ended before the epoch ended and your dataloader is not resumable.*",  # ours resumes by its own state
@@ -319,8 +326,17 @@ def quieten() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*It is recommended to use `self.log.*sync_dist=True`.*",  # the means are synchronised before they are logged
         ".*Consider setting `persistent_workers=True`.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
+    )
+    try:
+        with warnings.catch_warnings():
+            for message in messages:
+                warnings.filterwarnings("ignore", message=message)
+            for logger in levels:
+                logger.setLevel(logging.ERROR)
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _processor() -> str:
@@ -404,6 +420,7 @@ def _make_trainer(config: TrainConfig, out: Path, callbacks: list[pl.Callback]) 
         raise ValueError(f"{asked}, precision {config.precision!r}: {error}") from error
 
 
+@quiet()
 def train(
     config: TrainConfig,
     *,
@@ -439,9 +456,8 @@ def train(
     RunError
         If ``config.out`` holds another run, or its checkpoint cannot be read.
     """
-    quieten()
     config.validate()
-    splits = splits or load(config.data, config.data_dir, limit=config.limit)
+    splits = splits or load(config.data, config.data_dir, augment=config.augment, flip=config.flip, limit=config.limit)
     pl.seed_everything(config.seed, workers=True, verbose=False)
     network = build_network(config, splits)
     out = Path(config.out)

@@ -5,6 +5,7 @@ The textbook formulas divide by the length there, and one capsule that is zero t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = ["length", "squash", "unit"]
@@ -42,12 +43,20 @@ def length(vectors: Tensor, dim: Dims = -1, keepdim: bool = False) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
+    largest, ratio = _scaled(vectors, dim)[:2]
+    result = ratio * largest
+    return result if keepdim else result.squeeze(dim)
+
+
+def _scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return each vector's largest number (1 where it is 0 or not finite), its length in that unit, itself in that
+    unit, and whether it is 0: nothing here overflows or vanishes."""
     largest = vectors.detach().abs().amax(dim, keepdim=True)
     zero = largest == 0
     largest = largest.masked_fill(zero | ~largest.isfinite(), 1.0)
-    squares = (vectors / largest).square().sum(dim, keepdim=True)
-    result = squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0) * largest
-    return result if keepdim else result.squeeze(dim)
+    scaled = vectors / largest
+    squares = scaled.square().sum(dim, keepdim=True)
+    return largest, squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0), scaled, zero
 
 
 def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
@@ -72,16 +81,17 @@ def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
-    size = length(vectors, dim, keepdim=True)
-    zero = size == 0
-    return (vectors / size.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+    _, ratio, scaled, zero = _scaled(vectors, dim)
+    return (scaled / ratio.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
-def squash(vectors: Tensor, dim: Dims = -1) -> Tensor:
-    r"""Return :math:`\frac{\lVert s \rVert^2}{1 + \lVert s \rVert^2} \frac{s}{\lVert s \rVert}` (Sabour et al. 2017).
+def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
+    r"""Return :math:`\frac{\lVert s \rVert^2}{1 + \lVert s \rVert^2} \frac{s}{\sqrt{\lVert s \rVert^2 + \epsilon}}`
+    (Sabour et al. 2017, where :math:`\epsilon = 0`).
 
     Directions stay, short vectors shrink towards zero, long ones towards length 1. The zero vector stays zero; the
-    derivative there is 0, which is the formula's limit.
+    derivative there is 0, which is the formula's limit. Vectors of any length are squashed to the rounding of their
+    dtype; half types are squashed in float32.
 
     Parameters
     ----------
@@ -89,11 +99,13 @@ def squash(vectors: Tensor, dim: Dims = -1) -> Tensor:
         ``[..., d]``, or any shape with ``dim`` telling which numbers form a vector.
     dim : int or tuple of int
         The dimensions of one vector.
+    eps : float
+        Under the root, as some published codes have it.
 
     Returns
     -------
     Tensor
-        Of the shape of ``vectors``, with lengths in [0, 1).
+        Of the shape of ``vectors``, with lengths in [0, 1].
 
     Examples
     --------
@@ -102,5 +114,20 @@ def squash(vectors: Tensor, dim: Dims = -1) -> Tensor:
     tensor([[0.0000, 0.9000],
             [0.0000, 0.0000]])
     """
-    size = length(vectors, dim, keepdim=True)
-    return vectors * (size / (1 + size.square()))
+    largest = vectors.detach().abs().amax(dim, keepdim=True)
+    if largest.dtype in (torch.float16, torch.bfloat16):
+        largest = largest.float()
+    largest = largest.clamp(min=2.0**-50).where(largest.isfinite(), 1.0)
+    scaled = vectors / largest
+    squares = scaled.square().sum(dim, keepdim=True)
+    zero = squares == 0
+    ratio = squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+    # n / (1 + n^2) is the same for n and for 1/n: the smaller of the two never overflows. Beyond 2^40 a squashed vector
+    # has length 1 to the last bit, and is that of one 2^40 long.
+    unit = largest.clamp(max=2.0**40)
+    size = ratio * unit
+    inner = torch.minimum(size, size.clamp(min=1.0).reciprocal())
+    factor = unit * (inner / (1 + inner.square()))
+    if eps:
+        factor = factor * (size / (size.square() + eps).sqrt())
+    return (scaled * factor).to(vectors.dtype)

@@ -141,6 +141,7 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     shares = trace.coefficients[-1]  # [B, I, M]
     if gate is not None:
         shares = shares * gate[..., None]
+    assert network.head.linear is not None
     reading = network.head.linear.weight[0]  # [d]
     if layer.norm is not None:
         sums = torch.einsum("bim,bimd->bmd", shares, votes)
@@ -148,10 +149,10 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
         votes = votes - votes.mean(-1, keepdim=True)
         shares = shares / deviation[:, None]
         reading = reading * layer.norm.weight
-    heard = shares * (votes @ reading)
+    contributions = shares * (votes @ reading)
     if trace.activations[-1] is not None:
-        heard = heard * trace.activations[-1][:, None]
-    return heard.unflatten(1, (types, height, width)).sum(1).permute(0, 3, 1, 2)
+        contributions = contributions * trace.activations[-1][:, None]
+    return contributions.unflatten(1, (types, height, width)).sum(1).permute(0, 3, 1, 2)
 
 
 def _outline(axis: Any, image: Tensor, grid: tuple[int, int]) -> None:
@@ -168,7 +169,7 @@ def _outline(axis: Any, image: Tensor, grid: tuple[int, int]) -> None:
 
 def listening_map(
     images: Tensor,
-    heard: Tensor,
+    contributions: Tensor,
     labels: Sequence[int],
     predictions: Sequence[int],
     path: str | Path,
@@ -182,7 +183,7 @@ def listening_map(
     ----------
     images : Tensor
         ``[n, height, width]`` in grey.
-    heard : Tensor
+    contributions : Tensor
         ``[n, classes, H', W']`` from :func:`listening`.
     labels, predictions : sequence of int
         The true and the predicted class of every image.
@@ -199,19 +200,19 @@ def listening_map(
         ``path``.
     """
     plt = _pyplot()
-    rows, many = heard.shape[:2]
-    figure = plt.figure(figsize=(1.02 * many + 3.4, 1.1 * rows + 1.9), layout="constrained")
-    grid = figure.add_gridspec(rows, many + 1, width_ratios=[1.15] + [1.0] * many)
-    bound = float(np.percentile(heard.abs().numpy(), 99.5)) or 1.0  # one place far above all would pale the others
+    rows, columns = contributions.shape[:2]
+    figure = plt.figure(figsize=(1.02 * columns + 3.4, 1.1 * rows + 1.9), layout="constrained")
+    grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.15] + [1.0] * columns)
+    bound = float(np.percentile(contributions.abs().numpy(), 99.5)) or 1.0  # one place above all must not pale the rest
     drawn: Any = None
     maps = []
     for row in range(rows):
         axis = figure.add_subplot(grid[row, 0])
         axis.imshow(images[row].numpy(), cmap="gray_r")
-        told = f"a {classes[labels[row]]}"
+        label = f"a {classes[labels[row]]}"
         wrong = labels[row] != predictions[row]
         axis.set_ylabel(
-            f"{told},\ntaken for {classes[predictions[row]]}" if wrong else told,
+            f"{label},\ntaken for {classes[predictions[row]]}" if wrong else label,
             rotation=0,
             ha="right",
             va="center",
@@ -221,12 +222,12 @@ def listening_map(
         axis.set(xticks=[], yticks=[])
         if row == 0:
             axis.set_title("image", fontsize=11)
-        for column in range(many):
+        for column in range(columns):
             axis = figure.add_subplot(grid[row, column + 1])
-            drawn = axis.imshow(heard[row, column].numpy(), cmap=DIVERGING, vmin=-bound, vmax=bound)
-            _outline(axis, images[row], (heard.shape[2], heard.shape[3]))
+            drawn = axis.imshow(contributions[row, column].numpy(), cmap=DIVERGING, vmin=-bound, vmax=bound)
+            _outline(axis, images[row], (contributions.shape[2], contributions.shape[3]))
             axis.set(xticks=[], yticks=[])
-            axis.set_xlabel(f"{float(heard[row, column].sum()):+.1f}", fontsize=9, labelpad=2)
+            axis.set_xlabel(f"{float(contributions[row, column].sum()):+.1f}", fontsize=9, labelpad=2)
             chosen = column == predictions[row]
             for spine in axis.spines.values():
                 spine.set_color("black" if chosen else "#BBBBBB")

@@ -123,12 +123,12 @@ def to_op(tensor: Tensor, window: Window | None) -> Tensor:
 
     ``[B, I, ...]`` becomes ``[B, 1, 1, I, ...]``; with a window ``[B, N, H, W, ...]`` becomes ``[B, H, W, N, ...]``.
     """
-    return tensor[:, None, None] if window is None else tensor.movedim(1, 3)
+    return tensor.unsqueeze(1).unsqueeze(1) if window is None else tensor.movedim(1, 3)
 
 
 def from_op(tensor: Tensor, window: Window | None) -> Tensor:
     """Return an op-layout tensor as a view in public layout; the inverse of :func:`to_op`."""
-    return tensor.squeeze((1, 2)) if window is None else tensor.movedim(3, 1)
+    return tensor.squeeze(1).squeeze(1) if window is None else tensor.movedim(3, 1)
 
 
 def shares_from_op(coefficients: Tensor, window: Window | None) -> Tensor:
@@ -244,37 +244,64 @@ class Votes(NamedTuple):
         TypeError, ValueError
             Naming the argument, what came and what is wanted.
         """
-        _check_children(children, window)
-        cast = autocast_dtype(children.device.type) is not None
-        many = _parents(parents, weight, bias)
-        if weight is not None:
-            check_tensor("weight", weight, children, cast)
-            _check_weight(weight, children, parents)
-        votes = cls(
-            to_op(children, window),
-            weight,
-            bias,
-            None if gate is None or not isinstance(gate, Tensor) or gate.dim() < 2 else to_op(gate, window),
-            many,
-            SET_WINDOW if window is None else window.spec,
-        )
-        _check_window(votes, children, window)
-        _check_bias(votes, cast)
-        if gate is not None:
-            check_tensor(gate_name, gate, children, cast)
-            symbols = "B, I" if window is None else "B, N, H, W"
-            check_shape(gate_name, gate, tuple(children.shape[:-2]), symbols)
-        return votes
+        seen = _signature((children, weight, bias, gate), window, parents)
+        many = _right.get(seen)
+        if many is None:
+            many = _check(children, weight, bias, gate, window, parents, gate_name)
+            _remember(seen, many)
+        spec = SET_WINDOW if window is None else window.spec
+        return cls(to_op(children, window), weight, bias, None if gate is None else to_op(gate, window), many, spec)
 
     def check_poses(self, name: str, poses: Tensor, window: Window | None) -> Tensor:
         """Return parents' poses, given in public layout, in op layout; raise unless they fit."""
-        check_tensor(name, poses, self.children, self.autocasts)
-        batch, ho, wo, many, rows, columns = self.poses
-        if window is None:
-            check_shape(name, poses, (batch, many, rows, columns), "B, M, C, E")
-        else:
-            check_shape(name, poses, (batch, many, ho, wo, rows, columns), "B, M, Ho, Wo, C, E")
+        seen = _signature((self.children, self.weight, poses), window, self.parents)
+        if seen not in _right:
+            check_tensor(name, poses, self.children, self.autocasts)
+            batch, ho, wo, many, rows, columns = self.poses
+            grid, symbols = ((), "B, M, C, E") if window is None else ((ho, wo), "B, M, Ho, Wo, C, E")
+            check_shape(name, poses, (batch, many, *grid, rows, columns), symbols)
+            _remember(seen, many)
         return to_op(poses, window)
+
+
+_right: dict[Any, int] = {}
+"""Signatures of arguments that were found right, with M: what was checked once is not checked again."""
+
+
+def _signature(tensors: Sequence[Any], window: Window | None, parents: Any) -> Any:
+    """Return all that the checks of some tensors depend on; None where that has no fixed value."""
+    if is_tracing():
+        return None
+    try:
+        parts = [t if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors]
+        return (*parts, window, parents, autocast_dtype(tensors[0].device.type))
+    except AttributeError:  # not a tensor: the checks will say so
+        return None
+
+
+def _remember(signature: Any, parents: int) -> None:
+    if signature is not None and len(_right) < 4096:
+        _right[signature] = parents
+
+
+def _check(
+    children: Any, weight: Any, bias: Any, gate: Any, window: Window | None, parents: Any, gate_name: str
+) -> int:
+    """Check what the user gave; return M."""
+    _check_children(children, window)
+    cast = autocast_dtype(children.device.type) is not None
+    many = _parents(parents, weight, bias)
+    if weight is not None:
+        check_tensor("weight", weight, children, cast)
+        _check_weight(weight, children, parents)
+    spec = SET_WINDOW if window is None else window.spec
+    votes = Votes(to_op(children, window), weight, bias, None, many, spec)
+    _check_window(votes, children, window)
+    _check_bias(votes, cast)
+    if gate is not None:
+        check_tensor(gate_name, gate, children, cast)
+        check_shape(gate_name, gate, tuple(children.shape[:-2]), "B, I" if window is None else "B, N, H, W")
+    return many
 
 
 def _parents(parents: Any, weight: Any, bias: Any) -> int:

@@ -27,7 +27,7 @@ from pass_cases import differentiable as differentiable_pass
 from torch import Tensor
 
 from fastcaps import ops, reference
-from fastcaps.geometry import SET_WINDOW, output_size
+from fastcaps.votes import SET_WINDOW, output_size
 
 __all__ = [
     "BY_NAME",
@@ -159,6 +159,8 @@ CASES = (
     Case("no-affine", affine=False, bias="1M"),
     Case("bias-11", bias="11"),
     Case("large-eps", eps=0.5),
+    Case("no-eps", types=7, pose=(4, 4, 4), eps=0.0, bias="IM", gate=True),  # and lanes that no position fills
+    Case("one-parent-shared", batch=1, types=64, parents=1, pose=(4, 4, 4), groups=1),
     Case("negative-scale", scale=-0.7),
     Case("sharp", scale=30.0),
     # grids

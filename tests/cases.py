@@ -205,10 +205,10 @@ SIZES = {  # samples, child types of a set, parents
     "one-parent": (3, 6, 1),
     "primes": (3, 7, 11),
     "no-sample": (0, 4, 3),
-    "many-parents": (1, 3, 67),
+    "many-parents": (1, 3, 37),
     "many-children": (1, 43, 4),  # and one position: children fill the lanes
     "many-positions": (37, 4, 5),
-    "full-lanes": (16, 20, 10),
+    "full-lanes": (16, 9, 6),
 }
 WINDOWS = {
     "set": ((1, 1), SET_WINDOW),
@@ -244,7 +244,7 @@ def case_of(name: str, row: dict[str, Any]) -> Case:
     grid, window = WINDOWS[row.pop("window")]
     positions = window[0] * window[1]
     if grid != (1, 1):
-        batch, types = min(batch, 5), -(-types // positions)
+        batch, types = min(batch, 3), -(-types // positions)
     rows, depth, columns = POSES[row.pop("pose")]
     groups = row.pop("groups")
     if groups == "half":  # of the children have other matrices, whichever types they are

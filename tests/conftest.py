@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import fastcaps
+
+# Random cases are drawn anew by every run, and a failing one is printed and kept; only in CI they are always the same.
+settings.register_profile("drawn", deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+settings.register_profile("fixed", settings.get_profile("drawn"), derandomize=True)
+settings.load_profile("fixed" if os.environ.get("CI") else "drawn")
 
 POISONED = (
     "test_attention",
     "test_pooling",
     "test_gaussian",
+    "test_kernels",
+    "test_registry",
+    "test_reference",
     "test_ops",
     "test_errors",
     "test_functional",
@@ -37,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     (cpu,) = (entry for entry in fastcaps.backends.listing() if entry.name == "cpu")
     if config.getoption("--require-native") and not cpu.available:
         raise pytest.UsageError(f"--require-native: the CPU library is not in use: {cpu.detail}")
+    if worker := getattr(config, "workerinput", None):  # one of several processes: they share the cores
+        threads = max(1, (os.cpu_count() or 1) // worker["workercount"])
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     config.addinivalue_line("markers", "unpoisoned: allocations are left as they come, since the test measures them")
     config.addinivalue_line("markers", "before_anything_runs: the call under test must raise before a pass starts")
 

@@ -9,7 +9,7 @@ from oracle_routings import Child, positions
 from torch import Tensor
 
 from fastcaps import Window
-from fastcaps.geometry import SET_WINDOW, to_op
+from fastcaps.votes import SET_WINDOW, to_op
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 WINDOWS = {"set": None, "conv": Window((3, 2), (2, 1)), "padded": Window(3, (1, 2), 1)}

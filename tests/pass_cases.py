@@ -127,7 +127,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return _largest((found - exact).masked_fill(same, 0.0))
 
 
-class _Rounding(TorchDispatchMode):
+class Rounding(TorchDispatchMode):
     """Moves the result of every arithmetic operation by one unit in the last place, up or down by chance."""
 
     STILL = ("clone", "copy", "_to_copy", "new_", "ones", "zeros", "full", "empty", "constant_pad")
@@ -293,7 +293,7 @@ class Bar:
             known = self.dtype == torch.float64 and not judge.by_formulas
             eager = {} if known else judge.results(judge.eager, tensors, settings, grads)
         self.eager_error = {name: _error(value, self.exact[name]) for name, value in eager.items()}
-        self.rounding = _Rounding(torch.finfo(self.accumulated).eps)
+        self.rounding = Rounding(torch.finfo(self.accumulated).eps)
         self.condition = dict.fromkeys(self.exact, 0.0)
         self.draws = 0
 

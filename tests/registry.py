@@ -7,7 +7,7 @@ equal to the ops that are registered. Nothing here needs pytest: the sanitizer a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -124,7 +124,7 @@ def _gaussian_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """One routing op and its backward.
 
@@ -318,9 +318,9 @@ class Call:
     def bar(self, tf32: bool = False, training: bool = True) -> Bar:
         """Return what results, and gradients if wanted, may err.
 
-        The exact ones are autograd's through the loop of the reference. So are eager's in the first turn of attention;
-        elsewhere what turns keep was rounded, errors that autograd would repeat and so cancel: eager is then the op
-        itself, its backward's explicit formulas, by the reference.
+        The exact ones are autograd's through the loop of the reference. So are eager's, but where turns keep what was
+        rounded to the dtype of the children: autograd would repeat such a rounding on its way back, and cancel it.
+        There eager is the op itself by the reference, with the explicit formulas of its backward.
         """
 
         def by_loop(tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -331,8 +331,8 @@ class Call:
             with fastcaps.backend("reference"):
                 return self.having(tensors).training(Call.by_op)
 
-        simple = not training or (self.routing.stem == "attention" and self.given["iterations"] == 1)
-        return Bar(by_loop, self.tensors, None if simple else by_formulas, tf32)
+        rounds = self.routing.stem == "pooling" or self.given.get("iterations", 1) > 1
+        return Bar(by_loop, self.tensors, by_formulas if training and rounds else None, tf32)
 
 
 @dataclass(frozen=True)
@@ -425,9 +425,6 @@ def routing_of(name: str) -> Routing:
     return next(routing for routing in ROUTINGS if name in (routing.name, routing.stem))
 
 
-def every_case(keep: Callable[[Case], bool] = lambda case: True) -> Iterator[tuple[Routing, Case]]:
-    """Yield all cases of all routings, or those that one wants."""
-    for routing in ROUTINGS:
-        for case in routing.cases:
-            if keep(case):
-                yield routing, case
+def every_case(keep: Callable[[Case], bool] = lambda case: True) -> list[tuple[Routing, Case]]:
+    """Return all cases of all routings, or those that one wants."""
+    return [(routing, case) for routing in ROUTINGS for case in routing.cases if keep(case)]

@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastcaps import Window, backend, explain, functional, ops, reference
-from fastcaps.geometry import from_op, to_op
+from fastcaps.votes import from_op, to_op
 
 Tensors = list[torch.Tensor | None]
 

@@ -33,7 +33,7 @@ from triton_cases import (
 )
 
 from fastcaps import ops, reference
-from fastcaps.geometry import SET_WINDOW
+from fastcaps.votes import SET_WINDOW
 from fastcaps.triton_kernels import attention
 
 __all__ = ["plain"]

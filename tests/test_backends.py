@@ -161,6 +161,26 @@ def test_the_environment_forces_a_backend() -> None:
     assert done.returncode != 0 and "FASTCAPS_BACKEND must be one of" in done.stderr
 
 
+def test_a_level_that_cannot_be_had_refuses_calls_on_the_cpu_alone(native_library: Path) -> None:
+    script = """if True:
+        import torch, fastcaps
+        tensors = [torch.randn(s) for s in ((3, 40, 4, 4), (40, 10, 4, 4), (3, 10, 4, 4))]
+        routing = fastcaps.functional.inverted_attention_routing
+        try:
+            routing(*tensors)
+        except fastcaps.BackendError as error:
+            assert "FASTCAPS_CPU_CAPABILITY='sse9'" in str(error) and "forced" not in str(error), error
+        else:
+            raise SystemExit("a call on the CPU fell back")
+        with fastcaps.backend("reference"):
+            routing(*tensors)
+        assert fastcaps.backends.forced() is None
+        routing(*(tensor.to("meta") for tensor in tensors))  # as on a GPU: no business of the CPU's
+    """
+    done = _python(script, FASTCAPS_CPU_CAPABILITY="sse9")
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_the_library_the_reference_serves_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

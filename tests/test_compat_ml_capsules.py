@@ -246,7 +246,7 @@ def test_bfloat16_autocast():
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="in_dim must be a square number"):
         CapsuleFC(4, 8, 3, 8, matrix_pose=True, dp=0.0)
-    with pytest.raises(ValueError, match="out_dim must equal in_dim"):
+    with pytest.raises(ValueError, match="out_d_capsules must equal in_d_capsules"):
         CapsuleFC(4, 16, 3, 9, matrix_pose=True, dp=0.0)
     with pytest.raises(ValueError, match="in_n_capsules must be at least 1"):
         CapsuleFC(0, 16, 3, 16, matrix_pose=True, dp=0.0)

@@ -196,7 +196,7 @@ def test_crops_are_windows_of_the_padded_image() -> None:
     torch.manual_seed(0)
     seen = set()
     for _ in range(60):
-        made = RandomCropFlip(padding=2)(images)
+        made = RandomCropFlip(padding=2, flip=True)(images)
         assert made.shape == images.shape
         assert made.dtype == torch.uint8
         for k in range(2):
@@ -214,9 +214,31 @@ def test_crops_are_windows_of_the_padded_image() -> None:
     assert {s[2] for s in seen} == {False, True}
 
 
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "digits"])
+def test_digits_and_clothes_are_mirrored_only_where_that_is_asked_for(tmp_path: Path, name: str) -> None:
+    """A mirrored 2 is no 2."""
+    if name != "digits":
+        write_mnist(tmp_path / name)
+
+    def mirrored(**options: bool) -> float:
+        """The share of training images that come out mirrored; a bright left half shows which way an image lies."""
+        train = data.load(name, tmp_path, **options).train
+        train.images = torch.zeros(400, 1, 28, 28, dtype=torch.uint8)
+        train.images[..., :14] = 255
+        train.labels = torch.zeros(400, dtype=torch.int64)
+        torch.manual_seed(0)
+        made, _ = train.batch(slice(None))
+        return float((made[..., :14].sum((1, 2, 3)) < made[..., 14:].sum((1, 2, 3))).double().mean())
+
+    assert data.load(name, tmp_path).train.augment is None
+    assert mirrored(augment=True) == mirrored(augment=True, flip=False) == 0
+    assert abs(mirrored(augment=True, flip=True) - 0.5) < 0.1
+    assert abs(mirrored(flip=True) - 0.5) < 0.1
+
+
 def test_augmentation_pads_with_black_before_normalising() -> None:
     images = np.full((1, 1, 4, 4), 255, np.uint8)
-    dataset = ImageDataset(images, np.zeros(1, int), mean=(0.5,), std=(0.5,), augment=RandomCropFlip(4, flip=False))
+    dataset = ImageDataset(images, np.zeros(1, int), mean=(0.5,), std=(0.5,), augment=RandomCropFlip(4))
     values = torch.stack([dataset[0][0] for _ in range(40)])
     assert values.unique().tolist() == [-1.0, 1.0]  # black is (0 - 0.5) / 0.5, never 0
 
@@ -318,8 +340,11 @@ def test_cifar_loads_and_augments_its_training_images(tmp_path: Path, monkeypatc
     monkeypatch.setattr(data.registry, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
     splits = data.load("cifar100", tmp_path)
     assert (splits.in_channels, splits.image_size, len(splits.classes)) == (3, 32, 100)
-    assert isinstance(splits.train.augment, RandomCropFlip) and splits.test.augment is None
+    made = splits.train.augment
+    assert isinstance(made, RandomCropFlip) and (made.padding, made.flip) == (4, True) and splits.test.augment is None
     assert data.load("cifar100", tmp_path, augment=False).train.augment is None
+    made = data.load("cifar100", tmp_path, flip=False).train.augment
+    assert isinstance(made, RandomCropFlip) and (made.padding, made.flip) == (4, False)
     write_cifar(tmp_path / "cifar-10-batches-bin" / "test_batch.bin", 3, 1, 10)
     for k in range(1, 6):
         write_cifar(tmp_path / "cifar-10-batches-bin" / f"data_batch_{k}.bin", 2, 1, 10)

@@ -72,9 +72,9 @@ def test_maps_add_up_to_the_logits(overrides: dict[str, Any]) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))  # LayerNorm's affine must not be 1 and 0
     images = torch.randn(3, 1, 8, 8, dtype=torch.float64)
     network.train()
-    heard = viz.listening(network, images)
+    contributions = viz.listening(network, images)
     assert network.training
-    assert heard.shape == (3, 10, 6, 6)
+    assert contributions.shape == (3, 10, 6, 6)
     network.eval()
     with torch.no_grad():
         logits, trace = network(images, return_trace=True)
@@ -82,7 +82,7 @@ def test_maps_add_up_to_the_logits(overrides: dict[str, Any]) -> None:
         constant = torch.zeros(1, 1, dtype=torch.float64) if norm is None else head.weight[0] @ norm.bias
         if trace.activations[-1] is not None:
             constant = constant * trace.activations[-1]
-        torch.testing.assert_close(heard.sum((2, 3)) + constant + head.bias, logits, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(contributions.sum((2, 3)) + constant + head.bias, logits, rtol=1e-9, atol=1e-9)
 
 
 def test_maps_show_the_place_that_speaks() -> None:
@@ -116,10 +116,10 @@ def test_learning_curve_draws_every_row(tmp_path: Path) -> None:
 def test_map_marks_mistakes(tmp_path: Path) -> None:
     splits = data.load("digits")
     images = splits.test.images[:2, 0]
-    heard = torch.randn(2, 10, 6, 6)
+    contributions = torch.randn(2, 10, 6, 6)
     names = {"classes": splits.classes, "title": "Maps"}
-    right = viz.listening_map(images, heard, [3, 7], [3, 7], tmp_path / "right.svg", **names).read_text()
-    wrong = viz.listening_map(images, heard, [3, 7], [3, 8], tmp_path / "wrong.svg", **names).read_text()
+    right = viz.listening_map(images, contributions, [3, 7], [3, 7], tmp_path / "right.svg", **names).read_text()
+    wrong = viz.listening_map(images, contributions, [3, 7], [3, 8], tmp_path / "wrong.svg", **names).read_text()
     assert "taken for 8" not in right and "taken for 8" in wrong
 
 

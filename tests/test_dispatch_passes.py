@@ -25,7 +25,7 @@ from test_ops_routings import Call, attention, gaussian, gradients_of, pooling
 import fastcaps
 from fastcaps import backends, dispatch, libraries, ops, reference
 from fastcaps.explanation import explain_call
-from fastcaps.geometry import SET_WINDOW, geometry_of
+from fastcaps.votes import SET_WINDOW, geometry_of
 
 POSE = (4, 4, 4)
 PASSES = [

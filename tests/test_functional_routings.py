@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fastcaps
 from fastcaps import Window, functional, reference, vectors
-from fastcaps.geometry import SET_WINDOW, from_op, to_op
+from fastcaps.votes import SET_WINDOW, from_op, to_op
 from fastcaps.reference import routings
 
 

@@ -25,7 +25,7 @@ from pass_cases import DTYPES, LAYOUTS, bar_of, ids, transposed
 from torch import Tensor
 
 from fastcaps import ops, reference
-from fastcaps.geometry import SET_WINDOW
+from fastcaps.votes import SET_WINDOW
 from fastcaps.reference import gaussian
 
 OP = ops.gaussian_pass

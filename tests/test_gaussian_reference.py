@@ -11,7 +11,7 @@ from pass_cases import LAYOUTS, autograd_gradients, gradients_like, ids
 from torch import Tensor
 
 from fastcaps import reference
-from fastcaps.geometry import SET_WINDOW
+from fastcaps.votes import SET_WINDOW
 from fastcaps.reference import gaussian
 from fastcaps.reference.gaussian import NEEDS, gaussian_pass, gaussian_pass_backward
 

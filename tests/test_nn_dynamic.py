@@ -21,9 +21,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias": {"bias": True},
 }
 FORMS: dict[str, Any] = {
-    "set": ((6, 3, 3, 5), {}),
-    "matrix": ((6, 3, 4, 4), {"pose": "matrix", "share": True}),
-    "grid": ((2, 3, 3, 5), {"kernel_size": (3, 2), "stride": 2, "padding": 1}),
+    "set": ((6, 3, 3, 5), {"pose": "vector"}),
+    "matrix": ((6, 3, 4, 6), {"share": True}),
+    "rows": ((6, 3, 6, 9), {"pose": 3}),
+    "grid": ((2, 3, 3, 5), {"pose": "vector", "kernel_size": (3, 2), "stride": 2, "padding": 1}),
 }
 
 
@@ -65,7 +66,7 @@ def test_without_detach_gradients_flow_through_every_turn() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "options", "seen"),
-    [((1152, 10, 8, 16), {}, 1152), ((32, 32, 16, 16), {"kernel_size": 3, "pose": "matrix"}, 288)],
+    [((1152, 10, 8, 16), {"pose": "vector"}, 1152), ((32, 32, 16, 16), {"kernel_size": 3}, 288)],
 )
 def test_initialisation(sizes: tuple[int, ...], options: dict[str, Any], seen: int) -> None:
     layer = DynamicRouting(*sizes, **options)
@@ -76,16 +77,16 @@ def test_initialisation(sizes: tuple[int, ...], options: dict[str, Any], seen: i
 
 
 def test_parameter_names_and_repr() -> None:
-    layer = DynamicRouting(6, 3, 3, 5, bias=True, leaky=True, detach=True)
+    layer = DynamicRouting(6, 3, 3, 5, pose="vector", bias=True, leaky=True, detach=True)
     assert set(layer.state_dict()) == {"weight", "bias"} and set(make("set", "paper").state_dict()) == {"weight"}
     assert layer.weight.shape == (6, 3, 3, 5) and layer.bias.shape == (6, 3, 1, 5)
-    for part in ("6, 3, 3, 5, pose='vector', bias=True, iterations=3", "detach=True", "leaky=True"):
-        assert part in repr(layer)
+    assert repr(layer) == "DynamicRouting(6, 3, 3, 5, pose='vector', bias=True, detach=True, leaky=True)"
+    assert repr(DynamicRouting(6, 3, 4, 4)) == "DynamicRouting(6, 3, 4, 4)"
     assert "compete='children'" in repr(make("set", "children")) and "compete" not in repr(layer)
 
 
 def test_wrong_options() -> None:
     with pytest.raises(ValueError, match="compete must be one of 'parents', 'children', got 'all'"):
-        DynamicRouting(6, 3, 3, 5, compete="all")
+        DynamicRouting(6, 3, 4, 4, compete="all")
     with pytest.raises(ValueError, match="leaky must be False with compete='children'"):
-        DynamicRouting(6, 3, 3, 5, compete="children", leaky=True)
+        DynamicRouting(6, 3, 4, 4, compete="children", leaky=True)

@@ -135,7 +135,7 @@ def test_initialisation_names_and_repr() -> None:
     assert abs(layer.weight.std().item() * 2 - 1) < 5 / math.sqrt(2 * layer.weight.numel())
     assert set(layer.state_dict()) == {"weight", "bias", "beta_u", "beta_a"}
     assert all((p == 0).all() and p.shape == (32,) for p in (layer.beta_u, layer.beta_a))
-    for part in ("64, 32, 16, 16, pose='matrix', kernel_size=(3, 3), bias=True", "inverse_temperature=0.001", "1e-06"):
+    for part in ("64, 32, 16, 16, kernel_size=(3, 3), bias=True", "inverse_temperature=0.001", "1e-06"):
         assert part in repr(layer)
     whole = EMRouting(2, 3, 4, 4, kernel_size="all", share=True, coordinates=True)
     assert "kernel_size='all', share=True" in repr(whole) and "coordinates=True" in repr(whole)
@@ -144,8 +144,6 @@ def test_initialisation_names_and_repr() -> None:
 def test_wrong_options() -> None:
     with pytest.raises(ValueError, match="coordinates must be False without kernel_size='all'"):
         EMRouting(2, 3, 4, 4, kernel_size=3, coordinates=True)
-    with pytest.raises(ValueError, match="bias must be False with coordinates=True"):
-        EMRouting(2, 3, 4, 4, kernel_size="all", share=True, coordinates=True, bias=True)
     with pytest.raises(ValueError, match="inverse_temperature must have a number for each of the 3"):
         EMRouting(6, 3, 4, 4, inverse_temperature=[0.1])
     with pytest.raises(TypeError, match="inverse_temperature must be a number"):

@@ -14,12 +14,13 @@ from torch import Tensor
 from fastcaps import HeinsenRouting
 
 FORMS: dict[str, Any] = {
-    "set": ((6, 3, 4, 4), {}),
-    "vector": ((6, 3, 3, 5), {"pose": "vector", "model": "kmeans"}),
-    "variable": ((None, 3, 4, 4), {}),
-    "variable-both": ((None, None, 4, 4), {"break_symmetry": False}),
+    "set": ((6, 3, 4, 4), {"bias": True}),
+    "vector": ((6, 3, 3, 5), {"pose": "vector", "model": "kmeans", "bias": True}),
+    "variable": ((None, 3, 4, 4), {"bias": True}),
+    "variable-both": ((None, None, 4, 4), {"break_symmetry": False, "bias": True}),
     "variable-out": ((6, None, 4, 4), {}),
-    "single-beta": ((6, 3, 4, 4), {"single_beta": True, "bias": False, "iterations": 2}),
+    "variable-both-bias": ((None, None, 4, 6), {"bias": True}),
+    "single-beta": ((6, 3, 4, 4), {"single_beta": True, "iterations": 2}),
     "grid": ((2, 3, 4, 4), {"kernel_size": (3, 2), "stride": 2}),
 }
 
@@ -53,13 +54,14 @@ def test_the_layer_is_the_procedure(form: str) -> None:
     children = torch.randn(2, 2 if grid else 6, *grid, layer.in_dim, dtype=torch.float64)
     scores = torch.randn(children.shape[:-1], dtype=torch.float64)
     *found, r = layer(children, scores, return_coefficients=True)
-    many = 6 if layer.any_parents else 3
+    many = 6 if layer.out_capsules is None else 3
     weight, bias, use, ignore = tables(layer, many)
     rows, columns, _ = layer.pose_shape
-    assert found[0].shape[:2] == (2, many)
+    assert found[1].shape[:2] == (2, many)
     for place, seen in seen_by(layer.window, children.unflatten(-1, (rows, columns)), weight, bias, scores):
         inputs = [child.votes for child in seen], [child.gate for child in seen]
         wanted = heinsen(*inputs, use, ignore, layer.iterations, layer.model)
+        wanted = (wanted[1], wanted[0], *wanted[2:])
         for tensor, numbers in zip(found, wanted, strict=False):
             expect(at(tensor, layer.window, place).detach(), numbers)
         expect(at(r, layer.window, place, True), wanted[3])
@@ -95,14 +97,14 @@ def test_numbers_of_parents() -> None:
     both = make("variable-both")
     for count in (1, 5, 9):
         children = torch.randn(2, count, 4, dtype=torch.float64)
-        assert both(children)[0].shape == (2, count)
-        assert both(children, out_capsules=3)[1].shape == (2, 3, 4)
-    equal = both(torch.randn(2, 5, 4, dtype=torch.float64))[1]
+        assert both(children).scores.shape == (2, count)
+        assert both(children, out_capsules=3).poses.shape == (2, 3, 4)
+    equal = both(torch.randn(2, 5, 4, dtype=torch.float64)).poses
     torch.testing.assert_close(equal, equal[:, :1].expand_as(equal))  # nothing tells them apart
     broken = HeinsenRouting(None, None, 4, 4)
     with torch.no_grad():
         broken.bias_step.normal_()
-    poses = broken(torch.randn(2, 5, 4))[1]
+    poses = broken(torch.randn(2, 5, 4)).poses
     assert (poses[:, 0] - poses[:, 1]).abs().min() > 1e-4
     broken.bias_step.grad = None
     poses.square().sum().backward()
@@ -114,12 +116,12 @@ def test_numbers_of_parents() -> None:
 
 
 def test_initialisation_names_and_repr() -> None:
-    layer = HeinsenRouting(100, 64, 16, 16)
+    layer = HeinsenRouting(100, 64, 16, 16, bias=True)
     assert abs(layer.weight.std().item() * 4 - 1) < 5 / math.sqrt(2 * layer.weight.numel())
     assert set(layer.state_dict()) == {"weight", "bias", "beta_use", "beta_ignore"}
     assert layer.beta_use.shape == (100, 64) and (layer.beta_use == 0).all() and (layer.bias == 0).all()
     assert set(make("single-beta").state_dict()) == {"weight", "beta_use"}
-    variable = HeinsenRouting(None, None, 8, 8, pose="vector")
+    variable = HeinsenRouting(None, None, 8, 8, pose="vector", bias=True)
     assert {name: tuple(p.shape) for name, p in variable.named_parameters()} == {
         "weight": (1, 1, 8, 8),
         "bias": (1, 1, 1, 8),
@@ -127,9 +129,9 @@ def test_initialisation_names_and_repr() -> None:
         "beta_ignore": (1, 1),
         "bias_step": (1, 1, 1, 8),
     }
-    assert "(None, None, 8, 8, pose='vector', share=True, iterations=3)" in repr(variable)
-    for part in ("single_beta=True", "bias=False", "iterations=2"):
-        assert part in repr(make("single-beta"))
+    assert repr(variable) == "HeinsenRouting(None, None, 8, 8, pose='vector', share=True, bias=True)"
+    assert repr(make("single-beta")) == "HeinsenRouting(6, 3, 4, 4, iterations=2, single_beta=True)"
+    assert "break_symmetry=False" in repr(make("variable-both"))
     assert "model='kmeans'" in repr(make("vector"))
 
 

@@ -30,17 +30,17 @@ def test_primary_is_a_convolution_and_a_layer_norm_over_each_pose():
         torch.testing.assert_close(poses[:, capsule], F.layer_norm(pose, (4,), primary.norm.weight, primary.norm.bias))
 
 
-@pytest.mark.parametrize("layer_norm", [True, False])
+@pytest.mark.parametrize("normalize", ["layer_norm", "squash", None])
 @pytest.mark.parametrize("kernel_size", [1, 3])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-def test_primary_leaves_a_positions_capsules_together(layer_norm, kernel_size, form):
-    primary = PrimaryCapsules(6, 3, 4, kernel_size=kernel_size, layer_norm=layer_norm)
+def test_primary_leaves_a_positions_capsules_together(normalize, kernel_size, form):
+    primary = PrimaryCapsules(6, 3, 4, kernel_size=kernel_size, normalize=normalize)
     poses = primary(torch.randn(2, 6, 5, 7).contiguous(memory_format=form))
     assert poses.permute(0, 2, 3, 1, 4).is_contiguous()
 
 
 def test_primary_copies_nothing_that_is_channels_last():
-    primary = PrimaryCapsules(6, 3, 4, layer_norm=False)
+    primary = PrimaryCapsules(6, 3, 4, normalize=None)
     made = []
     primary.conv.register_forward_hook(lambda module, inputs, output: made.append((inputs[0], output)))
     features = torch.randn(2, 6, 5, 7).contiguous(memory_format=torch.channels_last)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import fastcaps
 from fastcaps import DynamicRouting, EMRouting, HeinsenRouting, functional
+from fastcaps.nn import RoutingPool
 
-LAYERS: dict[str, Any] = {"dynamic": DynamicRouting, "em": EMRouting, "heinsen": HeinsenRouting}
+LAYERS: dict[str, Any] = {"dynamic": DynamicRouting, "em": EMRouting, "heinsen": HeinsenRouting, "pool": RoutingPool}
 FORMS = {
     "set-matrix": ((6, 3, 4, 4), {"pose": "matrix"}),
     "set-vector": ((6, 3, 3, 5), {"pose": "vector", "bias": True}),
@@ -65,9 +66,11 @@ def by_functional(layer: Any, children: Tensor, numbers: Tensor) -> tuple[Tensor
     elif isinstance(layer, EMRouting):
         betas = (layer.beta_u, layer.beta_a)
         found = functional.em_routing(poses, numbers, layer.weight, *betas, bias=layer.bias, window=window)
-    else:
+    elif isinstance(layer, HeinsenRouting):
         tables = (layer.weight, layer.bias, layer.beta_use, layer.beta_ignore)
         found = functional.heinsen_routing(poses, numbers, *tables, window=window)
+    else:
+        found = functional.routing_pool(poses, weight=layer.weight, bias=layer.bias, gate=numbers, window=window)
     kept = 4 if layer.window is not None else 2  # B, M and, of a small window, Ho, Wo
     flat = [t.reshape(*t.shape[:kept], -1) for t in (found if isinstance(found, tuple) else (found,))]
     return tuple(t if t.shape[-1] > 1 else t.squeeze(-1) for t in flat)
@@ -81,7 +84,7 @@ def test_results_gradients_and_shapes(kind: str, form: str) -> None:
     found, wanted = run(layer, children, numbers), by_functional(layer, children, numbers)
     grid = layer.output_size((5, 4)) or ()
     numbers_shape = (2, layer.out_capsules, *grid)
-    shapes = {"dynamic": "p", "em": "pn", "heinsen": "npp"}[kind]
+    shapes = {"dynamic": "p", "em": "pn", "heinsen": "pnp", "pool": "p"}[kind]
     for got, want, what in zip(found, wanted, shapes, strict=True):
         assert got.shape == (numbers_shape if what == "n" else (*numbers_shape, layer.out_dim))
         torch.testing.assert_close(got, want)
@@ -98,7 +101,7 @@ def test_coefficients(kind: str, form: str) -> None:
     *found, r = run(layer, children, numbers, return_coefficients=True)
     count = 2 * 5 * 4 if layer.whole_grid else layer.children_per_position
     assert r.shape == (2, *(layer.output_size((5, 4)) or ()), count, layer.out_capsules) and not r.requires_grad
-    total = r.sum(-1)
+    total = r.sum(-2 if kind == "pool" else -1)
     assert ((total - 1).abs().lt(1e-9) | total.eq(0)).all() and total.sum() > 0
     for got, want in zip(found, run(layer, children, numbers), strict=True):
         assert torch.equal(got, want)
@@ -241,7 +244,8 @@ def test_meta_device_repr_and_explain(kind: str, form: str) -> None:
     layer = LAYERS[kind](*sizes, device="meta", dtype=torch.float64, **options)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float64)}
     text = repr(layer)
-    assert f"{sizes[0]}, {sizes[1]}, {sizes[2]}, {sizes[3]}, pose={options['pose']!r}" in text
+    assert f"({sizes[0]}, {sizes[1]}, {sizes[2]}, {sizes[3]}" in text
+    assert ("pose='vector'" in text) == (options["pose"] == "vector") and "iterations" not in text
     assert ("share=True" in text) == ("share" in options) and ("kernel_size" in text) == ("kernel_size" in options)
     told = fastcaps.explain(make(kind, form))
     assert isinstance(told, functional.Explanation) and told.backend in ("cpu", "reference") and told.call
@@ -266,12 +270,14 @@ def test_training_step_learns(kind: str, form: str) -> None:
 
 WRONG = [
     ((6, 3, 15, 15), {"pose": "matrix"}, ValueError, "in_dim must be a square number.*15"),
-    ((6, 3, 16, 25), {"pose": "matrix"}, ValueError, "out_dim must equal in_dim.*16.*25"),
+    ((6, 3, 16, 25), {"pose": "matrix"}, ValueError, "out_dim must be a multiple of the 4 rows.*25"),
+    ((6, 3, 15, 10), {"pose": 2}, ValueError, "in_dim must be a multiple of the 2 rows.*15"),
+    ((6, 3, 15, 10), {"matrices": False, "pose": 5}, ValueError, "out_dim must equal in_dim with matrices=False"),
     ((6, 3, 16, 16), {"pose": "tensor"}, ValueError, "pose must be one of 'matrix', 'vector'"),
     ((0, 3, 16, 16), {}, ValueError, "in_capsules must be at least 1"),
     ((6, 3.0, 16, 16), {}, TypeError, "out_capsules must be an int"),
     ((6, 3, 0, 16), {}, ValueError, "in_dim must be at least 1"),
-    ((6, 3, 16, 16), {"iterations": 0}, ValueError, "iterations must be at least 1"),
+    ((6, 3, 16, 16), {"iterations": -1}, ValueError, "iterations must be an int >="),
     ((6, 3, 16, 16), {"stride": 2}, ValueError, "stride.*kernel_size"),
     ((6, 3, 16, 16), {"kernel_size": 0}, ValueError, "kernel_size"),
     ((6, 3, 16, 16), {"kernel_size": "some"}, TypeError, "kernel_size"),
@@ -291,7 +297,7 @@ def test_wrong_constructor_arguments(kind: str, sizes: Any, options: Any, error:
 def test_wrong_inputs_are_named(kind: str) -> None:
     layer, grid = LAYERS[kind](6, 3, 4, 4), LAYERS[kind](2, 3, 4, 4, kernel_size=3)
     whole = LAYERS[kind](2, 3, 4, 4, kernel_size="all", share=True)
-    good, name = torch.randn(2, 6, 4), "gate" if kind == "dynamic" else "scores" if kind == "heinsen" else "activations"
+    good, name = torch.randn(2, 6, 4), {"heinsen": "scores", "em": "activations"}.get(kind, "gate")
     cases = [
         (ValueError, r"children must be \[B, I, 4\], got \[2, 6, 5\]", lambda: layer(torch.randn(2, 6, 5))),
         (ValueError, "children must hold the 6 children.*got 7", lambda: layer(torch.randn(2, 7, 4))),
@@ -304,7 +310,7 @@ def test_wrong_inputs_are_named(kind: str) -> None:
         (TypeError, "children must be a tensor, got list", lambda: layer([1.0])),
         (TypeError, "dtype", lambda: layer(good.double())),
         (ValueError, "device", lambda: layer(good.to("meta"))),
-        (ValueError, "iterations", lambda: layer(good, iterations=0)),
+        (ValueError, "iterations", lambda: layer(good, iterations=-1)),
     ]
     for error, message, call in cases:
         with pytest.raises(error, match=message):

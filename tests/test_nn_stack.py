@@ -158,7 +158,7 @@ def test_a_shared_set_layer_serves_any_grid():
 def test_activations_pass_from_layer_to_layer(name):
     stack = make(2, name, activations=True)
     children, gate = draw(), torch.rand(2, 2, 7, 9, dtype=torch.float64)
-    poses, activations, trace = stack(children, gate, return_trace=True)
+    (poses, activations), trace = stack(children, gate, return_trace=True)
     assert activations.shape == (2, 5) and [a.shape for a in trace.activations][:2] == [(2, 2, 7, 9), (2, 3, 3, 4)]
     if name == "sequential":
         below, active = children, gate
@@ -194,7 +194,7 @@ def test_compile_deepcopy_and_pickle():
     torch.testing.assert_close(torch.compile(stack, fullgraph=True, backend="aot_eager")(children), want)
     torch.testing.assert_close(copy.deepcopy(stack)(children), want)
     torch.testing.assert_close(pickle.loads(pickle.dumps(stack))(children), want)
-    assert "iterations=3, routing='concurrent'" in repr(stack)
+    assert "iterations=3" in repr(stack) and "routing='sequential'" in repr(make(2, "sequential"))
 
 
 def test_bfloat16_autocast():

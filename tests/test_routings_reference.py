@@ -8,7 +8,7 @@ from oracle_routings import Votes, dynamic, em, heinsen, positions, vector_norme
 from torch import Tensor
 
 from fastcaps import reference
-from fastcaps.geometry import SET_WINDOW
+from fastcaps.votes import SET_WINDOW
 from fastcaps.reference.routings import (
     default_inverse_temperature,
     dynamic_routing,

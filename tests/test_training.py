@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,30 @@ def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
     again = run(settings(finished.out, limit=None, epochs=3, checkpoint_every=5, seed=3), resume=True)
     assert again.history == finished.history
     assert all(torch.equal(tensor, before[name]) for name, tensor in again.network.state_dict().items())
+
+
+def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels, filters = [logger.level for logger in loggers], list(warnings.filters)
+    run(settings(tmp_path, epochs=1, limit=64))
+    assert warnings.filters == filters and [logger.level for logger in loggers] == levels
+    with pytest.raises(ValueError, match="epochs"):
+        run(settings(tmp_path, epochs=0))
+    assert warnings.filters == filters
+
+
+def test_the_switches_of_augmentation_reach_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(Exception):
+        pass
+
+    def load(*_: Any, **options: Any) -> None:
+        raise Seen(options)
+
+    monkeypatch.setattr("fastcaps.training.load", load)
+    for given in ({}, {"augment": True, "flip": False}):
+        with pytest.raises(Seen) as caught:
+            run(settings(tmp_path / "run", **given))
+        assert caught.value.args[0] == {"augment": None, "flip": None, "limit": 192, **given}
 
 
 def test_a_folder_is_not_overwritten_by_accident(tmp_path: Path) -> None:

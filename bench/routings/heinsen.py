@@ -14,7 +14,7 @@ from bench.layouts import Layout, seen_gates, seen_poses, to_public
 from bench.routings.base import Implementation, Routing
 from bench.routings.gaussian import moments, operations
 from fastcaps import functional
-from fastcaps.geometry import from_op, to_op
+from fastcaps.votes import from_op, to_op
 from fastcaps.reference import gaussian, routings
 
 if TYPE_CHECKING:

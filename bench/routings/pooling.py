@@ -13,7 +13,7 @@ from bench.inputs import Draw
 from bench.layouts import Layout, seen_poses, to_public
 from bench.routings.base import Implementation, Routing
 from fastcaps import functional
-from fastcaps.geometry import from_op, to_op
+from fastcaps.votes import from_op, to_op
 from fastcaps.reference import routings
 
 if TYPE_CHECKING:

@@ -43,31 +43,32 @@ struct AttentionForward {
   static constexpr int kShares = 1;
   static constexpr bool kSilent = false, kBase = false, kFolds = false;
   const ForwardCall<Attention>& call;
-  const Geometry& g;
+  const Votes& in;
   const Attention& with;
   const int64_t CE;
 
   explicit AttentionForward(const ForwardCall<Attention>& call_)
-      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+      : call(call_), in(call.votes), with(call.with), CE(in.parent_size()) {}
 
   // State: Q. Results: S.
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base, many, g.parent_pose(), 1};
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 1};
   }
   static int64_t state_numbers(const ForwardCall<Attention>& call) {
-    return call.with.query.data || call.total > 1 ? call.in.geometry.parents() : 0;
+    return call.with.query.data || call.total > 1 ? call.votes.parents_size() : 0;
   }
-  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
+  static int64_t numbers_before(const Votes&) { return 0; }
+  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
   template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
-    zero(result, result_numbers(g, many));
+  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
+    zero(result, result_numbers(in, many));
   }
 
   bool equal(int64_t turn) const { return turn == 0 && !with.query.data; }
   void load(const Tile<T>& tile, X* Q) const {
     if (with.query.data)
-      gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, Q);
+      gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, Q);
     else
       zero(Q, state_numbers(call));
   }
@@ -83,12 +84,12 @@ struct AttentionForward {
     return (dot[0] + dot[1]) * T(with.scale);
   }
 
-  FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, g.M, highest, gate); }
+  FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, in.M, highest, gate); }
 
   template <class Sits>
   FASTCAPS_INLINE void weigh(const V* row, const V*, Sits, const Range&, int64_t, int64_t count, int64_t, Planes<V>,
                              int64_t, V* share) const {
-    for (int64_t j = 0; j < count; ++j) share[j] = row[j * g.M];
+    for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M];
   }
   FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
                             int64_t to_m) const {
@@ -103,30 +104,25 @@ struct AttentionForward {
     if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CE, result + m * CE);
   }
   void merge(X* S, const X* other) const {
-    for (int64_t k = 0; k < g.parents(); ++k) S[k] += other[k];
+    for (int64_t k = 0; k < in.parents_size(); ++k) S[k] += other[k];
   }
 
   void finish(const Tile<T>& tile, int64_t turn, X* S, X* Q) const {
-    const int64_t MCE = g.parents();
+    const int64_t MCE = in.parents_size();
     const bool last = turn + 1 == call.total;
-    if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * g.positions() * MCE, MCE, S);
-    if (with.update == Update::kSquash) {
-      squash<T>(S, g.M, CE);
-    } else if (with.normalize) {
-      for (int64_t m = 0; m < g.M; ++m)
-        layer_norm<T>(S + m * CE, CE, T(with.eps), static_cast<const T*>(with.norm_weight),
+    if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * in.positions() * MCE, MCE, S);
+    if (with.rule == Rule::kSquash) {
+      squash<T>(S, in.M, CE);
+    } else if (with.rule == Rule::kLayerNorm) {
+      for (int64_t m = 0; m < in.M; ++m)
+        layer_norm<T>(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
                       static_cast<const T*>(with.norm_bias), S + m * CE);
     }
-    if (last)
-      with_storage(call.in.storage, with.parents, [&](auto* data) FASTCAPS_LAMBDA {
-        using Out = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-        write_row<T>(tile, const_cast<Out*>(data), MCE, S);
-      });
-    else
-      for (int64_t k = 0; k < MCE; ++k) {
-        const X parent = rounded<T>(call.in.storage, S[k]);
-        Q[k] = with.update == Update::kSquash ? rounded<T>(call.in.storage, Q[k] + parent) : parent;
-      }
+    if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
+    for (int64_t k = 0; k < MCE; ++k) {
+      const X parent = rounded<T>(call.votes.storage, S[k]);
+      Q[k] = with.rule == Rule::kSquash ? rounded<T>(call.votes.storage, Q[k] + parent) : parent;
+    }
   }
 };
 
@@ -136,50 +132,45 @@ struct AttentionBackward {
   using V = Vec<T>;
   static constexpr int kRows = 2;  // a, then g r; h, then s da
   static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = false, kBetas = false, kFolds = false;
+  static constexpr bool kSilent = false, kBetas = false, kRest = false, kFolds = false;
   const BackwardCall<Attention>& call;
-  const Geometry& g;
+  const Votes& in;
   const Attention& with;
   const int64_t CE;
 
   AttentionBackward(const BackwardCall<Attention>& call_, const Attention& with_)
-      : call(call_), g(call.in.geometry), with(with_), CE(g.parent_pose()) {}
+      : call(call_), in(call.votes), with(with_), CE(in.parent_size()) {}
 
   // State: dS and Q. Results: dQ.
-  static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.in.geometry.parents(); }
-  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
+  static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.votes.parents_size(); }
+  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
   bool needs_vote() const { return with.dquery; }
-  static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 2 * g.parent_pose(); }
+  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.parent_size(); }
   bool plain() const { return !with.query.data && !call.dgate; }
-  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(g.M)); }
+  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
   void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
-    const int64_t MCE = g.parents();
+    const int64_t MCE = in.parents_size();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
     zero(state, 2 * MCE);
-    if (with.query.data) gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, state + MCE);
-    if (with.grad_parents.data) {
-      gather_parents<T>(g, tile, call.in.storage, with.grad_parents, g.M, g.C, g.E, ds);
-      if (with.normalize) {
-        read_row<T>(tile, static_cast<const T*>(with.given_sums), MCE, sums);
-        X* dweight = with.dnorm ? dnorm : nullptr;
-        if (dweight) zero(dnorm, 2 * CE);
-        for (int64_t m = 0; m < g.M; ++m)
-          layer_norm_backward<T>(sums + m * CE, CE, T(with.eps), static_cast<const T*>(with.norm_weight), ds + m * CE,
-                                 dweight, dweight ? dnorm + CE : nullptr);
-        if (dweight) add_lanes<T>(dnorm, 2 * CE, with.dnorm.template part<T>(row));
-      }
-    }
-    if (with.grad_sums.data) {
-      gather_parents<T>(g, tile, compute_storage<T>, with.grad_sums, g.M, g.C, g.E, sums);
-      for (int64_t k = 0; k < MCE; ++k) ds[k] += sums[k];
-    }
+    if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, state + MCE);
+    gather_parents<T>(in, tile, call.votes.storage, with.grad, in.M, in.C, in.E, ds);
+    if (!with.given_sums) return;
+    read_row<T>(tile, static_cast<const T*>(with.given_sums), MCE, sums);
+    X* dweight = with.dnorm ? dnorm : nullptr;
+    if (dweight) zero(dnorm, 2 * CE);
+    // Sums in a lane without a position are 0: with eps = 0 they would divide by 0, and gradients add lanes up.
+    const X eps = where_alive<T>(tile, X{} + T(with.eps), T(1));
+    for (int64_t m = 0; m < in.M; ++m)
+      layer_norm_backward<T>(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE, dweight,
+                             dweight ? dnorm + CE : nullptr);
+    if (dweight) add_lanes<T>(dnorm, 2 * CE, with.dnorm.template part<T>(row));
   }
 
   template <class Each>
   FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
-    hear(state + m * CE, state + (g.M + m) * CE, m, each_vote, row, stride, highest);
+    hear(state + m * CE, state + (in.M + m) * CE, m, each_vote, row, stride, highest);
   }
   template <class Each>
   FASTCAPS_INLINE void hear(const X* ds, const X* q, int64_t m, Each&& each_vote, V* row, int64_t stride,
@@ -199,14 +190,14 @@ struct AttentionBackward {
   FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
     V* gain = row + stride;
     if (with.query.data)
-      softmax<T>(row, g.M, highest, broadcast(T(1)));
+      softmax<T>(row, in.M, highest, broadcast(T(1)));
     else
-      for (int64_t m = 0; m < g.M; ++m) row[m] = broadcast(T(1) / T(g.M));
+      for (int64_t m = 0; m < in.M; ++m) row[m] = broadcast(T(1) / T(in.M));
     V mean{};
-    for (int64_t m = 0; m < g.M; ++m) mean += row[m] * gain[m];
+    for (int64_t m = 0; m < in.M; ++m) mean += row[m] * gain[m];
     const V scaled = gate * T(with.scale);
-    for (int64_t m = 0; m < g.M; ++m) {
-      gain[m] = with.frozen ? V{} : scaled * row[m] * (gain[m] - mean);
+    for (int64_t m = 0; m < in.M; ++m) {
+      gain[m] = with.detach ? V{} : scaled * row[m] * (gain[m] - mean);
       row[m] *= gate;
     }
     return mean;
@@ -216,7 +207,7 @@ struct AttentionBackward {
   template <bool kAdd, class Pose>
   FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
                                 const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
-    const X *ds = state + m * CE, *q = ds + g.parents();
+    const X *ds = state + m * CE, *q = ds + in.parents_size();
     const V share = row[0], da = row[stride];
     if (call.wants_votes()) add_gradient<kAdd>(pose, share, ds, da, with.query.data ? q : nullptr, dV);
     if (with.dquery) {
@@ -233,12 +224,12 @@ struct AttentionBackward {
       for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k];
   }
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base, many, g.parent_pose(), 1};
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 1};
   }
 
   void finish(const Tile<T>& tile, const X*, X* dq) const {
-    write_row<T>(tile, static_cast<T*>(with.dquery), g.parents(), dq);
+    write_row<T>(tile, static_cast<T*>(with.dquery), in.parents_size(), dq);
   }
 };
 

@@ -29,8 +29,8 @@ struct BackwardItem {
   using V = Vec<T>;
   static constexpr bool kChildLanes = kLane != Lanes::kPositions;
   using X = std::conditional_t<kChildLanes, T, V>;
-  using Rule = Policy<T, X>;
-  using Call = BackwardCall<typename Rule::Operands>;
+  using Pass = Policy<T, X>;
+  using Call = BackwardCall<typename Pass::Operands>;
   using Weight = typename WeightsOf<T, kLane>::Weight;
   using Sits = Seats<T, kChildLanes>;
   static constexpr int n = kLanes<T>;
@@ -39,11 +39,11 @@ struct BackwardItem {
   static constexpr bool kByRows = Pose::kWeightGradientByRows && kLane != Lanes::kChildren;
 
   const Call& call;
-  const Geometry& g;
-  const Cut& cut;
+  const Votes& in;
+  const Schedule& schedule;
   const Pose pose;
   const WeightsOf<T, kLane> weights;
-  std::vector<Rule> rules;  // of every turn
+  std::vector<Pass> passes;  // of every turn
   const int64_t turns, CE, CD, DE, slots, state_size, result_size;
   const bool shared;      // children of a walk have all the same matrices,
   const bool one_matrix;  // of which a lane's sums are kept to its end
@@ -59,81 +59,129 @@ struct BackwardItem {
 
   BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
       : call(call_),
-        g(call.in.geometry),
-        cut(call.cut),
+        in(call.votes),
+        schedule(call.schedule),
         pose(pose_),
-        weights(call.in, arena),
-        rules(rules_of(call)),
-        turns(int64_t(rules.size())),
+        weights(call.votes, arena),
+        passes(passes_of(call)),
+        turns(int64_t(passes.size())),
         CE(int64_t(pose.C) * pose.E),
-        CD(g.child_pose()),
-        DE(g.D * g.E),
-        slots(cut.block_rows * cut.block_children),
-        state_size(Rule::state_numbers(call)),
-        result_size(Rule::result_numbers(g, g.M)),
-        shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && g.G == 1)),
-        one_matrix(shared && !kByRows && g.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes) {
-    for (const Rule& rule : rules) needs_vote = needs_vote || rule.needs_vote();
-    tiles = arena.take<Tile<T>>(cut.rows_per_group);
+        CD(in.child_size()),
+        DE(in.D * in.E),
+        slots(schedule.block_rows * schedule.block_children),
+        state_size(Pass::state_numbers(call)),
+        result_size(Pass::result_numbers(in, in.M)),
+        shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && in.G == 1)),
+        one_matrix(shared && !kByRows && in.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes) {
+    for (const Pass& pass : passes) needs_vote = needs_vote || pass.needs_vote();
+    tiles = arena.take<Tile<T>>(schedule.rows_per_group);
     P = arena.take<V>(slots * CD);
     dP = arena.take<V>(slots * CD);
     gates = arena.take<V>(slots);
-    rows = arena.take<V>(turns * Rule::kRows * slots * g.M);
+    rows = arena.take<V>(turns * Pass::kRows * slots * in.M);
     highest = arena.take<V>(turns * slots);
-    votes_kept = arena.take<V>(cut.keep_votes ? slots * g.M * CE : CE);
+    votes_kept = arena.take<V>(schedule.keep_votes ? slots * in.M * CE : CE);
     dV = arena.take<V>(Pose::kTogether * slots * CE);
-    const int64_t matrices = kLane == Lanes::kChildren || (g.G == 1 && !one_matrix) ? 1
-                             : one_matrix                                           ? g.M
-                                                                                    : cut.block_children * g.M;
-    const bool by_vote = call.dweight && !Rule::kFolds;
+    const int64_t matrices = kLane == Lanes::kChildren || (in.G == 1 && !one_matrix) ? 1
+                             : one_matrix                                            ? in.M
+                                                                                     : schedule.block_children * in.M;
+    const bool by_vote = call.dweight && !Pass::kFolds;
     dW_lanes = by_vote && !kByRows ? arena.take<V>(matrices * DE) : nullptr;
-    local =
-        kChildLanes ? arena.take<V>(results_at_once(cut.block_rows) * Pose::kTogether * target_numbers(1)) : nullptr;
-    P_rows = by_vote && kByRows ? arena.take<T>(slots * n * g.D) : nullptr;
-    dV_rows = by_vote && kByRows ? arena.take<T>(cut.block_rows * n * g.E) : nullptr;
-    scratch = arena.take<X>(Rule::prepare_scratch(g));
-    inner_states = Rule::kFolds ? arena.take<X>(turns * group_numbers(g.M)) : nullptr;
-    inner_results = Rule::kFolds ? arena.take<X>(turns * group_numbers(g.M)) : nullptr;
+    local = kChildLanes ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(1))
+                        : nullptr;
+    P_rows = by_vote && kByRows ? arena.take<T>(slots * n * in.D) : nullptr;
+    dV_rows = by_vote && kByRows ? arena.take<T>(schedule.block_rows * n * in.E) : nullptr;
+    scratch = arena.take<X>(Pass::prepare_scratch(in));
+    inner_states = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
+    inner_results = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
   }
 
-  static std::vector<Rule> rules_of(const Call& call) {
-    std::vector<Rule> rules;
-    for (const auto& with : call.with) rules.emplace_back(call, with);
-    return rules;
+  static std::vector<Pass> passes_of(const Call& call) {
+    std::vector<Pass> passes;
+    for (const auto& with : call.with) passes.emplace_back(call, with);
+    return passes;
   }
 
   // Numbers that a group of children has of `many` parents, where they are folded.
   int64_t group_numbers(int64_t many) const {
-    if constexpr (Rule::kFolds) return Rule::inner_numbers(g, many);
+    if constexpr (Pass::kFolds) return Pass::inner_numbers(in, many);
     return 0;
   }
   // Numbers that votes for `many` parents are summed in.
   int64_t target_numbers(int64_t many) const {
-    return Rule::kFolds ? group_numbers(many) : Rule::result_numbers(g, many);
+    return Pass::kFolds ? group_numbers(many) : Pass::result_numbers(in, many);
   }
   // The parents of turn k before row t of a walk.
   const X* state(int64_t t, int64_t k) const {
-    return Rule::kFolds ? inner_states + k * group_numbers(g.M) : states + (t * turns + k) * state_size;
+    return Pass::kFolds ? inner_states + k * group_numbers(in.M) : states + (t * turns + k) * state_size;
   }
-  V* rows_of(int64_t k) const { return rows + k * Rule::kRows * slots * g.M; }
+  V* rows_of(int64_t k) const { return rows + k * Pass::kRows * slots * in.M; }
 
   // Where a row's lanes are; false where its group has ended before it.
   bool place(int64_t row, Tile<T>& tile) const {
     if (kChildLanes) {
-      tile.place(g, row, row + 1);
+      tile.place(in, row, row + 1);
       return true;
     }
-    const int64_t size = cut.samples * g.Ho * g.Wo, group = row / cut.rows_per_group;
-    const int64_t end = min((group + 1) * size, g.positions());
-    const int64_t first = group * size + row % cut.rows_per_group * n;
-    if (first < end) tile.place(g, first, end);
+    const int64_t size = schedule.samples * in.Ho * in.Wo, group = row / schedule.rows_per_group;
+    const int64_t end = min((group + 1) * size, in.positions());
+    const int64_t first = group * size + row % schedule.rows_per_group * n;
+    if (first < end) tile.place(in, first, end);
     return first < end;
   }
 
   void prepare(int64_t row) {
     if (!place(row, tiles[0])) return;
-    for (int64_t k = 0; k < turns; ++k)
-      rules[k].prepare(tiles[0], row, static_cast<X*>(call.state) + (row * turns + k) * state_size, scratch);
+    states = static_cast<const X*>(call.state) + row * turns * state_size;
+    for (int64_t k = 0; k < turns; ++k) {
+      X* state = static_cast<X*>(call.state) + (row * turns + k) * state_size;
+      if constexpr (!Pass::kRest)
+        passes[k].prepare(tiles[0], row, state, scratch);
+      else if (passes[k].prepare(tiles[0], row, state, scratch))
+        find_rest(k, state);
+    }
+  }
+
+  // What the weights of all children leave over about the means of turn k, of the row in hand.
+  void find_rest(int64_t k, X* state) {
+    if constexpr (Pass::kRest) {
+      const bool by_group = kLane == Lanes::kSharing && in.G > 1;
+      const int64_t size = schedule.block_children * Sits::kUnit;
+      for (int64_t c = 0; c < (by_group ? in.G : 1); ++c) {
+        range = by_group ? Range{c, 1, in.G, in.I / in.G} : Range{0, in.N, in.N, in.I};
+        for (int64_t first = 0; first < range.count; first += size)
+          add_rest(k, first, (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit);
+      }
+      passes[k].take_rest(state, scratch);
+    }
+  }
+  void add_rest(int64_t k, int64_t first, int64_t units) {
+    Sits::gather(in, tiles[0], call.votes.storage, call.votes.children, call.votes.gate, range, first, units, P, gates);
+    if (call.votes.gate.data) silence<T>(P, gates, units, CD);
+    if (passes[k].plain())
+      share_plainly(k, units, 0, 1);
+    else
+      listen<Source::kMade>(k, first, units, 0, 1);
+    for (int64_t j = 0; j < units; ++j) {
+      V* row = rows_of(k) + j * in.M;
+      if (!passes[k].plain()) softmax<T>(row, in.M, highest[k * slots + j], gates[j]);
+      for (int64_t m = 0; m < in.M; ++m) {
+        const int64_t q = first + j * Sits::kUnit;
+        const V w = gates[j] == 0 ? V{} : row[m];
+        votes<T>(pose, P + j * CD, weights.matrix(range, q, m), weights.bias_of(range, q, m),
+                 [&](int at, V v) FASTCAPS_LAMBDA { dV[at] = v; });
+        X *count = passes[k].count(scratch) + m, *rest = passes[k].rest(scratch) + m * CE;
+        if constexpr (kChildLanes) {
+          zero(votes_kept, CE);
+          passes[k].add_rest(pose, state(0, k), m, w, dV, votes_kept);
+          add_lane_sums<T>(votes_kept, CE, rest);
+          add_lane_sums<T>(&w, 1, count);
+        } else {
+          passes[k].add_rest(pose, state(0, k), m, w, dV, rest);
+          *count += w;
+        }
+      }
+    }
   }
 
   // The parents' gradients of one row: the chunks' parts in their order.
@@ -141,109 +189,113 @@ struct BackwardItem {
     if (!place(row, tiles[0])) return;
     X* partial = static_cast<X*>(call.partial);
     X* sum = partial + row * result_size;
-    for (int64_t chunk = 1; chunk < cut.chunks; ++chunk)
-      for (int64_t k = 0; k < result_size; ++k) sum[k] += partial[(chunk * cut.rows() + row) * result_size + k];
-    rules[0].finish(tiles[0], static_cast<const X*>(call.state) + row * state_size, sum);
+    for (int64_t chunk = 1; chunk < schedule.chunks; ++chunk)
+      for (int64_t k = 0; k < result_size; ++k) sum[k] += partial[(chunk * schedule.rows() + row) * result_size + k];
+    passes[0].finish(tiles[0], static_cast<const X*>(call.state) + row * state_size, sum);
   }
 
   void run(int64_t which) {
     item = which;
-    const int64_t chunk = item % cut.chunks, group = item / cut.chunks, first_row = group * cut.rows_per_group;
+    const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks,
+                  first_row = group * schedule.rows_per_group;
     states = static_cast<const X*>(call.state) + first_row * turns * state_size;
-    results = call.partial ? static_cast<X*>(call.partial) + (chunk * cut.rows() + first_row) * result_size : nullptr;
+    results =
+        call.partial ? static_cast<X*>(call.partial) + (chunk * schedule.rows() + first_row) * result_size : nullptr;
     int64_t count = 0;
-    while (count < cut.rows_per_group && place(first_row + count, tiles[count])) ++count;
+    while (count < schedule.rows_per_group && place(first_row + count, tiles[count])) ++count;
     if (results) zero(results, count * result_size);
-    T* dW = call.dweight ? call.dweight.template part<T>(cut.weight_parts == cut.groups ? group : item) : nullptr;
+    T* dW =
+        call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.groups ? group : item) : nullptr;
     T* dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
-    if ((kLane == Lanes::kSharing || Rule::kFolds) && g.G > 1) {  // those that share weights, one group after another
-      for (int64_t c = chunk * g.G / cut.chunks; c < (chunk + 1) * g.G / cut.chunks; ++c) {
-        range = {c, 1, g.G, g.children() / g.G};
+    if ((kLane == Lanes::kSharing || Pass::kFolds) && in.G > 1) {  // those that share weights, one group after another
+      for (int64_t c = chunk * in.G / schedule.chunks; c < (chunk + 1) * in.G / schedule.chunks; ++c) {
+        range = {c, 1, in.G, in.I / in.G};
         walk(count, dW, dB);
       }
     } else {
-      const int64_t type = chunk * g.N / cut.chunks, types = (chunk + 1) * g.N / cut.chunks - type;
-      range = {type, types, g.N, types * g.window.kh * g.window.kw};
+      const int64_t type = chunk * in.N / schedule.chunks, types = (chunk + 1) * in.N / schedule.chunks - type;
+      range = {type, types, in.N, types * in.window.kh * in.window.kw};
       walk(count, dW, dB);
     }
   }
 
   // All children of the range, block by block, each over all rows.
   void walk(int64_t row_count, T* dW, T* dB) {
-    if constexpr (Rule::kFolds) {
-      walk_folded(row_count, dW);
+    if constexpr (Pass::kFolds) {
+      walk_folded(row_count, dW, dB);
       return;
     }
-    const int64_t size = cut.block_children * Sits::kUnit;
-    if (dW_lanes && one_matrix) zero(dW_lanes, g.M * DE);
+    const int64_t size = schedule.block_children * Sits::kUnit;
+    if (dW_lanes && one_matrix) zero(dW_lanes, in.M * DE);
     for (int64_t first = 0; first < range.count; first += size) {
       const int64_t count = (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit;
-      if (dW && g.G == g.children()) clear_matrices(first, min(size, range.count - first), dW);
-      for (int64_t t = 0; t < row_count; t += cut.block_rows)
-        block(first, count, t, min(cut.block_rows, row_count - t), dW, dB);
+      if (dW && in.G == in.I) clear_matrices(first, min(size, range.count - first), dW);
+      for (int64_t t = 0; t < row_count; t += schedule.block_rows)
+        block(first, count, t, min(schedule.block_rows, row_count - t), dW, dB);
       if (dW_lanes && !kChildLanes && !shared)
         for (int64_t j = 0; j < count; ++j)
-          add_lane_sums<T>(dW_lanes + j * g.M * DE, g.M * DE, dW + weights.offset(range.child(first + j), 0));
+          add_lane_sums<T>(dW_lanes + j * in.M * DE, in.M * DE, dW + weights.offset(range.child(first + j), 0));
     }
-    if (dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, g.M * DE, dW + weights.offset(range.child(0), 0));
+    if (dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, in.M * DE, dW + weights.offset(range.child(0), 0));
   }
 
   // Row by row: the parents turned to the children's poses before, their gradients turned back after.
-  void walk_folded(int64_t row_count, T* dW) {
-    if constexpr (Rule::kFolds) {
-      const int64_t size = cut.block_children * Sits::kUnit, at = weights.offset(range.child(0), 0);
+  void walk_folded(int64_t row_count, T* dW, T* dB) {
+    if constexpr (Pass::kFolds) {
+      const int64_t size = schedule.block_children * Sits::kUnit;
+      const T* W = weights.matrix(range, 0, 0);
+      if (dW) dW += W - weights.weight;
       for (int64_t t = 0; t < row_count; ++t) {
+        const X* state = states + t * turns * state_size;
         for (int64_t k = 0; k < turns; ++k)
-          rules[k].enter(weights.weight + at, states + (t * turns + k) * state_size,
-                         inner_states + k * group_numbers(g.M));
-        zero(inner_results, turns * group_numbers(g.M));
+          passes[k].enter(W, state + k * state_size, inner_states + k * group_numbers(in.M));
+        zero(inner_results, turns * group_numbers(in.M));
         for (int64_t first = 0; first < range.count; first += size)
-          block(first, (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit, t, 1, nullptr, nullptr);
+          block(first, (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit, t, 1, nullptr, dB);
         for (int64_t k = 0; k < turns; ++k)
-          rules[k].leave(weights.weight + at, states + (t * turns + k) * state_size,
-                         inner_results + k * group_numbers(g.M), results ? results + t * result_size : nullptr,
-                         dW ? dW + at : nullptr);
+          passes[k].leave(W, state + k * state_size, inner_results + k * group_numbers(in.M),
+                          results ? results + t * result_size : nullptr, dW);
       }
     }
   }
 
   // A child with matrices of its own is met once: their gradient is cleared here, while it is about to be in cache.
   void clear_matrices(int64_t first, int64_t children, T* dW) {
-    for (int64_t q = first; q < first + children; ++q) zero(dW + weights.offset(range.child(q), 0), g.M * DE);
+    for (int64_t q = first; q < first + children; ++q) zero(dW + weights.offset(range.child(q), 0), in.M * DE);
   }
 
   // Units [0, count) of children from number `first` of the range on, for rows [t0, t0 + nt): slot t * block_children
   // + j.
   void block(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
-    const int64_t stride = cut.block_children;
+    const int64_t stride = schedule.block_children;
     for (int64_t t = 0; t < nt; ++t) {
-      Sits::gather(g, tiles[t0 + t], call.in.storage, call.in.children, call.in.gate, range, first, count,
+      Sits::gather(in, tiles[t0 + t], call.votes.storage, call.votes.children, call.votes.gate, range, first, count,
                    P + t * stride * CD, gates + t * stride);
       if (call.dchildren) zero(dP + t * stride * CD, count * CD);
     }
     bool kept = false;
     for (int64_t k = 0; k < turns; ++k) {
-      if (rules[k].plain()) {
+      if (passes[k].plain()) {
         share_plainly(k, count, t0, nt);
-      } else if (!cut.keep_votes) {
-        listen<Votes::kMade>(k, first, count, t0, nt);
+      } else if (!schedule.keep_votes) {
+        listen<Source::kMade>(k, first, count, t0, nt);
       } else if (!kept) {
         kept = true;
         make(k, first, count, t0, nt);
       } else {
-        listen<Votes::kKept>(k, first, count, t0, nt);
+        listen<Source::kKept>(k, first, count, t0, nt);
       }
     }
     for (int64_t k = 0; k < turns; ++k)
-      if (!rules[k].plain())
+      if (!passes[k].plain())
         for (int64_t t = 0; t < nt; ++t)
           for (int64_t j = 0; j < count; ++j) compete(k, first + j * Sits::kUnit, t0 + t, t * stride + j);
     if (P_rows)
       for (int64_t t = 0; t < nt; ++t)
         for (int64_t j = 0; j < count; ++j) {
           T* lane[n];
-          for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * cut.block_rows + t) * n + k) * g.D;
-          scatter_rows<false, T>(lane, g.D, P + (t * stride + j) * CD);
+          for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * schedule.block_rows + t) * n + k) * in.D;
+          scatter_rows<false, T>(lane, in.D, P + (t * stride + j) * CD);
         }
     if (kept)
       gradients<true>(first, count, t0, nt, dW, dB);
@@ -255,26 +307,26 @@ struct BackwardItem {
   // Shares that no vote has a say in, and nobody asks for the gates' gradients.
   void share_plainly(int64_t k, int64_t count, int64_t t0, int64_t nt) {
     for (int64_t t = 0; t < nt; ++t) {
-      const int64_t first = t * cut.block_children;
-      if constexpr (Rule::kSilent)
-        if (call.in.gate.data) silence<T>(P + first * CD, gates + first, count, CD);
+      const int64_t first = t * schedule.block_children;
+      if constexpr (Pass::kSilent)
+        if (call.votes.gate.data) silence<T>(P + first * CD, gates + first, count, CD);
       for (int64_t slot = first; slot < first + count; ++slot)
-        for (int64_t m = 0; m < g.M; ++m) {
-          V* row = rows_of(k) + slot * g.M + m;
-          for (int r = 1; r < Rule::kRows; ++r) row[r * slots * g.M] = V{};
-          row[0] = gates[slot] * rules[k].plain_share(state(t0 + t, k), m);
+        for (int64_t m = 0; m < in.M; ++m) {
+          V* row = rows_of(k) + slot * in.M + m;
+          for (int r = 1; r < Pass::kRows; ++r) row[r * slots * in.M] = V{};
+          row[0] = gates[slot] * passes[k].plain_share(state(t0 + t, k), m);
         }
     }
   }
 
   void add_child_gradients(int64_t first, int64_t count, int64_t t0, int64_t nt) {
-    const int64_t stride[6] = {g.H * g.W * g.N * CD, g.W * g.N * CD, g.N * CD, CD, g.D, 1};
+    const int64_t stride[6] = {in.H * in.W * in.N * CD, in.W * in.N * CD, in.N * CD, CD, in.D, 1};
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t j = 0; j < count;) {
-        const int64_t q = first + j * Sits::kUnit, run = Sits::neighbours(g, range, q, count - j);
+        const int64_t q = first + j * Sits::kUnit, run = Sits::neighbours(in, range, q, count - j);
         T* lane[n];
-        Sits::find(g, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
-        scatter_rows<true, T>(lane, run * CD, dP + (t * cut.block_children + j) * CD);
+        Sits::find(in, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
+        scatter_rows<true, T>(lane, run * CD, dP + (t * schedule.block_children + j) * CD);
         j += run;
       }
   }
@@ -282,12 +334,12 @@ struct BackwardItem {
   // As in forward.h.
   void make(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
     if constexpr (Pose::kTogether == 1 || kLane == Lanes::kChildren) {
-      listen<Votes::kMadeAndKept>(k, first, count, t0, nt);
+      listen<Source::kMadeAndKept>(k, first, count, t0, nt);
     } else {
       int64_t m = 0;
-      for (; m + Pose::kTogether <= g.M; m += Pose::kTogether) make<Pose::kTogether>(first, count, nt, m);
-      for (; m < g.M; ++m) make<1>(first, count, nt, m);
-      listen<Votes::kKept>(k, first, count, t0, nt);
+      for (; m + Pose::kTogether <= in.M; m += Pose::kTogether) make<Pose::kTogether>(first, count, nt, m);
+      for (; m < in.M; ++m) make<1>(first, count, nt, m);
+      listen<Source::kKept>(k, first, count, t0, nt);
     }
   }
   template <int kMany>
@@ -296,7 +348,7 @@ struct BackwardItem {
       const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
       const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
       for (int64_t t = 0; t < nt; ++t) {
-        const int64_t slot = t * cut.block_children + j;
+        const int64_t slot = t * schedule.block_children + j;
         votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
                                 [&](int which, int at, V v)
                                     FASTCAPS_LAMBDA { votes_kept[((m + which) * slots + slot) * CE + at] = v; });
@@ -304,34 +356,34 @@ struct BackwardItem {
     }
   }
 
-  template <Votes kVotes>
+  template <Source kSource>
   void listen(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
-    for (int64_t m = 0; m < g.M; ++m)
+    for (int64_t m = 0; m < in.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
         const int64_t q = first + j * Sits::kUnit;
-        const bool made = kVotes != Votes::kKept;
+        const bool made = kSource != Source::kKept;
         const Weight* W = made ? weights.matrix(range, q, m) : nullptr;
         const Weight* bias = made ? weights.bias_of(range, q, m) : nullptr;
         for (int64_t t = 0; t < nt; ++t) {
-          const int64_t slot = t * cut.block_children + j;
+          const int64_t slot = t * schedule.block_children + j;
           V* kept = votes_kept + (m * slots + slot) * CE;
-          V* row = rows_of(k) + slot * g.M + m;
-          rules[k].listen(
+          V* row = rows_of(k) + slot * in.M + m;
+          passes[k].listen(
               state(t0 + t, k), m,
-              [&](auto&& sink) FASTCAPS_LAMBDA { each_vote<kVotes, T>(pose, P + slot * CD, W, bias, kept, sink); }, row,
-              slots * g.M, highest[k * slots + slot]);
-          if constexpr (Rule::kBetas)
-            row[slots * g.M] += rules[k].heard_evidence(state(t0 + t, k), m, Sits{}, range, q);
+              [&](auto&& sink) FASTCAPS_LAMBDA { each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink); },
+              row, slots * in.M, highest[k * slots + slot]);
+          if constexpr (Pass::kBetas)
+            row[slots * in.M] += passes[k].heard_evidence(state(t0 + t, k), m, Sits{}, range, q);
         }
       }
   }
 
   void compete(int64_t k, int64_t q, int64_t row, int64_t slot) {
     const V gate = gates[slot];
-    V dgate = rules[k].compete(rows_of(k) + slot * g.M, slots * g.M, highest[k * slots + slot], gate);
-    if constexpr (Rule::kBetas) dgate += rules[k].ignored_evidence(state(row, k), Sits{}, range, q);
-    if constexpr (Rule::kSilent) {
-      if (call.in.gate.data) {  // a broken child behind a gate of 0 gets nothing and gives nothing
+    V dgate = passes[k].compete(rows_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
+    if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), Sits{}, range, q);
+    if constexpr (Pass::kSilent) {
+      if (call.votes.gate.data) {  // a broken child behind a gate of 0 gets nothing and gives nothing
         const auto broken = (gate == 0) & ((dgate - dgate) != 0);
         T any[n];
         store<T>(any, broken ? broadcast(T(1)) : V{});
@@ -341,21 +393,21 @@ struct BackwardItem {
           dgate = broken ? V{} : dgate;
           const V whole = broken ? V{} : broadcast(T(1));
           for (int64_t d = 0; d < CD; ++d) P[slot * CD + d] = whole != 0 ? P[slot * CD + d] : V{};
-          for (int64_t m = 0; m < g.M; ++m) {
-            for (int r = 0; r < Rule::kRows; ++r) {
-              V& number = rows_of(k)[(r * slots + slot) * g.M + m];
+          for (int64_t m = 0; m < in.M; ++m) {
+            for (int r = 0; r < Pass::kRows; ++r) {
+              V& number = rows_of(k)[(r * slots + slot) * in.M + m];
               number = whole != 0 ? number : V{};
             }
             V* kept = votes_kept + (m * slots + slot) * CE;
-            for (int64_t e = 0; cut.keep_votes && e < CE; ++e) kept[e] = whole != 0 ? kept[e] : V{};
+            for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) kept[e] = whole != 0 ? kept[e] : V{};
           }
         }
       }
     }
     if (call.dgate) {
-      const int64_t stride[4] = {g.H * g.W * g.N, g.W * g.N, g.N, 1};
+      const int64_t stride[4] = {in.H * in.W * in.N, in.W * in.N, in.N, 1};
       T* lane[n];
-      Sits::find(g, tiles[row], static_cast<T*>(call.dgate), stride, range, q, lane);
+      Sits::find(in, tiles[row], static_cast<T*>(call.dgate), stride, range, q, lane);
       scatter_rows<true, T>(lane, 1, &dgate);
     }
   }
@@ -363,31 +415,31 @@ struct BackwardItem {
   // Where a parent of row t gathers its gradient: in the row's, or, where lanes are children, in the block's own. The
   // turns of one call have no gradients of their parents, except as they are folded.
   X* result(int64_t t, int64_t k) const {
-    if constexpr (Rule::kFolds) return inner_results + k * group_numbers(g.M);
+    if constexpr (Pass::kFolds) return inner_results + k * group_numbers(in.M);
     return results ? results + t * result_size : nullptr;
   }
   Planes<V> target(int64_t t0, int64_t t, int64_t k, int64_t which) const {
     if constexpr (kChildLanes)
-      return Rule::planes(local + ((Rule::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(1), g, 1);
+      return Pass::planes(local + ((Pass::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(1), in, 1);
     else
-      return Rule::planes(result(t0 + t, k), g, g.M);
+      return Pass::planes(result(t0 + t, k), in, in.M);
   }
-  bool has_results() const { return Rule::kFolds || results; }
-  int64_t results_at_once(int64_t nt) const { return Rule::kFolds ? turns : nt; }
+  bool has_results() const { return Pass::kFolds || results; }
+  int64_t results_at_once(int64_t nt) const { return Pass::kFolds ? turns : nt; }
 
   template <bool kKept>
   void gradients(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     int64_t m = 0;
     if constexpr (Pose::kTogether > 1 && kLane != Lanes::kChildren)
-      for (; m + Pose::kTogether <= g.M; m += Pose::kTogether)
+      for (; m + Pose::kTogether <= in.M; m += Pose::kTogether)
         gradients_of<kKept, Pose::kTogether>(m, first, count, t0, nt, dW, dB);
-    for (; m < g.M; ++m) gradients_of<kKept, 1>(m, first, count, t0, nt, dW, dB);
+    for (; m < in.M; ++m) gradients_of<kKept, 1>(m, first, count, t0, nt, dW, dB);
   }
 
   // For parents [m0, m0 + kMany).
   template <bool kKept, int kMany>
   void gradients_of(int64_t m0, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
-    const int64_t stride = cut.block_children;
+    const int64_t stride = schedule.block_children;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t q = first + j * Sits::kUnit;
       const Weight* W = weights.matrix(range, q, m0);
@@ -400,17 +452,17 @@ struct BackwardItem {
         if (call.dchildren) add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
         if (dV_rows) {
           T* lane[n];
-          for (int r = 0; r < n; ++r) lane[r] = dV_rows + (t * n + r) * g.E;
-          scatter_rows<false, T>(lane, g.E, dV + slot * CE);
+          for (int r = 0; r < n; ++r) lane[r] = dV_rows + (t * n + r) * in.E;
+          scatter_rows<false, T>(lane, in.E, dV + slot * CE);
         }
       }
       if constexpr (kByRows)
         if (dV_rows)
-          add_weight_gradient_by_rows(P_rows + j * cut.block_rows * n * g.D, nt * n,
+          add_weight_gradient_by_rows(P_rows + j * schedule.block_rows * n * in.D, nt * n,
                                       dW + weights.offset(range.child(q), m0));
       if (dW_lanes && !shared)
         for (int which = 0; which < kMany; ++which) {
-          V* unit = dW_lanes + (kChildLanes ? 0 : (j * g.M + m0 + which) * DE);
+          V* unit = dW_lanes + (kChildLanes ? 0 : (j * in.M + m0 + which) * DE);
           add_weight_gradient<T>(pose, nt, stride, P + j * CD, dV + (which * slots + j) * CE, t0 == 0, unit);
         }
       if (kLane == Lanes::kChildren && dW_lanes) {
@@ -435,10 +487,10 @@ struct BackwardItem {
         for (int64_t t = 0; t < results_at_once(nt); ++t)
           for (int which = 0; which < kMany; ++which) {
             const Planes<V> from = target(t0, t, t, which);
-            const Planes<X> to = Rule::planes(result(t0 + t, t), g, g.M);
+            const Planes<X> to = Pass::planes(result(t0 + t, t), in, in.M);
             for (int plane = 0; plane < from.poses; ++plane)
               add_lane_sums<T>(from.pose(plane, 0), CE, to.pose(plane, m0 + which));
-            for (int plane = 0; plane < Rule::kResultNumbers; ++plane)
+            for (int plane = 0; plane < Pass::kResultNumbers; ++plane)
               add_lane_sums<T>(from.number(plane, 0), 1, to.number(plane, m0 + which));
           }
   }
@@ -447,21 +499,21 @@ struct BackwardItem {
   template <bool kKept>
   FASTCAPS_INLINE void vote_gradient(int64_t m, int which, bool begins, int64_t q, int64_t t0, int64_t t, int64_t slot,
                                      const Weight* W, const Weight* bias, V* sum, T* dB) {
-    const bool own = Pose::kIdentity && bias == nullptr;  // the pose is the vote
+    const bool own = are_poses<Pose>(W) && bias == nullptr;  // the pose is the vote
     const V* vote = own ? P + slot * CD : votes_kept + (kKept ? (m * slots + slot) * CE : 0);
     if (!kKept && !own && needs_vote)
       votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
     for (int64_t k = 0; k < turns; ++k) {
-      const V* row = rows_of(k) + slot * g.M + m;
+      const V* row = rows_of(k) + slot * in.M + m;
       const Planes<V> to = target(t0, t, k, which);
       if (kChildLanes && begins && has_results()) zero(to.base, target_numbers(1));
       if (k == 0)
-        rules[k].template gradient<false>(pose, state(t0 + t, k), m, row, slots * g.M, vote, sum, to,
-                                          kChildLanes ? 0 : m);
+        passes[k].template gradient<false>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
+                                           kChildLanes ? 0 : m);
       else
-        rules[k].template gradient<true>(pose, state(t0 + t, k), m, row, slots * g.M, vote, sum, to,
-                                         kChildLanes ? 0 : m);
-      if constexpr (Rule::kBetas) rules[k].add_betas(state(t0 + t, k), m, *row, gates[slot], Sits{}, range, q, item);
+        passes[k].template gradient<true>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
+                                          kChildLanes ? 0 : m);
+      if constexpr (Pass::kBetas) passes[k].add_betas(state(t0 + t, k), m, *row, gates[slot], Sits{}, range, q, item);
     }
     if (dB) add_bias_gradient(q, m, sum, dB);
   }

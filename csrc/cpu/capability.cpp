@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "pass.h"
+#include "call.h"
 
 namespace fastcaps {
 
@@ -69,30 +69,30 @@ const Level* chosen() {
 namespace {
 
 template <class Operands>
-const Kernels<Operands>& choose_kernels(const Kernels<Operands>* const Level::* kernels, const Geometry& g,
+const Kernels<Operands>& choose_kernels(const Kernels<Operands>* const Level::* kernels, const Votes& in,
                                         bool is_double) {
   const Level* level = chosen() ? chosen() : kLevels;
   const Kernels<Operands>& table = *(level->*kernels);
   if (level == kLevels || is_double || forced()) return table;
   const Kernels<Operands>& below = *((level - 1)->*kernels);
   const bool half = 2 * below.lanes_float == table.lanes_float && below.lanes_float >= 8;
-  const int64_t most = below.lanes_float, positions = g.positions();
+  const int64_t most = below.lanes_float, positions = in.positions();
   return half && positions > most / 4 && positions <= most ? below : table;
 }
 
 }  // namespace
 
 template <>
-const Kernels<Attention>& kernels(const Geometry& g, bool is_double) {
-  return choose_kernels(&Level::attention, g, is_double);
+const Kernels<Attention>& kernels(const Votes& in, bool is_double) {
+  return choose_kernels(&Level::attention, in, is_double);
 }
 template <>
-const Kernels<Pooling>& kernels(const Geometry& g, bool is_double) {
-  return choose_kernels(&Level::pooling, g, is_double);
+const Kernels<Pooling>& kernels(const Votes& in, bool is_double) {
+  return choose_kernels(&Level::pooling, in, is_double);
 }
 template <>
-const Kernels<Gaussian>& kernels(const Geometry& g, bool is_double) {
-  return choose_kernels(&Level::gaussian, g, is_double);
+const Kernels<Gaussian>& kernels(const Votes& in, bool is_double) {
+  return choose_kernels(&Level::gaussian, in, is_double);
 }
 
 }  // namespace fastcaps
@@ -107,12 +107,6 @@ const char* fastcaps_capabilities_built(void) {
 #else
   return "default";
 #endif
-}
-
-const char* fastcaps_ops(void) {
-  return "attention_pass,attention_pass_backward,attention_turns_backward,attention_routing,"
-         "pooling_pass,pooling_pass_backward,pooling_turns_backward,pooling_routing,"
-         "gaussian_pass,gaussian_pass_backward,gaussian_turns_backward,gaussian_routing";
 }
 
 }  // extern "C"

@@ -21,11 +21,10 @@ FASTCAPS_EXPORT const char* fastcaps_capability(void);
 FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
 FASTCAPS_EXPORT const char* fastcaps_ops(void);
 
-/* One line for people: how a call of a pass ("attention", "pooling", "gaussian") would be cut, and by which kernel.
-   `geometry` holds 19 numbers: B H W N C D Ho Wo M E
-   G and the window's 8. The text lives until the thread's next call. */
-FASTCAPS_EXPORT const char* fastcaps_cpu_plan(const char* pass, const int64_t* geometry, int64_t backward,
-                                              int64_t is_double);
+/* One line for people: how a call of a routing ("attention", "pooling", "gaussian") would be cut up, and by which
+   kernel. `numbers`: B H W N C D Ho Wo M E G and the window's 8. The text lives until the thread's next call. */
+FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_t* numbers, int64_t backward,
+                                                  int64_t wide);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,8 @@
 // The attention pass where many children share each matrix. Agreement and weighted sum are linear in the votes, so the
 // matrix may act on the parents instead: with U_m = Q_m W^T, of the shape of a child's pose,
 //   <Q, P W> = <U, P>,  S = sum_i r_i P_i W = (sum_i r_i P_i) W
-// A type's children are met together; a vote then costs 2 C D multiplications and no matrix.
+// A type's children are met together; a vote then costs 2 C D multiplications and no matrix. Votes that are the
+// children's own poses (and a bias) are the same without a matrix: U = Q.
 #pragma once
 
 #include "attention.h"
@@ -15,8 +16,12 @@ struct Turned {
   static constexpr bool kSingle = kOnePosition<T, X>;
 
   // U[m] = Q[m] W[m]^T for all m.
-  static void to_children(const Geometry& g, const X* Q, const T* W, X* U) {
-    const int64_t D = g.D, E = g.E, rows = g.M * g.C;
+  static void to_children(const Votes& in, const X* Q, const T* W, X* U) {
+    const int64_t D = in.D, E = in.E, rows = in.M * in.C;
+    if (!W) {
+      std::memcpy(U, Q, size_t(rows * D) * sizeof(X));
+      return;
+    }
     if constexpr (kSingle) {
       constexpr int n = kLanes<T>;
       if (E % n == 0 && (rows * D) % n == 0) {  // dot products along E, n of them added up at once
@@ -24,7 +29,7 @@ struct Turned {
         int filled = 0;
         for (int64_t row = 0; row < rows; ++row)
           for (int64_t d = 0; d < D; ++d, ++U) {
-            const T *q = Q + row * E, *w = W + (row / g.C * D + d) * E;
+            const T *q = Q + row * E, *w = W + (row / in.C * D + d) * E;
             Vec<T> sum = load<T>(q) * load<T>(w);
             for (int64_t e = n; e < E; e += n) sum += load<T>(q + e) * load<T>(w + e);
             part[filled] = sum;
@@ -39,7 +44,7 @@ struct Turned {
     }
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t d = 0; d < D; ++d, ++U) {
-        const T* w = W + (row / g.C * D + d) * E;
+        const T* w = W + (row / in.C * D + d) * E;
         X sum{};
         for (int64_t e = 0; e < E; ++e) sum += Q[row * E + e] * w[e];
         *U = sum;
@@ -47,20 +52,21 @@ struct Turned {
   }
 
   // S[m] += P[m] W[m] for all m; P of one parent serves all where `one`.
-  static void add_to_parents(const Geometry& g, const X* P, bool one, const T* W, X* S) {
-    const int64_t D = g.D, E = g.E, rows = g.M * g.C;
+  static void add_to_parents(const Votes& in, const X* P, bool one, const T* W, X* S) {
+    const int64_t D = in.D, E = in.E, rows = in.M * in.C;
     for (int64_t row = 0; row < rows; ++row) {
-      const X* p = P + (one ? row % g.C : row) * D;
-      const T* w = W + row / g.C * D * E;
-      for (int64_t d = 0; d < D; ++d)
+      const X* p = P + (one ? row % in.C : row) * D;
+      const T* w = W + row / in.C * D * E;
+      for (int64_t e = 0; !W && e < E; ++e) S[row * E + e] += p[e];
+      for (int64_t d = 0; W && d < D; ++d)
         for (int64_t e = 0; e < E; ++e) S[row * E + e] += p[d] * w[d * E + e];
     }
   }
 
   // dW[m] += P[m]^T S[m] for all m, the lanes added up.
-  static void add_outer(const Geometry& g, const X* P, const X* S, T* dW) {
-    const int64_t C = g.C, D = g.D, E = g.E;
-    for (int64_t m = 0; m < g.M; ++m)
+  static void add_outer(const Votes& in, const X* P, const X* S, T* dW) {
+    const int64_t C = in.C, D = in.D, E = in.E;
+    for (int64_t m = 0; m < in.M; ++m)
       for (int64_t d = 0; d < D; ++d, dW += E) {
         const X *p = P + m * C * D + d, *s = S + m * C * E;
         if constexpr (kSingle) {
@@ -87,46 +93,45 @@ struct FoldedForward : AttentionForward<T, X> {
   using Base = AttentionForward<T, X>;
   using V = Vec<T>;
   static constexpr bool kFolds = true;
-  using Base::g;
+  using Base::in;
   const int64_t CD;
-  explicit FoldedForward(const ForwardCall<Attention>& call_) : Base(call_), CD(g.child_pose()) {}
+  explicit FoldedForward(const ForwardCall<Attention>& call_) : Base(call_), CD(in.child_size()) {}
 
-  // State: Q, then U. Results: S, then sums of poses.
+  // State: Q, then U. Results: S before the others, which are sums of poses.
   static int64_t state_numbers(const ForwardCall<Attention>& call) {
-    const Geometry& g = call.in.geometry;
-    return g.parents() + g.M * g.child_pose();
+    const Votes& in = call.votes;
+    return in.parents_size() + in.M * in.child_size();
   }
-  static int64_t result_numbers(const Geometry& g, int64_t many) {
-    return (many == g.M ? g.parents() : 0) + many * g.child_pose();
+  static int64_t numbers_before(const Votes& in) { return in.parents_size(); }
+  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.child_size(); }
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.child_size(), 1};
   }
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base + (many == g.M ? g.parents() : 0), many, g.child_pose(), 1};
-  }
-  template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
-    zero(result, result_numbers(g, many));
+  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
+    zero(result, result_numbers(in, many));
   }
 
   void enter(int64_t turn, const T* W, X* state) const {
-    if (!Base::equal(turn)) Turned<T, X>::to_children(g, state, W, state + g.parents());
+    if (!Base::equal(turn)) Turned<T, X>::to_children(in, state, W, state + in.parents_size());
   }
   void leave(int64_t turn, const T* W, X* result) const {
-    X* poses = result + g.parents();
-    Turned<T, X>::add_to_parents(g, poses, Base::equal(turn), W, result);
-    zero(poses, g.M * CD);
+    X* poses = result + in.parents_size();
+    Turned<T, X>::add_to_parents(in, poses, Base::equal(turn), W, result);
+    zero(poses, in.M * CD);
   }
 
   template <class Each>
   FASTCAPS_INLINE V meet(const X* state, int64_t m, Each&& each_pose) const {
-    return Base::agreement(state + g.parents() + m * CD, each_pose);
+    return Base::agreement(state + in.parents_size() + m * CD, each_pose);
   }
   FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
                             int64_t to_m) const {
     WeightedSums<T>::take(kept, share, count, CD, to.pose(0, to_m));
   }
   void fold(Planes<V> block, X* result, int64_t m) const {
-    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, planes(result, g, g.M).pose(0, m));
+    if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, result + in.parents_size() + m * CD);
   }
 };
 
@@ -137,31 +142,31 @@ struct FoldedBackward : AttentionBackward<T, X> {
   using Base = AttentionBackward<T, X>;
   using V = Vec<T>;
   static constexpr bool kFolds = true;
-  using Base::call, Base::g, Base::with;
+  using Base::call, Base::in, Base::with;
   const int64_t CD, MCD, MCE;
   FoldedBackward(const BackwardCall<Attention>& call_, const Attention& with_)
-      : Base(call_, with_), CD(g.child_pose()), MCD(g.M * CD), MCE(g.parents()) {}
+      : Base(call_, with_), CD(in.child_size()), MCD(in.M * CD), MCE(in.parents_size()) {}
 
   // State of a row and a group of children: Y and U. Results: dQ of a row; of a group of children Z, X.
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base, many, g.child_pose(), 2};
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.child_size(), 2};
   }
-  static int64_t inner_numbers(const Geometry& g, int64_t many) { return 2 * many * g.child_pose(); }
+  static int64_t inner_numbers(const Votes& in, int64_t many) { return 2 * many * in.child_size(); }
   bool needs_vote() const { return true; }
 
   void enter(const T* W, const X* state, X* inner) const {
-    Turned<T, X>::to_children(g, state, W, inner);
+    Turned<T, X>::to_children(in, state, W, inner);
     if (with.query.data)
-      Turned<T, X>::to_children(g, state + MCE, W, inner + MCD);
+      Turned<T, X>::to_children(in, state + MCE, W, inner + MCD);
     else
       zero(inner + MCD, MCD);
   }
   void leave(const T* W, const X* state, const X* inner, X* dquery, T* dW) const {
-    if (with.dquery) Turned<T, X>::add_to_parents(g, inner, false, W, dquery);
+    if (with.dquery) Turned<T, X>::add_to_parents(in, inner, false, W, dquery);
     if (!dW) return;
-    Turned<T, X>::add_outer(g, inner + MCD, state, dW);
-    if (with.query.data) Turned<T, X>::add_outer(g, inner, state + MCE, dW);
+    Turned<T, X>::add_outer(in, inner + MCD, state, dW);
+    if (with.query.data) Turned<T, X>::add_outer(in, inner, state + MCE, dW);
   }
 
   template <class Each>
@@ -174,7 +179,8 @@ struct FoldedBackward : AttentionBackward<T, X> {
     const X *y = inner + m * CD, *u = y + MCD;
     V *z = to.pose(0, to_m), *x = to.pose(1, to_m);
     const V share = row[0], da = row[stride];
-    if (call.dchildren) Base::template add_gradient<kAdd>(pose, share, y, da, with.query.data ? u : nullptr, dP);
+    if (call.dchildren || call.dbias)
+      Base::template add_gradient<kAdd>(pose, share, y, da, with.query.data ? u : nullptr, dP);
     if (call.dweight)
       for (int k = 0; k < pose.C * pose.D; ++k) x[k] += share * child[k];
     if (with.query.data)

@@ -5,10 +5,13 @@
 // Sums are kept as the running mean and the squares about it (West 1979), both about a base near the votes: the mean of
 // the turn before, or some child's votes. No common offset of the votes and no distance from the base costs digits.
 //
-// Backward, with N = n + eps, d = V - means, u = (dmeans - 2 eps means dvariances / N) / N, s = dvariances / N:
+// Backward, with N = n + eps, d = V - means, u = (dmeans - 2 rest dvariances / N) / N, s = dvariances / N:
 //   t = dn - <s, variances> + <u + s d, d> + (beta_use + beta_ignore) devidence, da = g r (t - sum_m r t),
 //   dg = sum_m r t - beta_ignore devidence, dV = w (u + 2 s d) - 2 da p (V - mu),
 //   dmu = 2 p sum_i da (V - mu), dvariance = 2 p^2 sum_i da (V - mu)^2, dalpha = sum_i da
+// rest = sum_i w (V - means) would be eps means, and n the count given, if nothing were rounded. As rounded the means
+// are off, and every d by as much, and the weights made again are not quite those that were counted. Where a variance
+// is nothing beside its mean, rest and n are summed from the same d and w, so that both cancel as they should.
 #pragma once
 
 #include "attention.h"
@@ -56,32 +59,33 @@ struct GaussianForward {
   static constexpr int kShares = 2;
   static constexpr bool kSilent = true, kBase = true, kFolds = false;
   const ForwardCall<Gaussian>& call;
-  const Geometry& g;
+  const Votes& in;
   const Gaussian& with;
   const Betas<T> betas;
   const int64_t CE;
 
   explicit GaussianForward(const ForwardCall<Gaussian>& call_)
-      : call(call_), g(call.in.geometry), with(call.with), betas(with), CE(g.parent_pose()) {}
+      : call(call_), in(call.votes), with(call.with), betas(with), CE(in.parent_size()) {}
 
   // Results: the mean and the squares about it, both about the base; n and the evidence.
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base, many, g.parent_pose(), 2};
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 2};
   }
-  static int64_t result_numbers(const Geometry& g, int64_t many) { return 2 * many * (g.parent_pose() + 1); }
+  static int64_t numbers_before(const Votes&) { return 0; }
+  static int64_t result_numbers(const Votes& in, int64_t many) { return 2 * many * (in.parent_size() + 1); }
   template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
-    zero(result, result_numbers(g, many));
+  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
+    zero(result, result_numbers(in, many));
   }
   // State: the base and p; alpha.
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
-    return {base, g.M, CE, 2};
+    return {base, in.M, CE, 2};
   }
   static int64_t state_numbers(const ForwardCall<Gaussian>& call) {
-    const Geometry& g = call.in.geometry;
-    return g.M * (2 * g.parent_pose() + 1);
+    const Votes& in = call.votes;
+    return in.M * (2 * in.parent_size() + 1);
   }
 
   // A routing's later turns have a mean, a variance (or not) and a log-weight.
@@ -94,16 +98,16 @@ struct GaussianForward {
     const Planes<X> to = parents(state);
     zero(state, state_numbers(call));
     if (with.mean.data) {
-      gather_parents<T>(g, tile, compute_storage<T>, with.mean, g.M, g.C, g.E, to.pose(0, 0));
+      gather_parents<T>(in, tile, compute_storage<T>, with.mean, in.M, in.C, in.E, to.pose(0, 0));
       X* p = to.pose(1, 0);
-      for (int64_t k = 0; k < g.parents(); ++k) p[k] += 1;
+      for (int64_t k = 0; k < in.parents_size(); ++k) p[k] += 1;
       if (with.variance.data) {
-        gather_parents<T>(g, tile, compute_storage<T>, with.variance, g.M, g.C, g.E, p);
-        for (int64_t k = 0; k < g.parents(); ++k) p[k] = T(0.5) / where_alive<T>(tile, p[k], T(1));
+        gather_parents<T>(in, tile, compute_storage<T>, with.variance, in.M, in.C, in.E, p);
+        for (int64_t k = 0; k < in.parents_size(); ++k) p[k] = T(0.5) / where_alive<T>(tile, p[k], T(1));
       }
     }
     if (with.log_weight.data)
-      gather_parents<T>(g, tile, compute_storage<T>, with.log_weight, g.M, 1, 1, to.number(0, 0));
+      gather_parents<T>(in, tile, compute_storage<T>, with.log_weight, in.M, 1, 1, to.number(0, 0));
   }
 
   template <class Each>
@@ -119,9 +123,9 @@ struct GaussianForward {
   }
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const {
-    softmax<T>(row, g.M, highest, gate);
-    if (call.in.gate.data)
-      for (int64_t m = 0; m < g.M; ++m) row[m] = gate == 0 ? V{} : row[m];
+    softmax<T>(row, in.M, highest, gate);
+    if (call.votes.gate.data)
+      for (int64_t m = 0; m < in.M; ++m) row[m] = gate == 0 ? V{} : row[m];
   }
 
   // From a block's weights w to how far each child moves the mean, and how much its square counts.
@@ -130,7 +134,7 @@ struct GaussianForward {
                              int64_t m, Planes<V> to, int64_t to_m, V* share) const {
     V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
     for (int64_t j = 0; j < count; ++j) {
-      const V w = row[j * g.M], sum = n + w, moved = sum == 0 ? V{} : w / sum;
+      const V w = row[j * in.M], sum = n + w, moved = sum == 0 ? V{} : w / sum;
       share[2 * j] = moved;
       share[2 * j + 1] = n * moved;
       n = sum;
@@ -177,7 +181,7 @@ struct GaussianForward {
   // The lanes' moments to one (their common mean first, then the squares about it), and that into the row's.
   void fold(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
-      const Planes<X> to = planes(result, g, g.M);
+      const Planes<X> to = planes(result, in, in.M);
       const V n = *block.number(0, 0);
       const T sum = sum_lanes<T>(n);
       *to.number(1, m) += sum_lanes<T>(*block.number(1, 0));
@@ -209,9 +213,9 @@ struct GaussianForward {
   }
   // Two ranges' moments to one (Chan et al. 1979).
   void merge(X* result, const X* other) const {
-    const Planes<X> to = planes(result, g, g.M);
-    const Planes<const X> from{other, g.M, CE, 2};
-    for (int64_t m = 0; m < g.M; ++m) {
+    const Planes<X> to = planes(result, in, in.M);
+    const Planes<const X> from{other, in.M, CE, 2};
+    for (int64_t m = 0; m < in.M; ++m) {
       const X before = *to.number(0, m), n = *from.number(0, m), sum = before + n;
       const X share = n * inverse_or_zero(sum);
       for (int64_t k = 0; k < CE; ++k) {
@@ -225,10 +229,10 @@ struct GaussianForward {
   }
 
   void finish(const Tile<T>& tile, int64_t turn, X* result, X* state) const {
-    const Planes<X> to = planes(result, g, g.M), from = parents(state);
-    const int64_t MCE = g.parents(), at = turn * g.positions();
+    const Planes<X> to = planes(result, in, in.M), from = parents(state);
+    const int64_t MCE = in.parents_size(), at = turn * in.positions();
     const T eps = T(with.eps);
-    for (int64_t m = 0; m < g.M; ++m) {
+    for (int64_t m = 0; m < in.M; ++m) {
       const X n = *to.number(0, m), one = inverse_or_zero(n + eps);
       for (int64_t k = 0; k < CE; ++k) {
         const X mean = from.pose(0, m)[k] + to.pose(0, m)[k], short_of = mean * (eps * one);
@@ -236,33 +240,33 @@ struct GaussianForward {
         to.pose(1, m)[k] = n == 0 ? X{} : (to.pose(1, m)[k] + n * short_of * short_of) * one;
       }
     }
-    write_row<T>(tile, static_cast<T*>(with.counts) + at * g.M, g.M, to.number(0, 0));
+    write_row<T>(tile, static_cast<T*>(with.counts) + at * in.M, in.M, to.number(0, 0));
     write_row<T>(tile, static_cast<T*>(with.means) + at * MCE, MCE, to.pose(0, 0));
     write_row<T>(tile, static_cast<T*>(with.variances) + at * MCE, MCE, to.pose(1, 0));
-    if (with.evidence) write_row<T>(tile, static_cast<T*>(with.evidence) + at * g.M, g.M, to.number(1, 0));
-    if (with.scores) update(tile, turn, to, from);
+    update(turn, to, from);
+    write_row<T>(tile, static_cast<T*>(with.scores) + at * in.M, in.M, to.number(1, 0));
   }
 
   // The parents' scores, and their Gaussians for the next turn.
-  void update(const Tile<T>& tile, int64_t turn, Planes<X> result, Planes<X> state) const {
+  void update(int64_t turn, Planes<X> result, Planes<X> state) const {
     const T eps = T(with.eps);
-    for (int64_t m = 0; m < g.M; ++m) {
+    const bool kmeans = with.rule == Rule::kKMeans;
+    for (int64_t m = 0; m < in.M; ++m) {
       X log_sigma{};
       for (int64_t k = 0; k < CE; ++k) {
         const X variance = result.pose(1, m)[k] + eps;
         state.pose(0, m)[k] = result.pose(0, m)[k];
-        state.pose(1, m)[k] = with.kmeans ? X{} + 1 : T(0.5) / variance;
-        if (!with.kmeans) log_sigma += natural_log<T>(variance) * T(0.5);
+        state.pose(1, m)[k] = kmeans ? X{} + 1 : T(0.5) / variance;
+        if (!kmeans) log_sigma += natural_log<T>(variance) * T(0.5);
       }
       X& score = *result.number(1, m);  // the evidence
-      if (with.update == Update::kEM) {
+      if (with.rule == Rule::kEM) {
         const T cost = T(CE) * static_cast<const T*>(with.beta_u)[m];
         score = T(with.schedule[turn]) *
                 (static_cast<const T*>(with.beta_a)[m] - (cost + log_sigma) * *result.number(0, m));
       }
       *state.number(0, m) = log_sigmoid<T>(score) - log_sigma;
     }
-    write_row<T>(tile, static_cast<T*>(with.scores) + turn * g.positions() * g.M, g.M, result.number(1, 0));
   }
 };
 
@@ -272,70 +276,104 @@ struct GaussianBackward {
   using V = Vec<T>;
   static constexpr int kRows = 2;           // a, then w; t, then da
   static constexpr int kResultNumbers = 1;  // sum of da
-  static constexpr bool kSilent = true, kBetas = true, kFolds = false;
+  static constexpr bool kSilent = true, kBetas = true, kRest = true, kFolds = false;
   const BackwardCall<Gaussian>& call;
-  const Geometry& g;
+  const Votes& in;
   const Gaussian& with;
   const Betas<T> betas;
   const int64_t CE;
 
   GaussianBackward(const BackwardCall<Gaussian>& call_, const Gaussian& with_)
-      : call(call_), g(call.in.geometry), with(with_), betas(with), CE(g.parent_pose()) {}
+      : call(call_), in(call.votes), with(with_), betas(with), CE(in.parent_size()) {}
 
-  // State: the base, p, means less the base, u - 2 s means, s; alpha, what of t no vote changes, devidence.
-  enum Plane { kBase, kPrecision, kMeans, kSlope, kS, kPoses };
+  // State: the base, p, means less the base, u, s; alpha, what of t no vote changes, devidence.
+  enum Plane { kBase, kPrecision, kMeans, kU, kS, kPoses };
   enum Number { kAlpha, kAlways, kEvidence, kNumbers };
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
-    return {base, g.M, CE, kPoses};
+    return {base, in.M, CE, kPoses};
   }
   static int64_t state_numbers(const BackwardCall<Gaussian>& call) {
-    const Geometry& g = call.in.geometry;
-    return g.M * (kPoses * g.parent_pose() + kNumbers);
+    const Votes& in = call.votes;
+    return in.M * (kPoses * in.parent_size() + kNumbers);
   }
   // Results: sums of da (V - mu) and da (V - mu)^2; of da.
-  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * (2 * g.parent_pose() + 1); }
+  static int64_t result_numbers(const Votes& in, int64_t many) { return many * (2 * in.parent_size() + 1); }
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base, many, g.parent_pose(), 2};
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 2};
   }
   bool wants_results() const { return with.dmean || with.dvariance || with.dlog_weight; }
   bool needs_vote() const { return true; }
-  static int64_t prepare_scratch(const Geometry& g) { return g.parents() + 3 * g.M; }
+  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.M; }
   bool plain() const { return !with.mean.data && !with.log_weight.data && !call.dgate; }
-  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(g.M)); }
+  FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
-  void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  // Leaves 1 / N in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
+  bool prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;
-    const int64_t MCE = g.parents();
+    const int64_t MCE = in.parents_size();
     const Planes<X> to = parents(state);
-    const auto poses = [&](const View& view, X* out) { gather_parents<T>(g, tile, kSum, view, g.M, g.C, g.E, out); };
-    const auto numbers = [&](const View& view, X* out) { gather_parents<T>(g, tile, kSum, view, g.M, 1, 1, out); };
+    const auto poses = [&](const View& view, X* out) {
+      gather_parents<T>(in, tile, kSum, view, in.M, in.C, in.E, out);
+    };
+    const auto numbers = [&](const View& view, X* out) { gather_parents<T>(in, tile, kSum, view, in.M, 1, 1, out); };
     zero(state, state_numbers(call));
-    X *counts = scratch, *variances = scratch + 3 * g.M;
+    X *counts = scratch, *variances = rest(scratch);
     numbers(with.given_counts, counts);
     poses(with.given_means, to.pose(kMeans, 0));
     poses(with.given_variances, variances);
-    if (with.grad_means.data) poses(with.grad_means, to.pose(kSlope, 0));
+    if (with.grad_means.data) poses(with.grad_means, to.pose(kU, 0));
     if (with.grad_variances.data) poses(with.grad_variances, to.pose(kS, 0));
     if (with.grad_counts.data) numbers(with.grad_counts, to.number(kAlways, 0));
     if (with.grad_evidence.data && betas.use) numbers(with.grad_evidence, to.number(kEvidence, 0));
     if (with.log_weight.data) numbers(with.log_weight, to.number(kAlpha, 0));
     poses(with.mean.data ? with.mean : with.given_means, to.pose(kBase, 0));
-    X *p = to.pose(kPrecision, 0), *u = to.pose(kSlope, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
+    X *p = to.pose(kPrecision, 0), *u = to.pose(kU, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
     if (with.variance.data) poses(with.variance, p);
-    for (int64_t m = 0; m < g.M; ++m) {
-      const X one = inverse_or_zero(counts[m] + T(with.eps));
+    X narrow{};
+    zero(count(scratch), in.M);
+    for (int64_t m = 0; m < in.M; ++m) {
+      const X one = counts[m] = inverse_or_zero(counts[m] + T(with.eps));
       for (int64_t k = m * CE; k < (m + 1) * CE; ++k) {
         s[k] *= one;
         u[k] = (u[k] - T(2 * with.eps) * means[k] * s[k]) * one;
         *to.number(kAlways, m) -= s[k] * variances[k];
+        narrow += variances[k] < means[k] * means[k] * kNarrow ? s[k] * s[k] : X{};
+        variances[k] = X{};
       }
     }
     for (int64_t k = 0; k < MCE; ++k) {
       means[k] -= to.base[k];
-      u[k] -= 2 * s[k] * means[k];
       if (with.mean.data) p[k] = with.variance.data ? T(0.5) / where_alive<T>(tile, p[k], T(1)) : X{} + 1;
+    }
+    T sum{};
+    add_lanes<T>(&narrow, 1, &sum);
+    return sum > 0;
+  }
+
+  // A variance that is less of its squared mean than this.
+  static constexpr T kNarrow = T(1) / 64;
+
+  X* count(X* scratch) const { return scratch + in.M; }
+  X* rest(X* scratch) const { return scratch + 2 * in.M; }
+  // rest += w (V - means), for one unit of children
+  template <class Pose>
+  FASTCAPS_INLINE void add_rest(const Pose& pose, const X* state, int64_t m, V w, const V* vote, V* rest) const {
+    const X *base = parents(state).pose(kBase, m), *means = parents(state).pose(kMeans, m);
+    for (int k = 0; k < pose.C * pose.E; ++k) rest[k] += w * (vote[k] - base[k] - means[k]);
+  }
+  void take_rest(X* state, X* scratch) const {
+    const Planes<X> to = parents(state);
+    const X *base = to.pose(kBase, 0), *means = to.pose(kMeans, 0);
+    X *u = to.pose(kU, 0), *s = to.pose(kS, 0);
+    for (int64_t m = 0; m < in.M; ++m) {
+      const X one = scratch[m], n = count(scratch)[m] + T(with.eps), change = one == 0 ? X{} : 1 / (n * one);
+      for (int64_t k = m * CE; k < (m + 1) * CE; ++k) {
+        const X more = T(with.eps) * (base[k] + means[k]) - change * rest(scratch)[k];
+        u[k] = change * (u[k] + 2 * s[k] * one * more);
+        s[k] *= change;
+      }
     }
   }
 
@@ -343,12 +381,12 @@ struct GaussianBackward {
   FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m);
-    const X *slope = from.pose(kSlope, m), *s = from.pose(kS, m);
+    const X *u = from.pose(kU, m), *s = from.pose(kS, m);
     V distance[2] = {}, gain[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA {
-      const V off = v - base[k];
+      const V off = v - base[k], d = off - means[k];
       distance[k & 1] += p[k] * off * off;
-      gain[k & 1] += (slope[k] + s[k] * (off + means[k])) * (off - means[k]);  // u + s d, times d
+      gain[k & 1] += (u[k] + s[k] * d) * d;
     });
     const V alpha = V{} + *from.number(kAlpha, m);
     const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
@@ -367,17 +405,17 @@ struct GaussianBackward {
   FASTCAPS_INLINE V ignored_evidence(const X* state, Sits sits, const Range& range, int64_t q) const {
     V sum{};
     if (betas.use)
-      for (int64_t m = 0; m < g.M; ++m)
+      for (int64_t m = 0; m < in.M; ++m)
         sum -= betas.ignore_at(sits, range, q, m) * *parents(state).number(kEvidence, m);
     return sum;
   }
 
   FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
     V* gain = row + stride;
-    softmax<T>(row, g.M, highest, broadcast(T(1)));
+    softmax<T>(row, in.M, highest, broadcast(T(1)));
     V mean{};
-    for (int64_t m = 0; m < g.M; ++m) mean += row[m] * gain[m];
-    for (int64_t m = 0; m < g.M; ++m) {
+    for (int64_t m = 0; m < in.M; ++m) mean += row[m] * gain[m];
+    for (int64_t m = 0; m < in.M; ++m) {
       row[m] *= gate;
       gain[m] = row[m] * (gain[m] - mean);
     }
@@ -389,11 +427,11 @@ struct GaussianBackward {
                                 const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
-    const X *slope = from.pose(kSlope, m), *s = from.pose(kS, m);
+    const X *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
     const V w = row[0], da = row[stride], twice = w + w, pull = da + da;
     if (call.wants_votes())
       for (int k = 0; k < pose.C * pose.E; ++k) {
-        const V dv = w * slope[k] + (twice * s[k] - pull * p[k]) * (vote[k] - base[k]);
+        const V off = vote[k] - base[k], dv = w * u[k] + twice * s[k] * (off - means[k]) - pull * p[k] * off;
         dV[k] = kAdd ? dV[k] + dv : dv;
       }
     if (!wants_results()) return;
@@ -432,16 +470,16 @@ struct GaussianBackward {
   }
 
   void finish(const Tile<T>& tile, const X* state, X* result) const {
-    const Planes<X> sums = planes(result, g, g.M);
+    const Planes<X> sums = planes(result, in, in.M);
     const X* p = parents(state).pose(kPrecision, 0);
     X *first = sums.pose(0, 0), *second = sums.pose(1, 0);
-    for (int64_t k = 0; k < g.parents(); ++k) {
+    for (int64_t k = 0; k < in.parents_size(); ++k) {
       first[k] *= 2 * p[k];
       second[k] *= 2 * p[k] * p[k];
     }
-    if (with.dmean) write_row<T>(tile, static_cast<T*>(with.dmean), g.parents(), first);
-    if (with.dvariance) write_row<T>(tile, static_cast<T*>(with.dvariance), g.parents(), second);
-    if (with.dlog_weight) write_row<T>(tile, static_cast<T*>(with.dlog_weight), g.M, sums.number(0, 0));
+    if (with.dmean) write_row<T>(tile, static_cast<T*>(with.dmean), in.parents_size(), first);
+    if (with.dvariance) write_row<T>(tile, static_cast<T*>(with.dvariance), in.parents_size(), second);
+    if (with.dlog_weight) write_row<T>(tile, static_cast<T*>(with.dlog_weight), in.M, sums.number(0, 0));
   }
 };
 

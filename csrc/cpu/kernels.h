@@ -36,36 +36,31 @@ template <class Call, class F>
 auto with_pose(const Call& call, bool is_double, F&& f) {
   using Operands = OperandsOf<Call>;
   constexpr bool kAttention = std::is_same_v<Operands, Attention>;
-  const Geometry& g = call.in.geometry;
-  const auto is = [&](int c, int d, int e) { return g.C == c && g.D == d && g.E == e; };
-  const DynamicPose any{int(g.C), int(g.D), int(g.E)};
+  const Votes& in = call.votes;
+  const auto is = [&](int c, int d, int e) { return in.C == c && in.D == d && in.E == e; };
+  const DynamicPose any{int(in.C), int(in.D), int(in.E)};
   const auto same = [&](auto lanes) {  // votes are the children themselves
-    if constexpr (!std::is_same_v<Operands, Pooling>)
-      return f(any, float{}, lanes);  // there is no such call
-    else if (is_double)
-      return f(SamePose{any}, double{}, lanes);
-    else {
-      if constexpr (kOwnPoses)
-        if (is(1, 16, 16)) return f(SameStaticPose<1, 16>{}, float{}, lanes);
-      return f(SamePose{any}, float{}, lanes);
-    }
+    if (is_double) return f(any, double{}, lanes);
+    if constexpr (kOwnPoses && std::is_same_v<Operands, Pooling>)
+      if (is(1, 16, 16)) return f(SameStaticPose<1, 16>{}, float{}, lanes);
+    return f(any, float{}, lanes);
   };
   if constexpr (kAttention) {
-    if (call.cut.folded) {
+    if (call.schedule.folded) {
       const auto poses = [&](auto lanes) {
-        const DynamicPose own{int(g.C), int(g.D), int(g.D)};
+        const DynamicPose own{int(in.C), int(in.D), int(in.D)};
         if (is_double) return f(SamePose{own}, double{}, lanes);
         if constexpr (kOwnPoses) {
-          if (g.C == 1 && g.D == 8) return f(SameStaticPose<1, 8>{}, float{}, lanes);
-          if (g.C == 4 && g.D == 4) return f(SameStaticPose<4, 4>{}, float{}, lanes);
+          if (in.C == 1 && in.D == 8) return f(SameStaticPose<1, 8>{}, float{}, lanes);
+          if (in.C == 4 && in.D == 4) return f(SameStaticPose<4, 4>{}, float{}, lanes);
         }
         return f(SamePose{own}, float{}, lanes);
       };
-      return call.cut.child_lanes ? poses(LanesAre<Lanes::kSharing>{}) : poses(LanesAre<Lanes::kPositions>{});
+      return call.schedule.child_lanes ? poses(LanesAre<Lanes::kSharing>{}) : poses(LanesAre<Lanes::kPositions>{});
     }
   }
   const auto scalars = [&](auto lanes) {  // weights are scalars
-    if (call.in.weight == nullptr) return same(lanes);
+    if (call.votes.weight == nullptr) return same(lanes);
     if (is_double) return f(any, double{}, lanes);
     constexpr bool kFolds = kAttention && decltype(lanes)::value == Lanes::kSharing;  // all but those with a bias
     if constexpr (kOwnPoses && !kFolds) {
@@ -86,10 +81,10 @@ auto with_pose(const Call& call, bool is_double, F&& f) {
     }
     return f(any, float{}, lanes);
   };
-  if (!call.cut.child_lanes) return scalars(LanesAre<Lanes::kPositions>{});
-  if (call.cut.shared_weights) return scalars(LanesAre<Lanes::kSharing>{});
+  if (!call.schedule.child_lanes) return scalars(LanesAre<Lanes::kPositions>{});
+  if (call.schedule.shared_weights) return scalars(LanesAre<Lanes::kSharing>{});
   const LanesAre<Lanes::kChildren> children;
-  if (call.in.weight == nullptr) return same(children);
+  if (call.votes.weight == nullptr) return same(children);
   if (is_double) return f(any, double{}, children);
   if constexpr (kAttention && kOwnPoses) {
     if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, children);
@@ -156,17 +151,21 @@ struct Functions {
   static int64_t backward_scratch(const Backward& call, bool is_double) { return scratch_bytes(call, is_double); }
   static int64_t forward_state(const Forward& call) {
     if constexpr (std::is_same_v<Operands, Attention>)
-      if (call.cut.folded) return FoldedForward<float, float>::state_numbers(call);
+      if (call.schedule.folded) return FoldedForward<float, float>::state_numbers(call);
     return ForwardPolicy<float, float>::state_numbers(call);
+  }
+  template <class Policy>
+  static int64_t row_numbers(const Votes& in) {
+    return Policy::numbers_before(in) + Policy::result_numbers(in, in.M);
   }
   static int64_t forward_results(const Forward& call) {
     if constexpr (std::is_same_v<Operands, Attention>)
-      if (call.cut.folded) return FoldedForward<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
-    return ForwardPolicy<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
+      if (call.schedule.folded) return row_numbers<FoldedForward<float, float>>(call.votes);
+    return row_numbers<ForwardPolicy<float, float>>(call.votes);
   }
   static int64_t backward_state(const Backward& call) { return BackwardPolicy<float, float>::state_numbers(call); }
   static int64_t backward_results(const Backward& call) {
-    return BackwardPolicy<float, float>::result_numbers(call.in.geometry, call.in.geometry.M);
+    return BackwardPolicy<float, float>::result_numbers(call.votes, call.votes.M);
   }
   static bool own_pose(const Forward& call, bool is_double) {
     return with_pose(call, is_double,

@@ -10,7 +10,7 @@
 // are written alike.
 #pragma once
 
-#include "../geometry.h"
+#include "../votes.h"
 #include "vec.h"
 
 namespace fastcaps {
@@ -82,37 +82,37 @@ struct Tile {
   int64_t first;
   int count;
 
-  FASTCAPS_INLINE void place(const Geometry& g, int64_t first_position, int64_t end) {
+  FASTCAPS_INLINE void place(const Votes& in, int64_t first_position, int64_t end) {
     first = first_position;
     count = end - first < n ? int(end - first) : n;
-    const int64_t L = g.Ho * g.Wo;
+    const int64_t L = in.Ho * in.Wo;
     for (int r = 0; r < n; ++r) {
       const int64_t p = first + (r < count ? r : 0), at = p % L;
       b[r] = p / L;
-      y[r] = at / g.Wo * g.window.sh - g.window.ph;
-      x[r] = at % g.Wo * g.window.sw - g.window.pw;
+      y[r] = at / in.Wo * in.window.sh - in.window.ph;
+      x[r] = at % in.Wo * in.window.sw - in.window.pw;
     }
   }
 
   // Where each lane finds child (ky, kx, n) in a [B, H, W, N, ...] tensor; null where the window leaves the grid.
   template <class S>
-  FASTCAPS_INLINE void child(const Geometry& g, S* data, const int64_t* stride, int64_t i, S** lane) const {
-    const int64_t at = i / g.N, ky = at / g.window.kw * g.window.dh, kx = at % g.window.kw * g.window.dw;
-    S* base = data + (i % g.N) * stride[3];
+  FASTCAPS_INLINE void child(const Votes& in, S* data, const int64_t* stride, int64_t i, S** lane) const {
+    const int64_t at = i / in.N, ky = at / in.window.kw * in.window.dh, kx = at % in.window.kw * in.window.dw;
+    S* base = data + (i % in.N) * stride[3];
     for (int r = 0; r < n; ++r) {
       const int64_t yy = y[r] + ky, xx = x[r] + kx;
-      const bool inside = r < count && yy >= 0 && yy < g.H && xx >= 0 && xx < g.W;
+      const bool inside = r < count && yy >= 0 && yy < in.H && xx >= 0 && xx < in.W;
       lane[r] = inside ? base + (b[r] * stride[0] + yy * stride[1] + xx * stride[2]) : nullptr;
     }
   }
 
   // Where the first lane alone finds it.
   template <class S>
-  FASTCAPS_INLINE S* first_child(const Geometry& g, S* data, const int64_t* stride, int64_t i) const {
-    const int64_t at = i / g.N;
-    const int64_t yy = y[0] + at / g.window.kw * g.window.dh, xx = x[0] + at % g.window.kw * g.window.dw;
-    const bool inside = yy >= 0 && yy < g.H && xx >= 0 && xx < g.W;
-    return inside ? data + (b[0] * stride[0] + yy * stride[1] + xx * stride[2] + (i % g.N) * stride[3]) : nullptr;
+  FASTCAPS_INLINE S* first_child(const Votes& in, S* data, const int64_t* stride, int64_t i) const {
+    const int64_t at = i / in.N;
+    const int64_t yy = y[0] + at / in.window.kw * in.window.dh, xx = x[0] + at % in.window.kw * in.window.dw;
+    const bool inside = yy >= 0 && yy < in.H && xx >= 0 && xx < in.W;
+    return inside ? data + (b[0] * stride[0] + yy * stride[1] + xx * stride[2] + (i % in.N) * stride[3]) : nullptr;
   }
 
   // Where each lane finds its own row in a contiguous [positions, row] tensor.
@@ -123,11 +123,11 @@ struct Tile {
 
   // Where each lane finds parent m in a strided [B, Ho, Wo, M, C, E] tensor.
   template <class S>
-  FASTCAPS_INLINE void parent(const Geometry& g, S* data, const int64_t* stride, int64_t m, S** lane) const {
-    const int64_t L = g.Ho * g.Wo;
+  FASTCAPS_INLINE void parent(const Votes& in, S* data, const int64_t* stride, int64_t m, S** lane) const {
+    const int64_t L = in.Ho * in.Wo;
     for (int r = 0; r < n; ++r) {
       const int64_t p = first + r, at = p % L;
-      lane[r] = r < count ? data + (p / L * stride[0] + at / g.Wo * stride[1] + at % g.Wo * stride[2] + m * stride[3])
+      lane[r] = r < count ? data + (p / L * stride[0] + at / in.Wo * stride[1] + at % in.Wo * stride[2] + m * stride[3])
                           : nullptr;
     }
   }
@@ -151,8 +151,8 @@ inline constexpr bool kOnePosition = std::is_same_v<X, T>;
 
 // `many` poses of `rows` x `columns` numbers from a strided [B, Ho, Wo, M, C, E] tensor (or [B, Ho, Wo, M], 1 x 1).
 template <class T, class X>
-void gather_parents(const Geometry& g, const Tile<T>& tile, Storage storage, const View& view, int64_t many,
-                    int64_t rows, int64_t columns, X* out) {
+void gather_parents(const Votes& in, const Tile<T>& tile, Storage storage, const View& view, int64_t many, int64_t rows,
+                    int64_t columns, X* out) {
   with_storage(storage, view.data, [&](auto* data) FASTCAPS_LAMBDA {
     using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     const S* lane[kLanes<T>];
@@ -160,18 +160,18 @@ void gather_parents(const Geometry& g, const Tile<T>& tile, Storage storage, con
     const bool packed = (columns == 1 || view.stride[5] == 1) && (rows == 1 || view.stride[4] == columns);
     if constexpr (kOnePosition<T, X>) {
       for (int64_t m = 0; m < many; ++m) {
-        tile.parent(g, data, view.stride, m, lane);
+        tile.parent(in, data, view.stride, m, lane);
         for (int64_t c = 0; c < rows; ++c)
           for (int64_t e = 0; e < columns; ++e)
             out[m * pose + c * columns + e] = widen<T>(lane[0][c * view.stride[4] + e * view.stride[5]]);
       }
     } else {
       if (packed && (many == 1 || view.stride[3] == pose)) {
-        tile.parent(g, data, view.stride, 0, lane);
+        tile.parent(in, data, view.stride, 0, lane);
         return gather_rows<T>(lane, many * pose, out);
       }
       for (int64_t m = 0; m < many; ++m) {
-        tile.parent(g, data, view.stride, m, lane);
+        tile.parent(in, data, view.stride, m, lane);
         gather_poses<T>(lane, rows, columns, view.stride[4], view.stride[5], out + m * pose);
       }
     }
@@ -207,6 +207,15 @@ void write_row(const Tile<T>& tile, S* data, int64_t length, const X* in) {
     scatter_rows<false, T>(lane, length, in);
 }
 
+// The same to rows in the storage type, from row `first` on.
+template <class T, class X>
+void write_parents(const Tile<T>& tile, Storage storage, void* data, int64_t first, int64_t length, const X* in) {
+  with_storage(storage, data, [&](auto* typed) FASTCAPS_LAMBDA {
+    using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+    write_row<T>(tile, const_cast<Out*>(typed) + first * length, length, in);
+  });
+}
+
 // To the storage type, and what is then read back from there: parents between two turns are rounded as between calls.
 template <class T, class X>
 FASTCAPS_INLINE X rounded(Storage storage, X x) {
@@ -232,44 +241,44 @@ struct Seats {
   // Where the lanes of the unit that begins with child q of the range are in a [B, H, W, N, ...] tensor; null where the
   // window leaves the grid or the range has ended.
   template <class S>
-  static FASTCAPS_INLINE void find(const Geometry& g, const Tile<T>& tile, S* data, const int64_t* stride,
+  static FASTCAPS_INLINE void find(const Votes& in, const Tile<T>& tile, S* data, const int64_t* stride,
                                    const Range& range, int64_t q, S** lane) {
     if constexpr (kChildLanes) {
       for (int r = 0; r < n; ++r)
-        lane[r] = q + r < range.count ? tile.first_child(g, data, stride, range.child(q + r)) : nullptr;
+        lane[r] = q + r < range.count ? tile.first_child(in, data, stride, range.child(q + r)) : nullptr;
     } else {
-      tile.child(g, data, stride, range.child(q), lane);
+      tile.child(in, data, stride, range.child(q), lane);
     }
   }
 
   // How many units from q on, at most `units`, lie side by side in memory if the types of a place do.
-  static FASTCAPS_INLINE int64_t neighbours(const Geometry& g, const Range& range, int64_t q, int64_t units) {
+  static FASTCAPS_INLINE int64_t neighbours(const Votes& in, const Range& range, int64_t q, int64_t units) {
     if (kChildLanes) return 1;
-    const int64_t in_run = range.run - q % range.run, at_place = g.N - range.child(q) % g.N;
+    const int64_t in_run = range.run - q % range.run, at_place = in.N - range.child(q) % in.N;
     const int64_t left = in_run < at_place ? in_run : at_place;
     return left < units ? left : units;
   }
 
   // Poses of `units` units from child q on as [units][C * D] vectors, and their gates: the user's (1 if none), 0
   // for a child that the window does not hold.
-  static void gather(const Geometry& g, const Tile<T>& tile, Storage storage, const View& children, const View& gate,
+  static void gather(const Votes& in, const Tile<T>& tile, Storage storage, const View& children, const View& gate,
                      const Range& range, int64_t q, int64_t units, Vec<T>* poses, Vec<T>* gates) {
-    const int64_t pose = g.child_pose();
-    const bool packed = !kChildLanes && children.stride[5] == 1 && (g.C == 1 || children.stride[4] == g.D) &&
-                        (g.N == 1 || children.stride[3] == pose);
+    const int64_t pose = in.child_size();
+    const bool packed = !kChildLanes && children.stride[5] == 1 && (in.C == 1 || children.stride[4] == in.D) &&
+                        (in.N == 1 || children.stride[3] == pose);
     with_storage(storage, children.data, [&](auto* data) FASTCAPS_LAMBDA {
       using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
       const S* lane[n];
       const S* gate_lane[n];
       for (int64_t k = 0; k < units;) {
-        const int64_t at = q + k * kUnit, run = packed ? neighbours(g, range, at, units - k) : 1;
-        find(g, tile, data, children.stride, range, at, lane);
+        const int64_t at = q + k * kUnit, run = packed ? neighbours(in, range, at, units - k) : 1;
+        find(in, tile, data, children.stride, range, at, lane);
         if (packed)
           gather_rows<T>(lane, run * pose, poses + k * pose);
         else
-          gather_poses<T>(lane, g.C, g.D, children.stride[4], children.stride[5], poses + k * pose);
+          gather_poses<T>(lane, in.C, in.D, children.stride[4], children.stride[5], poses + k * pose);
         for (int64_t j = 0; j < run; ++j) {
-          if (gate.data) find(g, tile, static_cast<const S*>(gate.data), gate.stride, range, at + j, gate_lane);
+          if (gate.data) find(in, tile, static_cast<const S*>(gate.data), gate.stride, range, at + j, gate_lane);
           T value[n];
           for (int r = 0; r < n; ++r) value[r] = lane[r] == nullptr ? T(0) : gate.data ? widen<T>(*gate_lane[r]) : T(1);
           gates[k + j] = load<T>(value);

@@ -18,7 +18,7 @@ struct Moments {
   // their own last place, and poses of two numbers would show it if they did not.
   X mean, rest, rstd;
 
-  FASTCAPS_INLINE Moments(const X* S, int64_t count, T eps) {
+  FASTCAPS_INLINE Moments(const X* S, int64_t count, X eps) {
     X sum{}, square{};
     for (int64_t k = 0; k < count; ++k) sum += S[k];
     mean = sum / T(count);
@@ -34,7 +34,7 @@ struct Moments {
 
 // out = (S - mean) / std * weight + bias
 template <class T, class X>
-FASTCAPS_INLINE void layer_norm(const X* S, int64_t count, T eps, const T* weight, const T* bias, X* out) {
+FASTCAPS_INLINE void layer_norm(const X* S, int64_t count, X eps, const T* weight, const T* bias, X* out) {
   const Moments<T, X> moments(S, count, eps);
   for (int64_t k = 0; k < count; ++k) {
     X y = moments.centred(S[k]) * moments.rstd;
@@ -46,7 +46,7 @@ FASTCAPS_INLINE void layer_norm(const X* S, int64_t count, T eps, const T* weigh
 
 // dS in place of dY; adds to dweight, dbias (vectors over the lanes).
 template <class T, class X>
-FASTCAPS_INLINE void layer_norm_backward(const X* S, int64_t count, T eps, const T* weight, X* dY, X* dweight,
+FASTCAPS_INLINE void layer_norm_backward(const X* S, int64_t count, X eps, const T* weight, X* dY, X* dweight,
                                          X* dbias) {
   const Moments<T, X> moments(S, count, eps);
   X sum{}, product{};

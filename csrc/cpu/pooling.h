@@ -29,33 +29,34 @@ struct PoolingForward {
   static constexpr int kShares = 1;
   static constexpr bool kSilent = true, kBase = false, kFolds = false;
   const ForwardCall<Pooling>& call;
-  const Geometry& g;
+  const Votes& in;
   const Pooling& with;
   const int64_t CE;
 
   explicit PoolingForward(const ForwardCall<Pooling>& call_)
-      : call(call_), g(call.in.geometry), with(call.with), CE(g.parent_pose()) {}
+      : call(call_), in(call.votes), with(call.with), CE(in.parent_size()) {}
 
   // State: Q. Results: sums of e V, the largest logit, sums of e below it.
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base, many, g.parent_pose(), 1};
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 1};
   }
   static int64_t state_numbers(const ForwardCall<Pooling>& call) {
-    return call.with.query.data || call.total > 1 ? call.in.geometry.parents() : 0;
+    return call.with.query.data || call.total > 1 ? call.votes.parents_size() : 0;
   }
-  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * (g.parent_pose() + 2); }
+  static int64_t numbers_before(const Votes&) { return 0; }
+  static int64_t result_numbers(const Votes& in, int64_t many) { return many * (in.parent_size() + 2); }
   template <class Y>
-  static FASTCAPS_INLINE void clear(Y* result, const Geometry& g, int64_t many) {
-    zero(result, result_numbers(g, many));
-    Y* top = planes(result, g, many).number(0, 0);
+  static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
+    zero(result, result_numbers(in, many));
+    Y* top = planes(result, in, many).number(0, 0);
     for (int64_t m = 0; m < many; ++m) top[m] += kLowest<T>;
   }
 
   bool equal(int64_t) const { return false; }
   void load(const Tile<T>& tile, X* Q) const {
     if (with.query.data)
-      gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, Q);
+      gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, Q);
     else
       zero(Q, state_numbers(call));
   }
@@ -85,7 +86,7 @@ struct PoolingForward {
     V &top = *to.number(0, m), &total = *to.number(1, m), *S = to.pose(0, m);
     V high = top;
     for (int64_t j = 0; j < count; ++j) {
-      share[j] = gates[j] == 0 ? broadcast(kLowest<T>) : row[j * g.M];
+      share[j] = gates[j] == 0 ? broadcast(kLowest<T>) : row[j * in.M];
       high = max(high, share[j]);
     }
     const V rescale = exp_nonpositive(top - high);
@@ -107,7 +108,7 @@ struct PoolingForward {
   // The lanes' sums below the largest logit of all of them and of the row.
   void fold(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
-      const Planes<X> to = planes(result, g, g.M);
+      const Planes<X> to = planes(result, in, in.M);
       T lane[kLanes<T>], high = *to.number(0, m);
       store<T>(lane, *block.number(0, 0));
       for (int r = 0; r < kLanes<T>; ++r) high = lane[r] > high || lane[r] != lane[r] ? lane[r] : high;
@@ -120,9 +121,9 @@ struct PoolingForward {
     }
   }
   void merge(X* result, const X* other) const {
-    const Planes<X> to = planes(result, g, g.M);
-    const Planes<const X> from{other, g.M, CE, 1};
-    for (int64_t m = 0; m < g.M; ++m) {
+    const Planes<X> to = planes(result, in, in.M);
+    const Planes<const X> from{other, in.M, CE, 1};
+    for (int64_t m = 0; m < in.M; ++m) {
       const X mine = *to.number(0, m), theirs = *from.number(0, m), high = mine > theirs ? mine : theirs;
       rescale(to, m, high);
       const X share = each_lane<T>(theirs - high, exponential);
@@ -139,34 +140,25 @@ struct PoolingForward {
   static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_expf(x)) : T(__builtin_exp(x)); }
 
   void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
-    const Planes<X> from = planes(result, g, g.M);
-    const int64_t MCE = g.parents(), at = turn * g.positions();
+    const Planes<X> from = planes(result, in, in.M);
+    const int64_t MCE = in.parents_size(), at = turn * in.positions();
+    const bool last = turn + 1 == call.total;
     X *S = from.pose(0, 0), *total = from.number(1, 0), *top = from.number(0, 0);
-    for (int64_t m = 0; m < g.M; ++m) {
+    for (int64_t m = 0; m < in.M; ++m) {
       const X one = inverse_or_zero(total[m]);
-      for (int64_t k = 0; k < CE; ++k) S[m * CE + k] = rounded<T>(call.in.storage, S[m * CE + k] * one);
+      for (int64_t k = 0; k < CE; ++k) S[m * CE + k] = rounded<T>(call.votes.storage, S[m * CE + k] * one);
       const X nobody = X{} - T(__builtin_inf());
       total[m] = total[m] == 0 ? nobody : natural_log<T>(total[m]) + top[m];
     }
-    with_storage(call.in.storage, with.parents, [&](auto* data) FASTCAPS_LAMBDA {
-      using Out = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-      write_row<T>(tile, const_cast<Out*>(data) + at * MCE, MCE, S);
-    });
-    write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * g.M, g.M, total);
-    const bool last = turn + 1 == call.total;
-    if (with.update == Update::kSquash)
-      squash<T>(S, g.M, CE);
+    write_parents<T>(tile, call.votes.storage, with.sums, at, MCE, S);
+    write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * in.M, in.M, total);
+    if (with.rule == Rule::kSquash)
+      squash<T>(S, in.M, CE);
     else if (!last)
-      normalise<T>(S, g.M, CE);
-    if (last) {
-      if (with.result)
-        with_storage(call.in.storage, with.result, [&](auto* data) FASTCAPS_LAMBDA {
-          using Out = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-          write_row<T>(tile, const_cast<Out*>(data), MCE, S);
-        });
-      return;
-    }
-    for (int64_t k = 0; k < MCE; ++k) Q[k] = rounded<T>(call.in.storage, Q[k] + rounded<T>(call.in.storage, S[k]));
+      normalise<T>(S, in.M, CE);
+    if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
+    for (int64_t k = 0; k < MCE; ++k)
+      Q[k] = rounded<T>(call.votes.storage, Q[k] + rounded<T>(call.votes.storage, S[k]));
   }
 };
 
@@ -177,31 +169,31 @@ struct PoolingBackward {
   static constexpr int kRows =
       4;  // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
   static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = true, kBetas = false, kFolds = false;
+  static constexpr bool kSilent = true, kBetas = false, kRest = false, kFolds = false;
   const BackwardCall<Pooling>& call;
-  const Geometry& g;
+  const Votes& in;
   const Pooling& with;
   const int64_t CE;
 
   PoolingBackward(const BackwardCall<Pooling>& call_, const Pooling& with_)
-      : call(call_), g(call.in.geometry), with(with_), CE(g.parent_pose()) {}
+      : call(call_), in(call.votes), with(with_), CE(in.parent_size()) {}
 
   // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp. Results: dQ.
   static int64_t state_numbers(const BackwardCall<Pooling>& call) {
-    const Geometry& g = call.in.geometry;
-    return 2 * g.M * (g.parent_pose() + 1);
+    const Votes& in = call.votes;
+    return 2 * in.M * (in.parent_size() + 1);
   }
-  static int64_t result_numbers(const Geometry& g, int64_t many) { return many * g.parent_pose(); }
+  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
   template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Geometry& g, int64_t many) {
-    return {base, many, g.parent_pose(), 1};
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 1};
   }
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
-    return {base, g.M, CE, 2};
+    return {base, in.M, CE, 2};
   }
   bool needs_vote() const { return with.query.data; }
-  static int64_t prepare_scratch(const Geometry& g) { return g.parents(); }
+  static int64_t prepare_scratch(const Votes& in) { return in.parents_size(); }
   bool plain() const { return !with.query.data && !call.dgate; }
   FASTCAPS_INLINE V plain_share(const X* state, int64_t m) const {
     const V all = V{} + *parents(state).number(0, m);
@@ -211,19 +203,13 @@ struct PoolingBackward {
   void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     const Planes<X> to = parents(state);
     zero(state, state_numbers(call));
-    if (with.query.data) gather_parents<T>(g, tile, call.in.storage, with.query, g.M, g.C, g.E, to.pose(1, 0));
-    gather_parents<T>(g, tile, compute_storage<T>, with.given_logsumexp, g.M, 1, 1, to.number(0, 0));
+    if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, to.pose(1, 0));
+    gather_parents<T>(in, tile, compute_storage<T>, with.given_logsumexp, in.M, 1, 1, to.number(0, 0));
     X *ds = to.pose(0, 0), *known = to.number(1, 0);
-    if (with.grad_parents.data) {
-      gather_parents<T>(g, tile, call.in.storage, with.grad_parents, g.M, g.C, g.E, ds);
-      gather_parents<T>(g, tile, call.in.storage, with.given_parents, g.M, g.C, g.E, scratch);
-      for (int64_t m = 0; m < g.M; ++m)
-        for (int64_t k = 0; k < CE; ++k) known[m] += ds[m * CE + k] * scratch[m * CE + k];
-    }
-    if (with.grad_logsumexp.data) {
-      gather_parents<T>(g, tile, compute_storage<T>, with.grad_logsumexp, g.M, 1, 1, scratch);
-      for (int64_t m = 0; m < g.M; ++m) known[m] -= scratch[m];
-    }
+    gather_parents<T>(in, tile, call.votes.storage, with.grad, in.M, in.C, in.E, ds);
+    gather_parents<T>(in, tile, call.votes.storage, with.given_sums, in.M, in.C, in.E, scratch);
+    for (int64_t m = 0; m < in.M; ++m)
+      for (int64_t k = 0; k < CE; ++k) known[m] += ds[m * CE + k] * scratch[m * CE + k];
   }
 
   template <class Each>
@@ -248,15 +234,15 @@ struct PoolingBackward {
 
   FASTCAPS_INLINE V compete(V* row, int64_t stride, V, V gate) const {
     V dgate{};
-    for (int64_t m = 0; m < g.M; ++m) {
+    for (int64_t m = 0; m < in.M; ++m) {
       const V heard = row[m] * row[stride + m];
       dgate += heard;
       row[m] = gate == 0 ? V{} : row[m] * gate;
-      const V da = with.frozen || !with.query.data ? V{} : gate == 0 ? V{} : gate * heard * T(with.scale);
+      const V da = with.detach || !with.query.data ? V{} : gate == 0 ? V{} : gate * heard * T(with.scale);
       row[stride + m] = da * row[2 * stride + m];
       row[3 * stride + m] *= row[stride + m];
     }
-    return with.frozen ? dgate - dgate : dgate;  // 0, but not where it is not finite: that is how broken children show
+    return with.detach ? dgate - dgate : dgate;  // 0, but not where it is not finite: that is how broken children show
   }
 
   template <bool kAdd, class Pose>
@@ -279,7 +265,7 @@ struct PoolingBackward {
   }
 
   void finish(const Tile<T>& tile, const X*, X* dq) const {
-    write_row<T>(tile, static_cast<T*>(with.dquery), g.parents(), dq);
+    write_row<T>(tile, static_cast<T*>(with.dquery), in.parents_size(), dq);
   }
 };
 

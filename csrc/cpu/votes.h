@@ -9,7 +9,7 @@ namespace FASTCAPS_NAMESPACE {
 // Poses known at compile time unroll into registers; Rows x Cols is the block of votes held there at once.
 template <int C_, int D_, int E_>
 struct StaticPose {
-  static constexpr bool kIdentity = false;
+  static constexpr bool kIdentity = false, kDynamic = false;
   static constexpr int C = C_, D = D_, E = E_;
   static constexpr int kLimit = kManyRegisters ? 18 : 8;
   static constexpr int largest_divisor(int of, int limit) {
@@ -33,13 +33,13 @@ struct StaticPose {
 
 struct DynamicPose {
   int C, D, E;
-  static constexpr bool kIdentity = false;
+  static constexpr bool kIdentity = false, kDynamic = true;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4;
   static constexpr int kTogether = 1;
   static constexpr bool kWeightGradientByRows = false;
 };
 
-// Children that are their own votes: no weights, E = D.
+// Votes that are the children's own poses, or count as them (folded.h): E = D.
 struct SamePose : DynamicPose {
   static constexpr bool kIdentity = true;
 };
@@ -77,12 +77,18 @@ FASTCAPS_INLINE void product(int rows, int cols, int depth, A&& a, B&& b, Init&&
   }
 }
 
+// Whether votes are the children's own poses: that there are no weights is known at compile time or met at run time.
+template <class Pose, class Weight>
+FASTCAPS_INLINE bool are_poses(const Weight* W) {
+  return Pose::kIdentity || (Pose::kDynamic && W == nullptr);
+}
+
 // W and bias: numbers of type `Weight`, a scalar for all lanes or a vector over them.
 
 // V = P W + bias, vote by vote: sink(index in C x E, vote).
 template <class T, class Pose, class Weight, class Sink>
 FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, const Weight* bias, Sink&& sink) {
-  if constexpr (Pose::kIdentity) {
+  if (are_poses<Pose>(W)) {
     for (int k = 0; k < pose.C * pose.E; ++k) sink(k, bias ? P[k] + bias[k] : P[k]);
     return;
   }
@@ -108,16 +114,16 @@ FASTCAPS_INLINE void votes_of_many(const Pose& pose, const Vec<T>* P, const Weig
 }
 
 // Where the votes of a unit for a parent come from when they are asked for.
-enum class Votes { kMade, kMadeAndKept, kKept };
+enum class Source { kMade, kMadeAndKept, kKept };
 
-template <Votes kVotes, class T, class Pose, class Weight, class Sink>
+template <Source kSource, class T, class Pose, class Weight, class Sink>
 FASTCAPS_INLINE void each_vote(const Pose& pose, const Vec<T>* P, const Weight* W, const Weight* bias, Vec<T>* kept,
                                Sink&& sink) {
-  if constexpr (kVotes == Votes::kKept) {
+  if constexpr (kSource == Source::kKept) {
     for (int k = 0; k < pose.C * pose.E; ++k) sink(k, kept[k]);
   } else {
     votes<T>(pose, P, W, bias, [&](int k, Vec<T> v) FASTCAPS_LAMBDA {
-      if constexpr (kVotes == Votes::kMadeAndKept) kept[k] = v;
+      if constexpr (kSource == Source::kMadeAndKept) kept[k] = v;
       sink(k, v);
     });
   }
@@ -127,7 +133,7 @@ FASTCAPS_INLINE void each_vote(const Pose& pose, const Vec<T>* P, const Weight* 
 template <class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T> weight, const Weight* W,
                                         const Weight* bias, Vec<T>* X) {
-  if constexpr (Pose::kIdentity) {
+  if (are_poses<Pose>(W)) {
     for (int k = 0; k < pose.C * pose.E; ++k) X[k] += weight * (bias ? P[k] + bias[k] : P[k]);
     return;
   }
@@ -144,7 +150,7 @@ FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T
 template <int kMany, class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, int64_t apart, const Weight* W,
                                         Vec<T>* dP) {
-  if constexpr (Pose::kIdentity) {
+  if (are_poses<Pose>(W)) {
     for (int k = 0; k < pose.C * pose.D; ++k) dP[k] += dV[k];
     return;
   }

@@ -1,27 +1,15 @@
-// What a thread works with: scratch memory, and the weights and biases of the children at hand.
+// What a thread works with: the weights and biases of the children at hand.
 #pragma once
 
+#include "call.h"
 #include "lanes.h"
-#include "pass.h"
+#include "scratch.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
 // Who sits in the lanes (see lanes.h): positions; children with weights of their own; children that share them all.
 enum class Lanes { kPositions, kChildren, kSharing };
-
-// Hands out pieces of a thread's scratch memory; with a null base it only counts.
-struct Arena {
-  char* base;
-  int64_t used = 0;
-
-  template <class U>
-  U* take(int64_t count) {
-    U* piece = base ? reinterpret_cast<U*>(base + used) : nullptr;
-    used += (count * int64_t(sizeof(U)) + 63) / 64 * 64;
-    return piece;
-  }
-};
 
 // The weights and biases of a unit of children for one parent: where the user put them, or, where lanes are children
 // with weights of their own, turned to lanes in scratch memory and good until the next call.
@@ -34,13 +22,13 @@ struct WeightsOf {
   const int64_t G, M, size, pose, bias_i, bias_m;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
 
-  WeightsOf(const Inputs& in, Arena& arena)
+  WeightsOf(const Votes& in, Arena& arena)
       : weight(static_cast<const T*>(in.weight)),
         bias(static_cast<const T*>(in.bias)),
-        G(in.geometry.G),
-        M(in.geometry.M),
-        size(in.geometry.D * in.geometry.E),
-        pose(in.geometry.parent_pose()),
+        G(votes.G),
+        M(votes.M),
+        size(votes.D * votes.E),
+        pose(votes.parent_size()),
         bias_i(in.bias_stride_i),
         bias_m(in.bias_stride_m) {
     if (kTurned && weight) weight_lanes = arena.take<Vec<T>>(size);

@@ -140,7 +140,9 @@ class GenerativeMatrixRouting(nn.Module):
     def _route(self, children: Tensor, scores: Tensor, iterations: int) -> tuple[Tensor, ...]:
         """Return the parents' scores, means and variances after some turns."""
         options: dict[str, Any] = {"iterations": iterations, "model": MODELS[self.p_model], "eps": self.eps}
-        return functional.heinsen_routing(children, scores, self.W, self.B, self.beta_use, self.beta_ign, **options)
+        betas = (self.beta_use, self.beta_ign)
+        found = functional.heinsen_routing(children, scores, self.W, self.B, *betas, **options)
+        return found.scores, found.poses, found.variances
 
     def _inside(self, children: Tensor, scores: Tensor) -> dict[str, Tensor]:
         """Return what the last turn computed on its way, votes stored."""

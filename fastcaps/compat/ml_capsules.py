@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastcaps.nn.layer import Call
 from fastcaps.nn.poses import flatten_grid, pose_shape, positive, require_tensor, route, shape_of
 from fastcaps.votes import Window
 
@@ -41,6 +42,11 @@ class _Capsule(nn.Module):
         self.out_n_capsules = positive(out_n_capsules, "out_n_capsules")
         self.out_d_capsules = positive(out_d_capsules, "out_d_capsules")
         self.matrix_pose = bool(matrix_pose)
+        if matrix_pose and out_d_capsules != in_d_capsules:
+            raise ValueError(
+                "out_d_capsules must equal in_d_capsules with matrix_pose=True, "
+                f"got {out_d_capsules} and {in_d_capsules}"
+            )
         self.pose_shape = pose_shape(in_d_capsules, out_d_capsules, "matrix" if matrix_pose else "vector")
         if self.matrix_pose:
             self.sqrt_d = self.pose_shape[0]
@@ -66,12 +72,11 @@ class _Capsule(nn.Module):
         norm = self.nonlinear_act
         plain = type(norm) is nn.LayerNorm and norm.normalized_shape == (self.out_d_capsules,)
         normalised = self.out_d_capsules > 1
+        poses = children.unflatten(-1, self.pose_shape[:2])
         poses, _ = route(
-            children,
-            self._weight(),
+            Call(poses, None, self._weight(), None, self.out_n_capsules, self.window),
             parents,
             self.pose_shape,
-            window=self.window,
             scale=self.scale,
             norm=norm if plain and normalised else None,
             dropout=self.drop.p if self.drop.training else 0.0,

@@ -1,4 +1,4 @@
-"""What can be wrong with data on disk, told so that the reader knows what to do next."""
+"""What can be wrong with data on disk. The messages say what to do next."""
 
 from __future__ import annotations
 

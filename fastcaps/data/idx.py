@@ -29,7 +29,7 @@ _ELEMENT_NAMES = {
 
 
 def _contents(path: Path) -> bytes:
-    """The file's bytes, unpacked if they are gzip (told by the content: a browser may unpack and keep the name)."""
+    """The file's bytes, unpacked if they are gzip (their content says so: a browser may unpack and keep the name)."""
     if not path.is_file():
         raise MissingDataError(f"{path}: no such file; an IDX file, plain or gzip, is wanted here")
     raw = path.read_bytes()
@@ -49,7 +49,7 @@ def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -
     Parameters
     ----------
     path : str or Path
-        The file, plain or gzip; which of the two is told by its first bytes, not by its name.
+        The file, plain or gzip; its first bytes say which, not its name.
     shape : tuple of (int or None), optional
         What the caller wants, ``None`` where any size will do, e.g. ``(None, 28, 28)``.
 

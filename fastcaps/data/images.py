@@ -16,7 +16,8 @@ Augmentation = Callable[[Tensor], Tensor]
 class RandomCropFlip:
     """The paper's augmentation (Tsai et al. 2020, A.2): pad with zeros, crop at random to the old size, flip half.
 
-    Every image of a batch draws its own shift and flip from torch's global generator.
+    Every image of a batch draws its own shift and flip from torch's global generator. Flip only what has the
+    same class in the mirror: a mirrored 2 is no 2.
 
     Parameters
     ----------
@@ -26,7 +27,7 @@ class RandomCropFlip:
         Flip left and right with probability 1/2.
     """
 
-    def __init__(self, padding: int = 4, flip: bool = True) -> None:
+    def __init__(self, padding: int = 4, flip: bool = False) -> None:
         if padding < 0:
             raise ValueError(f"padding: got {padding}, want 0 or more")
         self.padding = padding

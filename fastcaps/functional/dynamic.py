@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import check_choice, check_count
+from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.reference import Rule
 from fastcaps.results import Routed
+from fastcaps.vectors import squash
 from fastcaps.votes import Votes, Window, from_op, shares_from_op
 
 __all__ = ["dynamic_routing"]
@@ -27,6 +29,8 @@ def dynamic_routing(
     compete: str = "parents",
     detach: bool = False,
     leaky: bool = False,
+    prior: Tensor | None = None,
+    eps: float = 0.0,
     window: Window | None = None,
     return_coefficients: bool = False,
 ) -> Tensor | Routed:
@@ -68,6 +72,12 @@ def dynamic_routing(
     leaky : bool
         A child may also go to none of the parents: one logit of 0 more, whose share is dropped. For
         ``compete="parents"``. It pads the weights (and the bias) by a parent of zeros.
+    prior : Tensor, optional
+        Logits that every turn starts from, ``[I or 1, M]``: the paper's log prior probabilities, which it learns. Not
+        with ``leaky``.
+    eps : float
+        Under the root of squash's length, as many published codes have it: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 +
+        eps)``. With a prior or an eps every turn is an op of its own.
     window : Window, optional
         Makes the call one over a grid.
     return_coefficients : bool
@@ -105,14 +115,65 @@ def dynamic_routing(
         if compete == "children":
             raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
         votes = _with_nobody(votes)
-    turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
+    eps = check_eps(eps)
     results: Any
-    if compete == "parents":
+    if prior is not None or eps > 0:
+        if prior is not None:
+            check_table("prior", prior, children, [(votes.seen, 1), (many,)], "I or 1, M", votes.autocasts)
+            if leaky:
+                raise ValueError("leaky must be False with a prior: there is none for the parent that nobody sees")
+        results = _turn_by_turn(votes, prior, iterations, eps, compete, detach, return_coefficients)
+    elif compete == "parents":
+        turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
         results = ops.attention_routing(votes, None, None, None, 1.0, 0.0, *turns)
     else:
+        turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
         results = ops.pooling_routing(votes, None, 1.0, False, *turns)
     routed = from_op(results[0][:, :, :, :many], window)
     return Routed(routed, shares_from_op(results[-1][..., :many], window)) if return_coefficients else routed
+
+
+def _turn_by_turn(
+    votes: Votes, prior: Tensor | None, iterations: int, eps: float, compete: str, detach: bool, coefficients: bool
+) -> tuple[Tensor, Tensor]:
+    """Return parents and coefficients of a routing whose turns are ops of their own.
+
+    A prior becomes one number more in every vote, which the query multiplies by 1: no pair is stored.
+    """
+    columns = votes.pose[2]
+    query: Tensor | None = None
+    if prior is not None:
+        votes = _with_prior(votes, prior)
+        one = torch.zeros(votes.poses[4:], dtype=votes.children.dtype, device=votes.children.device)
+        one[0, -1] = 1.0
+        query = one.expand(votes.poses)
+    parents: Tensor = votes.children
+    result: Any = ()
+    for turn in range(iterations):
+        last = turn + 1 == iterations
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not detach)):
+            flags = (bool(detach), coefficients and last)
+            if compete == "parents":
+                result = ops.attention_routing(votes, query, None, None, 1.0, 0.0, int(Rule.PLAIN), 1, *flags)
+            else:
+                result = ops.pooling_routing(votes, query, 1.0, False, int(Rule.UNIT), 1, *flags)
+            parents = squash(result[0][..., :columns], (-2, -1), eps)
+            step = parents if prior is None else F.pad(parents, (0, 1))
+            query = step if query is None else query + step
+    return parents, result[-1]
+
+
+def _with_prior(votes: Votes, prior: Tensor) -> Votes:
+    """Return votes with one column more, whose first number is the prior."""
+    children, weight, bias, _, parents, _ = votes
+    rows, _, columns = votes.pose
+    table = prior.new_zeros((prior.shape[0], parents, rows, columns + 1))
+    table[:, :, 0, columns] = prior
+    if bias is not None:
+        table = table + F.pad(bias, (0, 1))
+    if weight is None:
+        return votes._replace(children=F.pad(children, (0, 1)), bias=table)
+    return votes._replace(weight=F.pad(weight, (0, 1)), bias=table)
 
 
 def _with_nobody(votes: Votes) -> Votes:

@@ -7,8 +7,9 @@ from fastcaps.nn.em import EMRouting
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
+from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.primary import PrimaryCapsules
-from fastcaps.nn.routing_pool import RoutingPool2d
+from fastcaps.nn.routing_pool import RoutingPool, RoutingPool2d
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",
+    "RoutingLayer",
+    "RoutingPool",
     "RoutingPool2d",
     "RoutingStack",
     "RoutingTrace",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import torch
 from torch import Tensor, nn
 
+from fastcaps.nn.em import EMRouting
 from fastcaps.nn.head import ClassHead
+from fastcaps.nn.heinsen import HeinsenRouting
+from fastcaps.nn.inverted_attention import InvertedAttentionRouting
+from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import positive, require_tensor, shape_of
 from fastcaps.nn.primary import PrimaryCapsules
-from fastcaps.nn.stack import CapsuleSpec, RoutingStack
+from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, as_scores
+from fastcaps.results import Capsules
 
 
 def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
@@ -87,10 +92,14 @@ class CapsNet(nn.Module):
         capsules: int,
         dim: int,
         hidden: Sequence[CapsuleSpec] = (),
-        classes: int,
+        classes: int | CapsuleSpec,
         iterations: int = 2,
         routing: str = "concurrent",
-        primary: dict[str, Any] | None = None,
+        layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting,
+        primary: Mapping[str, Any] | None = None,
+        head: str = "linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> CapsNet:
         """Build a network around ``backbone``; every number of capsules is computed from the image's size.
@@ -107,47 +116,67 @@ class CapsNet(nn.Module):
             Primary capsule types, and the numbers in a pose.
         hidden : sequence of CapsuleSpec
             The layers between the primary and the class capsules.
-        classes : int
-            Class capsules, one a class.
-        iterations, routing
-            As :class:`RoutingStack` has them.
-        primary : dict, optional
-            Further arguments of :class:`PrimaryCapsules`: kernel_size, stride, padding, bias.
+        classes : int or CapsuleSpec
+            Class capsules, one a class; or the layer that makes them.
+        iterations, routing, layer
+            As :meth:`RoutingStack.build` has them.
+        primary : mapping, optional
+            Further arguments of :class:`PrimaryCapsules`. They have activations if the first layer is told to (the
+            attention layer's ``activations=True``), or is one that lives on them (EM, Heinsen).
+        head : str
+            What :class:`ClassHead` reads.
+        device, dtype
+            Of all parameters and buffers.
         **options
-            Further arguments of every routing layer: pose, bias, dropout, layer_norm, activations, eps.
-            ``activations=True`` gives the primary capsules activations too. ``layer_norm=False`` leaves the primary
-            capsules' LayerNorm where it is: the paper's ablation takes it out of the routing.
+            Further arguments of every routing layer: pose, bias, and what all of their classes know.
+            ``layer_norm=False`` leaves the primary capsules' LayerNorm where it is: the paper's ablation takes it out
+            of the routing.
         """
-        size = (image_size, image_size) if isinstance(image_size, int) else (int(image_size[0]), int(image_size[1]))
-        for number in size:
-            positive(number, "image_size")
-        channels, height, width = feature_shape(backbone, positive(in_channels, "in_channels"), size)
-        first = PrimaryCapsules(
-            channels, capsules, dim, activations=bool(options.get("activations", False)), **(primary or {})
-        )
-        grid = first.output_size((height, width))
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        height, width = (image_size, image_size) if isinstance(image_size, (int, SupportsIndex)) else image_size
+        size = positive(height, "image_size"), positive(width, "image_size")
+        channels, *features = feature_shape(backbone, positive(in_channels, "in_channels"), size)
+        specs = [*hidden, classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(positive(classes, "classes"))]
+        lowest = {**options, **specs[0].options}
+        active = bool(lowest.get("activations")) or issubclass(specs[0].layer or layer, (EMRouting, HeinsenRouting))
+        first = PrimaryCapsules(channels, capsules, dim, **{"activations": active, **place, **(primary or {})})
+        grid = first.output_size((features[0], features[1]))
         if min(grid) < 1:
             raise ValueError(
                 f"image_size {size} is too small: the primary capsules' window does not fit on features of "
-                f"{height} x {width}"
+                f"{features[0]} x {features[1]}"
             )
         stack = RoutingStack.build(
-            [*hidden, CapsuleSpec(positive(classes, "classes"))],
-            in_capsules=capsules,
-            in_dim=dim,
+            specs,
+            in_capsules=first.capsules,
+            in_dim=first.dim,
             size=grid,
             iterations=iterations,
             routing=routing,
+            layer=layer,
+            **place,
             **options,
         )
-        head = ClassHead(stack.layers[-1].out_dim)  # type: ignore[arg-type]
         # Channels last from the start: the primary convolution then leaves a position's capsules together in memory.
-        backbone = backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return cls(backbone, first, stack, head, in_channels=in_channels, image_size=size)
+        backbone = backbone.to(device=device, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        last = ClassHead(stack.layers[-1].out_dim, read=head, **place)
+        return cls(backbone, first, stack, last, in_channels=positive(in_channels, "in_channels"), image_size=size)
+
+    if TYPE_CHECKING:  # nn.Module's own returns Any
+
+        @overload
+        def __call__(
+            self, images: Tensor, *, iterations: int | None = None, return_trace: Literal[False] = False
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, images: Tensor, *, iterations: int | None = None, return_trace: Literal[True]
+        ) -> tuple[Tensor, RoutingTrace]: ...
+        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
         self, images: Tensor, *, iterations: int | None = None, return_trace: bool = False
-    ) -> Tensor | tuple[Tensor, Any]:
+    ) -> Tensor | tuple[Tensor, RoutingTrace]:
         """Classify ``images``.
 
         Parameters
@@ -169,9 +198,20 @@ class CapsNet(nn.Module):
         if images.dim() != 4 or (self.in_channels is not None and images.shape[1] != self.in_channels):
             raise ValueError(f"images must be [B, {self.in_channels or 'channels'}, H, W], got {shape_of(images)}")
         made = self.primary(self.backbone(images.contiguous(memory_format=torch.channels_last)))
-        children, activations = made if isinstance(made, tuple) else (made, None)
-        routed = self.routing(children, activations, iterations=iterations, return_trace=return_trace)
-        parts = list(routed) if isinstance(routed, tuple) else [routed]
-        trace = parts.pop() if return_trace else None
-        logits = self.head(*parts)
-        return (logits, trace) if return_trace else logits
+        children, numbers = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
+        if numbers is not None and self.routing.layers[0].numbers == "scores":
+            numbers = as_scores(numbers)
+        trace = None
+        if return_trace:
+            result, trace = self.routing(children, numbers, iterations=iterations, return_trace=True)
+        else:
+            result = self.routing(children, numbers, iterations=iterations)
+        if isinstance(result, Tensor):
+            logits = self.head(result)
+        elif isinstance(result, Capsules):
+            logits = self.head(*result)
+        else:  # scores count as activations for a linear read-out, and are logits themselves
+            logits = self.head(
+                result.poses, result.scores if self.head.read == "activations" else result.scores.sigmoid()
+            )
+        return logits if trace is None else (logits, trace)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import pickle
+from typing import Any
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fastcaps import functional
+from fastcaps.checks import check_finite
 from fastcaps.functional.em import InverseTemperature, schedule
-from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import positive
+from fastcaps.nn.layer import LayerOptions, RoutingLayer
+from fastcaps.results import Capsules, RoutedCapsules
 
 __all__ = ["EMRouting"]
 
 
-class EMRouting(RoutingLayer):
+class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
     r"""Route child capsules with activations to parents with activations by EM (Hinton et al., 2018, Procedure 1).
 
     .. math::
@@ -33,34 +36,17 @@ class EMRouting(RoutingLayer):
 
     Parameters
     ----------
-    in_capsules : int
-        Children of a set; child types at one grid position of a grid.
-    out_capsules : int
-        Parents of a set; parent types at one position of a grid.
-    in_dim, out_dim : int
-        Numbers in a child's pose (d) and in a parent's (d').
-    pose : "matrix" or "vector"
-        A matrix pose of d numbers is a ``sqrt(d) x sqrt(d)`` matrix, and d' must equal d; a vector pose takes any pair.
-    iterations : int
-        Turns.
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
+break_symmetry, iterations, device, dtype
+        As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
     inverse_temperature : float, sequence of float, callable, optional
         :math:`\lambda_t`: a number, one for each turn, or a function of the turn, which counts from 0. None is the
-        customary ``0.01 (1 - 0.95^(turn + 1))``. May be set later, to follow a schedule of training.
+        customary ``0.01 (1 - 0.95^(turn + 1))``. May be set later, to follow a schedule of training. A layer with a
+        lambda can be copied, but not pickled; one with a function defined at the top of a module can.
     coordinates : bool
         Coordinate addition, for ``kernel_size="all"``: the child's place in the grid, in (0, 1), is added to its votes
-        (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it.
-    kernel_size : int, pair, "all" or None
-        None routes a set; otherwise a window of that size slides over a grid. "all" is one window as large as the
-        children's grid, whatever its size, as for the paper's class capsules: it needs ``share=True``, and the parents
-        are a set.
-    stride, padding, dilation : int or pair
-        As in a convolution. Padded positions hold no children: they vote for nothing.
-    share : bool
-        False: every child of a set (of a window) has its own matrices. True: a set's children share one set of
-        matrices, and then their number may differ from call to call; a grid's children of one type share theirs over
-        the window.
-    bias : bool
-        Learn a bias of the votes, one per child and parent (one per parent where ``share`` is set); zero at the start.
+        (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it. Other coordinates may come
+        with a call, as ``bias``.
     eps : float
         Added to the variances, and to n under the moments.
 
@@ -70,9 +56,7 @@ class EMRouting(RoutingLayer):
         ``[G, M, D, E]`` with G the number of weight groups; drawn from N(0, 1) / sqrt(D), which leaves the size of
         poses as it is.
     beta_u, beta_a : Parameter
-        ``[M]``, one per parent type; zero at the start.
-    bias : Parameter or None
-        ``[I or 1, M, C, E]``.
+        ``[M or 1]``, one per parent type; zero at the start.
 
     Examples
     --------
@@ -87,70 +71,49 @@ class EMRouting(RoutingLayer):
     (torch.Size([2, 5, 16]), torch.Size([2, 5]))
     """
 
+    beta_u: nn.Parameter
+    beta_a: nn.Parameter
+
     def __init__(
         self,
-        in_capsules: int,
-        out_capsules: int,
+        in_capsules: int | None,
+        out_capsules: int | None,
         in_dim: int,
         out_dim: int,
         *,
-        pose: str = "matrix",
         iterations: int = 3,
         inverse_temperature: InverseTemperature | None = None,
         coordinates: bool = False,
-        kernel_size: int | tuple[int, int] | str | None = None,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        share: bool = False,
-        bias: bool = False,
         eps: float = 1e-8,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            in_capsules,
-            out_capsules,
-            in_dim,
-            out_dim,
-            pose=pose,
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            share=share,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.iterations = positive(iterations, "iterations")
+        super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         schedule(inverse_temperature, self.iterations)  # raises where it is wrong
         self.inverse_temperature = inverse_temperature
         self.coordinates = bool(coordinates)
         if self.coordinates and not self.whole_grid:
             raise ValueError("coordinates must be False without kernel_size='all': a small window says where it is")
-        if self.coordinates and bias:
-            raise ValueError("bias must be False with coordinates=True, which is a bias of the votes already")
-        self.eps = float(eps)
-        self.beta_u = nn.Parameter(torch.empty(out_capsules, device=device, dtype=dtype))
-        self.beta_a = nn.Parameter(torch.empty(out_capsules, device=device, dtype=dtype))
+        self.eps = check_finite("eps", eps, 0.0)
+        many = self.out_capsules or 1
+        self.new_parameter("beta_u", (many,), options)
+        self.new_parameter("beta_a", (many,), options)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
-        nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.pose_shape[1]))
-        for parameter in (self.beta_u, self.beta_a, self.bias):
-            if parameter is not None:
-                nn.init.zeros_(parameter)
+    def first_std(self) -> float:
+        """``1 / sqrt(D)``."""
+        return 1.0 / math.sqrt(self.pose_shape[1])
 
     def forward(
         self,
         children: Tensor,
         activations: Tensor | None = None,
         *,
+        out_capsules: int | None = None,
+        bias: Tensor | None = None,
         iterations: int | None = None,
+        inverse_temperature: InverseTemperature | None = None,
         return_coefficients: bool = False,
-    ) -> tuple[Tensor, ...]:
+    ) -> Capsules | RoutedCapsules:
         """Route.
 
         Parameters
@@ -160,14 +123,20 @@ class EMRouting(RoutingLayer):
             set ``[B, N*H*W, d]``, n slowest.
         activations : Tensor, optional
             The children's, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``; 0 for a child that is not there, all 1 if None.
+        out_capsules : int, optional
+            The number of parents, for a layer that leaves it open; that of the children a parent sees by default.
+        bias : Tensor, optional
+            Added to the votes of this call, beside the layer's own: ``[I or 1, M or 1, C, E]``; coordinates, say.
         iterations : int, optional
             Another number of turns for this call.
+        inverse_temperature : float, sequence of float, callable, optional
+            Another schedule for this call.
         return_coefficients : bool
             Also return the last turn's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
 
         Returns
         -------
-        tuple
+        Capsules or RoutedCapsules
             The parents' poses ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; their activations ``[B, M]`` or
             ``[B, M, Ho, Wo]``; then the coefficients if asked for.
 
@@ -176,35 +145,50 @@ class EMRouting(RoutingLayer):
         ValueError, TypeError
             Naming the argument whose shape, dtype or device does not fit.
         """
-        children, activations = self.as_read(children, activations)
-        rows, columns, out_columns = self.pose_shape
-        bias: Tensor | None = self.bias
-        if self.coordinates:
+        if self.coordinates and isinstance(children, Tensor) and children.dim() == 5:
             _, types, height, width, _ = children.shape
-            bias = functional.coordinate_bias(
-                height, width, types, rows, out_columns, device=children.device, dtype=children.dtype
+            pose = self.pose_shape[0], self.pose_shape[2]
+            place = functional.coordinate_bias(
+                height, width, types, *pose, device=children.device, dtype=children.dtype
             )
-        poses, active, *coefficients = functional.em_routing(
-            children.unflatten(-1, (rows, columns)),
-            activations,
-            self.weight,
-            self.beta_u,
-            self.beta_a,
+            bias = place if bias is None else bias + place
+        call = self.prepare(children, activations, out_capsules, bias)
+        found = functional.em_routing(
+            call.children,
+            call.numbers,
+            call.weight,
+            self.beta_u.expand(call.parents),
+            self.beta_a.expand(call.parents),
             iterations=self.iterations if iterations is None else iterations,
-            inverse_temperature=self.inverse_temperature,
-            bias=bias,
+            inverse_temperature=self.inverse_temperature if inverse_temperature is None else inverse_temperature,
+            bias=call.bias,
             eps=self.eps,
-            window=self.window_over(children),
+            window=call.window,
             return_coefficients=return_coefficients,
         )
-        result = (self.as_set(poses).flatten(-2), self.as_set(active))
-        return (*result, *(self.coefficients_as_set(shares) for shares in coefficients))
+        return self.flat(found)
 
-    def extra_repr(self) -> str:
-        """The arguments that differ from their defaults."""
-        text = f"{self.sizes_repr()}, iterations={self.iterations}"
-        if self.inverse_temperature is not None:
-            name = getattr(self.inverse_temperature, "__name__", repr(self.inverse_temperature))
-            text += f", inverse_temperature={name}"
-        text += ", coordinates=True" if self.coordinates else ""
-        return text + (f", eps={self.eps}" if self.eps != 1e-8 else "")
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "inverse_temperature": _Schedule(self.inverse_temperature)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = state["inverse_temperature"]
+        super().__setstate__({**state, "inverse_temperature": given.given if isinstance(given, _Schedule) else given})
+
+
+class _Schedule:
+    """An inverse temperature on its way through a copy or a pickle: says what cannot be pickled, and what can."""
+
+    def __init__(self, given: InverseTemperature | None) -> None:
+        self.given = given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Schedule:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if "<" in getattr(self.given, "__qualname__", ""):
+            raise pickle.PicklingError(
+                "inverse_temperature is a lambda or a function inside another, which cannot be pickled; let it be a "
+                "number, one for each turn, or a function defined at the top of a module"
+            )
+        return _Schedule, (self.given,)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.checks import check_choice
+from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
+from fastcaps.vectors import length
 
 
 class ClassHead(nn.Module):
     r"""One linear read-out, shared by all class capsules: :math:`\hat y_j = \langle w, p_j \rangle + b`.
 
     Sharing it means that a class is told from another by its capsule alone, and that the head works for any number of
-    classes.
+    classes. Other routings have the answer in the capsules already: the length of a pose (dynamic), its activation or
+    score (EM, Heinsen).
 
     Parameters
     ----------
     dim : int
         Numbers in a class capsule's pose.
+    read : "linear", "length" or "activations"
+        What is read of a capsule: its pose by a learned vector; the length of its pose; the number that comes with it.
     bias : bool
-        Whether the read-out has a bias (the same for every class).
+        Whether the linear read-out has a bias (the same for every class).
 
     Examples
     --------
@@ -32,13 +37,22 @@ class ClassHead(nn.Module):
         self,
         dim: int,
         *,
+        read: str = "linear",
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.dim = positive(dim, "dim")
-        self.linear = nn.Linear(dim, 1, bias=bias, device=device, dtype=dtype)
+        check_choice("read", read, ("linear", "length", "activations"))
+        self.read = read
+        self.bias = bool(bias)
+        self.linear = nn.Linear(self.dim, 1, bias=bias, device=device, dtype=dtype) if read == "linear" else None
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, where there are any."""
+        if self.linear is not None:
+            self.linear.reset_parameters()
 
     def forward(self, poses: Tensor, activations: Tensor | None = None) -> Tensor:
         """Read the logits.
@@ -48,7 +62,7 @@ class ClassHead(nn.Module):
         poses : Tensor
             ``[B, M, dim]``, the class capsules.
         activations : Tensor, optional
-            ``[B, M]``: a capsule counts as much as it is active.
+            ``[B, M]``: for the linear read-out a capsule counts as much as it is active.
 
         Returns
         -------
@@ -58,10 +72,14 @@ class ClassHead(nn.Module):
         require_tensor(poses, "poses")
         if poses.dim() != 3 or poses.shape[-1] != self.dim:
             raise ValueError(f"poses must be [B, M, {self.dim}], got {shape_of(poses)}")
-        if activations is not None:
-            if activations.shape != poses.shape[:2]:
-                raise ValueError(
-                    f"activations must be {shape_of(poses[..., 0])} as the poses, got {shape_of(activations)}"
-                )
-            poses = poses * activations.unsqueeze(-1)
-        return self.linear(poses).squeeze(-1)
+        if activations is not None and activations.shape != poses.shape[:2]:
+            raise ValueError(f"activations must be {shape_of(poses[..., 0])} as the poses, got {shape_of(activations)}")
+        if self.read == "activations":
+            if activations is None:
+                raise ValueError("activations must be given to a head that reads them, got None")
+            return activations
+        if self.linear is None:
+            return length(poses)
+        return self.linear(poses if activations is None else poses * activations.unsqueeze(-1)).squeeze(-1)
+
+    extra_repr = arguments_repr

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from fastcaps.nn.layer import RoutingLayer
+from fastcaps.checks import check_finite
+from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import probability, require_tensor, route, shape_of
+from fastcaps.results import Capsules, Routed, RoutedCapsules
+
+__all__ = ["InvertedAttentionRouting"]
+
+Plain = TypeVar("Plain", Tensor, Capsules)
+Full = TypeVar("Full", Routed, RoutedCapsules)
 
 
-class InvertedAttentionRouting(RoutingLayer):
+class AttentionOptions(LayerOptions, total=False):
+    """What the layer takes by name beside ``activations``."""
+
+    iterations: int
+    dropout: float
+    layer_norm: bool
+    eps: float
+
+
+class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
     r"""Route child capsules to parents by inverted dot-product attention (Tsai et al., 2020, Procedure 1).
 
     .. math::
@@ -26,31 +43,16 @@ class InvertedAttentionRouting(RoutingLayer):
 
     Parameters
     ----------
-    in_capsules : int
-        Children of a set; child types at one grid position of a grid.
-    out_capsules : int
-        Parents of a set; parent types at one position of a grid.
-    in_dim, out_dim : int
-        Numbers in a child's pose (d) and in a parent's (d').
-    pose : "matrix" or "vector"
-        A matrix pose of d numbers is a ``sqrt(d) x sqrt(d)`` matrix, and d' must equal d; a vector pose takes any pair.
-    kernel_size : int, pair or None
-        None routes a set; otherwise a window of that size slides over a grid.
-    stride, padding, dilation : int or pair
-        As in a convolution. Padded positions hold no children: they vote for nothing.
-    share : bool
-        False: every child of a set (of a window) has its own matrices. True: a set's children share one set of
-        matrices, and then their number may differ from call to call; a grid's children of one type share theirs over
-        the window.
-    bias : bool
-        Learn a bias of the votes, one per child and parent (one per parent where ``share`` is set); zero at the start.
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
+break_symmetry, iterations, device, dtype
+        As :class:`~fastcaps.nn.layer.RoutingLayer` has them; one iteration a call by default.
     dropout : float
         Probability of dropping a number of a parent's sum, before LayerNorm, in training.
     layer_norm : bool
         LayerNorm over the d' numbers, its affine shared by all parents. False is the paper's ablation A. Skipped
         where d' = 1.
     activations : bool
-        The paper's ablation C: the layer returns ``(poses, activations)``. The paper says only that its activations
+        The paper's ablation C: the layer returns poses and activations. The paper says only that its activations
         are "as in EM routing"; the choice here is ours: a parent's activation is ``sigmoid(<u_j, p_j> + c_j)``, u and
         c learned per parent type, and the activations that come with the children gate their votes (the g of the
         equation).
@@ -78,72 +80,69 @@ class InvertedAttentionRouting(RoutingLayer):
     torch.Size([2, 4, 7, 7, 16])
     """
 
-    whole_grid_allowed = False
+    takes_parents = True
+    activation_weight: nn.Parameter | None
+    activation_bias: nn.Parameter | None
 
+    @overload
     def __init__(
-        self,
-        in_capsules: int,
-        out_capsules: int,
+        self: InvertedAttentionRouting[Tensor, Routed],
+        in_capsules: int | None,
+        out_capsules: int | None,
         in_dim: int,
         out_dim: int,
         *,
-        pose: str = "matrix",
-        kernel_size: int | tuple[int, int] | None = None,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        share: bool = False,
-        bias: bool = False,
+        activations: Literal[False] = False,
+        **options: Unpack[AttentionOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: InvertedAttentionRouting[Capsules, RoutedCapsules],
+        in_capsules: int | None,
+        out_capsules: int | None,
+        in_dim: int,
+        out_dim: int,
+        *,
+        activations: Literal[True],
+        **options: Unpack[AttentionOptions],
+    ) -> None: ...
+    def __init__(
+        self,
+        in_capsules: int | None,
+        out_capsules: int | None,
+        in_dim: int,
+        out_dim: int,
+        *,
+        iterations: int = 1,
         dropout: float = 0.0,
         layer_norm: bool = True,
         activations: bool = False,
         eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            in_capsules,
-            out_capsules,
-            in_dim,
-            out_dim,
-            pose=pose,
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            share=share,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         self.dropout = probability(dropout, "dropout")
+        self.layer_norm = bool(layer_norm)
         self.activations = bool(activations)
-        self.eps = float(eps)
-        self.scale = 1.0 / math.sqrt(out_dim)
-
-        kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.eps = check_finite("eps", eps, 0.0)
+        self.scale = 1.0 / math.sqrt(self.out_dim)
         self.norm: nn.LayerNorm | None = None
-        if layer_norm and out_dim > 1:
-            self.norm = nn.LayerNorm(out_dim, eps=self.eps, **kwargs)
-        self.activation_weight: nn.Parameter | None = None
-        self.activation_bias: nn.Parameter | None = None
-        if self.activations:
-            self.activation_weight = nn.Parameter(torch.empty(out_capsules, out_dim, **kwargs))
-            self.activation_bias = nn.Parameter(torch.empty(out_capsules, **kwargs))
+        if layer_norm and self.out_dim > 1:
+            place = {"device": options.get("device"), "dtype": options.get("dtype")}
+            self.norm = nn.LayerNorm(self.out_dim, eps=self.eps, **place)  # type: ignore[arg-type]
+        many = self.out_capsules or 1
+        self.new_parameter("activation_weight", (many, self.out_dim), options, self.activations)
+        self.new_parameter("activation_bias", (many,), options, self.activations)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew."""
-        std = math.sqrt(self.out_capsules / (self.pose_shape[1] * self.children_per_position))
-        nn.init.normal_(self.weight, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        super().reset_parameters()
         if self.norm is not None:
             self.norm.reset_parameters()
-        if self.activation_weight is not None and self.activation_bias is not None:
+        if self.activation_weight is not None:
             bound = 1.0 / math.sqrt(self.out_dim)
             nn.init.uniform_(self.activation_weight, -bound, bound)
-            nn.init.zeros_(self.activation_bias)
 
     def forward(
         self,
@@ -151,9 +150,11 @@ class InvertedAttentionRouting(RoutingLayer):
         parents: Tensor | None = None,
         activations: Tensor | None = None,
         *,
-        iterations: int = 1,
+        out_capsules: int | None = None,
+        bias: Tensor | None = None,
+        iterations: int | None = None,
         return_coefficients: bool = False,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Tensor | Capsules | Routed | RoutedCapsules:
         """Route once, or several times in a row.
 
         Parameters
@@ -165,14 +166,20 @@ class InvertedAttentionRouting(RoutingLayer):
             The parents' last poses, shaped as the result. None is the first iteration.
         activations : Tensor, optional
             ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
-        iterations : int
-            Turns, each with the parents of the one before: what a loop of calls would do, in one.
+        out_capsules : int, optional
+            The number of parents, for a layer that leaves it open; by default that of ``parents``, else of the children
+            that a parent sees.
+        bias : Tensor, optional
+            Added to the votes of this call, beside the layer's own: ``[I or 1, M or 1, C, E]``.
+        iterations : int, optional
+            Another number of turns for this call, each with the parents of the one before: what a loop of calls would
+            do, in one.
         return_coefficients : bool
             Also return the last turn's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
 
         Returns
         -------
-        Tensor or tuple
+        Tensor, Capsules, Routed or RoutedCapsules
             The parents' poses ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; then, where ``activations=True`` was chosen,
             their activations ``[B, M]`` or ``[B, M, Ho, Wo]``; then the coefficients if asked for.
 
@@ -181,61 +188,51 @@ class InvertedAttentionRouting(RoutingLayer):
         ValueError, TypeError
             Naming the argument whose shape, dtype or device does not fit.
         """
-        children, activations = self.as_read(children, activations)
-        self._check_parents(children, parents)
+        if parents is not None:
+            self._check_parents(parents)
+        call: Call = self.prepare(children, activations, out_capsules, bias, parents)
+        if call.weight is None and parents is None:  # then the bias tells M
+            bias = call.children.new_zeros((1, 1, *call.children.shape[-2:])) if call.bias is None else call.bias
+            call = call._replace(bias=bias.expand(-1, call.parents, -1, -1))
+        if parents is not None and self.whole_grid:
+            parents = parents[:, :, None, None]
         poses, coefficients = route(
-            children,
-            self.weight,
+            call,
             parents,
             self.pose_shape,
-            window=self.window,
             scale=self.scale,
             norm=self.norm,
             dropout=self.dropout if self.training else 0.0,
-            bias=self.bias,
-            gate=activations,
-            iterations=iterations,
+            iterations=self.iterations if iterations is None else iterations,
             return_coefficients=return_coefficients,
         )
-        result: tuple[Tensor, ...] = (poses,)
-        if self.activations:
-            result += (self.read_activations(poses),)
-        if coefficients is not None:
-            result += (coefficients,)
-        return result if len(result) > 1 else poses
+        if self.whole_grid:
+            poses = poses.squeeze((2, 3))
+            coefficients = None if coefficients is None else coefficients.squeeze((1, 2))
+        if not self.activations:
+            return poses if coefficients is None else Routed(poses, coefficients)
+        active = self.read_activations(poses)
+        return Capsules(poses, active) if coefficients is None else RoutedCapsules(poses, active, coefficients)
 
     def read_activations(self, poses: Tensor) -> Tensor:
         """``sigmoid(<u_m, p_m> + c_m)`` of the parents' ``poses``: ``[B, M]`` or ``[B, M, Ho, Wo]``."""
         if self.activation_weight is None or self.activation_bias is None:
             raise ValueError("this layer has no activations; build it with activations=True")
-        if poses.dim() == 3:
-            return torch.sigmoid((poses * self.activation_weight).sum(-1) + self.activation_bias)
-        stored = poses.permute(0, 2, 3, 1, 4)  # [B, Ho, Wo, M, d'], as it lies in memory
-        return torch.sigmoid((stored * self.activation_weight).sum(-1) + self.activation_bias).permute(0, 3, 1, 2)
+        stored = poses if poses.dim() == 3 else poses.permute(0, 2, 3, 1, 4)  # [B, Ho, Wo, M, d'], as it lies in memory
+        active = torch.sigmoid((stored * self.activation_weight).sum(-1) + self.activation_bias)
+        return active if poses.dim() == 3 else active.permute(0, 3, 1, 2)
 
-    def _check_parents(self, children: Tensor, parents: Tensor | None) -> None:
+    def _check_parents(self, parents: Tensor) -> None:
         """What the functional API cannot know: flat poses of the right length."""
-        if parents is None:
-            return
         require_tensor(parents, "parents")
-        if (
-            parents.dim() != children.dim()
-            or parents.shape[1] != self.out_capsules
-            or parents.shape[-1] != self.out_dim
-        ):
-            grid = "" if self.window is None else "Ho, Wo, "
-            raise ValueError(f"parents must be [B, {self.out_capsules}, {grid}{self.out_dim}], got {shape_of(parents)}")
+        grid = "" if self.window is None else "Ho, Wo, "
+        fits = parents.dim() == (5 if grid else 3) and parents.shape[-1] == self.out_dim
+        if not fits or self.out_capsules not in (None, parents.shape[1]):
+            wanted = f"[B, {self.out_capsules or 'M'}, {grid}{self.out_dim}]"
+            raise ValueError(f"parents must be {wanted}, got {shape_of(parents)}")
 
     def smallest_inputs(self) -> list[Tensor]:
         """Children and parents of the smallest call that this layer takes."""
         (children,) = super().smallest_inputs()
-        grid = [] if self.window is None else self.window.output_size(children.shape[2], children.shape[3])
-        return [children, self.weight.new_zeros((1, self.out_capsules, *grid, self.out_dim))]
-
-    def extra_repr(self) -> str:
-        """The arguments that differ from their defaults."""
-        text = self.sizes_repr()
-        text += f", dropout={self.dropout}" if self.dropout else ""
-        text += ", layer_norm=False" if self.norm is None and self.out_dim > 1 else ""
-        text += ", activations=True" if self.activations else ""
-        return text + (f", eps={self.eps}" if self.eps != 1e-5 else "")
+        grid: tuple[int, ...] = self.output_size((children.shape[2], children.shape[-2])) or ()
+        return [children, children.new_zeros((1, self.out_capsules or 1, *grid, self.out_dim))]

@@ -1,68 +1,156 @@
-"""What all routing layers have in common: sizes, window, weights, and the checks of flat poses."""
+"""What all routing layers have in common: their arguments, sizes and weights, the checks of flat poses, the results."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import math
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from fastcaps.nn.poses import flatten_gate, flatten_grid, pose_shape, positive, require_tensor, shape_of
-from fastcaps.votes import Window, window_extent
+from fastcaps.checks import check_count
+from fastcaps.functional.em import InverseTemperature
+from fastcaps.nn.poses import arguments_repr, flatten_grid, pose_shape, positive, require_tensor, shape_of
+from fastcaps.votes import Window
 
-__all__ = ["RoutingLayer"]
+__all__ = ["Call", "CallOptions", "LayerOptions", "RoutingLayer"]
+
+Pair = int | tuple[int, int]
+Plain = TypeVar("Plain")
+Full = TypeVar("Full")
+Found = TypeVar("Found", bound=Tensor | tuple[Tensor, ...])
 
 
-class RoutingLayer(nn.Module):
-    """Base of the routing layers; it holds ``weight`` and, if asked for, ``bias``.
+class LayerOptions(TypedDict, total=False):
+    """The arguments by name of every routing layer but ``iterations``; :class:`RoutingLayer` describes them."""
+
+    pose: str | int
+    kernel_size: Pair | str | None
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    share: bool
+    matrices: bool
+    bias: bool
+    break_symmetry: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class CallOptions(TypedDict, total=False):
+    """What a call may give by name; each layer's ``forward`` says which of them it takes."""
+
+    parents: Tensor | None
+    activations: Tensor | None
+    scores: Tensor | None
+    out_capsules: int | None
+    bias: Tensor | None
+    iterations: int | None
+    inverse_temperature: InverseTemperature | None
+    sharpness: float | None
+
+
+class Call(NamedTuple):
+    """A checked call, as the functions take it: poses of C x D numbers, and M, the parents of this call."""
+
+    children: Tensor
+    numbers: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    parents: int
+    window: Window | None
+
+
+class RoutingLayer(nn.Module, Generic[Plain, Full]):
+    """Base of the routing layers: :class:`InvertedAttentionRouting`, :class:`DynamicRouting`, :class:`EMRouting`,
+    :class:`HeinsenRouting`, :class:`RoutingPool`. They take these arguments and, by name, some of their own.
 
     Parameters
     ----------
-    in_capsules, out_capsules : int
-        Children and parents of a set; their types at one position of a grid.
+    in_capsules : int or None
+        Children of a set; child types at one position of a grid. None, for a set: any number of children, which share
+        their parameters; samples of different sizes go into one batch with an activation of 0 (a score of minus
+        infinity) for those that are not there.
+    out_capsules : int or None
+        Parents of a set; parent types at one position of a grid. None: any number of them, which share their
+        parameters: as many as a call says, or else as there are children.
     in_dim, out_dim : int
-        Numbers in a child's pose and in a parent's.
-    pose : "matrix" or "vector"
-        See :func:`fastcaps.nn.poses.pose_shape`.
+        Numbers in a child's pose (d = C * D) and in a parent's (d' = C * E): a child's pose is a C x D matrix, a
+        weight D x E, a parent's pose C x E.
+    pose : "matrix", "vector" or int
+        The number of rows C, which divides d and d'. "matrix" is ``sqrt(d)``, "vector" is 1.
     kernel_size : int, pair, "all" or None
-        None routes a set; otherwise a window of that size slides over a grid. "all" is one window as large as the grid
-        whatever its size, where a layer allows it: it needs ``share``, and the result is a set.
+        None routes a set; otherwise a window of that size slides over a grid. "all" is one window as large as the
+        children's grid, whatever its size: it needs ``share=True``, and the parents are a set.
     stride, padding, dilation : int or pair
-        As in a convolution.
+        As in a convolution. Padded positions hold no children: they vote for nothing.
     share : bool
-        Children share matrices: all of a set, those of one type over a window.
+        False: every child of a set (of a window) has its own matrices. True: a set's children share one set of
+        matrices, and then their number may differ from call to call; a grid's children of one type share theirs over
+        the window.
+    matrices : bool
+        False: votes are the children's own poses, and d' = d. Biases, or the parents that an attention layer starts
+        with, then tell parents apart.
     bias : bool
-        Learn a bias of the votes.
+        Learn a bias of the votes, one per child and parent (one per parent where ``share`` is set); zero at the start.
+    break_symmetry : bool
+        For ``out_capsules=None``, where nothing would tell the parents apart: learn one pose more, of which parent j
+        adds -1 to 1 times, evenly spaced, to its votes; zero at the start.
+    iterations : int
+        Turns.
+
+    Attributes
+    ----------
+    weight : Parameter or None
+        ``[G, M or 1, D, E]`` with G the number of weight groups.
+    bias : Parameter or None
+        ``[I or 1, M or 1, C, E]``.
+    bias_step : Parameter or None
+        ``[1, 1, C, E]``, of ``break_symmetry``.
     """
 
-    whole_grid_allowed = True
+    numbers = "activations"  # what comes with a child: its gate, in [0, 1]; or "scores", any numbers
+    takes_parents = False  # whether a call may go on from the parents of the one before
+    fewest_iterations = 1
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    bias_step: nn.Parameter | None
 
     def __init__(
         self,
-        in_capsules: int,
-        out_capsules: int,
+        in_capsules: int | None,
+        out_capsules: int | None,
         in_dim: int,
         out_dim: int,
         *,
-        pose: str,
-        kernel_size: int | tuple[int, int] | str | None,
-        stride: int | tuple[int, int],
-        padding: int | tuple[int, int],
-        dilation: int | tuple[int, int],
-        share: bool,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        pose: str | int = "matrix",
+        kernel_size: Pair | str | None = None,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        share: bool = False,
+        matrices: bool = True,
+        bias: bool = False,
+        break_symmetry: bool = True,
+        iterations: int = 3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_capsules = positive(in_capsules, "in_capsules")
-        self.out_capsules = positive(out_capsules, "out_capsules")
-        self.in_dim = positive(in_dim, "in_dim")
-        self.out_dim = positive(out_dim, "out_dim")
+        if in_capsules is None and kernel_size is not None:
+            raise ValueError("in_capsules must be an int with a kernel_size: a grid has a number of child types")
+        self.in_capsules = None if in_capsules is None else positive(in_capsules, "in_capsules")
+        self.out_capsules = None if out_capsules is None else positive(out_capsules, "out_capsules")
+        self.in_dim, self.out_dim = positive(in_dim, "in_dim"), positive(out_dim, "out_dim")
         self.pose = pose
-        self.pose_shape = pose_shape(in_dim, out_dim, pose)
-        self.share = bool(share)
-        self.whole_grid = self.whole_grid_allowed and kernel_size == "all"
+        self.pose_shape = pose_shape(self.in_dim, self.out_dim, pose)
+        self.share = bool(share) or in_capsules is None
+        self.matrices = bool(matrices)
+        self.break_symmetry = bool(break_symmetry)
+        self.iterations = check_count("iterations", iterations, self.fewest_iterations)
+        self.whole_grid = isinstance(kernel_size, str) and kernel_size == "all"
         self.window: Window | None = None
         if kernel_size is not None and not self.whole_grid:
             self.window = Window(kernel_size, stride, padding, dilation)  # type: ignore[arg-type]
@@ -73,12 +161,72 @@ class RoutingLayer(nn.Module):
             )
         if self.whole_grid and not self.share:
             raise ValueError("kernel_size='all' must have share=True: there cannot be matrices for every size of grid")
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
         rows, columns, out_columns = self.pose_shape
-        self.weight = nn.Parameter(torch.empty(self.groups, out_capsules, columns, out_columns, **options))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(self.own_children, out_capsules, rows, out_columns, **options))
+        if not matrices and in_dim != out_dim:
+            raise ValueError(
+                f"out_dim must equal in_dim with matrices=False, got in_dim {in_dim} and out_dim {out_dim}"
+            )
+        many, place = self.out_capsules or 1, LayerOptions(device=device, dtype=dtype)
+        self.new_parameter("weight", (self.groups, many, columns, out_columns), place, matrices)
+        self.new_parameter("bias", (self.own_children, many, rows, out_columns), place, bias)
+        steps = out_capsules is None and break_symmetry
+        self.new_parameter("bias_step", (1, 1, rows, out_columns), place, steps)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Write the signature of a layer's own and the common arguments out, for ``help`` and for the repr."""
+        super().__init_subclass__(**options)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            common = list(inspect.signature(RoutingLayer.__init__).parameters.values())[1:]
+            every = {each.name: each for each in (*common, *own[:-1])}
+            own = [*every.values(), every["device"], every["dtype"]]
+            own = [each for index, each in enumerate(own) if each not in own[index + 1 :]]
+        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+
+    if TYPE_CHECKING:  # nn.Module's own returns Any
+
+        @overload
+        def __call__(
+            self,
+            children: Tensor,
+            *numbers: Tensor | None,
+            return_coefficients: Literal[False] = False,
+            **options: Unpack[CallOptions],
+        ) -> Plain: ...
+        @overload
+        def __call__(
+            self,
+            children: Tensor,
+            *numbers: Tensor | None,
+            return_coefficients: Literal[True],
+            **options: Unpack[CallOptions],
+        ) -> Full: ...
+        @overload
+        def __call__(
+            self,
+            children: Tensor,
+            *numbers: Tensor | None,
+            return_coefficients: bool,
+            **options: Unpack[CallOptions],
+        ) -> Plain | Full: ...
+        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
+
+    def new_parameter(self, name: str, shape: tuple[int, ...], options: LayerOptions, wanted: bool = True) -> None:
+        """Register a parameter that is not drawn yet, or None."""
+        place = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)) if wanted else None)  # type: ignore[arg-type]
+
+    def first_std(self) -> float:
+        """The standard deviation of the matrices at the start."""
+        return math.sqrt((self.out_capsules or 1) / (self.pose_shape[1] * self.children_per_position))
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew: the matrices from a normal distribution, all else 0."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name == "weight":
+                nn.init.normal_(parameter, std=self.first_std())
+            else:
+                nn.init.zeros_(parameter)
 
     @property
     def kernel_size(self) -> tuple[int, int] | str | None:
@@ -88,18 +236,31 @@ class RoutingLayer(nn.Module):
         return None if self.window is None else self.window.spec[:2]  # type: ignore[return-value]
 
     @property
+    def stride(self) -> tuple[int, int]:
+        """The window's."""
+        return (1, 1) if self.window is None else self.window.spec[2:4]  # type: ignore[return-value]
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """The window's."""
+        return (0, 0) if self.window is None else self.window.spec[4:6]  # type: ignore[return-value]
+
+    @property
+    def dilation(self) -> tuple[int, int]:
+        """The window's."""
+        return (1, 1) if self.window is None else self.window.spec[6:]  # type: ignore[return-value]
+
+    @property
     def children_per_position(self) -> int:
-        """I: the children that one position sees (of a whole grid: at each place)."""
-        if self.window is None:
-            return self.in_capsules
-        return self.window.positions * self.in_capsules
+        """I: the children that one position sees (of a whole grid: at each place; 1 where any number will do)."""
+        return (1 if self.window is None else self.window.positions) * (self.in_capsules or 1)
 
     @property
     def groups(self) -> int:
         """G: how many children have matrices of their own; child i uses group i mod G."""
         if not self.share:
             return self.children_per_position
-        return self.in_capsules if self.on_grid else 1
+        return self.in_capsules or 1 if self.on_grid else 1
 
     @property
     def own_children(self) -> int:
@@ -116,57 +277,68 @@ class RoutingLayer(nn.Module):
         no grid."""
         return None if self.window is None else self.window.output_size(*size)
 
-    def as_read(self, children: Any, numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return checked children and the numbers that come with them, a grid flattened where the layer reads a set."""
+    def prepare(
+        self,
+        children: Tensor,
+        numbers: Tensor | None,
+        out_capsules: int | None = None,
+        bias: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Call:
+        """Check a call as far as the functions cannot: flat poses of the right length, the numbers of children and
+        parents that this layer was built for. A grid is flattened where the layer reads a set."""
         require_tensor(children, "children")
         if not self.on_grid and children.dim() == 5:
-            children, numbers = flatten_grid(children), flatten_gate(numbers)
-        self.check_children(children)
-        return children, numbers
-
-    def check_children(self, children: Tensor) -> None:
-        """What the functional API cannot know: flat poses of the right length, and the number of capsules this layer
-        was built for."""
+            children, numbers = flatten_grid(children), None if numbers is None else numbers.flatten(1)
         wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             raise ValueError(f"children must be {wanted}, got {shape_of(children)}")
-        free = self.share and not self.on_grid
-        if not free and children.shape[1] != self.in_capsules:
+        if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
             raise ValueError(
                 f"children must hold the {self.in_capsules} {what} that this layer was built for, "
                 f"got {children.shape[1]} in {shape_of(children)}"
             )
+        window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
+        if out_capsules is None and parents is not None and parents.dim() > 1:
+            out_capsules = parents.shape[1]
+        weight: Tensor | None = self.weight
+        own: Tensor | None = self.bias
+        if self.out_capsules is not None:
+            many = self.out_capsules
+            if out_capsules is not None and parents is None and out_capsules != many:
+                raise ValueError(f"out_capsules must be None, since this layer has {many} parents; got {out_capsules}")
+        else:
+            many = children.shape[1] * (1 if window is None else window.positions)
+            many = many if out_capsules is None else positive(out_capsules, "out_capsules")
+            weight = None if weight is None else weight.expand(-1, many, -1, -1)
+            if self.bias_step is not None:
+                places = torch.linspace(-1, 1, many, device=self.bias_step.device, dtype=self.bias_step.dtype)
+                steps = self.bias_step * places[:, None, None]
+                own = steps if own is None else own + steps
+        if own is not None:
+            bias = own if bias is None else own + bias
+        poses = children.unflatten(-1, self.pose_shape[:2])
+        return Call(poses, numbers, weight, bias, many, window)
 
-    def window_over(self, children: Tensor) -> Window | None:
-        """Return the window for a call: the layer's, or the one that spans the children's grid."""
-        return Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
-
-    def as_set(self, result: Tensor) -> Tensor:
-        """Return a result over a whole grid without its single position: ``[B, M, 1, 1, ...]`` as ``[B, M, ...]``."""
-        return result.squeeze((2, 3)) if self.whole_grid else result
-
-    def coefficients_as_set(self, coefficients: Tensor) -> Tensor:
-        """Return coefficients over a whole grid without its single position: ``[B, 1, 1, I, M]`` as ``[B, I, M]``."""
-        return coefficients.squeeze((1, 2)) if self.whole_grid else coefficients
+    def flat(self, found: Found) -> Found:
+        """Return what a function found, poses or a named tuple, in flat poses; a whole grid's single position goes."""
+        if isinstance(found, Tensor):
+            return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)  # type: ignore[return-value]
+        results = []
+        for name, tensor in zip(found._fields, found, strict=True):  # type: ignore[attr-defined]
+            if self.whole_grid:  # coefficients [B, 1, 1, I, M], all else [B, M, 1, 1, ...]
+                tensor = tensor.squeeze((1, 2) if name == "coefficients" else (2, 3))
+            results.append(tensor.flatten(-2) if name in ("poses", "variances") else tensor)
+        return type(found)(*results)
 
     def smallest_inputs(self) -> list[Tensor]:
         """Children of the smallest call that this layer takes: a batch of 1, on a grid a single position of parents."""
         grid = [1, 1] if self.whole_grid else []
         if self.window is not None:
-            extent, padding = window_extent(self.window.spec), self.window.spec[4:6]
-            grid = [max(1, size - 2 * pad) for size, pad in zip(extent, padding, strict=True)]
-        return [self.weight.new_zeros((1, self.in_capsules, *grid, self.in_dim))]
+            every = zip(self.window.spec[:2], self.padding, self.dilation, strict=True)
+            grid = [max(1, (kernel - 1) * step + 1 - 2 * pad) for kernel, pad, step in every]
+        like = next(self.parameters(), torch.empty(0))
+        return [like.new_zeros((1, self.in_capsules or 1, *grid, self.in_dim))]
 
-    def sizes_repr(self) -> str:
-        """The sizes, and of the window what differs from its defaults."""
-        text = f"{self.in_capsules}, {self.out_capsules}, {self.in_dim}, {self.out_dim}, pose={self.pose!r}"
-        if self.whole_grid:
-            text += ", kernel_size='all'"
-        if self.window is not None:
-            text += f", kernel_size={self.window.kernel_size}"
-            for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
-                value = getattr(self.window, name)
-                text += f", {name}={value}" if value != default else ""
-        text += ", share=True" if self.share else ""
-        return text + (", bias=True" if self.bias is not None else "")
+    extra_repr = arguments_repr

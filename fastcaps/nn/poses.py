@@ -6,8 +6,10 @@ a view for any strides, so going back and forth costs nothing.
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +18,19 @@ from torch import Tensor, nn
 from fastcaps import functional
 
 if TYPE_CHECKING:
-    from fastcaps.votes import Window
-
-POSES = ("matrix", "vector")
+    from fastcaps.nn.layer import Call
 
 
 def positive(value: object, name: str) -> int:
-    """Return ``value`` if it is an int of at least 1; raise TypeError or ValueError naming ``name`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
+    """Return ``value``, of any integer type, as an int of at least 1; raise TypeError or ValueError naming ``name``
+    otherwise."""
+    try:
+        number = operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if number < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
+    return number
 
 
 def probability(value: float, name: str) -> float:
@@ -38,62 +41,80 @@ def probability(value: float, name: str) -> float:
     return value
 
 
-def pose_shape(in_dim: int, out_dim: int, pose: str) -> tuple[int, int, int]:
-    """Give (C, D, E): a child's pose is ``C x D`` and a parent's ``C x E``.
+def arguments_repr(module: nn.Module) -> str:
+    """Show a module's arguments, which are its attributes: those by position, and those by name that differ from their
+    defaults.
 
-    A matrix pose of d numbers has ``C = D = E = sqrt(d)``; a vector pose has ``C = 1``, ``D = in_dim``, ``E =
-    out_dim``.
+    An option that is on or off may stand for a parameter or submodule, which is then there or None.
+    """
+    shown = []
+    for name, argument in inspect.signature(type(module)).parameters.items():
+        default, value = argument.default, getattr(module, name, argument.default)
+        by_name = argument.kind is argument.KEYWORD_ONLY
+        if isinstance(default, bool):
+            value = value is not None and value is not False
+        if isinstance(value, nn.Module) or (by_name and (value == default or value == (default, default))):
+            continue
+        text = getattr(value, "__name__", repr(value))
+        shown.append(f"{name}={text}" if by_name else text)
+    return ", ".join(shown)
+
+
+def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, int]:
+    """Give (C, D, E): a child's pose is ``C x D``, a parent's ``C x E``, and so a vote is a product with ``D x E``.
+
+    ``pose`` is the number of rows C; "matrix" stands for ``sqrt(in_dim)``, "vector" for 1. ``D = in_dim / C``,
+    ``E = out_dim / C``.
 
     Raises
     ------
     ValueError
-        If ``pose`` is unknown, or it is ``"matrix"`` and ``in_dim`` is not a square or differs from ``out_dim``.
+        If ``pose`` is unknown or does not divide ``in_dim`` and ``out_dim``; if it is "matrix" and ``in_dim`` is not a
+        square.
 
     Examples
     --------
-    >>> pose_shape(16, 16, "matrix")
-    (4, 4, 4)
+    >>> pose_shape(16, 16, "matrix"), pose_shape(16, 8, "matrix")
+    ((4, 4, 4), (4, 4, 2))
     >>> pose_shape(8, 16, "vector")
     (1, 8, 16)
+    >>> pose_shape(6, 10, 2)
+    (2, 3, 5)
     """
-    if pose not in POSES:
-        raise ValueError(f"pose must be one of {', '.join(map(repr, POSES))}, got {pose!r}")
     if pose == "vector":
-        return 1, in_dim, out_dim
-    side = math.isqrt(in_dim)
-    if side * side != in_dim:
-        raise ValueError(f"in_dim must be a square number for a matrix pose, got {in_dim} (pose='vector' takes any)")
-    if out_dim != in_dim:
-        raise ValueError(
-            f"out_dim must equal in_dim for a matrix pose, got in_dim {in_dim} and out_dim {out_dim} "
-            "(pose='vector' takes any pair)"
-        )
-    return side, side, side
+        rows = 1
+    elif pose == "matrix":
+        rows = math.isqrt(in_dim)
+        if rows * rows != in_dim:
+            wanted = "(pose='vector' takes any, pose=C takes C x D matrices)"
+            raise ValueError(f"in_dim must be a square number for pose='matrix', got {in_dim} {wanted}")
+    elif isinstance(pose, str):
+        raise ValueError(f"pose must be one of 'matrix', 'vector' or a number of rows, got {pose!r}")
+    else:
+        rows = positive(pose, "pose")
+    for name, size in (("in_dim", in_dim), ("out_dim", out_dim)):
+        if size % rows:
+            raise ValueError(f"{name} must be a multiple of the {rows} rows of a pose, got {size} (pose={pose!r})")
+    return rows, in_dim // rows, out_dim // rows
 
 
 def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
     """LayerNorm over the last dimension of a set ``[B, M, d]`` or a grid ``[B, M, H, W, d]``, keeping a grid's memory
     order."""
-    if poses.dim() != 5:
-        return F.layer_norm(poses, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    stored = poses.permute(
-        0, 2, 3, 1, 4
-    )  # as it lies in memory: F.layer_norm would otherwise copy it into logical order
-    return F.layer_norm(stored, norm.normalized_shape, norm.weight, norm.bias, norm.eps).permute(0, 3, 1, 2, 4)
+    grid = poses.dim() == 5  # normalised as it lies in memory: F.layer_norm would copy it into logical order
+    stored = poses.permute(0, 2, 3, 1, 4) if grid else poses
+    normal = F.layer_norm(stored, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return normal.permute(0, 3, 1, 2, 4) if grid else normal
 
 
 def route(
-    children: Tensor,
-    weight: Tensor,
+    call: Call,
     parents: Tensor | None,
     shape: tuple[int, int, int],
     *,
-    window: Window | None,
     scale: float,
     norm: nn.LayerNorm | None,
     dropout: float = 0.0,
-    bias: Tensor | None = None,
-    gate: Tensor | None = None,
     iterations: int = 1,
     return_coefficients: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -104,10 +125,8 @@ def route(
 
     Parameters
     ----------
-    children : Tensor
-        ``[B, I, C*D]`` or, with a window, ``[B, N, H, W, C*D]``.
-    weight : Tensor
-        ``[G, M, D, E]``.
+    call : Call
+        Children, weight, bias, gate and window.
     parents : Tensor or None
         ``[B, M, C*E]`` or ``[B, M, Ho, Wo, C*E]``: the last poses; None for the first iteration.
     shape : (C, D, E)
@@ -122,29 +141,27 @@ def route(
         The parents' flat poses, and the coefficients if they were asked for.
     """
     if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no turn can run on into the next
-        options: dict[str, Any] = {"window": window, "scale": scale, "norm": norm, "bias": bias, "gate": gate}
         for _ in range(iterations - 1):
-            parents, _ = route(children, weight, parents, shape, dropout=dropout, **options)
+            parents, _ = route(call, parents, shape, scale=scale, norm=norm, dropout=dropout)
         iterations = 1
-    rows, columns, out_columns = shape
     apart = dropout > 0.0 and norm is not None
-    fused = norm is not None and not apart
-    result = functional.inverted_attention_routing(
-        children.unflatten(-1, (rows, columns)),
-        weight,
-        None if parents is None else parents.unflatten(-1, (rows, out_columns)),
-        bias=bias,
-        gate=gate,
-        norm_weight=norm.weight if norm is not None and fused else None,
-        norm_bias=norm.bias if norm is not None and fused else None,
-        eps=norm.eps if norm is not None else 1e-5,
+    fused = None if apart else norm
+    found = functional.inverted_attention_routing(
+        call.children,
+        call.weight,
+        None if parents is None else parents.unflatten(-1, (shape[0], shape[2])),
+        bias=call.bias,
+        gate=call.numbers,
+        norm_weight=None if fused is None else fused.weight,
+        norm_bias=None if fused is None else fused.bias,
+        eps=1e-5 if norm is None else norm.eps,
         scale=scale,
-        window=window,
-        normalize=fused,
+        window=call.window,
+        normalize=fused is not None,
         iterations=iterations,
         return_coefficients=return_coefficients,
     )
-    poses, coefficients = result if isinstance(result, tuple) else (result, None)
+    poses, coefficients = found if isinstance(found, tuple) else (found, None)
     poses = poses.flatten(-2)
     if dropout > 0.0:
         poses = F.dropout(poses, dropout)
@@ -157,11 +174,6 @@ def flatten_grid(children: Tensor) -> Tensor:
     """Turn a grid ``[B, N, H, W, d]`` into the set ``[B, N*H*W, d]`` that a set layer reads: n slowest, then h, then
     w."""
     return children.flatten(1, 3)
-
-
-def flatten_gate(gate: Tensor | None) -> Tensor | None:
-    """The gates ``[B, N, H, W]`` of :func:`flatten_grid`'s children, ``[B, N*H*W]``."""
-    return None if gate is None else gate.flatten(1)
 
 
 def shape_of(tensor: Tensor) -> str:

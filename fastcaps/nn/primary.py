@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from fastcaps.nn.poses import normalize_poses, positive, require_tensor, shape_of
+from fastcaps.checks import check_choice, check_finite
+from fastcaps.nn.layer import Pair
+from fastcaps.nn.poses import arguments_repr, normalize_poses, positive, require_tensor, shape_of
+from fastcaps.results import Capsules
+from fastcaps.vectors import squash
+from fastcaps.votes import Window
 
 
 class PrimaryCapsules(nn.Module):
-    r"""Turn a feature map into a grid of capsules: convolution, then LayerNorm over each pose's numbers.
+    r"""Turn a feature map into a grid of capsules: convolution, then LayerNorm over each pose's numbers, or a squash.
 
     .. math:: P_{n} = \mathrm{LayerNorm}\big((\mathrm{conv}\,F)_{nd \ldots (n+1)d}\big)
 
@@ -25,15 +32,18 @@ class PrimaryCapsules(nn.Module):
         Capsule types N at every position.
     dim : int
         Numbers in a pose, d; the convolution has ``N * d`` output channels.
-    kernel_size, stride, padding : int or pair
+    kernel_size, stride, padding, dilation : int or pair
         The convolution's.
     bias : bool
         Whether the convolution has a bias.
-    layer_norm : bool
-        LayerNorm over the pose, its affine shared by all capsules. Skipped where d = 1.
+    normalize : "layer_norm", "squash" or None
+        LayerNorm over the pose, its affine shared by all capsules (skipped where d = 1); or squashed poses, of lengths
+        below 1, as dynamic routing wants them (:func:`fastcaps.vectors.squash`); or poses as they are.
     activations : bool
         Also give every capsule an activation, the sigmoid of one more channel of a convolution of the same window (as
         the paper's Table 6 does for EM routing).
+    eps : float, optional
+        LayerNorm's, 1e-5 by default, or the squash's, 0 by default.
 
     Examples
     --------
@@ -52,40 +62,51 @@ class PrimaryCapsules(nn.Module):
         capsules: int,
         dim: int,
         *,
-        kernel_size: int | tuple[int, int] = 1,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
+        kernel_size: Pair = 1,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
         bias: bool = True,
-        layer_norm: bool = True,
+        normalize: str | None = "layer_norm",
         activations: bool = False,
-        eps: float = 1e-5,
+        eps: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.in_channels = positive(in_channels, "in_channels")
         self.capsules = positive(capsules, "capsules")
         self.dim = positive(dim, "dim")
-        self.in_channels = positive(in_channels, "in_channels")
+        if normalize is not None:
+            check_choice("normalize", normalize, ("layer_norm", "squash"))
+        self.normalize = normalize
+        self.activations = bool(activations)
+        self.eps = eps if eps is None else check_finite("eps", eps, 0.0)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def convolution(channels: int, bias: bool) -> nn.Conv2d:
-            return nn.Conv2d(in_channels, channels, kernel_size, stride, padding, bias=bias, device=device, dtype=dtype)
+            each: Any = Window(kernel_size, stride, padding, dilation)
+            window = {name: getattr(each, name) for name in ("kernel_size", "stride", "padding", "dilation")}
+            return nn.Conv2d(self.in_channels, channels, bias=bias, **window, **place)
 
-        self.conv = convolution(capsules * dim, bias)
-        self.activation_conv = convolution(capsules, True) if activations else None
-        self.norm = nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype) if layer_norm and dim > 1 else None
+        self.conv = convolution(self.capsules * self.dim, bias)
+        self.activation_conv = convolution(self.capsules, True) if activations else None
+        self.norm: nn.LayerNorm | None = None
+        if normalize == "layer_norm" and self.dim > 1:
+            self.norm = nn.LayerNorm(self.dim, eps=1e-5 if self.eps is None else self.eps, **place)
 
-    @property
-    def activations(self) -> bool:
-        """Whether the capsules come with activations."""
-        return self.activation_conv is not None
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        for module in (self.conv, self.activation_conv, self.norm):
+            if module is not None:
+                module.reset_parameters()
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """The grid (height, width) of capsules for a feature map of ``size``."""
-        kernel, stride, padding = self.conv.kernel_size, self.conv.stride, self.conv.padding
-        rows, columns = ((size[k] + 2 * int(padding[k]) - kernel[k]) // stride[k] + 1 for k in range(2))
-        return rows, columns
+        conv: Any = self.conv
+        return Window(conv.kernel_size, conv.stride, conv.padding, conv.dilation).output_size(*size)
 
-    def forward(self, features: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor) -> Tensor | Capsules:
         """Make capsules of ``features``.
 
         Parameters
@@ -95,7 +116,7 @@ class PrimaryCapsules(nn.Module):
 
         Returns
         -------
-        Tensor or (Tensor, Tensor)
+        Tensor or Capsules
             Poses ``[B, N, Ho, Wo, d]``; with ``activations=True`` also activations in (0, 1), ``[B, N, Ho, Wo]``.
         """
         require_tensor(features, "features")
@@ -107,16 +128,14 @@ class PrimaryCapsules(nn.Module):
                 f"features {shape_of(features)} are smaller than the window of kernel_size {self.conv.kernel_size}"
             )
         features = features.contiguous(memory_format=torch.channels_last)
-        stored = self.conv(features).permute(
-            0, 2, 3, 1
-        )  # [B, H, W, N*d]; contiguous unless the convolution chose otherwise
+        stored = self.conv(features).permute(0, 2, 3, 1)  # [B, H, W, N*d]; contiguous unless the convolution chose not
         poses = stored.contiguous().unflatten(-1, (self.capsules, self.dim)).permute(0, 3, 1, 2, 4)
         if self.norm is not None:
             poses = normalize_poses(poses, self.norm)
+        elif self.normalize == "squash":
+            poses = squash(poses, eps=self.eps or 0.0)
         if self.activation_conv is None:
             return poses
-        return poses, torch.sigmoid(self.activation_conv(features))
+        return Capsules(poses, torch.sigmoid(self.activation_conv(features)))
 
-    def extra_repr(self) -> str:
-        """The capsules made."""
-        return f"capsules={self.capsules}, dim={self.dim}"
+    extra_repr = arguments_repr

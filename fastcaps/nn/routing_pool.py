@@ -1,21 +1,138 @@
-"""Routing in the place of a pooling layer."""
+"""Routing as pooling: a layer of capsules, and a layer in the place of a pooling layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fastcaps import functional
 from fastcaps.checks import check_count, check_finite
 from fastcaps.functional.pooling import activation_function
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.layer import LayerOptions, RoutingLayer
+from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
+from fastcaps.results import Routed
 from fastcaps.votes import Window
 
-__all__ = ["RoutingPool2d"]
+__all__ = ["RoutingPool", "RoutingPool2d"]
+
+Activation = str | Callable[[Tensor], Tensor]
+
+
+class RoutingPool(RoutingLayer[Tensor, Routed]):
+    r"""Route child capsules to parents by vector-normed pooling (Zhao & Huang, 2019, Algorithm 1).
+
+    .. math::
+        v_{ij} = P_i W_{ij} + b_{ij}, \quad
+        r_{ij} = \operatorname{softmax}_i \Bigl(\lambda \sum_{\tau < t}
+              \Bigl\langle \frac{v_{ij}}{\lVert v_{ij} \rVert}, \frac{s_j^\tau}{\lVert s_j^\tau \rVert}
+              \Bigr\rangle\Bigr), \quad
+        s_j^t = \sum_i r_{ij} v_{ij}
+
+    The **children** i compete for each parent, which is a weighted mean of their votes. No vote is ever stored.
+
+    Parameters
+    ----------
+    in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
+break_symmetry, iterations, device, dtype
+        As :class:`~fastcaps.nn.layer.RoutingLayer` has them; ``iterations`` find the coefficients, at least 0, and one
+        more sum is taken with them.
+    sharpness : float
+        :math:`\lambda`, at least 0. 0 averages; a large one nearly takes the vote that agrees best with the others.
+    activation : str or callable, optional
+        Applied to the parents, ``[..., C, E]``: a function or module, or "relu", "sigmoid", "squash", "tanh".
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = RoutingPool(8, 4, 16, 16, kernel_size=3)
+    >>> layer(torch.randn(2, 8, 9, 9, 16)).shape
+    torch.Size([2, 4, 7, 7, 16])
+    """
+
+    fewest_iterations = 0
+
+    def __init__(
+        self,
+        in_capsules: int | None,
+        out_capsules: int | None,
+        in_dim: int,
+        out_dim: int,
+        *,
+        iterations: int = 3,
+        sharpness: float = 0.5,
+        activation: Activation | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
+        self.sharpness = check_finite("sharpness", sharpness, 0.0)
+        activation_function(activation)  # raises where it is wrong
+        self.activation = activation
+        self.reset_parameters()
+
+    def first_std(self) -> float:
+        """``1 / sqrt(D)``."""
+        return 1.0 / math.sqrt(self.pose_shape[1])
+
+    def forward(
+        self,
+        children: Tensor,
+        activations: Tensor | None = None,
+        *,
+        out_capsules: int | None = None,
+        bias: Tensor | None = None,
+        iterations: int | None = None,
+        sharpness: float | None = None,
+        return_coefficients: bool = False,
+    ) -> Tensor | Routed:
+        """Route.
+
+        Parameters
+        ----------
+        children : Tensor
+            ``[B, I, d]`` for a set, ``[B, N, H, W, d]`` for a grid. A set layer also takes a grid and reads it as the
+            set ``[B, N*H*W, d]``, n slowest.
+        activations : Tensor, optional
+            Not negative, ``[B, I]`` or ``[B, N, H, W]``: how much a child counts in the softmax, 0 for a child that is
+            not there; all 1 if None.
+        out_capsules : int, optional
+            The number of parents, for a layer that leaves it open; that of the children a parent sees by default.
+        bias : Tensor, optional
+            Added to the votes of this call, beside the layer's own: ``[I or 1, M or 1, C, E]``.
+        iterations, sharpness : int and float, optional
+            Others for this call.
+        return_coefficients : bool
+            Also return the last sum's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
+
+        Returns
+        -------
+        Tensor or Routed
+            The parents' poses ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; then the coefficients if asked for.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Naming the argument whose shape, dtype or device does not fit.
+        """
+        call = self.prepare(children, activations, out_capsules, bias)
+        found = functional.routing_pool(
+            call.children,
+            weight=call.weight,
+            bias=call.bias,
+            gate=call.numbers,
+            parents=call.parents,
+            iterations=self.iterations if iterations is None else iterations,
+            sharpness=self.sharpness if sharpness is None else sharpness,
+            activation=self.activation,
+            window=call.window,
+            return_coefficients=return_coefficients,
+        )
+        return self.flat(found)
 
 
 class RoutingPool2d(nn.Module):
@@ -73,6 +190,8 @@ class RoutingPool2d(nn.Module):
     torch.Size([2, 160, 1, 1])
     """
 
+    weight: nn.Parameter | None
+
     def __init__(
         self,
         dim: int = 16,
@@ -90,31 +209,34 @@ class RoutingPool2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(dim, SupportsIndex):
+            raise TypeError(
+                f"dim must be an int, the channels of a capsule, got {dim}; kernel_size=None pools the whole map"
+            )
         self.dim = positive(dim, "dim")
-        check_finite("sharpness", sharpness, 0.0)
-        self.sharpness = float(sharpness)
-        check_count("iterations", iterations, 0)
-        self.iterations = iterations
+        self.sharpness = check_finite("sharpness", sharpness, 0.0)
+        self.iterations = check_count("iterations", iterations, 0)
         self.window: Window | None = None
         if kernel_size is not None:
             self.window = Window(kernel_size, kernel_size if stride is None else stride, padding)
         elif stride is not None or padding not in (0, (0, 0)):
             raise ValueError("stride and padding need a kernel_size; kernel_size=None pools the whole map")
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
         self.parents = None if parents is None else positive(parents, "parents")
         activation_function(activation)  # raises where it is wrong
         self.activation = activation
         self.in_channels = None if in_channels is None else positive(in_channels, "in_channels")
-        self.weight: nn.Parameter | None = None
-        self.out_dim = dim
+        self.out_dim = out_dim
+        size = self.dim if out_dim is None else positive(out_dim, "out_dim")
+        shape = None
         if self.parents is not None and self.parents > 1:
             if self.in_channels is None:
                 raise ValueError("in_channels must be given with several parents: there is a matrix for every group")
-            self._groups(self.in_channels)
-            self.out_dim = dim if out_dim is None else positive(out_dim, "out_dim")
-            shape = (self.in_channels // dim, self.parents, dim, self.out_dim)
-            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        elif out_dim not in (None, dim):
+            shape = (self._groups(self.in_channels), self.parents, self.dim, size)
+        elif size != self.dim:
             raise ValueError(f"out_dim must be dim = {dim} without several parents, got {out_dim}")
+        parameter = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.register_parameter("weight", parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -127,13 +249,44 @@ class RoutingPool2d(nn.Module):
             raise ValueError(f"features must have channels that dim = {self.dim} divides, got {channels}")
         return channels // self.dim
 
-    def forward(self, features: Tensor, *, return_coefficients: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    if TYPE_CHECKING:  # nn.Module's own returns Any
+
+        @overload
+        def __call__(
+            self,
+            features: Tensor,
+            *,
+            iterations: int | None = None,
+            sharpness: float | None = None,
+            return_coefficients: Literal[False] = False,
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self,
+            features: Tensor,
+            *,
+            iterations: int | None = None,
+            sharpness: float | None = None,
+            return_coefficients: Literal[True],
+        ) -> Routed: ...
+        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
+
+    def forward(
+        self,
+        features: Tensor,
+        *,
+        iterations: int | None = None,
+        sharpness: float | None = None,
+        return_coefficients: bool = False,
+    ) -> Tensor | Routed:
         """Pool.
 
         Parameters
         ----------
         features : Tensor
             ``[B, channels, H, W]``.
+        iterations, sharpness : int and float, optional
+            Others for this call.
         return_coefficients : bool
             Also return the shares r of the capsules, without gradient: ``[B, Ho, Wo, kh * kw, groups]`` where each
             group has its own parent, else ``[B, Ho, Wo, kh * kw * groups, parents]``, the groups fastest. Of a whole
@@ -141,7 +294,7 @@ class RoutingPool2d(nn.Module):
 
         Returns
         -------
-        Tensor or tuple
+        Tensor or Routed
             ``[B, channels, Ho, Wo]``, ``[B, dim, Ho, Wo]`` for one parent, ``[B, parents * out_dim, Ho, Wo]`` for
             several; then the coefficients if asked for.
 
@@ -157,19 +310,24 @@ class RoutingPool2d(nn.Module):
         height, width = features.shape[2:]
         if self.window is not None and min(self.window.output_size(height, width)) < 1:
             raise ValueError(f"features must be as large as the window, {self.window}; got {shape_of(features)}")
-        if self.sharpness == 0 and self.weight is None and not return_coefficients:
+        options = {
+            "iterations": self.iterations if iterations is None else iterations,
+            "sharpness": self.sharpness if sharpness is None else sharpness,
+            "return_coefficients": return_coefficients,
+        }
+        averages = options["sharpness"] == 0 and self.weight is None
+        if averages and not return_coefficients:
             return self._finish(self._average(features, groups))
         # Every turn reads all capsules: several times as fast with the numbers of each together as across a map.
         stored = features.contiguous(memory_format=torch.channels_last)
         capsules = stored.unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
         if self.parents is None:
-            poses, shares = self._group_by_group(capsules, return_coefficients)
+            poses, shares = self._group_by_group(capsules, options)
         else:
-            window = Window((height, width)) if self.window is None else self.window
-            poses, shares = self._pool(capsules, window, return_coefficients)
-        if self.sharpness == 0 and self.weight is None:
+            poses, shares = self._pool(capsules, self.window or Window((height, width)), options)
+        if averages:
             poses = self._average(features, groups)
-        return (self._finish(poses), shares) if shares is not None else self._finish(poses)
+        return self._finish(poses) if shares is None else Routed(self._finish(poses), shares)
 
     def _average(self, features: Tensor, groups: int) -> Tensor:
         """Return the parents' poses ``[B, M, Ho, Wo, dim]`` by the library's average pooling."""
@@ -181,30 +339,23 @@ class RoutingPool2d(nn.Module):
         poses = means.unflatten(1, (groups, self.dim)).movedim(2, -1)
         return poses if self.parents is None else poses.mean(1, keepdim=True)
 
-    def _group_by_group(self, capsules: Tensor, return_coefficients: bool) -> tuple[Tensor, Tensor | None]:
+    def _group_by_group(self, capsules: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Pool the places of every group by itself: poses ``[B, N, Ho, Wo, dim]``, shares ``[B, Ho, Wo, I, N]``."""
         batch, groups, height, width, _ = capsules.shape
         if self.window is None:  # groups as rows, places as columns of a grid: a view of any map
             rows = capsules.flatten(2, 3).unsqueeze(1)
-            poses, shares = self._pool(rows, Window((1, height * width)), return_coefficients)
+            poses, shares = self._pool(rows, Window((1, height * width)), options)
             if shares is not None:
                 shares = shares.permute(0, 4, 2, 3, 1)  # [B, N, 1, I, 1] to [B, 1, 1, I, N]
             return poses.movedim(2, 1), shares  # [B, 1, N, 1, dim] to [B, N, 1, 1, dim]
-        poses, shares = self._pool(capsules.flatten(0, 1).unsqueeze(1), self.window, return_coefficients)
+        poses, shares = self._pool(capsules.flatten(0, 1).unsqueeze(1), self.window, options)
         if shares is not None:
             shares = shares.squeeze(-1).unflatten(0, (batch, groups)).movedim(1, -1)
         return poses.squeeze(1).unflatten(0, (batch, groups)), shares
 
-    def _pool(self, capsules: Tensor, window: Window, return_coefficients: bool) -> tuple[Tensor, Tensor | None]:
+    def _pool(self, capsules: Tensor, window: Window, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Pool a grid of vectors ``[B, N, H, W, dim]`` into ``[B, M, Ho, Wo, out_dim]``."""
-        result = functional.routing_pool(
-            capsules.unsqueeze(-2),
-            weight=self.weight,
-            iterations=self.iterations,
-            sharpness=self.sharpness,
-            window=window,
-            return_coefficients=return_coefficients,
-        )
+        result = functional.routing_pool(capsules.unsqueeze(-2), weight=self.weight, window=window, **options)
         poses, *shares = result if isinstance(result, tuple) else (result,)
         return poses.squeeze(-2), shares[0] if shares else None
 
@@ -215,16 +366,4 @@ class RoutingPool2d(nn.Module):
             poses = function(poses.unsqueeze(-2)).squeeze(-2) if self.activation == "squash" else function(poses)
         return poses.movedim(-1, 2).flatten(1, 2)
 
-    def extra_repr(self) -> str:
-        """The arguments that differ from their defaults."""
-        text = f"{self.dim}, sharpness={self.sharpness:g}, iterations={self.iterations}"
-        if self.window is not None:
-            text += f", kernel_size={self.window.kernel_size}"
-            text += f", stride={self.window.stride}" if self.window.stride != self.window.kernel_size else ""
-            text += f", padding={self.window.padding}" if self.window.padding != (0, 0) else ""
-        text += f", parents={self.parents}" if self.parents is not None else ""
-        text += f", in_channels={self.in_channels}" if self.in_channels is not None else ""
-        text += f", out_dim={self.out_dim}" if self.out_dim != self.dim else ""
-        if self.activation is not None and not isinstance(self.activation, nn.Module):
-            text += f", activation={getattr(self.activation, '__name__', repr(self.activation))}"
-        return text
+    extra_repr = arguments_repr

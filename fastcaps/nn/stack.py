@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 
+from fastcaps.checks import check_choice
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
-from fastcaps.nn.poses import flatten_gate, flatten_grid, positive, require_tensor
+from fastcaps.nn.layer import Pair, RoutingLayer
+from fastcaps.nn.poses import arguments_repr, flatten_grid, positive, require_tensor
+from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
 
-ROUTINGS = ("concurrent", "sequential")
+Parents = Tensor | Capsules | Gaussians
 
 
 @dataclass(frozen=True)
@@ -24,28 +28,35 @@ class CapsuleSpec:
         Parents of a set; parent types at one position of a grid.
     dim : int, optional
         Numbers in a parent's pose; as many as the children have if None.
-    kernel_size : int or pair, optional
+    kernel_size : int, pair or "all", optional
         None makes a set layer, which reads a grid below it as one set.
-    stride, padding, dilation : int or pair
-        The window's.
-    share : bool
-        As :class:`InvertedAttentionRouting` has it.
+    stride, padding, dilation, share
+        As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
+    layer : type of RoutingLayer, optional
+        Its class; None is what :meth:`RoutingStack.build` is told for all.
+    options : mapping
+        Further arguments of this layer.
     """
 
     capsules: int
     dim: int | None = None
-    kernel_size: int | tuple[int, int] | None = None
-    stride: int | tuple[int, int] = 1
-    padding: int | tuple[int, int] = 0
-    dilation: int | tuple[int, int] = 1
+    kernel_size: Pair | str | None = None
+    stride: Pair = 1
+    padding: Pair = 0
+    dilation: Pair = 1
     share: bool = False
+    layer: type[RoutingLayer[Any, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Capsules(NamedTuple):
-    """A layer's state: poses, and activations where the layer has them."""
+class State(NamedTuple):
+    """What a layer found, or the stack's children: poses, what is known of each (activations or scores), the result
+    without coefficients."""
 
     poses: Tensor
-    activations: Tensor | None
+    numbers: Tensor | None
+    scores: bool  # whether the numbers are scores
+    result: Parents
 
 
 class RoutingTrace(NamedTuple):
@@ -56,7 +67,7 @@ class RoutingTrace(NamedTuple):
     poses : tuple of Tensor
         ``poses[0]`` are the stack's children, ``poses[k]`` the parents of layer k - 1.
     activations : tuple of (Tensor or None)
-        Likewise.
+        Likewise; scores where a layer has scores.
     coefficients : tuple of Tensor
         ``coefficients[k]``: how layer k's children spread over its parents in the last iteration, ``[B, I, M]`` or
         ``[B, Ho, Wo, I, M]``; without gradient.
@@ -80,10 +91,14 @@ class RoutingStack(nn.Module):
     iteration t - k, so later updates of that layer cannot reach the result. They are left out unless ``return_trace``
     asks for every layer's last state; the result, and every gradient, is the same.
 
+    Layers of any routing may be mixed. Those that take no parents (dynamic, EM, Heinsen, pool) make all their own turns
+    whenever what they read has changed; t counts the turns of the others. Activations pass from layer to layer, and so
+    do scores: where one kind is given and the other wanted, a score is the logit of an activation.
+
     Parameters
     ----------
-    layers : iterable of Module
-        Routing layers as :class:`InvertedAttentionRouting`, lowest first.
+    layers : iterable of RoutingLayer
+        Lowest first.
     iterations : int
         t, at least 1.
     routing : "concurrent" or "sequential"
@@ -107,13 +122,14 @@ class RoutingStack(nn.Module):
     [(1, 4, 4, 72, 16), (1, 256, 10)]
     """
 
-    def __init__(self, layers: Iterable[nn.Module], *, iterations: int = 2, routing: str = "concurrent") -> None:
+    def __init__(
+        self, layers: Iterable[RoutingLayer[Any, Any]], *, iterations: int = 2, routing: str = "concurrent"
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers: Sequence[RoutingLayer[Any, Any]] = nn.ModuleList(layers)  # type: ignore[assignment]
         if not len(self.layers):
             raise ValueError("layers must hold at least one routing layer, got none")
-        if routing not in ROUTINGS:
-            raise ValueError(f"routing must be one of {', '.join(map(repr, ROUTINGS))}, got {routing!r}")
+        check_choice("routing", routing, ("concurrent", "sequential"))
         self.iterations = positive(iterations, "iterations")
         self.routing = routing
         _check_chain(self.layers)
@@ -128,6 +144,7 @@ class RoutingStack(nn.Module):
         size: tuple[int, int] | None = None,
         iterations: int = 2,
         routing: str = "concurrent",
+        layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting,
         **options: Any,
     ) -> RoutingStack:
         """Build the layers of ``specs``, computing every number of children.
@@ -140,23 +157,24 @@ class RoutingStack(nn.Module):
             The stack's children: how many (types of them, on a grid) and the numbers in a pose.
         size : (int, int), optional
             Height and width of the children's grid; None if they are a set.
+        layer : type of RoutingLayer
+            The class of the layers whose spec names none.
         **options
-            Further arguments of every :class:`InvertedAttentionRouting`: pose, bias, dropout, layer_norm,
-            activations, eps, device, dtype.
+            Further arguments of every layer: pose, bias, device, dtype, and what all of their classes know.
 
         Raises
         ------
         ValueError
             If a window is larger than its grid, or a grid layer is to follow a set layer.
         """
-        layers: list[nn.Module] = []
+        layers = []
         for index, spec in enumerate(specs):
             where = f"layer {index} (kernel_size {spec.kernel_size})"
             if spec.kernel_size is None and size is not None:
                 in_capsules, size = in_capsules * size[0] * size[1], None
             elif spec.kernel_size is not None and size is None:
                 raise ValueError(f"{where} wants a grid of children, but what lies below it is a set")
-            layer = InvertedAttentionRouting(
+            made = (spec.layer or layer)(
                 in_capsules,
                 spec.capsules,
                 in_dim,
@@ -166,16 +184,36 @@ class RoutingStack(nn.Module):
                 padding=spec.padding,
                 dilation=spec.dilation,
                 share=spec.share,
-                **options,
+                **{**options, **spec.options},
             )
-            if size is not None:
-                out = layer.output_size(size)
-                if out is None or min(out) < 1:
-                    raise ValueError(f"{where}: the window is larger than its grid of {size[0]} x {size[1]} children")
-                size = out
-            layers.append(layer)
-            in_capsules, in_dim = layer.out_capsules, layer.out_dim
+            below, size = size, None if size is None else made.output_size(size)
+            if size is not None and min(size) < 1:
+                raise ValueError(f"{where}: the window is larger than its grid of {below[0]} x {below[1]} children")  # type: ignore[index]
+            layers.append(made)
+            in_capsules, in_dim = spec.capsules, made.out_dim
         return cls(layers, iterations=iterations, routing=routing)
+
+    if TYPE_CHECKING:  # nn.Module's own returns Any
+
+        @overload
+        def __call__(
+            self,
+            children: Tensor,
+            activations: Tensor | None = None,
+            *,
+            iterations: int | None = None,
+            return_trace: Literal[False] = False,
+        ) -> Parents: ...
+        @overload
+        def __call__(
+            self,
+            children: Tensor,
+            activations: Tensor | None = None,
+            *,
+            iterations: int | None = None,
+            return_trace: Literal[True],
+        ) -> tuple[Parents, RoutingTrace]: ...
+        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
         self,
@@ -184,7 +222,7 @@ class RoutingStack(nn.Module):
         *,
         iterations: int | None = None,
         return_trace: bool = False,
-    ) -> Tensor | tuple[Any, ...]:
+    ) -> Parents | tuple[Parents, RoutingTrace]:
         """Route ``children`` up through all layers.
 
         Parameters
@@ -192,7 +230,7 @@ class RoutingStack(nn.Module):
         children : Tensor
             The lowest layer's children: ``[B, I, d]`` or ``[B, N, H, W, d]``.
         activations : Tensor, optional
-            Their activations, ``[B, I]`` or ``[B, N, H, W]``.
+            Their activations, or scores if the lowest layer reads scores: ``[B, I]`` or ``[B, N, H, W]``.
         iterations : int, optional
             Another t for this call.
         return_trace : bool
@@ -200,28 +238,23 @@ class RoutingStack(nn.Module):
 
         Returns
         -------
-        Tensor or tuple
-            The last layer's poses; then its activations if it has them; then the trace if asked for.
+        Tensor, Capsules or Gaussians; or a pair of that and a RoutingTrace
+            What the last layer returns.
         """
         require_tensor(children, "children")
         turns = self.iterations if iterations is None else positive(iterations, "iterations")
-        start = Capsules(children, activations)
+        start = State(children, activations, self.layers[0].numbers == "scores", children)
         run = self._concurrent if self.routing == "concurrent" else self._sequential
         states, coefficients = run(start, turns, return_trace)
+        if not return_trace:
+            return states[-1].result
+        every = [start, *states]
+        poses, numbers = tuple(state.poses for state in every), tuple(state.numbers for state in every)
+        return states[-1].result, RoutingTrace(poses, numbers, tuple(coefficients))
 
-        result: tuple[Any, ...] = (states[-1].poses,)
-        if states[-1].activations is not None:
-            result += (states[-1].activations,)
-        if return_trace:
-            every = [start, *states]
-            result += (
-                RoutingTrace(tuple(s.poses for s in every), tuple(s.activations for s in every), tuple(coefficients)),
-            )
-        return result if len(result) > 1 else result[0]
-
-    def _concurrent(self, start: Capsules, turns: int, trace: bool) -> tuple[list[Capsules], list[Tensor]]:
+    def _concurrent(self, start: State, turns: int, trace: bool) -> tuple[list[State], list[Tensor]]:
         count = len(self.layers)
-        states: list[Capsules] = []
+        states: list[State] = []
         coefficients: list[Tensor] = []
         inputs = [self._read(0, start)]
         for index in range(count):
@@ -230,76 +263,90 @@ class RoutingStack(nn.Module):
             coefficients += spread
             if index + 1 < count:
                 inputs.append(self._read(index + 1, state))
+        routed = list(inputs)  # what each layer's state was made of
         for turn in range(2, turns + 1):
             last = turn == turns
-            first = (
-                0 if trace else max(0, count - 1 - (turns - turn))
-            )  # what lies below cannot reach the result any more
+            # what lies below cannot reach the result any more
+            first = 0 if trace else max(0, count - 1 - (turns - turn))
             before, read = list(states), list(inputs)
             for index in range(first, count):
+                same = read[index] is routed[index] and not self.layers[index].takes_parents
+                if same and not (trace and last):
+                    continue
                 states[index], spread = self._step(index, read[index], before[index].poses, trace and last)
+                routed[index] = read[index]
                 coefficients += spread
-                if index + 1 < count and not last:
+                if index + 1 < count and not last and not same:
                     inputs[index + 1] = self._read(index + 1, states[index])
         return states, coefficients
 
-    def _sequential(self, start: Capsules, turns: int, trace: bool) -> tuple[list[Capsules], list[Tensor]]:
-        states: list[Capsules] = []
+    def _sequential(self, start: State, turns: int, trace: bool) -> tuple[list[State], list[Tensor]]:
+        states: list[State] = []
         coefficients: list[Tensor] = []
-        below = start
         for index in range(len(self.layers)):
-            read = self._read(index, below)
-            below, spread = self._step(index, read, None, trace, turns)
+            read = self._read(index, states[-1] if states else start)
+            state, spread = self._step(index, read, None, trace, turns)
             coefficients += spread
-            states.append(below)
+            states.append(state)
         return states, coefficients
 
-    def _read(self, index: int, state: Capsules) -> Capsules:
+    def _read(self, index: int, state: State) -> State:
         """A state as layer ``index`` reads it. Flattening copies a grid's poses, so it is done once a state and not
         once a pass."""
-        if self.layers[index].kernel_size is None and state.poses.dim() == 5:
-            return Capsules(flatten_grid(state.poses), flatten_gate(state.activations))
-        return state
+        layer, poses, numbers = self.layers[index], state.poses, state.numbers
+        scores = layer.numbers == "scores"
+        if numbers is not None and scores != state.scores:
+            numbers = as_scores(numbers) if scores else numbers.sigmoid()
+        if not layer.on_grid and poses.dim() == 5:
+            poses, numbers = flatten_grid(poses), None if numbers is None else numbers.flatten(1)
+        return State(poses, numbers, scores, poses)
 
     def _step(
-        self, index: int, read: Capsules, parents: Tensor | None, spread: bool, turns: int = 1
-    ) -> tuple[Capsules, list[Tensor]]:
+        self, index: int, read: State, parents: Tensor | None, spread: bool, turns: int = 1
+    ) -> tuple[State, list[Tensor]]:
         layer = self.layers[index]
-        options: dict[str, Any] = {"return_coefficients": spread}
-        if turns > 1 and isinstance(layer, InvertedAttentionRouting):
-            options["iterations"] = turns
-        elif turns > 1:
-            parents = self._step(index, read, parents, False, turns - 1)[0].poses
-        result = layer(read.poses, parents, read.activations, **options)
-        parts = list(result) if isinstance(result, tuple) else [result]
-        coefficients = [parts.pop()] if spread else []
-        return Capsules(parts[0], parts[1] if len(parts) > 1 else None), coefficients
+        if layer.takes_parents:
+            found = layer(read.poses, parents, read.numbers, iterations=turns, return_coefficients=spread)
+        else:
+            found = layer(read.poses, read.numbers, return_coefficients=spread)
+        scores = isinstance(found, (Gaussians, RoutedGaussians))
+        numbers = found[1] if scores or isinstance(found, (Capsules, RoutedCapsules)) else None
+        result: Parents = found
+        if isinstance(found, (Routed, RoutedCapsules, RoutedGaussians)):
+            kept = found[:-1]
+            result = Gaussians(*kept) if scores else kept[0] if numbers is None else Capsules(*kept)
+        poses = result if isinstance(result, Tensor) else result.poses
+        return State(poses, numbers, scores, result), [found.coefficients] if spread else []
 
-    def extra_repr(self) -> str:
-        """How the layers are run."""
-        return f"iterations={self.iterations}, routing={self.routing!r}"
+    extra_repr = arguments_repr
 
 
-def _check_chain(layers: nn.ModuleList) -> None:
-    """Raise ValueError where a layer cannot read the one below it."""
-    for index in range(1, len(layers)):
-        below, layer = layers[index - 1], layers[index]
-        if not (isinstance(below, InvertedAttentionRouting) and isinstance(layer, InvertedAttentionRouting)):
+def as_scores(activations: Tensor) -> Tensor:
+    """Return the logits of activations, minus and plus infinity for those of 0 and 1, whose gradient is 0."""
+    inside = (activations > 0) & (activations < 1)
+    edges = torch.where(activations > 0, torch.inf, -torch.inf).to(activations.dtype)
+    return activations.where(inside, 0.5).logit().where(inside, edges)
+
+
+def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:
+    """Raise where something is no routing layer, or cannot read the one below it."""
+    for index, layer in enumerate(layers):
+        where, below = f"layers[{index}]", layers[index - 1]
+        if not isinstance(layer, RoutingLayer):
+            raise TypeError(f"{where} must be a routing layer, got {type(layer).__name__}")
+        if index == 0:
             continue
-        where = f"layers[{index}]"
         if layer.in_dim != below.out_dim:
             raise ValueError(
                 f"{where}.in_dim must be {below.out_dim}, the out_dim of the layer below it, got {layer.in_dim}"
             )
-        if layer.window is not None and below.window is None:
+        if layer.on_grid and below.window is None:
             raise ValueError(
                 f"{where} routes a grid (kernel_size {layer.kernel_size}), but the layer below it makes a set"
             )
-        if (layer.window is None) == (below.window is None):
-            fits = layer.in_capsules == below.out_capsules
-        else:
-            fits = layer.in_capsules % below.out_capsules == 0
-        if not fits and not (layer.window is None and layer.share):
-            raise ValueError(
-                f"{where}.in_capsules, {layer.in_capsules}, does not fit the {below.out_capsules} capsules below it"
-            )
+        if None in (layer.in_capsules, below.out_capsules) or (layer.share and not layer.on_grid):
+            continue
+        flattened = not layer.on_grid and below.window is not None  # to a set of a size that the layers do not know
+        wanted, found = below.out_capsules, layer.in_capsules
+        if found % wanted if flattened else found != wanted:  # type: ignore[operator]
+            raise ValueError(f"{where}.in_capsules, {found}, does not fit the {wanted} capsules below it")

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.votes import Votes, autocast_dtype, output_size
 
-__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of", "queries_of"]
+__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of"]
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 
@@ -33,13 +34,14 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 Gradients = Sequence[Tensor | None]
 
 
-def _is_watched(tensors: Sequence[Any]) -> bool:
-    """Return whether somebody must see a call as an op: a compiler, a dispatch mode, autocast, a tensor subclass."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
+_PLAIN = {type(None), Tensor, torch.nn.Parameter}
+
+
+def _is_watched(children: Tensor) -> bool:
+    """Return whether somebody must see a call as an op: a compiler, a dispatch mode, a trace, autocast."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return True
-    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None):
-        return True
-    return autocast_dtype(tensors[0].device.type) is not None
+    return autocast_dtype(children.device.type) is not None
 
 
 def _is_transformed() -> bool:
@@ -49,8 +51,7 @@ def _is_transformed() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Recorded(torch.autograd.Function):
@@ -192,7 +193,7 @@ class Routing(ABC):
             backends.refuse_unless_reference(self.stem)
             return self.by_reference(*arguments)
         tensors = [arguments[k] for k in self.tensors]
-        if _is_watched(tensors):
+        if _is_watched(votes[0]) or not _PLAIN.issuperset(map(type, tensors)):
             return self.op(*arguments)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _Recorded.apply(self, *arguments)
@@ -369,7 +370,7 @@ class Routing(ABC):
             return tuple(self._through_reference(arguments, finals, needed))
         votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
         given.needed = {self.names[k] for k in needed}
-        run = self.backward_op if _is_watched([arguments[0]]) else self.run_backward
+        run = self.backward_op if _is_watched(arguments[0]) else self.run_backward
         together = backends.sums_turns(arguments[0]) and self.turns(given) > 1
         found = self.backward(run, together, finals, votes, given, history)
         for k in needed:
@@ -433,24 +434,6 @@ def part_of(stack: Tensor | None, turn: int | None) -> Tensor | None:
     if stack is None or turn is None:
         return stack
     return None if len(stack) < -turn else stack[turn : turn + 1 or None]
-
-
-def queries_of(first: Tensor | None, steps: Sequence[Tensor], add: bool) -> Tensor | None:
-    """Return the queries of a routing's turns, stacked; without the first turn's if that has none.
-
-    Parameters
-    ----------
-    first
-        Of the first turn.
-    steps
-        What each turn but the last leaves to the next.
-    add
-        Whether a query is the sum of all so far, or the last of them.
-    """
-    queries = [] if first is None else [first]
-    for step in steps:
-        queries.append(queries[-1] + step if add and queries else step)
-    return torch.stack(queries) if queries else None
 
 
 class Reverse:

@@ -115,7 +115,7 @@ def pooling_routing(
     total = shares.sum(3)
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes) * inverse_or_zero(total)[..., None, None]
     stored = sums.to(dtype).contiguous()
-    parents = squash(stored.to(sums.dtype), POSE).to(dtype) if rule == Rule.SQUASH else stored.clone()
+    parents = squash(sums, POSE).to(dtype) if rule == Rule.SQUASH else stored.clone()
     empty = total == 0
     logsumexp = (total.masked_fill(empty, 1.0).log() + shift.squeeze(3)).masked_fill(empty, -torch.inf)
     return parents, stored.unsqueeze(0), logsumexp.contiguous().unsqueeze(0)

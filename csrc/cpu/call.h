@@ -4,14 +4,14 @@
 
 #include <vector>
 
-#include "../geometry.h"
+#include "../votes.h"
 
 namespace fastcaps {
 
 // How a call is cut into items. An item is a group of rows times a range of children; a row is a tile of `lanes`
 // positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
 // threads, so the same input gives the same bits.
-struct Cut {
+struct Schedule {
   int64_t groups = 1, samples = 0;  // groups of samples (0: groups of positions, wherever samples end)
   int64_t chunks = 1;  // ranges of children (forward), of child types n or groups of them that share weights (backward)
   int64_t rows_per_group = 1;                  // rows
@@ -27,17 +27,6 @@ struct Cut {
   int64_t rows() const { return groups * rows_per_group; }
 };
 
-// What every pass is given.
-struct Inputs {
-  Geometry geometry;
-  Storage storage = Storage::kFloat32;  // of children and gate, and of parents where they are not sums
-  View children, gate;                  // gate: data may be null
-  // In the compute type (float or double), contiguous:
-  const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children themselves
-  const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
-  int64_t bias_stride_i = 0, bias_stride_m = 0;
-};
-
 // A gradient to which several items contribute, each a part by itself: the first part becomes their sum.
 struct Parts {
   void *first = nullptr, *others = nullptr;
@@ -50,29 +39,19 @@ struct Parts {
   }
 };
 
-// What lies between one turn of a routing and the next.
-enum class Update : int {
-  kReplace,   // attention: the parents are the next query
-  kSquash,    // dynamic routing: the squashed sums are added to the query
-  kUnit,      // pooling: the sums' directions are added to the query
-  kEM,        // parents' activations by description length (Hinton et al. 2018)
-  kEvidence,  // parents' scores by evidence (Heinsen 2019)
-};
-
 // The operands and results of one pass, of both directions. Null where there are none or where they are not wanted;
 // results and sums are in the compute type unless another is said.
 struct Attention {
   double scale = 1, eps = 1e-5;
-  bool normalize = true;
-  Update update = Update::kReplace;
+  Rule rule = Rule::kLayerNorm;
   View query;                                               // [B, Ho, Wo, M, C, E], storage type
   const void *norm_weight = nullptr, *norm_bias = nullptr;  // [C * E]
-  void* parents = nullptr;                                  // [positions, M * C * E], storage type
+  void* parents = nullptr;                                  // of the last turn, [positions, M * C * E], storage type
   void* sums = nullptr;                                     // [turns, positions, M * C * E]
   // backward
-  View grad_parents, grad_sums;      // storage type; compute type
-  const void* given_sums = nullptr;  // [positions, M * C * E] if normalize
-  bool frozen = false;
+  View grad;                         // storage type
+  const void* given_sums = nullptr;  // [positions, M * C * E] under LayerNorm
+  bool detach = false;
   void* dquery = nullptr;  // [positions, M * C * E]
   Parts dnorm;             // of every row, [2, C * E], zeroed
 };
@@ -80,30 +59,28 @@ struct Attention {
 struct Pooling {
   double scale = 1;
   bool normalize = false;
-  Update update = Update::kUnit;
+  Rule rule = Rule::kUnit;
   View query;
-  void* parents = nullptr;    // [turns, positions, M * C * E], storage type
+  void* parents = nullptr;    // of the last turn, [positions, M * C * E], storage type
+  void* sums = nullptr;       // [turns, positions, M * C * E], storage type
   void* logsumexp = nullptr;  // [turns, positions, M]
-  void* result = nullptr;     // of the last turn, [positions, M * C * E], storage type
   // backward
-  View grad_parents, given_parents;      // storage type
-  View grad_logsumexp, given_logsumexp;  // [B, Ho, Wo, M], compute type
-  bool frozen = false;
+  View grad, given_sums;  // storage type
+  View given_logsumexp;   // [B, Ho, Wo, M], compute type
+  bool detach = false;
   void* dquery = nullptr;
 };
 
 struct Gaussian {
   double eps = 0;
-  Update update = Update::kEvidence;
-  bool kmeans = false;                              // in the update
+  Rule rule = Rule::kHeinsen;
   const double* schedule = nullptr;                 // [turns], of EM
   const void *beta_u = nullptr, *beta_a = nullptr;  // [M], of EM
   View mean, variance, log_weight;                  // [B, Ho, Wo, M, C, E], [B, Ho, Wo, M]; compute type
   const void *beta_use = nullptr, *beta_ignore = nullptr;
   int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
-  void *counts = nullptr, *evidence = nullptr;  // [turns, positions, M]
+  void *counts = nullptr, *scores = nullptr;    // [turns, positions, M]
   void *means = nullptr, *variances = nullptr;  // [turns, positions, M * C * E]
-  void* scores = nullptr;                       // [turns, positions, M], of EM
   // backward
   View grad_counts, grad_evidence, grad_means, grad_variances;
   View given_counts, given_means, given_variances;
@@ -113,9 +90,9 @@ struct Gaussian {
 
 template <class Operands>
 struct ForwardCall {
-  Inputs in;
+  Votes votes;
   Operands with;
-  Cut cut;
+  Schedule schedule;
   int64_t turn = 0, turns = 1, total = 1;  // the first turn of this launch, how many it makes, how many there are
   void* partial = nullptr;                 // [chunks, rows, numbers of a row's results] if chunks > 1
   void* state = nullptr;                   // [rows, numbers of a row's parents], from turn to turn if chunks > 1
@@ -123,9 +100,9 @@ struct ForwardCall {
 
 template <class Operands>
 struct BackwardCall {
-  Inputs in;
+  Votes votes;
   std::vector<Operands> with;  // of every turn
-  Cut cut;
+  Schedule schedule;
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
   Parts dweight;              // cut.weight_parts of [G, M, D, E], zeroed unless G = I
@@ -159,6 +136,6 @@ struct Kernels {
 // For this machine, and for a call of that many positions: vectors half as long where they would be half empty
 // (capability.cpp).
 template <class Operands>
-const Kernels<Operands>& kernels(const Geometry& g, bool is_double);
+const Kernels<Operands>& kernels(const Votes& in, bool is_double);
 
 }  // namespace fastcaps

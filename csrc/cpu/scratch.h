@@ -1,0 +1,45 @@
+// A thread's own memory for the length of a range of items. For tests, guard pages lie behind every piece of it.
+#pragma once
+
+#include <cstdint>
+
+namespace fastcaps {
+
+// FASTCAPS_GUARD_SCRATCH is set: a step out of a piece of scratch memory ends the process.
+bool guards_scratch();
+inline constexpr int64_t kGuardBytes = 1 << 14;  // whole pages on every system
+void guard(void* page);
+
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  void* get() const { return data_; }  // null: there is no memory
+
+ private:
+  int64_t bytes_;
+  void* data_;
+};
+
+// Hands out pieces of a thread's scratch memory; with a null base it only counts.
+struct Arena {
+  char* base;
+  int64_t used = 0;
+
+  template <class U>
+  U* take(int64_t count) {
+    const int64_t bytes = (count * int64_t(sizeof(U)) + 63) / 64 * 64;
+    if (guards_scratch())
+      used += (bytes + kGuardBytes - 1) / kGuardBytes * kGuardBytes - bytes;  // ends where a page does
+    U* piece = base ? reinterpret_cast<U*>(base + used) : nullptr;
+    used += bytes;
+    if (guards_scratch()) {
+      if (base) guard(base + used);
+      used += kGuardBytes;
+    }
+    return piece;
+  }
+};
+
+}  // namespace fastcaps

@@ -1,0 +1,51 @@
+// What the votes of a call are made of, in every backend: plain data, for host and device.
+#pragma once
+
+#include <cstdint>
+
+namespace fastcaps {
+
+// A window over the grid of children, as in a convolution. A set is a 1 x 1 grid under a 1 x 1 window.
+struct Window {
+  int64_t kh, kw, sh, sw, ph, pw, dh, dw;
+};
+
+// A tensor of six dimensions at most, read in place: no copy, any strides (in elements, int64 throughout).
+struct View {
+  const void* data = nullptr;
+  int64_t stride[6] = {0, 0, 0, 0, 0, 0};
+};
+
+enum class Storage : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// What lies between one turn of a routing and the next. The numbers are those of fastcaps.reference.Rule.
+enum class Rule : int {
+  kLayerNorm,  // attention: the sums under LayerNorm are the next query
+  kPlain,      // attention: the sums are the next query
+  kSquash,     // attention, pooling: the squashed sums are added to the query
+  kUnit,       // pooling: the sums' directions are added to the query
+  kEM,         // parents' activations by description length (Hinton et al. 2018)
+  kHeinsen,    // parents' scores by evidence (Heinsen 2019)
+  kKMeans,     // and distances without a variance
+};
+
+// Children [B, H, W, N, C, D] vote for M parents [B, Ho, Wo, M, C, E], each position's window seeing I = kh kw N of
+// them, child i = (ky kw + kx) N + n:  V = P W[i mod G, m] + bias[i, m].
+struct Votes {
+  int64_t B, H, W, N, C, D;
+  int64_t Ho, Wo, I, M, E, G;
+  Window window;
+  Storage storage = Storage::kFloat32;  // of children and gate, and of parents where they are not sums
+  View children, gate;                  // gate: data may be null
+  // Dense, in the type that a backend computes in:
+  const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's own poses, and E = D
+  const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
+  int64_t bias_stride_i = 0, bias_stride_m = 0;
+
+  int64_t positions() const { return B * Ho * Wo; }
+  int64_t child_size() const { return C * D; }        // numbers of a child's pose,
+  int64_t parent_size() const { return C * E; }       // of a parent's,
+  int64_t parents_size() const { return M * C * E; }  // of all parents' at one position
+};
+
+}  // namespace fastcaps

@@ -1,0 +1,147 @@
+"""What attention and pooling share: the parents' state is a query, and turns change it by squashing or unit vectors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps.checks import accumulation_dtype
+from fastcaps.ops.routing import Gradients, Reverse, Routing, part_of
+from fastcaps.reference import DETACH, Rule
+from fastcaps.reference.seen import POSE
+from fastcaps.vectors import length, squash, unit
+from fastcaps.votes import Votes
+
+__all__ = ["QueryRouting", "check_like"]
+
+QUERY = 16
+"""The bit of dquery."""
+
+
+class QueryRouting(Routing):
+    """A routing whose turns ask with a query: the last parents, or the sum of what all turns so far have left."""
+
+    flags = ("detach", "coefficients")
+    finals = 1
+    grads = "Tensor grad"
+    constant: frozenset[str]
+    """The names of what has no gradient where coefficients are detached."""
+
+    def turns(self, given: Any) -> int:
+        return given.iterations
+
+    def first(self, given: Any) -> tuple[Any, ...]:
+        return (given.query,)
+
+    @abstractmethod
+    def own_of(self, given: Any, queries: Tensor | None, history: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return what the backward takes after the votes."""
+
+    @abstractmethod
+    def left(self, given: Any, sums: Tensor) -> Tensor:
+        """Return what turns leave to the next from their S, rounded to the dtype of the children."""
+
+    def adds(self, given: Any) -> bool:
+        """Return whether what a turn leaves is added to the query, or takes its place."""
+        return given.rule in (Rule.SQUASH, Rule.UNIT)
+
+    def queries(self, given: Any, left: Tensor) -> Tensor | None:
+        """Return the queries of all turns, stacked, without the first turn's if that has none.
+
+        ``left`` is what each turn but the last leaves to the next, ``[turns - 1, ...]``.
+        """
+        queries = [] if given.query is None else [given.query]
+        for step in left:
+            queries.append(queries[-1] + step if self.adds(given) and queries else step)
+        return torch.stack(queries) if queries else None
+
+    def backward(
+        self, run: Callable[..., Any], together: bool, grads: Gradients, votes: Votes, given: Any, history: Any
+    ) -> dict[str, Tensor | None]:
+        (grad,), sums, turns = grads, history[0], given.iterations
+        wide = accumulation_dtype(sums.dtype)
+        steps = Steps(sums.to(wide), given.rule == Rule.SQUASH) if self.adds(given) else None
+        left = self.left(given, sums[:-1]) if steps is None else steps.vectors[:-1].to(votes.children.dtype)
+        own = self.own_of(given, self.queries(given, left), history)
+        each = votes.children.new_empty(sums.shape)  # the gradients of S, or of LayerNorm(S)
+        together = together and not given.detach
+        constant = self.constant if given.detach else {"query"}
+        reverse = Reverse(self, run, together, given.needed - constant)
+
+        def ask(turn: int | None, bits: int = 0) -> Sequence[Tensor]:
+            return reverse.ask(turn, (part_of(each, turn),), votes, own, bits)
+
+        def reach(turn: int, gradient: Tensor) -> None:
+            straight = steps is None or (given.rule == Rule.UNIT and turn == -1)  # the last S is the result
+            each[turn] = gradient if straight or steps is None else steps.backward(gradient.to(wide), turn)
+
+        assert grad is not None
+        reach(-1, grad)
+        if given.detach:
+            if reverse.needs:
+                reverse.needs |= DETACH
+                ask(-1)
+            return reverse.total
+        carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
+        for turn in range(-1, -turns - 1, -1):
+            bits = QUERY if turn > -turns or "query" in given.needed else 0
+            found = ask(turn, bits)
+            if bits:
+                carried = carried + found[4] if carried is not None and self.adds(given) else found[4]
+            if turn > -turns:
+                assert carried is not None
+                reach(turn - 1, carried)
+        if together:
+            ask(None)
+        return {**reverse.total, "query": carried}
+
+
+class Steps:
+    """What a turn adds to the query, ``squash(S)`` or ``S / |S|``, and the way back; of all turns at once.
+
+    Both are ``v = f(n) s`` with ``n = |s|`` and ``u = s / n``, so that ``ds = f dv + f' n u <u, dv>``: for
+    ``f = n / (1 + n^2)`` that is ``f (dv + (2 / (1 + n^2) - 1) u <u, dv>)``, for ``f = 1 / n`` it is
+    ``f (dv - u <u, dv>)``. At the zero vector all of it is 0.
+
+    Parameters
+    ----------
+    sums
+        S, ``[turns, ..., C, E]``.
+    squashes
+        Which of the two.
+    """
+
+    def __init__(self, sums: Tensor, squashes: bool) -> None:
+        size = length(sums, POSE, keepdim=True)
+        self.direction = unit(sums, POSE)
+        # 1 / f: where that is infinite, nothing is left
+        self.divisor = size + size.reciprocal() if squashes else size.masked_fill(size == 0, torch.inf)
+        self.bend = 2 / (1 + size.square()) - 1 if squashes else -torch.ones_like(size)
+        self.vectors = squash(sums, POSE) if squashes else self.direction
+
+    def backward(self, grad: Tensor, turn: int) -> Tensor:
+        """Return dL/ds of a turn from dL/dv."""
+        direction = self.direction[turn]
+        along = (direction * grad).sum(POSE, keepdim=True)
+        return (grad + self.bend[turn] * along * direction) / self.divisor[turn]
+
+
+def check_like(votes: Votes, given: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:
+    """Raise unless those arguments that are given have their shapes, and the call's device and dtype.
+
+    ``wide``: the dtype in which sums over the children are kept.
+    """
+    children = votes.children
+    dtype = accumulation_dtype(children.dtype) if wide else children.dtype
+    for name, shape in shapes.items():
+        tensor = getattr(given, name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != dtype or tensor.device != children.device:
+            raise TypeError(f"{name} must be {dtype} on {children.device}, got {tensor.dtype} on {tensor.device}")

@@ -1,0 +1,92 @@
+"""What suites over the registry share with pytest: marks, and calls drawn at random."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from case_rows import (
+    ATTENTION_FACTORS,
+    ATTENTION_RULES,
+    GAUSSIAN_FACTORS,
+    GAUSSIAN_RULES,
+    POOLING_FACTORS,
+    POOLING_RULES,
+    allowed,
+)
+from cases import Case, case_of
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from registry import ROUTINGS, Routing, every_case
+
+from fastcaps import backends
+
+native_only = pytest.mark.skipif(
+    not backends.native_serves(), reason=f"no native CPU kernels: {backends.listing()[2].detail}"
+)
+every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+FACTORS = {
+    "attention": (ATTENTION_FACTORS, ATTENTION_RULES),
+    "pooling": (POOLING_FACTORS, POOLING_RULES),
+    "gaussian": (GAUSSIAN_FACTORS, GAUSSIAN_RULES),
+}
+
+
+def drawn(examples: int) -> Any:
+    """Return settings for calls that are drawn: the same ones in CI, others every time elsewhere."""
+    fixed = bool(os.environ.get("CI"))
+    return settings(
+        max_examples=examples, deadline=None, derandomize=fixed, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def cases_where(keep: Callable[[Case], bool]) -> pytest.MarkDecorator:
+    """Return the mark that gives a test all cases of all routings that one wants."""
+    return pytest.mark.parametrize(("routing", "case"), every_case(keep), ids=str)
+
+
+def cases_named(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Return the mark that gives a test the cases of these names, of whatever routings have them."""
+    wanted = set(names)
+    return cases_where(lambda case: case.name in wanted)
+
+
+def is_named(case: Case) -> bool:
+    """Whether a case is a row by name, not one of the covering array."""
+    return not case.name[0].isdigit()
+
+
+@st.composite
+def random_cases(draw: st.DrawFn, routing: Routing) -> Case:
+    """Draw small calls of every kind: any values of the factors, and any window and sizes besides."""
+    factors, rules = FACTORS[routing.stem]
+    row: dict[str, Any] = {}
+    for name, values in factors.items():
+        fitting = [v for v in values if all(allowed({name: v, n: other}) for n, other in row.items())]
+        row[name] = draw(st.sampled_from(fitting))
+    row.update(rules[row.pop("how")])
+    case = case_of("drawn", {**row, "size": "few", "window": "set"})
+    window = tuple(
+        draw(st.integers(low, high)) for low, high in ((1, 3), (1, 3), (1, 3), (1, 3), (0, 2), (0, 2), (1, 2), (1, 2))
+    )
+    least = [max(1, (window[k] - 1) * window[6 + k] + 1 - 2 * window[4 + k]) for k in (0, 1)]
+    types = draw(st.integers(1, 5))
+    groups: int | str = case.groups
+    if isinstance(groups, int):
+        groups = draw(
+            st.sampled_from(
+                [g for g in range(1, window[0] * window[1] * types + 1) if window[0] * window[1] * types % g == 0]
+            )
+        )
+    return replace(
+        case,
+        groups=groups,
+        batch=draw(st.integers(0, 4)),
+        grid=(least[0] + draw(st.integers(0, 3)), least[1] + draw(st.integers(0, 3))),
+        types=types,
+        parents=draw(st.integers(1, 12)),
+        window=window,
+    )

@@ -1,0 +1,299 @@
+"""Every routing as whatever serves the CPU here, against the oracle: results, every gradient, and the same bits.
+
+A result errs at most what ``judge.Bar`` allows: twice what eager torch of the same dtype errs, and rounding.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import LAYOUTS, Case
+from hypothesis import given
+from hypothesis import strategies as st
+from registry import GAUSSIAN, ROUTINGS, BackwardCall, Call, Routing
+from suite import cases_named, cases_where, drawn, every_routing, is_named, native_only, random_cases
+from torch import Tensor
+
+from fastcaps import backends
+from fastcaps.reference import DETACH, Rule
+from fastcaps.votes import SET_WINDOW
+
+TESTS = Path(__file__).resolve().parent
+LEVELS = ("default", "avx2", "avx512")
+
+
+def by_op(call: Call) -> dict[str, Tensor]:
+    results = call.by_op()
+    assert all(result.is_contiguous() for result in results.values())
+    return results
+
+
+def reverse(routing: Routing) -> Any:
+    """Return the backward of whatever serves the CPU."""
+    return routing.backward_op
+
+
+@cases_where(lambda case: not is_named(case))
+def test_results_and_gradients(routing: Routing, case: Case) -> None:
+    routing.bar(case).hold(routing.call(case).training(by_op))
+
+
+@cases_where(is_named)
+def test_named_paths(routing: Routing, case: Case) -> None:
+    """Their backward as well, with parents of its own for every turn: all gradients that turns share, in one call."""
+    routing.bar(case).hold(routing.call(case).training(by_op))
+    found = routing.backward_call(case).results(reverse(routing))
+    assert all(gradient.is_contiguous() for gradient in found.values())
+    routing.backward_bar(case).hold(found)
+
+
+@cases_where(lambda case: case.turns == 3 and not is_named(case))
+def test_the_backward_of_many_turns(routing: Routing, case: Case) -> None:
+    routing.backward_bar(case).hold(routing.backward_call(case).results(reverse(routing)))
+
+
+@every_routing
+@drawn(40)
+@given(data=st.data(), seed=st.integers(0, 9))
+def test_random_calls(routing: Routing, data: st.DataObject, seed: int) -> None:
+    call = routing.call(data.draw(random_cases(routing)), seed)
+    call.bar().hold(call.training(by_op))
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def held(call: Call) -> None:
+    call.bar().hold(call.training(by_op))
+
+
+@every_routing
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "plain"])
+@pytest.mark.parametrize("name", ["padded", "primes", "sharing-float32"])
+def test_any_strides(routing: Routing, layout: str, name: str) -> None:
+    case = replace(routing.case(name), layout=layout)
+    routing.bar(case).hold(routing.call(case).training(by_op))
+
+
+@every_routing
+@pytest.mark.parametrize("name", ["padded", "primes"])
+def test_one_argument_has_strides_of_0(routing: Routing, name: str) -> None:
+    """In its first dimension, and then in all but the last."""
+    call = routing.call(routing.case(name))
+    for k in range(len(call.tensors)):
+        for kept in (1, -1):
+            tensors = call.tensors
+            whole = tensors[k]
+            start = whole[:1] if kept == 1 else whole[(slice(0, 1),) * (whole.dim() - 1)]
+            tensors[k] = start.clone().expand(whole.shape)
+            held(call.having(tensors))
+
+
+@every_routing
+@pytest.mark.parametrize("name", ["padded", "stay-float32"])
+def test_gradients_that_are_one_number(routing: Routing, name: str) -> None:
+    call = routing.call(routing.case(name))
+    grads = [torch.full((), 0.7, dtype=g.dtype).expand(g.shape) for g in call.grads.values()]
+    held(call.having([*call.tensors[: len(call.names)], *grads]))
+
+
+@pytest.mark.parametrize("only", GAUSSIAN.results)
+@pytest.mark.parametrize("rule", [Rule.EM, Rule.HEINSEN, Rule.KMEANS], ids=lambda rule: rule.name)
+def test_a_gradient_of_one_result_alone(rule: Rule, only: str) -> None:
+    case = replace(GAUSSIAN.case("padded"), rule=rule)
+    call = GAUSSIAN.call(case)
+    grads = {name: grad if name == only else torch.zeros_like(grad) for name, grad in call.grads.items()}
+    silent = replace(call, grads=grads)
+    alone = replace(call, grads={only: grads[only]})
+    silent.bar().hold(alone.training(by_op))
+
+
+@every_routing
+@pytest.mark.parametrize("name", ["padded", "primes", "children-float32", "sharing-float64", "twice-positions-float32"])
+def test_only_the_gradients_asked_for(routing: Routing, name: str) -> None:
+    case = replace(routing.case(name), turns=1)
+    everything = routing.backward_call(case).results(reverse(routing))
+    bits = {name: 1 << k for k, name in enumerate(routing.gradients)}
+    for wanted in [{name} for name in everything] + [set(), {"dchildren", "dweight"}, {"dweight", "dgate"}]:
+        call = routing.backward_call(case, needs=sum(bits[name] for name in wanted))
+        found = call.results(reverse(routing))
+        assert found.keys() == wanted & everything.keys()
+        for one, gradient in found.items():
+            scale = everything[one].abs().max()
+            assert (gradient - everything[one]).abs().max() <= 4 * torch.finfo(gradient.dtype).eps * scale, one
+
+
+@every_routing
+def test_a_backward_takes_its_turns_as_they_lie(routing: Routing) -> None:
+    """Gradients that are one number, and stacks of which the turns lie innermost."""
+    call = routing.backward_call(replace(routing.case("padded"), turns=3))
+    for head in (
+        lambda t: torch.full((), 0.7, dtype=t.dtype).expand(t.shape),
+        lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
+    ):
+        heads = {n: v if call.given[n] is None else head(v) for n, v in call.given.items() if n in routing.grads}
+        other = BackwardCall(routing, {**call.given, **heads})
+        other.bar().hold(other.results(reverse(routing)))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS[:2], ids=str)
+def test_detached_coefficients_are_constants(routing: Routing) -> None:
+    """No gradient reaches the query, nor the gate of pooling; the bar is that of the same call by the reference."""
+    for name in ("padded", "primes", "sharing-float32"):
+        case = replace(routing.case(name), detach=True)
+        routing.bar(case).hold(routing.call(case).training(by_op))
+        call = routing.backward_call(replace(case, turns=1))
+        assert call.given["needs"] & DETACH
+        found = call.results(reverse(routing))
+        assert (found["dquery"] == 0).all() and (routing.stem == "attention" or (found["dgate"] == 0).all())
+
+
+@every_routing
+def test_an_empty_batch(routing: Routing) -> None:
+    call = routing.call(replace(routing.case("padded"), batch=0))
+    found = call.training(by_op)
+    assert found[routing.results[0]].shape[0] == 0
+    assert all((found[f"d{name}"] == 0).all() for name in call.names)
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bits(routing: Routing, case: Case) -> list[bytes]:
+    call, back = routing.call(case), routing.backward_call(case)
+    found = [*call.training(by_op).values(), *back.results(reverse(routing)).values()]
+    return [one.contiguous().view(torch.uint8).numpy().tobytes() for one in found]
+
+
+@native_only
+@cases_where(lambda case: is_named(case) or case.name[:3].endswith("5"))
+def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threads: None) -> None:
+    found = []
+    for count in (1, 2, 3, 3):
+        torch.set_num_threads(count)
+        found.append(bits(routing, case))
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@native_only
+@every_routing
+def test_a_sample_does_not_depend_on_its_batch(routing: Routing) -> None:
+    """Parents of one sample are those of the sample alone, whatever else lies in the batch, to rounding."""
+    call = routing.call(replace(routing.case("stay-float32"), batch=37))
+    whole = call.by_op()
+    for b in (0, 5, 36):
+        alone = {n: v[b : b + 1] if isinstance(v, Tensor) and v.shape[0] == 37 else v for n, v in call.given.items()}
+        for name, result in replace(call, given=alone).by_op().items():
+            if name in routing.results:
+                torch.testing.assert_close(result, whole[name][b : b + 1], rtol=1e-5, atol=1e-5, msg=name)
+
+
+# ---- instruction sets ------------------------------------------------------------------------------------------------
+
+
+def _python(level: str, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FASTCAPS_CPU_CAPABILITY": level}
+    return subprocess.run([sys.executable, *command], env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+
+
+@native_only
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_instruction_set(level: str) -> None:
+    """All routings, forward and every gradient, at the levels that are not the one of this process."""
+    if level == backends.native_capability():
+        pytest.skip(f"{level} is what this process runs on")
+    seen = _python(level, "-W", "ignore", "-c", "from fastcaps import backends as b; print(b.native_capability())")
+    if seen.stdout.strip() == "None":
+        pytest.skip(f"{level} is not built, or this processor does not have it")
+    assert seen.stdout.strip() == level
+    selected = "test_named_paths or test_detached or test_only_the_gradients"
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--require-native", "-k", selected)
+    done = _python(level, "-m", "pytest", *options, str(TESTS / "test_kernels.py"))
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@native_only
+def test_an_unknown_level_is_refused_not_replaced() -> None:
+    script = """
+import torch, fastcaps
+cpu = fastcaps.backends.listing()[2]
+assert not cpu.available and "sse9" in cpu.detail, cpu
+children, weight, parents = torch.randn(1, 3, 2, 2), torch.randn(3, 2, 2, 2), torch.randn(1, 2, 2, 2)
+for forced in ("cpu", None):
+    try:
+        if forced:
+            with fastcaps.backend(forced):
+                fastcaps.functional.inverted_attention_routing(children, weight, parents)
+        else:
+            fastcaps.functional.inverted_attention_routing(children, weight, parents)
+    except fastcaps.BackendError as error:
+        assert "FASTCAPS_CPU_CAPABILITY" in str(error) and "sse9" in str(error), error
+    else:
+        raise SystemExit("a level that does not exist ran")
+"""
+    done = _python("sse9", "-c", script)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- numbers that are hard -------------------------------------------------------------------------------------------
+
+
+@native_only
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_variances_of_votes_far_from_zero_and_of_tight_clusters(shift: float) -> None:
+    """Votes at 1e4 with a spread of 1, and one cluster 1e-3 wide a spread of 1 away: float32 agrees to 1e-3."""
+    generator = torch.Generator().manual_seed(0)
+    children = torch.randn(3, 1, 1, 600, 1, 4, generator=generator, dtype=torch.float64)
+    children[:, :, :, 300:] = 0.7 + 1e-3 * children[:, :, :, 300:]
+    mean = torch.tensor([0.0, 0.7], dtype=torch.float64).view(1, 1, 1, 2, 1, 1).expand(3, 1, 1, 2, 1, 4)
+    variance = torch.tensor([1.0, 1e-6], dtype=torch.float64).view(1, 1, 1, 2, 1, 1).expand(3, 1, 1, 2, 1, 4)
+    zeros = torch.zeros(1, 1, dtype=torch.float64)
+    call: dict[str, Any] = {
+        "children": children,
+        "weight": torch.eye(4, dtype=torch.float64).expand(1, 2, 4, 4),
+        "bias": torch.full((1, 1, 1, 4), shift, dtype=torch.float64),
+        "gate": None,
+        "parents": 2,
+        "window": list(SET_WINDOW),
+        "mean": None,
+        "variance": None,
+        "log_weight": None,
+        "beta_use": zeros,
+        "beta_ignore": zeros,
+        "schedule": [1.0],
+        "rule": int(Rule.HEINSEN),
+        "eps": 0.0,
+    }
+    starts: list[dict[str, Any]] = [{}]
+    if shift == 0:  # float32 has 1e4 + x to 5e-4 only
+        starts.append({"mean": mean, "variance": variance, "log_weight": -0.5 * variance.log().sum((-2, -1))})
+    for start in starts:
+        exact = Call(GAUSSIAN, {**call, **start}, {})
+        single = Call(GAUSSIAN, {n: v.float() if isinstance(v, Tensor) else v for n, v in exact.given.items()}, {})
+        found, wanted = single.by_op()["all_variances"].double(), exact.by_loop()["all_variances"]
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
+
+
+@native_only
+@cases_named(["one-effective-child", "few-effective-children", "one-effective-child-heinsen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parents_of_about_one_child(routing: Routing, case: Case, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        for parents in (1, 3, 17):
+            call = routing.call(replace(case, dtype=dtype, parents=parents), seed)
+            call.bar().hold(call.training(by_op))

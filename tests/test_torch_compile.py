@@ -1,0 +1,241 @@
+"""torch.compile in one graph with free sizes, and torch.export: every routing and every layer.
+
+``aot_eager`` does all that inductor does but generate code; one test goes through inductor. After a second size a graph
+must serve every further one: torch counts how many graphs it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.export import Dim
+
+import fastcaps
+from fastcaps import Window, backend
+from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
+
+every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+every_backend = pytest.mark.parametrize("name", ["cpu", "reference"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled(
+    function: Callable[..., Any], engine: str = "aot_eager", dynamic: bool | None = True
+) -> Callable[..., Any]:
+    return torch.compile(function, backend=engine, fullgraph=True, dynamic=dynamic)
+
+
+@every_backend
+@every_window
+@every_routing
+def test_training_step_in_one_graph_for_any_batch(routing: Routing, window: Window | None, name: str) -> None:
+    def step(leaves: Leaves) -> Leaves:
+        return routing.ours(leaves, window, coefficients=True)
+
+    with backend(name):
+        run = compiled(step)
+        for batch in (2, 3, 5, 7):
+            leaves = {k: t.requires_grad_() for k, t in routing.tensors(window, batch=batch).items()}
+            found, wanted = run(leaves), routing.plain(leaves, window, coefficients=True)
+            close(found, wanted)
+            for results in (found, wanted):
+                results.pop("coefficients")
+            values = list(leaves.values())
+            ours, theirs = (
+                torch.autograd.grad(number(r), values, allow_unused=True, materialize_grads=True)
+                for r in (found, wanted)
+            )
+            close(dict(zip(leaves, ours, strict=True)), dict(zip(leaves, theirs, strict=True)))
+    assert graphs() <= 2
+
+
+@every_routing
+def test_inductor(routing: Routing) -> None:
+    given = routing.tensors(dtype=torch.float32)
+    run = compiled(lambda leaves: routing.ours(leaves), "inductor")
+    for batch in (2, 5):
+        given = routing.tensors(dtype=torch.float32, batch=batch)
+        close(run(given), routing.ours(given), rtol=1e-4, atol=1e-5)
+
+
+@every_window
+@every_routing
+def test_autocast_in_one_graph(routing: Routing, window: Window | None) -> None:
+    given = routing.tensors(window, torch.float32)
+
+    def call(leaves: Leaves) -> Leaves:
+        with torch.autocast("cpu", torch.bfloat16):
+            return routing.ours(leaves, window)
+
+    wanted, found = call(given), compiled(call)(given)
+    assert {key: tensor.dtype for key, tensor in found.items()} == {key: t.dtype for key, t in wanted.items()}
+    close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+# ---- layers, with free sizes ------------------------------------------------------------------------------------------
+
+Shapes = list[tuple[tuple[int, ...], ...]]
+
+
+class Case:
+    """A layer with inputs of many sizes; ``free`` names the dimensions of each input that may change."""
+
+    def __init__(self, make: Callable[[], nn.Module], shapes: Shapes, free: tuple[str, ...]) -> None:
+        self.make, self.shapes, self.free = make, shapes, free
+
+    def inputs(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+        return tuple(torch.rand(shape) if k else torch.randn(shape) for k, shape in enumerate(shapes))
+
+    def dims(self) -> tuple[dict[int, Any], ...]:
+        named = {
+            letter: Dim({"b": "batch", "h": "height", "w": "width", "i": "count"}[letter], min=2, max=512)
+            for letter in "bhwi"
+        }
+        return tuple({k: named[letter] for k, letter in enumerate(text) if letter in named} for text in self.free)
+
+
+def grids(channels: int, *rest: int) -> Shapes:
+    sizes = [(2, 6, 7), (3, 9, 5), (4, 8, 8), (5, 7, 11), (2, 10, 6)]
+    return [((b, channels, h, w, *rest),) for b, h, w in sizes]
+
+
+def with_numbers(shapes: Shapes) -> Shapes:
+    """The same with a second input: a number for each child."""
+    return [(shape, shape[:-1]) for (shape,) in shapes]
+
+
+SETS: Shapes = [((b, i, 4),) for b, i in ((2, 6), (3, 9), (4, 5), (5, 13), (6, 7))]
+HEINSEN: Shapes = [((b, i), (b, i, 2, 4)) for b, i in ((2, 6), (3, 9), (4, 5), (5, 13), (6, 7))]
+CASES = {
+    "attention-set": Case(lambda: fastcaps.InvertedAttentionRouting(6, 3, 4, 4, share=True), SETS, ("bi.",)),
+    "attention-grid": Case(
+        lambda: fastcaps.InvertedAttentionRouting(2, 3, 4, 4, kernel_size=3, stride=2, bias=True),
+        grids(2, 4),
+        ("b.hw.",),
+    ),
+    "dynamic-set": Case(lambda: fastcaps.DynamicRouting(6, 3, 4, 5, share=True), SETS, ("bi.",)),
+    "dynamic-all": Case(
+        lambda: fastcaps.DynamicRouting(2, 3, 4, 5, share=True, kernel_size="all"), grids(2, 4), ("b.hw.",)
+    ),
+    "em-grid": Case(
+        lambda: fastcaps.EMRouting(2, 3, 4, 4, kernel_size=3), with_numbers(grids(2, 4)), ("b.hw.", "b.hw")
+    ),
+    "em-all-coordinates": Case(
+        lambda: fastcaps.EMRouting(2, 3, 4, 4, kernel_size="all", share=True, coordinates=True),
+        with_numbers(grids(2, 4)),
+        ("b.hw.", "b.hw"),
+    ),
+    "heinsen-set": Case(
+        lambda: fastcaps.HeinsenRouting(None, 3, 4, 4), [((b, i, 4), (b, i)) for ((b, i, _),) in SETS], ("bi.", "bi")
+    ),
+    "heinsen-compat": Case(lambda: GenerativeMatrixRouting(-1, 3, 2, 4, 4), HEINSEN, ("bi", "bi..")),
+    "pool": Case(lambda: fastcaps.RoutingPool2d(4), grids(8), ("b.hw",)),
+    "pool-window": Case(lambda: fastcaps.RoutingPool2d(4, kernel_size=2), grids(8), ("b.hw",)),
+    "pool-one": Case(lambda: fastcaps.RoutingPool2d(4, parents=1), grids(8), ("b.hw",)),
+    "pool-parents": Case(lambda: fastcaps.RoutingPool2d(4, parents=3, in_channels=8), grids(8), ("b.hw",)),
+    "pool-average": Case(lambda: fastcaps.RoutingPool2d(4, sharpness=0.0), grids(8), ("b.hw",)),
+}
+every_layer = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def flat(found: Any) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def same(found: Any, wanted: Any) -> None:
+    for got, want in zip(flat(found), flat(wanted), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@every_backend
+@every_layer
+def test_layer_in_one_graph_for_any_size(case: Case, name: str) -> None:
+    """As users compile: the first size is taken as fixed, the second makes a graph for all."""
+    layer = case.make()
+    with backend(name):
+        run = compiled(layer, dynamic=None)
+        for shapes in case.shapes:
+            inputs = case.inputs(shapes)
+            found = run(*inputs)
+            same(found, layer(*inputs))
+            sum(tensor.sum() for tensor in flat(found)).backward() if any(
+                t.requires_grad for t in flat(found)
+            ) else None
+    assert graphs() <= 3, "a graph for almost every size"
+
+
+@every_layer
+def test_layer_in_one_dynamic_graph(case: Case) -> None:
+    layer = case.make().eval()
+    run = compiled(layer)
+    for shapes in case.shapes:
+        inputs = case.inputs(shapes)
+        same(run(*inputs), layer(*inputs))
+    assert graphs() <= 2
+
+
+@every_backend
+@every_layer
+def test_exported_program_serves_every_size(case: Case, name: str) -> None:
+    layer = case.make().eval()
+    with backend(name):
+        program = torch.export.export(layer, case.inputs(case.shapes[0]), dynamic_shapes=case.dims())
+        run = program.module()
+        for shapes in case.shapes:
+            inputs = case.inputs(shapes)
+            same(run(*inputs), layer(*inputs))
+
+
+@every_routing
+def test_exported_program_holds_ops_not_formulas(routing: Routing) -> None:
+    """What is exported is served by the kernels of the machine that loads it; no vote is stored there."""
+
+    class Layer(nn.Module):
+        def forward(self, given: Leaves) -> Leaves:
+            return routing.ours(given)
+
+    program = torch.export.export(Layer(), (routing.tensors(),))
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    if routing.name != "attention-uniform":  # which is a matrix product
+        assert any(name.startswith("fastcaps.") for name in names), names
+
+
+@pytest.mark.parametrize("name", ["own-set", "own-grid"])
+def test_large_own_weights_in_one_graph(name: str) -> None:
+    """From 2**23 numbers on the first turn goes another way, which must not break the graph."""
+    if name == "own-set":
+        layer = fastcaps.InvertedAttentionRouting(512, 4, 64, 64, pose="vector")
+        children = torch.randn(2, 512, 64)
+    else:
+        layer = fastcaps.InvertedAttentionRouting(32, 8, 64, 64, pose="vector", kernel_size=3)
+        children = torch.randn(1, 32, 4, 3, 64)
+    assert layer.weight.numel() >= 2**23
+    with torch.no_grad():
+        found = compiled(layer)(children)
+        torch.testing.assert_close(found, layer(children), rtol=1e-4, atol=1e-4)
+
+
+def test_each_window_makes_its_own_graph_and_no_more() -> None:
+    routing = ROUTINGS[2]
+    given = routing.tensors(WINDOWS["grid"])
+    run = compiled(lambda leaves, window: routing.ours(leaves, window))
+    for _ in range(3):
+        run(given, WINDOWS["grid"])
+        run(given, Window((2, 3), (2, 1), (1, 0), (1, 1)))
+    assert graphs() == 1
