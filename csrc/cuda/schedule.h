@@ -17,7 +17,7 @@ struct Bias {
   bool shared = false;
 };
 
-struct Cut {
+struct Schedule {
   const PassKernel* kernel = nullptr;
   int columns, rows;  // lanes
   int parents;        // of a warp
@@ -36,7 +36,7 @@ struct Cut {
 };
 
 // Why no kernel takes these poses; empty if one does.
-std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E);
+std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity);
 
 // What a call is, beside its geometry.
 struct Task {
@@ -50,13 +50,13 @@ struct Task {
 };
 
 // No kernel if the poses do not fit (see refusal). `bias`: its gradient is wanted too, if it has numbers.
-Cut cut(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine);
+Schedule make_schedule(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine);
 
 // Why not all turns of a routing should run in one launch; empty if they should. A block then holds all parents of its
 // positions (where they compete) and hears all their children.
-std::string routing_refusal(Pass pass, const Geometry& g, bool tensor, bool identity, const Machine& machine);
+std::string routing_refusal(Task task, const Geometry& g, const Machine& machine);
 
 // One line for people: kernel, tile, blocks.
-std::string describe(const Cut& cut);
+std::string describe(const Schedule& schedule);
 
 }  // namespace fastcaps::gpu

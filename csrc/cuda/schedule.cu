@@ -1,4 +1,4 @@
-#include "cut.h"
+#include "schedule.h"
 
 #include <algorithm>
 
@@ -35,13 +35,13 @@ Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_
 
 // A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
 // pose.
-const PassKernel* choose(const PassKernels& kernels, const Geometry& g, bool tensor) {
+const PassKernel* choose(const PassKernels& kernels, const Geometry& g, const Task& task) {
   const PassKernel* best = nullptr;
   Lanes best_lanes{};
   for (int k = 0; k < kernels.count; ++k) {
     const PassKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
-    if (!lanes.columns || (kernel.tensor && !tensor)) continue;
+    if (!lanes.columns || (kernel.tensor && (!task.tensor || task.identity))) continue;
     const bool better = !best || kernel.tensor > best->tensor ||
                         (kernel.tensor == best->tensor &&
                          (kernel.C ? best_lanes.parents < g.M : !best->C && lanes.padded < best_lanes.padded));
@@ -56,7 +56,7 @@ constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.
 struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
 
-  Shared(const Cut& c, const Geometry& g, const Task& task) {
+  Shared(const Schedule& c, const Geometry& g, const Task& task) {
     const bool backward = task.backward;
     const PassKernel& kernel = *c.kernel;
     const int64_t rows = kernel.C ? g.C : c.rows * kernel.tile_rows;
@@ -81,7 +81,7 @@ struct Shared {
 };
 
 // Places in shared memory for `stage` children at a time.
-void place(Cut& c, const Shared& shared) {
+void place(Schedule& c, const Shared& shared) {
   c.shared_weight = int(aligned(c.stage * shared.child_rows));
   c.shared_seen = c.shared_weight + int(aligned(c.stage * shared.weight));
   c.shared_stage = c.shared_seen + int(aligned(c.stage * shared.seen));
@@ -99,7 +99,7 @@ constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
 // Where an order must be kept, every group of tiles (and every range of children, if ranges share weights or a bias)
 // adds to gradients of weights and bias of its own: few enough of them to stay small. Ranges that share nothing cost
 // only parts of dQ, and keep the multiprocessors busy instead.
-void keep_parts_small(Cut& c, const Geometry& g, const Bias& bias, int64_t wanted, int64_t least) {
+void keep_parts_small(Schedule& c, const Geometry& g, const Bias& bias, int64_t wanted, int64_t least) {
   const int64_t bytes = 4 * (g.G * g.M * g.D * g.E + bias.numbers);
   const int64_t parts = std::max<int64_t>(bytes > kParts / 4 ? 4 : 1, kParts / bytes);
   c.parts_by_chunk = g.G < g.children() || bias.shared;
@@ -127,12 +127,12 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
 
 // As many warps on positions as get the work done soonest; then the most, since they share the weights. False if not
 // even one fits into shared memory.
-bool spread(Cut& c, const Geometry& g, const Task& task, const Bias& bias, int most, const Machine& machine) {
+bool spread(Schedule& c, const Geometry& g, const Task& task, const Bias& bias, int most, const Machine& machine) {
   const PassKernel& kernel = *c.kernel;
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
   double best = -1;
   for (int warps = most; warps >= 1; --warps) {
-    Cut trial = c;
+    Schedule trial = c;
     trial.warps_positions = warps;
     trial.tile = warps * seats;
     trial.tiles = ceil_div(std::max<int64_t>(g.positions(), 1), trial.tile);
@@ -170,20 +170,20 @@ constexpr int64_t kLeastShared = 99 * 1024;
 
 }  // namespace
 
-std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E) {
+std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
   const std::string pose = std::to_string(C) + " x " + std::to_string(D) + " children and " + std::to_string(C) +
                            " x " + std::to_string(E) + " parents";
   const Geometry one{1, 1, 1, 1, C, D, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
-  if (!choose(kernels_of(pass, false), one, false))
+  if (!choose(kernels_of(pass, false), one, {.pass = pass, .identity = identity}))
     return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose;
-  if (!cut({.pass = pass, .backward = true}, one, {}, {1, kLeastShared}).kernel)
+  if (!make_schedule({.pass = pass, .backward = true, .identity = identity}, one, {}, {1, kLeastShared}).kernel)
     return "its shared memory does not hold so large a pose, got " + pose;
   return "";
 }
 
-Cut cut(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine) {
-  Cut c;
-  c.kernel = choose(kernels_of(task.pass, task.backward), g, task.tensor);
+Schedule make_schedule(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine) {
+  Schedule c;
+  c.kernel = choose(kernels_of(task.pass, task.backward), g, task);
   const PassKernel& kernel = *c.kernel;
   const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
@@ -206,15 +206,14 @@ Cut cut(const Task& task, const Geometry& g, const Bias& bias, const Machine& ma
   return c;
 }
 
-std::string routing_refusal(Pass pass, const Geometry& g, bool tensor, bool identity, const Machine& machine) {
-  const std::string why_not = refusal(pass, g.C, g.D, g.E);
+std::string routing_refusal(Task task, const Geometry& g, const Machine& machine) {
+  const std::string why_not = refusal(task.pass, g.C, g.D, g.E, task.identity);
   if (!why_not.empty()) return why_not;
-  Task task{.pass = pass, .tensor = tensor, .identity = identity};
-  const Cut split = cut(task, g, {}, machine);
+  const Schedule split = make_schedule(task, g, {}, machine);
   task.whole = true;
-  const Cut whole = cut(task, g, {}, machine);
+  const Schedule whole = make_schedule(task, g, {}, machine);
   if (!whole.kernel || !split.kernel) return "its poses do not fit into shared memory";
-  if (pass != Pass::kPooling && whole.parent_blocks > 1)
+  if (task.pass != Pass::kPooling && whole.parent_blocks > 1)
     return "its " + std::to_string(g.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
   // What lies between two launches of a loop of passes takes about as long as some 300 children.
   constexpr double kBetween = 300;
@@ -223,8 +222,7 @@ std::string routing_refusal(Pass pass, const Geometry& g, bool tensor, bool iden
   return "";
 }
 
-std::string describe(const Cut& c) {
-  if (!c.kernel) return "this device's shared memory does not hold these poses";
+std::string describe(const Schedule& c) {
   const PassKernel& kernel = *c.kernel;
   const auto n = [](int64_t x) { return std::to_string(x); };
   std::string text = kernel.tensor ? "tensor-core " : "";
