@@ -7,8 +7,8 @@ python bench/compare.py ../base .                     # two trees that have thei
 
 Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
 the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once,
-through a git worktree, and kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 %
-slower. The exit status is 1 if the median over rows is above `--limit`, or if two sides disagree in a result.
+through a git worktree, and kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03
+is 3 % slower. The exit status is 1 if the median over rows is above `--limit`, or if two sides disagree in a result.
 """
 
 from __future__ import annotations
@@ -198,9 +198,8 @@ def tree_of(given: str) -> Path:
         return target
     with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
         work = Path(scratch) / "tree"
-        subprocess.run(
-            ["git", "-C", str(ROOT), "worktree", "add", "--quiet", "--detach", str(work), commit], check=True
-        )
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(work), commit], check=True)
         try:
             install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
             environment = {"FASTCAPS_CUDA": "0", **os.environ}
