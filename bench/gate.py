@@ -18,15 +18,18 @@ made most of its errors 3 to 47 times as large.)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.alternatives import runner
+from bench.alternatives import reference, runner
 from bench.inputs import Inputs, is_batched
-from bench.routings import AttentionPass, Implementation
-from bench.workloads import Workload
+from bench.routings import AttentionPass
+from bench.stored import Layout
+from bench.workload import Implementation, Workload
 
 __all__ = ["SAME", "Gate", "Verdict"]
 
@@ -81,26 +84,49 @@ class Gate:
         What the implementations under test are given.
     epsilon : float, optional
         One unit in the last place; that of the inputs' dtype by default.
+    shared : Path, optional
+        A file that keeps the float64 result and the eager error, for processes that judge the same inputs.
     """
 
-    def __init__(self, workload: Workload, inputs: Inputs, epsilon: float | None = None) -> None:
+    def __init__(
+        self, workload: Workload, inputs: Inputs, epsilon: float | None = None, shared: Path | None = None
+    ) -> None:
         self.workload = workload
         self.dtype = inputs.children.dtype
         self.epsilon = torch.finfo(self.dtype).eps if epsilon is None else epsilon
         self._batch = inputs.children.shape[0]
         self._samples = workload.samples_checked(self._batch)
         self._inputs = self._problem(inputs)
+        self._condition: dict[str, float] | None = None
+        self.exact: dict[str, Tensor]
+        self.eager_error: dict[str, float]
+        if shared is not None and shared.is_file():
+            self.exact, self.eager_error = torch.load(shared)
+            return
         self.exact = self._reference(self._inputs.to(torch.float64))
-        self.eager_error = dict.fromkeys(self.exact, 0.0)
-        yardsticks = [workload.routing.exact(workload)]
-        routing = workload.routing
-        if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
-            yardsticks.append(convolution(workload))
+        self.eager_error = self._eager_error()
+        if shared is not None:
+            torch.save((self.exact, self.eager_error), shared.with_suffix(".part"))
+            shared.with_suffix(".part").rename(shared)
+
+    def _eager_error(self) -> dict[str, float]:
+        """Return how far eager code of the inputs' dtype is from the float64 result."""
+        routing, errors = self.workload.routing, dict.fromkeys(self.exact, 0.0)
+        yardsticks = [self._judge_by()]
+        if isinstance(routing, AttentionPass) and routing.uniform and self.workload.grid and not routing.normalize:
+            yardsticks.append(convolution(self.workload))
         for run in yardsticks:
             for name, tensor in self._in_parts(run, self._inputs.to(self.dtype)).items():
-                error = _largest(tensor.double() - self.exact[name]) * workload.copies**0.5
-                self.eager_error[name] = max(self.eager_error[name], error)
-        self._condition: dict[str, float] | None = None
+                error = _largest(tensor.double() - self.exact[name]) * self.workload.copies**0.5
+                errors[name] = max(errors[name], error)
+        return errors
+
+    def _judge_by(self) -> Implementation:
+        """Return the package's reference; for children that are copies, turns in which each counts so often."""
+        work = self.workload
+        if work.copies == 1:
+            return reference(work)
+        return partial(work.routing.turns, work, Layout(work.routing.layout(work)), work.copies)
 
     def _problem(self, inputs: Inputs) -> Inputs:
         """Return what the reference is given: all of it, some samples, or one of the copies of the children."""
@@ -134,7 +160,7 @@ class Gate:
         return shape
 
     def _reference(self, inputs: Inputs) -> dict[str, Tensor]:
-        return self._in_parts(self.workload.routing.exact(self.workload), inputs)
+        return self._in_parts(self._judge_by(), inputs)
 
     def _in_parts(self, run: Implementation, inputs: Inputs) -> dict[str, Tensor]:
         """Run a training step in parts of the batch, and put the parts together."""
@@ -146,7 +172,9 @@ class Gate:
             for first in range(0, batch, step)
         ]
         return {
-            name: torch.cat([part[name] for part in parts]) if is_batched(name) else sum_of(parts, name)
+            name: torch.cat([part[name] for part in parts])
+            if is_batched(name)
+            else torch.stack([part[name] for part in parts]).sum(0)
             for name in parts[0]
         }
 
@@ -209,10 +237,3 @@ def convolution(workload: Workload) -> Implementation:
 
     return run
 
-
-def sum_of(parts: list[dict[str, Tensor]], name: str) -> Tensor:
-    """Return the sum of one named tensor over the parts of a batch."""
-    total = parts[0][name].clone()
-    for part in parts[1:]:
-        total += part[name]
-    return total
