@@ -236,4 +236,3 @@ def convolution(workload: Workload) -> Implementation:
         return (result.view(batch, rows, many, columns, *result.shape[2:]).permute(0, 2, 4, 5, 1, 3),)
 
     return run
-

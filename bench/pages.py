@@ -152,7 +152,9 @@ def memory_chart(rows: Sequence[Row]) -> str:
         hollow = row["mode"] != "forward"
         paint = f'fill="{"none" if hollow else colour}" stroke="{colour}" stroke-width="1.5"'
         title = f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes"
-        parts.append(f'<circle cx="{x(votes):.1f}" cy="{y(own):.1f}" r="4" {paint}><title>{escape(title)}</title></circle>')
+        parts.append(
+            f'<circle cx="{x(votes):.1f}" cy="{y(own):.1f}" r="4" {paint}><title>{escape(title)}</title></circle>'
+        )
     parts += [_text(x.end, 332, "votes, MB", "end"), _text(2, 12, "own memory, MB")]
     return _svg(_WIDTH, 336, parts, "own memory against votes")
 

@@ -289,9 +289,7 @@ def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
         docs / "routings.md": ("routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
         docs / "gpu.md": ("device", [row for row in rows if "rates" in row["machine"]], markdown),
     }
-    wanted = {
-        path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part
-    }
+    wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
     if on_cpu:
         wanted[docs / "speedup.svg"] = pages.speedup_picture(on_cpu)
     for path, text in wanted.items():  # only once all of them could be made
