@@ -97,11 +97,7 @@ def goal_of(case: Case, launches: float) -> dict[str, float]:
 
 
 class DeviceSession(Session):
-    """Processes, machine and rows of one run on a GPU (``device="cpu"`` tries the machinery without one).
-
-    Of the settings, ``seconds`` are for everything, ``slice`` for the timed calls of one measurement; ``processes``
-    compile at a time, by default two fewer than there are cores, twelve at most.
-    """
+    """Processes, machine and rows of one run on a GPU (``device="cpu"`` tries the machinery without one)."""
 
     kind = "device"
 
@@ -140,10 +136,7 @@ class DeviceSession(Session):
     def _measure(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """Check and time one row by the package, by its Triton kernels, and by eager PyTorch; write it down.
 
-        Raises
-        ------
-        LeftOut
-            If there is no time left.
+        Raises LeftOut if there is no time left.
         """
         share = _EAGER_SHARE if self.settings.compiled and self.settings.alternatives else 1.0
         if time.monotonic() > self._until(share):
@@ -177,10 +170,7 @@ class DeviceSession(Session):
     def compile(self, case: Case) -> dict[str, Any]:
         """Add torch.compile of the alternatives to a row that :meth:`run` has made.
 
-        Raises
-        ------
-        LeftOut
-            If there is no time left, or the row itself has no figures.
+        Raises LeftOut if there is no time left, or the row itself has no figures.
         """
         if case not in self._rows:
             raise LeftOut("the row has no figures of its own")

@@ -34,14 +34,7 @@ _SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}
 
 
 class Clock:
-    """Times calls on one device.
-
-    Parameters
-    ----------
-    device : torch.device
-    seconds : float
-        What the timed calls of one measurement ought to take together.
-    """
+    """Times calls on one device; those of one measurement ought to take ``seconds`` together."""
 
     def __init__(self, device: torch.device, seconds: float = 0.08) -> None:
         self.device, self.seconds = device, seconds
@@ -101,10 +94,7 @@ def latency(clock: Clock, call: Call, calls: int = 20) -> dict[str, float]:
 def replayed(clock: Clock, call: Call, together: int = 10) -> dict[str, float]:
     """Return quantiles of a call's share of a CUDA graph that holds ``together`` of them.
 
-    Raises
-    ------
-    RuntimeError
-        If the device has no graphs, or the call cannot be captured.
+    Raises RuntimeError if the device has no graphs, or the call cannot be captured.
     """
     if clock.device.type != "cuda":
         raise RuntimeError("no graphs on this device")

@@ -47,22 +47,12 @@ _OF_CHILDREN = ("children", "scores")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate says of one result.
+    """What the gate says of one result."""
 
-    Attributes
-    ----------
-    passed
-        Whether every tensor keeps the rule.
-    errors, allowed
-        The largest error of each tensor and what the rule allows it.
-    complaint
-        The first thing that is wrong, in words; empty if nothing is.
-    """
-
-    passed: bool
-    errors: dict[str, float]
+    passed: bool  # whether every tensor keeps the rule
+    errors: dict[str, float]  # the largest of each tensor
     allowed: dict[str, float]
-    complaint: str = ""
+    complaint: str = ""  # the first thing that is wrong, in words
 
 
 def _of_children(name: str) -> bool:
@@ -77,15 +67,9 @@ def _largest(tensor: Tensor) -> float:
 class Gate:
     """The float64 result of one workload at one batch, and how far the eager reference of the inputs' dtype is from it.
 
-    Parameters
-    ----------
-    workload : Workload
-    inputs : Inputs
-        What the implementations under test are given.
-    epsilon : float, optional
-        One unit in the last place; that of the inputs' dtype by default.
-    shared : Path, optional
-        A file that keeps the float64 result and the eager error, for processes that judge the same inputs.
+    ``inputs`` are what the implementations under test are given; ``epsilon`` is one unit in the last place, by default
+    that of the inputs' dtype. ``shared`` is a file that keeps the float64 result and the eager error, for processes that
+    judge the same inputs.
     """
 
     def __init__(
@@ -194,12 +178,8 @@ class Gate:
     def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
         """Hold a result, of a forward pass or of a training step, to the rule.
 
-        Parameters
-        ----------
-        found : dict of str to Tensor
-            The results and perhaps ``d`` + the name of each argument, as :func:`bench.alternatives.runner` returns it.
-        share : float
-            Also allow this share of a result's largest number; 0 is the contract, which this package is held to.
+        ``found`` is what :func:`bench.alternatives.runner` returns. A ``share`` of each result's largest number is also
+        allowed; 0 is the contract, which this package is held to.
         """
         errors: dict[str, float] = {}
         allowed: dict[str, float] = {}

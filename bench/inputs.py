@@ -30,20 +30,11 @@ class Inputs:
     Everything is in public layout: ``children`` ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``weight``
     ``[G, M, D, E]``, parents and their cotangents ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``. Grids lie in memory
     with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
-
-    Attributes
-    ----------
-    arguments
-        By name; what is absent is not there.
-    grads
-        A cotangent for each result, by the result's name, in order.
-    fixed
-        Arguments that no training step differentiates.
     """
 
-    arguments: dict[str, Tensor]
-    grads: dict[str, Tensor]
-    fixed: tuple[str, ...] = ()
+    arguments: dict[str, Tensor]  # by name; what is absent is not there
+    grads: dict[str, Tensor]  # a cotangent for each result, by the result's name, in order
+    fixed: tuple[str, ...] = ()  # arguments that no training step differentiates
 
     @property
     def children(self) -> Tensor:

@@ -31,24 +31,12 @@ _MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
 
 @dataclass(frozen=True)
 class Peak:
-    """Growth of a process during one call, in bytes.
+    """Growth of a process during one call, in bytes."""
 
-    Attributes
-    ----------
-    growth
-        Peak minus baseline.
-    results
-        Bytes of what the call returned.
-    inputs
-        Bytes of the call's arguments and of the results' cotangents, which lay in memory before.
-    resident
-        The whole process at the peak: what a machine must have.
-    """
-
-    growth: int
-    results: int
-    inputs: int = 0
-    resident: int = 0
+    growth: int  # peak minus baseline
+    results: int  # of what the call returned
+    inputs: int = 0  # of the arguments and the results' cotangents, which lay in memory before
+    resident: int = 0  # the whole process at the peak: what a machine must have
 
     @property
     def beyond(self) -> int:

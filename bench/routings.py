@@ -22,6 +22,11 @@ __all__ = ["AttentionPass", "DynamicRouting", "EMRouting", "HeinsenRouting", "Ro
 _LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5
 
 
+def _times(*stored: tuple[float, float]) -> dict[str, tuple[float, float]]:
+    """Return by alternative how many times its votes it needs, forward and in a training step."""
+    return dict(zip(("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled"), stored, strict=True))
+
+
 def _gaussian_operations(work: Workload, iterations: int) -> int:
     """Count operations for a vote: ``2 C D E`` for itself, once; ``6 C E`` a turn for the moments (weighted sum 2,
     difference from the mean 1, weighted sum of squares 3), ``2 C E`` more in every turn but the first for the distance,
@@ -31,27 +36,13 @@ def _gaussian_operations(work: Workload, iterations: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionPass(Routing):
-    """One pass in which parents compete (Tsai et al. 2020), LayerNorm included.
+    """One pass in which parents compete (Tsai et al. 2020), LayerNorm included."""
 
-    Attributes
-    ----------
-    uniform
-        True for a pass without parents: r = 1 / M.
-    normalize
-        Whether LayerNorm over the C * E numbers of a parent, with affine, ends the pass.
-    """
-
-    uniform: bool = False
-    normalize: bool = True
+    uniform: bool = False  # a pass without parents: r = 1 / M
+    normalize: bool = True  # whether LayerNorm over the C * E numbers of a parent, with affine, ends the pass
 
     function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
-    passes: ClassVar[int] = 1  # type: ignore[assignment]
-    stored: ClassVar[dict[str, tuple[float, float]]] = {
-        "einsum": (2.2, 3.5),
-        "batched-matmul": (2.2, 4.3),
-        "einsum-compiled": (2.2, 3.5),
-        "batched-matmul-compiled": (2.2, 4.3),
-    }
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.2, 3.5), (2.2, 4.3), (2.2, 3.5), (2.2, 4.3))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
@@ -68,7 +59,6 @@ class AttentionPass(Routing):
         return made
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        """Return eps, window, and whether LayerNorm ends the pass."""
         return {"eps": _LAYER_NORM_EPS, "window": work.window, "normalize": self.normalize}
 
     def operations(self, work: Workload) -> int:
@@ -113,12 +103,7 @@ class DynamicRouting(Routing):
     iterations: int = 3
 
     function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
-    stored: ClassVar[dict[str, tuple[float, float]]] = {
-        "einsum": (2.4, 8.5),
-        "batched-matmul": (2.2, 4.7),
-        "einsum-compiled": (1.4, 2.6),
-        "batched-matmul-compiled": (1.2, 2.5),
-    }
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.4, 8.5), (2.2, 4.7), (1.4, 2.6), (1.2, 2.5))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children that are shorter than 1, as squashing leaves them, and weights that make votes of some length,
@@ -126,13 +111,7 @@ class DynamicRouting(Routing):
         return {"children": squash(draw.children(work.rows, work.columns_in), (-2, -1)), "weight": draw.weight(1.0)}
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        """Return turns and window."""
         return {"iterations": self.iterations, "window": work.window}
-
-    @property
-    def passes(self) -> int:
-        """A pass a turn."""
-        return self.iterations
 
     def operations(self, work: Workload) -> int:
         """Count ``2 C D E`` for the vote, once; ``C E`` for the first turn's sum of votes, and ``4 C E`` for agreement
@@ -140,7 +119,6 @@ class DynamicRouting(Routing):
         return work.pose * (2 * work.columns_in + 1 + 4 * (self.iterations - 1))
 
     def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
-        """Run the turns over stored votes."""
         votes = layout.votes(seen(given["children"], work), given["weight"])
         mean = votes.mean(layout.child, keepdim=True)
         parents = query = squash(mean * (work.children / work.parents), layout.pose)
@@ -158,30 +136,16 @@ class DynamicRouting(Routing):
 
 @dataclass(frozen=True)
 class EMRouting(Routing):
-    """All turns of EM routing (Hinton et al. 2018): parents' activations say how well they explain the children.
-
-    Attributes
-    ----------
-    iterations
-        Turns.
-    coordinates
-        Whether the place of each child on a square grid is added to its votes, as the class layer does: a bias that is
-        not learned.
-    """
+    """All turns of EM routing (Hinton et al. 2018): parents' activations say how well they explain the children."""
 
     iterations: int = 3
-    coordinates: bool = False
+    coordinates: bool = False  # each child's place on a square grid is added to its votes: a bias that is not learned
 
     function: ClassVar[Callable[..., Any]] = functional.em_routing
     results: ClassVar[tuple[str, ...]] = ("poses", "activations")
     fixed: ClassVar[tuple[str, ...]] = ("bias",)
     subject: ClassVar[str] = "gaussian"
-    stored: ClassVar[dict[str, tuple[float, float]]] = {
-        "einsum": (4.7, 18.5),
-        "batched-matmul": (4.6, 11.0),
-        "einsum-compiled": (2.9, 12.5),
-        "batched-matmul-compiled": (1.2, 9.1),
-    }
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.5), (4.6, 11.0), (2.9, 12.5), (1.2, 9.1))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses from N(0, 1), weights that keep that scale, activations between 0 and 1, betas near 1."""
@@ -202,20 +166,12 @@ class EMRouting(Routing):
         return made
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        """Return turns, eps and window."""
         return {"iterations": self.iterations, "eps": _EM_EPS, "window": work.window}
 
     def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
-        """Draw a cotangent of the poses, and one of the activations."""
         return {"poses": draw.parents(work.rows, work.columns_out), "activations": draw.parents()}
 
-    @property
-    def passes(self) -> int:
-        """A pass a turn."""
-        return self.iterations
-
     def operations(self, work: Workload) -> int:
-        """Count what a Gaussian pass needs."""
         return _gaussian_operations(work, self.iterations)
 
     def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
@@ -244,29 +200,17 @@ class EMRouting(Routing):
 
 @dataclass(frozen=True)
 class HeinsenRouting(Routing):
-    """All turns of Heinsen's routing (2019): Gaussian parents' scores are what using the children is worth.
-
-    Attributes
-    ----------
-    iterations
-        Turns.
-    layers
-        Of a text, if not 0: every token has so many children, and sentences are of different lengths. The children
-        behind a sentence's end have a score of -∞: they are not there.
-    """
+    """All turns of Heinsen's routing (2019): Gaussian parents' scores are what using the children is worth."""
 
     iterations: int = 3
+    # Of a text, if not 0: every token has so many children, and sentences are of different lengths. The children behind
+    # a sentence's end have a score of -∞: they are not there.
     layers: int = 0
 
     function: ClassVar[Callable[..., Any]] = functional.heinsen_routing
     results: ClassVar[tuple[str, ...]] = ("scores", "means", "variances")
     subject: ClassVar[str] = "gaussian"
-    stored: ClassVar[dict[str, tuple[float, float]]] = {
-        "einsum": (4.7, 18.6),
-        "batched-matmul": (4.6, 15.6),
-        "einsum-compiled": (3.4, 14.8),
-        "batched-matmul-compiled": (1.5, 12.9),
-    }
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.6), (4.6, 15.6), (3.4, 14.8), (1.5, 12.9))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses and scores from N(0, 1), weights that keep that scale, and betas that keep the sum over all
@@ -287,7 +231,6 @@ class HeinsenRouting(Routing):
         }
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        """Return turns and eps."""
         return {"iterations": self.iterations, "eps": _HEINSEN_EPS}
 
     def unpack(self, found: Any) -> tuple[Tensor, ...]:
@@ -295,17 +238,10 @@ class HeinsenRouting(Routing):
         return tuple(sorted(super().unpack(found), key=lambda tensor: tensor.dim()))  # a stable sort
 
     def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
-        """Draw cotangents of scores, means and variances."""
         pose = work.rows, work.columns_out
         return {"scores": draw.parents(), "means": draw.parents(*pose), "variances": draw.parents(*pose)}
 
-    @property
-    def passes(self) -> int:
-        """A pass a turn."""
-        return self.iterations
-
     def operations(self, work: Workload) -> int:
-        """Count what a Gaussian pass needs."""
         return _gaussian_operations(work, self.iterations)
 
     def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
@@ -335,34 +271,20 @@ class HeinsenRouting(Routing):
 
 @dataclass(frozen=True)
 class RoutingPool(Routing):
-    """All turns of routing pooling (Zhao & Huang 2019), and the sum that follows: children compete for every parent.
+    """All turns of routing pooling (Zhao & Huang 2019), and the sum that follows: children compete for every parent."""
 
-    Attributes
-    ----------
-    iterations
-        Turns that find the coefficients.
-    sharpness
-        λ.
-    """
-
-    iterations: int = 3
-    sharpness: float = 0.5
+    iterations: int = 3  # that find the coefficients
+    sharpness: float = 0.5  # λ
 
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
-    stored: ClassVar[dict[str, tuple[float, float]]] = {
-        "einsum": (2.9, 18.9),
-        "batched-matmul": (1.8, 8.7),
-        "einsum-compiled": (2.9, 18.9),
-        "batched-matmul-compiled": (1.8, 8.7),
-    }
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.9, 18.9), (1.8, 8.7), (2.9, 18.9), (1.8, 8.7))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""
         return {"children": draw.children(work.rows, work.columns_in).relu()}
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        """Return turns and λ."""
         return {"iterations": self.iterations, "sharpness": self.sharpness}
 
     @property

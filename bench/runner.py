@@ -46,22 +46,12 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Precision:
-    """A dtype, and what matrix products may round to.
-
-    Attributes
-    ----------
-    name, dtype
-        ``fp32``, ``tf32`` or ``bf16``, and the dtype of all tensors.
-    tf32
-        Whether float32 matrix products may round their operands to 10 bits of mantissa.
-    epsilon
-        One unit in the last place of what is multiplied: what the gate calls rounding.
-    """
+    """A dtype, and what matrix products may round to."""
 
     name: str
-    dtype: torch.dtype
-    tf32: bool
-    epsilon: float
+    dtype: torch.dtype  # of all tensors
+    tf32: bool  # whether float32 matrix products may round their operands to 10 bits of mantissa
+    epsilon: float  # one unit in the last place of what is multiplied: what the gate calls rounding
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -105,16 +95,8 @@ class Case:
 class Runner:
     """Runs, checks and times implementations of cases on one device, in this process.
 
-    Parameters
-    ----------
-    device : str
-        ``cuda`` or ``cpu``.
-    seconds : float
-        What the timed calls of one measurement on a GPU ought to take together.
-    sgemm : int
-        Size of the square product by which a CPU is measured.
-    gates : Path, optional
-        A folder through which processes share the float64 results.
+    ``seconds`` are what the timed calls of one measurement on a GPU ought to take together, ``sgemm`` is the size of the
+    square product by which a CPU is measured, ``gates`` a folder through which processes share the float64 results.
     """
 
     def __init__(self, device: str, seconds: float = 0.06, sgemm: int = 2048, gates: Path | None = None) -> None:
@@ -307,25 +289,10 @@ def _broken(device: torch.device, error: BaseException) -> bool:
 
 
 class Remote:
-    """A :class:`Runner` in a process of its own, started when first needed and again after it died.
-
-    Parameters
-    ----------
-    log : Path
-        Where the process's messages go.
-    threads : int
-        Threads it may use.
-    arguments
-        Those of :class:`Runner`.
-
-    Attributes
-    ----------
-    safe
-        Whether a process that is started leaves out the one optimisation of torch.compile that crashes.
-    """
+    """A :class:`Runner` in a process of its own, started when first needed and again after it died."""
 
     def __init__(self, log: Path, threads: int, *arguments: Any) -> None:
-        self.safe = False
+        self.safe = False  # whether a process leaves out the one optimisation of torch.compile that crashes
         self._log, self._threads, self._arguments = log, threads, arguments
         self._process: Any = None
         self._pipe: Any = None
@@ -353,10 +320,7 @@ class Remote:
     def finish(self, seconds: float) -> Any:
         """Wait at most so many seconds for the answer.
 
-        Raises
-        ------
-        WorkerError
-            If the call raised, the process died (a new one serves the next call), or no answer came in time.
+        Raises WorkerError if the call raised, the process died (a new one serves the next call), or none came in time.
         """
         try:
             if not self._pipe.poll(max(0.0, seconds)):

@@ -30,11 +30,7 @@ _PREPARE, _BLOCK = 240.0, 120.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for; see ``pytest bench --help``. A run has ``available`` bytes of memory.
-
-    ``goals`` are those of quick rows, by workload and mode. ``seconds``, ``slice`` and ``processes`` are a GPU's: see
-    :class:`bench.device.DeviceSession`.
-    """
+    """What the command line asked for; see ``pytest bench --help``."""
 
     results: Path
     threads: int = 1
@@ -43,23 +39,15 @@ class Settings:
     compiled: bool = True
     alternatives: bool = True
     memory: bool = True
-    available: float = field(default_factory=record.memory)
+    available: float = field(default_factory=record.memory)  # bytes
     device: str = "cpu"
-    seconds: float = 270.0
-    slice: float = 0.06
-    processes: int | None = None
+    seconds: float = 270.0  # a GPU's run, all of it
+    slice: float = 0.06  # seconds that the timed calls of one measurement on a GPU take together
+    processes: int | None = None  # that compile at a time there; by default two fewer than cores, twelve at most
 
 
 class Session:
-    """Processes, machine and rows of one run.
-
-    Attributes
-    ----------
-    document
-        What is written as JSON: the machine, and a row for each case.
-    files
-        What was written.
-    """
+    """Processes, machine and rows of one run. ``document`` is what is written as JSON, ``files`` what was written."""
 
     kind = "full"
 

@@ -31,7 +31,7 @@ def seen(tensor: Tensor, work: Any) -> Tensor:
     size, stride = work.kernel_size, work.stride
     unfolded = unpadded(tensor, work).unfold(1, size, stride).unfold(2, size, stride)  # [B, Ho, Wo, N, ..., ky, kx]
     under = unfolded.movedim((-2, -1, 3), (0, 1, 2))  # [ky, kx, N, B, Ho, Wo, ...]
-    return under.reshape(work.children, -1, *under.shape[6:])
+    return under.flatten(0, 2).flatten(1, 3)
 
 
 def as_parents(tensor: Tensor, work: Any, batch: int) -> Tensor:

@@ -22,27 +22,13 @@ Timer = Callable[[int, int], list[float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure.
+    """How much to measure."""
 
-    Attributes
-    ----------
-    rounds
-        Turns that each contender takes at most.
-    block
-        Seconds that a turn ought to take at least.
-    budget
-        Seconds that an alternative may take over all its turns; it has at least one turn, however slow it is.
-    own
-        Seconds that the package may take over all its turns; it has at least two.
-    sgemm
-        Size of the square matrices by which the machine is measured.
-    """
-
-    rounds: int = 7
-    block: float = 0.08
-    budget: float = 3.0
-    own: float = 12.0
-    sgemm: int = 2048
+    rounds: int = 7  # turns that each contender takes at most
+    block: float = 0.08  # seconds that a turn ought to take at least
+    budget: float = 3.0  # seconds of an alternative over all its turns; it has at least one, however slow it is
+    own: float = 12.0  # seconds of the package over all its turns; it has at least two
+    sgemm: int = 2048  # size of the square matrices by which the machine is measured
 
 
 FULL = Plan()
@@ -71,31 +57,15 @@ def time_calls(call: Callable[[], Any], calls: int, warm: int) -> list[float]:
 
 @dataclass
 class Contender:
-    """One that is timed, and what was measured of it.
-
-    Attributes
-    ----------
-    name, timer
-        What it is called, and how it is timed.
-    budget
-        Seconds over all turns.
-    fewest
-        Turns that it has however slow it is.
-    samples
-        Seconds of its calls so far.
-    estimate
-        Seconds of a call, 0 while they are not known.
-    error
-        Why it was given up, or an empty string.
-    """
+    """One that is timed, and what was measured of it."""
 
     name: str
     timer: Timer
-    budget: float
-    fewest: int = 1
-    samples: list[float] = field(default_factory=list)
-    estimate: float = 0.0
-    error: str = ""
+    budget: float  # seconds over all turns
+    fewest: int = 1  # turns that it has however slow it is
+    samples: list[float] = field(default_factory=list)  # seconds of its calls so far
+    estimate: float = 0.0  # seconds of a call, 0 while they are not known
+    error: str = ""  # why it was given up
     turns: int = 0
     spent: float = 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -24,27 +25,15 @@ _OUTWEIGH = 10
 
 
 class Routing(ABC):
-    """A kind of routing: all turns of it are one call.
+    """A kind of routing: all turns of it are one call."""
 
-    Attributes
-    ----------
-    function
-        The public function that runs it.
-    results
-        Names of what it returns.
-    fixed
-        Arguments that no training step differentiates.
-    subject
-        The pass that its turns are made of: ``attention``, ``pooling`` or ``gaussian``.
-    stored
-        How many times the bytes of its votes each alternative needs: a forward call, and a training step. Measured for
-        poses of 16 numbers, and rounded up; small layers and poses need more.
-    """
-
-    function: ClassVar[Callable[..., Any]]
+    function: ClassVar[Callable[..., Any]]  # the public function that runs it
     results: ClassVar[tuple[str, ...]] = ("parents",)
-    fixed: ClassVar[tuple[str, ...]] = ()
-    subject: ClassVar[str] = "attention"
+    fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
+    subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
+    iterations: int = 1
+    # How many times the bytes of its votes each alternative needs: a forward call, and a training step. Measured for
+    # poses of 16 numbers, and rounded up; small layers and poses need more.
     stored: ClassVar[dict[str, tuple[float, float]]]
 
     @abstractmethod
@@ -60,9 +49,9 @@ class Routing(ABC):
         return {"parents": draw.parents(work.rows, work.columns_out)}
 
     @property
-    @abstractmethod
     def passes(self) -> int:
         """How many passes over the votes it is."""
+        return self.iterations
 
     @abstractmethod
     def operations(self, work: Workload) -> int:
@@ -83,10 +72,7 @@ class Routing(ABC):
 
     @abstractmethod
     def turns(self, work: Workload, layout: Layout, copies: int, **arguments: Tensor) -> tuple[Tensor, ...]:
-        """Route over stored votes, made once in ``layout``; every child counts ``copies`` times, where that is served.
-
-        What a skilled PyTorch user would write.
-        """
+        """Route over stored votes as a skilled PyTorch user would; every child counts ``copies`` times (Heinsen's)."""
 
     @abstractmethod
     def layout(self, work: Workload) -> str:
@@ -95,77 +81,38 @@ class Routing(ABC):
 
 @dataclass(frozen=True)
 class Goal:
-    """What a workload ought to reach; a report marks what falls short.
+    """What a workload ought to reach; a report marks what falls short."""
 
-    Attributes
-    ----------
-    forward, training
-        Speed-up against the fastest alternative, at the default batch.
-    sgemm_share
-        Share of the sgemm rate that the forward pass's useful operations reach, at the default batch.
-    memory_share
-        Peak memory beside inputs and results as a share of the votes, where these outweigh inputs and parameters.
-    total
-        A batch, and the bytes that all tensors of a training step may take there: inputs, parameters, results,
-        gradients, and what is needed for a time.
-    means
-        Geometric means, forward and training, of the speed-ups of all rows that have them as their goal.
-    """
-
-    forward: float
-    training: float
-    sgemm_share: float | None = None
-    memory_share: float | None = None
-    total: tuple[int, float] | None = None
-    means: tuple[float, float] | None = None
+    forward: float  # speed-up against the fastest alternative, at the default batch
+    training: float  # likewise
+    sgemm_share: float | None = None  # of the forward pass's useful operations, at the default batch
+    memory_share: float | None = None  # own peak memory as a share of the votes, where these outweigh the inputs
+    total: tuple[int, float] | None = None  # a batch, and the bytes of all tensors of a training step there
+    means: tuple[float, float] | None = None  # geometric means of the speed-ups of all rows with this goal
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``.
+    """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``."""
 
-    Attributes
-    ----------
-    name, source
-        As in the tables; where the layer is published.
-    batches
-        What is run: the default batch, and others.
-    types
-        Child types N at one grid position, or children I of a set.
-    parents, rows, columns_in, columns_out
-        M, C, D, E.
-    routing
-        The kind of routing, with its options.
-    grid
-        (H, W) of the children; None for a set.
-    kernel_size, stride
-        Of the window.
-    groups
-        G; None where every child that a position sees has its own matrices, 0 where votes are the poses themselves.
-    goal
-        What it ought to reach; None if nothing was promised.
-    copies
-        The children are so many copies of the first ones: the float64 result of a layer that is too large for it is
-        found from one copy, each child of which counts as often as it is copied.
-    checked
-        At larger batches, only so many samples have a cotangent and are held to the float64 result; None for all.
-    """
-
-    name: str
-    source: str
-    batches: tuple[int, ...]
-    types: int
-    parents: int
-    rows: int
-    columns_in: int
-    columns_out: int
+    name: str  # as in the tables
+    source: str  # where the layer is published
+    batches: tuple[int, ...]  # what is run: the default batch, and others
+    types: int  # N child types at one grid position, or children I of a set
+    parents: int  # M
+    rows: int  # C
+    columns_in: int  # D
+    columns_out: int  # E
     routing: Routing
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, int] | None = None  # (H, W) of the children; None for a set
     kernel_size: int = 1
     stride: int = 1
-    groups: int | None = None
+    groups: int | None = None  # G; None: every child of a position has its own matrices; 0: votes are the poses
     goal: Goal | None = None
+    # The children are so many copies of the first ones: the float64 result of a layer that is too large for it is found
+    # from one copy, each child of which counts as often as it is copied.
     copies: int = 1
+    # At larger batches only so many samples have a cotangent and are held to the float64 result; None for all.
     checked: int | None = None
 
     @property
@@ -186,8 +133,7 @@ class Workload:
     @property
     def positions(self) -> int:
         """L, output positions of one sample."""
-        height, width = self.output_grid or (1, 1)
-        return height * width
+        return prod(self.output_grid)
 
     @property
     def children(self) -> int:
@@ -213,11 +159,7 @@ class Workload:
         return self.votes(batch) * self.pose * itemsize
 
     def operations(self, batch: int, training: bool = False) -> int:
-        """Count useful operations (a multiplication or an addition each), recomputation left out.
-
-        What each kind of routing counts for a vote stands in its ``operations``. A training step counts three times
-        the forward pass.
-        """
+        """Count useful operations, recomputation left out; a training step counts three times the forward pass."""
         return self.votes(batch) * self.routing.operations(self) * (3 if training else 1)
 
     def samples_checked(self, batch: int) -> Sequence[int] | None:
@@ -264,17 +206,15 @@ class Workload:
 
     def inputs_bytes(self, batch: int) -> int:
         """Bytes of inputs and parameters, in float32: children, their gates, parents, and matrices."""
-        height, width = self.grid or (1, 1)
-        children = batch * height * width * self.types * (self.rows * self.columns_in + 1)
+        children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)
         parents = batch * self.positions * self.parents * self.pose
         return 4 * (children + parents + self.matrices * self.parents * self.columns_in * self.columns_out)
 
     def miniature(self) -> Workload:
         """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
         grid = None if self.grid is None else (self.kernel_size, self.kernel_size)
-        return replace(
-            self, batches=(1,), types=1, parents=min(2, self.parents), grid=grid, groups=self.groups and 1, copies=1
-        )
+        small: dict[str, Any] = {"batches": (1,), "types": 1, "parents": min(2, self.parents), "copies": 1}
+        return replace(self, **small, grid=grid, groups=self.groups and 1)
 
 
 class Draw:
