@@ -140,9 +140,9 @@ def disagreement(old: dict[str, Any], new: dict[str, Any]) -> str:
         others = new[name][0]
         if len(others) != len(numbers):
             return f"{name} differs in size"
-        off = max((abs(one - other) for one, other in zip(numbers, others, strict=True)), default=0.0)
-        if not off <= _AGREE * max(top, 1e-30):
-            return f"{name} differs by {off:.3g}, its largest number is {top:.3g}"
+        for one, other in zip(numbers, others, strict=True):
+            if not abs(one - other) <= _AGREE * max(top, 1e-30):  # NaN too
+                return f"{name} differs by {abs(one - other):.3g}, its largest number is {top:.3g}"
     return ""
 
 

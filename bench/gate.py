@@ -68,8 +68,8 @@ class Gate:
     """The float64 result of one workload at one batch, and how far the eager reference of the inputs' dtype is from it.
 
     ``inputs`` are what the implementations under test are given; ``epsilon`` is one unit in the last place, by default
-    that of the inputs' dtype. ``shared`` is a file that keeps the float64 result and the eager error, for processes that
-    judge the same inputs.
+    that of the inputs' dtype. ``shared`` is a file that keeps the float64 result and the eager error, for processes
+    that judge the same inputs.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from bench.workloads import QUICK
 __all__ = ["device_seconds", "lost", "means", "missed", "number", "place", "shortfalls"]
 
 NOISE = 0.1
-"""A goal that was held counts as lost if it is missed by more than this share: two runs on one machine differ so much."""
+"""A goal that was held counts as lost if it is missed by more than this share; two runs differ so much."""
 
 
 def number(value: float) -> str:

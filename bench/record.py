@@ -1,4 +1,4 @@
-"""What is kept of a run: rows, each with its own machine, commit and date; and the newest of each in ``bench/results``."""
+"""What is kept of a run: rows, each with its machine, commit and date; and the newest of each in ``bench/results``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import fastcaps
+from bench.workloads import WORKLOADS
 
 __all__ = ["RESULTS", "ROOT", "complete", "describe", "key", "load", "memory", "merge", "prune", "write"]
 
@@ -111,7 +112,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one of all rows of a key: the newest complete one or, where none is, the newest, by the date inside.
 
-    Rows of quick runs are never taken: they are of other batches and shorter.
+    They come in the order of the registry. Rows of quick runs are never taken: they are of other batches and shorter.
     """
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -120,7 +121,13 @@ def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         before = best.get(key(row))
         if before is None or _rank(row) > _rank(before):
             best[key(row)] = row
-    return list(best.values())
+    names = list(WORKLOADS)
+
+    def order(row: dict[str, Any]) -> tuple[Any, ...]:
+        named = names.index(row["workload"]) if row["workload"] in names else len(names)
+        return (row["machine"]["device"], row["machine"]["threads"], named, *key(row)[2:])
+
+    return sorted(best.values(), key=order)
 
 
 def _rank(row: dict[str, Any]) -> tuple[bool, bool, str]:
@@ -128,7 +135,7 @@ def _rank(row: dict[str, Any]) -> tuple[bool, bool, str]:
 
 
 def prune(folder: Path = RESULTS) -> list[str]:
-    """Take rows that newer ones supersede out of a folder's files, and files without rows away; return what was done."""
+    """Take superseded rows out of a folder's files, and files without rows away; return what was done."""
     paths = sorted(folder.glob("*.json"))
     kept = merge(load(paths))
     done = []

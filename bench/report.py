@@ -148,7 +148,7 @@ def about(rows: Sequence[Row]) -> str:
     commits = Counter(
         f"{row['machine']['commit']}{' (modified)' if row['machine']['modified'] else ''} of "
         f"{row['machine']['date'][:10]}"
-        for row in rows
+        for row in sorted(rows, key=lambda row: row["machine"]["date"])
     )
     rates = sorted(row["sgemm_gflops"] for row in rows if "sgemm_gflops" in row)
     speed = ""
@@ -283,6 +283,8 @@ def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
     """Put the tables and the picture of all rows into the pages of the docs; return the files that were written."""
     passes = {work.name for work in WORKLOADS.values() if isinstance(work.routing, AttentionPass)}
     on_cpu = [row for row in rows if "rates" not in row["machine"]]
+    devices = Counter(row["machine"]["device"] for row in on_cpu)  # a page shows one: that of the most rows
+    on_cpu = [row for row in on_cpu if row["machine"]["device"] == devices.most_common(1)[0][0]]
     parts = {
         docs.parent / "performance.md": ("summary", on_cpu, summary),
         docs / "attention.md": ("attention", [row for row in on_cpu if row["workload"] in passes], markdown),

@@ -1,8 +1,8 @@
-"""Implementations run in processes of their own, and are checked there: one that crashes, hangs or swells must not take
-the benchmark with it.
+"""Implementations run in processes of their own, and are checked there.
 
-It does happen: vectorised loop tails of torch.compile's C++ code (torch 2.13) write past their buffers on some of these
-shapes and the allocator aborts the process; a kernel that fails on a GPU takes its process's hold of the device with it.
+One that crashes, hangs or swells must not take the benchmark with it. It does happen: vectorised loop tails of
+torch.compile's C++ code (torch 2.13) write past their buffers on some of these shapes and the allocator aborts the
+process; a kernel that fails on a GPU takes its process's hold of the device with it.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Case:
 class Runner:
     """Runs, checks and times implementations of cases on one device, in this process.
 
-    ``seconds`` are what the timed calls of one measurement on a GPU ought to take together, ``sgemm`` is the size of the
-    square product by which a CPU is measured, ``gates`` a folder through which processes share the float64 results.
+    ``seconds`` are what the timed calls of one measurement on a GPU ought to take together, ``sgemm`` is the size of
+    the square product by which a CPU is measured, ``gates`` a folder through which processes share float64 results.
     """
 
     def __init__(self, device: str, seconds: float = 0.06, sgemm: int = 2048, gates: Path | None = None) -> None:
@@ -208,7 +208,7 @@ class Runner:
         return found
 
     def memory(self, case: Case, name: str) -> Peak:
-        """Measure the peak memory of one call on the CPU; the process ought to be fresh. See :mod:`bench.memory_probe`."""
+        """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""
         work, training = case.workload, case.training
         small = work.miniature()
         runner(build(name, small), small.inputs(1), training)()
