@@ -11,33 +11,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.timing import quantiles
+from bench.timing import quantiles, time_calls
 
-__all__ = ["Clock", "Memory", "latency", "peak", "replayed", "timed"]
+__all__ = ["Clock", "Memory", "latency", "measure_rates", "peak", "replayed", "three_launches", "timed"]
 
 Call = Callable[[], Any]
 Memory = dict[str, int]
 
 _FEWEST, _MOST = 5, 60
+_SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}
+"""Bytes of the copied tensor, and the matrices' size."""
 
 
 class Clock:
-    """Times calls on one device.
-
-    Parameters
-    ----------
-    device : torch.device
-    seconds : float
-        What the timed calls of one measurement ought to take together.
-    """
+    """Times calls on one device; those of one measurement ought to take ``seconds`` together."""
 
     def __init__(self, device: torch.device, seconds: float = 0.08) -> None:
         self.device, self.seconds = device, seconds
@@ -58,12 +55,7 @@ class Clock:
     def spans(self, call: Call, calls: int, cold: bool) -> list[float]:
         """Return the seconds of each of ``calls`` calls, behind a flush of the cache where ``cold``."""
         if self.device.type != "cuda":
-            seconds = []
-            for _ in range(calls):
-                start = time.perf_counter()
-                call()
-                seconds.append(time.perf_counter() - start)
-            return seconds
+            return time_calls(call, calls, 0)
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
         for before, after in events:
             if cold:
@@ -102,10 +94,7 @@ def latency(clock: Clock, call: Call, calls: int = 20) -> dict[str, float]:
 def replayed(clock: Clock, call: Call, together: int = 10) -> dict[str, float]:
     """Return quantiles of a call's share of a CUDA graph that holds ``together`` of them.
 
-    Raises
-    ------
-    RuntimeError
-        If the device has no graphs, or the call cannot be captured.
+    Raises RuntimeError if the device has no graphs, or the call cannot be captured.
     """
     if clock.device.type != "cuda":
         raise RuntimeError("no graphs on this device")
@@ -142,3 +131,37 @@ def peak(clock: Clock, call: Call) -> Memory | None:
     growth = torch.cuda.max_memory_allocated(clock.device) - before
     results = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
     return {"peak": growth, "results": results, "beyond": max(0, growth - results)}
+
+
+def measure_rates(clock: Clock, precisions: dict[str, Any]) -> dict[str, float]:
+    """Return ``copy`` in bytes a second (read and written), and the operations a second of a product by precision.
+
+    Random numbers, never zeros: the device's clock depends on them.
+    """
+    device = clock.device
+    count, size = _SIZES[device.type]
+    source = torch.randn(count // 4, device=device)
+    target = torch.empty_like(source)
+    rates = {"copy": 2 * count / timed(clock, partial(target.copy_, source))["median"]}
+    del source, target
+    for name, precision in precisions.items():
+        left, right = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        with precision.active():
+            rates[name] = 2 * size**3 / timed(clock, partial(torch.mm, left, right, out=out))["median"]
+    return rates
+
+
+def three_launches(clock: Clock) -> dict[str, float]:
+    """Return what three of the smallest launches take in a row: until the device is done, and in a graph's replay."""
+    x = torch.zeros(32, device=clock.device)
+
+    def launches() -> dict[str, torch.Tensor]:
+        x.add_(1)
+        x.add_(1)
+        return {"x": x.add_(1)}
+
+    found = {"latency": latency(clock, launches)["median"]}
+    with contextlib.suppress(RuntimeError):  # no graphs here
+        found["graph"] = replayed(clock, launches)["median"]
+    return found

@@ -1,7 +1,7 @@
 """What the Triton kernels are compiled to for an H200, on a machine without one: registers, spills, shared memory.
 
-python bench/triton_report.py --precision fp32 tf32
-python bench/triton_report.py --into docs/performance.md
+python tools/triton_report.py --precision fp32 tf32
+python tools/triton_report.py --into docs/performance/compiled.md
 
 The host side of the kernels runs on tensors without data and says what it would launch; Triton's compiler makes that
 for compute capability 9.0, and ``cuobjdump`` reads it.
@@ -22,19 +22,18 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import sass
-from bench.chip import H200
-from bench.precision import PRECISIONS
 from bench.routings import AttentionPass, HeinsenRouting
-from bench.routings.attention import EPS
-from bench.sass import Instruction, Usage
-from bench.static_report import as_markdown, is_softmax
-from bench.workloads import WORKLOADS, Workload, find
+from bench.runner import PRECISIONS
+from bench.workload import Workload
+from bench.workloads import WORKLOADS, find
 from fastcaps import libraries
+from tools import sass
+from tools.sass import H200, Instruction, Usage
+from tools.static_report import as_markdown, is_softmax
 
-__all__ = ["BEGIN", "END", "Launch", "Made", "launches", "main", "make", "table", "unavailable"]
+__all__ = ["Launch", "Made", "launches", "main", "make", "table", "unavailable"]
 
-BEGIN, END = "<!-- static-triton:begin -->", "<!-- static-triton:end -->"
+EPS = 1e-5
 BATCH = 128
 CAPABILITY = 90
 
@@ -114,6 +113,7 @@ def launches(workload: Workload, batch: int, precision: str, backward: bool) -> 
     dtype, tf32 = PRECISIONS[precision].dtype, PRECISIONS[precision].tf32
     rows, inner, columns, many = workload.rows, workload.columns_in, workload.columns_out, workload.parents
     grid, places = workload.grid or (1, 1), workload.output_grid or (1, 1)
+    window = (1, 1, 1, 1, 0, 0, 1, 1) if workload.window is None else workload.window.spec
 
     def made(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -128,17 +128,17 @@ def launches(workload: Workload, batch: int, precision: str, backward: bool) -> 
     if subject == "attention":
         normalize = isinstance(workload.routing, AttentionPass)
         norm, needs = made(rows * columns) if normalize else None, 0b1100111 if normalize else 0b111
-        settings: tuple[Any, ...] = ((rows * columns) ** -0.5 if normalize else 1.0, EPS, normalize, workload.spec)
+        settings: tuple[Any, ...] = ((rows * columns) ** -0.5 if normalize else 1.0, EPS, normalize, window)
         grads: tuple[Any, ...] = (parents, None)
         inputs, saved = (*inputs, norm, norm), (*inputs, norm, wide)
     elif subject == "pooling":
-        settings, grads, needs = (0.5, True, workload.spec), (parents, None), 0b111
+        settings, grads, needs = (0.5, True, window), (parents, None), 0b111
         saved = (*inputs, parents, each)
     else:
         betas = isinstance(workload.routing, HeinsenRouting)
         beta = made(workload.children if workload.matrices > 1 else 1, many, kind=torch.float32) if betas else None
         inputs = (children, weight, wide, wide, each, None, made(*children.shape[:4]), beta, beta)
-        settings, grads, needs = (EPS, workload.spec), (each, wide, wide, each if betas else None), 0b111011111
+        settings, grads, needs = (EPS, window), (each, wide, wide, each if betas else None), 0b111011111
         saved = (*inputs, each, wide, wide)
     found: list[Launch] = []
     with module.watched(lambda kernel, programs, arguments: found.append(Launch(kernel, programs, arguments))):
@@ -246,7 +246,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         else:
             from bench.report import into
 
-            given.into.write_text(into(given.into.read_text(), text, BEGIN, END))
+            given.into.write_text(into(given.into.read_text(), text, "static-triton"))
     except (ValueError, OSError) as error:
         print(f"triton_report: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """A few calls of one workload, for a profiler to look at; or torch's own profile of them where there is no other.
 
-ncu --clock-control none --kernel-name regex:attention_forward python bench/profile_target.py --device cuda
-python bench/profile_target.py --device cuda --table
+ncu --clock-control none --kernel-name regex:attention_forward python tools/profile_target.py --device cuda
+python tools/profile_target.py --device cuda --table
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.alternatives import OURS, build, runner
-from bench.precision import PRECISIONS
+from bench.runner import PRECISIONS
 from bench.workloads import find
 
 __all__ = ["main"]
@@ -34,7 +34,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="print torch's own profile: time by kernel")
     given = parser.parse_args(None if arguments is None else list(arguments))
     workload, precision = find(given.workload), PRECISIONS[given.precision]
-    inputs = workload.inputs(given.batch).on(torch.device(given.device)).to(precision.dtype)
+    inputs = workload.inputs(given.batch).to(torch.device(given.device)).to(precision.dtype)
     step = runner(build(OURS, workload), inputs, training=True)
 
     def calls() -> None:

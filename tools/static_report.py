@@ -1,8 +1,8 @@
 """What the compiled CUDA kernels are: registers, spills, occupancy, the mix of their inner loop; and times from it.
 
-python bench/static_report.py                                # the installed library
-python bench/static_report.py FILE.o ... --arch sm_90        # objects, while tuning
-python bench/static_report.py --into docs/performance.md     # the tables of the page
+python tools/static_report.py                                # the installed library
+python tools/static_report.py FILE.o ... --arch sm_90        # objects, while tuning
+python tools/static_report.py --into docs/performance/compiled.md     # the tables of the page
 
 No GPU is needed; ``cuobjdump`` is (of a CUDA toolkit, or of Triton's package).
 """
@@ -20,14 +20,12 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import sass
-from bench.chip import H200, Occupancy
-from bench.sass import Instruction, Kernel, Loop, Usage
 from fastcaps import libraries
+from tools import sass
+from tools.sass import H200, Instruction, Kernel, Loop, Occupancy, Usage
 
-__all__ = ["ARCHITECTURES", "BEGIN", "END", "Compiled", "Identity", "collect", "identify", "main", "spilled"]
+__all__ = ["ARCHITECTURES", "Compiled", "Identity", "collect", "identify", "main", "spilled"]
 
-BEGIN, END = "<!-- static:begin -->", "<!-- static:end -->"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 DETAILED = "sm_90"
 """The architecture whose instructions are counted: that of the H200."""
@@ -177,7 +175,7 @@ class Compiled:
 
     @cached_property
     def trip(self) -> list[Instruction]:
-        """The instructions for one child, loops inside once; see :func:`bench.sass.hot_path`."""
+        """The instructions for one child, loops inside once; see :func:`tools.sass.hot_path`."""
         return sass.hot_path(self.child_loop) if self.child_loop else []
 
     @cached_property
@@ -302,7 +300,7 @@ def as_markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def markdown(found: Sequence[Compiled]) -> str:
     """Return everything as markdown."""
-    from bench import estimates
+    from tools import estimates
 
     parts = ["**Registers a thread** (and local memory, where there is any)", as_markdown(resource_table(found))]
     if any(one.kernel is not None for one in found):
@@ -336,7 +334,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         else:
             from bench.report import into
 
-            given.into.write_text(into(given.into.read_text(), text, BEGIN, END))
+            given.into.write_text(into(given.into.read_text(), text, "static"))
     except (RuntimeError, ValueError, OSError) as error:
         print(f"static_report: {error}", file=sys.stderr)
         return 2

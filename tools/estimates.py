@@ -14,11 +14,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench import sass
-from bench.chip import H200, macs, wavefronts
-from bench.static_report import Compiled, Identity, as_markdown
-from bench.workloads import WORKLOADS, Workload, attention_passes, find
-from fastcaps import dispatch, libraries
+from bench.workload import Workload
+from bench.workloads import WORKLOADS, attention_passes, find
+from fastcaps import libraries
+from tools import sass
+from tools.sass import H200, macs, wavefronts
+from tools.static_report import Compiled, Identity, as_markdown
 
 __all__ = ["TARGETS", "Estimate", "choose", "estimate", "markdown", "supported", "training"]
 
@@ -33,6 +34,7 @@ LAUNCH = 4e-6
 
 BATCH = 128
 SHARED_LIMIT = 227 * 1024
+_ALLOW_TF32 = 2  # a bit of the ops' options
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _plan(workload: Workload, batch: int, backward: bool, tensor: bool) -> tuple
     numbers = [batch, height, width, workload.types, workload.rows, workload.columns_in, out_height, out_width]
     numbers += (workload.parents, workload.columns_out, workload.matrices, size, size, stride, stride, 0, 0, 1, 1)
     geometry = (ctypes.c_int64 * len(numbers))(*numbers)
-    options = dispatch.ALLOW_TF32 if tensor else 0
+    options = _ALLOW_TF32 if tensor else 0
     machine = (H200.multiprocessors, SHARED_LIMIT)
     subject = workload.routing.subject
     function = "fastcaps_cuda_plan" if subject == "attention" else f"fastcaps_cuda_{subject}_plan"
