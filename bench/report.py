@@ -72,6 +72,11 @@ def _memory(row: Row, name: str) -> str:
     return _megabytes(entry["beyond"]) + (f" ({share:.1%})" if name == "fastcaps" and share < 0.995 else "")
 
 
+def _total(row: Row) -> str:
+    total = (row.get("memory") or {}).get("fastcaps", {}).get("total")
+    return "" if total is None else _megabytes(total)
+
+
 def _graph(row: Row) -> str:
     entry = row["fastcaps"].get("graph", {})
     return number(entry["median"] * 1e3) if "median" in entry else "failed" if entry else ""
@@ -95,6 +100,7 @@ _CPU: Columns = {
     "of sgemm": lambda row: f"{row['sgemm_share']:.0%}",
     "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
     "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
+    "all tensors, MB": _total,
 }
 _DEVICE: Columns = {
     **_HEAD,
@@ -106,21 +112,11 @@ _DEVICE: Columns = {
     "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
     "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
 }
-_LAYERS: Columns = {
-    **_HEAD,
-    "fastcaps, ms (p20-p80)": _TIMES["fastcaps, ms (p20-p80)"],
-    "inputs and parameters, MB": lambda row: _megabytes(row["memory"]["fastcaps"]["inputs"]),
-    "results and gradients": lambda row: _megabytes(row["memory"]["fastcaps"]["results"]),
-    "for a time": lambda row: _megabytes(row["memory"]["fastcaps"]["beyond"]),
-    "all tensors": lambda row: _megabytes(row["memory"]["fastcaps"]["total"]),
-    "process": lambda row: _megabytes(row["memory"]["fastcaps"]["resident"]),
-}
-
 LEGEND = (
     "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
-    "beside its inputs and results, and its share of the votes; bmm's is that of the eager batched matmul. * ran again "
-    "without vectorised loop tails."
+    "beside its inputs and results, and its share of the votes; bmm's is that of the eager batched matmul. All "
+    "tensors: that with inputs, parameters, results and gradients. * ran again without vectorised loop tails."
 )
 DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
@@ -184,18 +180,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
                     title = mode.capitalize() + (", batch 1" if single else "")
                     title += f", {precision}" if len(precisions) > 1 else ""
                     found.append((title, table(part, _DEVICE if "rates" in part[0]["machine"] else _CPU)))
-    whole = [row for row in rows if _is_whole(row)]
-    if whole:
-        found.append(("Memory of whole layers, a training step", table(whole, _LAYERS)))
     return found
-
-
-def _is_whole(row: Row) -> bool:
-    """Tell whether a row's memory as a whole is shown: a training step without alternatives, or with a goal for it."""
-    if row["mode"] != "training step" or "total" not in (row.get("memory") or {}).get("fastcaps", {}):
-        return False
-    entries = row["alternatives"].values()
-    return (bool(entries) and all("left_out" in entry for entry in entries)) or "total" in (row["goal"] or {})
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:

@@ -14,7 +14,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 import fastcaps
 from bench.alternatives import OURS, build, is_compiled, runner
-from bench.device_timing import Clock, latency, measure_rates, peak, replayed, three_launches, timed
+from bench.device_timing import latency, measure_rates, peak, replayed, three_launches, timed
 from bench.gate import SAME, Gate
 from bench.inputs import Inputs
 from bench.memory_probe import Peak, kept_by, peak_of
@@ -101,7 +101,7 @@ class Runner:
 
     def __init__(self, device: str, seconds: float = 0.06, sgemm: int = 2048, gates: Path | None = None) -> None:
         self.device = torch.device(device)
-        self.clock = Clock(self.device, seconds)
+        self._seconds = seconds
         self._sgemm_size, self._sgemm = sgemm, None
         self._gates = gates
         self._inputs: tuple[tuple[str, int], Inputs] | None = None
@@ -118,8 +118,8 @@ class Runner:
             about |= {"capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
         about["backends"] = {entry.name: entry.detail for entry in fastcaps.backends.listing()}
         about["triton"] = _version("triton")
-        clock = Clock(self.device, seconds)
-        return about | {"rates": measure_rates(clock, PRECISIONS), "three_launches": three_launches(clock)}
+        rates = measure_rates(self.device, seconds, PRECISIONS)
+        return about | {"rates": rates, "three_launches": three_launches(self.device, seconds)}
 
     def _inputs_of(self, case: Case) -> Inputs:
         """Return fresh tensors for a case; the numbers of the last workload and batch are kept on the device."""
@@ -143,13 +143,14 @@ class Runner:
         if (name, case) not in self._built:
             self._built[name, case] = build(OURS if name == TRITON else name, case.workload)
         call = runner(self._built[name, case], self._inputs_of(case), case.training)
+        if name != TRITON:
+            return call
 
-        def active() -> Any:
-            # the whole step: the backward pass chooses its backend for itself
-            with fastcaps.backend("triton") if name == TRITON else nullcontext():
+        def by_triton() -> Any:
+            with fastcaps.backend("triton"):  # the whole step: the backward pass chooses for itself
                 return call()
 
-        return active if name == TRITON else call
+        return by_triton
 
     def check(self, case: Case, name: str) -> dict[str, Any]:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
@@ -178,8 +179,34 @@ class Runner:
         told = {"complaint": verdict.complaint, "errors": verdict.errors, "allowed": verdict.allowed}
         return told | {"seconds": seconds}
 
+    def package(self) -> str:
+        """Return the file that this process has the package from."""
+        return str(fastcaps.__file__)
+
+    def prepare(self, case: Case, graph: bool) -> dict[str, Any]:
+        """Make the package's call ready for :meth:`time`, unchecked; with ``graph``, one that keeps a graph.
+
+        Returns the ``seconds`` of its second call, and ``some`` numbers of every result with the largest of all.
+        """
+        inputs, run = case.workload.inputs(case.batch), build(OURS, case.workload)
+        call = runner(run, inputs, case.training)
+        if graph:
+            given = inputs.require_grad().arguments
+            call = lambda: dict(zip(inputs.grads, run(**given), strict=True))  # noqa: E731
+        call()
+        start = time.perf_counter()
+        found = call()
+        seconds = time.perf_counter() - start
+        self._ready = call
+        with torch.no_grad():
+            some = {
+                name: (tensor.flatten()[:: 1 + tensor.numel() // 64].tolist(), tensor.abs().max().item())
+                for name, tensor in found.items()
+            }
+        return {"seconds": seconds, "some": some}
+
     def time(self, calls: int, warm: int) -> list[float]:
-        """Return the seconds of calls of the case that was checked last."""
+        """Return the seconds of calls of the case that was checked or prepared last."""
         return time_calls(self._ready, calls, warm)
 
     def time_sgemm(self, calls: int, warm: int) -> list[float]:
@@ -196,13 +223,13 @@ class Runner:
         """
         with PRECISIONS[case.precision].active():
             call = self._call(case, name)
-            found: dict[str, Any] = dict(timed(self.clock, call))
+            found: dict[str, Any] = dict(timed(self.device, call, self._seconds))
             if case.batch == 1:
-                found["latency"] = latency(self.clock, call)["median"]
-            found["memory"] = peak(self.clock, call)
+                found["latency"] = latency(self.device, call)["median"]
+            found["memory"] = peak(self.device, call)
             if self.device.type == "cuda" and found["median"] < _SMALL:
                 try:
-                    found["graph"] = replayed(self.clock, call)
+                    found["graph"] = replayed(self.device, call, self._seconds)
                 except RuntimeError as error:
                     found["graph"] = {"failed": _first_line(error)}
         return found
