@@ -107,7 +107,7 @@ struct AttentionForward {
     for (int64_t k = 0; k < in.parents_size(); ++k) S[k] += other[k];
   }
 
-  void finish(const Tile<T>& tile, int64_t turn, X* S, X* Q) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* S, X* Q) const {
     const int64_t MCE = in.parents_size();
     const bool last = turn + 1 == call.total;
     if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * in.positions() * MCE, MCE, S);
@@ -150,7 +150,7 @@ struct AttentionBackward {
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
-  void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
     const int64_t MCE = in.parents_size();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
     zero(state, 2 * MCE);

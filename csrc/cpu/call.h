@@ -92,7 +92,7 @@ template <class Operands>
 struct ForwardCall {
   Votes votes;
   Operands with;
-  Schedule schedule;
+  Schedule schedule{};
   int64_t turn = 0, turns = 1, total = 1;  // the first turn of this launch, how many it makes, how many there are
   void* partial = nullptr;                 // [chunks, rows, numbers of a row's results] if chunks > 1
   void* state = nullptr;                   // [rows, numbers of a row's parents], from turn to turn if chunks > 1
@@ -102,7 +102,7 @@ template <class Operands>
 struct BackwardCall {
   Votes votes;
   std::vector<Operands> with;  // of every turn
-  Schedule schedule;
+  Schedule schedule{};
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
   Parts dweight;              // cut.weight_parts of [G, M, D, E], zeroed unless G = I

@@ -228,7 +228,7 @@ struct GaussianForward {
     }
   }
 
-  void finish(const Tile<T>& tile, int64_t turn, X* result, X* state) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* result, X* state) const {
     const Planes<X> to = planes(result, in, in.M), from = parents(state);
     const int64_t MCE = in.parents_size(), at = turn * in.positions();
     const T eps = T(with.eps);
@@ -310,7 +310,7 @@ struct GaussianBackward {
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Leaves 1 / N in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
-  bool prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE bool prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;
     const int64_t MCE = in.parents_size();
     const Planes<X> to = parents(state);

@@ -139,7 +139,7 @@ struct PoolingForward {
   }
   static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_expf(x)) : T(__builtin_exp(x)); }
 
-  void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
     const Planes<X> from = planes(result, in, in.M);
     const int64_t MCE = in.parents_size(), at = turn * in.positions();
     const bool last = turn + 1 == call.total;
@@ -200,7 +200,7 @@ struct PoolingBackward {
     return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
   }
 
-  void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     const Planes<X> to = parents(state);
     zero(state, state_numbers(call));
     if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, to.pose(1, 0));

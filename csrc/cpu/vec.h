@@ -14,6 +14,8 @@
 #define FASTCAPS_NAMESPACE FASTCAPS_CONCAT(isa, FASTCAPS_ISA)
 #define FASTCAPS_INLINE inline __attribute__((always_inline))
 #define FASTCAPS_LAMBDA __attribute__((always_inline))
+// What is long, and called with enough to do: one copy of it for all kernels keeps the library's build short.
+#define FASTCAPS_NOINLINE __attribute__((noinline))
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
@@ -195,7 +197,7 @@ FASTCAPS_INLINE T sum_lanes(Vec<T> v) {
 
 // out[k] += sum over lanes of v[k], for k < count: a transpose and kLanes - 1 additions at a time.
 template <class T>
-FASTCAPS_INLINE void add_lane_sums(const Vec<T>* v, int64_t count, T* out) {
+FASTCAPS_NOINLINE void add_lane_sums(const Vec<T>* v, int64_t count, T* out) {
   constexpr int n = kLanes<T>;
   int64_t k = 0;
   for (; k + n <= count; k += n) {
