@@ -23,6 +23,7 @@ from triton_cases import (
     hold_bound,
     hold_compiled,
     implemented,
+    interpret,
     launches,
     once_each,
     options,
@@ -149,6 +150,27 @@ def test_any_strides(name: str, layout: Any) -> None:
     tensors = [None if t is None else layout(t) for t in case.tensors(torch.float32)]
     grads = [None if t is None else layout(t) for t in case.grads(torch.float32)]
     check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="memory that is mapped and never touched is the CPU's")
+@pytest.mark.parametrize("mode", [{}, {"allow_tf32": True}, {"deterministic": True}], ids=str)
+def test_offsets_beyond_int32(mode: dict[str, bool]) -> None:
+    """Rows and columns of poses and of matrices lie 2**30 numbers apart."""
+    near, far = interpret("triton_far.attention", **mode)
+    for one, other in zip(near, far, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="memory that is mapped and never touched is the CPU's")
+def test_poses_beyond_int32() -> None:
+    found, expected = interpret("triton_far.finish")
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["bias-11", "padded", "primes-plain"])
+def test_no_eps(name: str) -> None:
+    """Poses that fill a block's last tile are 0 to LayerNorm: without eps they must not make NaN of anything."""
+    check(replace(BY_NAME[name], eps=0.0, batch=3))
 
 
 @pytest.mark.parametrize("argument", range(7), ids=reference.NEEDS)

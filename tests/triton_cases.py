@@ -45,7 +45,7 @@ def _kernel(stem: str, function: str) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         device = next(one.device.type for one in arguments if isinstance(one, torch.Tensor))
         if device == "cpu":
-            return interpret(f"{stem}.{function}", *arguments, **options)
+            return interpret(f"fastcaps.triton_kernels.{stem}.{function}", *arguments, **options)
         chosen = {**options}
         if "limits" in chosen:
             chosen["limits"] = plan.Limits(**chosen["limits"])

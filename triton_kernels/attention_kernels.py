@@ -206,7 +206,7 @@ def _attention_norm_backward_kernel(
     weight_sum = tl.zeros([BC, BE, 1, 1], tl.float32)
     bias_sum = tl.zeros([BC, BE, 1, 1], tl.float32)
     for block in range(tl.program_id(0) * per_split, (tl.program_id(0) + 1) * per_split):
-        p = block * BL + tl.arange(0, BL)
+        p = tl.cast(block, tl.int64) * BL + tl.arange(0, BL)
         offsets = tile_offsets(p, 0, 1, C, E, BC, 1, BE)
         mask = inside & (p < poses)[None, None, :, None]
         result = tl.zeros([BC, BE, BL, 1], tl.float32)

@@ -66,13 +66,13 @@ def add_pose_gradient(
     else:
         m = first + tl.arange(0, BM)[None, None, None, :]
         e = tl.arange(0, BE)[None, :, None, None]
-        rows = matrix + m.to(tl.int64) * ws_m + e * ws_e
+        rows = matrix + m.to(tl.int64) * ws_m + e * tl.cast(ws_e, tl.int64)
         rows_in = (m < many) & (e < E)
         c = tl.arange(0, BC)[:, None]
         at = dchild + cell[None, :] * (C * D) + c * D
         mask = seen[None, :] & (c < C)
         for d in range(D):
-            row = tl.load(rows + d * ws_d, mask=rows_in, other=0.0).to(tl.float32)
+            row = tl.load(rows + d * tl.cast(ws_d, tl.int64), mask=rows_in, other=0.0).to(tl.float32)
             found = tl.sum(tl.sum(dvotes * row, axis=1), axis=2)
             if DIRECT:
                 tl.store(at + d, found, mask=mask)
@@ -101,14 +101,14 @@ def add_matrix_gradient(
             tl.atomic_add(at, found, mask=mask, sem="relaxed")
     else:
         c = tl.arange(0, BC)[:, None, None, None]
-        poses = child + origin[None, None, :, None] + c * cs_c
+        poses = child + origin[None, None, :, None] + c * tl.cast(cs_c, tl.int64)
         poses_in = seen[None, None, :, None] & (c < C)
         m = first + tl.arange(0, BM)[None, :]
         e = tl.arange(0, BE)[:, None]
         at = dmatrix + m.to(tl.int64) * (D * E) + e
         mask = (m < many) & (e < E)
         for d in range(D):
-            pose = tl.load(poses + d * cs_d, mask=poses_in, other=0.0).to(tl.float32)
+            pose = tl.load(poses + d * tl.cast(cs_d, tl.int64), mask=poses_in, other=0.0).to(tl.float32)
             found = tl.sum(tl.sum(dvotes * pose, axis=2), axis=0)
             tl.atomic_add(at + d * E, found, mask=mask, sem="relaxed")
 
@@ -162,11 +162,11 @@ def _backward_kernel(
     tile = first_tile + (program // blocks) % tiles
     split = program // blocks // tiles
     first = tile * BM
-    p = block * BL + tl.arange(0, BL)
+    p = block.to(tl.int64) * BL + tl.arange(0, BL)
     exists, sample, row, column, origin = windows(p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW)
     gate_origin = sample.to(tl.int64) * gs_b + row.to(tl.int64) * gs_h + column.to(tl.int64) * gs_w
     cells = ((sample.to(tl.int64) * height + row) * width + column) * types
-    row_p = block * BL + tl.arange(0, BL * BC) // BC
+    row_p = block.to(tl.int64) * BL + tl.arange(0, BL * BC) // BC
     row_exists, row_sample, row_row, row_column, row_origin = windows(
         row_p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW
     )

@@ -47,10 +47,10 @@ def _forward_kernel(
     tile = (program // blocks) % tiles
     split = program // blocks // tiles
     first = tile * BM
-    p = block * BL + tl.arange(0, BL)
+    p = block.to(tl.int64) * BL + tl.arange(0, BL)
     exists, sample, row, column, origin = windows(p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW)
     gate_origin = sample.to(tl.int64) * gs_b + row.to(tl.int64) * gs_h + column.to(tl.int64) * gs_w
-    row_p = block * BL + tl.arange(0, BL * BC) // BC
+    row_p = block.to(tl.int64) * BL + tl.arange(0, BL * BC) // BC
     row_exists, _, row_row, row_column, row_origin = windows(
         row_p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW
     )
@@ -110,9 +110,9 @@ def _normalizer_kernel(
     program = tl.program_id(0)
     block = program % blocks
     split = program // blocks
-    p = block * BL + tl.arange(0, BL)
+    p = block.to(tl.int64) * BL + tl.arange(0, BL)
     exists, _, row, column, origin = windows(p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW)
-    row_p = block * BL + tl.arange(0, BL * BC) // BC
+    row_p = block.to(tl.int64) * BL + tl.arange(0, BL * BC) // BC
     row_exists, _, row_row, row_column, row_origin = windows(
         row_p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW
     )
@@ -167,7 +167,7 @@ def _finish_kernel(
     ``parts`` hold those of every range and pose; a program finishes ``BL`` poses, whichever positions and parents they
     are.
     """
-    p = tl.program_id(0) * BL + tl.arange(0, BL)
+    p = tl.program_id(0).to(tl.int64) * BL + tl.arange(0, BL)
     inside = tile_mask(0, 1, C, E, BC, 1, BE)
     places = tile_places(p, p < poses, 0, 1, C, E, BC, 1, BE)
     state = LOAD(parts, 0, tensors, places, poses, C * E)

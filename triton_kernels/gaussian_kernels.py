@@ -332,7 +332,7 @@ def _gaussian_prepare_kernel(
 
     They are what t_im is made of: the gradient of a weight, by way of count, mean and variance.
     """
-    p = tl.program_id(0) * BL + tl.arange(0, BL)
+    p = tl.program_id(0).to(tl.int64) * BL + tl.arange(0, BL)
     exists = (p < poses)[:, None]
     offsets = tile_offsets(p, 0, 1, C, E, BC, 1, BE)
     mask = tile_mask(0, 1, C, E, BC, 1, BE) & exists[None, None, :, :]

@@ -67,9 +67,9 @@ def _matrix_backward_kernel(
         use_sum = tl.zeros([BM], tl.float32)
         ignore_sum = tl.zeros([BM], tl.float32)
         for block in range(chunk * per_split, tl.minimum((chunk + 1) * per_split, blocks)):
-            p = block * BL + tl.arange(0, BL)
+            p = tl.cast(block, tl.int64) * BL + tl.arange(0, BL)
             exists, sample, row, column, origin = windows(p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW)
-            row_p = block * BL + tl.arange(0, BL * BC) // BC
+            row_p = tl.cast(block, tl.int64) * BL + tl.arange(0, BL * BC) // BC
             row_exists, row_sample, row_row, row_column, row_origin = windows(
                 row_p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW
             )

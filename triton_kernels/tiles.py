@@ -43,7 +43,7 @@ def position_origin(p, count, length, columns, SH: tl.constexpr, SW: tl.constexp
 
     Positions beyond ``count`` get those of the last one: their addresses stay small, and masks do the rest.
     """
-    inside = tl.minimum(p, count - 1)
+    inside = tl.minimum(p, count - 1).to(count.dtype)
     sample = inside // length
     rest = inside - sample * length
     row = rest // columns
@@ -122,14 +122,14 @@ def votes_by_columns(
     c = tl.arange(0, BC)[:, None, None, None]
     m = first + tl.arange(0, BM)[None, None, None, :]
     e = tl.arange(0, BE)[None, :, None, None]
-    poses = child + origin[None, None, :, None] + c * cs_c
+    poses = child + origin[None, None, :, None] + c * tl.cast(cs_c, tl.int64)
     poses_in = seen[None, None, :, None] & (c < C)
-    rows = matrix + m.to(tl.int64) * ws_m + e * ws_e
+    rows = matrix + m.to(tl.int64) * ws_m + e * tl.cast(ws_e, tl.int64)
     rows_in = (m < parents) & (e < E)
     votes = tl.zeros([BC, BE, BL, BM], tl.float32)
     for d in range(D):
-        pose = tl.load(poses + d * cs_d, mask=poses_in, other=0.0).to(tl.float32)
-        votes += pose * tl.load(rows + d * ws_d, mask=rows_in, other=0.0).to(tl.float32)
+        pose = tl.load(poses + d * tl.cast(cs_d, tl.int64), mask=poses_in, other=0.0).to(tl.float32)
+        votes += pose * tl.load(rows + d * tl.cast(ws_d, tl.int64), mask=rows_in, other=0.0).to(tl.float32)
     return votes
 
 
@@ -141,7 +141,7 @@ def load_poses(
     """Return columns k to k + BK of the poses of one child, ``[BL * BC, BK]``: row l * BC + c."""
     c = tl.arange(0, BL * BC) % BC
     d = k + tl.arange(0, BK)
-    at = child + row_origin[:, None] + (c * cs_c)[:, None] + (d * cs_d)[None, :]
+    at = child + row_origin[:, None] + (c * tl.cast(cs_c, tl.int64))[:, None] + (d * tl.cast(cs_d, tl.int64))[None, :]
     return tl.load(at, mask=(row_seen & (c < C))[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -154,7 +154,9 @@ def load_matrices(
     column = tl.arange(0, BM * BE)
     m, e = first + column // BE, column % BE
     d = k + tl.arange(0, BK)
-    at = matrix + (d * ws_d)[:, None] + (m.to(tl.int64) * ws_m + e * ws_e)[None, :]
+    at = (
+        matrix + (d * tl.cast(ws_d, tl.int64))[:, None] + (m.to(tl.int64) * ws_m + e * tl.cast(ws_e, tl.int64))[None, :]
+    )
     return tl.load(at, mask=(d < D)[:, None] & ((m < parents) & (e < E))[None, :], other=0.0)
 
 
@@ -183,7 +185,7 @@ def votes_by_identity(
     """Return the poses of one child themselves, ``[BC, BE, BL, 1]``."""
     c = tl.arange(0, BC)[:, None, None, None]
     e = tl.arange(0, BE)[None, :, None, None]
-    poses = child + origin[None, None, :, None] + c * cs_c + e * cs_d
+    poses = child + origin[None, None, :, None] + c * tl.cast(cs_c, tl.int64) + e * tl.cast(cs_d, tl.int64)
     return tl.load(poses, mask=seen[None, None, :, None] & (c < C) & (e < E), other=0.0).to(tl.float32)
 
 
