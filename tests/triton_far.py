@@ -1,10 +1,9 @@
-"""Calls whose offsets pass 2**31, in memory that is mapped and hardly ever touched; the interpreter's process runs them."""
+"""Calls whose offsets pass 2**31, in memory that is mapped and hardly ever touched; the interpreter runs them."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +26,9 @@ def apart(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return view.copy_(tensor)
 
 
-def attention(**options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return results and gradients of a pass near and far: rows and columns of poses and matrices 2**30 numbers apart."""
-    from fastcaps.triton_kernels.attention import attention_pass, attention_pass_backward
+def attention(options: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return results and gradients near and far: rows and columns of poses and matrices lie 2**30 numbers apart."""
+    from fastcaps.triton_kernels.attention import attention_routing, attention_routing_backward
 
     generator = torch.Generator().manual_seed(0)
 
@@ -44,10 +43,10 @@ def attention(**options: Any) -> tuple[list[Tensor], list[Tensor]]:
         if far:
             children = apart(children, (1, 1, 1, 1, FAR, FAR + 2))
             weight = apart(weight, (1, 2, FAR, FAR + 4))
-        rest = (query, None, None, None, None)
-        sums, _ = attention_pass(children, weight, *rest, 0.5, 0.0, False, (1, 1, 1, 1, 0, 0, 1, 1), **options)
-        given = (children, weight, *rest[:4], torch.empty(0), 0.5, 0.0, False, (1, 1, 1, 1, 0, 0, 1, 1))
-        both.append([sums, *attention_pass_backward(grad, None, *given, 7, **options)])
+        votes = (children, weight, None, None, 2, (1, 1, 1, 1, 0, 0, 1, 1))
+        _, sums = attention_routing(*votes, query, None, None, 0.5, 0.0, 1, 1, options)
+        given = (query[None], None, None, 0.5, 0.0, 1 | 2 | 16, options)
+        both.append([sums, *attention_routing_backward(grad[None], *votes, *given)])
     return both[0], both[1]
 
 
@@ -59,8 +58,9 @@ def finish() -> tuple[list[float], list[float]]:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-    from fastcaps.triton_kernels import attention_kernels
+    from fastcaps.triton_kernels.attention_kernels import ATTENTION, Attention
     from fastcaps.triton_kernels.forward import _finish_kernel
+    from fastcaps.triton_kernels.tiles import Tile
 
     poses, size = 2 * FAR + 3, 16
     parts, parents = mapped(2 * poses), mapped(poses)
@@ -69,10 +69,11 @@ def finish() -> tuple[list[float], list[float]]:
     before, last = interpreter_builder.create_get_program_id, np.array([poses // size], dtype=np.int32)
     interpreter_builder.create_get_program_id = lambda axis: TensorHandle(last, tl.int32)
     try:
+        own = Attention(parents, None, None, 1.0, 0.0, *(tl.constexpr(number) for number in (1, False, False)))
+        tile = Tile(*(tl.constexpr(number) for number in (size, 1, 1, 1, 0, 1, 1, 1, "ieee")))
         _finish_kernel[(1,)](
-            parts=(parts,), tensors=(parents, None, None), results=(parents, None), poses=poses, splits=2, many=1,
-            eps=0.0, C=1, E=1, BL=size, BC=1, BE=1, MODE=0, PASS="attention",
-            LOAD=attention_kernels.load, MERGE=attention_kernels.merge, FINISH=attention_kernels.finish,
+            parts=(parts,), routing=own, results=(parents, parents), poses=poses, splits=2, tile=tile,
+            algebra=ATTENTION, ROUTING="attention",
         )  # fmt: skip
     finally:
         interpreter_builder.create_get_program_id = before

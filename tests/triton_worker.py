@@ -74,7 +74,7 @@ def _serve() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN: what no kernel writes shows
-    from fastcaps.triton_kernels.plan import Limits
+    from fastcaps.triton_kernels.schedule import Limits
 
     while True:
         try:
