@@ -183,7 +183,7 @@ def gaussian_routing_backward(
             measured = Call(MEASURED, children, weight, bias, gate, parents, window, options, limits)
             for turn in range(turns):
                 own = own_of(states[turn], (None, None), eps, (means[turn], variances[turn]))
-                forward(measured, own, (rest[turn],), scored[turn])
+                forward(measured, own, (rest[turn],), scored[turn], backward=True)
         tile, blocks = call.pose_tile(turns * call.poses)
         slope, bend, offset = torch.empty_like(means), torch.empty_like(means), torch.empty_like(counts)
         call.launch(
