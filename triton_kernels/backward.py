@@ -80,15 +80,15 @@ def add_pose_gradient(dvotes, votes, sizes, tile, dchildren, sight, rows, child,
         c, e = tl.arange(0, tile.BC)[:, None, None], tl.arange(0, tile.BE)[None, :, None]
         mask = child.seen[None, None, :] & (c < tile.C) & (e < tile.E)
         put(dchildren + cell[None, None, :] + c * tile.D + e, tl.sum(dvotes, axis=3), mask, HOW)
-    elif tile.BK > 0:
+    elif tile.DEPTH > 0:
         c = tl.arange(0, tile.BL * tile.BC) % tile.BC
         row_cell = (rows.cell + child.cell) * (tile.C * tile.D) + c * tile.D
         mask = look(votes, sizes, rows, child.i).seen & (c < tile.C)
         flat = flattened(dvotes, tile)
-        for k in range(0, tile.D, tile.BK):
-            columns = load_matrices(votes, tile, matrices, at, k).to(tl.float32)
+        for k in range(0, tile.D, tile.DEPTH):
+            columns = load_matrices(votes, tile, matrices, at, k, tile.DEPTH).to(tl.float32)
             found = tl.dot(flat, tl.trans(columns), input_precision=tile.PRECISION)
-            d = k + tl.arange(0, tile.BK)
+            d = k + tl.arange(0, tile.DEPTH)
             put(dchildren + row_cell[:, None] + d[None, :], found, mask[:, None] & (d < tile.D)[None, :], HOW)
     else:
         columns, there = matrix_rows(votes, tile, matrices, at)
@@ -104,15 +104,15 @@ def add_pose_gradient(dvotes, votes, sizes, tile, dchildren, sight, rows, child,
 def add_matrix_gradient(dvotes, votes, sizes, tile, dweight, sight, rows, child, at):
     """dW_gm += P_i^T dV_im, ``[D, BL * BC]`` by ``[BL * BC, BM * BE]``, atomically, for what this program sees."""
     dmatrices = dweight + (child.i % sizes.G).to(tl.int64) * (sizes.M.to(tl.int64) * (tile.D * tile.E))
-    if tile.BK > 0:
+    if tile.DEPTH > 0:
         column = tl.arange(0, tile.BM * tile.BE)
         m, e = at.first + column // tile.BE, column % tile.BE
         flat = flattened(dvotes, tile)
         row_opened = look(votes, sizes, rows, child.i).opened
-        for k in range(0, tile.D, tile.BK):
-            poses = load_poses(votes, tile, child.at, rows.child, row_opened, k, tile.BK).to(tl.float32)
+        for k in range(0, tile.D, tile.DEPTH):
+            poses = load_poses(votes, tile, child.at, rows.child, row_opened, k, tile.DEPTH).to(tl.float32)
             found = tl.dot(tl.trans(poses), flat, input_precision=tile.PRECISION)
-            d = k + tl.arange(0, tile.BK)
+            d = k + tl.arange(0, tile.DEPTH)
             there = (d * tile.E)[:, None] + (m.to(tl.int64) * (tile.D * tile.E) + e)[None, :]
             mask = (d < tile.D)[:, None] & ((m < at.M) & (e < tile.E))[None, :]
             put(dmatrices + there, found, mask, ATOMIC)
@@ -188,11 +188,11 @@ def _backward_kernel(
 def _matrix_backward_kernel(
     votes, routing, grads, normalizer, heard, dweight, dbias, dbetas, positions, H, W, N, Ho, Wo, I, M, G,
     blocks, tiles, splits, per_split, group_children, tile, algebra,
-    DEPTH: tl.constexpr, OWN_BIAS: tl.constexpr, ROUTING: tl.constexpr,
+    OWN_BIAS: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """dW_gm = sum over (b, l, i of group g) of P_i^T dV_im and dbias = sum dV, each sum in one order.
 
-    A program has one group, one tile of parents, rows d to d + ``DEPTH`` of the matrices, a range of the group's
+    A program has one group, one tile of parents, rows d to d + ``tile.DEPTH`` of the matrices, a range of the group's
     children and a range of positions. It leaves its part of dW in ``dweight[position range, child range, G, M, D, E]``,
     and of dbias in ``dbias[position range, I, M, C, E]`` (``OWN_BIAS``: every child has its own) or
     ``dbias[position range, child range, G, M, C, E]``, of the betas in ``dbetas[position range, 2, I, M]``; the parts
@@ -203,12 +203,12 @@ def _matrix_backward_kernel(
     group = program % G
     first = (program // G) % tiles * tile.BM
     left = program // G // tiles
-    slices = tl.cdiv(tile.D, DEPTH)
-    depth = left % slices * DEPTH
+    slices = tl.cdiv(tile.D, tile.DEPTH)
+    depth = left % slices * tile.DEPTH
     split = left // slices % splits
     chunk = (left // slices // splits).to(tl.int64)
     each_pose = tl.cast(M, tl.int64) * (tile.C * tile.E)
-    matrix_sum = tl.zeros([DEPTH, tile.BM * tile.BE], tl.float32)
+    matrix_sum = tl.zeros([tile.DEPTH, tile.BM * tile.BE], tl.float32)
     bias_sum = tl.zeros([tile.BC, tile.BE, tile.BM], tl.float32)
     for j in range(split * group_children, tl.minimum((split + 1) * group_children, I // G)):
         i = group + j * G
@@ -226,7 +226,7 @@ def _matrix_backward_kernel(
             )  # fmt: skip
             if dweight is not None:
                 opened = look(votes, sizes, rows, i).opened
-                poses = load_poses(votes, tile, child.at, rows.child, opened, depth, DEPTH).to(tl.float32)
+                poses = load_poses(votes, tile, child.at, rows.child, opened, depth, tile.DEPTH).to(tl.float32)
                 flat = flattened(dvotes, tile)
                 if tile.BL * tile.BC >= 16:
                     matrix_sum = tl.dot(tl.trans(poses), flat, matrix_sum, input_precision=tile.PRECISION)
@@ -256,7 +256,7 @@ def _matrix_backward_kernel(
     if dweight is not None:
         cell = tl.arange(0, tile.BM * tile.BE)
         m, e = first + cell // tile.BE, cell % tile.BE
-        d = depth + tl.arange(0, DEPTH)
+        d = depth + tl.arange(0, tile.DEPTH)
         there = dweight + part * (tl.cast(M, tl.int64) * (tile.D * tile.E)) + (d * tile.E)[:, None]
         there += (m.to(tl.int64) * (tile.D * tile.E) + e)[None, :]
         tl.store(there, matrix_sum, mask=(d < tile.D)[:, None] & ((m < M) & (e < tile.E))[None, :])

@@ -57,6 +57,8 @@ class Routing:
         Whether a gate of 0 makes a child absent.
     crowd
         How much its programs keep on chip.
+    same_votes
+        Whether votes must have the same bits in all kernels.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Routing:
     competing: bool = True
     silent: bool = True
     crowd: Crowd = CROWD
+    same_votes: bool = False
 
     def refusal(self, device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int) -> str:
         """Return why the kernels cannot take a call with poses (C, D, E) and M parents; empty if they can."""
@@ -195,6 +198,7 @@ class Call:
         self.facts = Facts(
             *(self.positions, self.children, parents, self.pose, self.groups, None if weight is not None else False),
             *(tensor_cores, processors(self.device), limits, routing.crowd, routing.competing),
+            same_votes=routing.same_votes,
         )
 
     def schedule(self, backward: bool, children: int | None = None) -> Schedule:
@@ -213,7 +217,7 @@ class Call:
 
     def tile(self, chosen: Schedule, depth: int | None = None) -> dict[str, Any]:
         """Return a kernel's arguments that tell its tile; ``depth`` other than the schedule's."""
-        shape = (chosen.positions, chosen.rows, chosen.parents, chosen.columns)
+        shape = (chosen.positions, chosen.rows, chosen.parents, chosen.columns, chosen.votes)
         numbers = (*shape, chosen.depth if depth is None else depth, *self.pose, self.precision)
         return {
             "tile": Tile(*(tl.constexpr(number) for number in numbers)),
@@ -226,7 +230,7 @@ class Call:
         rows, columns = power_of_two(self.pose[0]), power_of_two(self.pose[2])
         size = min(max(1, _POSE_NUMBERS // (rows * columns)), power_of_two(poses))
         warps = min(16, max(1, size * rows * columns // 512))
-        return self.tile(Schedule(size, rows, 1, columns, 0, 0, 0, 0, 0, warps)), -(-poses // size)
+        return self.tile(Schedule(size, rows, 1, columns, *(0,) * 6, warps)), -(-poses // size)
 
     def launch(self, kernel: Any, programs: int, **arguments: Any) -> None:
         """Start a kernel of this call."""

@@ -28,6 +28,7 @@ ROUTING = Routing(
     sums=("pose", "pose", "each", "each"),
     gradients=("pose", "pose", "each"),
     crowd=Crowd(forward=2, products=4, backward=2, pose=4),
+    same_votes=True,  # differences from means and between votes may be all that is left
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 """A turn without means, which leaves their base besides."""
@@ -183,7 +184,7 @@ def gaussian_routing_backward(
             measured = Call(MEASURED, children, weight, bias, gate, parents, window, options, limits)
             for turn in range(turns):
                 own = own_of(states[turn], (None, None), eps, (means[turn], variances[turn]))
-                forward(measured, own, (rest[turn],), scored[turn], backward=True)
+                forward(measured, own, (rest[turn],), scored[turn])
         tile, blocks = call.pose_tile(turns * call.poses)
         slope, bend, offset = torch.empty_like(means), torch.empty_like(means), torch.empty_like(counts)
         call.launch(

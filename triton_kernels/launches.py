@@ -53,7 +53,7 @@ def _normalizer(call: Call, own: Any, chosen: Schedule, grads: Any) -> tuple[Ten
     return normalizer, heard
 
 
-def forward(call: Call, own: Any, results: tuple[Tensor | None, ...], scored: bool, backward: bool = False) -> None:
+def forward(call: Call, own: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
     """Run a turn into its ``results``.
 
     Parameters
@@ -62,10 +62,8 @@ def forward(call: Call, own: Any, results: tuple[Tensor | None, ...], scored: bo
         The routing's own tensors and numbers.
     scored
         Whether a child's parents differ before its votes are summed; else nobody's softmax need be known.
-    backward
-        Whether votes must have the bits that those of backward have.
     """
-    chosen = call.schedule(backward)
+    chosen = call.schedule(backward=False)
     normalizer = None
     if call.routing.competing and chosen.tiles > 1 and scored:
         normalizer, _ = _normalizer(call, own, chosen, None)
@@ -177,9 +175,6 @@ class Gradients:
         if self.betas:
             made["betas"] = call.empty(parts[0], 2, call.children, call.parents)
         normalizer, heard = sweep(tile)
-        products = (
-            tile.depth if call.schedule(backward=True).depth else 0
-        )  # votes of the same bits as in the other kernel
         call.launch(
             _matrix_backward_kernel,
             call.groups * tile.tiles * -(-inner // depth) * chosen.splits * chosen.position_splits,
@@ -194,9 +189,8 @@ class Gradients:
             splits=chosen.splits,
             per_split=chosen.per_split,
             group_children=chosen.group_children,
-            DEPTH=depth,
             OWN_BIAS=own,
-            **call.tile(tile, products),
+            **call.tile(tile, depth),
         )
         for name, part in made.items():
             if part is not None:

@@ -82,6 +82,8 @@ class Facts:
         What a program may hold, and how much it keeps.
     competing
         Whether parents compete, so that tiles of them cost a second sweep. Else a program takes as few as fill it.
+    same_votes
+        Whether votes must have the same bits in all kernels.
     """
 
     positions: int
@@ -95,6 +97,7 @@ class Facts:
     limits: Limits = LIMITS
     crowd: Crowd = CROWD
     competing: bool = True
+    same_votes: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,9 @@ class Schedule:
     ----------
     positions, rows, parents, columns
         A tile: BL positions, BC rows, BM parents, BE columns of a pose, powers of two.
-    depth
-        Columns of a child's pose that one matrix product takes; 0 where votes are made column by column instead.
+    votes, depth
+        Columns of a child's pose that one matrix product takes, for votes and for gradients; 0 where these are made
+        column by column instead.
     blocks, tiles, splits
         Blocks of positions, tiles of parents, ranges of children: programs in all three directions.
     per_split
@@ -121,6 +125,7 @@ class Schedule:
     rows: int
     parents: int
     columns: int
+    votes: int
     depth: int
     blocks: int
     tiles: int
@@ -135,7 +140,7 @@ class Schedule:
         return self.positions * self.rows * self.parents * self.columns
 
     def __str__(self) -> str:
-        how = f"matrix products of depth {self.depth}" if self.depth else "products column by column"
+        how = f"votes by matrix products of depth {self.votes}" if self.votes else "votes column by column"
         tiles = f"two sweeps over {self.tiles} tiles" if self.competing else f"{self.tiles} tiles"
         sweeps = "one sweep" if self.tiles == 1 else tiles
         return (
@@ -187,17 +192,20 @@ def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
     limits, crowd, positions, (rows, inner, columns) = facts.limits, facts.crowd, facts.positions, facts.pose
     rows, columns = power_of_two(rows), power_of_two(columns)
     unit = max(rows * columns, crowd.pose)
-    products = facts.products
-    if products is None:
-        # Backward sums over parents (dP) and positions (dW): column by column that costs a barrier each.
-        # Of a product's rows a half ought to be there, and forward, where nothing else asks for it, its depth.
-        enough = 2 * max(1, positions) * rows >= _DOT
-        products = enough and (backward or inner >= (_DOT // 2 if facts.tensor_cores else _DOT))
-    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
+    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least, and half of the rows there.
     least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
-    most = 32 * limits.warps[1] * crowd.per_thread(limits, backward, products)
-    if not products or least_positions * least_parents * unit > most:
-        products, least_positions, least_parents = False, 1, 1
+    least = least_positions * least_parents * unit
+    products = 2 * max(1, positions) * rows >= _DOT if facts.products is None else facts.products
+    products = products and all(
+        least <= 32 * limits.warps[1] * crowd.per_thread(limits, which, True) for which in (False, True)
+    )
+    # Votes are products where the depth makes it pay. Backward sums over parents (dP) and positions (dW) by products in
+    # any case, for column by column that costs a barrier each; its votes are products too, unless bits would change.
+    deep = facts.products is True or inner >= (_DOT // 2 if facts.tensor_cores else _DOT)
+    votes = _DOT if products and (deep or (backward and not facts.same_votes)) else 0
+    products = products if backward else votes > 0
+    if not products:
+        least_positions = least_parents = 1
     per_thread = crowd.per_thread(limits, backward, products)
     usual = 32 * limits.warps[0] * per_thread
     # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
@@ -218,7 +226,7 @@ def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
     blocks, tiles = _ceil(max(1, positions), tile_positions), _ceil(facts.parents, tile_parents)
     splits = min(facts.children, max(1, limits.resident * facts.processors // (blocks * tiles * warps)))
     per_split = _ceil(facts.children, splits)
-    shape = (tile_positions, rows, tile_parents, columns, _DOT if products else 0)
+    shape = (tile_positions, rows, tile_parents, columns, votes, _DOT if products else 0)
     return Schedule(*shape, blocks, tiles, _ceil(facts.children, per_split), per_split, warps, facts.competing)
 
 
@@ -228,17 +236,16 @@ def matrix_schedule(facts: Facts) -> MatrixSchedule:
     rows, columns = power_of_two(rows), power_of_two(columns)
     depth = _DOT
     # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
-    tile = schedule(replace(facts, products=True, tensor_cores=False), backward=True)
-    tile = replace(
-        tile, positions=max(tile.positions, _ceil(_DOT, rows)), parents=max(tile.parents, _ceil(_DOT, columns))
-    )
+    tile = schedule(replace(facts, products=True), backward=True)
+    least = {"positions": max(tile.positions, _ceil(_DOT, rows)), "parents": max(tile.parents, _ceil(_DOT, columns))}
+    tile = replace(tile, votes=schedule(facts).votes, **least)
     if 2 * max(1, positions) * rows < _DOT:
         # Too few rows for one: outer products, whose sum a thread holds 32 numbers of.
         few = power_of_two(max(1, positions))
         room = 32 * 32 * limits.warps[0] // (few * rows)
         depth = max(1, min(power_of_two(inner), _DOT, room // columns))
         together = max(1, min(power_of_two(parents), room // (depth * columns)))
-        tile = replace(tile, positions=few, parents=together, depth=0, warps=limits.warps[0])
+        tile = replace(tile, positions=few, parents=together, votes=0, depth=0, warps=limits.warps[0])
     blocks, tiles = _ceil(max(1, positions), tile.positions), _ceil(parents, tile.parents)
     tile = replace(tile, blocks=blocks, tiles=tiles, splits=1, per_split=facts.children)
     programs = facts.groups * tiles * _ceil(inner, depth)

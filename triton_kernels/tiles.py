@@ -76,13 +76,17 @@ class Sizes(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A program's tile, and the true sizes of a pose. ``BK``: columns of a child's pose that a product takes, or 0."""
+    """A program's tile, and the true sizes of a pose.
+
+    ``BK`` and ``DEPTH``: columns of a child's pose that a product takes, for votes and for gradients, or 0.
+    """
 
     BL: tl.constexpr
     BC: tl.constexpr
     BM: tl.constexpr
     BE: tl.constexpr
     BK: tl.constexpr
+    DEPTH: tl.constexpr
     C: tl.constexpr
     D: tl.constexpr
     E: tl.constexpr
@@ -227,11 +231,11 @@ def load_poses(votes, tile, child, origin, seen, k, BK: tl.constexpr):
 
 
 @triton.jit
-def load_matrices(votes, tile, matrices, at, k):
+def load_matrices(votes, tile, matrices, at, k, BK: tl.constexpr):
     """Return rows k to k + BK of the matrices of one group, ``[BK, BM * BE]``: column m * BE + e."""
     column = tl.arange(0, tile.BM * tile.BE)
     m, e = (at.first + column // tile.BE).to(tl.int64), (column % tile.BE).to(tl.int64)
-    d = (k + tl.arange(0, tile.BK)).to(tl.int64)
+    d = (k + tl.arange(0, BK)).to(tl.int64)
     places = matrices + (d * votes.ws_d)[:, None] + (m * votes.ws_m + e * votes.ws_e)[None, :]
     return tl.load(places, mask=(d < tile.D)[:, None] & ((m < at.M) & (e < tile.E))[None, :], other=0.0)
 
@@ -269,7 +273,7 @@ def make_votes(votes, sizes, tile, sight, rows, child, at, seen):
         row_seen = look(votes, sizes, rows, child.i).seen
         for k in range(0, tile.D, tile.BK):
             poses = load_poses(votes, tile, child.at, rows.child, row_seen, k, tile.BK)
-            columns = load_matrices(votes, tile, matrices, at, k)
+            columns = load_matrices(votes, tile, matrices, at, k, tile.BK)
             if INTERPRETED:
                 poses, columns = poses.to(tl.float32), columns.to(tl.float32)
             flat = tl.dot(poses, columns, flat, input_precision=tile.PRECISION)
