@@ -1,10 +1,10 @@
-"""How a pass is cut into programs: a table of a few numbers and pure functions of shapes. No autotuning."""
+"""How a call is cut into programs: a table of a few numbers and pure functions of shapes. No autotuning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["CROWD", "LIMITS", "Crowd", "Limits", "MatrixPlan", "Plan", "matrix_plan", "plan"]
+__all__ = ["CROWD", "LIMITS", "Crowd", "Facts", "Limits", "MatrixSchedule", "Schedule", "matrix_schedule", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Crowd:
-    """How much a program of some pass keeps beside its votes; by default as much as attention does.
+    """How much a program of some routing keeps beside its votes; by default as much as attention does.
 
     Attributes
     ----------
@@ -65,15 +65,52 @@ _DOT = 16  # the least size of each side of a matrix product
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One way to run the pass.
+class Facts:
+    """What a schedule depends on.
+
+    Attributes
+    ----------
+    positions, children, parents, pose, groups
+        B * Ho * Wo, I, M, (C, D, E) and G.
+    products
+        Whether votes are matrix products: False where they are none, None where that is to be decided.
+    tensor_cores
+        Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
+    processors
+        Of the device (132 on an H200).
+    limits, crowd
+        What a program may hold, and how much it keeps.
+    competing
+        Whether parents compete, so that tiles of them cost a second sweep. Else a program takes as few as fill it.
+    same_votes
+        Whether votes must have the same bits in all kernels.
+    """
+
+    positions: int
+    children: int
+    parents: int
+    pose: tuple[int, int, int]
+    groups: int = 1
+    products: bool | None = None
+    tensor_cores: bool = False
+    processors: int = 132
+    limits: Limits = LIMITS
+    crowd: Crowd = CROWD
+    competing: bool = True
+    same_votes: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run a kernel.
 
     Attributes
     ----------
     positions, rows, parents, columns
         A tile: BL positions, BC rows, BM parents, BE columns of a pose, powers of two.
-    depth
-        Columns of a child's pose that one matrix product takes; 0 where votes are made column by column instead.
+    votes, depth
+        Columns of a child's pose that one matrix product takes, for votes and for gradients; 0 where these are made
+        column by column instead.
     blocks, tiles, splits
         Blocks of positions, tiles of parents, ranges of children: programs in all three directions.
     per_split
@@ -88,6 +125,7 @@ class Plan:
     rows: int
     parents: int
     columns: int
+    votes: int
     depth: int
     blocks: int
     tiles: int
@@ -102,7 +140,7 @@ class Plan:
         return self.positions * self.rows * self.parents * self.columns
 
     def __str__(self) -> str:
-        how = f"matrix products of depth {self.depth}" if self.depth else "products column by column"
+        how = f"votes by matrix products of depth {self.votes}" if self.votes else "votes column by column"
         tiles = f"two sweeps over {self.tiles} tiles" if self.competing else f"{self.tiles} tiles"
         sweeps = "one sweep" if self.tiles == 1 else tiles
         return (
@@ -112,13 +150,13 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class MatrixPlan:
-    """How the deterministic mode makes dW and dbias: the tile of ``tile``, and parts that are added up in order.
+class MatrixSchedule:
+    """How dW, dbias and dbetas are made in a fixed order: by the tile of ``tile``, in parts that are added up in order.
 
     Attributes
     ----------
     tile
-        Plan of the tile; its splits are not used.
+        Schedule of the tile; its splits are not used.
     depth
         Rows of the matrices that a program gathers.
     splits, group_children
@@ -127,7 +165,7 @@ class MatrixPlan:
         Ranges of blocks of positions, and blocks of a range.
     """
 
-    tile: Plan
+    tile: Schedule
     depth: int
     splits: int
     group_children: int
@@ -149,60 +187,31 @@ def largest_pose(limits: Limits = LIMITS, crowd: Crowd = CROWD) -> int:
     return min(crowd.per_thread(limits, backward, False) for backward in (False, True)) * 32 * limits.warps[1]
 
 
-def plan(
-    positions: int,
-    children: int,
-    parents: int,
-    pose: tuple[int, int, int],
-    *,
-    backward: bool = False,
-    tensor_cores: bool = False,
-    products: bool | None = None,
-    processors: int = 132,
-    limits: Limits = LIMITS,
-    crowd: Crowd = CROWD,
-    competing: bool = True,
-) -> Plan:
-    """Return the plan for a pass over B * L ``positions`` that see I ``children`` and have M ``parents``.
-
-    Parameters
-    ----------
-    positions, children, parents, pose
-        B * L, I, M and (C, D, E).
-    backward
-        Whether it is for the gradients.
-    tensor_cores
-        Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
-    products
-        Whether votes and their gradients are matrix products; by default backward, and where depth and rows make it
-        pay.
-    processors
-        Of the device (132 on an H200).
-    limits
-        What a program may hold.
-    crowd
-        How much a program keeps.
-    competing
-        Whether parents compete, so that tiles of them cost a second sweep. Else a program takes as few as fill it.
-    """
-    rows, inner, columns = power_of_two(pose[0]), pose[1], power_of_two(pose[2])
+def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
+    """Return how forward or ``backward`` is cut up."""
+    limits, crowd, positions, (rows, inner, columns) = facts.limits, facts.crowd, facts.positions, facts.pose
+    rows, columns = power_of_two(rows), power_of_two(columns)
     unit = max(rows * columns, crowd.pose)
-    if products is None:
-        # Backward sums over parents (dP) and positions (dW): column by column that costs a barrier each.
-        # Of a product's rows a half ought to be there, and forward, where nothing else asks for it, its depth.
-        enough = 2 * max(1, positions) * rows >= _DOT
-        products = enough and (backward or inner >= (_DOT // 2 if tensor_cores else _DOT))
-    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least.
+    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least, and half of the rows there.
     least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
-    most = 32 * limits.warps[1] * crowd.per_thread(limits, backward, products)
-    if not products or least_positions * least_parents * unit > most:
-        products, least_positions, least_parents = False, 1, 1
+    least = least_positions * least_parents * unit
+    products = 2 * max(1, positions) * rows >= _DOT if facts.products is None else facts.products
+    products = products and all(
+        least <= 32 * limits.warps[1] * crowd.per_thread(limits, which, True) for which in (False, True)
+    )
+    # Votes are products where the depth makes it pay. Backward sums over parents (dP) and positions (dW) by products in
+    # any case, for column by column that costs a barrier each; its votes are products too, unless bits would change.
+    deep = facts.products is True or inner >= (_DOT // 2 if facts.tensor_cores else _DOT)
+    votes = _DOT if products and (deep or (backward and not facts.same_votes)) else 0
+    products = products if backward else votes > 0
+    if not products:
+        least_positions = least_parents = 1
     per_thread = crowd.per_thread(limits, backward, products)
     usual = 32 * limits.warps[0] * per_thread
     # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
     target = 32 * per_thread * (4 if products else 1)
-    tile_parents = max(power_of_two(parents), least_parents)
-    if not competing:
+    tile_parents = max(power_of_two(facts.parents), least_parents)
+    if not facts.competing:
         tile_parents = max(least_parents, min(tile_parents, target // (least_positions * unit)))
     if tile_parents * least_positions * unit > usual:
         # Two sweeps. Sixteen warps, with 128 registers a thread, only where the poses themselves are that large.
@@ -214,68 +223,37 @@ def plan(
         tile_positions *= 2
     numbers = tile_positions * tile_parents * unit
     warps = min(max(1, power_of_two(_ceil(numbers, 32 * per_thread))), limits.warps[1])
-    blocks, tiles = _ceil(max(1, positions), tile_positions), _ceil(parents, tile_parents)
-    splits = min(children, max(1, limits.resident * processors // (blocks * tiles * warps)))
-    per_split = _ceil(children, splits)
-    depth = 0
-    if products:
-        depth = _DOT
-    return Plan(
-        tile_positions,
-        rows,
-        tile_parents,
-        columns,
-        depth,
-        blocks,
-        tiles,
-        _ceil(children, per_split),
-        per_split,
-        warps,
-        competing,
-    )
+    blocks, tiles = _ceil(max(1, positions), tile_positions), _ceil(facts.parents, tile_parents)
+    splits = min(facts.children, max(1, limits.resident * facts.processors // (blocks * tiles * warps)))
+    per_split = _ceil(facts.children, splits)
+    shape = (tile_positions, rows, tile_parents, columns, votes, _DOT if products else 0)
+    return Schedule(*shape, blocks, tiles, _ceil(facts.children, per_split), per_split, warps, facts.competing)
 
 
-def matrix_plan(
-    positions: int,
-    children: int,
-    groups: int,
-    parents: int,
-    pose: tuple[int, int, int],
-    *,
-    processors: int = 132,
-    limits: Limits = LIMITS,
-    crowd: Crowd = CROWD,
-    competing: bool = True,
-) -> MatrixPlan:
-    """Return the plan for dW and dbias in a fixed order; arguments as :func:`plan`, and G ``groups``."""
-    how = {"processors": processors, "limits": limits, "crowd": crowd, "competing": competing}
-    rows, columns = power_of_two(pose[0]), power_of_two(pose[2])
+def matrix_schedule(facts: Facts) -> MatrixSchedule:
+    """Return how dW and dbias are made in a fixed order."""
+    limits, positions, parents, (rows, inner, columns) = facts.limits, facts.positions, facts.parents, facts.pose
+    rows, columns = power_of_two(rows), power_of_two(columns)
     depth = _DOT
     # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
-    tile = plan(positions, children, parents, pose, backward=True, products=True, **how)  # type: ignore[arg-type]
-    least = Plan(
-        max(tile.positions, _ceil(_DOT, tile.rows)),
-        tile.rows,
-        max(tile.parents, _ceil(_DOT, tile.columns)),
-        *(tile.columns, tile.depth, tile.blocks, tile.tiles, tile.splits, tile.per_split, tile.warps),
-    )
+    tile = schedule(replace(facts, products=True), backward=True)
+    least = {"positions": max(tile.positions, _ceil(_DOT, rows)), "parents": max(tile.parents, _ceil(_DOT, columns))}
+    tile = replace(tile, votes=schedule(facts).votes, **least)
     if 2 * max(1, positions) * rows < _DOT:
         # Too few rows for one: outer products, whose sum a thread holds 32 numbers of.
-        few, room = power_of_two(max(1, positions)), 32 * 32 * limits.warps[0]
-        room //= few * rows
-        depth = max(1, min(power_of_two(pose[1]), _DOT, room // columns))
+        few = power_of_two(max(1, positions))
+        room = 32 * 32 * limits.warps[0] // (few * rows)
+        depth = max(1, min(power_of_two(inner), _DOT, room // columns))
         together = max(1, min(power_of_two(parents), room // (depth * columns)))
-        least = Plan(few, rows, together, columns, 0, 1, 1, 1, children, limits.warps[0])
-    blocks, tiles = _ceil(max(1, positions), least.positions), _ceil(parents, least.parents)
-    tile = Plan(
-        least.positions, least.rows, least.parents, least.columns, least.depth, blocks, tiles, 1, children, least.warps
-    )
-    programs = groups * tiles * _ceil(pose[1], depth)
-    part = 4 * groups * parents * max(pose[1] * pose[2], pose[0] * pose[2])
-    wanted = limits.resident * processors // (programs * tile.warps)
+        tile = replace(tile, positions=few, parents=together, votes=0, depth=0, warps=limits.warps[0])
+    blocks, tiles = _ceil(max(1, positions), tile.positions), _ceil(parents, tile.parents)
+    tile = replace(tile, blocks=blocks, tiles=tiles, splits=1, per_split=facts.children)
+    programs = facts.groups * tiles * _ceil(inner, depth)
+    part = 4 * facts.groups * parents * facts.pose[2] * max(inner, facts.pose[0])
+    wanted = limits.resident * facts.processors // (programs * tile.warps)
     parts = max(1, min(wanted, limits.part_bytes // part))
-    own = children // groups
+    own = facts.children // facts.groups
     per_split = _ceil(blocks, min(parts, blocks))
     position_splits = _ceil(blocks, per_split)
     group_children = _ceil(own, max(1, min(parts // position_splits, own)))
-    return MatrixPlan(tile, depth, _ceil(own, group_children), group_children, position_splits, per_split)
+    return MatrixSchedule(tile, depth, _ceil(own, group_children), group_children, position_splits, per_split)
