@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["Bar", "allowed_error", "largest", "largest_error"]
+__all__ = ["Bar", "Rounding", "allowed_error", "largest", "largest_error"]
 
 Tensors = Sequence[Tensor | None]
 Run = Callable[[Tensors], dict[str, Tensor]]
@@ -51,7 +51,7 @@ def allowed_error(exact: Tensor, dtype: torch.dtype, eager: float, condition: fl
     return 2 * eager + condition + torch.finfo(dtype).eps * largest(exact)
 
 
-class _Rounding(TorchDispatchMode):
+class Rounding(TorchDispatchMode):
     """Moves the result of every arithmetic operation by one unit in the last place, up or down by chance."""
 
     STILL = ("clone", "copy", "_to_copy", "new_", "ones", "zeros", "full", "empty", "constant_pad")
@@ -139,7 +139,7 @@ class Bar:
             self.dtypes = {name: value.dtype for name, value in found.items()}
             self.eager_error = {name: largest_error(value, self.exact[name]) for name, value in found.items()}
         accumulated = torch.promote_types(self.dtype, torch.float32)
-        self.rounding = _Rounding(torch.finfo(accumulated).eps)
+        self.rounding = Rounding(torch.finfo(accumulated).eps)
         self.condition = dict.fromkeys(self.exact, 0.0)
         self.draws = 0
 

@@ -194,7 +194,7 @@ class Routing:
         shapes = {"scores": case.numbers}
         dtype = case.wide if self.stem == "gaussian" else case.dtype
         grads = {n: case.arranged(draw(*shapes.get(n, case.poses), dtype=dtype)) for n in self.results}
-        return Call(self, given, grads, case.detach)
+        return Call(self, given, grads, case.detach and self.stem != "gaussian")
 
     def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
         """Return ``case.turns`` turns of the backward over the same votes, each with parents of its own.

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import mmap
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import BY_NAME, Case, native_only
+from cases import Case
+from registry import Call, Routing
+from suite import every_routing, native_only
+from torch import Tensor
 
-from fastcaps import Window, functional, ops, reference
+from fastcaps import Window, functional, reference
 
 B, N, H, W, C, D, E, M = 2, 3, 6, 5, 2, 3, 4, 7
 WINDOW = Window(3, stride=2, padding=1)  # Ho, Wo = 3, 3
@@ -207,23 +211,6 @@ def test_window_is_a_value() -> None:
         Window(3).stride = 2  # type: ignore[misc]
 
 
-def test_wrong_call_of_the_op_itself_raises() -> None:
-    """The op below the checks must refuse as well, whatever kernel serves it, rather than read beyond its inputs."""
-    case = BY_NAME["padded"]
-
-    def refused(position: int, change: object) -> None:
-        tensors = case.tensors(torch.float32)
-        tensors[position] = change(tensors[position])
-        with pytest.raises((RuntimeError, ValueError, TypeError)):
-            ops.attention_pass(*tensors, *case.settings())
-
-    for position in (1, 2, 4, 5, 6):
-        refused(position, lambda t: t[..., :-1])
-    refused(1, lambda t: t[:4])
-    refused(2, lambda t: t[:1].squeeze(0))
-    refused(0, lambda t: t[0])
-
-
 # ---- what is odd but right -------------------------------------------------------------------------------------------
 
 
@@ -327,47 +314,43 @@ def _far_apart(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dt
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
+def _same_bits(call: Call, far: Call) -> None:
+    """Assert that results and gradients do not depend on where tensors lie."""
+    found, wanted = far.training(Call.by_op), call.training(Call.by_op)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+    gc.collect()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
+@every_routing
 @pytest.mark.parametrize("dimension", range(6), ids=["batch", "row", "column", "type", "pose-row", "pose-column"])
-def test_children_whose_extent_exceeds_32_bits(dimension: int) -> None:
+def test_children_whose_extent_exceeds_32_bits(routing: Routing, dimension: int) -> None:
     """Real offsets beyond 2^31 numbers: the stride of one dimension after another is 2^30 + 1."""
-    case = Case("far", batch=3, grid=(3, 3), types=3, parents=4, pose=(3, 3, 2), window=(2, 2, 1, 1, 0, 0, 1, 1))
-    tensors, settings = case.tensors(torch.bfloat16), case.settings()
-    shape = tuple(tensors[0].shape)
+    sizes = {"grid": (3, 3), "types": 3, "pose": (3, 3, 2), "window": (2, 2, 1, 1, 0, 0, 1, 1)}
+    call = routing.call(Case("far", routing.cases[0].rule, 3, parents=4, dtype=torch.bfloat16, **sizes))
+    shape = tuple(call.given["children"].shape)
     strides = [0] * 6
     step = 1
     for k in (k for k in reversed(range(6)) if k != dimension):
         strides[k], step = step, step * shape[k]
     strides[dimension] = 2**30 + 1
-    far = _far_apart(shape, tuple(strides), torch.bfloat16)
-    far.copy_(tensors[0])
     assert max((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) > 2**31
-    expected = ops.attention_pass(*tensors, *settings)
-    sums = expected[1]
-    gradients = ops.attention_pass_backward(*case.grads(torch.bfloat16), *tensors[:6], sums, *settings, 127)
-    tensors[0] = far
-    found = ops.attention_pass(*tensors, *settings)
-    far_gradients = ops.attention_pass_backward(*case.grads(torch.bfloat16), *tensors[:6], sums, *settings, 127)
-    for one, other in zip((*expected, *gradients), (*found, *far_gradients), strict=True):
-        assert torch.equal(one, other)
-    del tensors, far, found, far_gradients
-    gc.collect()
+    far = _far_apart(shape, tuple(strides), torch.bfloat16).copy_(call.given["children"])
+    _same_bits(call, replace(call, given={**call.given, "children": far}))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
-def test_query_and_gradients_whose_extent_exceeds_32_bits() -> None:
-    case = Case("far", batch=3, types=5, parents=4, pose=(2, 3, 2), gate=True)
-    tensors, settings, grads = case.tensors(torch.bfloat16), case.settings(), case.grads(torch.bfloat16)
-    expected = ops.attention_pass(*tensors, *settings)
-    gradients = ops.attention_pass_backward(*grads, *tensors[:6], expected[1], *settings, 127)
-    stride = 2**30 + 1
-    tensors[2] = _far_apart((3, 1, 1, 4, 2, 2), (stride, 1, 1, 4, 2, 1), torch.bfloat16).copy_(tensors[2])
-    tensors[4] = _far_apart((3, 1, 1, 5), (stride, 1, 1, 1), torch.bfloat16).copy_(tensors[4])
-    grads[0] = _far_apart((3, 1, 1, 4, 2, 2), (stride, 1, 1, 4, 2, 1), torch.bfloat16).copy_(grads[0])
-    found = ops.attention_pass(*tensors, *settings)
-    far_gradients = ops.attention_pass_backward(*grads, *tensors[:6], found[1], *settings, 127)
-    for one, other in zip((*expected, *gradients), (*found, *far_gradients), strict=True):
-        assert torch.equal(one, other)
+@every_routing
+def test_state_gate_and_gradients_whose_extent_exceeds_32_bits(routing: Routing) -> None:
+    call = routing.call(Case("far", routing.cases[0].rule, 3, parents=4, gate="some", dtype=torch.bfloat16))
+
+    def apart(tensor: Tensor) -> Tensor:
+        return _far_apart(tuple(tensor.shape), (2**30 + 1, *tensor.stride()[1:]), tensor.dtype).copy_(tensor)
+
+    moved = ("gate", *routing.state)
+    given = {n: apart(v) if n in moved and v is not None else v for n, v in call.given.items()}
+    _same_bits(call, replace(call, given=given, grads={n: apart(v) for n, v in call.grads.items()}))
 
 
 @native_only

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import native_only
-from pass_cases import Rounding
+from suite import native_only
+from judge import Rounding
 from torch import Tensor
 
 from fastcaps import functional
@@ -98,7 +98,7 @@ def step(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("routing", ["heinsen", "em"])
 def test_at_most_twice_the_error_of_eager(routing: str, shape: str, eps: float) -> None:
-    """And the problem's condition, as ``pass_cases.Bar`` has it, over draws: one may be kind to eager."""
+    """And the problem's condition, as ``judge.Bar`` has it, over draws: one may be kind to eager."""
     names = ("scores", "means", *(("variances",) if routing == "heinsen" else ()))
     names += ("dchildren", "dgate", "dweight", "dfirst", "dsecond")
     epsilon = torch.finfo(torch.float32).eps

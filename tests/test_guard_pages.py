@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from attention_cases import native_only
+from suite import native_only
 
 TESTS = Path(__file__).resolve().parent
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from attention_cases import native_only
+from suite import native_only
 
 pytestmark = [
     pytest.mark.unpoisoned,
@@ -93,3 +93,48 @@ def test_the_measurement_sees_votes() -> None:
         else:
             os.environ["FASTCAPS_BACKEND"] = before
     assert found > 115  # the votes of batch 4, once
+
+
+HEINSEN = """
+import torch
+from fastcaps import functional
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+def run(many, parents):
+    children = torch.randn(1, many, 1, 16, requires_grad=True)
+    weight = torch.randn(1, parents, 16, 16).mul_(0.25).requires_grad_()
+    scores = torch.randn(1, many, requires_grad=True)
+    uses, ignores = torch.randn(1, parents), torch.randn(1, parents)
+    inputs = children, weight, scores
+    torch.ones(1).add_(1)
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")
+    before = status("VmRSS")
+    found = functional.heinsen_routing(children, scores, weight, None, uses, ignores, iterations=2)[:3]
+    gradients = torch.autograd.grad(found, inputs, [torch.ones_like(x) for x in found])
+    kept = sum(t.numel() * t.element_size() for t in (*found, *gradients)) / 2**20
+    return status("VmHWM") - before - kept
+
+run(100, 3)  # libraries, thread pools, code that is read on first use
+print(run({many}, {parents}))
+"""
+
+
+@native_only
+@pytest.mark.parametrize(("many", "parents"), [(200_000, 32), (1000, 10_000)], ids=["children", "parents"])
+def test_a_step_does_not_grow_with_the_votes(many: int, parents: int) -> None:
+    """Votes would be 390 and 610 MB; a step may keep some copies of children and parents."""
+    script = HEINSEN.format(many=many, parents=parents)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[1],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    inputs = 4 * 16 * (many + 16 * parents) / 2**20
+    assert float(done.stdout) <= 3 * inputs + 64, f"grew by {float(done.stdout):.0f} MB"
