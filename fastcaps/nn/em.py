@@ -114,36 +114,19 @@ break_symmetry, iterations, device, dtype
         inverse_temperature: InverseTemperature | None = None,
         return_coefficients: bool = False,
     ) -> Capsules | RoutedCapsules:
-        """Route.
+        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
 
         Parameters
         ----------
-        children : Tensor
-            ``[B, I, d]`` for a set, ``[B, N, H, W, d]`` for a grid. A set layer also takes a grid and reads it as the
-            set ``[B, N*H*W, d]``, n slowest.
         activations : Tensor, optional
             The children's, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``; 0 for a child that is not there, all 1 if None.
-        out_capsules : int, optional
-            The number of parents, for a layer that leaves it open; that of the children a parent sees by default.
-        bias : Tensor, optional
-            Added to the votes of this call, beside the layer's own: ``[I or 1, M or 1, C, E]``; coordinates, say.
-        iterations : int, optional
-            Another number of turns for this call.
         inverse_temperature : float, sequence of float, callable, optional
             Another schedule for this call.
-        return_coefficients : bool
-            Also return the last turn's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
 
         Returns
         -------
         Capsules or RoutedCapsules
-            The parents' poses ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; their activations ``[B, M]`` or
-            ``[B, M, Ho, Wo]``; then the coefficients if asked for.
-
-        Raises
-        ------
-        ValueError, TypeError
-            Naming the argument whose shape, dtype or device does not fit.
+            The parents' poses; their activations ``[B, M]`` or ``[B, M, Ho, Wo]``; then the coefficients if asked for.
         """
         if self.coordinates and isinstance(children, Tensor) and children.dim() == 5:
             _, types, height, width, _ = children.shape

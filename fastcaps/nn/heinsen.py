@@ -102,35 +102,19 @@ break_symmetry, iterations, device, dtype
         iterations: int | None = None,
         return_coefficients: bool = False,
     ) -> Gaussians | RoutedGaussians:
-        """Route.
+        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
 
         Parameters
         ----------
-        children : Tensor
-            ``[B, I, d]`` for a set, ``[B, N, H, W, d]`` for a grid. A set layer also takes a grid and reads it as the
-            set ``[B, N*H*W, d]``, n slowest.
         scores : Tensor, optional
             The children's, ``[B, I]`` or ``[B, N, H, W]``: any numbers, minus infinity for a child that is not there,
             plus infinity for one that certainly is; all of them certainly are if None.
-        out_capsules : int, optional
-            The number of parents, for a layer that leaves it open; that of the children a parent sees by default.
-        bias : Tensor, optional
-            Added to the votes of this call, beside the layer's own: ``[I or 1, M or 1, C, E]``.
-        iterations : int, optional
-            Another number of turns for this call.
-        return_coefficients : bool
-            Also return the last turn's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
 
         Returns
         -------
         Gaussians or RoutedGaussians
-            The parents' poses (means) ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; their scores ``[B, M]`` or
-            ``[B, M, Ho, Wo]``; the variances of the poses; then the coefficients if asked for.
-
-        Raises
-        ------
-        ValueError, TypeError
-            Naming the argument whose shape, dtype or device does not fit.
+            The parents' poses (means); their scores ``[B, M]`` or ``[B, M, Ho, Wo]``; the variances of the poses; then
+            the coefficients if asked for.
         """
         call = self.prepare(children, scores, out_capsules, bias)
         found = functional.heinsen_routing(

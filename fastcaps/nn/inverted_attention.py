@@ -155,38 +155,24 @@ break_symmetry, iterations, device, dtype
         iterations: int | None = None,
         return_coefficients: bool = False,
     ) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Route once, or several times in a row.
+        """Route once, or several times in a row, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
 
         Parameters
         ----------
-        children : Tensor
-            ``[B, I, d]`` for a set, ``[B, N, H, W, d]`` for a grid. A set layer also takes a grid and reads it as the
-            set ``[B, N*H*W, d]``, n slowest.
         parents : Tensor, optional
-            The parents' last poses, shaped as the result. None is the first iteration.
+            The parents' last poses, shaped as the result. None is the first iteration. They tell the number of parents
+            for a layer that leaves it open.
         activations : Tensor, optional
             ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
-        out_capsules : int, optional
-            The number of parents, for a layer that leaves it open; by default that of ``parents``, else of the children
-            that a parent sees.
-        bias : Tensor, optional
-            Added to the votes of this call, beside the layer's own: ``[I or 1, M or 1, C, E]``.
         iterations : int, optional
             Another number of turns for this call, each with the parents of the one before: what a loop of calls would
             do, in one.
-        return_coefficients : bool
-            Also return the last turn's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
 
         Returns
         -------
         Tensor, Capsules, Routed or RoutedCapsules
-            The parents' poses ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; then, where ``activations=True`` was chosen,
-            their activations ``[B, M]`` or ``[B, M, Ho, Wo]``; then the coefficients if asked for.
-
-        Raises
-        ------
-        ValueError, TypeError
-            Naming the argument whose shape, dtype or device does not fit.
+            The parents' poses; then, where ``activations=True`` was chosen, their activations ``[B, M]`` or
+            ``[B, M, Ho, Wo]``; then the coefficients if asked for.
         """
         if parents is not None:
             self._check_parents(parents)

@@ -101,6 +101,16 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     iterations : int
         Turns.
 
+    Calls
+    -----
+    A call gives ``children``, what comes with them (activations or scores), and by name ``out_capsules``, the number of
+    parents for a layer that leaves it open; ``bias``, ``[I or 1, M or 1, C, E]``, added to the votes of this call
+    beside the layer's own; ``iterations``, another number of turns; ``return_coefficients``. Children are ``[B, I, d]``
+    for a set, ``[B, N, H, W, d]`` for a grid; a set layer also takes a grid and reads it as the set ``[B, N*H*W, d]``,
+    n slowest. Parents are ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``, coefficients of the last turn ``[B, I, M]`` or
+    ``[B, Ho, Wo, I, M]``, without gradient. A shape, dtype or device that does not fit raises ValueError or TypeError
+    naming the argument.
+
     Attributes
     ----------
     weight : Parameter or None

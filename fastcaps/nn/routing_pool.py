@@ -90,34 +90,20 @@ break_symmetry, iterations, device, dtype
         sharpness: float | None = None,
         return_coefficients: bool = False,
     ) -> Tensor | Routed:
-        """Route.
+        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
 
         Parameters
         ----------
-        children : Tensor
-            ``[B, I, d]`` for a set, ``[B, N, H, W, d]`` for a grid. A set layer also takes a grid and reads it as the
-            set ``[B, N*H*W, d]``, n slowest.
         activations : Tensor, optional
             Not negative, ``[B, I]`` or ``[B, N, H, W]``: how much a child counts in the softmax, 0 for a child that is
             not there; all 1 if None.
-        out_capsules : int, optional
-            The number of parents, for a layer that leaves it open; that of the children a parent sees by default.
-        bias : Tensor, optional
-            Added to the votes of this call, beside the layer's own: ``[I or 1, M or 1, C, E]``.
-        iterations, sharpness : int and float, optional
-            Others for this call.
-        return_coefficients : bool
-            Also return the last sum's routing coefficients, ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``.
+        sharpness : float, optional
+            Another one for this call.
 
         Returns
         -------
         Tensor or Routed
-            The parents' poses ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; then the coefficients if asked for.
-
-        Raises
-        ------
-        ValueError, TypeError
-            Naming the argument whose shape, dtype or device does not fit.
+            The parents' poses; then the coefficients if asked for.
         """
         call = self.prepare(children, activations, out_capsules, bias)
         found = functional.routing_pool(
