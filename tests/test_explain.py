@@ -57,8 +57,8 @@ def test_nothing_of_the_module_changes(training: bool) -> None:
     before = copy.deepcopy(network.state_dict())
     versions = [tensor._version for tensor in (*network.parameters(), *network.buffers())]
     hooks = [len(module._forward_hooks) for module in network.modules()]
-    state = torch.get_rng_state()
     given = images()
+    state = torch.get_rng_state()
     assert len(told_of(network, given)) >= 2
     assert not fired and network.calls == 0
     assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
