@@ -70,8 +70,15 @@ class Routing:
     crowd: Crowd = CROWD
     same_votes: bool = False
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int) -> str:
-        """Return why the kernels cannot take a call with poses (C, D, E) and M parents; empty if they can."""
+    def refusal(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        pose: tuple[int, int, int],
+        parents: int,
+        has_weight: bool = True,
+    ) -> str | None:
+        """Return why the kernels cannot take a call with poses (C, D, E) and M parents, or None if they can."""
         if device.type not in served_devices():
             return f"it runs on GPUs only (or with TRITON_INTERPRET=1), the tensors are on {device}"
         if dtype not in DTYPES:
@@ -84,21 +91,14 @@ class Routing:
             )
         if parents * pose[0] * pose[2] >= 1 << 31 or pose[1] * pose[2] >= 1 << 31:
             return f"it takes M * C * E and D * E below 2**31, got M = {parents}, (C, D, E) = {pose}"
-        return ""
+        return None
 
-    def schedule_call(
-        self,
-        children: Tensor,
-        weight: Tensor | None,
-        parents: int,
-        window: Sequence[int],
-        *,
-        backward: bool = False,
-        options: int = 0,
-        limits: Limits = LIMITS,
-    ) -> Schedule:
-        """Return how a call with these arguments would be cut up; nothing runs, and meta tensors will do."""
-        return Call(self, children, weight, None, None, parents, window, options, limits).schedule(backward)
+    def schedule_call(self, votes: Sequence[Any], call: Any, backward: bool) -> Schedule:
+        """Return how a call is cut up; nothing runs, and meta tensors will do.
+
+        ``votes``: the six leading arguments of the ops; ``call`` knows the ``options``.
+        """
+        return Call(self, *votes, call.options).schedule(backward)
 
 
 def served_devices() -> tuple[str, ...]:

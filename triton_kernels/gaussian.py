@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import of_turn, one_turn
 from .call import Call, Routing, current, watched
-from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _gaussian_prepare_kernel
+from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
 from .launches import Gradients, answer, forward
 from .schedule import LIMITS, Crowd, Limits
 
@@ -32,8 +32,8 @@ ROUTING = Routing(
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 """A turn without means, which leaves their base besides."""
-MEASURED = replace(ROUTING, algebra=REST, sums=("pose",))
-"""The rest of a turn."""
+MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
+"""Rest and count of a turn."""
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 EM = 4  # the rule
 
@@ -42,7 +42,7 @@ def own_of(
     state: Sequence[Tensor | None],
     betas: Sequence[Tensor | None],
     eps: float,
-    results: Sequence[Tensor | None] = (None, None),
+    results: Sequence[Tensor | None] = (None, None, None),
 ) -> Gaussian:
     """Return the routing's own tensors and numbers as the kernels take them."""
     mean, variance, log_weight = state
@@ -178,22 +178,22 @@ def gaussian_routing_backward(
     states = [[of_turn(tensor, turn, turns) for tensor in state] for turn in range(turns)]
     scored = [own[0] is not None or own[2] is not None for own in states]
     with current(call.device):
-        rest = None
+        rest, measured_counts = None, counts
         if grads[2] is not None:
-            rest = torch.empty_like(means)
+            rest, measured_counts = torch.empty_like(means), torch.empty_like(counts)
             measured = Call(MEASURED, children, weight, bias, gate, parents, window, options, limits)
             for turn in range(turns):
-                own = own_of(states[turn], (None, None), eps, (means[turn], variances[turn]))
-                forward(measured, own, (rest[turn],), scored[turn])
+                own = own_of(states[turn], (None, None), eps, (counts[turn], means[turn], variances[turn]))
+                forward(measured, own, (rest[turn], measured_counts[turn]), scored[turn])
         tile, blocks = call.pose_tile(turns * call.poses)
         slope, bend, offset = torch.empty_like(means), torch.empty_like(means), torch.empty_like(counts)
         call.launch(
-            _gaussian_prepare_kernel,
+            _prepare_kernel,
             blocks,
             grad_counts=grads[0],
             grad_means=grads[1],
             grad_variances=grads[2],
-            counts=counts,
+            counts=measured_counts,
             variances=variances,
             rest=rest,
             slope=slope,

@@ -4,7 +4,7 @@
 softmax_m a_im``, and of these weights count, mean, variance and evidence (Hinton et al. 2018; Heinsen 2019).
 
 Results: (counts, means, variances, evidence); given gradients: (A, B, K, means, devidence), see
-:func:`_gaussian_prepare_kernel`; gradients of the parents: (dmean, dvariance, dlog_weight).
+:func:`_prepare_kernel`; gradients of the parents: (dmean, dvariance, dlog_weight).
 
 **Moments** are kept as West (1979) does: the mean as an offset ``lo`` from a *base*, and the sum of squares about it,
 both corrected child by child; ranges of children meet by Chan's formula. The base is the parents' mean, or without one
@@ -15,8 +15,8 @@ Backward, with ``d_im = V_im - means_m``: ``t_im = K_m + <A_m + B_m d_im, d_im> 
 ``dV_im = w_im (A_m + 2 B_m d_im) - 2 p_m da_im (V_im - mu_m)``.
 
 **The rest** ``sum_i w_im d_im`` is ``eps means_m`` on paper. But means are rounded, so that every d_im is off by the
-same, and dV with it unless A knows the rest of the numbers at hand. That shows where one child makes a parent: there
-a sum of its own measures the rest.
+same, and dV with it unless A knows the rest of the numbers at hand; nor is ``n_m`` quite the sum of weights that are
+made again. That shows where one child makes a parent: there a sweep of its own measures the rest and the count.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from .forward import Algebra
 from .tiles import equal_shares, inner_product, kernel, place, put, shares_of, spread, unbroken
 
 NARROW = tl.constexpr(2.0**-6)
-"""The rest is measured where a variance is below this share of its squared mean."""
+"""A parent is narrow, and its rest measured, where a variance is below this share of its squared mean."""
 
 
 class Gaussian(NamedTuple):
-    """The tensors and numbers of a Gaussian routing; ``means`` and ``variances`` are the results, for the rest."""
+    """The tensors and numbers of a Gaussian routing; ``counts`` to ``variances`` are its results, for the rest."""
 
     mean: Any
     variance: Any
     log_weight: Any
     beta_use: Any
     beta_ignore: Any
+    counts: Any
     means: Any
     variances: Any
     eps: float
@@ -231,8 +232,8 @@ def dscore(routing, own, grads, held, votes, child, known, heard, at, tile):
     whole = whole_gate(child)
     weights = tl.where(here, shares * whole, 0.0)
     dscores = tl.where(here, weights * (gain - mean_gain[:, None]), 0.0)
-    used = None
-    ignored = None
+    used = dscores  # of a form that Triton can return; nobody asks without betas
+    ignored = dscores
     if grads[4] is not None:
         used = weights * held[4]
         ignored = (weights - whole) * held[4]
@@ -302,10 +303,11 @@ GAUSSIAN = Algebra(
 
 @triton.jit
 def narrow(routing, at):
-    """Return which numbers of parents have a variance that is nothing beside their squared mean, and the means."""
+    """Return which parents ``[BL, BM]`` have a variance that is nothing beside its squared mean, and the means."""
     means = tl.load(routing.means + at.pose, mask=at.pose_mask, other=0.0)
     variances = tl.load(routing.variances + at.pose, mask=at.pose_mask, other=0.0)
-    return at.pose_mask & (variances < means * means * NARROW), means
+    there = (at.pose_mask & (variances < means * means * NARROW)).to(tl.int32)
+    return tl.max(tl.max(there, axis=0), axis=0) > 0, means
 
 
 @triton.jit
@@ -313,8 +315,7 @@ def load_rest(routing, at, tile):
     """Return the tiles of mean and p, the log-weights; the new means, and whether no parent is narrow."""
     mean, precision, log_weight = load(routing, at, tile)
     there, means = narrow(routing, at)
-    widest = tl.max(tl.max(tl.max(tl.max(there.to(tl.int32), axis=0), axis=0), axis=0), axis=0)
-    return mean, precision, log_weight, means, widest == 0
+    return mean, precision, log_weight, means, tl.max(tl.max(there.to(tl.int32), axis=0), axis=0) == 0
 
 
 @triton.jit
@@ -325,36 +326,40 @@ def idle_rest(routing, own):
 
 @triton.jit
 def start_rest(routing, tile):
-    """Return the rest of no children."""
-    return (tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32),)
+    """Return rest and count of no children."""
+    pose = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
+    return pose, tl.zeros([tile.BL, tile.BM], tl.float32)
 
 
 @triton.jit
 def add_rest(routing, own, state, votes, child, known, at, tile):
-    """Add ``w_im d_im``."""
+    """Add ``w_im d_im`` and ``w_im``."""
     shares = responsibilities(routing, own, votes, known, at, tile) * whole_gate(child)
+    weight = tl.where(child.opened[:, None], shares, 0.0)
     apart = tl.where(child.opened[None, None, :, None], votes - own[3], 0.0)
-    return (state[0] + spread(tl.where(child.opened[:, None], shares, 0.0)) * apart,)
+    return state[0] + spread(weight) * apart, state[1] + weight
 
 
 @triton.jit
 def join_rest(routing, state, other):
-    """Return the rest of two ranges of children."""
-    return (state[0] + other[0],)
+    """Return rest and count of two ranges of children."""
+    return state[0] + other[0], state[1] + other[1]
 
 
 @triton.jit
 def finish_rest(routing, state, results, at, tile):
-    """Store the rest: what was measured of a parent's narrow numbers, and of the others what it is on paper."""
+    """Store rest and count: what was measured of narrow parents, and of others what they are on paper."""
     there, means = narrow(routing, at)
-    tl.store(results[0] + at.pose, tl.where(there, state[0], routing.eps * means), mask=at.pose_mask)
+    counts = tl.load(routing.counts + at.each, mask=at.each_mask, other=0.0)
+    tl.store(results[0] + at.pose, tl.where(spread(there), state[0], routing.eps * means), mask=at.pose_mask)
+    tl.store(results[1] + at.each, tl.where(there, state[1], counts), mask=at.each_mask)
 
 
 REST = Algebra(load_rest, score, start_rest, add_rest, join_rest, finish_rest, idle_rest)
 
 
 @kernel
-def _gaussian_prepare_kernel(
+def _prepare_kernel(
     grad_counts, grad_means, grad_variances, counts, variances, rest, slope, bend, offset, poses, eps, tile,
     ROUTING: tl.constexpr,
 ):  # fmt: skip

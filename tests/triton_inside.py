@@ -1,12 +1,17 @@
-"""Calls whose offsets pass 2**31, in memory that is mapped and hardly ever touched; the interpreter runs them."""
+"""What the process that interprets kernels runs by itself: whole ops, and calls whose offsets pass 2**31.
+
+The memory of those is mapped and hardly ever touched.
+"""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from registry import Call, routing_of
 from torch import Tensor
 
 NO_RESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python names from 3.12 on
@@ -24,6 +29,14 @@ def apart(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     view = mapped(last + 1).as_strided(tensor.shape, strides)
     return view.copy_(tensor)
+
+
+def training(stem: str, case: Any) -> dict[str, Tensor]:
+    """Return results and gradients of a case by the public op with the Triton backend, of however many turns."""
+    import fastcaps
+
+    with fastcaps.backend("triton"):
+        return Call.training(routing_of(stem).call(case), Call.by_op)
 
 
 def attention(options: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,0 +1,380 @@
+"""The Triton kernels of every routing against the reference, and what they compile to.
+
+How they are run and judged: ``triton_cases``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import GPU_DTYPES, Case
+from hypothesis import given
+from hypothesis import strategies as st
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Routing
+from suite import drawn, every_routing, random_cases
+from triton_cases import (
+    DEVICE,
+    TINY,
+    WIDE,
+    backward_of,
+    check,
+    compiled_here,
+    hold_bound,
+    hold_compiled,
+    interpret,
+    kernels,
+    launches,
+    once_each,
+    schedule,
+    sizes_allocated,
+    static,
+)
+
+from fastcaps.reference import Rule
+from fastcaps.triton_kernels import attention, available, devices, gaussian, pooling
+from fastcaps.votes import SET_WINDOW
+
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="the kernels run on a GPU here")
+LIMITS = WIDE if DEVICE == "cpu" else {}
+
+
+def _cost(case: Case) -> int:
+    """Return how long the interpreter takes, about: children that programs walk."""
+    positions = case.numbers[0] * case.numbers[1] * case.numbers[2]
+    size = case.parents * case.pose[0] * case.pose[2]
+    return case.seen * case.turns * -(-positions * size // 4096)
+
+
+def _cases(most: int) -> list[Any]:
+    """Return cases that the interpreter is soon done with, and all of them for a GPU."""
+    found = []
+    for routing in ROUTINGS:
+        taken = [replace(one, dtype=torch.float32) if one.dtype == torch.float64 else one for one in routing.cases]
+        small = [one for one in taken if _cost(one) <= most and not one.name.endswith("float64")]
+        step = 3 if DEVICE == "cpu" else 1
+        kept = small if DEVICE == "cuda" else [one for k, one in enumerate(small) if k % step == 0 or one.name[0] > "9"]
+        found += [pytest.param(routing, one, id=f"{routing}-{one}") for one in kept]
+    return found
+
+
+def _small(routing: Routing, **changes: Any) -> Case:
+    """Return a case with overlapping windows, some of whose children are in the padding."""
+    rule = {"attention": Rule.LAYER_NORM, "pooling": Rule.UNIT, "gaussian": Rule.HEINSEN}[routing.stem]
+    window = (2, 2, 1, 1, 1, 0, 1, 1)
+    usual = {"batch": 1, "grid": (1, 2), "types": 1, "window": window, "bias": "IM", "gate": "silent"}
+    return Case("small", rule, **{**usual, "normalize": True, **changes})
+
+
+# ---- against the reference ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("routing", "case"), _cases(60 if DEVICE == "cpu" else 1 << 40))
+def test_forward_and_every_gradient(routing: Routing, case: Case) -> None:
+    check(routing, case, **LIMITS)
+
+
+@pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
+@every_routing
+def test_half_precision(routing: Routing, dtype: torch.dtype) -> None:
+    check(routing, _small(routing, dtype=dtype, turns=2))
+
+
+WAYS: dict[str, Any] = {
+    "tiny": (0, TINY),  # parents and children are split over programs
+    "tiny-ordered": (1, TINY),
+    "ranges": (0, {"resident": 64}),  # a range for every child
+    "ordered": (1, {}),
+    "tf32": (2, {}),
+    "tf32-ordered": (3, WIDE),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@every_routing
+def test_ways_to_run(routing: Routing, way: str) -> None:
+    """Two sweeps, ranges of children that meet in the finishing kernel, one order, matrix products."""
+    options, limits = WAYS[way]
+    check(routing, _small(routing, types=2, parents=7, pose=(2, 3, 2)), options, **limits)
+
+
+@pytest.mark.parametrize("way", ["tiny", "tiny-ordered"])
+@every_routing
+def test_two_sweeps_over_votes_without_matrices(routing: Routing, way: str) -> None:
+    """Also where the first turn has no parents."""
+    options, limits = WAYS[way]
+    check(routing, _small(routing, groups="none", parents=5, pose=(2, 3, 3), start=False, turns=2), options, **limits)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@every_routing
+def test_many_children_of_the_same_matrices(routing: Routing, batch: int) -> None:
+    """Programs of their own gather dW: by outer products for few positions, else by matrix products."""
+    case = _small(routing, batch=batch, grid=(1, 1), window=SET_WINDOW, types=65, groups="one", bias="1M", betas="I1")
+    check(routing, case, **LIMITS)
+
+
+@drawn(5 if DEVICE == "cpu" else 60)
+@given(data=st.data(), options=st.integers(0, 3 if DEVICE == "cpu" else 1), routing=st.sampled_from(ROUTINGS))
+def test_random_calls(data: st.DataObject, options: int, routing: Routing) -> None:
+    case = data.draw(random_cases(routing))
+    small = replace(case, batch=min(case.batch, 1), types=min(case.types, 1 if case.grid != (1, 1) else 5), turns=1)
+    small = replace(small, groups="own" if isinstance(case.groups, int) else case.groups, dtype=torch.float32)
+    check(routing, small, options, **LIMITS)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("routing", "name"),
+    [
+        (ATTENTION, "primes"),
+        (POOLING, "sharp"),
+        (GAUSSIAN, "one-effective-child"),
+        (GAUSSIAN, "few-effective-children"),
+    ],
+    ids=str,
+)
+def test_ops_served_by_the_interpreter(routing: Routing, name: str) -> None:
+    """All turns by the public op and its autograd, on CPU tensors with TRITON_INTERPRET=1."""
+    case = routing.case(name)
+    routing.bar(case).hold(interpret("triton_inside.training", routing.stem, case))
+
+
+@interpreted
+@pytest.mark.parametrize("options", [0, 1, 2])
+def test_offsets_beyond_int32(options: int) -> None:
+    """Rows and columns of poses and of matrices lie 2**30 numbers apart."""
+    near, far = interpret("triton_inside.attention", options)
+    for one, other in zip(near, far, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
+
+
+@interpreted
+def test_poses_beyond_int32() -> None:
+    found, expected = interpret("triton_inside.finish")
+    assert found == expected
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_eps(batch: int) -> None:
+    """Poses that fill a block's last tile are 0 to LayerNorm: without eps they must not make NaN of anything."""
+    check(ATTENTION, _small(ATTENTION, batch=batch, types=3, eps=0.0, gate=None), **LIMITS)
+
+
+# ---- promises -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [0, 1])
+@every_routing
+def test_only_the_gradients_asked_for(routing: Routing, options: int) -> None:
+    back = routing.backward_call(_small(routing))
+    everything = backward_of(routing, back, options)
+    assert set(everything) == set(routing.gradients)
+    for k, name in enumerate((*routing.gradients, "nothing")):
+        needs = 1 << k if k < len(routing.gradients) else 0
+        found = backward_of(routing, BackwardCall(routing, {**back.given, "needs": needs}), options)
+        assert set(found) == ({name} if needs else set())
+        for gradient in found.values():
+            torch.testing.assert_close(gradient, everything[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@every_routing
+def test_ordered_results_have_the_same_bits(routing: Routing) -> None:
+    back = routing.backward_call(_small(routing))
+    first, again = (backward_of(routing, back, 1) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, again[name]), name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("way", ["ordered", "tiny"])
+@pytest.mark.parametrize("routing", [POOLING, GAUSSIAN], ids=str)
+def test_a_gate_of_0_leaves_no_trace(routing: Routing, way: str, bad: float) -> None:
+    """Not of a broken child either; behind an open gate it spoils its own position."""
+    options, limits = WAYS[way]
+    case = _small(routing, batch=2, grid=(2, 2), types=2, pose=(2, 2, 2), parents=2, bias="11", betas="11", gate="some")
+    call, back = routing.call(case), routing.backward_call(case)
+    for part in (call.given, back.given):
+        part["gate"][0, 0, 0, 0] = part["gate"][1, 1, 1, 1] = 0.0
+    call.given["children"][0, 0, 0, 0, 0, 1] = call.given["children"][1, 1, 1, 1] = bad
+    expected = call.by_loop()
+    found = call.forward(kernels(routing, routing.name, **limits), options)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    back.given["children"] = call.given["children"]
+    for kept, saved in routing.saved.items():
+        back.given[kept] = expected[saved]
+    wanted = dict(zip(routing.gradients, back.by_reference(), strict=True))
+    for name, value in backward_of(routing, back, options, **limits).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+    call.given["gate"][1, 1, 1, 1] = 1.0
+    name = "means" if routing is GAUSSIAN else "parents"
+    spoiled = call.forward(kernels(routing, routing.name, **limits), options)[name].isfinite()
+    assert torch.equal(spoiled, call.by_loop()[name].isfinite()) and not spoiled.all()
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_variances_do_not_feel_an_offset(start: bool) -> None:
+    """Votes at 1e4 with a spread of 1, about a mean or none; ranges of children, the first of which may be empty."""
+    generator = torch.Generator().manual_seed(0)
+    case = Case("far", Rule.HEINSEN, batch=1, types=41, parents=2, pose=(1, 2, 2), groups="one", start=start, eps=0.0)
+    call = GAUSSIAN.call(replace(case, gate="some", betas="11"))
+    call.given["children"].copy_(torch.randn(1, 1, 1, 41, 1, 2, generator=generator) + 1e4)
+    call.given["weight"].copy_(torch.eye(2))
+    call.given["gate"].fill_(1.0)[..., 0] = 0.0
+    if start:
+        call.given["mean"].fill_(1e4 + 0.3)
+        call.given["variance"].fill_(1e4)
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()
+    found = call.forward(kernels(GAUSSIAN, GAUSSIAN.name, resident=64))
+    torch.testing.assert_close(found["variances"].double(), exact["variances"], rtol=5e-6, atol=0.0)
+    torch.testing.assert_close(found["means"].double(), exact["means"], rtol=1e-6, atol=0.0)
+
+
+# ---- schedules, refusals, what would be compiled ---------------------------------------------------------------------
+
+
+def test_refusals_say_why() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert available() == "" and devices() == ("cuda", "xpu")
+    assert interpret("fastcaps.triton_kernels.devices") == ("cpu", "cuda")
+    assert interpret("fastcaps.triton_kernels.attention.refusal", cpu, torch.float32, (4, 4, 4), 32) is None
+    for module in (attention, pooling, gaussian):
+        assert module.refusal(gpu, torch.float32, (4, 4, 4), 512, True) is None
+        assert "on cpu" in module.refusal(cpu, torch.float32, (4, 4, 4), 32, True)
+        assert "float64" in module.refusal(gpu, torch.float64, (4, 4, 4), 32, True)
+    assert attention.refusal(gpu, torch.float16, (1, 700, 8192), 30_000, False) is None
+    assert "8192 numbers" in pooling.refusal(gpu, torch.float32, (128, 4, 128), 32, True)
+    assert "4096 numbers" in gaussian.refusal(gpu, torch.float32, (128, 4, 64), 32, True)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_one_turn_at_a_time(routing: Routing) -> None:
+    call = routing.call(_small(routing, turns=2))
+    with pytest.raises((ValueError, RuntimeError), match="one turn at a time, got 2"):
+        call.forward(kernels(routing, routing.name))
+
+
+@pytest.mark.parametrize("products", [None, False, True])
+@pytest.mark.parametrize("pose", [(1, 1, 1), (4, 4, 4), (6, 6, 6), (5, 3, 7), (1, 64, 64), (64, 64, 64), (1, 3, 8192)])
+def test_schedules_cover_everything_and_fit(pose: tuple[int, int, int], products: bool | None) -> None:
+    for positions, children, parents in ((1, 1, 1), (6272, 288, 32), (128, 800, 10), (3, 7, 30_000), (2, 10**6, 64)):
+        facts = schedule.Facts(positions, children, parents, pose, products=products)
+        for backward in (False, True):
+            made = schedule.schedule(facts, backward=backward)
+            assert made.positions * made.blocks >= positions and made.parents * made.tiles >= parents
+            assert children <= made.per_split * made.splits < children + made.per_split
+            assert made.rows >= pose[0] and made.columns >= pose[2]
+            assert made.numbers <= 32 * made.warps * (16 if backward else 32) and made.warps <= 16
+            if made.depth or made.votes:
+                assert made.positions * made.rows >= 16 and made.parents * made.columns >= 16
+            assert f"{made.positions} positions" in str(made)
+        same = replace(facts, same_votes=True)
+        assert schedule.schedule(same).votes == schedule.schedule(same, backward=True).votes
+        made = schedule.matrix_schedule(facts)
+        assert made.position_splits * made.per_split >= made.tile.blocks
+        assert made.splits * made.group_children >= children
+    votes = (torch.empty(128, 16, 16, 32, 8, 8, device="meta"), torch.empty(288, 32, 8, 8, device="meta"), None, None)
+    for bits, way in ((0, "column by column"), (2, "matrix products")):
+        told = attention.schedule_call((*votes, 32, (3, 3, 2, 2, 0, 0, 1, 1)), SimpleNamespace(options=bits), False)
+        assert way in str(told)
+
+
+def _step(
+    stem: str, children: Any, weight: Any, parents: int, full: bool = False, options: int = 0, **chosen: Any
+) -> Callable[[], None]:
+    """Return a training step of later turns, on tensors of no memory; ``full``: with everything that there can be."""
+    dtype = torch.bfloat16 if full else torch.float32
+    window = (3, 3, 1, 1, 1, 1, 1, 1) if full else SET_WINDOW
+    columns = children[-1] if weight is None else weight[-1]
+
+    def meta(*shape: int, wide: bool = False) -> torch.Tensor:
+        return torch.empty(shape, device="meta", dtype=torch.float32 if wide else dtype)
+
+    each = (*children[:3], parents)
+    pose = (*each, children[4], columns)
+    bias = meta(window[0] * window[1] * children[3], parents, *pose[-2:]) if full else None
+    gate = meta(*children[:4]) if full or stem == "gaussian" else None
+    votes = (meta(*children), None if weight is None else meta(*weight), bias, gate, parents, window)
+    query, norm = meta(*pose), meta(pose[-2] * pose[-1])
+    state = (meta(*pose, wide=True), meta(*pose, wide=True), meta(*each, wide=True))
+    beta = meta(window[0] * window[1] * children[3] if weight[0] > 1 else 1, parents, wide=True) if weight else None
+
+    def step() -> None:
+        if stem == "attention":
+            made, sums = attention.attention_routing(*votes, query, norm, norm, 0.5, 1e-5, 0, 1, options, **chosen)
+            saved = (query[None], norm, sums, 0.5, 1e-5, 127, options)
+            attention.attention_routing_backward(made[None], *votes, *saved, **chosen)
+        elif stem == "pooling":
+            made, *kept = pooling.pooling_routing(*votes, query, 1.0, True, 3, 1, options, **chosen)
+            pooling.pooling_routing_backward(made[None], *votes, query[None], *kept, 1.0, True, 31, options, **chosen)
+        else:
+            _, _, _, *kept, scores = gaussian.gaussian_routing(
+                *votes, *state, beta, beta, [1.0], 5, 1e-5, options, **chosen
+            )
+            states = (one[None] for one in state)
+            saved = (*states, beta, beta, *kept, 1e-5, 511, options)
+            gaussian.gaussian_routing_backward(*kept, scores, *votes, *saved, **chosen)
+
+    return step
+
+
+@pytest.mark.parametrize("ordered", [0, 1])
+@every_routing
+def test_workspace_never_grows_with_children_times_parents(routing: Routing, ordered: int) -> None:
+    """Every allocation of a call is seen, on the meta device: a vocabulary of 30,000, and a million children."""
+    for batch, children, many in ((2, 1024, 30_000), (1, 10**6, 64)):
+        step = _step(routing.stem, (batch, 1, 1, children, 1, 16), (1, many, 16, 16), many, options=ordered)
+        tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
+        sizes = sizes_allocated(step)
+        assert max(sizes) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
+        assert max(sizes) < batch * children * many
+
+
+SHAPES: dict[str, Any] = {
+    "tsai": ("attention", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
+    "tsai-6x6": ("attention", (128, 1, 1, 200, 6, 6), (200, 20, 6, 6), 20),
+    "tsai-8x8": ("attention", (128, 1, 1, 200, 8, 8), (200, 16, 8, 8), 16),
+    "tsai-1x64": ("attention", (128, 1, 1, 200, 1, 64), (200, 10, 64, 64), 10),
+    "sabour": ("attention", (128, 1, 1, 200, 1, 8), (200, 10, 8, 16), 10),
+    "zhao": ("pooling", (128, 1, 1, 256, 1, 16), None, 1),
+    "zhao-512": ("pooling", (128, 1, 1, 256, 1, 16), None, 512),
+    "pool-4x4": ("pooling", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
+    "hinton": ("gaussian", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
+    "heinsen-norb": ("gaussian", (20, 1, 1, 640, 4, 4), (1, 64, 4, 4), 64),
+    "heinsen-sst": ("gaussian", (20, 1, 1, 640, 1, 64), (1, 64, 64, 2), 64),
+    "li-capnet": ("gaussian", (128, 1, 1, 200, 1, 8), (200, 512, 8, 16), 512),
+}
+COMPILED = [(shape, "sm_90", k % 3) for k, shape in enumerate(SHAPES)]
+COMPILED += [(shape, "sm_90", 0) for k, shape in enumerate(SHAPES) if k % 3]
+COMPILED += [("tsai", "sm_80", 0), ("hinton", "sm_80", 0), ("pool-4x4", "sm_100", 0), ("hinton", "sm_100", 0)]
+COMPILED += [("tsai", "gfx942", 0), ("tsai-1x64", "gfx942", 0)]
+
+
+@compiled_here
+@pytest.mark.parametrize(("shape", "target", "options"), COMPILED)
+def test_compiles_without_a_gpu(shape: str, target: str, options: int) -> None:
+    """Every kernel of a training step, for GPUs that are not there; few registers may spill, in large poses only."""
+    stem = SHAPES[shape][0]
+    wanted = {f"_{stem}_forward_kernel", f"_{stem}_backward_kernel"}
+    wanted |= {f"_{stem}_matrix_backward_kernel"} if options & 1 else set()
+    large = 24 if shape in ("tsai-6x6", "tsai-1x64") else 4 if stem == "attention" else 0
+    hold_compiled(launches(_step(*SHAPES[shape], options=options)), target, large, wanted)
+
+
+@compiled_here
+@pytest.mark.parametrize("ordered", [0, 1])
+@every_routing
+def test_everything_at_once_compiles_without_a_gpu(routing: Routing, ordered: int) -> None:
+    """Bias, gate, padding, half precision and two sweeps, in odd sizes; Triton's launcher takes what is launched."""
+    limits = schedule.Limits(forward=4, backward=4)
+    step = _step(routing.stem, (2, 5, 5, 3, 5, 3), (27, 70, 3, 7), 70, full=True, options=ordered, limits=limits)
+    found = launches(step)
+    assert routing is POOLING or f"_{routing.stem}_normalizer_kernel" in {launch.name for launch in found}
+    for launch in once_each(found):
+        assert static.compiled_for("sm_90", launch).n_regs > 0
+    hold_bound(found)
