@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastcaps import backends, libraries
+from fastcaps.checks import is_tracing
 from fastcaps.votes import Votes, autocast_dtype
 
 if TYPE_CHECKING:
@@ -126,8 +127,13 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
     memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
     copied = copy.deepcopy(call, memo)
     for module in copied.modules():
-        module._forward_hooks.clear()
-        module._backward_hooks.clear()
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            hooks.clear()
     return copied
 
 
@@ -140,7 +146,7 @@ def tell(routing: Routing, votes: Votes, turns: int) -> None:
 
 def tell_library(votes: Votes) -> None:
     """Tell :func:`explain`, if it listens in this thread, of a first turn that torch's own product makes."""
-    found = _told.get()
+    found = None if is_tracing() else _told.get()
     if found is None:
         return
     why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"

@@ -46,7 +46,7 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
             known = isinstance(number, torch.SymInt)
             if isinstance(number, bool):
                 raise TypeError
-            numbers.append(number if known else operator.index(number))
+            numbers.append(number if known or isinstance(number, int) else operator.index(number))
         except TypeError:
             numbers.clear()
             break

@@ -1,4 +1,4 @@
-"""Which device a call of the CUDA library uses, and which contexts it opens: its launch.h over a runtime of two GPUs."""
+"""Which device a call of the CUDA library uses, and which contexts it opens: launch.h over a runtime of two GPUs."""
 
 from __future__ import annotations
 

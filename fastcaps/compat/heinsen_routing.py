@@ -9,6 +9,7 @@ it runs after one changed import, and checkpoints load both ways. What differs:
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class GenerativeMatrixRouting(nn.Module):
         if self.n_inp != -1 and a_inp.shape[-1] != self.n_inp:
             raise ValueError(f"a_inp must be [..., {self.n_inp}], got {shape_of(a_inp)}")
         lead, count = a_inp.shape[:-1], a_inp.shape[-1]
-        batch = lead.numel()
+        batch = math.prod(lead)
         scores, children = a_inp.reshape(batch, count), mu_inp.reshape(batch, count, self.d_cov, self.d_inp)
         found = self._route(children, scores, self.n_iters)
         outputs = dict(zip(("a_out", "mu_out", "sig2_out"), found, strict=True))

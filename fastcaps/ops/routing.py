@@ -181,6 +181,7 @@ class Routing(ABC):
             f"fastcaps::{self.name}", self.differentiate, setup_context=self._setup, lib=LIBRARY
         )
         register_decomposition(self.op)(self.by_reference)  # which an ONNX export takes
+        register_decomposition(self.op, type="meta")(self.fake)  # else fakes of free sizes would run the formulas
         register_flop_formula(self.op.overloadpacket)(self._forward_flops)
         register_flop_formula(self.backward_op.overloadpacket)(self._backward_flops)
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
