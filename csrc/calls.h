@@ -54,13 +54,15 @@ struct Given {
   bool is_double;
   Tensor children, weight, bias;  // weight and bias in the compute type, contiguous: kept alive here
   Shape bias_shape;
+  bool has_gate;  // of an empty batch, whose memory is null, too
 
   explicit Given(const VoteTensors& tensors)
       : votes(tensors.check()),
         storage(tensors.children.scalar_type()),
         compute(accumulation_type(tensors.children)),
         is_double(storage == ScalarType::Double),
-        children(tensors.children) {
+        children(tensors.children),
+        has_gate(tensors.gate.has_value()) {
     STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
     if (tensors.weight) votes.weight = dense(*tensors.weight, weight);
     if (tensors.bias) votes.bias = dense(*tensors.bias, bias), bias_shape = shape_of(bias);
@@ -161,8 +163,8 @@ Gradients run_backward(const Given& given, BackwardCall<Operands>& call, int64_t
   const Votes& in = call.votes;
   const Kernels<Operands>& table = kernels<Operands>(in, given.is_double);
   const int64_t lanes = lanes_of(table, given.is_double);
-  const bool dweight = needs & kWeight && in.weight, dbias = needs & kBias && in.bias;
-  const bool dgate = needs & kGate && in.gate.data;
+  const bool dweight = needs & kWeight && given.votes.weight, dbias = needs & kBias && !given.bias_shape.empty();
+  const bool dgate = needs & kGate && given.has_gate;
   const Tensor children = given.result(needs & kChildren, {in.B, in.H, in.W, in.N, in.C, in.D}, call.dchildren, true);
   const Tensor gate = given.result(dgate, {in.B, in.H, in.W, in.N}, call.dgate, true);
   const Partial weights =

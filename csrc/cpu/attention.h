@@ -4,10 +4,11 @@
 //   h = <dS, V>, da = g r (h - sum_m r h), dV = g r dS + s da Q, dQ = s sum_i da V, dg = sum_m r h
 #pragma once
 
+#include "../algebra/attention.h"
+#include "../algebra/layer_norm.h"
+#include "../algebra/turns.h"
 #include "backward.h"
 #include "forward.h"
-#include "layer_norm.h"
-#include "update.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
@@ -107,17 +108,16 @@ struct AttentionForward {
     for (int64_t k = 0; k < in.parents_size(); ++k) S[k] += other[k];
   }
 
-  void finish(const Tile<T>& tile, int64_t turn, X* S, X* Q) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* S, X* Q) const {
     const int64_t MCE = in.parents_size();
     const bool last = turn + 1 == call.total;
     if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * in.positions() * MCE, MCE, S);
-    if (with.rule == Rule::kSquash) {
-      squash<T>(S, in.M, CE);
-    } else if (with.rule == Rule::kLayerNorm) {
-      for (int64_t m = 0; m < in.M; ++m)
-        layer_norm<T>(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
-                      static_cast<const T*>(with.norm_bias), S + m * CE);
-    }
+    for (int64_t m = 0; m < in.M; ++m)
+      if (with.rule == Rule::kSquash)
+        squash(S + m * CE, CE);
+      else if (with.rule == Rule::kLayerNorm)
+        layer_norm(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
+                   static_cast<const T*>(with.norm_bias));
     if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
     for (int64_t k = 0; k < MCE; ++k) {
       const X parent = rounded<T>(call.votes.storage, S[k]);
@@ -145,12 +145,12 @@ struct AttentionBackward {
   static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.votes.parents_size(); }
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
   bool needs_vote() const { return with.dquery; }
-  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.parent_size(); }
+  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 4 * in.parent_size(); }
   bool plain() const { return !with.query.data && !call.dgate; }
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
-  void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
     const int64_t MCE = in.parents_size();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
     zero(state, 2 * MCE);
@@ -158,13 +158,17 @@ struct AttentionBackward {
     gather_parents<T>(in, tile, call.votes.storage, with.grad, in.M, in.C, in.E, ds);
     if (!with.given_sums) return;
     read_row<T>(tile, static_cast<const T*>(with.given_sums), MCE, sums);
-    X* dweight = with.dnorm ? dnorm : nullptr;
-    if (dweight) zero(dnorm, 2 * CE);
+    X *dweight = with.dnorm ? dnorm : nullptr, *part = dnorm + 2 * CE;
+    zero(dnorm, 4 * CE);
     // Sums in a lane without a position are 0: with eps = 0 they would divide by 0, and gradients add lanes up.
     const X eps = where_alive<T>(tile, X{} + T(with.eps), T(1));
-    for (int64_t m = 0; m < in.M; ++m)
-      layer_norm_backward<T>(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE, dweight,
-                             dweight ? dnorm + CE : nullptr);
+    for (int64_t m = 0; m < in.M; ++m) {
+      layer_norm_backward(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE,
+                          dweight ? part : nullptr, dweight ? part + CE : nullptr);
+      if (!dweight || (m % 64 < 63 && m + 1 < in.M)) continue;
+      for (int64_t k = 0; k < 2 * CE; ++k) dnorm[k] += part[k];  // long sums lose digits one by one
+      zero(part, 2 * CE);
+    }
     if (dweight) add_lanes<T>(dnorm, 2 * CE, with.dnorm.template part<T>(row));
   }
 
@@ -195,10 +199,9 @@ struct AttentionBackward {
       for (int64_t m = 0; m < in.M; ++m) row[m] = broadcast(T(1) / T(in.M));
     V mean{};
     for (int64_t m = 0; m < in.M; ++m) mean += row[m] * gain[m];
-    const V scaled = gate * T(with.scale);
     for (int64_t m = 0; m < in.M; ++m) {
-      gain[m] = with.detach ? V{} : scaled * row[m] * (gain[m] - mean);
       row[m] *= gate;
+      gain[m] = with.detach ? V{} : attention::dlogit(row[m], gain[m], mean, T(with.scale));
     }
     return mean;
   }
@@ -219,7 +222,7 @@ struct AttentionBackward {
   template <bool kAdd, class Pose>
   static FASTCAPS_INLINE void add_gradient(const Pose& pose, V share, const X* ds, V da, const X* q, V* dV) {
     if (q)
-      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k] + da * q[k];
+      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + attention::dvote(share, ds[k], da, q[k]);
     else
       for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k];
   }

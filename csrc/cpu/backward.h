@@ -47,17 +47,18 @@ struct BackwardItem {
   const int64_t turns, CE, CD, DE, slots, state_size, result_size;
   const bool shared;      // children of a walk have all the same matrices,
   const bool one_matrix;  // of which a lane's sums are kept to its end
-  V *P, *dP, *gates, *rows, *highest, *votes_kept, *dV, *dW_lanes, *local;
+  V *P, *dP, *dP_sums, *gates, *rows, *highest, *votes_kept, *dV, *dW_lanes, *local;
   T *P_rows, *dV_rows;
   X *scratch, *inner_states, *inner_results;
   Tile<T>* tiles;
   const X* states = nullptr;  // of the item's group, made by prepare()
   X* results = nullptr;
   bool needs_vote = false;  // any turn does
+  bool kept = false;        // the votes of the block in hand are
   int64_t item = 0;
   Range range{};  // of children of this item: some types, at every place in the window
 
-  BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
+  FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
       : call(call_),
         in(call.votes),
         schedule(call.schedule),
@@ -77,6 +78,7 @@ struct BackwardItem {
     tiles = arena.take<Tile<T>>(schedule.rows_per_group);
     P = arena.take<V>(slots * CD);
     dP = arena.take<V>(slots * CD);
+    dP_sums = in.M > kAddedAtOnce ? arena.take<V>(slots * CD) : nullptr;
     gates = arena.take<V>(slots);
     rows = arena.take<V>(turns * Pass::kRows * slots * in.M);
     highest = arena.take<V>(turns * slots);
@@ -271,21 +273,14 @@ struct BackwardItem {
     for (int64_t t = 0; t < nt; ++t) {
       Sits::gather(in, tiles[t0 + t], call.votes.storage, call.votes.children, call.votes.gate, range, first, count,
                    P + t * stride * CD, gates + t * stride);
-      if (call.dchildren) zero(dP + t * stride * CD, count * CD);
     }
-    bool kept = false;
-    for (int64_t k = 0; k < turns; ++k) {
-      if (passes[k].plain()) {
+    if (call.dchildren) zero(dP, slots * CD);
+    kept = false;
+    for (int64_t k = 0; k < turns; ++k)
+      if (passes[k].plain())
         share_plainly(k, count, t0, nt);
-      } else if (!schedule.keep_votes) {
-        listen<Source::kMade>(k, first, count, t0, nt);
-      } else if (!kept) {
-        kept = true;
-        make(k, first, count, t0, nt);
-      } else {
-        listen<Source::kKept>(k, first, count, t0, nt);
-      }
-    }
+      else
+        hear(k, first, count, t0, nt);
     for (int64_t k = 0; k < turns; ++k)
       if (!passes[k].plain())
         for (int64_t t = 0; t < nt; ++t)
@@ -297,11 +292,25 @@ struct BackwardItem {
           for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * schedule.block_rows + t) * n + k) * in.D;
           scatter_rows<false, T>(lane, in.D, P + (t * stride + j) * CD);
         }
-    if (kept)
-      gradients<true>(first, count, t0, nt, dW, dB);
-    else
-      gradients<false>(first, count, t0, nt, dW, dB);
+    if (dP_sums) zero(dP_sums, slots * CD);
+    for (int64_t m = 0; m < in.M; m += kAddedAtOnce) {
+      gradients(m, min(m + kAddedAtOnce, in.M), first, count, t0, nt, dW, dB);
+      if (!dP_sums || !call.dchildren) continue;
+      for (int64_t k = 0; k < slots * CD; ++k) dP_sums[k] += dP[k];
+      zero(dP, slots * CD);
+    }
     if (call.dchildren) add_child_gradients(first, count, t0, nt);
+  }
+
+  void hear(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
+    if constexpr (!Pose::kIdentity) {
+      if (kept) return listen<Source::kKept>(k, first, count, t0, nt);
+      if (schedule.keep_votes) {
+        kept = true;
+        return make(k, first, count, t0, nt);
+      }
+    }
+    listen<Source::kMade>(k, first, count, t0, nt);
   }
 
   // Shares that no vote has a say in, and nobody asks for the gates' gradients.
@@ -326,7 +335,7 @@ struct BackwardItem {
         const int64_t q = first + j * Sits::kUnit, run = Sits::neighbours(in, range, q, count - j);
         T* lane[n];
         Sits::find(in, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
-        scatter_rows<true, T>(lane, run * CD, dP + (t * schedule.block_children + j) * CD);
+        scatter_rows<true, T>(lane, run * CD, (dP_sums ? dP_sums : dP) + (t * schedule.block_children + j) * CD);
         j += run;
       }
   }
@@ -427,17 +436,16 @@ struct BackwardItem {
   bool has_results() const { return Pass::kFolds || results; }
   int64_t results_at_once(int64_t nt) const { return Pass::kFolds ? turns : nt; }
 
-  template <bool kKept>
-  void gradients(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
-    int64_t m = 0;
+  // For parents [m, end).
+  void gradients(int64_t m, int64_t end, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     if constexpr (Pose::kTogether > 1 && kLane != Lanes::kChildren)
-      for (; m + Pose::kTogether <= in.M; m += Pose::kTogether)
-        gradients_of<kKept, Pose::kTogether>(m, first, count, t0, nt, dW, dB);
-    for (; m < in.M; ++m) gradients_of<kKept, 1>(m, first, count, t0, nt, dW, dB);
+      for (; m + Pose::kTogether <= end; m += Pose::kTogether)
+        gradients_of<Pose::kTogether>(m, first, count, t0, nt, dW, dB);
+    for (; m < end; ++m) gradients_of<1>(m, first, count, t0, nt, dW, dB);
   }
 
   // For parents [m0, m0 + kMany).
-  template <bool kKept, int kMany>
+  template <int kMany>
   void gradients_of(int64_t m0, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     const int64_t stride = schedule.block_children;
     for (int64_t j = 0; j < count; ++j) {
@@ -447,8 +455,8 @@ struct BackwardItem {
       for (int64_t t = 0; t < nt; ++t) {
         const int64_t slot = t * stride + j;
         for (int which = 0; which < kMany; ++which)
-          vote_gradient<kKept>(m0 + which, which, j == 0, q, t0, t, slot, W ? W + which * DE : W,
-                               bias ? bias + which * weights.bias_m : bias, dV + (which * slots + slot) * CE, dB);
+          vote_gradient(m0 + which, which, j == 0, q, t0, t, slot, W ? W + which * DE : W,
+                        bias ? bias + which * weights.bias_m : bias, dV + (which * slots + slot) * CE, dB);
         if (call.dchildren) add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
         if (dV_rows) {
           T* lane[n];
@@ -496,12 +504,11 @@ struct BackwardItem {
   }
 
   // dV of one unit and parent, of all turns; what the vote adds to its parent's, its bias's and its betas' gradients.
-  template <bool kKept>
   FASTCAPS_INLINE void vote_gradient(int64_t m, int which, bool begins, int64_t q, int64_t t0, int64_t t, int64_t slot,
                                      const Weight* W, const Weight* bias, V* sum, T* dB) {
     const bool own = are_poses<Pose>(W) && bias == nullptr;  // the pose is the vote
-    const V* vote = own ? P + slot * CD : votes_kept + (kKept ? (m * slots + slot) * CE : 0);
-    if (!kKept && !own && needs_vote)
+    const V* vote = own ? P + slot * CD : votes_kept + (kept ? (m * slots + slot) * CE : 0);
+    if (!kept && !own && needs_vote)
       votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
     for (int64_t k = 0; k < turns; ++k) {
       const V* row = rows_of(k) + slot * in.M + m;
@@ -542,6 +549,7 @@ struct BackwardItem {
   }
 
   static constexpr int64_t kOneMatrixBytes = 1 << 20;
+  static constexpr int64_t kAddedAtOnce = 64;  // parents; sums of more lose digits one by one
 };
 
 }  // namespace FASTCAPS_NAMESPACE

@@ -43,7 +43,7 @@ struct ForwardItem {
   Range range{};  // of children of this item
   int64_t turn = 0;
 
-  ForwardItem(const Call& call_, const Pose& pose_, Arena& arena)
+  FASTCAPS_NOINLINE ForwardItem(const Call& call_, const Pose& pose_, Arena& arena)
       : call(call_),
         in(call.votes),
         schedule(call.schedule),
@@ -164,10 +164,7 @@ struct ForwardItem {
     const int64_t stride = schedule.block_children;
     const bool equal = pass.equal(turn);
     if (schedule.stay && turn > call.turn) {  // poses, and votes if kept, are as the turn before left them
-      if (schedule.keep_votes)
-        meet<Source::kKept>(first, count, nt);
-      else
-        meet<Source::kMade>(first, count, nt);
+      meet_again(first, count, nt);
     } else {
       for (int64_t t = 0; t < nt; ++t) {
         Sits::gather(in, tiles[t], call.votes.storage, call.votes.children, call.votes.gate, range, first, count,
@@ -194,10 +191,18 @@ struct ForwardItem {
       add_again(first, count, nt);
   }
 
+  void meet_again(int64_t first, int64_t count, int64_t nt) {
+    if constexpr (!Pose::kIdentity)
+      if (schedule.keep_votes) return meet<Source::kKept>(first, count, nt);
+    meet<Source::kMade>(first, count, nt);
+  }
+
   // Votes to be kept. Where a parent's are few, those of several parents at once: each number of a pose that is read
   // then serves many products.
   void make(int64_t first, int64_t count, int64_t nt) {
-    if constexpr (Pose::kTogether == 1 || kLane == Lanes::kChildren) {
+    if constexpr (Pose::kIdentity) {
+      meet<Source::kMade>(first, count, nt);  // there is nothing to keep
+    } else if constexpr (Pose::kTogether == 1 || kLane == Lanes::kChildren) {
       meet<Source::kMadeAndKept>(first, count, nt);
     } else {
       int64_t m = 0;

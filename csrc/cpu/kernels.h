@@ -29,68 +29,70 @@ inline constexpr bool kOwnPoses = false;
 inline constexpr bool kOwnPoses = true;
 #endif
 
-// f(pose, compute type, what lanes are). The poses of the papers have code of their own in float, vector poses only
-// where weights are scalars; everything else takes the general pose. The larger ones are met with attention alone: each
-// costs the compiler its time.
-template <class Call, class F>
+// f(pose, compute type, what lanes are). The poses of the papers have code of their own in float, and only where it is
+// worth the compiler's time: vector poses where weights are scalars, the larger ones with attention alone. All else
+// takes the general pose; so does, with `own` = false, what is done once for a row, which makes few votes or none.
+template <bool own, class Call, class F>
 auto with_pose(const Call& call, bool is_double, F&& f) {
   using Operands = OperandsOf<Call>;
-  constexpr bool kAttention = std::is_same_v<Operands, Attention>;
+  constexpr bool kAttention = std::is_same_v<Operands, Attention>, kGaussian = std::is_same_v<Operands, Gaussian>;
+  constexpr bool kOwn = own && kOwnPoses;
   const Votes& in = call.votes;
   const auto is = [&](int c, int d, int e) { return in.C == c && in.D == d && in.E == e; };
   const DynamicPose any{int(in.C), int(in.D), int(in.E)};
-  const auto same = [&](auto lanes) {  // votes are the children themselves
-    if (is_double) return f(any, double{}, lanes);
-    if constexpr (kOwnPoses && std::is_same_v<Operands, Pooling>)
-      if (is(1, 16, 16)) return f(SameStaticPose<1, 16>{}, float{}, lanes);
-    return f(any, float{}, lanes);
-  };
-  if constexpr (kAttention) {
+  const LanesAre<Lanes::kPositions> positions;
+  const LanesAre<Lanes::kChildren> children;
+  const LanesAre<Lanes::kSharing> sharing;
+  const bool child_lanes = call.schedule.child_lanes;
+  if (is_double) return child_lanes ? f(any, double{}, children) : f(any, double{}, positions);
+  if constexpr (kAttention)
     if (call.schedule.folded) {
-      const auto poses = [&](auto lanes) {
-        const DynamicPose own{int(in.C), int(in.D), int(in.D)};
-        if (is_double) return f(SamePose{own}, double{}, lanes);
-        if constexpr (kOwnPoses) {
+      const auto folded = [&](auto lanes) {
+        if constexpr (kOwn) {
           if (in.C == 1 && in.D == 8) return f(SameStaticPose<1, 8>{}, float{}, lanes);
           if (in.C == 4 && in.D == 4) return f(SameStaticPose<4, 4>{}, float{}, lanes);
         }
-        return f(SamePose{own}, float{}, lanes);
+        return f(SamePose{{int(in.C), int(in.D), int(in.D)}}, float{}, lanes);
       };
-      return call.schedule.child_lanes ? poses(LanesAre<Lanes::kSharing>{}) : poses(LanesAre<Lanes::kPositions>{});
+      return child_lanes ? folded(sharing) : folded(positions);
     }
-  }
-  const auto scalars = [&](auto lanes) {  // weights are scalars
-    if (call.votes.weight == nullptr) return same(lanes);
-    if (is_double) return f(any, double{}, lanes);
-    constexpr bool kFolds = kAttention && decltype(lanes)::value == Lanes::kSharing;  // all but those with a bias
-    if constexpr (kOwnPoses && !kFolds) {
-      if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, lanes);
-      if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, lanes);
-      if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, lanes);
-      if constexpr (std::is_same_v<Operands, Gaussian>) {
-        if (is(1, 64, 2)) return f(StaticPose<1, 64, 2>{}, float{}, lanes);
-        if (is(1, 2, 2)) return f(StaticPose<1, 2, 2>{}, float{}, lanes);
+  if constexpr (kOwn && std::is_same_v<Operands, Pooling>)
+    if (!in.weight && is(1, 16, 16)) {
+      const SameStaticPose<1, 16> pose;
+      return !child_lanes                   ? f(pose, float{}, positions)
+             : call.schedule.shared_weights ? f(pose, float{}, sharing)
+                                            : f(pose, float{}, children);
+    }
+  if constexpr (kOwn)
+    if (in.weight && !child_lanes) {
+      if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, positions);
+      if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, positions);
+      if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, positions);
+      if constexpr (kGaussian) {
+        if (is(1, 64, 2)) return f(StaticPose<1, 64, 2>{}, float{}, positions);
+        if (is(1, 2, 2)) return f(StaticPose<1, 2, 2>{}, float{}, positions);
       }
-      if constexpr (decltype(lanes)::value == Lanes::kPositions) {
-        if constexpr (kAttention) {
-          if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, lanes);
-          if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{}, lanes);
-          if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{}, lanes);
-        }
+      if constexpr (kAttention) {
+        if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, positions);
+        if (is(8, 8, 8)) return f(StaticPose<8, 8, 8>{}, float{}, positions);
+        if (is(1, 64, 64)) return f(StaticPose<1, 64, 64>{}, float{}, positions);
       }
     }
-    return f(any, float{}, lanes);
-  };
-  if (!call.schedule.child_lanes) return scalars(LanesAre<Lanes::kPositions>{});
-  if (call.schedule.shared_weights) return scalars(LanesAre<Lanes::kSharing>{});
-  const LanesAre<Lanes::kChildren> children;
-  if (call.votes.weight == nullptr) return same(children);
-  if (is_double) return f(any, double{}, children);
-  if constexpr (kAttention && kOwnPoses) {
-    if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, children);
-    if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, children);
-  }
-  return f(any, float{}, children);
+  if constexpr (kOwn && kGaussian)
+    if (in.weight && call.schedule.shared_weights) {
+      if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, sharing);
+      if (is(1, 16, 16)) return f(StaticPose<1, 16, 16>{}, float{}, sharing);
+      if (is(1, 8, 16)) return f(StaticPose<1, 8, 16>{}, float{}, sharing);
+      if (is(1, 64, 2)) return f(StaticPose<1, 64, 2>{}, float{}, sharing);
+      if (is(1, 2, 2)) return f(StaticPose<1, 2, 2>{}, float{}, sharing);
+    }
+  if constexpr (kOwn && kAttention)
+    if (in.weight && child_lanes && !call.schedule.shared_weights) {
+      if (is(4, 4, 4)) return f(StaticPose<4, 4, 4>{}, float{}, children);
+      if (is(6, 6, 6)) return f(StaticPose<6, 6, 6>{}, float{}, children);
+    }
+  if (!child_lanes) return f(any, float{}, positions);
+  return call.schedule.shared_weights ? f(any, float{}, sharing) : f(any, float{}, children);
 }
 
 template <class Call, class T, class Pose, Lanes kLane, template <class, class> class ForwardPolicy,
@@ -113,39 +115,45 @@ struct Functions {
   using Forward = ForwardCall<Operands>;
   using Backward = BackwardCall<Operands>;
 
-  template <class Call, class Work>
+  template <class Call, class T, class Pose, Lanes kLane>
+  using Worker = typename WorkerOf<Call, T, Pose, kLane, ForwardPolicy, BackwardPolicy>::type;
+
+  template <bool own, class Call, class Work>
   static void run(const Call& call, bool is_double, int64_t begin, int64_t end, void* scratch, Work&& work) {
-    with_pose(call, is_double, [&](auto pose, auto type, auto lanes) {
+    with_pose<own>(call, is_double, [&](auto pose, auto type, auto lanes) {
       Arena arena{static_cast<char*>(scratch)};
       Worker<Call, decltype(type), decltype(pose), decltype(lanes)::value> worker(call, pose, arena);
       for (int64_t k = begin; k < end; ++k) work(worker, k);
     });
   }
-  template <class Call>
-  static int64_t scratch_bytes(const Call& call, bool is_double) {
-    return with_pose(call, is_double, [&](auto pose, auto type, auto lanes) {
+  template <bool own, class Call>
+  static int64_t used(const Call& call, bool is_double) {
+    return with_pose<own>(call, is_double, [&](auto pose, auto type, auto lanes) {
       Arena counter{nullptr};
       Worker<Call, decltype(type), decltype(pose), decltype(lanes)::value>(call, pose, counter);
       return counter.used;
     });
   }
-  template <class Call, class T, class Pose, Lanes kLane>
-  using Worker = typename WorkerOf<Call, T, Pose, kLane, ForwardPolicy, BackwardPolicy>::type;
+  template <class Call>
+  static int64_t scratch_bytes(const Call& call, bool is_double) {
+    const int64_t of_items = used<true>(call, is_double), of_rows = used<false>(call, is_double);
+    return of_items > of_rows ? of_items : of_rows;
+  }
 
   static void forward(const Forward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
-    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
+    run<true>(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
   }
   static void forward_finish(const Forward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
-    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.finish_row(row); });
+    run<false>(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.finish_row(row); });
   }
   static void backward_prepare(const Backward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
-    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.prepare(row); });
+    run<false>(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.prepare(row); });
   }
   static void backward(const Backward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
-    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
+    run<true>(call, is_double, begin, end, scratch, [](auto& worker, int64_t item) { worker.run(item); });
   }
   static void backward_finish(const Backward& call, bool is_double, int64_t begin, int64_t end, void* scratch) {
-    run(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.finish_row(row); });
+    run<false>(call, is_double, begin, end, scratch, [](auto& worker, int64_t row) { worker.finish_row(row); });
   }
   static int64_t forward_scratch(const Forward& call, bool is_double) { return scratch_bytes(call, is_double); }
   static int64_t backward_scratch(const Backward& call, bool is_double) { return scratch_bytes(call, is_double); }
@@ -168,8 +176,8 @@ struct Functions {
     return BackwardPolicy<float, float>::result_numbers(call.votes, call.votes.M);
   }
   static bool own_pose(const Forward& call, bool is_double) {
-    return with_pose(call, is_double,
-                     [](auto pose, auto, auto) { return !std::is_same_v<decltype(pose), DynamicPose>; });
+    return with_pose<true>(call, is_double,
+                           [](auto pose, auto, auto) { return !std::is_same_v<decltype(pose), DynamicPose>; });
   }
 
   static constexpr Kernels<Operands> table() {

@@ -18,7 +18,7 @@ namespace FASTCAPS_NAMESPACE {
 
 // Row r of `lane` (stride 1, `count` numbers each) becomes column r: out[j][r] = lane[r][j]; a null lane reads as 0.
 template <class T, class S>
-FASTCAPS_INLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* out) {
+FASTCAPS_NOINLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* out) {
   constexpr int n = kLanes<T>;
   int64_t j = 0;
   for (; j + n <= count; j += n) {
@@ -40,7 +40,7 @@ FASTCAPS_INLINE void gather_rows(const S* const* lane, int64_t count, Vec<T>* ou
 
 // The way back: lane[r][j] = in[j][r], or += with kAdd; a null lane is skipped.
 template <bool kAdd, class T, class S>
-FASTCAPS_INLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>* in) {
+FASTCAPS_NOINLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>* in) {
   constexpr int n = kLanes<T>;
   int64_t j = 0;
   for (; j + n <= count; j += n) {
@@ -61,8 +61,8 @@ FASTCAPS_INLINE void scatter_rows(S* const* lane, int64_t count, const Vec<T>* i
 
 // A pose (or several, one after another) of `rows` x `cols` numbers per lane, with any strides.
 template <class T, class S>
-FASTCAPS_INLINE void gather_poses(const S* const* lane, int64_t rows, int64_t cols, int64_t row_stride,
-                                  int64_t col_stride, Vec<T>* out) {
+FASTCAPS_NOINLINE void gather_poses(const S* const* lane, int64_t rows, int64_t cols, int64_t row_stride,
+                                    int64_t col_stride, Vec<T>* out) {
   constexpr int n = kLanes<T>;
   if (col_stride == 1 && (row_stride == cols || rows == 1)) return gather_rows<T>(lane, rows * cols, out);
   for (int64_t c = 0; c < rows; ++c) {
@@ -151,8 +151,8 @@ inline constexpr bool kOnePosition = std::is_same_v<X, T>;
 
 // `many` poses of `rows` x `columns` numbers from a strided [B, Ho, Wo, M, C, E] tensor (or [B, Ho, Wo, M], 1 x 1).
 template <class T, class X>
-void gather_parents(const Votes& in, const Tile<T>& tile, Storage storage, const View& view, int64_t many, int64_t rows,
-                    int64_t columns, X* out) {
+FASTCAPS_NOINLINE void gather_parents(const Votes& in, const Tile<T>& tile, Storage storage, const View& view,
+                                      int64_t many, int64_t rows, int64_t columns, X* out) {
   with_storage(storage, view.data, [&](auto* data) FASTCAPS_LAMBDA {
     using S = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     const S* lane[kLanes<T>];
@@ -209,7 +209,8 @@ void write_row(const Tile<T>& tile, S* data, int64_t length, const X* in) {
 
 // The same to rows in the storage type, from row `first` on.
 template <class T, class X>
-void write_parents(const Tile<T>& tile, Storage storage, void* data, int64_t first, int64_t length, const X* in) {
+FASTCAPS_NOINLINE void write_parents(const Tile<T>& tile, Storage storage, void* data, int64_t first, int64_t length,
+                                     const X* in) {
   with_storage(storage, data, [&](auto* typed) FASTCAPS_LAMBDA {
     using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
     write_row<T>(tile, const_cast<Out*>(typed) + first * length, length, in);
@@ -261,8 +262,9 @@ struct Seats {
 
   // Poses of `units` units from child q on as [units][C * D] vectors, and their gates: the user's (1 if none), 0
   // for a child that the window does not hold.
-  static void gather(const Votes& in, const Tile<T>& tile, Storage storage, const View& children, const View& gate,
-                     const Range& range, int64_t q, int64_t units, Vec<T>* poses, Vec<T>* gates) {
+  static FASTCAPS_NOINLINE void gather(const Votes& in, const Tile<T>& tile, Storage storage, const View& children,
+                                       const View& gate, const Range& range, int64_t q, int64_t units, Vec<T>* poses,
+                                       Vec<T>* gates) {
     const int64_t pose = in.child_size();
     const bool packed = !kChildLanes && children.stride[5] == 1 && (in.C == 1 || children.stride[4] == in.D) &&
                         (in.N == 1 || children.stride[3] == pose);

@@ -7,6 +7,7 @@
 
 #include <cfloat>
 
+#include "../algebra/pooling.h"
 #include "attention.h"
 
 namespace fastcaps {
@@ -15,12 +16,6 @@ namespace FASTCAPS_NAMESPACE {
 // Below every logit, and finite: a difference of two such is 0, not NaN.
 template <class T>
 inline constexpr T kLowest = sizeof(T) == 4 ? T(-FLT_MAX) : T(-DBL_MAX);
-
-// 1 / |V| from the square, 0 at the zero vector.
-template <class T>
-FASTCAPS_INLINE Vec<T> inverse_length(Vec<T> square) {
-  return square == 0 ? Vec<T>{} : (Vec<T>{} + 1) / square_root<T>(square);
-}
 
 template <class T, class X>
 struct PoolingForward {
@@ -74,7 +69,7 @@ struct PoolingForward {
       square[k & 1] += v * v;
     });
     const V agreement = (dot[0] + dot[1]) * T(with.scale);
-    return with.normalize ? agreement * inverse_length<T>(square[0] + square[1]) : agreement;
+    return with.normalize ? agreement * pooling::inverse_length(square[0] + square[1]) : agreement;
   }
 
   FASTCAPS_INLINE void compete(V*, V, V) const {}
@@ -139,7 +134,7 @@ struct PoolingForward {
   }
   static T exponential(T x) { return sizeof(T) == 4 ? T(__builtin_expf(x)) : T(__builtin_exp(x)); }
 
-  void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
+  FASTCAPS_NOINLINE void finish(const Tile<T>& tile, int64_t turn, X* result, X* Q) const {
     const Planes<X> from = planes(result, in, in.M);
     const int64_t MCE = in.parents_size(), at = turn * in.positions();
     const bool last = turn + 1 == call.total;
@@ -148,14 +143,15 @@ struct PoolingForward {
       const X one = inverse_or_zero(total[m]);
       for (int64_t k = 0; k < CE; ++k) S[m * CE + k] = rounded<T>(call.votes.storage, S[m * CE + k] * one);
       const X nobody = X{} - T(__builtin_inf());
-      total[m] = total[m] == 0 ? nobody : natural_log<T>(total[m]) + top[m];
+      total[m] = total[m] == 0 ? nobody : Number<X>::log(total[m]) + top[m];
     }
     write_parents<T>(tile, call.votes.storage, with.sums, at, MCE, S);
     write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * in.M, in.M, total);
-    if (with.rule == Rule::kSquash)
-      squash<T>(S, in.M, CE);
-    else if (!last)
-      normalise<T>(S, in.M, CE);
+    for (int64_t m = 0; m < in.M; ++m)
+      if (with.rule == Rule::kSquash)
+        squash(S + m * CE, CE);
+      else if (!last)
+        unit(S + m * CE, CE);
     if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
     for (int64_t k = 0; k < MCE; ++k)
       Q[k] = rounded<T>(call.votes.storage, Q[k] + rounded<T>(call.votes.storage, S[k]));
@@ -200,7 +196,7 @@ struct PoolingBackward {
     return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
   }
 
-  void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     const Planes<X> to = parents(state);
     zero(state, state_numbers(call));
     if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, to.pose(1, 0));
@@ -222,7 +218,7 @@ struct PoolingBackward {
       gain[k & 1] += ds[k] * v;
       square[k & 1] += v * v;
     });
-    const V one = with.normalize ? inverse_length<T>(square[0] + square[1]) : broadcast(T(1));
+    const V one = with.normalize ? pooling::inverse_length(square[0] + square[1]) : broadcast(T(1));
     const V asked = with.query.data ? (dot[0] + dot[1]) * one : V{};
     const V all = V{} + *from.number(0, m);
     row[0] =
@@ -257,7 +253,7 @@ struct PoolingBackward {
       return;
     }
     if (call.wants_votes())
-      for (int k = 0; k < pose.C * pose.E; ++k) put(k, share * ds[k] + c * q[k] - d * vote[k]);
+      for (int k = 0; k < pose.C * pose.E; ++k) put(k, pooling::dvote(share, ds[k], c, q[k], d, vote[k]));
     if (with.dquery) {
       V* dq = to.pose(0, to_m);
       for (int k = 0; k < pose.C * pose.E; ++k) dq[k] += c * vote[k];

@@ -59,7 +59,7 @@ bool fit(const Votes& in, const Load& load, bool child_lanes) {
 // Children in the lanes that have all the same weights, which stay scalars: where positions are too few, or where the
 // votes of one position's children fit in cache and those of a whole tile do not.
 bool share_weights(const Votes& in, const Load& load) {
-  if (!load.shared || in.I / in.G < load.lanes) return false;
+  if (!load.shared || load.number == 8 || in.I / in.G < load.lanes) return false;  // float64 has no such kernels
   const bool stays = in.G == 1 && in.I >= 4 * load.lanes && fit(in, load, true) && !fit(in, load, false);
   return in.positions() * 2 <= load.lanes || stays;
 }

@@ -29,7 +29,7 @@ struct Load {
         turns(turns),
         shared(in.N % in.G == 0 && in.bias_stride_i == 0),
         identity(in.weight == nullptr),
-        folded(folds && (identity || (shared && !in.bias && in.I / in.G >= 8))) {}
+        folded(folds && !is_double && (identity || (shared && !in.bias && in.I / in.G >= 8))) {}
 };
 
 Schedule schedule_forward(const Votes& in, const Load& load);

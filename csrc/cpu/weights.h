@@ -25,10 +25,10 @@ struct WeightsOf {
   WeightsOf(const Votes& in, Arena& arena)
       : weight(static_cast<const T*>(in.weight)),
         bias(static_cast<const T*>(in.bias)),
-        G(votes.G),
-        M(votes.M),
-        size(votes.D * votes.E),
-        pose(votes.parent_size()),
+        G(in.G),
+        M(in.M),
+        size(in.D * in.E),
+        pose(in.parent_size()),
         bias_i(in.bias_stride_i),
         bias_m(in.bias_stride_m) {
     if (kTurned && weight) weight_lanes = arena.take<Vec<T>>(size);
