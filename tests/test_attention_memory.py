@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from attention_cases import native_only
+from suite import native_only
 
 pytestmark = [
     pytest.mark.unpoisoned,

@@ -19,7 +19,7 @@ struct WeightedSums {
   using V = Vec<T>;
 
   // target += sum of share times vote; votes lie one after another, shares kShares apart.
-  static FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, int64_t CE, V* S) {
+  static FASTCAPS_INLINE void add(const V* kept, const V* share, int64_t count, int64_t CE, V* S) {
     constexpr int kBlock = 8;
     int64_t k = 0;
     for (; k + kBlock <= CE; k += kBlock) {
@@ -75,7 +75,7 @@ struct AttentionForward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V meet(const X* Q, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* Q, int64_t m, Each&& each_vote) const {
     return agreement(Q + m * CE, each_vote);
   }
   template <class Each>
@@ -92,19 +92,19 @@ struct AttentionForward {
                              int64_t, V* share) const {
     for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M];
   }
-  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                            int64_t to_m) const {
-    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, to_m));
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
+    WeightedSums<T>::add(kept, share, count, CE, to.pose(0, to_m));
   }
   template <class Pose, class Weight>
-  FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                  const V* share, Planes<V> to, int64_t m) const {
+  FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                 const V* share, Planes<V> to, int64_t m) const {
     add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
   }
-  void fold(Planes<V> block, X* result, int64_t m) const {
+  void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CE, result + m * CE);
   }
-  void merge(X* S, const X* other) const {
+  void join(X* S, const X* other) const {
     for (int64_t k = 0; k < in.parents_size(); ++k) S[k] += other[k];
   }
 
@@ -150,7 +150,7 @@ struct AttentionBackward {
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
-  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
     const int64_t MCE = in.parents_size();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
     zero(state, 2 * MCE);
@@ -173,7 +173,7 @@ struct AttentionBackward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     hear(state + m * CE, state + (in.M + m) * CE, m, each_vote, row, stride, highest);
   }
   template <class Each>
@@ -191,7 +191,7 @@ struct AttentionBackward {
   }
 
   // Returns dL/dg.
-  FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
+  FASTCAPS_INLINE V dscore(V* row, int64_t stride, V highest, V gate) const {
     V* gain = row + stride;
     if (with.query.data)
       softmax<T>(row, in.M, highest, broadcast(T(1)));
@@ -208,8 +208,8 @@ struct AttentionBackward {
 
   // dV, and what the vote adds to the parent's gradient.
   template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
-                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
+                             V* dV, Planes<V> to, int64_t to_m) const {
     const X *ds = state + m * CE, *q = ds + in.parents_size();
     const V share = row[0], da = row[stride];
     if (call.wants_votes()) add_gradient<kAdd>(pose, share, ds, da, with.query.data ? q : nullptr, dV);

@@ -16,6 +16,7 @@
 
 #include "../algebra/gaussian.h"
 #include "attention.h"
+#include "rest.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
@@ -112,7 +113,7 @@ struct GaussianForward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V meet(const X* state, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* state, int64_t m, Each&& each_vote) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(0, m), *p = from.pose(1, m);
     V distance[2] = {};
@@ -143,8 +144,8 @@ struct GaussianForward {
       }
     }
   }
-  FASTCAPS_INLINE void take(const X* state, int64_t m, const V* kept, const V* share, int64_t count, Planes<V> to,
-                            int64_t to_m) const {
+  FASTCAPS_INLINE void add(const X* state, int64_t m, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
     constexpr int kBlock = kManyRegisters ? 8 : 4;
     const X* base = parents(state).pose(0, m);
     V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
@@ -165,15 +166,15 @@ struct GaussianForward {
         gaussian::add(kept[j * CE + k] - base[k], share[2 * j], share[2 * j + 1], mean[k], square[k]);
   }
   template <class Pose, class Weight>
-  FASTCAPS_INLINE void take_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
-                                  const Weight* bias, const V* share, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void add_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
+                                 const Weight* bias, const V* share, Planes<V> to, int64_t to_m) const {
     const X* base = parents(state).pose(0, m);
     V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
     votes<T>(pose, P, W, bias,
              [&](int k, V v) FASTCAPS_LAMBDA { gaussian::add(v - base[k], share[0], share[1], mean[k], square[k]); });
   }
   // The lanes' moments to one (their common mean first, then the squares about it), and that into the row's.
-  void fold(Planes<V> block, X* result, int64_t m) const {
+  void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
       const Planes<X> to = planes(result, in, in.M);
       const V n = *block.number(0, 0);
@@ -204,7 +205,7 @@ struct GaussianForward {
     }
   }
   // Two ranges' moments to one (Chan et al. 1979).
-  void merge(X* result, const X* other) const {
+  void join(X* result, const X* other) const {
     const Planes<X> to = planes(result, in, in.M);
     const Planes<const X> from{other, in.M, CE, 2};
     for (int64_t m = 0; m < in.M; ++m) {
@@ -295,7 +296,7 @@ struct GaussianBackward {
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Leaves 1 / N in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
-  FASTCAPS_NOINLINE bool prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE bool load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;
     const int64_t MCE = in.parents_size();
     const Planes<X> to = parents(state);
@@ -363,7 +364,7 @@ struct GaussianBackward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m);
     const X *u = from.pose(kU, m), *s = from.pose(kS, m);
@@ -395,7 +396,7 @@ struct GaussianBackward {
     return sum;
   }
 
-  FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
+  FASTCAPS_INLINE V dscore(V* row, int64_t stride, V highest, V gate) const {
     V* gain = row + stride;
     softmax<T>(row, in.M, highest, broadcast(T(1)));
     V mean{};
@@ -408,8 +409,8 @@ struct GaussianBackward {
   }
 
   template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
-                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
+                             V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
     const X *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);

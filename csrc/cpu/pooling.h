@@ -57,7 +57,7 @@ struct PoolingForward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V meet(const X* Q, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* Q, int64_t m, Each&& each_vote) const {
     if (state_numbers(call) == 0) {  // no query: all logits are 0
       each_vote([](int, V) FASTCAPS_LAMBDA {});
       return V{};
@@ -90,18 +90,18 @@ struct PoolingForward {
     for (int64_t j = 0; j < count; ++j) total += share[j] = exp_nonpositive(share[j] - high) * gates[j];
     top = high;
   }
-  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                            int64_t to_m) const {
-    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, to_m));
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
+    WeightedSums<T>::add(kept, share, count, CE, to.pose(0, to_m));
   }
   template <class Pose, class Weight>
-  FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                  const V* share, Planes<V> to, int64_t m) const {
+  FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                 const V* share, Planes<V> to, int64_t m) const {
     add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
   }
 
   // The lanes' sums below the largest logit of all of them and of the row.
-  void fold(Planes<V> block, X* result, int64_t m) const {
+  void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
       const Planes<X> to = planes(result, in, in.M);
       T lane[kLanes<T>], high = *to.number(0, m);
@@ -115,7 +115,7 @@ struct PoolingForward {
       *to.number(1, m) += sum_lanes<T>(*block.number(1, 0) * share);
     }
   }
-  void merge(X* result, const X* other) const {
+  void join(X* result, const X* other) const {
     const Planes<X> to = planes(result, in, in.M);
     const Planes<const X> from{other, in.M, CE, 1};
     for (int64_t m = 0; m < in.M; ++m) {
@@ -196,7 +196,7 @@ struct PoolingBackward {
     return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
   }
 
-  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     const Planes<X> to = parents(state);
     zero(state, state_numbers(call));
     if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, to.pose(1, 0));
@@ -209,7 +209,7 @@ struct PoolingBackward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V&) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V&) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     V dot[2] = {}, gain[2] = {}, square[2] = {};
@@ -228,7 +228,7 @@ struct PoolingBackward {
     row[3 * stride] = with.normalize ? asked * one : V{};
   }
 
-  FASTCAPS_INLINE V compete(V* row, int64_t stride, V, V gate) const {
+  FASTCAPS_INLINE V dscore(V* row, int64_t stride, V, V gate) const {
     V dgate{};
     for (int64_t m = 0; m < in.M; ++m) {
       const V heard = row[m] * row[stride + m];
@@ -242,8 +242,8 @@ struct PoolingBackward {
   }
 
   template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
-                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
+                             V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     const V share = row[0], c = row[stride], d = row[3 * stride];
