@@ -49,7 +49,7 @@ demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, s
 
 test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode
 	$(BIN)/python -m pytest tests --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
-	$(BIN)/python -m pytest bench --quick
+	$(BIN)/python -m pytest bench
 
 test-slow: $(VENV)/.installed-test ## run the tests marked slow
 	$(BIN)/python -m pytest tests -m slow $(PYTEST_ARGS)
@@ -65,8 +65,8 @@ format: $(VENV)/.installed-dev ## rewrite Python and native sources in the house
 	$(BIN)/ruff format .
 	find $(NATIVE) | xargs $(BIN)/clang-format -i
 
-bench: $(VENV)/.installed-test ## run the whole benchmark
-	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
+bench: $(VENV)/.installed-test ## run the whole benchmark, and keep its record in bench/results
+	$(BIN)/python -m pytest bench --full --record $(PYTEST_ARGS)
 
 build: $(VENV)/.installed-test ## create .venv and (re)build the native library, nothing more
 

@@ -1,32 +1,35 @@
 """What a PyTorch user would run instead: four alternatives, and this package itself, under one signature.
 
-``reference``
-    ``fastcaps.reference``, einsum over stored votes, eager.
+``einsum``
+    Votes and sums by ``torch.einsum`` over stored votes, eager.
 ``batched-matmul``
-    Votes once by one ``torch.bmm``, in the layout that the steps that follow like best (``bench/layouts.py``).
-``reference-compiled``, ``batched-matmul-compiled``
+    Votes once by one ``torch.bmm``, in the layout that the steps that follow like best (``bench/stored.py``).
+``einsum-compiled``, ``batched-matmul-compiled``
     ``torch.compile`` of each, with static shapes and without graph breaks.
 
-Every one takes a routing's arguments by name, in public layout, and returns a tuple of its results.
+Every one takes a routing's arguments by name, in public layout, and returns a tuple of its results. ``reference`` is
+this package's own eager code, which the gate judges by; it is no alternative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+import fastcaps
 from bench.inputs import Inputs
-from bench.layouts import Layout
-from bench.routings import Implementation
-from bench.workloads import Workload
+from bench.stored import Layout
+from bench.workload import Implementation, Workload
 
-__all__ = ["ALTERNATIVES", "OURS", "bytes_needed", "build", "eager", "is_compiled", "runner"]
+__all__ = ["ALTERNATIVES", "OURS", "build", "bytes_needed", "eager", "is_compiled", "reference", "runner"]
 
 OURS = "fastcaps"
-ALTERNATIVES = ("reference", "batched-matmul", "reference-compiled", "batched-matmul-compiled")
+ALTERNATIVES = ("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled")
 _SUFFIX = "-compiled"
+_EINSUM_LAYOUT = "pimce"
 
 
 def is_compiled(name: str) -> bool:
@@ -34,19 +37,27 @@ def is_compiled(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
-def eager(name: str, workload: Workload, layout: str | None = None) -> Implementation:
-    """Return the implementation ``name`` of a workload, without the compilation that its name may ask for.
+def reference(workload: Workload) -> Implementation:
+    """Return this package's eager reference, by which the gate judges; votes are stored."""
+    ours = workload.routing.ours(workload)
 
-    ``layout`` is that of the batched matmul's votes, by default the workload's best.
-    """
+    def run(**arguments: Tensor) -> tuple[Tensor, ...]:
+        with fastcaps.backend("reference"):
+            return ours(**arguments)
+
+    return run
+
+
+def eager(name: str, workload: Workload) -> Implementation:
+    """Return the implementation ``name`` of a workload, without the compilation that its name may ask for."""
     if name not in (OURS, *ALTERNATIVES):
         raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
     routing = workload.routing
     if name == OURS:
         return routing.ours(workload)
-    if name.removesuffix(_SUFFIX) == "reference":
-        return routing.reference(workload)
-    return routing.batched_matmul(workload, Layout(layout or routing.layout(workload)))
+    einsum = name.removesuffix(_SUFFIX) == "einsum"
+    layout = Layout(_EINSUM_LAYOUT, einsum=True) if einsum else Layout(routing.layout(workload))
+    return partial(routing.turns, workload, layout, 1)
 
 
 def build(name: str, workload: Workload) -> Implementation:

@@ -18,15 +18,18 @@ made most of its errors 3 to 47 times as large.)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.alternatives import runner
+from bench.alternatives import reference, runner
 from bench.inputs import Inputs, is_batched
-from bench.routings import AttentionPass, Implementation
-from bench.workloads import Workload
+from bench.routings import AttentionPass
+from bench.stored import Layout
+from bench.workload import Implementation, Workload
 
 __all__ = ["SAME", "Gate", "Verdict"]
 
@@ -44,22 +47,12 @@ _OF_CHILDREN = ("children", "scores")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate says of one result.
+    """What the gate says of one result."""
 
-    Attributes
-    ----------
-    passed
-        Whether every tensor keeps the rule.
-    errors, allowed
-        The largest error of each tensor and what the rule allows it.
-    complaint
-        The first thing that is wrong, in words; empty if nothing is.
-    """
-
-    passed: bool
-    errors: dict[str, float]
+    passed: bool  # whether every tensor keeps the rule
+    errors: dict[str, float]  # the largest of each tensor
     allowed: dict[str, float]
-    complaint: str = ""
+    complaint: str = ""  # the first thing that is wrong, in words
 
 
 def _of_children(name: str) -> bool:
@@ -74,33 +67,50 @@ def _largest(tensor: Tensor) -> float:
 class Gate:
     """The float64 result of one workload at one batch, and how far the eager reference of the inputs' dtype is from it.
 
-    Parameters
-    ----------
-    workload : Workload
-    inputs : Inputs
-        What the implementations under test are given.
-    epsilon : float, optional
-        One unit in the last place; that of the inputs' dtype by default.
+    ``inputs`` are what the implementations under test are given; ``epsilon`` is one unit in the last place, by default
+    that of the inputs' dtype. ``shared`` is a file that keeps the float64 result and the eager error, for processes
+    that judge the same inputs.
     """
 
-    def __init__(self, workload: Workload, inputs: Inputs, epsilon: float | None = None) -> None:
+    def __init__(
+        self, workload: Workload, inputs: Inputs, epsilon: float | None = None, shared: Path | None = None
+    ) -> None:
         self.workload = workload
         self.dtype = inputs.children.dtype
         self.epsilon = torch.finfo(self.dtype).eps if epsilon is None else epsilon
         self._batch = inputs.children.shape[0]
         self._samples = workload.samples_checked(self._batch)
         self._inputs = self._problem(inputs)
+        self._condition: dict[str, float] | None = None
+        self.exact: dict[str, Tensor]
+        self.eager_error: dict[str, float]
+        if shared is not None and shared.is_file():
+            self.exact, self.eager_error = torch.load(shared)
+            return
         self.exact = self._reference(self._inputs.to(torch.float64))
-        self.eager_error = dict.fromkeys(self.exact, 0.0)
-        yardsticks = [workload.routing.exact(workload)]
-        routing = workload.routing
-        if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
-            yardsticks.append(convolution(workload))
+        self.eager_error = self._eager_error()
+        if shared is not None:
+            torch.save((self.exact, self.eager_error), shared.with_suffix(".part"))
+            shared.with_suffix(".part").rename(shared)
+
+    def _eager_error(self) -> dict[str, float]:
+        """Return how far eager code of the inputs' dtype is from the float64 result."""
+        routing, errors = self.workload.routing, dict.fromkeys(self.exact, 0.0)
+        yardsticks = [self._judge_by()]
+        if isinstance(routing, AttentionPass) and routing.uniform and self.workload.grid and not routing.normalize:
+            yardsticks.append(convolution(self.workload))
         for run in yardsticks:
             for name, tensor in self._in_parts(run, self._inputs.to(self.dtype)).items():
-                error = _largest(tensor.double() - self.exact[name]) * workload.copies**0.5
-                self.eager_error[name] = max(self.eager_error[name], error)
-        self._condition: dict[str, float] | None = None
+                error = _largest(tensor.double() - self.exact[name]) * self.workload.copies**0.5
+                errors[name] = max(errors[name], error)
+        return errors
+
+    def _judge_by(self) -> Implementation:
+        """Return the package's reference; for children that are copies, turns in which each counts so often."""
+        work = self.workload
+        if work.copies == 1:
+            return reference(work)
+        return partial(work.routing.turns, work, Layout(work.routing.layout(work)), work.copies)
 
     def _problem(self, inputs: Inputs) -> Inputs:
         """Return what the reference is given: all of it, some samples, or one of the copies of the children."""
@@ -134,7 +144,7 @@ class Gate:
         return shape
 
     def _reference(self, inputs: Inputs) -> dict[str, Tensor]:
-        return self._in_parts(self.workload.routing.exact(self.workload), inputs)
+        return self._in_parts(self._judge_by(), inputs)
 
     def _in_parts(self, run: Implementation, inputs: Inputs) -> dict[str, Tensor]:
         """Run a training step in parts of the batch, and put the parts together."""
@@ -146,7 +156,9 @@ class Gate:
             for first in range(0, batch, step)
         ]
         return {
-            name: torch.cat([part[name] for part in parts]) if is_batched(name) else sum_of(parts, name)
+            name: torch.cat([part[name] for part in parts])
+            if is_batched(name)
+            else torch.stack([part[name] for part in parts]).sum(0)
             for name in parts[0]
         }
 
@@ -166,12 +178,8 @@ class Gate:
     def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
         """Hold a result, of a forward pass or of a training step, to the rule.
 
-        Parameters
-        ----------
-        found : dict of str to Tensor
-            The results and perhaps ``d`` + the name of each argument, as :func:`bench.alternatives.runner` returns it.
-        share : float
-            Also allow this share of a result's largest number; 0 is the contract, which this package is held to.
+        ``found`` is what :func:`bench.alternatives.runner` returns. A ``share`` of each result's largest number is also
+        allowed; 0 is the contract, which this package is held to.
         """
         errors: dict[str, float] = {}
         allowed: dict[str, float] = {}
@@ -208,11 +216,3 @@ def convolution(workload: Workload) -> Implementation:
         return (result.view(batch, rows, many, columns, *result.shape[2:]).permute(0, 2, 4, 5, 1, 3),)
 
     return run
-
-
-def sum_of(parts: list[dict[str, Tensor]], name: str) -> Tensor:
-    """Return the sum of one named tensor over the parts of a batch."""
-    total = parts[0][name].clone()
-    for part in parts[1:]:
-        total += part[name]
-    return total

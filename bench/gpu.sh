@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in under ten minutes: build, test, sanitize, roofline, bench, profile.
+# Everything that wants a GPU, in under ten minutes: build, test, sanitize, bench, profile.
 #
 #   bench/gpu.sh                    # all stages
 #   bench/gpu.sh build test         # some of them
 #   bench/gpu.sh --dry-run bench    # what would run
 #
 # Wants Python with torch (CUDA) and Triton, setuptools, CMake, Ninja, pybind11, pytest, nvcc; no network and no virtual
-# environment. Results go to $OUT (bench/results/gpu-<date>): logs, two JSON files and summary.md, to be committed.
+# environment. Results go to $OUT (bench/results/gpu-<date>): logs, a JSON file and summary.md, to be committed.
 # A stage that fails does not stop those after it; the exit status is the number of stages that failed. The device's
 # settings (clocks, power, persistence, MIG) are left as they are.
 #
@@ -16,7 +16,7 @@
 set -uo pipefail
 
 # shellcheck disable=SC2329 # stages are called by name
-readonly STAGES="build test sanitize roofline bench profile"
+readonly STAGES="build test sanitize bench profile"
 PYTHON=${PYTHON:-python3}
 SECONDS_IN_ALL=${FASTCAPS_GPU_SECONDS:-580}
 DRY_RUN=0
@@ -87,7 +87,7 @@ stage_build() {
   run 60 "$PYTHON" -c 'import fastcaps; fastcaps.backends.show(); assert fastcaps.backends.listing()[0].available' ||
     return 1
   if have cuobjdump; then
-    run 60 "$PYTHON" bench/static_report.py
+    run 60 "$PYTHON" tools/static_report.py
   fi
 }
 
@@ -104,33 +104,27 @@ stage_sanitize() {
   local worst=0 tool backend
   have compute-sanitizer || [ "$DRY_RUN" = 1 ] || {
     missing compute-sanitizer "the calls run unwatched"
-    run 60 "$PYTHON" bench/sanitize.py --device cuda
+    run 60 "$PYTHON" tools/sanitize.py --device cuda
     return 1
   }
   # calls of torch's that fail by design (is there such a symbol? such a pointer?) are not the kernels' errors
   for tool in "memcheck --report-api-errors no" racecheck; do
     # shellcheck disable=SC2086
     run 55 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name \
-      kernel_substring=fastcaps "$PYTHON" bench/sanitize.py --device cuda --backend cuda || worst=1
+      kernel_substring=fastcaps "$PYTHON" tools/sanitize.py --device cuda --backend cuda || worst=1
   done
   for backend in cuda triton; do
-    run 40 "$PYTHON" bench/sanitize.py --device cuda --backend "$backend" --dtype bfloat16 || worst=1
+    run 40 "$PYTHON" tools/sanitize.py --device cuda --backend "$backend" --dtype bfloat16 || worst=1
   done
   return "$worst"
 }
 
-stage_roofline() {
-  run 40 "$PYTHON" bench/roofline.py --device cuda --output "$OUT/roofline.json"
-}
-
 stage_bench() {
-  local seconds=$((SECONDS_IN_ALL - SECONDS - 60)) status=0 # the last minute is the profiler's
+  local seconds=$((SECONDS_IN_ALL - SECONDS - 60)) # the last minute is the profiler's
   [ "$seconds" -gt 260 ] && seconds=260
   [ "$seconds" -lt 20 ] && seconds=20
   [ "$DRY_RUN" = 1 ] && seconds=260
-  run $((seconds + 60)) "$PYTHON" -m pytest bench -q --device cuda --seconds "$seconds" --results "$OUT" || status=$?
-  [ "$DRY_RUN" = 1 ] || rm -f "$OUT"/bench-*.md # the table is in the log
-  return "$status"
+  run $((seconds + 60)) "$PYTHON" -m pytest bench -q --device cuda --seconds "$seconds" --results "$OUT"
 }
 
 stage_profile() {
@@ -141,13 +135,13 @@ stage_profile() {
     # workload, and which of its kernels; the first launch of each is warming up
     for target in "tsai-c10-conv1 attention_forward" "tsai-c10-conv1 attention_backward" "hinton-conv gaussian"; do
       run 45 ncu --clock-control none --target-processes all "${sections[@]}" --kernel-name "regex:${target#* }" \
-        --launch-skip 1 --launch-count 1 "$PYTHON" bench/profile_target.py --device cuda --workload "${target% *}" ||
+        --launch-skip 1 --launch-count 1 "$PYTHON" tools/profile_target.py --device cuda --workload "${target% *}" ||
         worst=1
     done
   else
     missing ncu "torch's own profile alone" || worst=1
   fi
-  run 40 "$PYTHON" bench/profile_target.py --device cuda --table || worst=1
+  run 40 "$PYTHON" tools/profile_target.py --device cuda --table || worst=1
   return "$worst"
 }
 

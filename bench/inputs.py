@@ -1,18 +1,14 @@
-"""Arguments of a routing by name, with a cotangent of each result: made from a seed, cut, cast and moved together."""
+"""A call's arguments by name, with a cotangent of each result: drawn from a seed, cut, cast and moved together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from bench.workloads import Workload
-
-__all__ = ["Draw", "Inputs", "is_batched", "size_of"]
+__all__ = ["Inputs", "is_batched", "size_of"]
 
 _OF_SAMPLES = ("children", "parents", "activations", "scores", "poses", "means", "variances")
 
@@ -34,30 +30,16 @@ class Inputs:
     Everything is in public layout: ``children`` ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``weight``
     ``[G, M, D, E]``, parents and their cotangents ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``. Grids lie in memory
     with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
-
-    Attributes
-    ----------
-    arguments
-        By name, in the order of the call; what is absent is not there.
-    grads
-        A cotangent for each result, by the result's name, in order.
-    fixed
-        Arguments that no training step differentiates.
     """
 
-    arguments: dict[str, Tensor]
-    grads: dict[str, Tensor]
-    fixed: tuple[str, ...] = ()
+    arguments: dict[str, Tensor]  # by name; what is absent is not there
+    grads: dict[str, Tensor]  # a cotangent for each result, by the result's name, in order
+    fixed: tuple[str, ...] = ()  # arguments that no training step differentiates
 
     @property
     def children(self) -> Tensor:
         """The children's poses."""
         return self.arguments["children"]
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The matrices; None where votes are the poses themselves."""
-        return self.arguments.get("weight")
 
     @property
     def learned(self) -> dict[str, Tensor]:
@@ -77,13 +59,9 @@ class Inputs:
 
         return replace(self, arguments=changed(self.arguments), grads=changed(self.grads))
 
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the same numbers in another dtype, memory order kept."""
-        return self.apply(lambda tensor: tensor.to(dtype))
-
-    def on(self, device: torch.device) -> Inputs:
-        """Return the same numbers on another device, memory order kept."""
-        return self.apply(lambda tensor: tensor.to(device))
+    def to(self, target: torch.dtype | torch.device) -> Inputs:
+        """Return the same numbers in another dtype or on another device, memory order kept."""
+        return self.apply(lambda tensor: tensor.to(target))
 
     def samples(self, part: slice | Sequence[int]) -> Inputs:
         """Return the samples ``part`` of the batch; what has no batch stays whole."""
@@ -98,44 +76,3 @@ class Inputs:
         for tensor in self.learned.values():
             tensor.requires_grad_()
         return self
-
-
-class Draw:
-    """Draws a workload's tensors: the same seed gives the same numbers in every process and dtype.
-
-    Parameters
-    ----------
-    workload : Workload
-    batch : int
-    seed : int
-    """
-
-    def __init__(self, workload: Workload, batch: int, seed: int = 0) -> None:
-        self.workload, self.batch = workload, batch
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, *shape: int) -> Tensor:
-        """Return numbers from N(0, 1)."""
-        return torch.randn(*shape, generator=self._generator)
-
-    def whole_numbers(self, least: int, most: int, *shape: int) -> Tensor:
-        """Return whole numbers from ``least`` to ``most``."""
-        return torch.randint(least, most + 1, shape, generator=self._generator)
-
-    def children(self, *pose: int) -> Tensor:
-        """Return a pose, or one number, of every child ``[B, I, *pose]`` or ``[B, N, H, W, *pose]``."""
-        work = self.workload
-        made = self.normal(self.batch, *(work.grid or ()), work.types // work.copies, *pose)
-        if work.copies > 1:
-            made = made.repeat(1, work.copies, *[1] * len(pose))
-        return made if work.grid is None else made.movedim(3, 1)
-
-    def weight(self, scale: float) -> Tensor:
-        """Return matrices ``[G, M, D, E]`` of numbers from N(0, scale²)."""
-        work = self.workload
-        return self.normal(work.matrices, work.parents, work.columns_in, work.columns_out) * scale
-
-    def parents(self, *pose: int) -> Tensor:
-        """Return a pose, or one number, of every parent ``[B, M, *pose]`` or ``[B, M, Ho, Wo, *pose]``."""
-        made = self.normal(self.batch, *self.workload.output_grid, self.workload.parents, *pose)
-        return made if self.workload.grid is None else made.movedim(3, 1)

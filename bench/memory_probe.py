@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from bench.alternatives import build, is_compiled, runner
-from bench.inputs import size_of
-from bench.workloads import Workload
+from bench.inputs import Inputs, size_of
 
-__all__ = ["Peak", "kept_by", "measure", "measure_fresh", "peak_of_pass", "peak_supported"]
+__all__ = ["Peak", "kept_by", "measure", "peak_of", "peak_supported"]
 
 _STATUS = "/proc/self/status"
 _RESET = "/proc/self/clear_refs"
@@ -36,24 +31,12 @@ _MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
 
 @dataclass(frozen=True)
 class Peak:
-    """Growth of a process during one call, in bytes.
+    """Growth of a process during one call, in bytes."""
 
-    Attributes
-    ----------
-    growth
-        Peak minus baseline.
-    results
-        Bytes of what the call returned.
-    inputs
-        Bytes of the call's arguments and of the results' cotangents, which lay in memory before.
-    resident
-        The whole process at the peak: what a machine must have.
-    """
-
-    growth: int
-    results: int
-    inputs: int = 0
-    resident: int = 0
+    growth: int  # peak minus baseline
+    results: int  # of what the call returned
+    inputs: int = 0  # of the arguments and the results' cotangents, which lay in memory before
+    resident: int = 0  # the whole process at the peak: what a machine must have
 
     @property
     def beyond(self) -> int:
@@ -67,14 +50,8 @@ class Peak:
 
     def entry(self) -> dict[str, int]:
         """Return what is written down."""
-        return {
-            "peak": self.growth,
-            "results": self.results,
-            "beyond": self.beyond,
-            "inputs": self.inputs,
-            "total": self.total,
-            "resident": self.resident,
-        }
+        sizes = {"peak": self.growth, "results": self.results, "beyond": self.beyond}
+        return sizes | {"inputs": self.inputs, "total": self.total, "resident": self.resident}
 
 
 def _status(field: str) -> int:
@@ -134,16 +111,8 @@ def measure(call: Callable[[], Any]) -> int:
     return max(0, peak - before)
 
 
-def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, threads: int) -> Peak:
-    """Measure one pass or training step in this process, which ought to be fresh."""
-    torch.set_num_threads(threads)
-    small = workload.miniature()
-    runner(build(name, small), small.inputs(1), training)()
-    inputs = workload.inputs(batch)
-    call = runner(build(name, workload), inputs, training)
-    if is_compiled(name):
-        call()  # else what the compiler keeps would count
-    kept = kept_by(call)
+def peak_of(call: Callable[[], dict[str, Tensor]], inputs: Inputs, training: bool, kept: int = 0) -> Peak:
+    """Measure one call, of which it is known what it keeps for good, in this process."""
     results = 0
 
     def counted() -> Any:
@@ -155,42 +124,3 @@ def peak_of_pass(name: str, workload: Workload, batch: int, training: bool, thre
     growth = measure(counted) + kept
     given = inputs.nbytes + (size_of(inputs.grads.values()) if training else 0)
     return Peak(growth, results, given, _status("VmHWM"))
-
-
-def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        pipe.send((True, function(*arguments)))
-    except Exception as error:  # whatever it is, the parent reports it
-        pipe.send((False, f"{type(error).__name__}: {error}"))
-
-
-def measure_fresh(function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> Any:
-    """Return ``function(*arguments)``, computed in a process that has done nothing else.
-
-    Raises
-    ------
-    RuntimeError
-        If the function raises, the process dies, or no answer comes in ``timeout`` seconds.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(theirs, function, arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(timeout):
-            raise RuntimeError(f"no answer in {timeout:.0f} s")
-        good, answer = ours.recv()
-    except EOFError:
-        process.join(5)
-        raise RuntimeError(f"the process died with exit code {process.exitcode}") from None
-    finally:
-        if process.is_alive():
-            process.join(5)
-        if process.is_alive():
-            process.kill()
-        ours.close()
-    if not good:
-        raise RuntimeError(answer)
-    return answer

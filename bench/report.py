@@ -1,363 +1,315 @@
-"""Tables from results: for the terminal, for docs/performance.md, and what falls short of its goal.
+"""Tables and pages from the records in ``bench/results``: the newest complete row of each, by the date inside.
 
-python bench/report.py                                   # the newest results, as a readable table
-python bench/report.py FILE ... --markdown               # several files: later rows replace earlier ones
-python bench/report.py --into docs/performance.md  # between its markers
+python -m bench.report                       # what there is, as tables
+python -m bench.report --write               # the tables of docs/performance*, and the picture
+python -m bench.report --html page.html      # one page with pictures, for a browser
+python -m bench.report --prune               # take superseded rows out of bench/results
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import device_report
-from bench.device_report import SHORT, number
+from bench import pages, record
+from bench.goals import device_seconds, means, number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.workloads import WORKLOADS
 
-__all__ = ["BEGIN", "END", "into", "markdown", "means", "merge", "print_document", "shortfalls", "tables"]
+__all__ = ["into", "main", "markdown", "of_run", "summary"]
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-ROUTINGS = "<!-- routings:begin -->", "<!-- routings:end -->"
-"""What a page's tables of whole routings stand between; :data:`BEGIN` and :data:`END` hold all others."""
-RESULTS = Path(__file__).resolve().parent / "results"
+Row = dict[str, Any]
+Columns = dict[str, Callable[[Row], str]]
 
-COLUMNS = (
-    "workload",
-    "batch",
-    "votes",
-    "fastcaps ms (p20-p80)",
-    "fastest alternative",
-    "ms (p20-p80)",
-    "speed-up",
-    "GFLOP/s",
-    "of sgemm",
-    "peak MB (own; of votes)",
-    "bmm's",
-)
-
-WHOLE_COLUMNS = (
-    "workload",
-    "batch",
-    "votes",
-    "fastcaps ms (p20-p80)",
-    "inputs and parameters MB",
-    "results and gradients MB",
-    "for a time MB",
-    "all tensors MB",
-    "process MB",
-)
-
-LEGEND = (
-    "Times are the median (20th-80th percentile) of calls in turns; GFLOP/s counts useful operations, recomputation "
-    "left out (a training step: three times the forward pass). Peak MB: growth of a fresh process during one call, in "
-    "brackets without the results that it returns, and that as a share of the votes; bmm's is the eager batched-matmul "
-    "alternative's. * after a restart, see below."
-)
-
-WHOLE_LEGEND = (
-    "Training steps for which no alternative fits into memory, or whose memory as a whole was promised: inputs (with "
-    "the cotangent) and parameters, results and gradients, what is needed for a time, and their sum; last the whole "
-    "process at its peak, Python and torch included."
-)
+SHORT = {
+    "reference": "einsum",
+    "einsum": "einsum",
+    "batched-matmul": "bmm",
+    "reference-compiled": "einsum, compiled",
+    "einsum-compiled": "einsum, compiled",
+    "batched-matmul-compiled": "bmm, compiled",
+}
+DOCS = record.ROOT / "docs" / "performance"
 
 
-def _milliseconds(entry: dict[str, Any]) -> str:
-    median, p20, p80 = (number(entry[key] * 1e3) for key in ("median", "p20", "p80"))
-    return f"{median} ({p20}-{p80})"
+def _milliseconds(entry: Row | None) -> str:
+    if not entry:
+        return ""
+    if "median" not in entry:
+        return "failed"
+    return "{} ({}-{})".format(*(number(entry[key] * 1e3) for key in ("median", "p20", "p80")))
 
 
-def _bytes(count: float) -> str:
-    return f"{number(max(count, 1e4) / 1e6)} MB"
+def _megabytes(count: float) -> str:
+    return number(max(count, 1e4) / 1e6)
 
 
-def _peak(memory: dict[str, Any], name: str, votes: float | None = None) -> str:
-    entry = memory.get(name)
-    if entry is None:
+def _fastest(row: Row) -> str:
+    name = row["fastest"]
+    if name is None:
+        return "none"
+    return SHORT.get(name, name) + ("*" if "note" in row["alternatives"][name] else "")
+
+
+def _memory(row: Row, name: str) -> str:
+    entry = (row.get("memory") or {}).get(name)
+    if entry is None and name in row:
+        entry = row[name].get("memory")
+    elif entry is None:
+        entry = row["alternatives"].get(name, {}).get("memory")
+    if not isinstance(entry, dict):
         return ""
     if "failed" in entry:
         return "failed"
-    peak, own = (number(max(entry[key], 1e4) / 1e6) for key in ("peak", "beyond"))
-    share = "" if votes is None else f"; {_share(entry['beyond'] / votes)}"
-    return f"{peak} ({own}{share})"
+    share = entry["beyond"] / row["votes_bytes"]
+    return _megabytes(entry["beyond"]) + (f" ({share:.1%})" if name == "fastcaps" and share < 0.995 else "")
 
 
-def _share(value: float) -> str:
-    """Return a share in percent; what is above the whole is not worth a number."""
-    return f"{value:.1%}" if value < 0.995 else "all"
+def _total(row: Row) -> str:
+    total = (row.get("memory") or {}).get("fastcaps", {}).get("total")
+    return "" if total is None else _megabytes(total)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    """Return one table line, in the order of ``COLUMNS``."""
-    head = [row["workload"], str(row["batch"]), _bytes(row["votes_bytes"])]
-    if "refused" in row:
-        return [*head, f"refused: {row['refused']}", *[""] * (len(COLUMNS) - 4)]
-    fastest = row["fastest"]
-    other = ["none", "", ""]
-    if fastest is not None:
-        note = "*" if "note" in row["alternatives"][fastest] else ""
-        name = SHORT.get(fastest, fastest) + note
-        other = [name, _milliseconds(row["alternatives"][fastest]), f"{number(row['speedup'])}×"]
-    memory = row["memory"]
-    others = [_peak(memory, name) for name in memory if name not in ("fastcaps", "left_out")]
-    return [
-        *head,
-        _milliseconds(row["fastcaps"]),
-        *other,
-        number(row["gflops"]),
-        f"{row['sgemm_share']:.0%}",
-        _peak(memory, "fastcaps", row["votes_bytes"]),
-        others[0] if others else "",
-    ]
+def _graph(row: Row) -> str:
+    entry = row["fastcaps"].get("graph", {})
+    return number(entry["median"] * 1e3) if "median" in entry else "failed" if entry else ""
 
 
-def tables(document: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Return (title, lines with the head first): for each mode, batches set beside batch 1, then whole layers."""
-    found = []
-    for single in (False, True):
-        for mode in ("forward", "training step"):
-            rows = [row for row in document["rows"] if row["mode"] == mode and _is_extra(row) == single]
-            if rows:
-                title = f"{mode.capitalize()}, batch 1" if single else mode.capitalize()
-                found.append((title, [list(COLUMNS), *(_cells(row) for row in rows)]))
-    whole = [row for row in document["rows"] if _is_whole(row)]
-    if whole:
-        found.append(("Memory of whole layers", [list(WHOLE_COLUMNS), *(_whole_cells(row) for row in whole)]))
-    return found
+_HEAD: Columns = {
+    "workload": lambda row: row["workload"],
+    "batch": lambda row: str(row["batch"]),
+    "votes, MB": lambda row: _megabytes(row["votes_bytes"]),
+}
+_TIMES: Columns = {
+    "fastcaps, ms (p20-p80)": lambda row: _milliseconds(row["fastcaps"]),
+    "fastest alternative": _fastest,
+    "its ms (p20-p80)": lambda row: _milliseconds(row["alternatives"].get(row["fastest"])),
+    "speed-up": lambda row: f"{number(row['speedup'])}×" if row["speedup"] else "",
+}
+_CPU: Columns = {
+    **_HEAD,
+    **_TIMES,
+    "GFLOP/s": lambda row: number(row["gflops"]),
+    "of sgemm": lambda row: f"{row['sgemm_share']:.0%}",
+    "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
+    "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
+    "all tensors, MB": _total,
+}
+_DEVICE: Columns = {
+    **_HEAD,
+    **_TIMES,
+    "graph, ms": _graph,
+    "Triton, ms": lambda row: number(device_seconds(row["triton"]) * 1e3) if "median" in row["triton"] else "failed",
+    "TFLOP/s": lambda row: number(row["tflops"]),
+    "of product": lambda row: f"{row['tflops'] * 1e12 / row['machine']['rates'][row['precision']]:.0%}",
+    "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
+    "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
+}
+LEGEND = (
+    "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
+    "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
+    "beside its inputs and results, and its share of the votes; bmm's is that of the eager batched matmul. All "
+    "tensors: that with inputs, parameters, results and gradients. * ran again without vectorised loop tails."
+)
+DEVICE_LEGEND = (
+    " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
+    "replayed graph, which the speed-up then goes by. Of product: of this device's own large matrix product."
+)
 
 
-def _is_extra(row: dict[str, Any]) -> bool:
-    """Tell whether a row is one of batch 1 beside the workload's default batch."""
-    return row["batch"] == 1 and not row.get("default", False)
-
-
-def _is_whole(row: dict[str, Any]) -> bool:
-    """Tell whether a row's memory as a whole is shown: a training step without alternatives, or with a goal for it."""
-    if row["mode"] != "training step" or "total" not in row.get("memory", {}).get("fastcaps", {}):
-        return False
-    alternatives = row["alternatives"].values()
-    none_fits = bool(alternatives) and all("left_out" in entry for entry in alternatives)
-    return none_fits or "total" in (row["goal"] or {})
-
-
-def _whole_cells(row: dict[str, Any]) -> list[str]:
-    """Return one table line, in the order of ``WHOLE_COLUMNS``."""
-    memory = row["memory"]["fastcaps"]
-    sizes = [number(max(memory[key], 1e4) / 1e6) for key in ("inputs", "results", "beyond", "total", "resident")]
-    head = [row["workload"], str(row["batch"]), _bytes(row["votes_bytes"])]
-    return [*head, _milliseconds(row["fastcaps"]), *sizes]
-
-
-def means(document: dict[str, Any]) -> list[tuple[str, float, int, float]]:
-    """Return for each mode (mode, geometric mean of the speed-ups, rows, goal) over the rows that have such a goal."""
-    found = []
-    for mode in ("forward", "training step"):
-        rows = [row for row in document["rows"] if row["mode"] == mode and "mean" in (row.get("goal") or {})]
-        speedups = [row["speedup"] for row in rows if row.get("speedup")]
-        if speedups:
-            middle = math.exp(sum(map(math.log, speedups)) / len(speedups))
-            found.append((mode, middle, len(speedups), rows[0]["goal"]["mean"]))
-    return found
-
-
-def _means(document: dict[str, Any]) -> list[str]:
-    """Return a sentence for each mode's geometric mean."""
-    return [
-        f"{mode}: {number(middle)}×, over {count} rows of whole routings (goal {number(goal)}×)"
-        for mode, middle, count, goal in means(document)
-    ]
-
-
-def shortfalls(document: dict[str, Any]) -> list[str]:
-    """Return a sentence for every figure that misses its goal."""
-    missed = []
-    for row in document["rows"]:
-        goal, place = row.get("goal"), f"{row['workload']} batch {row['batch']} {row['mode']}"
+def table(rows: Sequence[Row], columns: Columns) -> list[str]:
+    """Return a markdown table, a line each."""
+    lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
+    for row in rows:
         if "refused" in row:
-            missed.append(f"{place}: refused, {row['refused']}")
-            continue
-        if not goal:
-            continue
-        wanted = goal.get("speedup")
-        if wanted is not None and row["speedup"] is not None and row["speedup"] < wanted:
-            missed.append(f"{place}: {number(row['speedup'])}× of the fastest alternative, goal {number(wanted)}×")
-        share = goal.get("sgemm_share")
-        if share is not None and row["sgemm_share"] < share:
-            missed.append(f"{place}: {row['sgemm_share']:.0%} of sgemm, goal {share:.0%}")
-        missed += [f"{place}: {what}" for what in _too_much_memory(row)]
-    for mode, middle, count, wanted in means(document):
-        if middle < wanted:
-            missed.append(f"{mode}, geometric mean of {count} rows: {number(middle)}×, goal {number(wanted)}×")
-    return missed
+            cells = [cell(row) for cell in _HEAD.values()] + [f"refused: {row['refused']}"]
+            cells += [""] * (len(columns) - len(cells))
+        else:
+            cells = [cell(row) for cell in columns.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
-def _too_much_memory(row: dict[str, Any]) -> list[str]:
-    """Return what a row says of memory that misses its goal."""
-    memory, goal, found = row.get("memory", {}).get("fastcaps", {}), row["goal"], []
-    if "memory_share" in goal and memory.get("beyond", 0) > goal["memory_share"] * row["votes_bytes"]:
-        share = memory["beyond"] / row["votes_bytes"]
-        found.append(f"{share:.1%} of the votes' bytes beside the results, goal {goal['memory_share']:.0%}")
-    if memory.get("total", 0) > goal.get("total", math.inf):
-        found.append(f"{number(memory['total'] / 1e6)} MB in all tensors, goal {number(goal['total'] / 1e6)} MB")
-    return found
-
-
-def _about(document: dict[str, Any]) -> str:
-    """Return a sentence on machine, versions, commit and date."""
-    about = document["machine"]
-    versions = about["versions"]
-    capability = f" ({about['capability']})" if about["capability"] else ""
-    rates = sorted(row["sgemm_gflops"] for row in document["rows"] if "sgemm_gflops" in row)
-    size = document["sgemm_size"]
-    sgemm = ""
+def about(rows: Sequence[Row]) -> str:
+    """Return sentences on machine, versions, commits and dates of rows of one machine."""
+    newest = max(rows, key=lambda row: row["machine"]["date"])
+    found = newest["machine"]
+    commits = Counter(
+        f"{row['machine']['commit']}{' (modified)' if row['machine']['modified'] else ''} of "
+        f"{row['machine']['date'][:10]}"
+        for row in sorted(rows, key=lambda row: row["machine"]["date"])
+    )
+    rates = sorted(row["sgemm_gflops"] for row in rows if "sgemm_gflops" in row)
+    speed = ""
     if rates:  # a wide spread says that something else ran meanwhile
         middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-        sgemm = f"; sgemm of {size}³: {middle} GFLOP/s ({least} to {most} over the rows)"
-    commit = about["commit"] + (" (modified)" if about["modified"] else "")
-    return (
-        f"{about['device']}, {about['threads']} threads on {about['cores']} cores{sgemm}. fastcaps "
-        f"{versions['fastcaps']}, backend {about['backend']}{capability}; torch {versions['torch']}, Python "
-        f"{versions['python']}. Commit {commit}, {about['date'][:16].replace('T', ' ')} UTC, {document['kind']} run."
-    )
+        speed = f"; sgemm of {newest['sgemm_size']}³: {middle} GFLOP/s ({least} to {most} over the rows)"
+    if "rates" in found:
+        products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
+        speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
+        speed += f"; three of the smallest launches {found['three_launches']['latency'] * 1e6:.0f} us"
+    threads = f", {found['threads']} threads on {found['cores']} cores" if "rates" not in found else ""
+    capability = f" ({found['capability']})" if found["capability"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    backend = f", backend {found['backend']}{capability}" if found["backend"] else ""
+    told = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
+    return f"{found['device']}{threads}{speed}. {versions}{backend}. Commits: {told}."
 
 
-def _failures(document: dict[str, Any]) -> list[str]:
-    """Return a sentence for each alternative that gave no figure, or gave one only after a crash."""
+def tables(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart, then whole layers."""
+    found = []
+    precisions = dict.fromkeys(row.get("precision", "fp32") for row in rows)
+    for precision in precisions:
+        for single in (False, True):
+            for mode in ("forward", "training step"):
+                part = [
+                    row
+                    for row in rows
+                    if (row["mode"], row.get("precision", "fp32")) == (mode, precision)
+                    and (row["batch"] == 1 and not row.get("default", False)) == single
+                ]
+                if part:
+                    title = mode.capitalize() + (", batch 1" if single else "")
+                    title += f", {precision}" if len(precisions) > 1 else ""
+                    found.append((title, table(part, _DEVICE if "rates" in part[0]["machine"] else _CPU)))
+    return found
+
+
+def _without_figures(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each way in which an alternative gave no figure, or gave one only after a crash."""
     found: dict[str, list[str]] = {}
-    for row in document["rows"]:
-        for name, entry in row.get("alternatives", {}).items():
+    for row in rows:
+        entries = {**row.get("alternatives", {}), "fastcaps by Triton": row.get("triton", {})}
+        for name, entry in entries.items():
             what = entry.get("failed") or entry.get("note") or entry.get("left_out")
             if what:
-                place = f"{row['workload']} batch {row['batch']} {row['mode']}"
-                found.setdefault(f"{SHORT.get(name, name)}: {what}", []).append(place)
-    return [f"{what} — on {'; '.join(places)}" for what, places in found.items()]
+                found.setdefault(f"{SHORT.get(name, name)}: {what}", []).append(place(row))
+    return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
 
 
-def markdown(document: dict[str, Any]) -> str:
-    """Return the document as markdown: what was measured on, a table for each mode, and what there is to say."""
-    lines = [_about(document), "", LEGEND, ""]
-    for title, (head, *cells) in tables(document):
-        right = ["---"] + ["---:"] * (len(head) - 1)
-        lines += [f"**{title}**", ""]
-        if head == list(WHOLE_COLUMNS):
-            lines += [WHOLE_LEGEND, ""]
-        lines += [f"| {' | '.join(line)} |" for line in [head, right, *cells]]
-        lines.append("")
+def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
+    """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
+    legend = LEGEND + (DEVICE_LEGEND if "rates" in rows[0]["machine"] else "")
+    lines = [about(rows), "", legend, ""]
+    for title, made in tables(rows):
+        lines += [f"**{title}**", "", *made, ""]
+    goals = [
+        f"{mode}: {number(middle)}×, over {count} rows (goal {number(goal)}×)"
+        for mode, middle, count, goal in means(rows)
+    ]
     for title, sentences in (
-        ("Geometric means of the speed-ups:", _means(document)),
-        ("Below the goal:", shortfalls(document)),
-        ("Alternatives without a figure, and those marked *:", _failures(document)),
+        ("Geometric means of the speed-ups:", goals),
+        ("Below the goal:", shortfalls(rows)),
+        ("Alternatives without a figure, and those marked *:", _without_figures(rows)),
+        ("Left out, as the time was used up:", left_out),
     ):
         if sentences:
             lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
-def print_document(document: dict[str, Any]) -> None:
-    """Print the document as tables for a terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    # no terminal (CI, a file): wide enough that no cell is broken
-    if not console.is_terminal or console.width < 150:
-        console.width = 170
-    console.print(_about(document), markup=False)
-    console.print(LEGEND, markup=False)
-    for title, (head, *cells) in tables(document):
-        table = Table(title=title, title_justify="left", pad_edge=False)
-        for index, column in enumerate(head):
-            table.add_column(column, justify="left" if index in (0, 4) else "right", overflow="fold")
-        for line in cells:
-            table.add_row(*line)
-        console.print(table)
-    for title, sentences in (
-        ("Geometric means:", _means(document)),
-        ("Below the goal:", shortfalls(document)),
-        ("Alternatives:", _failures(document)),
-    ):
-        if sentences:
-            console.print(title, markup=False)
-            for sentence in sentences:
-                console.print(f"  {sentence}", markup=False)
+def of_run(document: dict[str, Any]) -> str:
+    """Return the tables of one run."""
+    extra = {"machine": document["machine"], "sgemm_size": document["sgemm_size"]}
+    return markdown([extra | row for row in document["rows"]], document.get("left_out", ()))
 
 
-def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one document with the rows of all; a later row replaces an earlier one of the same name, batch and mode.
+def summary(rows: Sequence[Row]) -> str:
+    """Return the table that docs/performance.md opens with: a row a workload at its default batch, both modes."""
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["default"] and "fastcaps" in row and row["speedup"]:
+            by_name.setdefault(row["workload"], {})[row["mode"]] = row
+    lines = ["| layer | batch | forward, ms | speed-up | training step, ms | speed-up | own MB of the votes' MB |"]
+    lines.append("| --- |" + " ---: |" * 6)
+    for name in pages.CHOSEN:
+        both = by_name.get(name, {})
+        cells = [f"`{name}`", str(WORKLOADS[name].batch)]
+        for mode in ("forward", "training step"):
+            row = both.get(mode)
+            cells += [number(row["fastcaps"]["median"] * 1e3), f"{number(row['speedup'])}×"] if row else ["", ""]
+        row = both.get("training step", both.get("forward"))
+        if row is None:
+            continue
+        own = (row.get("memory") or {}).get("fastcaps", {}).get("beyond")
+        cells.append(f"{_megabytes(own)} of {_megabytes(row['votes_bytes'])}" if own is not None else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([about(rows), "", *lines])
 
-    Raises
-    ------
-    ValueError
-        If there is none, or they are from different devices.
-    """
-    if not documents:
-        raise ValueError("no results to report")
-    if len({document["kind"] == "device" for document in documents}) > 1:
-        raise ValueError("results of the CPU and of a device have tables of their own: give the one or the other")
-    devices = {document["machine"]["device"] for document in documents}
-    if len(devices) > 1:
-        raise ValueError(f"results are from different devices: {', '.join(sorted(devices))}")
-    keys = ("workload", "batch", "mode", "precision")
-    rows = {tuple(row.get(key) for key in keys): row for document in documents for row in document["rows"]}
-    return documents[-1] | {"rows": list(rows.values())}
 
-
-def into(page: str, table: str, begin: str = BEGIN, end: str = END) -> str:
-    """Return ``page`` with ``table`` between its markers.
+def into(page: str, text: str, name: str) -> str:
+    """Return ``page`` with ``text`` between its markers ``<!-- name:begin -->`` and ``<!-- name:end -->``.
 
     Raises
     ------
     ValueError
-        If the page does not have each marker once, in order.
+        If the page does not have each marker once, in order, or would lose lines of its tables.
     """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f"the page needs one {begin} and, after it, one {end}")
     before, rest = page.split(begin)
-    after = rest.split(end)[1]
-    return f"{before}{begin}\n{table.strip()}\n{end}{after}"
+    old, after = rest.split(end)
+    had, has = (sum(line.startswith("| ") for line in part.splitlines()) for part in (old, text))
+    if has < had:
+        raise ValueError(f"{name}: the new tables have {has} lines, the page has {had}; is a record missing?")
+    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
 
 
-def sections(document: dict[str, Any]) -> list[tuple[dict[str, Any], tuple[str, str]]]:
-    """Return the parts of a document that a page has separately, each with its markers."""
-    if document["kind"] == "device":
-        return [(document, (device_report.BEGIN, device_report.END))]
-    whole = {work.name for work in WORKLOADS.values() if not isinstance(work.routing, AttentionPass)}
-    split = [
-        ([row for row in document["rows"] if (row["workload"] in whole) == routings], markers)
-        for routings, markers in ((False, (BEGIN, END)), (True, ROUTINGS))
-    ]
-    return [(document | {"rows": rows}, markers) for rows, markers in split if rows]
+def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
+    """Put the tables and the picture of all rows into the pages of the docs; return the files that were written."""
+    passes = {work.name for work in WORKLOADS.values() if isinstance(work.routing, AttentionPass)}
+    on_cpu = [row for row in rows if "rates" not in row["machine"]]
+    devices = Counter(row["machine"]["device"] for row in on_cpu)  # a page shows one: that of the most rows
+    on_cpu = [row for row in on_cpu if row["machine"]["device"] == devices.most_common(1)[0][0]]
+    parts = {
+        docs.parent / "performance.md": ("summary", on_cpu, summary),
+        docs / "attention.md": ("attention", [row for row in on_cpu if row["workload"] in passes], markdown),
+        docs / "routings.md": ("routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
+        docs / "gpu.md": ("device", [row for row in rows if "rates" in row["machine"]], markdown),
+    }
+    wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
+    if on_cpu:
+        wanted[docs / "speedup.svg"] = pages.speedup_picture(on_cpu)
+    for path, text in wanted.items():  # only once all of them could be made
+        path.write_text(text)
+    return list(wanted)
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(description="Tables from benchmark results.")
-    parser.add_argument("files", nargs="*", type=Path, help="JSON files (default: the newest in bench/results)")
-    parser.add_argument("--markdown", action="store_true", help="print markdown")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the markdown between the markers of a page")
+    parser = argparse.ArgumentParser(description="Tables and pages from benchmark records.")
+    parser.add_argument("files", nargs="*", type=Path, help="JSON files or folders (default: all of bench/results)")
+    parser.add_argument("--write", action="store_true", help="write the tables and the picture of docs/performance*")
+    parser.add_argument("--html", type=Path, metavar="PAGE", help="write one page with pictures")
+    parser.add_argument("--prune", action="store_true", help="take superseded rows out of bench/results")
     given = parser.parse_args(None if arguments is None else list(arguments))
-    files = given.files or sorted(RESULTS.glob("*.json"), key=lambda path: path.stat().st_mtime)[-1:]
     try:
-        document = merge([json.loads(path.read_text()) for path in files])
-        on_device = document["kind"] == "device"
-        as_text = device_report.markdown if on_device else markdown
-        if given.into is not None:
-            page = given.into.read_text()
-            for part, markers in sections(document):
-                page = into(page, as_text(part), *markers)
-            given.into.write_text(page)
-        elif given.markdown or on_device:
-            print(as_text(document))
-        else:
-            print_document(document)
+        if given.prune:
+            print("\n".join(record.prune()) or "nothing is superseded")
+            return 0
+        paths = given.files or [record.RESULTS]
+        files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
+        rows = record.merge(record.load(files))
+        if not rows:
+            raise ValueError("no results to report")
+        if given.write:
+            print("\n".join(f"written: {path}" for path in write(rows)))
+        if given.html is not None:
+            given.html.write_text(pages.html(rows))
+            print(f"written: {given.html}")
+        if not given.write and given.html is None:
+            machines = dict.fromkeys(row["machine"]["device"] for row in rows)
+            for device in machines:
+                print(markdown([row for row in rows if row["machine"]["device"] == device]))
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1

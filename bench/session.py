@@ -1,280 +1,241 @@
-"""One run of the benchmark: rows are prepared, held to the gate, timed, completed and written down here."""
+"""One run of the benchmark: rows are held to the gate, timed in turns, completed and written down here."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from bench import record
+from bench.alternatives import ALTERNATIVES, OURS, bytes_needed, is_compiled
+from bench.goals import lost
+from bench.memory_probe import peak_supported
+from bench.runner import PRECISIONS, Case, Remote, WorkerError
+from bench.timing import FULL, Contender, Plan, Sgemm, quantiles, take_turns
 
-from bench import machine, report
-from bench.alternatives import ALTERNATIVES, OURS, build, bytes_needed, is_compiled, runner
-from bench.gate import SAME, Gate, Verdict
-from bench.memory_probe import measure_fresh, peak_of_pass, peak_supported
-from bench.timing import Contender, Plan, Schedule, Sgemm, quantiles
-from bench.worker import Worker, WorkerError
-from bench.workloads import Workload
-
-__all__ = ["Case", "Refused", "Session", "Settings"]
+__all__ = ["Session", "Settings"]
 
 _MEMORY_ALTERNATIVE = "batched-matmul"
 """The alternative whose peak memory is measured beside ours, at default batches."""
 
-_QUICK_MEMORY = ("tsai-c10-conv1",)
-"""Workloads whose memory a quick run measures."""
-
 _FITS, _TOGETHER = 0.6, 0.4
 """Shares of the machine's memory: what one alternative may need, and what all may need that are prepared at once."""
 
-
-class Refused(Exception):
-    """The result disagrees with the float64 reference: there is no speed figure."""
+_PREPARE, _BLOCK = 240.0, 120.0
+"""Seconds after which a process is given up: making ready, compilation included, and one block of calls."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for; see ``pytest bench --help``. A run has ``available`` bytes of memory."""
+    """What the command line asked for; see ``pytest bench --help``."""
 
     results: Path
-    threads: int
-    plan: Plan
+    threads: int = 1
+    plan: Plan = FULL
     quick: bool = False
     compiled: bool = True
     alternatives: bool = True
     memory: bool = True
-    available: float = field(default_factory=machine.memory)
-
-
-@dataclass
-class Case:
-    """One row on its way.
-
-    Attributes
-    ----------
-    workload, batch, training
-        Which row.
-    call
-        What is timed: the package's own call or training step.
-    schedule
-        Brings the alternatives in between; see :class:`bench.timing.Schedule`.
-    left_out
-        Alternatives that need more memory than there is, and why.
-    """
-
-    workload: Workload
-    batch: int
-    training: bool
-    call: Callable[[], Any]
-    schedule: Schedule
-    verdict: Verdict
-    sgemm: Contender
-    contenders: list[Contender]
-    failures: dict[str, str]
-    left_out: dict[str, str]
+    available: float = field(default_factory=record.memory)  # bytes
+    device: str = "cpu"
+    seconds: float = 270.0  # a GPU's run, all of it
+    slice: float = 0.06  # seconds that the timed calls of one measurement on a GPU take together
+    processes: int | None = None  # that compile at a time there; by default two fewer than cores, twelve at most
 
 
 class Session:
-    """Workers, machine and rows of one run.
+    """Processes, machine and rows of one run. ``document`` is what is written as JSON, ``files`` what was written."""
 
-    Attributes
-    ----------
-    document
-        What is written as JSON: the machine, and a row for each case.
-    files
-        What was written.
-    """
+    kind = "full"
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        torch.set_num_threads(settings.threads)
+        self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
+        folder = Path(self._scratch.name)
+        self._log, self._gates = folder / "processes.log", folder
         self.document: dict[str, Any] = {
-            "format": 1,
-            "kind": "quick" if settings.quick else "full",
-            "machine": machine.describe(settings.threads),
+            "format": 2,
+            "kind": "quick" if settings.quick else self.kind,
+            "machine": record.describe(settings.threads),
             "sgemm_size": settings.plan.sgemm,
             "rows": [],
         }
         self.files: list[Path] = []
-        self._sgemm = Sgemm(settings.plan.sgemm)
-        self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
-        log = Path(self._scratch.name) / "workers.log"
-        names = [n for n in ALTERNATIVES if settings.alternatives and (settings.compiled or not is_compiled(n))]
-        self._workers = {name: Worker(name, settings.threads, log) for name in names}
-        self._gate: tuple[tuple[str, int], Gate] | None = None
-        self._no_memory = "left out" if not settings.memory else peak_supported()
+        self.names = tuple(
+            name for name in ALTERNATIVES if settings.alternatives and (settings.compiled or not is_compiled(name))
+        )
+        self._remotes = {name: self._remote() for name in (OURS, *self.names)} if settings.device == "cpu" else {}
+        self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS.glob("*.json")))}
+        self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None
 
-    def _gate_of(self, workload: Workload, batch: int) -> Gate:
-        """Return the gate of a workload at a batch; the last one is kept, as forward and training step share it."""
-        key = (workload.name, batch)
-        if self._gate is None or self._gate[0] != key:
-            self._gate = None
-            self._gate = (key, Gate(workload, workload.inputs(batch)))
-        return self._gate[1]
+    def _remote(self) -> Remote:
+        return Remote(self._log, self.settings.threads, "cpu", 0.0, self.settings.plan.sgemm, self._gates)
 
-    def prepare(self, workload: Workload, batch: int, training: bool) -> Case:
-        """Bring one row to where it can be timed: results of everyone computed, and held to the gate.
+    def run(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        """Check, time and write down one row; return it, and the seconds of every contender's calls.
 
-        Raises
-        ------
-        Refused
-            If the package's own result disagrees with the float64 reference.
+        A row whose own result disagrees with the float64 reference is ``refused`` and has no figures. The last row is
+        kept: asking for it again costs nothing.
         """
-        left_out = self._left_out(workload, batch, training)
-        taking_part = {name: worker for name, worker in self._workers.items() if name not in left_out}
-        needed = sum(bytes_needed(name, workload, batch, training) for name in taking_part)
+        if self._last is None or self._last[0] != case:
+            self._last = (case, *self._measure(case))
+        return self._last[1:]
+
+    def row(self, case: Case) -> dict[str, Any]:
+        """Return what a row says before anything is timed."""
+        work = case.workload
+        return {
+            "workload": work.name,
+            "source": work.source,
+            "batch": case.batch,
+            "default": case.batch == work.batch,
+            "mode": case.mode,
+            "precision": case.precision,
+            "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
+            "inputs_bytes": work.inputs_bytes(case.batch),
+            "operations": work.operations(case.batch, case.training),
+            "goal": None if self.settings.quick else work.goal_at(case.batch, case.training),
+            "alternatives": {},
+        }
+
+    def _measure(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        row = self.row(case)
+        failures = self._left_out(case)
+        ours = self._remotes[OURS]
+        for stale in self._gates.glob("*.pt"):
+            if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
+                stale.unlink()
+        try:
+            verdict = ours.call(_PREPARE, "check", case, OURS)
+        except WorkerError as error:
+            verdict = {"complaint": str(error), "errors": {}, "allowed": {}}
+        row["gate"] = {name: verdict[name] for name in ("errors", "allowed")}
+        if verdict["complaint"]:
+            return self._write(row | {"refused": verdict["complaint"]}), {}
+        notes, contenders = self._prepare(case, failures)
+        subject = Contender(OURS, partial(self._time, ours), self.settings.plan.own, fewest=2)
+        sgemm = Contender("sgemm", partial(self._time, ours, method="time_sgemm"), self.settings.plan.budget)
+        take_turns([subject, sgemm, *contenders], self.settings.plan)
+        samples = {contender.name: contender.samples for contender in (subject, *contenders) if contender.samples}
+        if subject.error or not samples.get(OURS):
+            return self._write(row | {"refused": subject.error or "no calls were timed"}), {}
+        errors = {contender.name: {"failed": contender.error} for contender in contenders if contender.error}
+        for name in self.names:
+            entry = failures.get(name) or errors.get(name) or quantiles(samples[name])
+            row["alternatives"][name] = entry | ({"note": notes[name]} if name in notes else {})
+            if name in notes:  # a process that had to be restarted for a case is not kept for the next
+                self._remotes[name].safe = False
+                self._remotes[name].close()
+        row["fastcaps"] = quantiles(samples[OURS])
+        sgemm_rate = Sgemm.rate(self.settings.plan.sgemm, quantiles(sgemm.samples)["median"])
+        rate = row["operations"] / row["fastcaps"]["median"]
+        row |= {"gflops": rate / 1e9, "sgemm_gflops": sgemm_rate / 1e9, "sgemm_share": rate / sgemm_rate}
+        compare(row, lambda entry: entry["median"])
+        row["memory"] = self._memory(case, failures)
+        return self._write(row), samples
+
+    def _prepare(self, case: Case, failures: dict[str, dict[str, str]]) -> tuple[dict[str, str], list[Contender]]:
+        """Bring the alternatives to where they can be timed, and add to ``failures``; return notes and contenders."""
+        taking_part = [name for name in self.names if name not in failures]
+        needed = sum(bytes_needed(name, case.workload, case.batch, case.training) for name in taking_part)
         at_once = needed < _TOGETHER * self.settings.available
-        failures: dict[str, str] = {}
-
-        def begin(name: str) -> None:
-            try:
-                taking_part[name].begin(workload.name, batch, training)
-            except WorkerError as error:
-                failures[name] = str(error)
-
+        notes: dict[str, str] = {}
+        contenders = []
         for name in taking_part if at_once else ():
-            begin(name)
-        gate = self._gate_of(workload, batch)
-        call = runner(build(OURS, workload), workload.inputs(batch), training)
-        verdict = gate.judge(call())
+            self._remotes[name].begin("check", case, name)
+        for name in taking_part:
+            remote = self._remotes[name]
+            try:
+                if not at_once:
+                    remote.begin("check", case, name)
+                verdict = self._again(case, name, notes, lambda remote=remote: remote.finish(_PREPARE))
+            except WorkerError as error:
+                failures[name] = {"failed": str(error)}
+                continue
+            if verdict["complaint"]:
+                failures[name] = {"failed": f"disagrees with the reference: {verdict['complaint']}"}
+                continue
+            contender = Contender(name, partial(self._time, remote), self.settings.plan.budget)
+            if not is_compiled(name) and verdict["seconds"] > contender.budget:
+                # a call that used up its time already is not made again
+                contender.samples, contender.spent, contender.turns = [verdict["seconds"]], verdict["seconds"], 1
+                contender.estimate = verdict["seconds"]
+            contenders.append(contender)
+        return notes, contenders
 
-        contenders: list[Contender] = []
-        for name, worker in taking_part.items():
-            if not at_once:
-                begin(name)
-            if name not in failures:
-                failure = self._check(worker, gate)
-                if failure:
-                    failures[name] = failure
-                else:
-                    contenders.append(self._contender(worker))
-        if not verdict.passed:
-            self._record(self._row(workload, batch, training) | {"refused": verdict.complaint})
-            raise Refused(verdict.complaint)
-        sgemm = Contender("sgemm", self._sgemm.timer)
-        schedule = Schedule(call, [sgemm, *contenders], self.settings.plan)
-        return Case(workload, batch, training, call, schedule, verdict, sgemm, contenders, failures, left_out)
-
-    def _contender(self, worker: Worker) -> Contender:
-        """Return a worker as one that takes turns; a call that used up its time already is not made again."""
-        if is_compiled(worker.name) or worker.first <= self.settings.plan.budget:
-            return Contender(worker.name, worker.time)
-        return Contender(worker.name, worker.time, [worker.first], estimate=worker.first, spent=worker.first)
-
-    def _left_out(self, workload: Workload, batch: int, training: bool) -> dict[str, str]:
-        """Return the alternatives that do not fit into memory, with the reason."""
-        found = {}
-        for name in self._workers:
-            needed = bytes_needed(name, workload, batch, training)
-            if needed > _FITS * self.settings.available:
-                found[name] = (
-                    f"would need {needed / 1e9:.0f} GB, {needed / workload.votes_bytes(batch):.0f} times the votes, of "
-                    f"{self.settings.available / 1e9:.0f} GB that the machine has"
-                )
-        return found
+    def _again(self, case: Case, name: str, notes: dict[str, str], answer: Callable[[], Any]) -> dict[str, Any]:
+        """Return a verdict; a compiled process that dies or errs has a second chance without vectorised loop tails."""
+        remote = self._remotes[name]
+        try:
+            verdict: dict[str, Any] = answer()
+            reason = f"wrong result: {verdict['complaint']}" if verdict["complaint"] else ""
+        except WorkerError as error:
+            if remote.alive or not is_compiled(name):
+                raise
+            reason = str(error)
+        if not reason or not is_compiled(name):
+            return verdict
+        notes[name] = f"{reason}; run again without vectorised loop tails"
+        remote.close()
+        remote.safe = True
+        return remote.call(_PREPARE, "check", case, name)
 
     @staticmethod
-    def _check(worker: Worker, gate: Gate) -> str:
-        """Wait for a worker's result and return why it cannot take part, or an empty string.
+    def _time(remote: Remote, calls: int, warm: int, method: str = "time") -> list[float]:
+        return remote.call(_BLOCK, method, calls, warm)
 
-        A compiled result that is wrong has the same cause as a crash, and the same second chance.
-        """
-        try:
-            verdict = gate.judge(worker.ready(), SAME)
-            if not verdict.passed and is_compiled(worker.name) and not worker.note:
-                verdict = gate.judge(worker.again(f"wrong result: {verdict.complaint}"), SAME)
-        except WorkerError as error:
-            return str(error)
-        return "" if verdict.passed else f"disagrees with the reference: {verdict.complaint}"
-
-    def _row(self, workload: Workload, batch: int, training: bool) -> dict[str, Any]:
-        """Return what a row says before anything is timed."""
-        return {
-            "workload": workload.name,
-            "source": workload.source,
-            "batch": batch,
-            "default": batch == workload.batch,
-            "mode": "training step" if training else "forward",
-            "dtype": "float32",
-            "votes_bytes": workload.votes_bytes(batch),
-            "operations": workload.operations(batch, training),
-            "inputs_bytes": workload.inputs_bytes(batch),
-            "goal": None if self.settings.quick else workload.goal_at(batch, training),
-        }
-
-    def finish(self, case: Case, samples: list[float]) -> dict[str, Any]:
-        """Complete a timed row, write it down, and return it."""
-        row = self._row(case.workload, case.batch, case.training)
-        mine = quantiles(samples)
-        sgemm = self._sgemm.rate(quantiles(case.sgemm.samples)["median"])
-        measured = {contender.name: contender for contender in case.contenders}
-        alternatives: dict[str, Any] = {}
-        for name, worker in self._workers.items():
-            if name in case.left_out:
-                alternatives[name] = {"left_out": case.left_out[name]}
-                continue
-            contender = measured.get(name)
-            failure = case.failures[name] if contender is None else contender.error
-            alternatives[name] = {"failed": failure} if contender is None or failure else quantiles(contender.samples)
-            if worker.note:
-                alternatives[name]["note"] = worker.note
-            worker.end()
-        timed = {name: entry["median"] for name, entry in alternatives.items() if "median" in entry}
-        fastest = min(timed, key=lambda name: timed[name]) if timed else None
-        rate = row["operations"] / mine["median"]
-        row |= {
-            "gate": {"errors": case.verdict.errors, "allowed": case.verdict.allowed},
-            "fastcaps": mine,
-            "alternatives": alternatives,
-            "fastest": fastest,
-            "speedup": timed[fastest] / mine["median"] if fastest else None,
-            "gflops": rate / 1e9,
-            "sgemm_gflops": sgemm / 1e9,
-            "sgemm_share": rate / sgemm,
-            "memory": self._memory(case),
-        }
-        self._record(row)
-        return row
-
-    def _memory(self, case: Case) -> dict[str, Any]:
-        """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
-        if self._no_memory:
-            return {"left_out": self._no_memory}
-        if self.settings.quick and case.workload.name not in _QUICK_MEMORY:
-            return {"left_out": "quick run"}
-        names = [OURS]
-        usual = case.batch == case.workload.batch or self.settings.quick
-        if usual and _MEMORY_ALTERNATIVE in self._workers and _MEMORY_ALTERNATIVE not in case.left_out:
-            names.append(_MEMORY_ALTERNATIVE)
-        found: dict[str, Any] = {}
-        for name in names:
-            try:
-                peak = measure_fresh(
-                    peak_of_pass, name, case.workload, case.batch, case.training, self.settings.threads
-                )
-            except RuntimeError as error:
-                found[name] = {"failed": str(error)}
-            else:
-                found[name] = peak.entry()
+    def _left_out(self, case: Case) -> dict[str, dict[str, str]]:
+        """Return the alternatives that do not fit into memory, with the reason."""
+        found = {}
+        for name in self.names:
+            needed = bytes_needed(name, case.workload, case.batch, case.training)
+            if needed > _FITS * self.settings.available:
+                times = needed / case.workload.votes_bytes(case.batch)
+                machine = self.settings.available / 1e9
+                found[name] = {
+                    "left_out": f"would need {needed / 1e9:.0f} GB, {times:.0f} times the votes, of {machine:.0f} GB"
+                }
         return found
 
-    def _record(self, row: dict[str, Any]) -> None:
-        """Add a row and write everything so far: a run that is stopped leaves what it has."""
+    def _memory(self, case: Case, left_out: dict[str, Any]) -> dict[str, Any]:
+        """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
+        why_not = "not asked for" if not self.settings.memory else peak_supported()
+        if why_not:
+            return {"left_out": why_not}
+        names = [OURS]
+        if case.batch == case.workload.batch and _MEMORY_ALTERNATIVE in self.names:
+            names += [] if _MEMORY_ALTERNATIVE in left_out else [_MEMORY_ALTERNATIVE]
+        found: dict[str, Any] = {}
+        for name in names:
+            fresh = self._remote()
+            try:
+                found[name] = fresh.call(_PREPARE, "memory", case, name).entry()
+            except WorkerError as error:
+                found[name] = {"failed": str(error)}
+            finally:
+                fresh.close()
+        return found
+
+    def _write(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add a row, with what it lost, and write everything so far: a run that is stopped leaves what it has."""
+        before = self._before.get(record.key({"machine": self.document["machine"], **row}))
+        row["lost"] = lost(row, before, quick=self.settings.quick)
         self.document["rows"].append(row)
-        about = self.document["machine"]
-        stamp = about["date"][:16].replace(":", "")
-        name = f"bench-{machine.slug(about['device'])}-{about['threads']}t-{stamp}-{about['commit']}"
-        folder = self.settings.results
-        folder.mkdir(parents=True, exist_ok=True)
-        self.files = [folder / f"{name}.json", folder / f"{name}.md"]
-        self.files[0].write_text(json.dumps(self.document, indent=1) + "\n")
-        self.files[1].write_text(report.markdown(self.document))
+        self.files = [record.write(self.settings.results, self.document)]
+        return row
 
     def close(self) -> None:
-        """End the workers."""
-        for worker in self._workers.values():
-            worker.close()
+        """End the processes."""
+        for remote in self._remotes.values():
+            remote.close()
         self._scratch.cleanup()
+
+
+def compare(row: dict[str, Any], seconds: Callable[[dict[str, Any]], float]) -> None:
+    """Name the fastest alternative of a row so far, and how much faster the package is."""
+    timed = {name: seconds(entry) for name, entry in row["alternatives"].items() if "median" in entry}
+    row["fastest"] = min(timed, key=lambda name: timed[name]) if timed else None
+    row["speedup"] = timed[row["fastest"]] / seconds(row["fastcaps"]) if timed else None

@@ -1,4 +1,8 @@
-"""The routing of every workload: forward and training step, against what a PyTorch user would run instead."""
+"""The routing of every workload, forward and as a training step, against what a PyTorch user would run instead.
+
+A row's contenders are benchmarks of one group. They take turns in processes of their own (:mod:`bench.timing`) when the
+first of them is asked for; what was measured is then handed to pytest-benchmark one by one, whose clock shows it again.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,62 @@ from typing import Any
 
 import pytest
 
-from bench.session import Refused, Session
-from bench.workloads import Workload
+from bench.alternatives import OURS
+from bench.device import DeviceSession, LeftOut
+from bench.runner import Case
+from bench.session import Session
 
 
-def test_routing(row: tuple[Workload, int, bool], bench_session: Session, benchmark: Any) -> None:
-    """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference."""
-    workload, batch, training = row
+class Replay:
+    """A clock that goes on by what each call took when it was measured."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._seconds = iter([0.0])
+
+    def load(self, seconds: list[float]) -> None:
+        """Take what the next calls took."""
+        self._seconds = iter(seconds)
+
+    def __call__(self) -> float:
+        return self._now
+
+    def call(self) -> None:
+        """Let one call's time pass."""
+        self._now += next(self._seconds)
+
+
+_CLOCK = Replay()
+
+
+@pytest.mark.benchmark(timer=_CLOCK)
+def test_routing(case: Case, contender: str, session: Session, benchmark: Any) -> None:
+    """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference.
+
+    It fails, too, where a goal that was held is lost; see :mod:`bench.goals`.
+    """
     try:
-        case = bench_session.prepare(workload, batch, training)
-    except Refused as refused:
-        pytest.fail(f"no speed figure: {refused}", pytrace=False)
-    benchmark.group = f"{workload.name} batch {batch} {'training step' if training else 'forward'}"
-    benchmark.pedantic(case.call, setup=case.schedule.before, rounds=case.schedule.total)
-    if benchmark.disabled:
-        pytest.skip("timing is switched off; results agree with the float64 reference")
-    finished = bench_session.finish(case, benchmark.stats.stats.data)
-    benchmark.extra_info.update({key: finished[key] for key in ("workload", "batch", "mode", "speedup", "sgemm_share")})
-    assert finished["fastcaps"]["median"] > 0
+        row, samples = session.run(case)
+    except LeftOut as reason:
+        pytest.skip(str(reason))
+    if "refused" in row:
+        pytest.fail(f"no speed figure: {row['refused']}", pytrace=False)
+    entry = row["fastcaps"] if contender == OURS else row["alternatives"][contender]
+    if "median" not in entry:
+        pytest.skip(entry.get("failed") or entry["left_out"])
+    benchmark.group = str(case)
+    seconds = samples.get(contender, [entry["median"]])
+    _CLOCK.load(seconds)
+    benchmark.pedantic(_CLOCK.call, rounds=len(seconds))
+    if contender == OURS:
+        benchmark.extra_info.update({name: row.get(name) for name in ("speedup", "sgemm_share", "votes_bytes")})
+        assert not row["lost"], f"goals that were held are lost: {'; '.join(row['lost'])}"
+
+
+def test_against_compiled(case: Case, contender: str, session: DeviceSession) -> None:
+    """On a GPU: add torch.compile of the alternatives to a row, as far as the time goes."""
+    try:
+        row = session.compile(case)
+    except LeftOut as reason:
+        pytest.skip(str(reason))
+    assert row["fastcaps"]["median"] > 0

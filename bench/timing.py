@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Contender", "Plan", "Schedule", "Sgemm", "quantiles"]
+__all__ = ["FULL", "QUICK", "Contender", "Plan", "Sgemm", "quantiles", "take_turns", "time_calls"]
 
 Timer = Callable[[int, int], list[float]]
 """``timer(calls, warm)`` returns the seconds of each of ``calls`` calls, after ``warm`` that are not counted."""
@@ -22,31 +22,13 @@ Timer = Callable[[int, int], list[float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure.
+    """How much to measure."""
 
-    Attributes
-    ----------
-    rounds
-        Turns that each contender takes at most.
-    block
-        Seconds that a turn ought to take at least.
-    budget
-        Seconds that one alternative may take over all its turns; it has at least one turn, however slow it is.
-    own
-        Seconds that the subject may take over all its turns; it has at least two.
-    sgemm
-        Size of the square matrices by which the machine is measured.
-    """
-
-    rounds: int = 7
-    block: float = 0.08
-    budget: float = 3.0
-    own: float = 12.0
-    sgemm: int = 2048
-
-    def calls(self, seconds: float) -> int:
-        """Return how many calls of this length make a block."""
-        return max(1, min(40, math.ceil(self.block / max(seconds, 1e-9))))
+    rounds: int = 7  # turns that each contender takes at most
+    block: float = 0.08  # seconds that a turn ought to take at least
+    budget: float = 3.0  # seconds of an alternative over all its turns; it has at least one, however slow it is
+    own: float = 12.0  # seconds of the package over all its turns; it has at least two
+    sgemm: int = 2048  # size of the square matrices by which the machine is measured
 
 
 FULL = Plan()
@@ -60,27 +42,31 @@ def quantiles(samples: Sequence[float]) -> dict[str, float]:
     return {"median": median, "p20": p20, "p80": p80, "calls": len(samples)}
 
 
+def time_calls(call: Callable[[], Any], calls: int, warm: int) -> list[float]:
+    """Return the seconds that each of ``calls`` calls took, after ``warm`` that are not counted."""
+    for _ in range(warm):
+        call()
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - start)
+        del result  # as the next call may need its memory
+    return seconds
+
+
 @dataclass
 class Contender:
-    """One that is timed, and what was measured of it.
-
-    Attributes
-    ----------
-    name
-        What it is called.
-    timer
-        How it is timed.
-    samples
-        Seconds of its calls so far.
-    error
-        Why it was given up, or an empty string.
-    """
+    """One that is timed, and what was measured of it."""
 
     name: str
     timer: Timer
-    samples: list[float] = field(default_factory=list)
-    error: str = ""
-    estimate: float = 0.0
+    budget: float  # seconds over all turns
+    fewest: int = 1  # turns that it has however slow it is
+    samples: list[float] = field(default_factory=list)  # seconds of its calls so far
+    estimate: float = 0.0  # seconds of a call, 0 while they are not known
+    error: str = ""  # why it was given up
+    turns: int = 0
     spent: float = 0.0
 
     def turn(self, plan: Plan) -> None:
@@ -92,13 +78,15 @@ class Contender:
             if not self.estimate:
                 first = self.timer(1, 0)
                 self.estimate = first[0]
-                if self.estimate > plan.budget / 3:
+                if self.estimate > self.budget / 3:
                     self.samples += first  # too slow to throw a call away
+                    self.turns += 1
                     return
-            calls = plan.calls(self.estimate)
-            warm = 1 if self.estimate < plan.budget / 10 else 0
-            if not self.samples or self.spent + self.estimate * (calls + warm) <= plan.budget:
+            calls = max(1, min(40, math.ceil(plan.block / self.estimate)))
+            warm = 1 if self.estimate < self.budget / 10 else 0
+            if self.turns < self.fewest or self.spent + self.estimate * (calls + warm) <= self.budget:
                 self.samples += self.timer(calls, warm)
+                self.turns += 1
         except Exception as error:  # it is one row's column that is lost, not the run
             self.error = str(error) or type(error).__name__
             self.samples.clear()
@@ -106,8 +94,17 @@ class Contender:
             self.spent += time.perf_counter() - start
 
 
+def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
+    """Let contenders take their turns; who goes first changes from round to round."""
+    for turn in range(plan.rounds):
+        first = turn % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            time.sleep(0.002)  # let the threads of other processes stop spinning
+            contender.turn(plan)
+
+
 class Sgemm:
-    """A square float32 matrix product by the library: the rate that this machine reaches, as a :class:`Contender`."""
+    """A square float32 matrix product by the library: the rate that this machine reaches."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -116,64 +113,10 @@ class Sgemm:
         self._right = torch.randn(size, size, generator=generator)
         self._out = torch.empty(size, size)
 
-    def timer(self, calls: int, warm: int) -> list[float]:
-        """Time the product; see :data:`Timer`."""
-        seconds = []
-        for index in range(warm + calls):
-            start = time.perf_counter()
-            torch.mm(self._left, self._right, out=self._out)
-            if index >= warm:
-                seconds.append(time.perf_counter() - start)
-        return seconds
+    def __call__(self) -> None:
+        torch.mm(self._left, self._right, out=self._out)
 
-    def rate(self, seconds: float) -> float:
+    @staticmethod
+    def rate(size: int, seconds: float) -> float:
         """Return operations a second."""
-        return 2 * self.size**3 / seconds
-
-
-class Schedule:
-    """Turns of all contenders around those of the subject, whose calls somebody else makes and times.
-
-    Call :meth:`before` ahead of every timed call of the subject: at the start of a round it lets the others have their
-    turns, then warms the subject up.
-
-    Parameters
-    ----------
-    subject : callable
-        The call that the benchmark times.
-    others : sequence of Contender
-    plan : Plan
-    """
-
-    def __init__(self, subject: Callable[[], Any], others: Sequence[Contender], plan: Plan) -> None:
-        self._subject, self._others, self._plan = subject, list(others), plan
-        start = time.perf_counter()
-        subject()
-        self._estimate = time.perf_counter() - start
-        if self._estimate < plan.own / 12:
-            start = time.perf_counter()
-            subject()
-            self._estimate = min(self._estimate, time.perf_counter() - start)
-        self.calls_per_round = plan.calls(self._estimate)
-        a_round = (self.calls_per_round + 1) * self._estimate
-        self.rounds = max(2, min(plan.rounds, int(plan.own / max(a_round, 1e-9))))
-        self._count = 0
-
-    @property
-    def total(self) -> int:
-        """Timed calls of the subject in all rounds."""
-        return self.rounds * self.calls_per_round
-
-    def before(self) -> None:
-        """Prepare the next call of the subject."""
-        if self._count % self.calls_per_round == 0:
-            turn = self._count // self.calls_per_round
-            start = turn % max(1, len(self._others))
-            for other in self._others[start:] + self._others[:start]:
-                other.turn(self._plan)
-            time.sleep(0.002)  # let the threads of other processes stop spinning
-            until = time.perf_counter() + min(0.01, self._plan.block / 4)
-            self._subject()
-            while time.perf_counter() < until:
-                self._subject()
-        self._count += 1
+        return 2 * size**3 / seconds

@@ -35,6 +35,7 @@ __all__ = [
     "Call",
     "backend",
     "choose",
+    "cuda_facts",
     "forced",
     "listing",
     "native_capability",
@@ -58,7 +59,6 @@ ALLOW_TF32 = 2
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_TURNS = 16  # of a routing that the CUDA library runs in one launch
 
 
 class BackendError(RuntimeError):
@@ -312,13 +312,23 @@ def takes_turns(name: str, call: Call, routing: Any, arguments: Sequence[Any]) -
     """Return whether a native library runs all turns of a call in one."""
     if name == "cpu":
         return True
-    turns = routing.turns(routing.given((*arguments, *(False for _ in routing.flags))))
-    if turns == 1 or turns > _MOST_TURNS:
-        return turns == 1
-    sizes = Votes(*arguments[:6]).sizes
-    numbers = (ctypes.c_int64 * len(sizes))(*sizes)
-    half = int(call.dtype != torch.float32)
-    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, numbers, half, call.options) == ""
+    given = routing.given((*arguments, *(False for _ in routing.flags)))
+    turns = routing.turns(given)
+    if turns == 1:
+        return True
+    votes = Votes(*arguments[:6])
+    facts = cuda_facts(call, votes, turns, routing.first(given)[0] is not None)
+    return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
+
+
+def cuda_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward: bool = False) -> Any:
+    """Return what the CUDA library wants to know of a call besides its sizes (csrc/cuda), as an array of C."""
+    machine: Any = torch.cuda.get_device_properties(call.device)
+    bias = 0 if votes.bias is None else 1 if votes.bias.shape[0] == 1 else 2
+    element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(call.dtype)
+    limits = (machine.multi_processor_count, machine.shared_memory_per_block_optin)
+    facts = (int(backward), element, bias, int(has_state), turns, call.options, *limits)
+    return (ctypes.c_int64 * len(facts))(*facts)
 
 
 def sums_turns(children: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def check_finite(name: str, value: Any, least: float = -math.inf) -> float:
         if isinstance(value, (bool, str, Tensor)) or not hasattr(value, "__float__"):
             raise TypeError(f"{name} must be a number, got {value!r}")
         value = float(value)
-    if not math.isfinite(value) or value < least:
+    if not max(least, -sys.float_info.max) <= value <= sys.float_info.max:  # which a compiler can trace
         wanted = "a finite number" + (f" >= {least:g}" if least > -math.inf else "")
         raise ValueError(f"{name} must be {wanted}, got {value}")
     return value

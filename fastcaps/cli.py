@@ -14,13 +14,8 @@ from typing import Any, NoReturn
 
 # module that an import may find missing -> the extra of the package that brings it
 _EXTRAS = {
-    "lightning": "train",
-    "tensorboard": "train",
-    "torchmetrics": "train",
-    "rich": "train",
-    "numpy": "train",
-    "sklearn": "demo",
-    "matplotlib": "demo",
+    **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "rich", "numpy"), "train"),
+    **dict.fromkeys(("sklearn", "matplotlib"), "demo"),
 }
 _CONFIG_FLAGS = (
     ("network", str, "network to train (see --list)"),

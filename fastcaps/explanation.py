@@ -7,7 +7,6 @@ of the module or the process changes. The ops' fake kernels tell of each call on
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -167,21 +166,19 @@ def _explain_op(routing: Routing, votes: Votes, turns: int) -> Explanation:
     how = "forced" if chosen else next(entry.detail for entry in backends.listing() if entry.name == runs)
     after = f"{chosen!r} is forced" if chosen else f"{runs} comes first"
     reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
-    forward, backward = (_schedule(runs, call, votes, half) for half in (False, True))
+    forward, backward = (_schedule(runs, call, votes, turns, half) for half in (False, True))
     return Explanation(runs, how, reasons, forward, backward, described)
 
 
-def _schedule(name: str, call: backends.Call, votes: Votes, backward: bool) -> str:
+def _schedule(name: str, call: backends.Call, votes: Votes, turns: int, backward: bool) -> str:
     """Return what a backend says of its kernel and schedule, in one line."""
-    numbers = (ctypes.c_int64 * len(votes.sizes))(*votes.sizes)
     if name == "cpu":
-        wide = int(call.dtype == torch.float64)
-        return libraries.library("cpu").ask("fastcaps_cpu_schedule", call.stem, numbers, int(backward), wide) or ""
+        how = (int(backward), int(call.dtype == torch.float64))
+        return libraries.library("cpu").ask("fastcaps_cpu_schedule", call.stem, votes.sizes_in_c(), *how) or ""
     if name == "cuda":
-        machine: Any = torch.cuda.get_device_properties(call.device)
-        size, shared = machine.multi_processor_count, machine.shared_memory_per_block_optin
-        how = (int(backward), call.options, int(call.dtype != torch.float32))
-        return libraries.library("cuda").ask("fastcaps_cuda_schedule", call.stem, numbers, *how, size, shared) or ""
+        facts = backends.cuda_facts(call, votes, turns, True, backward)
+        told = libraries.library("cuda").ask("fastcaps_cuda_schedule", call.stem, votes.sizes_in_c(), facts) or ""
+        return told.split("text=")[-1]
     if name == "triton":
         return str(backends.triton_kernels(call.stem).schedule_call(votes, call, backward))
     return ""

@@ -7,6 +7,7 @@ position with ``N = I`` types under a 1 x 1 window. Going from one to the other 
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -211,8 +212,13 @@ class Votes(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """B H W N C D Ho Wo M E G and the window's eight: the numbers by which native libraries describe a call."""
-        return (*self.children.shape, *self.grid, self.parents, self.pose[2], self.groups, *self.window)
+        """B H W N C D Ho Wo M E G and the window's eight, with a G of 0 for votes without matrices."""
+        groups = 0 if self.weight is None else self.groups
+        return (*self.children.shape, *self.grid, self.parents, self.pose[2], groups, *self.window)
+
+    def sizes_in_c(self) -> Any:
+        """Return :attr:`sizes` as native libraries take them when they are asked about a call."""
+        return (ctypes.c_int64 * len(self.sizes))(*self.sizes)
 
     @property
     def autocasts(self) -> bool:

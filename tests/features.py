@@ -1,8 +1,8 @@
 """Every routing of the public functions, small and with odd sizes, beside its formulas in plain torch, votes stored.
 
-The formulas follow the papers line by line and use nothing of the package. They are ordinary differentiable torch, so
-whatever torch can do with a function (forward mode, vmap, second derivatives, half precision) it does with them rightly:
-what our ops do must be the same. One list, :data:`ROUTINGS`, serves all tests of such features.
+The formulas follow the papers line by line and use nothing of the package. They are ordinary differentiable code, so
+whatever torch can do with a function (forward mode, vmap, second derivatives, half precision) it does with them as it
+should: what our ops do must be the same. One list, :data:`ROUTINGS`, serves all tests of such features.
 """
 
 from __future__ import annotations
@@ -179,13 +179,14 @@ def _log_density(call: Plain, means: Tensor, variances: Tensor) -> Tensor:
 def plain_em(given: Leaves, window: Window | None, *, iterations: int, heat: float, eps: float = 1e-8) -> Leaves:
     call = Plain(given, window)
     shares = call.even()
+    logits = torch.zeros(())
     for turn in range(iterations):
-        if turn:
-            shares = (F.logsigmoid(scores)[:, :, None] + _log_density(call, means, variances)).softmax(-1)
+        shares = shares if turn == 0 else logits.softmax(-1)
         _, counts, means, variances = _moments(call, shares, eps)
         log_sigma = variances.sqrt().log().sum((-2, -1))
         cost = (means.shape[-2] * means.shape[-1] * given["beta_u"] + log_sigma) * counts
         scores = heat * (given["beta_a"] - cost)
+        logits = F.logsigmoid(scores)[:, :, None] + _log_density(call, means, variances)
     results = {"poses": call.public(means), "activations": call.public(scores.sigmoid())}
     return {**results, "coefficients": call.coefficients(shares)}
 
@@ -193,15 +194,16 @@ def plain_em(given: Leaves, window: Window | None, *, iterations: int, heat: flo
 def plain_heinsen(given: Leaves, window: Window | None, *, iterations: int, model: str, eps: float = 1e-5) -> Leaves:
     call = Plain({**given, "gate": given["gate"].sigmoid()}, window)
     shares = call.even()
+    logits = torch.zeros(())
     for turn in range(iterations):
-        if turn:
-            log_p = _log_density(call, means, variances)
-            if model == "kmeans":
-                log_p = -(call.votes - means[:, :, None]).square().sum((-2, -1))
-            shares = (F.logsigmoid(scores)[:, :, None] + log_p).softmax(-1)
+        shares = shares if turn == 0 else logits.softmax(-1)
         used, _, means, variances = _moments(call, shares, eps)
         ignored = call.gate[..., None] - used
         scores = (given["beta_use"] * used - given["beta_ignore"] * ignored).sum(2)
+        log_p = _log_density(call, means, variances)
+        if model == "kmeans":
+            log_p = -(call.votes - means[:, :, None]).square().sum((-2, -1))
+        logits = F.logsigmoid(scores)[:, :, None] + log_p
     results = {"poses": call.public(means), "scores": call.public(scores), "variances": call.public(variances)}
     return {**results, "coefficients": call.coefficients(shares)}
 

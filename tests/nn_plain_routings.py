@@ -75,3 +75,71 @@ class GenerativeMatrixRouting(nn.Module):
             variance = (normal[..., None, None] * square).sum(-4) + self.eps
         found = {"V": votes, "R": shares, "D_use": used, "D_ign": ignored}
         return {**found, "log_p": log_p, "a_out": score, "mu_out": mean, "sig2_out": variance}
+
+
+class CapsuleLayer(nn.Module):
+    """gram-ai's layer where it routes: the children compete, from learned logits."""
+
+    def __init__(self, num_capsules, num_route_nodes, in_channels, out_channels, num_iterations=3):
+        super().__init__()
+        self.num_capsules, self.num_route_nodes, self.num_iterations = num_capsules, num_route_nodes, num_iterations
+        self.route_logits = nn.Parameter(torch.zeros(num_capsules, 1, num_route_nodes, 1, 1))
+        self.route_weights = nn.Parameter(torch.randn(num_capsules, num_route_nodes, in_channels, out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = torch.einsum("bid,jide->jbie", x, self.route_weights)
+        logits = self.route_logits[..., 0].expand(-1, len(x), -1, -1)
+        for _ in range(self.num_iterations):
+            sums = (logits.softmax(2) * votes).sum(2, keepdim=True)
+            square = sums.square().sum(-1, keepdim=True)
+            parents = sums * square.sqrt() / (1 + square)
+            logits = logits + (votes * parents).sum(-1, keepdim=True)
+        return parents[:, :, :, None]
+
+
+class ConvCaps(nn.Module):
+    """yl-1993's layer: EM routing whose shares are divided by their sum over the parents."""
+
+    def __init__(self, B, C, K, P, stride, iters=3, coor_add=False, w_shared=False):
+        super().__init__()
+        self.B, self.C, self.K, self.P, self.stride, self.iters = B, C, K, P, stride, iters
+        self.coor_add, self.w_shared = coor_add, w_shared
+        self.beta_u, self.beta_a = nn.Parameter(torch.zeros(C)), nn.Parameter(torch.zeros(C))
+        self.weights = nn.Parameter(torch.randn(1, K * K * B, C, P, P))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.P**2
+        if self.w_shared:
+            seen, (down, across) = x[:, None, None], x.shape[1:3]
+        else:
+            seen = x.unfold(1, self.K, self.stride).unfold(2, self.K, self.stride).permute(0, 1, 2, 4, 5, 3)
+        poses = seen[..., : self.B * size].unflatten(-1, (self.B, self.P, self.P))
+        gates = seen[..., self.B * size :].flatten(3)[..., None]
+        votes = (
+            torch.einsum("bhwklncd,...nmde->bhwklnmce", poses, self.weights[0].unflatten(0, (-1, self.B))[0])
+            if (self.w_shared)
+            else torch.einsum(
+                "bhwklncd,klnmde->bhwklnmce", poses, self.weights[0].unflatten(0, (self.K, self.K, self.B))
+            )
+        )
+        votes = votes.flatten(-2)
+        if self.coor_add:
+            place = torch.zeros(down, across, 1, 1, size, dtype=x.dtype)
+            place[..., 0] += (torch.arange(down, dtype=x.dtype) / down).view(-1, 1, 1, 1)
+            place[..., 1] += (torch.arange(across, dtype=x.dtype) / across).view(-1, 1, 1)
+            votes = votes + place
+        votes = votes.flatten(3, 5)  # [b, h, w, i, m, d]
+        shares = torch.full(votes.shape[:-1], 1 / self.C, dtype=x.dtype)
+        for _ in range(self.iters):
+            weights = shares * gates
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-8)
+            count = weights.sum(3, keepdim=True)
+            parts = (weights / (count + 1e-8))[..., None]
+            mean = (parts * votes).sum(3, keepdim=True)
+            variance = (parts * (votes - mean) ** 2).sum(3, keepdim=True) + 1e-8
+            cost = (self.beta_u + 0.5 * variance.log().sum(-1) / size) * count * size
+            active = torch.sigmoid(1e-3 * (self.beta_a - cost))
+            logit = -((votes - mean) ** 2 / (2 * variance) + 0.5 * variance.log()).sum(-1)
+            shares = (logit + active.log()).softmax(-1)
+        mean, active = mean[:, :, :, 0], active[:, :, :, 0]
+        return active[:, 0, 0] if self.w_shared else torch.cat([mean.flatten(3), active], -1)

@@ -18,22 +18,23 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import device_report, device_session, profile_target, report, roofline, sanitize  # noqa: E402
+from bench import goals, record, report  # noqa: E402
 from bench.alternatives import OURS, build, runner  # noqa: E402
-from bench.device_session import DeviceSession, DeviceSettings, LeftOut, cases, goal_of  # noqa: E402
-from bench.device_timing import Clock, latency, peak, replayed, timed  # noqa: E402
-from bench.device_worker import TRITON, DeviceCase, Remote, Runner  # noqa: E402
+from bench.device import DeviceSession, LeftOut, cases, goal_of  # noqa: E402
+from bench.device_timing import latency, peak, replayed, timed  # noqa: E402
 from bench.gate import Gate  # noqa: E402
-from bench.precision import PRECISIONS  # noqa: E402
-from bench.worker import WorkerError  # noqa: E402
-from bench.workloads import WORKLOADS, Workload, find  # noqa: E402
+from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError  # noqa: E402
+from bench.session import Settings  # noqa: E402
+from bench.workload import Workload  # noqa: E402
+from bench.workloads import WORKLOADS, find  # noqa: E402
+from tools import profile_target, sanitize  # noqa: E402
 
 DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
 TINY = replace(find("tsai-c10-fc"), types=8)
 
 
-def _case(workload: Workload = TINY, batch: int = 2, training: bool = False, precision: str = "fp32") -> DeviceCase:
-    return DeviceCase(workload, batch, training, precision)
+def _case(workload: Workload = TINY, batch: int = 2, training: bool = False, precision: str = "fp32") -> Case:
+    return Case(workload, batch, training, precision)
 
 
 # Precision and gate
@@ -65,8 +66,8 @@ def test_what_matters_most_comes_first() -> None:
     own = [work for work in WORKLOADS.values() if work.copies > 1]
     assert len(order) == len(set(order)) == (len(WORKLOADS) - len(own)) * 2 * 3 * 3 + len(own) * 2 * 3
     assert [str(case) for case in order[:6]] == [
-        f"tsai-c10-conv1 batch 128 {mode} {precision}"
-        for precision in ("fp32", "tf32", "bf16")
+        f"tsai-c10-conv1 batch 128 {mode}{precision}"
+        for precision in ("", " tf32", " bf16")
         for mode in ("forward", "training step")
     ]
     rest = [(case.batch, case.precision) for case in order[6:] if case.workload not in own]
@@ -81,15 +82,18 @@ def test_what_matters_most_comes_first() -> None:
 
 def test_goals_are_those_that_were_set() -> None:
     conv1, fc = find("tsai-c10-conv1"), find("tsai-c10-fc")
-    assert goal_of(_case(conv1, 128)) == {"memory_share": 0.05, "seconds": 0.30e-3, "speedup": 10.0}
-    assert goal_of(_case(conv1, 128, True, "tf32")) == {"memory_share": 0.05, "seconds": 0.8e-3}
-    assert goal_of(_case(fc, 128)) == {"memory_share": 0.05, "seconds": 0.03e-3}
-    assert goal_of(_case(fc, 1)) == {"launches": 3.0}
-    assert goal_of(_case(fc, 1, True)) == goal_of(_case(fc, 32)) == {}
-    assert (
-        goal_of(_case(find("million"), 1, True)) == goal_of(_case(find("hinton-conv"), 128)) == {"memory_share": 0.05}
-    )
-    assert goal_of(_case(find("zhao-pool"), 128)) == {}  # its votes are its inputs
+    for case, wanted in (
+        (_case(conv1, 128), {"memory_share": 0.05, "seconds": 0.30e-3, "speedup": 10.0}),
+        (_case(conv1, 128, True, "tf32"), {"memory_share": 0.05, "seconds": 0.8e-3}),
+        (_case(fc, 128), {"memory_share": 0.05, "seconds": 0.03e-3}),
+        (_case(fc, 1), {"latency": 3e-5}),
+        (_case(fc, 1, True), {}),
+        (_case(fc, 32), {}),
+        (_case(find("million"), 1, True), {"memory_share": 0.05}),
+        (_case(find("hinton-conv"), 128), {"memory_share": 0.05}),
+        (_case(find("zhao-pool"), 128), {}),  # its votes are its inputs
+    ):
+        assert goal_of(case, 3e-5) == wanted, str(case)
 
 
 # Timing
@@ -97,31 +101,31 @@ def test_goals_are_those_that_were_set() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_times_are_those_of_the_call(device: str) -> None:
-    clock = Clock(torch.device(device), 0.02)
-    found = timed(clock, lambda: time.sleep(0.002))
+    found = timed(torch.device("cpu"), lambda: time.sleep(0.002), 0.02)
     assert 0.0019 < found["median"] < 0.02 and found["calls"] >= 5
-    assert latency(clock, lambda: time.sleep(0.002), 3)["median"] > 0.0019
+    assert latency(torch.device(device), lambda: time.sleep(0.002), 3)["median"] > 0.0019
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: graphs and memory are not measured")
 def test_graphs_and_memory_of_a_device() -> None:
-    clock = Clock(torch.device("cuda"), 0.02)
+    device = torch.device("cuda")
     x = torch.ones(2**20, device="cuda")
 
     def call() -> dict[str, torch.Tensor]:
         scratch = torch.cat([x, x, x])
         return {"sum": scratch.sum()}
 
-    assert 0 < replayed(clock, call)["median"] < 1e-3
-    memory = peak(clock, call)
+    assert 0 < timed(device, call, 0.02)["median"] < 1e-2
+    assert 0 < replayed(device, call, 0.02)["median"] < 1e-3
+    memory = peak(device, call)
     assert memory is not None and 3 * 2**22 <= memory["beyond"] <= 3 * 2**22 + 2**21
 
 
 def test_the_cpu_has_neither_graphs_nor_counted_memory() -> None:
-    clock = Clock(torch.device("cpu"))
-    assert peak(clock, dict) is None
+    device = torch.device("cpu")
+    assert peak(device, dict) is None
     with pytest.raises(RuntimeError, match="no graphs"):
-        replayed(clock, dict)
+        replayed(device, dict, 0.01)
 
 
 # Runner and its process
@@ -133,41 +137,22 @@ def test_the_runner_checks_and_measures(device: str, precision: str) -> None:
     served = Runner(device, 0.005)
     for training in (False, True):
         case = _case(training=training, precision=precision)
-        for name in (OURS, "reference", "batched-matmul"):
+        for name in (OURS, "einsum", "batched-matmul"):
             assert served.check(case, name)["complaint"] == "", name
             assert served.measure(case, name)["median"] > 0
     assert served.measure(_case(batch=1, precision=precision), OURS)["latency"] > 0
-    assert served.chosen(_case(precision=precision))
 
 
 def test_the_runner_refuses_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench import device_worker
-
     right = build(OURS, TINY)
     wrong = lambda **given: tuple(result * 1.01 for result in right(**given))  # noqa: E731
-    monkeypatch.setattr(device_worker, "build", lambda name, work: wrong)
+    monkeypatch.setattr("bench.runner.build", lambda name, work: wrong)
     assert Runner("cpu", 0.005).check(_case(), OURS)["complaint"].startswith("parents errs by")
-
-
-def test_a_process_answers_errs_and_is_replaced(tmp_path: Path) -> None:
-    remote = Remote("cpu", 0.005, tmp_path / "log")
-    try:
-        assert remote.call(60, "check", _case(), OURS)["complaint"] == ""
-        with pytest.raises(WorkerError, match="unknown implementation 'nobody'"):
-            remote.call(60, "check", _case(), "nobody")
-        with pytest.raises(WorkerError, match="no answer in time"):
-            remote.call(0.0, "measure", _case(), OURS)
-        assert remote.call(60, "measure", _case(), OURS)["median"] > 0  # a new process serves
-        remote._process.kill()
-        with pytest.raises(WorkerError, match="died"):
-            remote.call(60, "measure", _case(), OURS)
-    finally:
-        remote.close()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_process_without_its_device_says_so(tmp_path: Path) -> None:
-    remote = Remote("cuda", 0.005, tmp_path / "log")
+    remote = Remote(tmp_path / "log", 1, "cuda", 0.005)
     try:
         with pytest.raises(WorkerError, match=r"CUDA|NVIDIA"):
             remote.call(60, "check", _case(), OURS)
@@ -187,7 +172,7 @@ class _Served:
     def begin(self, method: str, *arguments: Any) -> None:
         self._last = (method, arguments[1] if len(arguments) > 1 else "")
 
-    def finish(self, until: float) -> Any:
+    def finish(self, seconds: float) -> Any:
         return self.call(0.0, *self._last)
 
     def call(self, seconds: float, method: str, *arguments: Any) -> Any:
@@ -195,47 +180,47 @@ class _Served:
         if method == "describe":
             about = {"device": "Test Device", "kind": "cuda", "cuda": "13.0", "three_launches": {"latency": 3e-5}}
             rates = {"copy": 4e12, "fp32": 5e13, "tf32": 3e14, "bf16": 7e14}
-            versions = {"fastcaps": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3"}
-            return about | {"rates": rates, "versions": versions}
+            return about | {"rates": rates}
         if method == "check":
-            if name == "reference":
+            if name == "einsum":
                 raise WorkerError("OutOfMemoryError: CUDA out of memory. Tried to allocate 90 GiB")
-            return {"complaint": "wrong" if name == "reference-compiled" else "", "errors": {}, "allowed": {}}
+            return {"complaint": "wrong" if name == "einsum-compiled" else "", "errors": {}, "allowed": {}}
         if method == "measure":
             median = {OURS: 1e-4, TRITON: 2e-4, "batched-matmul": 3e-3, "batched-matmul-compiled": 2e-3}[name]
             memory = {"peak": 3_000_000, "results": 1_000_000, "beyond": 2_000_000}
             entry = {"median": median, "p20": median, "p80": median, "calls": 5, "memory": memory, "latency": 5e-5}
             return entry | ({"graph": {**entry, "median": 8e-5}} if name == OURS else {})
-        return "cuda: a kernel"
+        return None
 
     def close(self) -> None:
         pass
 
 
-def _session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[DeviceCase], **changes: Any) -> DeviceSession:
-    monkeypatch.setattr(device_session, "Remote", _Served)
-    return DeviceSession(DeviceSettings(tmp_path, **changes), rows)
+def _session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Case], **changes: Any) -> DeviceSession:
+    monkeypatch.setattr("bench.session.Remote", _Served)
+    monkeypatch.setattr("bench.device.Remote", _Served)
+    return DeviceSession(Settings(tmp_path, **{"device": "cuda", **changes}), rows)
 
 
 def test_a_session_compares_writes_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = cases([find("tsai-c10-conv1")], [128, 1], ["fp32"])
     session = _session(tmp_path, monkeypatch, rows)
-    row = session.run(rows[0])
+    row = session.run(rows[0])[0]
     assert row["fastest"] == "batched-matmul" and row["speedup"] == pytest.approx(3e-3 / 8e-5)
-    assert row["alternatives"]["reference"] == {"failed": "out of memory"}
+    assert row["alternatives"]["einsum"] == {"failed": "out of memory"}
     row = session.compile(rows[0])
     assert row["fastest"] == "batched-matmul-compiled" and row["speedup"] == pytest.approx(2e-3 / 8e-5)
-    assert row["alternatives"]["reference-compiled"] == {"failed": "wrong"}
+    assert row["alternatives"]["einsum-compiled"] == {"failed": "wrong"}
     session.run(rows[2])
     session.close()
     written = json.loads(session.files[0].read_text())
     assert [row["batch"] for row in written["rows"]] == [128, 1]
-    text = session.files[1].read_text()
-    assert "| tsai-c10-conv1 | 128 | 3,699 MB | 0.100 (0.100-0.100) | 0.080 | 0.200 | bmm, compiled | 2.00 |" in text
-    assert "2.00 (0.1%)" in text and "Test Device: copies 4.00 TB/s" in text
-    assert "reference: out of memory — on tsai-c10-conv1 batch 128 forward fp32" in text
+    text = report.of_run(written)
+    assert "| tsai-c10-conv1 | 128 | 3,699 | 0.100 (0.100-0.100) | bmm, compiled | 2.00 (2.00-2.00) | 25.0× |" in text
+    assert "| 0.080 | 0.200 |" in text and "2.00 (0.1%)" in text and "Test Device: copies 4.00 TB/s" in text
+    assert "einsum: out of memory: tsai-c10-conv1 batch 128 forward" in text
     assert "50 us to the end, three of the smallest launches take 30 us" in text
-    assert device_report.shortfalls(written) == [line[2:] for line in text.splitlines() if "us to the end" in line]
+    assert record.merge(record.load(session.files))[0]["complete"]
 
 
 def test_a_session_stops_in_time_and_says_what_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +236,7 @@ def test_a_session_stops_in_time_and_says_what_it_left_out(tmp_path: Path, monke
     with pytest.raises(LeftOut, match=r"torch\.compile"):
         session.compile(rows[0])
     session.close()
-    assert f"all of it of 1 rows: {rows[1]}" in session.files[1].read_text()
+    assert f"- {rows[1]}: all of it" in report.of_run(json.loads(session.files[0].read_text()))
 
 
 def test_misses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,46 +244,24 @@ def test_misses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     session = _session(tmp_path, monkeypatch, rows, compiled=False)
     session.run(rows[0])
     session.close()
-    missed = device_report.shortfalls(session.document)
-    assert missed == ["tsai-c10-fc batch 128 forward fp32: 0.080 ms, goal 0.030 ms"]
-
-
-def test_the_tables_go_between_their_own_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = _session(tmp_path, monkeypatch, [_case()])
-    session.run(_case())
-    session.close()
-    page = tmp_path / "page.md"
-    page.write_text(f"{report.BEGIN}\ncpu\n{report.END}\n{device_report.BEGIN}\nstale\n{device_report.END}\n")
-    assert report.main([str(session.files[0]), "--into", str(page)]) == 0
-    text = page.read_text()
-    assert text.startswith(f"{report.BEGIN}\ncpu\n{report.END}\n") and "Test Device" in text and "stale" not in text
-    with pytest.raises(ValueError, match="tables of their own"):
-        report.merge([session.document, {**session.document, "kind": "full"}])
+    assert goals.shortfalls(session.document["rows"]) == ["tsai-c10-fc batch 128 forward: 0.080 ms, goal 0.030 ms"]
 
 
 def test_a_session_in_earnest(tmp_path: Path) -> None:
     rows = cases([find("tsai-c10-fc")], [1], ["fp32"])
-    session = DeviceSession(DeviceSettings(tmp_path, device="cpu", slice=0.005, compiled=False), rows)
+    session = DeviceSession(Settings(tmp_path, slice=0.005, compiled=False), rows)
     try:
         for case in rows:
-            row = session.run(case)
+            row = session.run(case)[0]
             assert "refused" not in row and row["speedup"] > 0
-            assert set(row["alternatives"]) == {"reference", "batched-matmul"}
+            assert set(row["alternatives"]) == {"einsum", "batched-matmul"}
     finally:
         session.close()
-    assert "fastcaps" in session.files[1].read_text()
+    rates = json.loads(session.files[0].read_text())["machine"]["rates"]
+    assert set(rates) == {"copy", *PRECISIONS} and min(rates.values()) > 0
 
 
 # Drivers and script
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_rates_of_a_device(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "roofline.json"
-    assert roofline.main(["--device", device, "--seconds", "0.01", "--output", str(output)]) == 0
-    rates = json.loads(output.read_text())["rates"]
-    assert set(rates) == {"copy", *PRECISIONS} and min(rates.values()) > 0
-    assert "TB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -331,7 +294,6 @@ STAGES = {
     "build": "pip install --quiet --no-build-isolation --no-deps --no-index --editable",
     "test": "-m pytest tests",
     "sanitize": "compute-sanitizer --tool racecheck",
-    "roofline": "bench/roofline.py --device cuda --output",
     "bench": "-m pytest bench -q --device cuda --seconds 260",
     "profile": "ncu --clock-control none",
 }
@@ -369,7 +331,7 @@ def test_all_stages_say_what_they_would_run() -> None:
     for line in done.stdout.splitlines():
         words = line.split()
         for word in words:  # every file of ours that it runs is there
-            if word.startswith("bench/") and word.endswith(".py"):
+            if word.startswith(("bench/", "tools/")) and word.endswith(".py"):
                 assert (ROOT / word).is_file(), word
 
 
@@ -379,13 +341,13 @@ def test_the_script_refuses_an_unknown_stage() -> None:
 
 
 def test_a_failed_stage_is_counted_and_written_down(tmp_path: Path) -> None:
-    done = _script("roofline", "profile", OUT=str(tmp_path), PYTHON="false")
+    done = _script("test", "profile", OUT=str(tmp_path), PYTHON="false")
     assert done.returncode == 2
     summary = (tmp_path / "summary.md").read_text()
-    assert "| roofline | failed |" in summary and "| profile | failed |" in summary
-    assert "exit status 1" in (tmp_path / "roofline.log").read_text()
+    assert "| test | failed |" in summary and "| profile | failed |" in summary
+    assert "exit status 1" in (tmp_path / "test.log").read_text()
 
 
 def test_a_stage_without_time_is_left_out(tmp_path: Path) -> None:
-    done = _script("roofline", OUT=str(tmp_path), FASTCAPS_GPU_SECONDS="3")
+    done = _script("test", OUT=str(tmp_path), FASTCAPS_GPU_SECONDS="3")
     assert done.returncode == 1 and "left out: the time is used up" in done.stdout

@@ -1,27 +1,39 @@
-"""What the benchmark says of what it measured: tables, goals, and rows that are refused or left out."""
+"""What the benchmark says of what it measured: tables, goals, records, pages, and rows that are refused or left out."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import report  # noqa: E402
-from bench import session as module  # noqa: E402
-from bench.alternatives import ALTERNATIVES, OURS, build, bytes_needed  # noqa: E402
-from bench.session import Refused, Session, Settings  # noqa: E402
+from bench import compare, goals, pages, record, report  # noqa: E402
+from bench.alternatives import ALTERNATIVES, OURS, bytes_needed  # noqa: E402
+from bench.runner import Case, WorkerError  # noqa: E402
+from bench.session import Session, Settings  # noqa: E402
 from bench.timing import Plan  # noqa: E402
-from bench.worker import Worker  # noqa: E402
-from bench.workloads import find  # noqa: E402
+from bench.workloads import QUICK, WORKLOADS, find  # noqa: E402
+
+MACHINE = {
+    "device": "Test Processor",
+    "threads": 2,
+    "cores": 2,
+    "backend": "cpu",
+    "capability": "avx512",
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "abc",
+    "modified": False,
+    "versions": {"fastcaps": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+}
 
 
 def _entry(seconds: float) -> dict[str, Any]:
@@ -30,6 +42,9 @@ def _entry(seconds: float) -> dict[str, Any]:
 
 def _row(**changes: Any) -> dict[str, Any]:
     row = {
+        "machine": MACHINE,
+        "sgemm_size": 2048,
+        "default": True,
         "workload": "tsai-c10-conv1",
         "source": "Tsai et al. 2020, Table 8",
         "batch": 8,
@@ -39,9 +54,9 @@ def _row(**changes: Any) -> dict[str, Any]:
         "goal": {"speedup": 35, "sgemm_share": 0.45},
         "fastcaps": _entry(0.005),
         "alternatives": {
-            "reference": _entry(0.5),
+            "einsum": _entry(0.5),
             "batched-matmul": _entry(0.2),
-            "reference-compiled": {"failed": "the process died (exit code -6)"},
+            "einsum-compiled": {"failed": "the process died (exit code -6)"},
             "batched-matmul-compiled": {**_entry(0.15), "note": "it died; run again"},
         },
         "fastest": "batched-matmul-compiled",
@@ -50,194 +65,331 @@ def _row(**changes: Any) -> dict[str, Any]:
         "sgemm_gflops": 370.0,
         "sgemm_share": 0.375,
         "memory": {
-            "fastcaps": {"peak": 2_500_000, "results": 1_500_000, "beyond": 1_000_000},
+            "fastcaps": {"peak": 2_500_000, "results": 1_500_000, "beyond": 1_000_000, "total": 12_000_000},
             "batched-matmul": {"peak": 700_000_000, "results": 1_500_000, "beyond": 698_500_000},
         },
     }
     return row | changes
 
 
-def _document(*rows: dict[str, Any]) -> dict[str, Any]:
-    about = {
-        "device": "Test Processor",
-        "threads": 2,
-        "cores": 2,
-        "backend": "cpu",
-        "capability": "avx512",
-        "date": "2026-01-02T03:04:05+00:00",
-        "commit": "abc",
-        "modified": False,
-        "versions": {"fastcaps": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-    }
-    return {"format": 1, "kind": "full", "machine": about, "sgemm_size": 2048, "rows": list(rows)}
+def _file(folder: Path, name: str, *rows: dict[str, Any], date: str = MACHINE["date"], **changes: Any) -> Path:
+    """Write a run's file; its rows carry no machine of their own, as a run writes them."""
+    bare = [{key: value for key, value in row.items() if key != "machine"} for row in rows]
+    document = {"format": 2, "kind": "full", "machine": {**MACHINE, "date": date}, "sgemm_size": 2048, "rows": bare}
+    path = folder / name
+    path.write_text(json.dumps(document | changes))
+    return path
+
+
+# Tables and goals
 
 
 def test_markdown_holds_the_figures() -> None:
-    text = report.markdown(
-        _document(_row(), _row(mode="training step", goal=None), _row(batch=1, goal={"speedup": 1}, sgemm_gflops=380.0))
-    )
+    single = _row(batch=1, default=False, goal={"speedup": 1}, sgemm_gflops=380.0)
+    text = report.markdown([_row(), _row(mode="training step", goal=None), single])
     assert "Test Processor, 2 threads on 2 cores; sgemm of 2048³: 370 GFLOP/s (370 to 380 over the rows)" in text
     assert "**Forward**" in text and "**Training step**" in text and "**Forward, batch 1**" in text
     line = next(line for line in text.splitlines() if line.startswith("| tsai-c10-conv1 | 8"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == [
+    assert [cell.strip() for cell in line.strip("|").split("|")] == [
         "tsai-c10-conv1",
         "8",
-        "231 MB",
+        "231",
         "5.00 (4.50-5.50)",
         "bmm, compiled*",
         "150 (135-165)",
         "30.0×",
         "139",
         "38%",
-        "2.50 (1.00; 0.4%)",
-        "700 (698)",
+        "1.00 (0.4%)",
+        "698",
+        "12.0",
     ]
     assert "30.0× of the fastest alternative, goal 35.0×" in text
     assert "38% of sgemm, goal 45%" in text
-    assert "reference, compiled: the process died (exit code -6)" in text
+    assert "einsum, compiled: the process died (exit code -6)" in text
+    assert "Commits: abc of 2026-01-02: 3 rows" in text
 
 
 def test_shortfalls_are_only_those() -> None:
-    assert report.shortfalls(_document(_row(speedup=36.0, sgemm_share=0.5))) == []
-    assert len(report.shortfalls(_document(_row(speedup=36.0)))) == 1
-    assert len(report.shortfalls(_document(_row(speedup=None)))) == 1
-    assert "refused" in report.shortfalls(_document(_row(refused="parents errs by 1")))[0]
+    assert goals.shortfalls([_row(speedup=36.0, sgemm_share=0.5)]) == []
+    assert len(goals.shortfalls([_row(speedup=36.0)])) == 1
+    assert len(goals.shortfalls([_row(speedup=None)])) == 1
+    assert "refused" in goals.shortfalls([_row(refused="parents errs by 1")])[0]
 
 
 def test_means_and_memory_have_goals_of_their_own() -> None:
     goal = {"speedup": 8, "mean": 15, "memory_share": 0.05}
     memory = {"fastcaps": {"peak": 3e7, "results": 1e7, "beyond": 2e7}}
     rows = [_row(goal=goal, speedup=9.0), _row(goal=goal, speedup=16.0, workload="other", memory=memory)]
-    document = _document(*rows, _row(goal=goal, speedup=None, fastest=None), _row(goal=None, speedup=1.0))
-    assert report.means(document) == [("forward", pytest.approx(12.0), 2, 15)]
-    assert report.shortfalls(document) == [
+    rows += [_row(goal=goal, speedup=None, fastest=None), _row(goal=None, speedup=1.0)]
+    assert goals.means(rows) == [("forward", pytest.approx(12.0), 2, 15)]
+    assert goals.shortfalls(rows) == [
         "other batch 8 forward: 8.7% of the votes' bytes beside the results, goal 5%",
         "forward, geometric mean of 2 rows: 12.0×, goal 15.0×",
     ]
-    assert "- forward: 12.0×, over 2 rows of whole routings (goal 15.0×)" in report.markdown(document)
+    assert "- forward: 12.0×, over 2 rows (goal 15.0×)" in report.markdown(rows)
 
 
-def test_a_whole_layer_has_a_table_of_its_memory() -> None:
-    sizes = {"peak": 9e8, "results": 1e8, "beyond": 8e8, "inputs": 3e7, "total": 9.3e8, "resident": 1.3e9}
-    row = _row(
-        mode="training step",
-        goal={"total": 9e8},
-        memory={"fastcaps": sizes},
-        alternatives={"reference": {"left_out": "would need 90 GB"}},
-        fastest=None,
-        speedup=None,
-    )
-    text = report.markdown(_document(row))
-    assert "**Memory of whole layers**" in text and report.WHOLE_LEGEND in text
-    assert "| tsai-c10-conv1 | 8 | 231 MB | 5.00 (4.50-5.50) | 30.0 | 100 | 800 | 930 | 1,300 |" in text
-    assert "reference: would need 90 GB — on tsai-c10-conv1 batch 8 training step" in text
+def test_a_goal_that_was_held_is_lost_and_one_that_was_not_is_not() -> None:
+    held, slower = _row(speedup=40.0, sgemm_share=0.3), _row(speedup=30.0, sgemm_share=0.2)
+    assert goals.lost(slower, held, quick=False) == ["30.0× of the fastest alternative, goal 35.0×"]
+    assert goals.lost(_row(speedup=33.0), held, quick=False) == []  # within what two runs differ by
+    assert goals.lost(slower, slower, quick=False) == goals.lost(slower, None, quick=False) == []
+    assert goals.lost({**held, "refused": "errs"}, held, quick=False) == ["refused, errs"]
+    batch, forward, training = QUICK["tsai-c10-conv1"]
+    quick = _row(batch=batch, goal=None, speedup=forward - 0.1)
+    assert len(goals.lost(quick, None, quick=True)) == 1
+    assert goals.lost(quick | {"speedup": forward}, None, quick=True) == []
+    assert len(goals.lost(quick | {"mode": "training step", "speedup": training - 0.1}, None, quick=True)) == 1
+    assert goals.lost(quick | {"batch": batch + 1}, None, quick=True) == []
+
+
+def test_a_whole_layer_has_a_goal_for_all_its_tensors() -> None:
+    memory = {"fastcaps": {"peak": 9e8, "results": 1e8, "beyond": 8e8, "total": 9.3e8}}
+    row = _row(mode="training step", goal={"total": 9e8}, memory=memory, fastest=None, speedup=None)
+    row["alternatives"] = {"einsum": {"left_out": "would need 90 GB"}}
+    text = report.markdown([row])
+    assert "einsum: would need 90 GB: tsai-c10-conv1 batch 8 training step" in text
     assert "tsai-c10-conv1 batch 8 training step: 930 MB in all tensors, goal 900 MB" in text
-    assert "Memory of whole layers" not in report.markdown(_document(_row(mode="training step")))
 
 
 def test_refused_rows_have_no_figures() -> None:
-    refused = {key: value for key, value in _row().items() if key in ("workload", "batch", "mode", "votes_bytes")}
-    text = report.markdown(_document(refused | {"refused": "parents errs by 1"}))
+    row = _row()
+    refused = {
+        key: row[key] for key in ("machine", "sgemm_size", "default", "workload", "batch", "mode", "votes_bytes")
+    }
+    text = report.markdown([refused | {"refused": "parents errs by 1"}])
     assert "refused: parents errs by 1" in text and "× " not in text
 
 
-def test_later_rows_replace_earlier_ones() -> None:
-    merged = report.merge([_document(_row(), _row(batch=1)), _document(_row(speedup=40.0))])
-    assert [(row["batch"], row["speedup"]) for row in merged["rows"]] == [(8, 40.0), (1, 30.0)]
-    other = _document(_row())
-    other["machine"] = other["machine"] | {"device": "Another"}
-    with pytest.raises(ValueError, match="different devices"):
-        report.merge([_document(_row()), other])
+# Records
 
 
-def test_the_command_line_puts_the_table_into_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, page = tmp_path / "r.json", tmp_path / "page.md"
-    results.write_text(json.dumps(_document(_row())))
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    assert report.main([str(results), "--into", str(page)]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and "231 MB" in text
-    assert report.main([str(results), "--into", str(page)]) == 0
-    assert page.read_text() == text
-    results.write_text(json.dumps(_document(_row(workload="zhao-pool"))))
-    page.write_text(text + "\n".join(report.ROUTINGS))
-    assert report.main([str(results), "--into", str(page)]) == 0
-    begin, end = report.ROUTINGS
-    assert page.read_text().startswith(text + begin) and "zhao-pool" in page.read_text().partition(end)[0]
-    page.write_text("no markers")
-    assert report.main([str(results), "--into", str(page)]) == 1
-    assert page.read_text() == "no markers"
-    capsys.readouterr()
-    assert report.main([str(results)]) == 0
-    assert "zhao-pool" in capsys.readouterr().out
+def test_the_newest_complete_row_wins_by_the_date_inside(tmp_path: Path) -> None:
+    partly = {"alternatives": {"einsum": _entry(0.5)}}
+    newest = _file(tmp_path, "a.json", _row(speedup=50.0, **partly), _row(batch=1, **partly), date="2026-03-01")
+    older = _file(tmp_path, "b.json", _row(speedup=40.0), date="2026-02-01", kind="full")
+    oldest = _file(tmp_path, "c.json", _row(speedup=30.0), _row(mode="training step"), date="2026-01-01")
+    quick = _file(tmp_path, "d.json", _row(speedup=99.0), date="2026-04-01", kind="quick")
+    for order in ([newest, older, oldest, quick], [quick, oldest, older, newest]):
+        merged = {(row["batch"], row["mode"]): row for row in record.merge(record.load(order))}
+        assert merged[8, "forward"]["speedup"] == 40.0 and merged[8, "forward"]["complete"]
+        assert merged[8, "forward"]["machine"]["date"] == "2026-02-01"
+        assert not merged[1, "forward"]["complete"] and (8, "training step") in merged
+    assert record.prune(tmp_path) == [
+        "a.json: 1 of 2 rows kept",
+        "c.json: 1 of 2 rows kept",
+        "d.json: every row is superseded, removed",
+    ]
+    assert len(record.merge(record.load(sorted(tmp_path.glob("*.json"))))) == 3
+    assert record.prune(tmp_path) == []
+
+
+def test_rows_of_two_machines_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _file(tmp_path, "a.json", _row(speedup=50.0))
+    _file(tmp_path, "b.json", _row(speedup=40.0), machine={**MACHINE, "device": "Another"})
+    assert report.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Test Processor, 2 threads" in printed and "Another, 2 threads" in printed
+
+
+def test_tables_go_into_a_page_and_never_lose_a_line() -> None:
+    page = "before\n<!-- t:begin -->\n| a |\n| b |\n<!-- t:end -->\nafter\n"
+    made = report.into(page, "| a |\n| b |\n| c |", "t")
+    assert made == "before\n<!-- t:begin -->\n| a |\n| b |\n| c |\n<!-- t:end -->\nafter\n"
+    assert report.into(made, "| a |\n| b |\n| c |", "t") == made
+    with pytest.raises(ValueError, match="have 1 lines, the page has 3"):
+        report.into(made, "| a |", "t")
+    with pytest.raises(ValueError, match="needs one"):
+        report.into("no markers", "| a |", "t")
+
+
+def test_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
+    rows = record.merge(record.load(record.RESULTS.glob("*.json")))
+    copy = tmp_path / "performance"
+    copy.mkdir()
+    for path in (record.ROOT / "docs" / "performance.md", *report.DOCS.glob("*")):
+        (tmp_path / path.relative_to(record.ROOT / "docs")).write_text(path.read_text())
+    for path in report.write(rows, copy):
+        assert path.read_text() == (record.ROOT / "docs" / path.relative_to(tmp_path)).read_text(), path.name
+    assert {row["workload"] for row in rows} == set(WORKLOADS)
+
+
+# Pages
+
+
+def test_the_page_has_every_chart_and_nothing_from_the_network() -> None:
+    rows = [_row(), _row(mode="training step"), _row(batch=1, default=False, speedup=None, fastest=None)]
+    text = pages.html([row | {"alternatives": row["alternatives"]} for row in rows])
+    assert text.count("<svg") == 4 and 'name="viewport"' in text
+    assert "tsai-c10-conv1, forward: 30.0×" in text and "batch 1: 5.00 ms" in text
+    assert "fastcaps, tsai-c10-conv1 batch 8 forward: 1.00 MB beside 231 MB of votes" in text
+    assert not re.search(r"(src|href)=|url\(|@import", text)
+    assert pages.speedup_picture(rows).startswith("<svg xmlns=") and "var(" not in pages.speedup_picture(rows)
 
 
 # Session
 
 
-def test_goals_are_those_of_the_default_batch(tmp_path: Path) -> None:
-    session = Session(Settings(tmp_path, torch.get_num_threads(), Plan(sgemm=8), alternatives=False, memory=False))
-    conv1, vector, barham = find("tsai-c10-conv1"), find("tsai-dmm-vector-set"), find("barham")
-    assert session._row(conv1, 8, False)["goal"] == {"speedup": 35, "sgemm_share": 0.45}
-    assert session._row(conv1, 8, True)["goal"] == {"speedup": 12}
-    assert session._row(conv1, 1, True)["goal"] == {"speedup": 1.0}
-    assert session._row(conv1, 3, True)["goal"] is None
-    assert session._row(vector, 64, True)["goal"] == {"speedup": 2.5}
-    assert session._row(barham, 64, False)["goal"] is None
-    capnet, sabour = find("li-capnet-em"), find("sabour-mnist")
+class _Served:
+    """Stands in for a process: answers at once, as it is told to."""
+
+    wrong = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.safe, self.alive, self._method, self._given = False, True, "", ()
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        self._method, self._given = method, arguments
+
+    def finish(self, seconds: float) -> Any:
+        return self.call(seconds, self._method, *self._given)
+
+    def call(self, seconds: float, method: str, *arguments: Any) -> Any:
+        if method == "check":
+            complaint = "parents errs by 1" if arguments[1] == _Served.wrong and not self.safe else ""
+            return {
+                "complaint": complaint,
+                "errors": {},
+                "allowed": {},
+                "seconds": 9.0 if "einsum" in arguments[1] else 0.1,
+            }
+        if method in ("time", "time_sgemm"):
+            return [0.25] * arguments[0]
+        raise WorkerError("not here")
+
+    def close(self) -> None:
+        pass
+
+
+def _session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str = "", **changes: Any) -> Session:
+    monkeypatch.setattr("bench.session.Remote", _Served)
+    monkeypatch.setattr(_Served, "wrong", wrong)
+    plan = Plan(rounds=2, block=0.001, budget=1.0, sgemm=32)
+    return Session(Settings(tmp_path, 1, plan, **{"memory": False, **changes}))
+
+
+def test_goals_are_those_of_the_default_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _session(tmp_path, monkeypatch)
     whole = {"speedup": 8, "mean": 15}
-    assert session._row(sabour, 64, False)["goal"] == whole
-    assert session._row(capnet, 2, False)["goal"] == {**whole, "memory_share": 0.05}
-    assert session._row(capnet, 128, True)["goal"] == {"memory_share": 0.05, "total": 1755e6}
-    assert session._row(find("million"), 1, True)["default"]
+    for name, batch, training, wanted in (
+        ("tsai-c10-conv1", 8, False, {"speedup": 35, "sgemm_share": 0.45}),
+        ("tsai-c10-conv1", 8, True, {"speedup": 12}),
+        ("tsai-c10-conv1", 1, True, {"speedup": 1.0}),
+        ("tsai-c10-conv1", 3, True, None),
+        ("tsai-dmm-vector-set", 64, True, {"speedup": 2.5}),
+        ("barham", 64, False, None),
+        ("sabour-mnist", 64, False, whole),
+        ("li-capnet-em", 2, False, {**whole, "memory_share": 0.05}),
+        ("li-capnet-em", 128, True, {"memory_share": 0.05, "total": 1755e6}),
+    ):
+        assert session.row(Case(find(name), batch, training))["goal"] == wanted, name
+    assert session.row(Case(find("million"), 1, True))["default"]
     session.close()
 
 
-def test_what_does_not_fit_into_memory_is_left_out(tmp_path: Path) -> None:
-    workload = find("sabour-mnist")
-    needed = {name: bytes_needed(name, workload, 64, True) for name in ALTERNATIVES}
-    assert needed["reference"] > needed["batched-matmul"] > needed["batched-matmul-compiled"] > workload.votes_bytes(64)
-    available = 0.5 * (needed["reference"] + needed["batched-matmul"]) / 0.6
-    plan = Plan(sgemm=8)
-    session = Session(Settings(tmp_path, 1, plan, compiled=False, memory=False, available=available))
-    found = session._left_out(workload, 64, True)
-    assert [*found] == ["reference"] and "would need" in found["reference"] and "times the votes" in found["reference"]
+def test_what_does_not_fit_into_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(find("sabour-mnist"), 64, True)
+    needed = {name: bytes_needed(name, case.workload, 64, True) for name in ALTERNATIVES}
+    assert needed["einsum"] > needed["batched-matmul"] > case.workload.votes_bytes(64)
+    session = _session(tmp_path, monkeypatch, available=0.5 * (needed["einsum"] + needed["batched-matmul"]) / 0.6)
+    row, samples = session.run(case)
+    assert "times the votes" in row["alternatives"]["einsum"]["left_out"] and "einsum" not in samples
+    assert record.complete(row) and row["fastest"] == "batched-matmul"
     session.close()
 
 
 def test_a_row_that_disagrees_is_refused_and_one_that_agrees_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(rounds=2, block=0.001, budget=0.1, sgemm=32)
-    session = Session(Settings(tmp_path, torch.get_num_threads(), plan, alternatives=False, memory=False))
     workload = replace(find("tsai-c10-fc"), types=8)
-    case = session.prepare(workload, 1, False)
-    case.schedule.before()
-    row = session.finish(case, [0.25, 0.25])
+    session = _session(tmp_path, monkeypatch, alternatives=False)
+    row, samples = session.run(Case(workload, 1, False))
     assert row["gflops"] == pytest.approx(workload.operations(1) / 0.25 / 1e9)
-    assert row["speedup"] is None and row["memory"] == {"left_out": "left out"}
-
-    right = build(OURS, workload)
-    monkeypatch.setattr(module, "build", lambda name, w: lambda **given: tuple(x * 1.01 for x in right(**given)))
-    with pytest.raises(Refused, match="parents errs by"):
-        session.prepare(workload, 1, False)
-    session.close()
+    assert row["speedup"] is None and row["memory"] == {"left_out": "not asked for"} and set(samples) == {OURS}
+    assert session.run(Case(workload, 1, False))[0] is row  # measured once
+    monkeypatch.setattr(_Served, "wrong", OURS)
+    row, samples = session.run(Case(workload, 1, True))
+    assert row["refused"] == "parents errs by 1" and not samples
     written = json.loads(session.files[0].read_text())
     assert [("refused" in row, "fastcaps" in row) for row in written["rows"]] == [(False, True), (True, False)]
-    assert "refused" in session.files[1].read_text()
-
-
-def test_a_call_that_used_up_its_time_is_not_made_again(tmp_path: Path) -> None:
-    session = Session(Settings(tmp_path, 1, Plan(budget=3.0, sgemm=8), alternatives=False, memory=False))
-    worker = Worker("reference", 1, tmp_path / "log")
-    worker.first = 5.0
-    contender = session._contender(worker)
-    contender.turn(session.settings.plan)  # the worker has no process: a call would fail
-    assert contender.samples == [5.0] and not contender.error
-    worker.first = 1.0
-    assert session._contender(worker).samples == []
-    compiled = Worker("reference-compiled", 1, tmp_path / "log")
-    compiled.first = 90.0  # most of it the compiler's
-    assert session._contender(compiled).samples == []
+    assert written["machine"]["commit"] and written["machine"]["date"] and "refused" in report.of_run(session.document)
     session.close()
+
+
+def test_a_wrong_compiled_result_has_a_second_chance_and_a_wrong_eager_one_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(find("tsai-c10-fc"), 1, False)
+    session = _session(tmp_path, monkeypatch, wrong="batched-matmul-compiled")
+    entry = session.run(case)[0]["alternatives"]["batched-matmul-compiled"]
+    assert entry["median"] == 0.25 and entry["note"].startswith("wrong result: parents errs by 1; run again")
+    session = _session(tmp_path, monkeypatch, wrong="batched-matmul")
+    row = session.run(case)[0]
+    assert row["alternatives"]["batched-matmul"] == {"failed": "disagrees with the reference: parents errs by 1"}
+    assert row["alternatives"]["einsum"]["calls"] == 1  # its first call used up its time, and is not made again
+    assert row["alternatives"]["einsum-compiled"]["median"] == 0.25  # most of its first was the compiler's
+
+
+# The command
+
+
+def test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "bench",
+        "-q",
+        "--workload",
+        "zhao-pool",
+        "--batch",
+        "2",
+        "--threads",
+        "1",
+    ]
+    command += ["--results", str(tmp_path), f"--benchmark-json={tmp_path / 'benchmark.json'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "benchmark.json").read_text())["benchmarks"]
+    groups = {one["group"] for one in found}
+    assert groups == {"zhao-pool batch 2 forward", "zhao-pool batch 2 training step"} and len(found) == 6
+    (written,) = tmp_path.glob("bench-*.json")
+    row = json.loads(written.read_text())["rows"][0]
+    ours = next(
+        one for one in found if one["group"] == "zhao-pool batch 2 forward" and one["name"].endswith("fastcaps]")
+    )
+    assert ours["stats"]["rounds"] == row["fastcaps"]["calls"]
+    assert ours["stats"]["median"] == pytest.approx(row["fastcaps"]["median"], rel=1e-6)
+
+
+# Two commits
+
+
+def test_two_trees_are_compared(tmp_path: Path) -> None:
+    output = tmp_path / "compare.json"
+    arguments = [str(ROOT), str(ROOT), "--workload", "tiny-uniform", "--mode", "forward", "--threads", "1"]
+    command = [sys.executable, str(ROOT / "bench/compare.py"), *arguments, "--seconds", "0.05", "--rounds", "2"]
+    done = subprocess.run(
+        [*command, "--limit", "9", "--output", str(output)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["workload"] == "tiny-uniform" and 0.1 < row["ratio"] < 10 and len(row["ratios"]) == 2
+
+
+def test_a_comparison_is_judged_by_its_medians() -> None:
+    row = {"workload": "barham", "batch": 1, "mode": "forward", "old": 1.0, "new": 1.0, "least": 1.0, "most": 1.0}
+    tiny = row | {"workload": "tiny-em", "ratio": 0.5}
+    lines, passed = compare.summary([row | {"ratio": 1.02}, row | {"ratio": 1.2, "least": 1.1}, tiny], 0.03)
+    assert not passed and "workloads, all modes: median ratio 1.110 over 2 rows" in lines
+    assert any(line.startswith("slower in every round: barham batch 1 forward, 1.200") for line in lines)
+    assert compare.summary([row | {"ratio": 1.02}, tiny], 0.03)[1]
+    differs = {"workload": "barham", "batch": 1, "mode": "forward", "differs": "parents differs by 1"}
+    assert not compare.summary([row | {"ratio": 1.0}, differs], 0.03)[1]
+    same = {"parents": [[1.0, 2.0], 2.0]}
+    assert compare.disagreement(same, same) == ""
+    assert "differs by 1" in compare.disagreement(same, {"parents": [[1.0, 3.0], 3.0]})
+    assert "differs by nan" in compare.disagreement(same, {"parents": [[1.0, float("nan")], 3.0]})
+    with pytest.raises(ValueError, match="neither a tree"):
+        compare.tree_of("no-such-revision")

@@ -368,6 +368,7 @@ def test_tests_that_require_the_native_library_do_not_start_without_it(
     """Where no library is built, kernels would be compared with the reference that stands in for them."""
     pure_wheel.extractall(tmp_path)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-o", "pythonpath=", "-qq"]
+    assert "--require-native" in (ROOT / ".ci/run").read_text()
     command += ["--require-native", "--collect-only", str(ROOT / "tests/test_build.py")]
     run = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True

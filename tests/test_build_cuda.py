@@ -60,21 +60,15 @@ def test_the_library_loads_beside_this_torch_and_registers_its_ops(info: dict, l
         assert not library.problem, library.problem
         assert library.ask("fastcaps_cuda_toolkit") == {info["toolkit"]!r}
         assert library.ask("fastcaps_cuda_architectures").split(",") == {info["architectures"]!r}
-        for name in library.ask("fastcaps_cuda_ops").split(","):
-            own = getattr(torch.ops.fastcaps_cuda, name).default
-            assert torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cuda::" + name, "CUDA")
-            # the schema of the public op, and the options after it
-            public = getattr(ops, name)._schema
-            told, wanted = ([(a.name, str(a.type)) for a in s.arguments] for s in (own._schema, public))
-            if name.endswith("_pass"):  # frozen coefficients are the backward's affair
-                wanted = [argument for argument in wanted if argument[0] != "frozen"]
-            assert told == [*wanted, ("options", "int")]
-            assert [str(r.type) for r in own._schema.returns] == [str(r.type) for r in public.returns]
+        for routing in ops.ROUTINGS:
+            for name in (routing.name, routing.name + "_backward"):
+                assert torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cuda::" + name, "CUDA"), name
         try:
             x = torch.zeros(1, 1, 1, 1, 1, 1)
-            torch.ops.fastcaps_cuda.attention_pass(x, x[0, 0], *[None] * 5, 1.0, 0.0, False, [1] * 8, 0)
-        except RuntimeError as error:
-            assert "fastcaps_cuda::attention_pass" in str(error)
+            votes = (x, x[0, 0], None, None, 1, [1] * 8)
+            torch.ops.fastcaps_cuda.attention_routing(*votes, None, None, None, 1.0, 0.0, 1, 1, 0)
+        except (RuntimeError, NotImplementedError) as error:
+            assert "fastcaps_cuda::attention_routing" in str(error)
         else:
             raise SystemExit("tensors on the CPU were taken")
     """
@@ -88,17 +82,15 @@ def test_the_library_loads_beside_this_torch_and_registers_its_ops(info: dict, l
 def test_the_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(library: Path) -> None:
     """Through ctypes, without torch's loader: neither asks for a device."""
     handle = ctypes.CDLL(str(library))
-    handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_plan.restype = ctypes.c_char_p
-    refusal = handle.fastcaps_cuda_refusal
-    numbers = [ctypes.c_int64(n) for n in (4, 4, 4)]
-    assert refusal(*numbers) == b""
-    assert b"512" in refusal(*(ctypes.c_int64(n) for n in (30, 30, 30)))
+    handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_schedule.restype = ctypes.c_char_p
+    assert handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (4, 4, 4, 1))) == b""
+    assert b"512" in handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (30, 30, 30, 1)))
     # tsai-c10-conv1 at batch 128 on a device of 132 multiprocessors and 227 KB of shared memory
-    geometry = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
-    for backward, options, half in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 2, 0), (0, 0, 1)):
-        numbers = (ctypes.c_int64(n) for n in (backward, options, half, 132, 227 << 10))
-        told = handle.fastcaps_cuda_plan(geometry, *numbers).decode()
-        assert "4x4" in told and "threads" in told and "blocks" in told
+    sizes = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
+    for backward, element, options in ((0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 2), (0, 2, 0)):
+        facts = (ctypes.c_int64 * 8)(backward, element, 0, 1, 1, options, 132, 227 << 10)
+        told = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
+        assert "4x4" in told and "threads=" in told and "blocks=" in told
 
 
 def test_the_library_needs_torch_cpu_alone_and_no_path(library: Path, nvcc: Path) -> None:
@@ -114,8 +106,7 @@ def test_the_library_needs_torch_cpu_alone_and_no_path(library: Path, nvcc: Path
 def test_the_library_gives_away_its_c_interface_alone(library: Path) -> None:
     lines = tool("nm", "-D", "--defined-only", library).splitlines()
     strong = {line.split()[-1] for line in lines if line.split()[-2] not in "VWuw"} - {"_end", "_edata", "__bss_start"}
-    asked = {"toolkit", "architectures", "ops", "refusal", "plan", "routing_refusal"}
-    asked |= {f"{stem}_{what}" for stem in ("pooling", "gaussian") for what in ("refusal", "plan")}
+    asked = {"toolkit", "architectures", "refusal", "routing_refusal", "schedule", "kernels"}
     assert strong == {f"fastcaps_cuda_{name}" for name in asked}, "the CUDA runtime's own symbols must stay inside"
 
 

@@ -191,8 +191,9 @@ def test_a_whole_routing_is_one_call_where_the_library_fuses_it(
         def ask(self, function: str, *arguments: Any) -> str | None:
             if function != "fastcaps_cuda_routing_refusal":
                 return super().ask(function, *arguments)
-            numbers, order, half = arguments
+            numbers, order, identity, asked, options, half, *machine = arguments
             assert isinstance(numbers, ctypes.Array) and half == 1  # float64, as far as the question goes
+            assert (identity, asked, options) == (call.tensors[1] is None, turns, 0) and machine == [132, 227 << 10]
             parents = call.settings[2] if routing is ops.POOLING_ROUTING else 1
             assert list(numbers) == list(geometry_of(call.tensors[0], call.tensors[1], call.settings[-1], parents))
             assert ops.PASSES[order] is routing.one
@@ -207,6 +208,7 @@ def test_a_whole_routing_is_one_call_where_the_library_fuses_it(
     kernels = {name: SimpleNamespace(default=function) for name, function in {routing.name: run, **passes}.items()}
     monkeypatch.setattr(torch.ops, "fastcaps_cuda", SimpleNamespace(**kernels), raising=False)
     monkeypatch.setattr(libraries, "library", lambda name: Fusing())
+    monkeypatch.setattr(dispatch, "_machine", lambda device: (132, 227 << 10))
     serve("cuda")
     wanted = everything(call, routing.by_reference)
     turns = len(call.settings[0]) if routing is ops.GAUSSIAN_ROUTING else call.settings[4]
@@ -233,7 +235,9 @@ def test_a_launch_has_so_many_turns(serve: Callable[[str], None], monkeypatch: p
     kernels = {"pooling_routing": fused, "pooling_pass": ops.POOLING.by_reference}
     overloads = {name: SimpleNamespace(default=record(seen, name, run, False)) for name, run in kernels.items()}
     monkeypatch.setattr(torch.ops, "fastcaps_cuda", SimpleNamespace(**overloads), raising=False)
-    monkeypatch.setattr(libraries, "library", lambda name: SimpleNamespace(ask=lambda *_: ""))
+    answer = "" if turns == 16 else "its 17 turns are more than 16"
+    monkeypatch.setattr(libraries, "library", lambda name: SimpleNamespace(ask=lambda *_: answer))
+    monkeypatch.setattr(dispatch, "_machine", lambda device: (132, 227 << 10))
     serve("cuda")
     _, sums, _ = call.run(*call.arguments(torch.bfloat16))
     assert sums.dtype == torch.bfloat16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from triton_cases import (
     TINY,
     WIDE,
     compiled_here,
+    facts,
     hold_bound,
     hold_compiled,
     hold_only_what_is_asked,
@@ -26,7 +27,7 @@ from triton_cases import (
     launches,
     options,
     plain,
-    plan,
+    schedule,
     sizes_allocated,
     there,
 )
@@ -97,7 +98,7 @@ def test_two_sweeps_and_ranges_of_children(name: str, ordered: bool) -> None:
 def test_many_children_of_the_same_matrices(batch: int) -> None:
     """Programs of their own gather dW: by outer products for few positions, else by matrix products."""
     case = GaussianCase("shared", types=65, groups=1, parents=3, pose=(1, 2, 2), batch=batch, bias="1M", gate=True)
-    tile = plan.matrix_plan(batch, 65, 1, 3, case.pose, crowd=gaussian.PASS.crowd).tile
+    tile = schedule.matrix_schedule(facts(batch, 65, 3, case.pose, crowd=gaussian.ROUTING.crowd)).tile
     assert (tile.positions * tile.rows >= 16) == (batch == 16)
     options.update({"limits": WIDE} if DEVICE == "cpu" else {})
     check(case)
@@ -215,28 +216,61 @@ def test_parents_of_no_width_and_no_weight() -> None:
         torch.testing.assert_close(one.cpu().double(), other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["no-betas", "silent"])
-def test_opcheck(name: str) -> None:
-    case = replace(BY_NAME[name], batch=1, types=2)
-    tensors = [None if t is None else t.requires_grad_() for t in there(case.tensors(torch.float32))]
-    torch.library.opcheck(triton_pass, (*tensors, *case.settings()))
+def _routed(run: Any, tensors: Sequence[torch.Tensor], rule: int, eps: float) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of children, weights and gates after two turns of EM (4) or of Heinsen's routing (5)."""
+    children, weight, gate, *betas = (tensor.clone().requires_grad_() for tensor in tensors)
+    state: tuple[Any, ...] = (None, None, None)
+    for _ in range(2):
+        own = betas if rule == 5 else (None, None)
+        counts, mean, variance, score = run(children, weight, *state, None, gate, *own, eps, SET_WINDOW)
+        variance = variance + eps
+        log_sigma = 0.5 * variance.log().sum((-2, -1))
+        if rule == 4:
+            score = 0.01 * (betas[1] - (16 * betas[0] + log_sigma) * counts)
+        state = (mean, variance, torch.nn.functional.logsigmoid(score) - log_sigma)
+    generator = torch.Generator().manual_seed(5)
+    grads = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.dtype) for one in (mean, score)]
+    return torch.autograd.grad((mean, score), (children, weight, gate), grads)
 
 
-# ---- refusals, plans, what would be compiled -------------------------------------------------------------------------
+@pytest.mark.parametrize("ordered", [False, True], ids=["atomic", "ordered"])
+@pytest.mark.parametrize(("rule", "eps"), [(4, 1e-8), (5, 1e-5)], ids=["em", "heinsen"])
+@pytest.mark.parametrize(("types", "many"), [(1, 3), (8, 10)])
+def test_one_child_makes_a_parent(types: int, many: int, rule: int, eps: float, ordered: bool) -> None:
+    """What a mean loses to rounding is large beside its variance, and must cancel as it does for autograd."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(2, 1, 1, types, 4, 4, generator=generator),
+        torch.randn(types, many, 4, 4, generator=generator),
+    ]
+    tensors += [torch.rand(2, 1, 1, types, generator=generator), *torch.randn(2, 1, many, generator=generator).unbind()]
+    tensors[1] *= 0.5
+    if rule == 4:
+        tensors[3:] = [beta[0] for beta in tensors[3:]]
+    options.update(deterministic=ordered, limits={"resident": 64} if ordered else WIDE)
+    oracle = reference.gaussian.gaussian_pass
+    exact = _routed(oracle, [tensor.double() for tensor in tensors], rule, eps)
+    eager, found = _routed(oracle, tensors, rule, eps), _routed(triton_pass, there(tensors), rule, eps)
+    for name, one, other, right in zip(("dchildren", "dweight", "dgate"), found, eager, exact, strict=True):
+        error, allowed = (one.cpu() - right).abs().max(), 2 * (other - right).abs().max()
+        assert error <= allowed + 2e-6 * right.abs().max(), f"{name}: {error:.3g}, allowed {allowed:.3g}"
 
 
-def test_refusals_and_plans() -> None:
+# ---- refusals, schedules, what would be compiled ---------------------------------------------------------------------
+
+
+def test_refusals_and_schedules() -> None:
     gpu = torch.device("cuda")
-    assert gaussian.refusal(gpu, torch.float32, (4, 4, 4), 512) is None
+    assert gaussian.refusal(gpu, torch.float32, (4, 4, 4), 512) == ""
     assert "on cpu" in gaussian.refusal(torch.device("cpu"), torch.float32, (4, 4, 4), 32)
     assert "float64" in gaussian.refusal(gpu, torch.float64, (4, 4, 4), 32)
     assert "4096 numbers" in gaussian.refusal(gpu, torch.float32, (128, 4, 64), 32)
     children, weight = (torch.empty(shape, device="meta") for shape in ((8, 1, 1, 200, 1, 8), (200, 512, 8, 16)))
-    assert "two sweeps" in str(gaussian.plan_call(children, weight, SET_WINDOW, backward=True))
+    assert "two sweeps" in str(gaussian.schedule_call(children, weight, 512, SET_WINDOW, backward=True))
 
 
 def _step(
-    children: tuple[int, ...], weight: tuple[int, ...], betas: tuple[int, int] | None = None, **chosen: Any
+    children: tuple[int, ...], weight: tuple[int, ...], betas: tuple[int, int] | None = None, options: int = 0
 ) -> Callable[[], None]:
     """Return a training step on a set with gates, on tensors of no memory."""
 
@@ -246,13 +280,15 @@ def _step(
     each = (children[0], 1, 1, weight[1])
     pose = (*each, children[4], weight[3])
     beta = None if betas is None else meta(*betas)
-    tensors = (meta(*children), meta(*weight), meta(*pose), meta(*pose), meta(*each), None, meta(*children[:4]))
-    rest = (1e-5, SET_WINDOW)
+    votes = (meta(*children), meta(*weight), None, meta(*children[:4]), weight[1], SET_WINDOW)
+    state = (meta(*pose), meta(*pose), meta(*each))
 
     def step() -> None:
-        results = gaussian.gaussian_pass(*tensors, beta, beta, *rest, **chosen)
-        grads = (*results[:3], None if beta is None else results[3])
-        gaussian.gaussian_pass_backward(*grads, *tensors, beta, beta, *results[:3], *rest, 511, **chosen)
+        results = gaussian.gaussian_routing(*votes, *state, beta, beta, [1.0], 5, 1e-5, options)
+        counts, means, variances, scores = results[3:]
+        grads, states = (counts, means, variances, None if beta is None else scores), (one[None] for one in state)
+        given = (*states, beta, beta, counts, means, variances, 1e-5, 511, options)
+        gaussian.gaussian_routing_backward(*grads, *votes, *given)
 
     return step
 
@@ -260,7 +296,7 @@ def _step(
 def test_workspace_never_grows_with_children_times_parents() -> None:
     for batch, children, many in ((2, 1024, 30_000), (1, 10**6, 64)):
         for ordered in (False, True):
-            step = _step((batch, 1, 1, children, 1, 16), (1, many, 16, 16), (1, many), deterministic=ordered)
+            step = _step((batch, 1, 1, children, 1, 16), (1, many, 16, 16), (1, many), options=int(ordered))
             tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
             assert max(sizes_allocated(step)) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
 
@@ -277,19 +313,19 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("shape", "target", "mode"),
     [
-        ("hinton", "sm_90", {}),
-        ("heinsen-norb", "sm_90", {"deterministic": True}),
-        ("heinsen-sst", "sm_90", {"allow_tf32": True}),
-        ("li-capnet", "sm_90", {}),
-        ("hinton", "sm_80", {}),
-        ("hinton", "sm_100", {}),
+        ("hinton", "sm_90", 0),
+        ("heinsen-norb", "sm_90", 1),
+        ("heinsen-sst", "sm_90", 2),
+        ("li-capnet", "sm_90", 0),
+        ("hinton", "sm_80", 0),
+        ("hinton", "sm_100", 0),
     ],
 )
-def test_compiles_without_a_gpu(shape: str, target: str, mode: dict[str, bool]) -> None:
+def test_compiles_without_a_gpu(shape: str, target: str, mode: int) -> None:
     """Every kernel of a training step, for GPUs that are not there; none may spill."""
     wanted = {"_gaussian_forward_kernel", "_gaussian_backward_kernel"}
-    wanted |= {"_gaussian_matrix_backward_kernel"} if "deterministic" in mode else set()
-    hold_compiled(launches(_step(*SHAPES[shape], **mode)), target, 0, wanted)
+    wanted |= {"_gaussian_matrix_backward_kernel"} if mode == 1 else set()
+    hold_compiled(launches(_step(*SHAPES[shape], options=mode)), target, 0, wanted)
 
 
 @compiled_here

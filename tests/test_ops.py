@@ -1,80 +1,65 @@
-"""The ops as citizens of PyTorch: schema, fake kernels, autograd, compile, export, autocast.
+"""The six ops as citizens of PyTorch: schema, fakes, autograd, autocast, and what a backward asks for.
 
-Function transforms (``torch.vmap``, ``torch.func.jvp``) are not supported: no batching rule is registered. The ops take
-a batch as it is.
+Compilers, export, transforms and checkpoints see them through the public functions: ``test_torch_*``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-import torch._dynamo.testing
-from attention_cases import BY_NAME, CASES, DTYPES, Case, ids, results
+from cases import Case
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Call, Routing, every_case, votes_of
+from suite import cases_named, every_routing, native_only
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastcaps import Window, backend, functional, ops, reference
+from fastcaps import Window, backends, functional, ops, reference
+from fastcaps.reference import DETACH, Rule
 
-CASE = BY_NAME["padded"]
-WINDOW = Window(3, padding=1)
-
-
-def _arguments(case: Case, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[object, ...]:
-    tensors = [None if t is None else t.requires_grad_(grad) for t in case.tensors(dtype)]
-    return (*tensors, *case.settings())
+FEW = ["padded", "primes", "stay-float32", "same-any-float64", "sharing-float64"]
 
 
-def _backward_arguments(case: Case, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[object, ...]:
-    tensors = case.tensors(dtype)
-    sums = ops.attention_pass(*tensors, *case.settings())[1]
-    inputs = [*case.grads(dtype), *tensors[:6], sums]
-    inputs = [None if t is None else t.requires_grad_(grad) for t in inputs]
-    return (*inputs, *case.settings(), 127)
+def leaves_of(call: Call, device: str = "cpu", grad: bool = True) -> list[Any]:
+    """Return the arguments of the op, its tensors leaves."""
+    return [a.detach().to(device).requires_grad_(grad) if isinstance(a, Tensor) else a for a in call.arguments(False)]
 
 
-@pytest.mark.parametrize("name", ["padded", "no-norm", "no-query", "pose-1x8-1x16"])
-def test_opcheck(name: str) -> None:
-    torch.library.opcheck(ops.attention_pass, _arguments(BY_NAME[name]))
+# ---- schema and fakes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck_dtypes(dtype: torch.dtype) -> None:
+@cases_named(FEW)
+def test_opcheck(routing: Routing, case: Case) -> None:
+    torch.library.opcheck(routing.op, leaves_of(routing.call(replace(case, turns=2))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@cases_named(FEW)
+def test_opcheck_backward(routing: Routing, case: Case, dtype: torch.dtype) -> None:
+    given = routing.backward_call(replace(case, dtype=dtype, turns=2)).given
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.attention_pass, _arguments(CASE, dtype), test_utils=checks)
-    torch.library.opcheck(ops.attention_pass_backward, _backward_arguments(CASE, dtype), test_utils=checks)
+    arguments = [*given.values()]
+    torch.library.opcheck(routing.backward_op, arguments, test_utils=(*checks, "test_aot_dispatch_dynamic"))
 
 
-@pytest.mark.parametrize("name", ["padded", "no-norm", "pose-1x8-1x16"])
-def test_opcheck_backward(name: str) -> None:
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.attention_pass_backward, _backward_arguments(BY_NAME[name]), test_utils=checks)
-    arguments = _backward_arguments(BY_NAME[name], grad=False)
-    torch.library.opcheck(ops.attention_pass_backward, arguments, test_utils="test_aot_dispatch_dynamic")
-
-
-def test_opcheck_second_derivative_through_aot() -> None:
-    case = Case("small", types=2, parents=2, pose=(1, 2, 2))
-    torch.library.opcheck(ops.attention_pass_backward, _backward_arguments(case), test_utils="test_aot_dispatch_static")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=ids)
-def test_fake_kernels_tell_the_truth(case: Case, dtype: torch.dtype) -> None:
-    """Shapes, dtypes and strides on the meta device are those of the real call, backward included."""
-
-    def describe(arguments: tuple[object, ...], op: object) -> list[tuple[object, ...]]:
-        return [(t.shape, t.dtype, t.stride()) for t in op(*arguments)]
-
-    def meta(arguments: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments)
-
+@pytest.mark.parametrize(("routing", "case"), every_case(), ids=str)
+def test_fake_kernels_tell_the_truth(routing: Routing, case: Case) -> None:
+    """Shapes, dtypes and strides on the meta device are those of the real call, coefficients and backward included."""
+    backward = routing.backward_call(case).given
     for op, arguments in (
-        (ops.attention_pass, _arguments(case, dtype, grad=False)),
-        (ops.attention_pass_backward, _backward_arguments(case, dtype, grad=False)),
+        (routing.op, routing.call(case).arguments(coefficients=True)),
+        (routing.backward_op, [*backward.values()]),
+        (routing.backward_op, [*{**backward, "needs": 1}.values()]),
     ):
-        assert describe(meta(arguments), op) == describe(arguments, op)
+        meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
+        for one, other in zip(op(*meta), op(*arguments), strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert one.stride() == other.stride() or not other.numel()
 
 
-def test_fake_kernel_beyond_32_bits() -> None:
+def test_a_fake_beyond_32_bits() -> None:
     children = torch.empty(100_000, 64, 16, 16, 4, 4, device="meta")
     routed = functional.inverted_attention_routing(
         children,
@@ -85,255 +70,213 @@ def test_fake_kernel_beyond_32_bits() -> None:
     assert routed.numel() == 100_000 * 64 * 49 * 16 > 2**31
 
 
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+@cases_named(FEW)
+def test_coefficients_are_those_of_the_last_turn(routing: Routing, case: Case) -> None:
+    """Those that the call used: the reference's, from the state that its own turns left."""
+    for turns in (1, 3):
+        for start in (True, False):
+            call = routing.call(replace(case, turns=turns, start=start, dtype=torch.float64))
+            found = routing.op(*call.arguments(coefficients=True))[-1]
+            state = {name: call.given[name] for name in routing.state}
+            for turn in range(turns - 1):
+                _, state = routing.turn(call.given, turn, state, False)
+            rest = {"attention": ["scale"], "pooling": ["scale", "normalize"], "gaussian": []}[routing.stem]
+            shares = getattr(reference, f"{routing.stem}_coefficients")
+            wanted = shares(votes_of(call.given), *state.values(), *(call.given[name] for name in rest))
+            assert not found.requires_grad
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+@every_routing
+def test_history_has_no_gradient(routing: Routing) -> None:
+    found = routing.op(*leaves_of(routing.call(routing.case("padded"))))
+    assert [result.requires_grad for result in found] == [
+        name in routing.results for name in (*routing.outputs, "coefficients")
+    ]
+
+
+@every_routing
+def test_no_graph_without_a_need_for_one(routing: Routing) -> None:
+    arguments = leaves_of(routing.call(routing.case("padded")), grad=False)
+    assert not routing.op(*arguments)[0].requires_grad
+    arguments[0].requires_grad_()
+    with torch.no_grad():
+        assert not routing.op(*arguments)[0].requires_grad
+
+
+@every_routing
+def test_the_entrance_is_the_op(routing: Routing) -> None:
+    """What functions call skips the dispatcher where nobody watches: the same bits, with and without gradients."""
+    call = routing.call(routing.case("stay-float32"))
+    entrance = next(one for one in ops.ROUTINGS if one.stem == routing.stem)
+    for grad in (False, True):
+        found, wanted = [], []
+        for run, kept in (
+            (lambda *a: entrance(votes_of(call.given)._replace(children=a[0], weight=a[1]), *a[6:]), found),
+            (routing.op, wanted),
+        ):
+            arguments = leaves_of(call, grad=grad)
+            results = run(*arguments)[:-1]
+            kept.extend(results)
+            if grad:
+                loss = sum(result.square().sum() for result in results[: len(routing.results)])
+                kept.extend(torch.autograd.grad(loss, arguments[:2]))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["padded", "no-norm", "groups-1"])
-def test_first_and_second_derivatives(name: str) -> None:
-    case = BY_NAME[name]
-    arguments = _arguments(case)
-    present = [k for k in range(7) if arguments[k] is not None]
+@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
+def test_second_and_third_derivatives(rule: Rule) -> None:
+    """Of two turns, in children, weights and what the first turn starts from: the op's are the oracle's."""
+    routing = next(one for one in ROUTINGS if rule in {case.rule for case in one.cases})
+    case = Case("tiny", rule, types=3, parents=2, pose=(1, 3, 2), gate="some", bias="IM", turns=2, dtype=torch.float64)
+    call = routing.call(case)
+    asked = ["children", "weight", routing.state[0]]
 
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = list(arguments)
-        for k, tensor in zip(present, tensors, strict=True):
-            given[k] = tensor
-        outputs = ops.attention_pass(*given)
-        return outputs if case.normalize else outputs[:1]
+    def derivatives(results: Any) -> list[Tensor]:
+        given = {n: v.clone().requires_grad_() if isinstance(v, Tensor) else v for n, v in call.given.items()}
+        found = results(replace(call, given=given))
+        first, second, third = (given[name] for name in asked)
+        kept = [
+            torch.autograd.grad(
+                sum((r**3).sum() for n, r in found.items() if n in call.grads), first, create_graph=True
+            )[0]
+        ]
+        kept += torch.autograd.grad(kept[0].square().sum(), second, create_graph=True)
+        kept += torch.autograd.grad(kept[1].square().sum(), third)
+        return kept
 
-    inputs = [arguments[k] for k in present]
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
-
-
-def test_second_derivative_of_a_pass_in_a_network() -> None:
-    """A gradient penalty on the children, through a pass whose query and children come from the same place."""
-
-    def penalty(scale: torch.Tensor) -> torch.Tensor:
-        children = (base * scale).requires_grad_()
-        parents = functional.inverted_attention_routing(children, weight)
-        routed = functional.inverted_attention_routing(children, weight, parents)
-        (gradient,) = torch.autograd.grad(routed.square().sum(), children, create_graph=True)
-        return gradient.square().sum()
-
-    generator = torch.Generator().manual_seed(0)
-    base, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 5, 2, 3), (5, 3, 3, 2)))
-    scale = torch.tensor(1.1, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(penalty(scale), scale)
-    with backend("reference"):
-        (expected,) = torch.autograd.grad(penalty(scale), scale)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for found, wanted in zip(derivatives(Call.by_op), derivatives(Call.by_loop), strict=True):
+        assert (found - wanted).abs().max() <= 1e-8 * wanted.abs().max()
 
 
-def test_third_derivative() -> None:
-    tensors = [t.requires_grad_() for t in BY_NAME["primes-plain"].tensors() if t is not None]
-    settings = BY_NAME["primes-plain"].settings()
-
-    def third(run: object) -> torch.Tensor:
-        children, weight, query, norm_weight, norm_bias = tensors
-        output = run(children, weight, query, None, None, norm_weight, norm_bias, *settings)[0].pow(3).sum()
-        (first,) = torch.autograd.grad(output, children, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), weight, create_graph=True)
-        return torch.autograd.grad(second.square().sum(), query)[0]
-
-    found, expected = third(ops.attention_pass), third(reference.attention_pass)
-    assert (found - expected).abs().max() <= 1e-9 * expected.abs().max()
+@every_routing
+def test_a_second_derivative_under_autocast_is_as_exact_as_the_first(routing: Routing) -> None:
+    """Autocast does not reach into the formulas that differentiate a backward."""
+    arguments = leaves_of(routing.call(replace(routing.case("padded"), dtype=torch.float64)))
+    children, weight = arguments[:2]
+    (first,) = torch.autograd.grad(routing.op(*arguments)[0].square().sum(), children, create_graph=True)
+    (wanted,) = torch.autograd.grad(first.square().sum(), weight, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = torch.autograd.grad(first.square().sum(), weight)
+    assert torch.equal(found, wanted)
 
 
-def test_no_graph_without_a_need_for_one() -> None:
-    tensors = CASE.tensors()
-    assert not ops.attention_pass(*tensors, *CASE.settings())[0].requires_grad
-    tensors[1].requires_grad_()
-    with torch.no_grad():
-        assert not ops.attention_pass(*tensors, *CASE.settings())[0].requires_grad
+class Asked(TorchDispatchMode):
+    """Notes the ``needs`` of every backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in {routing.backward_op for routing in ROUTINGS}:
+            self.needs.append(args[-1])
+        return function(*args, **(kwargs or {}))
 
 
-def test_backward_asks_only_for_what_is_needed() -> None:
-    asked = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            asked.extend([args[-1]] if func is ops.attention_pass_backward else [])
-            return func(*args, **(kwargs or {}))
-
-    for k in range(7):
-        tensors = CASE.tensors()
-        tensors[k].requires_grad_()
-        with Watch():
-            ops.attention_pass(*tensors, *CASE.settings())[0].sum().backward()
-        assert tensors[k].grad.shape == tensors[k].shape
-    assert asked == [1 << k for k in range(7)]
-
-
-# ---- compile and export ----------------------------------------------------------------------------------------------
-
-
-def _layer(
-    children: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Two iterations of a grid layer: uniform, then with parents."""
-    first = functional.inverted_attention_routing(children, weight, bias=bias, gate=gate, window=WINDOW)
-    return functional.inverted_attention_routing(
-        children, weight, first, bias=bias, gate=gate, norm_weight=norm_weight, window=WINDOW
-    )
-
-
-def _layer_inputs(batch: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(batch)
-    shapes = ((batch, 2, 4, 5, 2, 2), (18, 3, 2, 2), (18, 1, 2, 2), (batch, 2, 4, 5), (4,))
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-
-
-def test_compile_fullgraph_with_a_dynamic_batch() -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(_layer, fullgraph=True, backend=counter)
-    for batch in (2, 3, 5, 8, 30):
-        # a weight shared over the window: torch's own convolution would ask for new graphs at some batch sizes
-        children, weight, *_ = _layer_inputs(batch)
-        inputs, others = ([t.detach().clone().requires_grad_() for t in (children, weight[:2])] for _ in range(2))
-        found, expected = compiled(*inputs), _layer(*others)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
-        found.backward(grad)
-        expected.backward(grad)
-        for one, other in zip(inputs, others, strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
-    assert counter.frame_count == 2, "one graph for the first batch, one for every other"
-
-
-def test_compile_fullgraph_with_the_librarys_convolution() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch in (3, 8):
-        inputs = _layer_inputs(batch)
-        torch.testing.assert_close(compiled(*inputs), _layer(*inputs), rtol=1e-5, atol=1e-5)
-
-
-def test_compile_with_inductor() -> None:
-    """The real thing, C++ code included: no graph break, same numbers; a set, without gradients."""
-    torch._dynamo.reset()
-
-    def run(children: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        parents = functional.inverted_attention_routing(children, weight)
-        return functional.inverted_attention_routing(children, weight, parents) * 2
-
-    children, weight = torch.randn(3, 5, 2, 2), torch.randn(5, 3, 2, 2)
-    with torch.no_grad():
-        found = torch.compile(run, fullgraph=True)(children, weight)
-    torch.testing.assert_close(found, run(children, weight), rtol=1e-5, atol=1e-5)
-
-
-def test_compile_raises_the_same_errors() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(functional.inverted_attention_routing, backend="eager")
-    with pytest.raises(ValueError, match="weight"):
-        compiled(torch.randn(2, 5, 2, 2), torch.randn(4, 3, 2, 2))
-
-
-def test_compile_respects_a_forced_backend() -> None:
-    torch._dynamo.reset()
-    seen = []
-
-    def watching(graph: torch.fx.GraphModule, inputs: object) -> object:
-        seen.append(any("attention_pass" in str(node.target) for node in graph.graph.nodes))
-        return graph.forward
-
-    run = torch.compile(functional.inverted_attention_routing, fullgraph=True, backend=watching)
-    arguments = torch.randn(2, 5, 2, 2), torch.randn(5, 3, 2, 2), torch.randn(2, 3, 2, 2)
-    run(*arguments)
-    with backend("reference"):
-        run(*arguments)
-    assert seen == [True, False]
-
-
-def test_export_with_a_dynamic_batch() -> None:
-    class Layer(torch.nn.Module):
-        def forward(self, children: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _layer(children, weight)
-
-    children, weight = (t.detach() for t in _layer_inputs(3)[:2])
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(Layer(), (children, weight), dynamic_shapes=({0: batch}, None))
-    assert any("fastcaps.attention_pass" in str(node.target) for node in program.graph.nodes)
-    for size in (2, 3, 7):
-        children = _layer_inputs(size)[0].detach()
-        torch.testing.assert_close(program.module()(children, weight), _layer(children, weight))
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("turns", [1, 3])
+@every_routing
+def test_a_backward_asks_for_no_more_than_is_needed(routing: Routing, turns: int, detach: bool) -> None:
+    """A turn before the last for what it was given, and all of them for what is wanted, alone."""
+    call = routing.call(replace(routing.case("padded"), turns=turns, detach=detach))
+    bits = {name[1:]: 1 << k for k, name in enumerate(routing.gradients)}
+    between = sum(bits[name] for name in routing.state) if turns > 1 and not call.detach else 0
+    for name in call.names:
+        arguments = leaves_of(call, grad=False)
+        position = [*call.given].index(name)
+        arguments[position].requires_grad_()
+        with Asked() as asked:
+            found = routing.op(*arguments)[: len(routing.results)]
+            sum(result.sum() for result in found if result.requires_grad).backward()
+        gradient = arguments[position].grad
+        assert gradient is None or gradient.shape == arguments[position].shape
+        own = bits.get(name, 0)
+        together = 0
+        for needs in asked.needs:
+            assert needs & ~DETACH & ~(own | between) == 0, (name, needs)
+            assert bool(needs & DETACH) == (call.detach and bool(needs))
+            together |= needs
+        silent = (call.detach and (name == "query" or (routing is POOLING and name == "gate"))) or name == "norm_bias"
+        em = routing is GAUSSIAN and name.startswith("beta")
+        assert silent or em or together & own, (name, asked.needs)
+        assert len(asked.needs) <= (turns + 1 if between else 1)
 
 
 # ---- autocast --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("autocast", "wanted"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
+    ("autocast", "runs"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
 )
-def test_autocast_runs_in_its_dtype(autocast: torch.dtype, wanted: torch.dtype) -> None:
-    """float16 becomes float32 on the CPU, whose kernels have no float16."""
-    inputs = _layer_inputs(2)
+@cases_named(FEW)
+def test_autocast_runs_in_its_dtype(routing: Routing, case: Case, autocast: torch.dtype, runs: torch.dtype) -> None:
+    """float16 becomes float32 on the CPU, whose kernels have none; what a Gaussian is stays in float32."""
+    call = routing.call(replace(case, dtype=torch.float32))
+    wide = {"mean", "variance", "log_weight", "beta_use", "beta_ignore"}
+    cast = {n: v.to(runs) if isinstance(v, Tensor) and n not in wide else v for n, v in call.given.items()}
+    arguments = leaves_of(call)
     with torch.autocast("cpu", dtype=autocast):
-        routed = _layer(*inputs)
-        alone = functional.inverted_attention_routing(inputs[0], inputs[1], window=WINDOW)
-    expected = _layer(*(t.detach().to(wanted) for t in inputs))
-    assert routed.dtype == alone.dtype == wanted
-    assert torch.equal(routed, expected)
-    routed.sum().backward()
-    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in inputs)
+        found = routing.op(*arguments)
+    for one, other in zip(found, routing.op(*replace(call, given=cast).arguments()), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    sum(result.float().sum() for result in found[: len(routing.results)]).backward()
+    assert all(a.grad is None or a.grad.dtype == torch.float32 for a in arguments if isinstance(a, Tensor))
 
 
-def test_autocast_at_the_op_itself() -> None:
-    tensors = CASE.tensors(torch.float32)
+@cases_named(FEW)
+def test_autocast_leaves_float64(routing: Routing, case: Case) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        parents, sums = ops.attention_pass(*tensors, *CASE.settings())
-    expected = ops.attention_pass(*(t.bfloat16() for t in tensors), *CASE.settings())
-    assert torch.equal(parents, expected[0]) and torch.equal(sums, expected[1])
+        found = routing.op(*routing.call(replace(case, dtype=torch.float64)).arguments())
+    assert all(result.dtype == torch.float64 for result in found)
 
 
-def test_autocast_mixes_dtypes_and_leaves_float64() -> None:
-    children, weight = _layer_inputs(2)[:2]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = _layer(children.bfloat16(), weight)
-        wide = _layer(children.double(), weight.double())
-        with torch.autocast("cpu", enabled=False):
-            outside = _layer(children, weight)
-        with pytest.raises(TypeError, match="weight must have the dtype of children"):
-            _layer(children.double(), weight)
-    assert (mixed.dtype, wide.dtype, outside.dtype) == (torch.bfloat16, torch.float64, torch.float32)
+# ---- wrong calls -----------------------------------------------------------------------------------------------------
 
 
-def test_autocast_under_compile() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(_layer, fullgraph=True, backend="aot_eager")
-    inputs = _layer_inputs(2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = compiled(*inputs), _layer(*inputs)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected)
+@every_routing
+@pytest.mark.parametrize("name", backends.NAMES[2:])
+def test_wrong_arguments_are_named(routing: Routing, name: str) -> None:
+    """Kernels in Python would broadcast in silence, those in C++ read beyond the end."""
+    if name == "cpu" and not backends.native_serves():
+        pytest.skip("no native library here")
+    call = routing.call(routing.case("padded"))
+    with backends.backend(name):
+        for argument in call.names:
+            if argument == "children":
+                continue
+            right = call.given[argument]
+            for wrong in (right[..., :-1], right[0], right.to("meta"), right.to(torch.float16)):
+                with pytest.raises((RuntimeError, ValueError, TypeError), match=argument):
+                    routing.op(*replace(call, given={**call.given, argument: wrong}).arguments())
+        for argument, wrong in (("rule", 7), ("rule", -1), ("parents", 5)):
+            with pytest.raises((RuntimeError, ValueError), match="rule|parents"):
+                routing.op(*replace(call, given={**call.given, argument: wrong}).arguments())
 
 
-def test_autocast_reaches_the_forced_reference() -> None:
-    inputs = _layer_inputs(2)
-    with backend("reference"), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert _layer(*inputs).dtype == torch.bfloat16
+@native_only
+@every_routing
+def test_wrong_arguments_of_a_backward_are_named(routing: Routing) -> None:
+    call = routing.backward_call(replace(routing.case("padded"), turns=3, start=True))
+    first = routing.grads[0]
+    for argument in (*routing.grads, *routing.state, *routing.saved):
+        right = call.given[argument]
+        if right is None:
+            continue
+        wrongs = [right[..., :-1]]
+        if argument != first and not (first == "grad_counts" and right.shape == call.given[first].shape):
+            wrongs += [right[:1], torch.cat((right, right))]
+        for wrong in wrongs:
+            with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
+                routing.backward_op(*{**call.given, argument: wrong}.values())
 
 
-def test_results_are_those_of_the_registered_kernel() -> None:
-    """The functional call adds nothing to what the op computes."""
-    tensors = CASE.tensors(torch.float32)
-    settings = CASE.settings()
-    expected = results(ops.attention_pass, tensors, settings, CASE.grads(torch.float32))["parents"]
-    children, weight, query, bias, gate, norm_weight, norm_bias = tensors
-    found = functional.inverted_attention_routing(
-        children.movedim(3, 1),
-        weight,
-        query.movedim(3, 1),
-        bias=bias,
-        gate=gate.movedim(3, 1),
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        window=WINDOW,
-    )
-    assert torch.equal(found.movedim(1, 3).double(), expected)
+def test_bits_leave_room_for_the_flag() -> None:
+    assert DETACH == 1 << 30 and all(DETACH >> len(routing.gradients) for routing in ROUTINGS)
+    assert ATTENTION.gradients[4] == POOLING.gradients[4] == "dquery"

@@ -18,6 +18,7 @@ from triton_cases import (
     TINY,
     WIDE,
     compiled_here,
+    grads_of,
     hold_bound,
     hold_compiled,
     hold_only_what_is_asked,
@@ -67,7 +68,7 @@ IDENTITY = (
 
 def check(case: PoolingCase, dtype: torch.dtype = torch.float32, seed: int = 0, tf32: bool = False) -> None:
     """Hold the kernels to the honest tolerance on a case."""
-    arguments = case.tensors(dtype, seed), case.settings(), case.grads(dtype, seed + 1)
+    arguments = case.tensors(dtype, seed), case.settings(), grads_of(case, dtype, seed + 1)
     check_op(*arguments, triton_pass, device=DEVICE, tf32=tf32)
 
 
@@ -111,7 +112,7 @@ def test_a_range_in_which_nobody_is_there() -> None:
     case = replace(BY_NAME["silent"], types=9, parents=2, batch=1)
     tensors = case.tensors(torch.float32)
     tensors[4][..., :2] = 0.0
-    check_op(tensors, case.settings(), case.grads(torch.float32), triton_pass, device=DEVICE)
+    check_op(tensors, case.settings(), grads_of(case), triton_pass, device=DEVICE)
 
 
 @pytest.mark.parametrize("name", ["padded", "identity-conv"])
@@ -147,7 +148,7 @@ def test_random_shapes(case: PoolingCase, dtype: torch.dtype, seed: int, ordered
 def test_any_strides(name: str, layout: Any) -> None:
     case = replace(_small(BY_NAME[name]), gate=True)
     tensors = [None if t is None else layout(t) for t in case.tensors(torch.float32)]
-    grads = [None if t is None else layout(t) for t in case.grads(torch.float32)]
+    grads = [None if t is None else layout(t) for t in grads_of(case)]
     check_op(tensors, case.settings(), grads, triton_pass, device=DEVICE)
 
 
@@ -158,19 +159,11 @@ def test_only_the_gradients_asked_for(ordered: bool) -> None:
     hold_only_what_is_asked(JUDGE, triton_pass, triton_backward, case)
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["parents", "logsumexp"])
-def test_a_gradient_of_one_output_alone(which: int) -> None:
-    case = replace(BY_NAME["silent"], types=4)
-    grads = case.grads(torch.float32)
-    grads[1 - which] = None
-    check_op(case.tensors(torch.float32), case.settings(), grads, triton_pass, device=DEVICE)
-
-
 @pytest.mark.parametrize("name", ["padded", "identity-bias"])
 def test_frozen_coefficients(name: str) -> None:
     """The gradient takes shares, gate and all, for constants."""
     case = replace(_small(BY_NAME[name]), gate=True)
-    arguments = case.tensors(torch.float32), (*case.settings(), True), case.grads(torch.float32)
+    arguments = case.tensors(torch.float32), (*case.settings(), True), grads_of(case)
     check_op(*arguments, triton_pass, device=DEVICE)
 
 
@@ -180,7 +173,7 @@ def test_a_gate_of_0_leaves_no_trace(identity: bool, bad: float) -> None:
     """Not of a broken child either; behind an open gate it spoils its own position."""
     case = PoolingCase("broken", grid=(2, 2), types=2, pose=(2, 2, 2), parents=2, bias="11", gate=True)
     case = replace(case, window=(2, 1, 1, 1, 1, 0, 1, 1), identity=identity)
-    tensors, grads = case.tensors(torch.float32), case.grads(torch.float32)
+    tensors, grads = case.tensors(torch.float32), grads_of(case)
     tensors[0][0, 0, 0, 0, 0, 1] = tensors[0][1, 1, 1, 1] = bad
     for closed in (True, False):
         if closed:
@@ -203,7 +196,7 @@ def test_keys_of_any_length() -> None:
     tensors = case.tensors(torch.float32)
     poses = tensors[0]
     tensors[0] = poses * torch.tensor([1e-30, 1e-25, 1e-20, 0.0])[:, None, None]
-    check_op(tensors, case.settings(), [None, case.grads(torch.float32)[1]], triton_pass, device=DEVICE)
+    check_op(tensors, case.settings(), grads_of(case), triton_pass, device=DEVICE)
     for size in (1e-38, 1e30):
         tensors[0] = poses * size
         found = triton_pass(*there(tensors), *case.settings())
@@ -211,29 +204,22 @@ def test_keys_of_any_length() -> None:
             torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["identity-no-norm", "silent"])
-def test_opcheck(name: str) -> None:
-    case = replace(BY_NAME[name], batch=1, types=2)
-    tensors = [None if t is None else t.requires_grad_() for t in there(case.tensors(torch.float32))]
-    torch.library.opcheck(triton_pass, (*tensors, *case.settings()))
+# ---- refusals, schedules, what would be compiled ---------------------------------------------------------------------
 
 
-# ---- refusals, plans, what would be compiled -------------------------------------------------------------------------
-
-
-def test_refusals_and_plans() -> None:
+def test_refusals_and_schedules() -> None:
     gpu = torch.device("cuda")
-    assert pooling.refusal(gpu, torch.float32, (4, 4, 4), 512) is None
+    assert pooling.refusal(gpu, torch.float32, (4, 4, 4), 512) == ""
     assert "on cpu" in pooling.refusal(torch.device("cpu"), torch.float32, (4, 4, 4), 32)
     assert "float64" in pooling.refusal(gpu, torch.float64, (4, 4, 4), 32)
     assert "8192 numbers" in pooling.refusal(gpu, torch.float32, (128, 4, 128), 32)
     children = torch.empty(128, 1, 1, 256, 1, 16, device="meta")
-    told = str(pooling.plan_call(children, None, SET_WINDOW, parents=512))
+    told = str(pooling.schedule_call(children, None, 512, SET_WINDOW))
     assert "two sweeps" not in told and "column by column" in told
 
 
 def _step(
-    children: tuple[int, ...], weight: tuple[int, ...] | None, parents: int, gate: bool = False, **chosen: Any
+    children: tuple[int, ...], weight: tuple[int, ...] | None, parents: int, gate: bool = False, options: int = 0
 ) -> Callable[[], None]:
     """Return a training step on a set, on tensors of no memory."""
 
@@ -242,12 +228,13 @@ def _step(
 
     columns = children[-1] if weight is None else weight[-1]
     query = meta(children[0], 1, 1, parents, children[4], columns)
-    given = (meta(*children), None if weight is None else meta(*weight), query, None)
-    gates, scale = meta(*children[:4]) if gate else None, (1.0, True, SET_WINDOW)
+    gates = meta(*children[:4]) if gate else None
+    votes = (meta(*children), None if weight is None else meta(*weight), None, gates, parents, SET_WINDOW)
 
     def step() -> None:
-        result = pooling.pooling_pass(*given, gates, *scale, **chosen)
-        pooling.pooling_pass_backward(*result, *given, gates, *result, *scale, 31, **chosen)
+        result, sums, logsumexp = pooling.pooling_routing(*votes, query, 1.0, True, 3, 1, options)
+        given = (query[None], sums, logsumexp, 1.0, True, 31, options)
+        pooling.pooling_routing_backward(result[None], *votes, *given)
 
     return step
 
@@ -255,7 +242,7 @@ def _step(
 def test_workspace_never_grows_with_children_times_parents() -> None:
     for batch, children, many in ((2, 1024, 30_000), (1, 10**6, 64)):
         for ordered in (False, True):
-            step = _step((batch, 1, 1, children, 1, 16), (1, many, 16, 16), many, deterministic=ordered)
+            step = _step((batch, 1, 1, children, 1, 16), (1, many, 16, 16), many, options=int(ordered))
             tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
             assert max(sizes_allocated(step)) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
 
@@ -272,19 +259,19 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("shape", "target", "mode"),
     [
-        ("zhao", "sm_90", {}),
-        ("identity-512", "sm_90", {}),
-        ("4x4", "sm_90", {"allow_tf32": True}),
-        ("1x8-1x16", "sm_90", {"deterministic": True}),
-        ("4x4", "sm_80", {}),
-        ("4x4", "sm_100", {}),
+        ("zhao", "sm_90", 0),
+        ("identity-512", "sm_90", 0),
+        ("4x4", "sm_90", 2),
+        ("1x8-1x16", "sm_90", 1),
+        ("4x4", "sm_80", 0),
+        ("4x4", "sm_100", 0),
     ],
 )
-def test_compiles_without_a_gpu(shape: str, target: str, mode: dict[str, bool]) -> None:
+def test_compiles_without_a_gpu(shape: str, target: str, mode: int) -> None:
     """Every kernel of a training step, for GPUs that are not there; none may spill."""
     wanted = {"_pooling_forward_kernel", "_pooling_backward_kernel"}
-    wanted |= {"_pooling_matrix_backward_kernel"} if "deterministic" in mode else set()
-    hold_compiled(launches(_step(*SHAPES[shape], **mode)), target, 0, wanted)
+    wanted |= {"_pooling_matrix_backward_kernel"} if mode == 1 else set()
+    hold_compiled(launches(_step(*SHAPES[shape], options=mode)), target, 0, wanted)
 
 
 @compiled_here

@@ -14,12 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import estimates, sass, static_report, triton_report  # noqa: E402
-from bench.chip import H200, macs, wavefronts  # noqa: E402
-from bench.sass import Instruction, Kernel, Usage  # noqa: E402
-from bench.static_report import Compiled, collect, identify, spilled  # noqa: E402
 from bench.workloads import find  # noqa: E402
 from fastcaps import libraries  # noqa: E402
+from tools import estimates, sass, static_report, triton_report  # noqa: E402
+from tools.sass import H200, Instruction, Kernel, Usage, macs, wavefronts  # noqa: E402
+from tools.static_report import Compiled, collect, identify, spilled  # noqa: E402
 
 LIBRARY = libraries.library_path("cuda")
 NO_TOOL = "" if sass.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolkit that has it nor Triton"

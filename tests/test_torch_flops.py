@@ -26,7 +26,7 @@ def sizes(routing: Routing, window: Window | None) -> tuple[int, int]:
 
 
 def expected(routing: Routing, window: Window | None) -> int:
-    """Every turn makes the votes; one with a query measures agreement and sums; one without is linear, but for moments."""
+    """Every turn makes the votes; with a query it measures agreement and sums; else it is linear but for moments."""
     votes, one = sizes(routing, window)
     sums = 2 if routing.name.startswith(("em", "heinsen")) else 1
     first = votes + (2 * one if sums == 2 else 0)

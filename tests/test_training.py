@@ -205,18 +205,12 @@ def test_resuming_with_another_batch_size_is_refused(tmp_path: Path) -> None:
         run(settings(tmp_path, epochs=2, batch_size=32), resume=True)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_precisions_learn(tmp_path: Path, precision: str) -> None:
-    result = run(settings(tmp_path, precision=precision, epochs=3, limit=384))
+@pytest.mark.parametrize(("precision", "optimizer", "lr"), [("bf16-mixed", "sgd", 0.1), ("64-true", "adamw", 3e-3)])
+def test_precisions_and_optimizers_learn(tmp_path: Path, precision: str, optimizer: str, lr: float) -> None:
+    result = run(settings(tmp_path, precision=precision, optimizer=optimizer, lr=lr, epochs=3, limit=384))
     assert result.test_accuracy > 0.5
     dtypes = {parameter.dtype for parameter in result.network.parameters()}
     assert dtypes == {torch.float64 if precision == "64-true" else torch.float32}
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_optimizers_learn(tmp_path: Path, optimizer: str) -> None:
-    result = run(settings(tmp_path, optimizer=optimizer, lr=0.1 if optimizer == "sgd" else 3e-3, limit=384, epochs=3))
-    assert result.test_accuracy > 0.5
 
 
 def test_networks_are_sized_by_the_data() -> None:

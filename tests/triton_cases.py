@@ -16,11 +16,11 @@ from pass_cases import Judge
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_worker import Interpreter
 
-from fastcaps import ops
+from fastcaps import ops, reference
 
 triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
 
-from fastcaps.triton_kernels import call, forward, plan, static  # noqa: E402
+from fastcaps.triton_kernels import call, forward, schedule, static  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,29 +41,109 @@ def plain() -> Iterator[None]:
     options.clear()
 
 
-def _kernel(stem: str, function: str) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        device = next(one.device.type for one in arguments if isinstance(one, torch.Tensor))
-        if device == "cpu":
-            return interpret(f"{stem}.{function}", *arguments, **options)
-        chosen = {**options}
-        if "limits" in chosen:
-            chosen["limits"] = plan.Limits(**chosen["limits"])
-        return getattr(importlib.import_module(f"fastcaps.triton_kernels.{stem}"), function)(*arguments, **chosen)
+def _run(stem: str, function: str, *arguments: Any) -> Any:
+    """Call a function of the Triton kernels with the options, in the interpreter where there is no GPU."""
+    bits = options.get("deterministic", False) + 2 * options.get("allow_tf32", False)
+    limits = {"limits": options["limits"]} if "limits" in options else {}
+    device = next(one.device.type for one in arguments if isinstance(one, torch.Tensor))
+    if device == "cpu":
+        return interpret(f"fastcaps.triton_kernels.{stem}.{function}", *arguments, bits, **limits)
+    limits = {name: schedule.Limits(**given) for name, given in limits.items()}
+    return getattr(importlib.import_module(f"fastcaps.triton_kernels.{stem}"), function)(*arguments, bits, **limits)
 
-    return run
+
+def _reordered(needs: int, order: Sequence[int]) -> int:
+    """Return the bits of gradients in another order; higher bits stay."""
+    high = needs >> 16 << 16
+    return high | sum(1 << k for k, place in enumerate(order) if needs >> place & 1)
+
+
+def _restored(found: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
+    """Return gradients in the order of the pass."""
+    return tuple(found[order.index(k)] for k in range(len(order)))
+
+
+def _attention(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window):
+    votes = (children, weight, bias, gate, weight.shape[1], window)
+    given = (query, norm_weight, norm_bias, scale, eps, 0 if normalize else 1, 1)
+    parents, sums = _run("attention", "attention_routing", *votes, *given)
+    return parents, sums[0] if normalize else sums.new_empty(0)
+
+
+def _attention_backward(grad, grad_sums, children, weight, query, bias, gate, norm_weight, sums, *rest):
+    assert grad_sums is None
+    scale, eps, normalize, window, needs = rest
+    votes, order = (children, weight, bias, gate, weight.shape[1], window), (0, 1, 3, 4, 2, 5, 6)
+    given = (*_stacked(query), norm_weight, sums.unsqueeze(0) if normalize else None, scale, eps)
+    found = _run("attention", "attention_routing_backward", grad[None], *votes, *given, _reordered(needs, order))
+    return _restored(found, order)
+
+
+def _pooling(children, weight, query, bias, gate, scale, normalize, window):
+    many = reference.pooling.parents_of(weight, query, bias)
+    votes = (children, weight, bias, gate, many, window)
+    parents, _, logsumexp = _run("pooling", "pooling_routing", *votes, query, scale, normalize, 3, 1)
+    return parents, logsumexp[0]
+
+
+def _pooling_backward(grad, grad_logsumexp, children, weight, query, bias, gate, parents, logsumexp, *rest):
+    assert grad_logsumexp is None
+    scale, normalize, window, needs = rest
+    many, order = reference.pooling.parents_of(weight, query, bias), (0, 1, 3, 4, 2)
+    given = (*_stacked(query, parents, logsumexp), scale, normalize, _reordered(needs, order))
+    votes = (children, weight, bias, gate, many, window)
+    return _restored(_run("pooling", "pooling_routing_backward", grad[None], *votes, *given), order)
+
+
+def _gaussian(children, weight, mean, variance, log_weight, bias, gate, beta_use, beta_ignore, eps, window):
+    votes, state = (children, weight, bias, gate, weight.shape[1], window), (mean, variance, log_weight)
+    rule = 5 if mean is None or variance is not None else 6
+    found = _run("gaussian", "gaussian_routing", *votes, *state, beta_use, beta_ignore, [1.0], rule, eps)
+    scores, means, variances, all_counts, all_means, all_variances, all_scores = found
+    for one, other in ((scores, all_scores), (means, all_means), (variances, all_variances + eps)):
+        assert torch.equal(one, other[0])
+    return all_counts[0], means, all_variances[0], scores if beta_use is not None else scores.new_empty(0)
+
+
+def _gaussian_backward(*arguments):
+    grads, inputs, saved, (eps, window, needs) = arguments[:4], arguments[4:13], arguments[13:16], arguments[16:]
+    children, weight, mean, variance, log_weight, bias, gate, *betas = inputs
+    votes, order = (children, weight, bias, gate, weight.shape[1], window), (0, 1, 5, 6, 2, 3, 4, 7, 8)
+    given = (*_stacked(mean, variance, log_weight), *betas, *_stacked(*saved), eps, _reordered(needs, order))
+    return _restored(_run("gaussian", "gaussian_routing_backward", *_stacked(*grads), *votes, *given), order)
+
+
+def _stacked(*tensors: Any) -> list[Any]:
+    """Return tensors with a turn in front."""
+    return [None if tensor is None else tensor.unsqueeze(0) for tensor in tensors]
+
+
+_KERNELS = {
+    "attention": (_attention, _attention_backward),
+    "pooling": (_pooling, _pooling_backward),
+    "gaussian": (_gaussian, _gaussian_backward),
+}
 
 
 def implemented(one: ops.Pass) -> tuple[Any, Any]:
-    """Return a pass's kernels as ops, with a fake and an autograd formula as the library registers them."""
+    """Return a routing's kernels, of one turn, as the ops of a pass, with a fake and an autograd formula."""
     one.define(_LIBRARY)
     taken, backward = one.arguments - one.freezes, one.name + "_backward"
-    run = _kernel(one.stem, one.name)
+    run, run_backward = _KERNELS[one.stem]
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(one.name, lambda *arguments: run(*arguments[:taken]), key)
-        _LIBRARY.impl(backward, _kernel(one.stem, backward), key)
+        _LIBRARY.impl(backward, run_backward, key)
     namespace = torch.ops.fastcaps_triton_test
     return getattr(namespace, one.name).default, getattr(namespace, backward).default
+
+
+facts = schedule.Facts
+
+
+def grads_of(case: Any, dtype: torch.dtype = torch.float32, seed: int = 1) -> list[torch.Tensor | None]:
+    """Return gradients for the results of a case; what is history has none."""
+    grads = case.grads(dtype, seed)
+    return grads if len(grads) > 2 else [grads[0], None]
 
 
 def there(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -73,7 +153,7 @@ def there(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 def hold_same_bits(judge: Judge, run: Any, case: Any) -> None:
     """Assert that the deterministic mode gives the same bits twice, and about what the other mode gives."""
-    call_of = (there(case.tensors(torch.float32)), case.settings(), there(case.grads(torch.float32)))
+    call_of = (there(case.tensors(torch.float32)), case.settings(), there(grads_of(case)))
     options.update(deterministic=True)
     first, again = (judge.results(run, *call_of) for _ in range(2))
     options.clear()
@@ -85,7 +165,7 @@ def hold_same_bits(judge: Judge, run: Any, case: Any) -> None:
 
 def hold_only_what_is_asked(judge: Judge, run: Any, backward: Any, case: Any) -> None:
     """Assert that the backward makes the gradients of its ``needs``, alone as well as together, and no others."""
-    one, tensors, grads = judge.one, there(case.tensors(torch.float32)), there(case.grads(torch.float32))
+    one, tensors, grads = judge.one, there(case.tensors(torch.float32)), there(grads_of(case))
     outputs = run(*tensors, *case.settings())
     saved = (*grads, *one.kept((*tensors, *case.settings()), outputs), *case.settings())
     count = len(one.tensors)

@@ -26,7 +26,7 @@ class Interpreter:
         self._child: subprocess.Popen[bytes] | None = None
 
     def __call__(self, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call a function of a module of ``fastcaps.triton_kernels`` by name: ``"attention.attention_pass"``."""
+        """Call a function by name: ``"fastcaps.triton_kernels.attention.attention_pass"``."""
         if self._child is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
             environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
@@ -36,7 +36,11 @@ class Interpreter:
             atexit.register(self.close)
         assert self._child.stdin is not None and self._child.stdout is not None
         _send(self._child.stdin, (function, arguments, options))
-        kind, answer = _receive(self._child.stdout)
+        try:
+            kind, answer = _receive(self._child.stdout)
+        except EOFError:
+            self._child = None  # it died; the next call starts another
+            raise
         if kind == "error":
             raise RuntimeError(answer)
         return answer
@@ -70,7 +74,7 @@ def _serve() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN: what no kernel writes shows
-    from fastcaps.triton_kernels.plan import Limits
+    from fastcaps.triton_kernels.schedule import Limits
 
     while True:
         try:
@@ -81,8 +85,8 @@ def _serve() -> None:
             limits = options.pop("limits", None)
             if limits is not None:
                 options["limits"] = Limits(**limits)
-            module, _, name = function.partition(".")
-            run = getattr(importlib.import_module(f"fastcaps.triton_kernels.{module}"), name)
+            module, _, name = function.rpartition(".")
+            run = getattr(importlib.import_module(module), name)
             answer = ("result", run(*arguments, **options))
         except Exception as error:
             answer = ("error", f"{type(error).__name__}: {error}")

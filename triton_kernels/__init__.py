@@ -1,6 +1,33 @@
 """The Triton half of fastcaps, installed as ``fastcaps.triton_kernels``.
 
-A kernel lives here under the stem of its pass (``attention`` beside ``csrc/cpu/attention.cpp``), so that whoever knows
-one backend's file knows the others' names. The folder stands at the top of the repository because it is a backend like
+A routing lives here under its own name (``attention`` beside ``csrc/cpu/attention.cpp``): a module with
+``attention_routing`` and ``attention_routing_backward`` (arguments and results as the ops', one turn at a time),
+``refusal`` and ``schedule_call``. The folder stands at the top of the repository because it is a backend like
 ``csrc``; it is installed under ``fastcaps`` because the bare name ``triton_kernels`` belongs to another package.
 """
+
+from __future__ import annotations
+
+import importlib.util
+
+__all__ = ["available", "devices"]
+
+
+def available() -> str:
+    """Return why there are no Triton kernels here, or an empty string."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'fastcaps[triton]')"
+    try:
+        from . import attention, gaussian, pooling  # noqa: F401
+    except Exception as error:  # whatever a broken installation of Triton raises
+        return f"triton does not load ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+    return ""
+
+
+def devices() -> tuple[str, ...]:
+    """Return the types of devices that the kernels serve; with ``TRITON_INTERPRET=1`` the CPU is one of them."""
+    if available():
+        return ()
+    from .call import served_devices
+
+    return served_devices()

@@ -1,17 +1,20 @@
-"""The backward skeleton that every pass runs in: from the gradients of its results to those of children and parents.
+"""The backward kernels of every routing: from the gradients of its results to those of children and parents.
 
-Votes are made again, and with them everything else. To the functions of :mod:`.forward` a pass adds
+Votes are made again, and with them everything else. To the functions of :mod:`.forward` an algebra adds
 
-``HOLD_GIVEN(given, places)``
-    The tiles of the given gradients, and of what else only backward wants.
-``GAIN(tensors, given, held, votes, i, ...)``
+``load_grads(grads, at)``
+    The tiles of the given gradients ``grads``, and of what else only backward wants.
+``dshare(routing, grads, held, votes, i, at, tile)``
     t_im, the gradient of a child's weight: of the share that a parent has of it, gate and all.
-``DIFFERENTIATE(tensors, own, given, held, votes, clean, gates, opened, known, known_heard, i, ...)``
-    dV_im as a tile, da_im (the logits' gradient), a gate's gradient, and two more for each parent and child (betas).
-``START_GRADIENTS``, ``GATHER``, ``LEAVE``
+``dscore(routing, own, grads, held, votes, child, known, heard, at, tile)``
+    The weights w_im, da_im (the scores' gradient), a gate's gradient, and two more for each parent and child (betas).
+``dvote(routing, own, held, votes, weights, dscores)``
+    dV_im as a tile.
+``dstart``, ``dadd``, ``dfinish``
     The parents' own gradients: a tuple of tiles, what one child adds, and where they are stored.
 
-The rest is common: ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum P_i^T dV_im``, ``dbias = sum dV``.
+The rest is common: ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum P_i^T dV_im``, ``dbias = sum dV``. One kernel adds the
+gradients of matrices, biases and betas atomically; another makes each of those sums in one order.
 """
 
 from __future__ import annotations
@@ -19,227 +22,241 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .forward import load_of_child, range_of
 from .tiles import (
-    is_present,
+    ATOMIC,
+    Sizes,
     kernel,
     load_matrices,
     load_poses,
-    place_of_child,
-    tile_mask,
-    tile_places,
-    votes_of_child,
-    windows,
+    look,
+    make_votes,
+    matrices_of,
+    matrix_rows,
+    place,
+    pose_rows,
+    put,
+    see_block,
 )
 
 
 @triton.jit
-def add_pose_gradient(
-    dvotes, matrix, dchild, cell, row_cell, seen, row_seen, first, many, ws_m, ws_d, ws_e,
-    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
+def differentiate(
+    votes, sizes, tile, routing, grads, algebra, p, sight, rows, child, own, held, at, normalizer, heard,
+    CLOSED: tl.constexpr,
 ):  # fmt: skip
-    """dP_i += dV_im W_gm^T, ``[BL * BC, BM * BE]`` by ``[BM * BE, D]``; stored where no other program adds to it."""
-    if matrix is None:
-        c = tl.arange(0, BC)[:, None, None]
-        e = tl.arange(0, BE)[None, :, None]
-        at = dchild + cell[None, None, :] * (C * D) + c * D + e
-        mask = seen[None, None, :] & (c < C) & (e < E)
-        found = tl.sum(dvotes, axis=3)
-        if DIRECT:
-            tl.store(at, found, mask=mask)
-        else:
-            tl.atomic_add(at, found, mask=mask, sem="relaxed")
-    elif BK > 0:
-        c = tl.arange(0, BL * BC) % BC
-        flat = tl.reshape(tl.permute(dvotes, (2, 0, 3, 1)), [BL * BC, BM * BE])
-        for k in range(0, D, BK):
-            matrices = load_matrices(matrix, first, many, k, ws_m, ws_d, ws_e, D, E, BM, BE, BK).to(tl.float32)
-            found = tl.dot(flat, tl.trans(matrices), input_precision=PRECISION)
-            d = k + tl.arange(0, BK)
-            at = dchild + (row_cell * (C * D) + c * D)[:, None] + d[None, :]
-            mask = (row_seen & (c < C))[:, None] & (d < D)[None, :]
-            if DIRECT:
-                tl.store(at, found, mask=mask)
-            else:
-                tl.atomic_add(at, found, mask=mask, sem="relaxed")
-    else:
-        m = first + tl.arange(0, BM)[None, None, None, :]
-        e = tl.arange(0, BE)[None, :, None, None]
-        rows = matrix + m.to(tl.int64) * ws_m + e * ws_e
-        rows_in = (m < many) & (e < E)
-        c = tl.arange(0, BC)[:, None]
-        at = dchild + cell[None, :] * (C * D) + c * D
-        mask = seen[None, :] & (c < C)
-        for d in range(D):
-            row = tl.load(rows + d * ws_d, mask=rows_in, other=0.0).to(tl.float32)
-            found = tl.sum(tl.sum(dvotes * row, axis=1), axis=2)
-            if DIRECT:
-                tl.store(at + d, found, mask=mask)
-            else:
-                tl.atomic_add(at + d, found, mask=mask, sem="relaxed")
+    """Return the votes of one child, dV_im, da_im, dg_i and the betas' gradients.
+
+    ``CLOSED``: a closed gate gets a gradient, from the votes that it hides.
+    """
+    looked = child.opened
+    if CLOSED:
+        looked = child.seen
+    clean = make_votes(votes, sizes, tile, sight, rows, child, at, looked)
+    known = load_of_child(normalizer, p, sight.exists, child.i, sizes.I)
+    known_heard = load_of_child(heard, p, sight.exists, child.i, sizes.I)
+    weights, dscores, dgate, used, ignored = algebra.dscore(
+        routing, own, grads, held, clean, child, known, known_heard, at, tile
+    )
+    opened = child.opened[None, None, :, None]
+    if votes.SILENT and CLOSED:
+        clean = tl.where(opened, clean, 0.0)
+    dvotes = tl.where(at.inside & opened, algebra.dvote(routing, own, held, clean, weights, dscores), 0.0)
+    return clean, dvotes, dscores, dgate, used, ignored
 
 
 @triton.jit
-def add_matrix_gradient(
-    dvotes, child, origin, row_origin, seen, row_seen, dmatrix, first, many, cs_c, cs_d,
-    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def flattened(dvotes, tile):
+    """Return dV as ``[BL * BC, BM * BE]``."""
+    return tl.reshape(tl.permute(dvotes, (2, 0, 3, 1)), [tile.BL * tile.BC, tile.BM * tile.BE])
+
+
+@triton.jit
+def add_pose_gradient(dvotes, votes, sizes, tile, dchildren, sight, rows, child, at, HOW: tl.constexpr):
+    """dP_i += dV_im W_gm^T, ``[BL * BC, BM * BE]`` by ``[BM * BE, D]``."""
+    matrices = matrices_of(votes, sizes, child.i)
+    cell = (sight.cell + child.cell) * (tile.C * tile.D)
+    if votes.weight is None:
+        c, e = tl.arange(0, tile.BC)[:, None, None], tl.arange(0, tile.BE)[None, :, None]
+        mask = child.seen[None, None, :] & (c < tile.C) & (e < tile.E)
+        put(dchildren + cell[None, None, :] + c * tile.D + e, tl.sum(dvotes, axis=3), mask, HOW)
+    elif tile.DEPTH > 0:
+        c = tl.arange(0, tile.BL * tile.BC) % tile.BC
+        row_cell = (rows.cell + child.cell) * (tile.C * tile.D) + c * tile.D
+        mask = look(votes, sizes, rows, child.i).seen & (c < tile.C)
+        flat = flattened(dvotes, tile)
+        for k in range(0, tile.D, tile.DEPTH):
+            columns = load_matrices(votes, tile, matrices, at, k, tile.DEPTH).to(tl.float32)
+            found = tl.dot(flat, tl.trans(columns), input_precision=tile.PRECISION)
+            d = k + tl.arange(0, tile.DEPTH)
+            put(dchildren + row_cell[:, None] + d[None, :], found, mask[:, None] & (d < tile.D)[None, :], HOW)
+    else:
+        columns, there = matrix_rows(votes, tile, matrices, at)
+        c = tl.arange(0, tile.BC)[:, None]
+        mask = child.seen[None, :] & (c < tile.C)
+        for d in range(tile.D):
+            column = tl.load(columns + tl.cast(d, tl.int64) * votes.ws_d, mask=there, other=0.0).to(tl.float32)
+            found = tl.sum(tl.sum(dvotes * column, axis=1), axis=2)
+            put(dchildren + cell[None, :] + c * tile.D + d, found, mask, HOW)
+
+
+@triton.jit
+def add_matrix_gradient(dvotes, votes, sizes, tile, dweight, sight, rows, child, at):
     """dW_gm += P_i^T dV_im, ``[D, BL * BC]`` by ``[BL * BC, BM * BE]``, atomically, for what this program sees."""
-    if BK > 0:
-        column = tl.arange(0, BM * BE)
-        m, e = first + column // BE, column % BE
-        flat = tl.reshape(tl.permute(dvotes, (2, 0, 3, 1)), [BL * BC, BM * BE])
-        for k in range(0, D, BK):
-            poses = load_poses(child, row_origin, row_seen, k, cs_c, cs_d, C, D, BL, BC, BK).to(tl.float32)
-            found = tl.dot(tl.trans(poses), flat, input_precision=PRECISION)
-            d = k + tl.arange(0, BK)
-            at = dmatrix + (d * E)[:, None] + (m.to(tl.int64) * (D * E) + e)[None, :]
-            mask = (d < D)[:, None] & ((m < many) & (e < E))[None, :]
-            tl.atomic_add(at, found, mask=mask, sem="relaxed")
+    dmatrices = dweight + (child.i % sizes.G).to(tl.int64) * (sizes.M.to(tl.int64) * (tile.D * tile.E))
+    if tile.DEPTH > 0:
+        column = tl.arange(0, tile.BM * tile.BE)
+        m, e = at.first + column // tile.BE, column % tile.BE
+        flat = flattened(dvotes, tile)
+        row_opened = look(votes, sizes, rows, child.i).opened
+        for k in range(0, tile.D, tile.DEPTH):
+            poses = load_poses(votes, tile, child.at, rows.child, row_opened, k, tile.DEPTH).to(tl.float32)
+            found = tl.dot(tl.trans(poses), flat, input_precision=tile.PRECISION)
+            d = k + tl.arange(0, tile.DEPTH)
+            there = (d * tile.E)[:, None] + (m.to(tl.int64) * (tile.D * tile.E) + e)[None, :]
+            mask = (d < tile.D)[:, None] & ((m < at.M) & (e < tile.E))[None, :]
+            put(dmatrices + there, found, mask, ATOMIC)
     else:
-        c = tl.arange(0, BC)[:, None, None, None]
-        poses = child + origin[None, None, :, None] + c * cs_c
-        poses_in = seen[None, None, :, None] & (c < C)
-        m = first + tl.arange(0, BM)[None, :]
-        e = tl.arange(0, BE)[:, None]
-        at = dmatrix + m.to(tl.int64) * (D * E) + e
-        mask = (m < many) & (e < E)
-        for d in range(D):
-            pose = tl.load(poses + d * cs_d, mask=poses_in, other=0.0).to(tl.float32)
-            found = tl.sum(tl.sum(dvotes * pose, axis=2), axis=0)
-            tl.atomic_add(at + d * E, found, mask=mask, sem="relaxed")
+        poses, there = pose_rows(votes, tile, child, sight, child.opened)
+        e = tl.arange(0, tile.BE)[:, None]
+        m = at.first + tl.arange(0, tile.BM)[None, :]
+        for d in range(tile.D):
+            pose = tl.load(poses + tl.cast(d, tl.int64) * votes.cs_d, mask=there, other=0.0).to(tl.float32)
+            found = tl.sum(tl.sum(pose * dvotes, axis=0), axis=1)
+            places = dmatrices + m.to(tl.int64) * (tile.D * tile.E) + d * tile.E + e
+            put(places, found, (m < at.M) & (e < tile.E), ATOMIC)
 
 
 @triton.jit
-def add_bias_gradient(
-    dvotes, dbias, first, many, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr
-):
-    """dbias_im += sum over positions of dV_im, atomically; ``dbias`` holds every parent, ``[M, C, E]``."""
-    c = tl.arange(0, BC)[:, None, None]
-    e = tl.arange(0, BE)[None, :, None]
-    m = first + tl.arange(0, BM)[None, None, :]
-    mask = (c < C) & (m < many) & (e < E)
-    tl.atomic_add(dbias + (m * C + c) * E + e, tl.sum(dvotes, axis=2), mask=mask, sem="relaxed")
-
-
-@triton.jit
-def add_beta_gradients(used, ignored, dbetas, step, first, many, BM: tl.constexpr):
-    """dbeta_use_im += sum over positions of ``used``, dbeta_ignore_im likewise ``step`` numbers on, atomically."""
-    m = first + tl.arange(0, BM)
-    tl.atomic_add(dbetas + m, tl.sum(used, axis=0), mask=m < many, sem="relaxed")
-    tl.atomic_add(dbetas + step + m, tl.sum(ignored, axis=0), mask=m < many, sem="relaxed")
+def bias_places(tile, first, M):
+    """Return where the biases of a tile of parents lie in ``[M, C, E]``, and which of them are there."""
+    c, e = tl.arange(0, tile.BC)[:, None, None], tl.arange(0, tile.BE)[None, :, None]
+    m = first + tl.arange(0, tile.BM)[None, None, :]
+    return (m * tile.C + c) * tile.E + e, (c < tile.C) & (m < M) & (e < tile.E)
 
 
 @kernel
 def _backward_kernel(
-    children, weight, bias, gate, normalizer, heard, tensors, given, dchildren, dweight, dbias, dgate, dbetas, results,
-    count, length, columns, height, width, types, groups, many, seen_children,
-    blocks, tiles, first_tile, first_child, last_child, per_split,
-    cs_b, cs_h, cs_w, cs_n, cs_c, cs_d, ws_g, ws_m, ws_d, ws_e, bs_i, bs_m, gs_b, gs_h, gs_w, gs_n, ds_i,
-    scale,
-    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
-    DW: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, DIRECT: tl.constexpr, ORDERED: tl.constexpr, EACH_TILE: tl.constexpr,
-    SILENT: tl.constexpr, MODE: tl.constexpr, PASS: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_GIVEN: tl.constexpr, DIFFERENTIATE: tl.constexpr, START_GRADIENTS: tl.constexpr,
-    GATHER: tl.constexpr, LEAVE: tl.constexpr,
+    votes, routing, grads, normalizer, heard, dchildren, dweight, dbias, dgate, dbetas, results,
+    positions, H, W, N, Ho, Wo, I, M, G,
+    blocks, tiles, first_tile, first_child, last_child, per_split, ds_i, tile, algebra,
+    CHILDREN: tl.constexpr, PARENTS: tl.constexpr, EACH_TILE: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """Walk a range of children of ``BL`` positions with ``BM`` parents, as forward, and make every gradient.
 
-    Those of the parents gather on chip, a part for each range of children; the rest is added to float32 memory
-    atomically. ``DIRECT``: nobody else adds to these dP, which are stored at once. ``ORDERED``: the caller sees to it
-    that no two programs of one launch add to the same dP, dg or parents' gradients (children of one place in the
-    window, one tile of parents), so that the order is that of the launches, and that dW, dbias and dbetas are made
-    elsewhere. ``EACH_TILE``: every tile of parents has its own part in a gate's gradient, or else the first one adds
-    all of it.
+    Those of the parents gather on chip, a part for each range of children; the rest is added to float32 memory.
+    ``CHILDREN`` and ``PARENTS`` tell how their gradients are put there: atomically, or not where the caller sees to it
+    that no two programs of one launch add to the same ones. ``EACH_TILE``: every tile of parents has its own part in a
+    gate's gradient, or else the first one adds all of it.
     """
+    sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
-    block = program % blocks
-    tile = first_tile + (program // blocks) % tiles
+    number = first_tile + (program // blocks) % tiles
     split = program // blocks // tiles
-    first = tile * BM
-    p = block * BL + tl.arange(0, BL)
-    exists, sample, row, column, origin = windows(p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW)
-    gate_origin = sample.to(tl.int64) * gs_b + row.to(tl.int64) * gs_h + column.to(tl.int64) * gs_w
-    cells = ((sample.to(tl.int64) * height + row) * width + column) * types
-    row_p = block * BL + tl.arange(0, BL * BC) // BC
-    row_exists, row_sample, row_row, row_column, row_origin = windows(
-        row_p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW
-    )
-    row_cells = ((row_sample.to(tl.int64) * height + row_row) * width + row_column) * types
-    inside = tile_mask(first, many, C, E, BC, BM, BE)
-    places = tile_places(p, exists, first, many, C, E, BC, BM, BE)
-    held = HOLD_GIVEN(given, places)
-    own = HOLD(tensors, places, MODE)
-    sums = START_GRADIENTS(results, BL, BC, BM, BE)
-    start = first_child + split * per_split
-    for i in range(start, tl.minimum(start + per_split, last_child)):
-        dy, dx, n = place_of_child(i, types, KW, DH, DW)
-        seen = is_present(exists, row, column, dy, dx, height, width, PADDED)
-        row_seen = is_present(row_exists, row_row, row_column, dy, dx, height, width, PADDED)
-        child = children + (dy.to(tl.int64) * cs_h + dx.to(tl.int64) * cs_w + n * cs_n)
-        cell = (dy * width + dx).to(tl.int64) * types + n
-        group = (i % groups).to(tl.int64)
-        matrix = weight
-        if weight is not None:
-            matrix = weight + group * ws_g
-        child_bias = bias
-        if bias is not None:
-            child_bias = bias + tl.cast(i, tl.int64) * bs_i
-        gates = gate
-        opened = seen
-        row_opened = row_seen
-        if gate is not None:
-            at = dy.to(tl.int64) * gs_h + dx.to(tl.int64) * gs_w + n * gs_n
-            gates = tl.load(gate + (gate_origin + at), mask=seen, other=0.0).to(tl.float32)
-            if SILENT:
-                opened = seen & (gates != 0.0)
-                if dweight is not None:
-                    row_gate = row_sample.to(tl.int64) * gs_b + row_row.to(tl.int64) * gs_h + at
-                    row_gate += row_column.to(tl.int64) * gs_w
-                    row_opened = row_seen & (tl.load(gate + row_gate, mask=row_seen, other=0.0) != 0.0)
-        looked = opened
-        if dgate is not None:
-            looked = seen  # a closed gate gets a gradient, from the votes that it hides
-        votes = votes_of_child(
-            child, origin, row_origin, looked, row_seen, matrix, child_bias, first, many,
-            cs_c, cs_d, ws_m, ws_d, ws_e, bs_m, inside, C, D, E, BL, BC, BM, BE, BK, PRECISION,
+    p, sight, rows = see_block(votes, sizes, tile, program % blocks)
+    at = place(tile, p, sight.exists, number * tile.BM, M)
+    own = algebra.load(routing, at, tile)
+    held = algebra.load_grads(grads, at)
+    state = algebra.dstart(results, tile)
+    begin, end = range_of(first_child, last_child, split, per_split)
+    for i in range(begin, end):
+        child = look(votes, sizes, sight, i)
+        clean, dvotes, dscores, gain, used, ignored = differentiate(
+            votes, sizes, tile, routing, grads, algebra, p, sight, rows, child, own, held, at, normalizer, heard,
+            dgate is not None,
         )  # fmt: skip
-        clean = votes
-        if SILENT and dgate is not None:
-            clean = tl.where(opened[None, None, :, None], votes, 0.0)
-        known = normalizer
-        known_heard = heard
-        if normalizer is not None:
-            known = tl.load(normalizer + p.to(tl.int64) * seen_children + i, mask=exists, other=0.0)
-            known_heard = tl.load(heard + p.to(tl.int64) * seen_children + i, mask=exists, other=0.0)
-        valid = inside & opened[None, None, :, None]
-        dvotes, dlogits, gate_gain, used, ignored = DIFFERENTIATE(
-            tensors, own, given, held, votes, clean, gates, opened, known, known_heard, i, first, many, scale, valid,
-            MODE, BL, BM,
-        )  # fmt: skip
-        sums = GATHER(sums, tensors, own, results, clean, dlogits, scale, MODE)
+        state = algebra.dadd(routing, own, state, results, clean, dscores)
         if dgate is not None:
-            if EACH_TILE or tile == 0:
-                tl.atomic_add(dgate + cells + cell, gate_gain, mask=seen, sem="relaxed")
+            if EACH_TILE or number == 0:
+                put(dgate + sight.cell + child.cell, gain, child.seen, ATOMIC)
         if dchildren is not None:
-            add_pose_gradient(
-                dvotes, matrix, dchildren, cells + cell, row_cells + cell, seen, row_seen, first, many,
-                ws_m, ws_d, ws_e, C, D, E, BL, BC, BM, BE, BK, PRECISION, DIRECT,
-            )  # fmt: skip
+            add_pose_gradient(dvotes, votes, sizes, tile, dchildren, sight, rows, child, at, CHILDREN)
         if dweight is not None:
-            dmatrix = dweight + group * (many.to(tl.int64) * (D * E))
-            add_matrix_gradient(
-                dvotes, child, origin, row_origin, opened, row_opened, dmatrix, first, many, cs_c, cs_d,
-                C, D, E, BL, BC, BM, BE, BK, PRECISION,
-            )  # fmt: skip
+            add_matrix_gradient(dvotes, votes, sizes, tile, dweight, sight, rows, child, at)
         if dbias is not None:
-            add_bias_gradient(dvotes, dbias + tl.cast(i, tl.int64) * ds_i, first, many, C, E, BC, BM, BE)
+            there, mask = bias_places(tile, at.first, M)
+            put(dbias + tl.cast(i, tl.int64) * ds_i + there, tl.sum(dvotes, axis=2), mask, ATOMIC)
         if dbetas is not None:
-            step = seen_children.to(tl.int64) * many
-            add_beta_gradients(used, ignored, dbetas + tl.cast(i, tl.int64) * many, step, first, many, BM)
-    LEAVE(sums, tensors, results, places, split, tl.cast(count, tl.int64) * many, C * E, ORDERED)
+            m = at.first + tl.arange(0, tile.BM)
+            there = dbetas + tl.cast(i, tl.int64) * M + m
+            put(there, tl.sum(used, axis=0), m < M, ATOMIC)
+            put(there + I.to(tl.int64) * M, tl.sum(ignored, axis=0), m < M, ATOMIC)
+    algebra.dfinish(routing, state, results, split, at, tl.cast(positions, tl.int64) * M, tile, PARENTS)
+
+
+@kernel
+def _matrix_backward_kernel(
+    votes, routing, grads, normalizer, heard, dweight, dbias, dbetas, positions, H, W, N, Ho, Wo, I, M, G,
+    blocks, tiles, splits, per_split, group_children, tile, algebra,
+    OWN_BIAS: tl.constexpr, ROUTING: tl.constexpr,
+):  # fmt: skip
+    """dW_gm = sum over (b, l, i of group g) of P_i^T dV_im and dbias = sum dV, each sum in one order.
+
+    A program has one group, one tile of parents, rows d to d + ``tile.DEPTH`` of the matrices, a range of the group's
+    children and a range of positions. It leaves its part of dW in ``dweight[position range, child range, G, M, D, E]``,
+    and of dbias in ``dbias[position range, I, M, C, E]`` (``OWN_BIAS``: every child has its own) or
+    ``dbias[position range, child range, G, M, C, E]``, of the betas in ``dbetas[position range, 2, I, M]``; the parts
+    are added up in order.
+    """
+    sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
+    program = tl.program_id(0)
+    group = program % G
+    first = (program // G) % tiles * tile.BM
+    left = program // G // tiles
+    slices = tl.cdiv(tile.D, tile.DEPTH)
+    depth = left % slices * tile.DEPTH
+    split = left // slices % splits
+    chunk = (left // slices // splits).to(tl.int64)
+    each_pose = tl.cast(M, tl.int64) * (tile.C * tile.E)
+    matrix_sum = tl.zeros([tile.DEPTH, tile.BM * tile.BE], tl.float32)
+    bias_sum = tl.zeros([tile.BC, tile.BE, tile.BM], tl.float32)
+    for j in range(split * group_children, tl.minimum((split + 1) * group_children, I // G)):
+        i = group + j * G
+        use_sum = tl.zeros([tile.BM], tl.float32)
+        ignore_sum = tl.zeros([tile.BM], tl.float32)
+        for block in range(chunk * per_split, tl.minimum((chunk + 1) * per_split, blocks)):
+            p, sight, rows = see_block(votes, sizes, tile, block)
+            at = place(tile, p, sight.exists, first, M)
+            child = look(votes, sizes, sight, i)
+            own = algebra.load(routing, at, tile)
+            held = algebra.load_grads(grads, at)
+            _, dvotes, _, _, used, ignored = differentiate(
+                votes, sizes, tile, routing, grads, algebra, p, sight, rows, child, own, held, at, normalizer, heard,
+                False,
+            )  # fmt: skip
+            if dweight is not None:
+                opened = look(votes, sizes, rows, i).opened
+                poses = load_poses(votes, tile, child.at, rows.child, opened, depth, tile.DEPTH).to(tl.float32)
+                flat = flattened(dvotes, tile)
+                if tile.BL * tile.BC >= 16:
+                    matrix_sum = tl.dot(tl.trans(poses), flat, matrix_sum, input_precision=tile.PRECISION)
+                else:
+                    matrix_sum += tl.sum(poses[:, :, None] * flat[:, None, :], axis=0)
+            if dbias is not None:
+                bias_sum += tl.sum(dvotes, axis=2)
+            if dbetas is not None:
+                use_sum += tl.sum(used, axis=0)
+                ignore_sum += tl.sum(ignored, axis=0)
+        if dbias is not None and OWN_BIAS:
+            if depth == 0:
+                there, mask = bias_places(tile, first, M)
+                tl.store(dbias + (chunk * I + i) * each_pose + there, bias_sum, mask=mask)
+            bias_sum = tl.zeros([tile.BC, tile.BE, tile.BM], tl.float32)
+        if dbetas is not None:
+            if depth == 0:
+                m = first + tl.arange(0, tile.BM)
+                there = dbetas + (chunk * 2 * I + i) * M + m
+                tl.store(there, use_sum, mask=m < M)
+                tl.store(there + I.to(tl.int64) * M, ignore_sum, mask=m < M)
+    part = (chunk * splits + split) * G + group
+    if dbias is not None and not OWN_BIAS:
+        if depth == 0:
+            there, mask = bias_places(tile, first, M)
+            tl.store(dbias + part * each_pose + there, bias_sum, mask=mask)
+    if dweight is not None:
+        cell = tl.arange(0, tile.BM * tile.BE)
+        m, e = first + cell // tile.BE, cell % tile.BE
+        d = depth + tl.arange(0, tile.DEPTH)
+        there = dweight + part * (tl.cast(M, tl.int64) * (tile.D * tile.E)) + (d * tile.E)[:, None]
+        there += (m.to(tl.int64) * (tile.D * tile.E) + e)[None, :]
+        tl.store(there, matrix_sum, mask=(d < tile.D)[:, None] & ((m < M) & (e < tile.E))[None, :])

@@ -1,40 +1,96 @@
-"""The forward skeleton that every pass runs in: sums over children, the first of two sweeps, and the finish.
+"""The forward kernels of every routing: sums over children, the first of two sweeps, and the finish.
 
-A pass is a handful of ``@triton.jit`` functions that a kernel gets as constants:
+A routing's own part is its *algebra*: ``@triton.jit`` functions that take ``routing``, the routing's own tensors and
+numbers (a named tuple), and of a tile what they need.
 
-``HOLD(tensors, places, BM)``
-    The parents' tiles that stay on chip; placeholders for what is absent.
-``START(BC, BE, BL, BM, tensors)``, ``ADD(state, tensors, own, votes, gates, opened, known, i, ...)``
-    The sums of a range of children: a tuple of tiles, and what one child's votes add to it.
-``SAVE(parts, part, state, ...)``, ``LOAD(parts, part, tensors, ...)``, ``MERGE(state, other, tensors)``
-    The same where ranges of children meet in memory.
-``FINISH(state, tensors, results, places, ...)``
+``load(routing, at, tile)``
+    The parents' tiles that stay on chip, a tuple; a number where one is absent.
+``score(routing, own, votes, tile)``
+    What the softmax over parents runs over, ``[BL, BM]``.
+``start(routing, tile)``, ``add(routing, own, state, votes, child, known, at, tile)``, ``join(routing, state, other)``
+    The sums of a range of children: a tuple of tiles; what one child's votes add; how ranges of children meet.
+``finish(routing, state, results, at, tile)``
     What is stored in the end.
-``LOGITS(tensors, own, votes, places, scale, ...)``
-    What the softmax over parents runs over, for the sweep that gathers its normaliser. :mod:`.backward` has the rest.
+``idle(routing, own)``
+    Whether a program has nothing to sum up; None if it always has.
 
-``tensors``, ``results`` and ``parts`` are tuples of the pass's own pointers, None where a call does not have one.
-``MODE`` is the pass's own switches, bits of a number. ``SILENT``: a child whose gate is 0 is taken for absent.
+:mod:`.backward` tells of the rest.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import triton
 import triton.language as tl
 
-from .tiles import is_present, kernel, place_of_child, tile_mask, tile_places, votes_of_child, windows
+from .tiles import Sizes, kernel, look, make_votes, place, real_parents, see_block
+
+
+class Algebra(NamedTuple):
+    """The functions of a routing that the kernels are made with."""
+
+    load: Any
+    score: Any
+    start: Any
+    add: Any
+    join: Any
+    finish: Any
+    idle: Any = None
+    load_grads: Any = None
+    dshare: Any = None
+    dscore: Any = None
+    dvote: Any = None
+    dstart: Any = None
+    dadd: Any = None
+    dfinish: Any = None
+
+
+@triton.jit
+def range_of(first, last, split, per_split):
+    """Return the children of a range: the first, and the one behind the last."""
+    begin = first + split * per_split
+    return begin, begin + tl.minimum(per_split, last - begin)
+
+
+@triton.jit
+def load_of_child(pointer, p, exists, i, children):
+    """Return a number for each position of one child, from ``[positions, I]``; None if there are none."""
+    if pointer is not None:
+        return tl.load(pointer + p * children + i, mask=exists, other=0.0)
+    else:
+        return None
+
+
+@triton.jit
+def save(parts, part, state, at, poses, tile):
+    """Leave the sums of a range of children."""
+    begin = part.to(tl.int64) * poses
+    for k in tl.static_range(len(parts)):
+        if len(state[k].shape) == 4:
+            tl.store(parts[k] + begin * (tile.C * tile.E) + at.pose, state[k], mask=at.pose_mask)
+        else:
+            tl.store(parts[k] + begin + at.each, state[k], mask=at.each_mask)
+
+
+@triton.jit
+def restore(parts, part, like, at, poses, tile):
+    """Return the sums that :func:`save` left; ``like``: sums of the same form."""
+    begin = tl.cast(part, tl.int64) * poses
+    state = ()
+    for k in tl.static_range(len(parts)):
+        if len(like[k].shape) == 4:
+            one = tl.load(parts[k] + begin * (tile.C * tile.E) + at.pose, mask=at.pose_mask, other=0.0)
+        else:
+            one = tl.load(parts[k] + begin + at.each, mask=at.each_mask, other=0.0)
+        state = state + (one,)
+    return state
 
 
 @kernel
 def _forward_kernel(
-    children, weight, bias, gate, normalizer, tensors, results,
-    count, length, columns, height, width, types, groups, many, seen_children, blocks, tiles, per_split,
-    cs_b, cs_h, cs_w, cs_n, cs_c, cs_d, ws_g, ws_m, ws_d, ws_e, bs_i, bs_m, gs_b, gs_h, gs_w, gs_n,
-    scale, eps,
-    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
-    DW: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, WHOLE: tl.constexpr, SILENT: tl.constexpr, MODE: tl.constexpr, PASS: tl.constexpr,
-    HOLD: tl.constexpr, START: tl.constexpr, ADD: tl.constexpr, SAVE: tl.constexpr, FINISH: tl.constexpr,
+    votes, routing, results, normalizer, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
+    tile, algebra, WHOLE: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """Walk a range of the children of ``BL`` positions with ``BM`` parents, whose sums stay on chip.
 
@@ -42,135 +98,77 @@ def _forward_kernel(
     parents are not all and compete, ``normalizer`` holds the log-sum-exp over all of them. A program that is ``WHOLE``
     (walks all children) finishes; others leave their sums in ``results`` for :func:`_finish_kernel`.
     """
+    sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
-    block = program % blocks
-    tile = (program // blocks) % tiles
     split = program // blocks // tiles
-    first = tile * BM
-    p = block * BL + tl.arange(0, BL)
-    exists, sample, row, column, origin = windows(p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW)
-    gate_origin = sample.to(tl.int64) * gs_b + row.to(tl.int64) * gs_h + column.to(tl.int64) * gs_w
-    row_p = block * BL + tl.arange(0, BL * BC) // BC
-    row_exists, _, row_row, row_column, row_origin = windows(
-        row_p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW
-    )
-    inside = tile_mask(first, many, C, E, BC, BM, BE)
-    places = tile_places(p, exists, first, many, C, E, BC, BM, BE)
-    own = HOLD(tensors, places, MODE)
-    state = START(tensors, BL, BC, BM, BE)
-    start = split * per_split
-    for i in range(start, tl.minimum(start + per_split, seen_children)):
-        dy, dx, n = place_of_child(i, types, KW, DH, DW)
-        seen = is_present(exists, row, column, dy, dx, height, width, PADDED)
-        row_seen = is_present(row_exists, row_row, row_column, dy, dx, height, width, PADDED)
-        gates = gate
-        if gate is not None:
-            at = gate_origin + dy.to(tl.int64) * gs_h + dx.to(tl.int64) * gs_w + n * gs_n
-            gates = tl.load(gate + at, mask=seen, other=0.0).to(tl.float32)
-            if SILENT:
-                seen = seen & (gates != 0.0)
-        child = children + (dy.to(tl.int64) * cs_h + dx.to(tl.int64) * cs_w + n * cs_n)
-        matrix = weight
-        if weight is not None:
-            matrix = weight + (i % groups).to(tl.int64) * ws_g
-        child_bias = bias
-        if bias is not None:
-            child_bias = bias + tl.cast(i, tl.int64) * bs_i
-        votes = votes_of_child(
-            child, origin, row_origin, seen, row_seen, matrix, child_bias, first, many,
-            cs_c, cs_d, ws_m, ws_d, ws_e, bs_m, inside, C, D, E, BL, BC, BM, BE, BK, PRECISION,
-        )  # fmt: skip
-        known = normalizer
-        if normalizer is not None:
-            known = tl.load(normalizer + p.to(tl.int64) * seen_children + i, mask=exists, other=0.0)
-        state = ADD(state, tensors, own, votes, gates, seen, known, i, first, many, scale, MODE, BL, BM)
+    p, sight, rows = see_block(votes, sizes, tile, program % blocks)
+    at = place(tile, p, sight.exists, (program // blocks) % tiles * tile.BM, M)
+    own = algebra.load(routing, at, tile)
+    state = algebra.start(routing, tile)
+    begin, end = range_of(0, I, split, per_split)
+    if algebra.idle is not None:
+        end = tl.where(algebra.idle(routing, own), begin, end)
+    for i in range(begin, end):
+        child = look(votes, sizes, sight, i)
+        made = make_votes(votes, sizes, tile, sight, rows, child, at, child.opened)
+        known = load_of_child(normalizer, p, sight.exists, i, I)
+        state = algebra.add(routing, own, state, made, child, known, at, tile)
     if WHOLE:
-        FINISH(state, tensors, results, places, inside, many, eps, MODE, C, E, BL, BC, BM, BE)
+        algebra.finish(routing, state, results, at, tile)
     else:
-        SAVE(results, split, state, places, tl.cast(count, tl.int64) * many, C * E)
+        save(results, split, state, at, tl.cast(positions, tl.int64) * M, tile)
 
 
 @kernel
 def _normalizer_kernel(
-    children, weight, bias, tensors, given, normalizer, heard,
-    count, length, columns, height, width, types, groups, many, seen_children, blocks, tiles, per_split,
-    cs_b, cs_h, cs_w, cs_n, cs_c, cs_d, ws_g, ws_m, ws_d, ws_e, bs_i, bs_m,
-    scale,
-    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr,
-    DW: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, MODE: tl.constexpr, PASS: tl.constexpr,
-    HOLD: tl.constexpr, LOGITS: tl.constexpr, HOLD_GIVEN: tl.constexpr, GAIN: tl.constexpr,
+    votes, routing, grads, normalizer, heard, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
+    tile, algebra, ROUTING: tl.constexpr,
 ):  # fmt: skip
-    """normalizer_i = log sum_m exp(a_im) of the logits a; heard_i = sum_m r_im t_im with gradients ``given``.
+    """normalizer_i = log sum_m exp(a_im) of the logits a; heard_i = sum_m r_im t_im with gradients ``grads``.
 
     The first of two sweeps, for parents that compete and do not fit on chip: tiles of parents one after the other, with
     the running maximum of FlashAttention.
     """
+    sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
-    block = program % blocks
-    split = program // blocks
-    p = block * BL + tl.arange(0, BL)
-    exists, _, row, column, origin = windows(p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW)
-    row_p = block * BL + tl.arange(0, BL * BC) // BC
-    row_exists, _, row_row, row_column, row_origin = windows(
-        row_p, count, length, columns, cs_b, cs_h, cs_w, SH, SW, PH, PW
-    )
-    start = split * per_split
-    for i in range(start, tl.minimum(start + per_split, seen_children)):
-        dy, dx, n = place_of_child(i, types, KW, DH, DW)
-        seen = is_present(exists, row, column, dy, dx, height, width, PADDED)
-        row_seen = is_present(row_exists, row_row, row_column, dy, dx, height, width, PADDED)
-        child = children + (dy.to(tl.int64) * cs_h + dx.to(tl.int64) * cs_w + n * cs_n)
-        matrix = weight + (i % groups).to(tl.int64) * ws_g
-        child_bias = bias
-        if bias is not None:
-            child_bias = bias + tl.cast(i, tl.int64) * bs_i
-        top = tl.full([BL], float("-inf"), tl.float32)
-        total = tl.zeros([BL], tl.float32)
-        gain = tl.zeros([BL], tl.float32)
-        for tile in range(tiles):
-            first = tile * BM
-            inside = tile_mask(first, many, C, E, BC, BM, BE)
-            places = tile_places(p, exists, first, many, C, E, BC, BM, BE)
-            votes = votes_of_child(
-                child, origin, row_origin, seen, row_seen, matrix, child_bias, first, many,
-                cs_c, cs_d, ws_m, ws_d, ws_e, bs_m, inside, C, D, E, BL, BC, BM, BE, BK, PRECISION,
-            )  # fmt: skip
-            own = HOLD(tensors, places, MODE)
-            logits = LOGITS(tensors, own, votes, scale, BL, BM)
-            logits = tl.where((first + tl.arange(0, BM) < many)[None, :], logits, float("-inf"))
+    p, sight, rows = see_block(votes, sizes, tile, program % blocks)
+    begin, end = range_of(0, I, program // blocks, per_split)
+    for i in range(begin, end):
+        child = look(votes, sizes, sight, i)
+        top = tl.full([tile.BL], float("-inf"), tl.float32)
+        total = tl.zeros([tile.BL], tl.float32)
+        gain = tl.zeros([tile.BL], tl.float32)
+        for k in range(tiles):
+            at = place(tile, p, sight.exists, tl.cast(k, tl.int32) * tile.BM, M)
+            made = make_votes(votes, sizes, tile, sight, rows, child, at, child.seen)
+            logits = algebra.score(routing, algebra.load(routing, at, tile), made, tile)
+            logits = tl.where(real_parents(at, tile), logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, axis=1))
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of -inf alone must not make NaN
             fade = tl.exp(top - shift)
             shares = tl.exp(logits - shift[:, None])
             total = total * fade + tl.sum(shares, axis=1)
             if heard is not None:
-                held = HOLD_GIVEN(given, places)
-                heard_here = GAIN(tensors, given, held, votes, i, first, many, MODE, BM)
-                gain = gain * fade + tl.sum(shares * heard_here, axis=1)
+                held = algebra.load_grads(grads, at)
+                gain = gain * fade + tl.sum(shares * algebra.dshare(routing, grads, held, made, i, at, tile), axis=1)
             top = higher
-        at = p.to(tl.int64) * seen_children + i
-        tl.store(normalizer + at, top + tl.log(total), mask=exists)
+        there = p * I + i
+        tl.store(normalizer + there, top + tl.log(total), mask=sight.exists)
         if heard is not None:
-            tl.store(heard + at, gain / total, mask=exists)
+            tl.store(heard + there, gain / total, mask=sight.exists)
 
 
 @kernel
-def _finish_kernel(
-    parts, tensors, results, poses, splits, many, eps,
-    C: tl.constexpr, E: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, MODE: tl.constexpr,
-    PASS: tl.constexpr, LOAD: tl.constexpr, MERGE: tl.constexpr, FINISH: tl.constexpr,
-):  # fmt: skip
+def _finish_kernel(parts, routing, results, poses, splits, tile, algebra, ROUTING: tl.constexpr):
     """Join the sums of the ranges of children in their order, and finish.
 
     ``parts`` hold those of every range and pose; a program finishes ``BL`` poses, whichever positions and parents they
     are.
     """
-    p = tl.program_id(0) * BL + tl.arange(0, BL)
-    inside = tile_mask(0, 1, C, E, BC, 1, BE)
-    places = tile_places(p, p < poses, 0, 1, C, E, BC, 1, BE)
-    state = LOAD(parts, 0, tensors, places, poses, C * E)
+    p = tl.program_id(0).to(tl.int64) * tile.BL + tl.arange(0, tile.BL)
+    at = place(tile, p, p < poses, 0, 1)
+    like = algebra.start(routing, tile)
+    state = restore(parts, 0, like, at, poses, tile)
     for split in range(1, splits):
-        state = MERGE(state, LOAD(parts, split, tensors, places, poses, C * E), tensors)
-    FINISH(state, tensors, results, places, inside, many, eps, MODE, C, E, BL, BC, 1, BE)
+        state = algebra.join(routing, state, restore(parts, split, like, at, poses, tile))
+    algebra.finish(routing, state, results, at, tile)

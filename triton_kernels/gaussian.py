@@ -1,106 +1,105 @@
-"""The Gaussian pass in Triton, host side.
+"""Gaussian routing in Triton, host side: the ops' arguments and results, see :mod:`fastcaps.ops`.
 
-Parents are Gaussians that explain the votes: arguments, layouts and results are those of the ops
-(:mod:`fastcaps.reference.gaussian`). Its functions: ``gaussian_kernels.py``; what all passes share, workspace included:
-``skeleton.py``. Backward keeps two parents tensors more, and where every child has its own betas, 2 * I * M numbers.
+Its algebra: ``gaussian_kernels.py``; what all routings share, workspace included: ``launches.py``. Backward keeps three
+parents tensors more a turn, and where every child has its own betas, 2 * I * M numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
-from . import call, gaussian_kernels, skeleton
-from .call import Call, Pass, current, launch, watched
-from .gaussian_kernels import _gaussian_prepare_kernel
-from .plan import LIMITS, Crowd, Limits, Plan
+from .attention import of_turn, one_turn
+from .call import Call, Routing, current, watched
+from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _gaussian_prepare_kernel
+from .launches import Gradients, answer, forward
+from .schedule import LIMITS, Crowd, Limits
 
-__all__ = ["PASS", "gaussian_pass", "gaussian_pass_backward", "plan_call", "refusal", "watched"]
+__all__ = ["ROUTING", "gaussian_routing", "gaussian_routing_backward", "refusal", "schedule_call", "watched"]
 
-PASS = Pass(
+ROUTING = Routing(
     "gaussian",
-    gaussian_kernels,
+    GAUSSIAN,
+    sums=("pose", "pose", "each", "each"),
     gradients=("pose", "pose", "each"),
     crowd=Crowd(forward=2, products=4, backward=2, pose=4),
+    same_votes=True,  # differences from means and between votes may be all that is left
 )
+FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
+"""A turn without means, which leaves their base besides."""
+MEASURED = replace(ROUTING, algebra=REST, sums=("pose",))
+"""The rest of a turn."""
+refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
+EM = 4  # the rule
 
 
-def refusal(device: torch.device, dtype: torch.dtype, pose: tuple[int, int, int], parents: int) -> str | None:
-    """Return why the kernels cannot take a call with poses (C, D, E) and M parents, or None if they can."""
-    return call.refusal(PASS, device, dtype, pose, parents)
+def own_of(
+    state: Sequence[Tensor | None],
+    betas: Sequence[Tensor | None],
+    eps: float,
+    results: Sequence[Tensor | None] = (None, None),
+) -> Gaussian:
+    """Return the routing's own tensors and numbers as the kernels take them."""
+    mean, variance, log_weight = state
+    tensors = (mean, None if mean is None else variance, log_weight, *betas, *results)
+    forms = [size > 1 for beta in betas for size in ((1, 1) if beta is None else beta.shape)]
+    return Gaussian(
+        *(None if tensor is None else tensor.contiguous() for tensor in tensors),
+        *(eps, *(tl.constexpr(large) for large in forms)),
+    )
 
 
-def plan_call(
+def gaussian_routing(
     children: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    parents: int,
     window: Sequence[int],
-    *,
-    backward: bool = False,
-    allow_tf32: bool = False,
-    limits: Limits = LIMITS,
-) -> Plan:
-    """Return how a call with these arguments would be cut up; nothing runs, and meta tensors will do."""
-    return Call(PASS, children, weight, None, None, window, allow_tf32=allow_tf32, limits=limits).plan(backward)
-
-
-def _forms(*betas: Tensor | None) -> int:
-    """Return the bits of MODE that tell the forms of the betas."""
-    sizes = [size > 1 for beta in betas if beta is not None for size in beta.shape]
-    return sum(1 << k for k, large in enumerate(sizes) if large)
-
-
-def gaussian_pass(
-    children: Tensor,
-    weight: Tensor,
     mean: Tensor | None,
     variance: Tensor | None,
     log_weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
     beta_use: Tensor | None,
     beta_ignore: Tensor | None,
+    schedule: Sequence[float],
+    rule: int,
     eps: float,
-    window: Sequence[int],
-    *,
-    deterministic: bool = False,
-    allow_tf32: bool = False,
+    options: int,
     limits: Limits = LIMITS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Explain once; see :func:`fastcaps.reference.gaussian.gaussian_pass`. The same input gives the same bits anyway.
+) -> tuple[Tensor, ...]:
+    """Route one turn: parents are Gaussians that explain the votes; ``schedule`` has one inverse temperature.
 
-    Parameters
-    ----------
-    deterministic
-        Makes no difference here: forward adds nothing up in an order that could change.
-    allow_tf32
-        Whether products of float32 numbers may be rounded to TF32 on tensor cores.
-    limits
-        What a program may hold; tests make it small.
+    The same input gives the same bits whatever the options. ``limits``: what a program may hold; tests make it small.
+    Returns scores, means, variances with eps; then, with one turn in front, counts, means, variances without, scores.
     """
-    variance = None if mean is None else variance
-    here = Call(
-        *(PASS, children, weight, bias, gate, window, (mean, variance, log_weight, beta_use, beta_ignore)),
-        mode=_forms(beta_use, beta_ignore), eps=eps, allow_tf32=allow_tf32, limits=limits,
-    )  # fmt: skip
-    each, pose = here.shape[:4], here.shape
-    evidence = None if beta_use is None else here.empty(*each)
-    counts, means, variances = here.empty(*each), here.empty(*pose), here.empty(*pose)
-    if here.poses:
-        parts = ("pose", "pose", "each", "each") + (("pose",) if mean is None else ())
-        scored = mean is not None or log_weight is not None
-        with current(here.device):
-            skeleton.forward(here, (counts, means, variances, evidence), parts, scored)
-    return counts, means, variances, here.empty(0) if evidence is None else evidence
+    one_turn(len(schedule))
+    first = mean is None
+    call = Call(FIRST if first else ROUTING, children, weight, bias, gate, parents, window, options, limits)
+    each, pose = (1, *call.shape[:4]), (1, *call.shape)
+    betas = (None, None) if rule == EM else (beta_use, beta_ignore)
+    counts, means, variances, scores = call.empty(*each), call.empty(*pose), call.empty(*pose), call.zeros(*each)
+    if call.poses:
+        with current(call.device):
+            own = own_of((mean, variance, log_weight), betas, eps)
+            forward(call, own, (counts, means, variances, scores), not first or log_weight is not None)
+    wide = variances + eps
+    if rule == EM and beta_use is not None and beta_ignore is not None:
+        cost = (call.pose[0] * call.pose[2] * beta_use + 0.5 * wide.log().sum((-2, -1))) * counts
+        scores = schedule[0] * (beta_ignore - cost)
+    return scores[0].clone(), means[0].clone(), wide[0], counts, means, variances, scores
 
 
-def _total_gate(here: Call, gate: Tensor | None) -> Tensor:
+def _total_gate(call: Call) -> Tensor:
     """Return the sum of the gates that each position sees, ``[B | 1, Ho, Wo]``; children that are there have 1."""
-    kh, kw, sh, sw, ph, pw, dh, dw = here.window
+    kh, kw, sh, sw, ph, pw, dh, dw = call.window
+    gate = call.tensors[3]
     if gate is None:
-        total = torch.full((1, here.height, here.width), float(here.types), device=here.device)
+        total = torch.full((1, call.sizes["H"], call.sizes["W"]), float(call.types), device=call.device)
     else:
         total = gate.to(torch.float32).sum(-1)
     seen = F.pad(total, (pw, pw, ph, ph))
@@ -109,12 +108,7 @@ def _total_gate(here: Call, gate: Tensor | None) -> Tensor:
 
 
 def _beta_gradients(
-    here: Call,
-    betas: Sequence[Tensor | None],
-    found: Tensor | None,
-    devidence: Tensor,
-    counts: Tensor,
-    gate: Tensor | None,
+    call: Call, betas: Sequence[Tensor | None], found: Tensor | None, devidence: Tensor, counts: Tensor
 ) -> list[Tensor | None]:
     """Return dbeta_use and dbeta_ignore: from the kernels' sums where every child has its own, else from the counts.
 
@@ -127,89 +121,94 @@ def _beta_gradients(
         elif beta.shape[0] > 1:
             gradients.append(None if found is None else found[k].sum_to_size(beta.shape))
         else:
-            used = counts if k == 0 else counts - _total_gate(here, gate).unsqueeze(-1)
-            gradients.append((devidence * used).sum((0, 1, 2)).unsqueeze(0).sum_to_size(beta.shape))
+            used = counts if k == 0 else counts - _total_gate(call).unsqueeze(-1)
+            gradients.append((devidence * used).sum((0, 1, 2, 3)).unsqueeze(0).sum_to_size(beta.shape))
     return gradients
 
 
-def gaussian_pass_backward(
+def gaussian_routing_backward(
     grad_counts: Tensor | None,
     grad_means: Tensor | None,
     grad_variances: Tensor | None,
     grad_evidence: Tensor | None,
     children: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    parents: int,
+    window: Sequence[int],
     mean: Tensor | None,
     variance: Tensor | None,
     log_weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
     beta_use: Tensor | None,
     beta_ignore: Tensor | None,
     counts: Tensor,
     means: Tensor,
     variances: Tensor,
     eps: float,
-    window: Sequence[int],
     needs: int,
-    *,
-    deterministic: bool = False,
-    allow_tf32: bool = False,
+    options: int,
     limits: Limits = LIMITS,
 ) -> tuple[Tensor, ...]:
-    """Return the nine gradients; see :func:`fastcaps.reference.gaussian.gaussian_pass_backward`.
+    """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T turns.
 
-    Parameters
-    ----------
-    deterministic
-        Add everything up in one order: dP, dgate and the parents' gradients by a launch for each place in the window,
-        which no two windows share, dW, dbias and dbetas by programs that own them. Otherwise atomic additions do it.
-    allow_tf32, limits
-        As for :func:`gaussian_pass`.
+    They are summed over turns. Where variances have a gradient, what means lost to rounding is measured first, in a
+    sweep of its own that skips tiles without a narrow parent (see :mod:`.gaussian_kernels`). Option 1: as for
+    :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
-    inputs = (children, weight, mean, variance, log_weight, bias, gate, beta_use, beta_ignore)
-    variance = None if mean is None else variance
-    here = Call(
-        *(PASS, children, weight, bias, gate, window, (mean, variance, log_weight, beta_use, beta_ignore)),
-        mode=_forms(beta_use, beta_ignore), eps=eps, allow_tf32=allow_tf32, limits=limits,
-    )  # fmt: skip
+    turns = len(counts)
+    call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)
+    state = (mean, None if mean is None else variance, log_weight)
+    inputs = (children, weight, bias, gate, *(of_turn(tensor, 0, turns) for tensor in state), beta_use, beta_ignore)
     devidence = None if beta_use is None else grad_evidence
     wanted = [bool(needs >> k & 1) and tensor is not None for k, tensor in enumerate(inputs)]
     wanted[7:] = [want and devidence is not None for want in wanted[7:]]
     shapes = [None if tensor is None else tensor.shape for tensor in inputs]
-    wide = (2, 3, 4, 7, 8)
-    dtypes = [torch.float32 if k in wide else here.dtype for k in range(9)]
-    if here.poses == 0:
-        return skeleton.answer(here, wanted, shapes, [None] * 9, dtypes)
+    dtypes = [call.dtype] * 4 + [torch.float32] * 5
+    if call.poses == 0:
+        return answer(call, wanted, shapes, [None] * 9, dtypes)
     grads = [None if t is None else t.contiguous() for t in (grad_counts, grad_means, grad_variances, devidence)]
-    saved = [tensor.contiguous() for tensor in (counts, means, variances)]
-    own = [wanted[2], wanted[3] and variance is not None, wanted[4]]
+    counts, means, variances = (tensor.contiguous() for tensor in (counts, means, variances))
     betas = [beta if want else None for beta, want in zip(inputs[7:], wanted[7:], strict=True)]
-    asked = skeleton.Wanted(
-        children=wanted[0], weight=wanted[1], bias=bias if wanted[5] else None, gate=wanted[6], own=own,
+    made = Gradients(
+        call, children=wanted[0], weight=wanted[1], bias=bias if wanted[2] else None, gate=wanted[3], own=wanted[4:7],
         betas=any(beta is not None and beta.shape[0] > 1 for beta in betas), each_tile=devidence is not None,
+        turns=turns,
     )  # fmt: skip
-    with current(here.device):
-        tile, blocks = here.pose_tile()
-        slope, bend, offset = here.empty(*here.shape), here.empty(*here.shape), here.empty(*here.shape[:4])
-        launch(
+    states = [[of_turn(tensor, turn, turns) for tensor in state] for turn in range(turns)]
+    scored = [own[0] is not None or own[2] is not None for own in states]
+    with current(call.device):
+        rest = None
+        if grads[2] is not None:
+            rest = torch.empty_like(means)
+            measured = Call(MEASURED, children, weight, bias, gate, parents, window, options, limits)
+            for turn in range(turns):
+                own = own_of(states[turn], (None, None), eps, (means[turn], variances[turn]))
+                forward(measured, own, (rest[turn],), scored[turn])
+        tile, blocks = call.pose_tile(turns * call.poses)
+        slope, bend, offset = torch.empty_like(means), torch.empty_like(means), torch.empty_like(counts)
+        call.launch(
             _gaussian_prepare_kernel,
             blocks,
-            **dict(zip(("grad_counts", "grad_means", "grad_variances"), grads, strict=False)),
-            **dict(zip(("counts", "means", "variances"), saved, strict=True)),
+            grad_counts=grads[0],
+            grad_means=grads[1],
+            grad_variances=grads[2],
+            counts=counts,
+            variances=variances,
+            rest=rest,
             slope=slope,
             bend=bend,
             offset=offset,
-            poses=here.poses,
+            poses=turns * call.poses,
             eps=eps,
             **tile,
         )
-        given = (slope, bend, offset, saved[1], grads[3])
-        found = skeleton.gradients(here, given, asked, deterministic, mean is not None or log_weight is not None)
-    made = [found.get(name) for name in ("children", "weight", "bias", "gate")]
-    made[2:2] = found["own"]
-    if devidence is not None:
-        made += _beta_gradients(here, betas, found.get("betas"), devidence, saved[0], gate)
+        for turn in range(turns):
+            given = (slope[turn], bend[turn], offset[turn], means[turn], None if devidence is None else grads[3][turn])
+            made.add(own_of(states[turn], (beta_use, beta_ignore), eps), given, scored[turn])
+    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("own", [None] * 3)]
+    if devidence is None:
+        found += [None, None]
     else:
-        made += [None, None]
-    return skeleton.answer(here, wanted, shapes, made, dtypes)
+        found += _beta_gradients(call, betas, made.found.get("betas"), devidence, counts)
+    return answer(call, wanted, shapes, found, dtypes)

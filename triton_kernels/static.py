@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -26,7 +27,7 @@ _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*f
 
 
 class Launch(Protocol):
-    """One kernel start of a call, as :func:`fastcaps.triton_kernels.attention.watched` hears of it."""
+    """One kernel start of a call, as `watched` of a routing's module hears of it."""
 
     @property
     def kernel(self) -> Any:
@@ -84,8 +85,10 @@ def source_of(launch: Launch, precision: str | None = None) -> ASTSource:
 
     def typed(value: Any, place: tuple[int, ...], constant: bool, specialised: bool) -> Any:
         if isinstance(value, tuple):
-            return tuple(typed(one, (*place, j), constant, specialised) for j, one in enumerate(value))
-        if constant or value is None or (specialised and isinstance(value, int) and value == 1):
+            found = [typed(one, (*place, j), constant, True) for j, one in enumerate(value)]
+            return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+        compiled = isinstance(value, (tl.constexpr, triton.JITFunction))
+        if constant or compiled or value is None or (specialised and isinstance(value, int) and value == 1):
             constants[place] = value
             return "constexpr"
         if isinstance(value, torch.Tensor) or (specialised and isinstance(value, int) and value % 16 == 0):
@@ -98,8 +101,8 @@ def source_of(launch: Launch, precision: str | None = None) -> ASTSource:
 
     for k, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        if parameter.name == "PRECISION" and precision is not None:
-            value = precision
+        if parameter.name == "tile" and precision is not None:
+            value = value._replace(PRECISION=tl.constexpr(precision))
         signature[parameter.name] = typed(value, (k,), parameter.is_constexpr, not parameter.do_not_specialize)
     return ASTSource(launch.kernel, signature, constants, alignments)
 

@@ -1,4 +1,4 @@
-"""What the kernels share: where children lie, the votes of one child, the tiles of a parents tensor, who is heard.
+"""What the kernels share: how children are seen, the votes of one child, the tiles of a parents tensor.
 
 A *tile* holds the poses of every (position l, parent m), shape ``[BC, BE, BL, BM]`` for rows c and columns e of a pose,
 each size a power of two; numbers beyond the true sizes are zero and stay zero. Triton deals the last dimensions out to
@@ -6,219 +6,295 @@ lanes and then to warps: a lane is a parent, a warp has positions, a pose stays 
 
 ``V_im = P_i W_gm + bias_im`` is made for one child i at a time and never leaves the program. Without weights the vote
 is the child itself; unless a bias tells the parents apart, it is kept once for all of them, ``[BC, BE, BL, 1]``.
+
+Named tuples carry what belongs together through the kernels. Numbers in them that a kernel is compiled for are
+``tl.constexpr``; Triton also compiles anew for a stride of 1 or a multiple of 16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 COUNTS = (
-    "count", "length", "columns", "height", "width", "types", "groups", "many", "seen_children", "blocks", "tiles",
-    "first_tile", "first_child", "last_child", "per_split", "poses", "splits", "group_children", "position_splits",
+    "positions", "H", "W", "N", "Ho", "Wo", "I", "M", "G", "blocks", "tiles", "first_tile", "first_child", "last_child",
+    "per_split", "poses", "splits", "group_children",
 )  # fmt: skip
 """Arguments of kernels that never get a kernel compiled for their value, as Triton does for 1 and multiples of 16."""
+STORE, ADD, ATOMIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Ways to :func:`put` numbers: over what is there; added to it, where nobody else adds; added while others do."""
+
+
+class Votes(NamedTuple):
+    """What votes are made of: pointers, or None; strides; what is compiled in, the window's numbers among them."""
+
+    children: Any
+    weight: Any
+    bias: Any
+    gate: Any
+    cs_b: int
+    cs_h: int
+    cs_w: int
+    cs_n: int
+    cs_c: int
+    cs_d: int
+    ws_g: int
+    ws_m: int
+    ws_d: int
+    ws_e: int
+    bs_i: int
+    bs_m: int
+    gs_b: int
+    gs_h: int
+    gs_w: int
+    gs_n: int
+    KW: tl.constexpr
+    SH: tl.constexpr
+    SW: tl.constexpr
+    PH: tl.constexpr
+    PW: tl.constexpr
+    DH: tl.constexpr
+    DW: tl.constexpr
+    SILENT: tl.constexpr  # whether a child whose gate is 0 is taken for absent
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call; ``positions`` are B * Ho * Wo."""
+
+    positions: Any
+    H: Any
+    W: Any
+    N: Any
+    Ho: Any
+    Wo: Any
+    I: Any
+    M: Any
+    G: Any
+
+
+class Tile(NamedTuple):
+    """A program's tile, and the true sizes of a pose.
+
+    ``BK`` and ``DEPTH``: columns of a child's pose that a product takes, for votes and for gradients, or 0.
+    """
+
+    BL: tl.constexpr
+    BC: tl.constexpr
+    BM: tl.constexpr
+    BE: tl.constexpr
+    BK: tl.constexpr
+    DEPTH: tl.constexpr
+    C: tl.constexpr
+    D: tl.constexpr
+    E: tl.constexpr
+    PRECISION: tl.constexpr
+
+
+class Sight(NamedTuple):
+    """Where the windows of positions begin: in the grid, and in children, gates and gradients of children."""
+
+    exists: Any
+    row: Any
+    column: Any
+    child: Any
+    gate: Any
+    cell: Any
+
+
+class Child(NamedTuple):
+    """One child, as positions see it.
+
+    ``at``: a pointer to it from where a window begins; ``opened``: whether it is there and not silent; ``cell``: where
+    its gradients lie from where a window begins.
+    """
+
+    i: Any
+    at: Any
+    seen: Any
+    gates: Any
+    opened: Any
+    cell: Any
+
+
+class At(NamedTuple):
+    """Where a tile lies: offsets and masks in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``."""
+
+    first: Any
+    M: Any
+    inside: Any
+    pose: Any
+    pose_mask: Any
+    each: Any
+    each_mask: Any
 
 
 def kernel(function: Callable[..., None]) -> triton.JITFunction:
     """Compile a kernel; what varies from call to call (see :data:`COUNTS`) does not compile it anew.
 
-    Compiled code has the name of the pass that a skeleton's kernel is made for: ``attention_forward``.
+    Compiled code has the name of the routing that the kernel is compiled for: ``attention_forward``.
     """
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     own = function.__name__.strip("_")
 
     def name(specialization: Any) -> str:
-        return f"{specialization.constants['PASS']}_{own}" if "PASS" in names else own
+        return f"{specialization.constants['ROUTING']}_{own}"
 
     return triton.jit(function, do_not_specialize=[name for name in names if name in COUNTS], repr=name)
 
 
 @triton.jit
-def position_origin(p, count, length, columns, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr):
-    """Return (sample, first row, first column) of the windows of flat positions ``p``; row and column may be < 0.
+def see(votes, sizes, p):
+    """Return where the windows of flat positions ``p`` begin; row and column may be below 0.
 
-    Positions beyond ``count`` get those of the last one: their addresses stay small, and masks do the rest.
+    Positions beyond the last get its place: their addresses stay small, and masks do the rest.
     """
-    inside = tl.minimum(p, count - 1)
-    sample = inside // length
-    rest = inside - sample * length
-    row = rest // columns
-    return sample, row * SH - PH, (rest - row * columns) * SW - PW
+    inside = tl.minimum(p, sizes.positions - 1).to(sizes.positions.dtype)
+    area = sizes.Ho.to(sizes.positions.dtype) * sizes.Wo
+    sample = inside // area
+    rest = inside - sample * area
+    down = rest // sizes.Wo
+    row = (down * votes.SH - votes.PH).to(tl.int64)
+    column = ((rest - down * sizes.Wo) * votes.SW - votes.PW).to(tl.int64)
+    sample = sample.to(tl.int64)
+    child = sample * votes.cs_b + row * votes.cs_h + column * votes.cs_w
+    gate = sample * votes.gs_b + row * votes.gs_h + column * votes.gs_w
+    cell = ((sample * sizes.H + row) * sizes.W + column) * sizes.N
+    return Sight(p < sizes.positions, row.to(tl.int32), column.to(tl.int32), child, gate, cell)
 
 
 @triton.jit
-def windows(
-    p, count, length, columns, cs_b, cs_h, cs_w,
-    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-):  # fmt: skip
-    """Return (whether it exists, sample, row, column, address of its first place) of the windows of positions ``p``."""
-    sample, row, column = position_origin(p, count, length, columns, SH, SW, PH, PW)
-    origin = sample.to(tl.int64) * cs_b + row.to(tl.int64) * cs_h + column.to(tl.int64) * cs_w
-    return p < count, sample, row, column, origin
+def see_block(votes, sizes, tile, block):
+    """Return positions of a block, where their windows begin, and the same for every row of their poses."""
+    p = tl.cast(block, tl.int64) * tile.BL + tl.arange(0, tile.BL)
+    row_p = tl.cast(block, tl.int64) * tile.BL + tl.arange(0, tile.BL * tile.BC) // tile.BC
+    return p, see(votes, sizes, p), see(votes, sizes, row_p)
 
 
 @triton.jit
-def place_of_child(i, types, KW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr):
-    """Return (rows below a window's first place, columns beyond it, type n) of child i."""
-    slot = i // types
-    return slot // KW * DH, slot % KW * DW, (i - slot * types).to(tl.int64)
+def look(votes, sizes, sight, i):
+    """Return child ``i`` of every window."""
+    slot = i // sizes.N
+    n = (i - slot * sizes.N).to(tl.int64)
+    dy, dx = slot // votes.KW * votes.DH, slot % votes.KW * votes.DW
+    seen = sight.exists
+    if votes.PH > 0 or votes.PW > 0:
+        down, right = sight.row + dy, sight.column + dx
+        seen = seen & (down >= 0) & (down < sizes.H) & (right >= 0) & (right < sizes.W)
+    dy, dx = dy.to(tl.int64), dx.to(tl.int64)
+    at = votes.children + (dy * votes.cs_h + dx * votes.cs_w + n * votes.cs_n)
+    gates = votes.gate
+    opened = seen
+    if votes.gate is not None:
+        place = sight.gate + (dy * votes.gs_h + dx * votes.gs_w + n * votes.gs_n)
+        gates = tl.load(votes.gate + place, mask=seen, other=0.0).to(tl.float32)
+        if votes.SILENT:
+            opened = seen & (gates != 0.0)
+    return Child(i, at, seen, gates, opened, (dy * sizes.W + dx) * sizes.N + n)
 
 
 @triton.jit
-def is_present(exists, row, column, dy, dx, height, width, PADDED: tl.constexpr):
-    """Return which positions see a child at (row + dy, column + dx) of the grid; in the padding there is none."""
-    if PADDED:
-        down, right = row + dy, column + dx
-        exists = exists & (down >= 0) & (down < height) & (right >= 0) & (right < width)
-    return exists
+def matrices_of(votes, sizes, i):
+    """Return a pointer to the matrices of child ``i``'s group; None without weights."""
+    if votes.weight is not None:
+        return votes.weight + (i % sizes.G).to(tl.int64) * votes.ws_g
+    else:
+        return None
 
 
 @triton.jit
-def tile_mask(first, parents, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr):
-    """Return which (c, m, e) of a tile that begins at parent ``first`` are numbers of a pose, ``[BC, BE, 1, BM]``."""
-    c = tl.arange(0, BC)[:, None, None, None]
-    m = first + tl.arange(0, BM)[None, None, None, :]
-    e = tl.arange(0, BE)[None, :, None, None]
-    return (c < C) & (m < parents) & (e < E)
+def place(tile, p, exists, first, M):
+    """Return where the tile of positions ``p`` and of the parents from ``first`` on lies."""
+    c = tl.arange(0, tile.BC)[:, None, None, None]
+    e = tl.arange(0, tile.BE)[None, :, None, None]
+    m = first + tl.arange(0, tile.BM)
+    inside = (c < tile.C) & (m < M)[None, None, None, :] & (e < tile.E)
+    pose = p[None, None, :, None] * (tl.cast(M, tl.int64) * (tile.C * tile.E))
+    pose += (m[None, None, None, :] * tile.C + c) * tile.E + e
+    pose_mask = inside & exists[None, None, :, None]
+    return At(first, M, inside, pose, pose_mask, p[:, None] * M + m[None, :], exists[:, None] & (m < M)[None, :])
 
 
-@triton.jit
-def tile_offsets(
-    p, first, parents, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr
-):
-    """Return where the numbers of a tile lie in a contiguous parents tensor ``[positions, M, C, E]``."""
-    c = tl.arange(0, BC)[:, None, None, None]
-    m = first + tl.arange(0, BM)[None, None, None, :]
-    e = tl.arange(0, BE)[None, :, None, None]
-    return p.to(tl.int64)[None, None, :, None] * (parents * (C * E)) + (m * C + c) * E + e
-
-
-@triton.jit
-def tile_places(
-    p, exists, first, parents, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr
-):
-    """Return where a tile lies: offsets and mask in a parents tensor, then in ``[positions, M]``."""
-    mask = tile_mask(first, parents, C, E, BC, BM, BE) & exists[None, None, :, None]
-    m = first + tl.arange(0, BM)
-    each = p.to(tl.int64)[:, None] * parents + m[None, :]
-    return tile_offsets(p, first, parents, C, E, BC, BM, BE), mask, each, exists[:, None] & (m < parents)[None, :]
-
-
-INTERPRETED = tl.constexpr(not isinstance(tile_offsets, triton.JITFunction))
+INTERPRETED = tl.constexpr(not isinstance(place, triton.JITFunction))
 """Whether Triton interprets kernels (TRITON_INTERPRET=1): products of bfloat16 numbers are wrong there."""
 
 
 @triton.jit
-def votes_by_columns(
-    child, origin, seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e,
-    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """Return ``P_i W_gm`` as a tile, one column of the pose times one row of the matrix after the other."""
-    c = tl.arange(0, BC)[:, None, None, None]
-    m = first + tl.arange(0, BM)[None, None, None, :]
-    e = tl.arange(0, BE)[None, :, None, None]
-    poses = child + origin[None, None, :, None] + c * cs_c
-    poses_in = seen[None, None, :, None] & (c < C)
-    rows = matrix + m.to(tl.int64) * ws_m + e * ws_e
-    rows_in = (m < parents) & (e < E)
-    votes = tl.zeros([BC, BE, BL, BM], tl.float32)
-    for d in range(D):
-        pose = tl.load(poses + d * cs_d, mask=poses_in, other=0.0).to(tl.float32)
-        votes += pose * tl.load(rows + d * ws_d, mask=rows_in, other=0.0).to(tl.float32)
-    return votes
-
-
-@triton.jit
-def load_poses(
-    child, row_origin, row_seen, k, cs_c, cs_d,
-    C: tl.constexpr, D: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def load_poses(votes, tile, child, origin, seen, k, BK: tl.constexpr):
     """Return columns k to k + BK of the poses of one child, ``[BL * BC, BK]``: row l * BC + c."""
-    c = tl.arange(0, BL * BC) % BC
-    d = k + tl.arange(0, BK)
-    at = child + row_origin[:, None] + (c * cs_c)[:, None] + (d * cs_d)[None, :]
-    return tl.load(at, mask=(row_seen & (c < C))[:, None] & (d < D)[None, :], other=0.0)
+    c = (tl.arange(0, tile.BL * tile.BC) % tile.BC).to(tl.int64)
+    d = (k + tl.arange(0, BK)).to(tl.int64)
+    at = child + origin[:, None] + (c * votes.cs_c)[:, None] + (d * votes.cs_d)[None, :]
+    return tl.load(at, mask=(seen & (c < tile.C))[:, None] & (d < tile.D)[None, :], other=0.0)
 
 
 @triton.jit
-def load_matrices(
-    matrix, first, parents, k, ws_m, ws_d, ws_e,
-    D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def load_matrices(votes, tile, matrices, at, k, BK: tl.constexpr):
     """Return rows k to k + BK of the matrices of one group, ``[BK, BM * BE]``: column m * BE + e."""
-    column = tl.arange(0, BM * BE)
-    m, e = first + column // BE, column % BE
-    d = k + tl.arange(0, BK)
-    at = matrix + (d * ws_d)[:, None] + (m.to(tl.int64) * ws_m + e * ws_e)[None, :]
-    return tl.load(at, mask=(d < D)[:, None] & ((m < parents) & (e < E))[None, :], other=0.0)
+    column = tl.arange(0, tile.BM * tile.BE)
+    m, e = (at.first + column // tile.BE).to(tl.int64), (column % tile.BE).to(tl.int64)
+    d = (k + tl.arange(0, BK)).to(tl.int64)
+    places = matrices + (d * votes.ws_d)[:, None] + (m * votes.ws_m + e * votes.ws_e)[None, :]
+    return tl.load(places, mask=(d < tile.D)[:, None] & ((m < at.M) & (e < tile.E))[None, :], other=0.0)
 
 
 @triton.jit
-def votes_by_dot(
-    child, row_origin, row_seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e,
-    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return ``P_i W_gm`` as a tile by matrix products: positions times rows against parents times columns."""
-    votes = tl.zeros([BL * BC, BM * BE], tl.float32)
-    for k in range(0, D, BK):
-        poses = load_poses(child, row_origin, row_seen, k, cs_c, cs_d, C, D, BL, BC, BK)
-        matrices = load_matrices(matrix, first, parents, k, ws_m, ws_d, ws_e, D, E, BM, BE, BK)
-        if INTERPRETED:
-            poses, matrices = poses.to(tl.float32), matrices.to(tl.float32)
-        votes = tl.dot(poses, matrices, votes, input_precision=PRECISION)
-    return tl.permute(tl.reshape(votes, [BL, BC, BM, BE]), (1, 3, 0, 2))
+def matrix_rows(votes, tile, matrices, at):
+    """Return pointers to row 0 of the matrices of one group as a tile, and which of it are there."""
+    m = (at.first + tl.arange(0, tile.BM))[None, None, None, :].to(tl.int64)
+    e = tl.arange(0, tile.BE)[None, :, None, None].to(tl.int64)
+    return matrices + m * votes.ws_m + e * votes.ws_e, (m < at.M) & (e < tile.E)
 
 
 @triton.jit
-def votes_by_identity(
-    child, origin, seen, cs_c, cs_d, C: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr
-):
-    """Return the poses of one child themselves, ``[BC, BE, BL, 1]``."""
-    c = tl.arange(0, BC)[:, None, None, None]
-    e = tl.arange(0, BE)[None, :, None, None]
-    poses = child + origin[None, None, :, None] + c * cs_c + e * cs_d
-    return tl.load(poses, mask=seen[None, None, :, None] & (c < C) & (e < E), other=0.0).to(tl.float32)
+def pose_rows(votes, tile, child, sight, seen):
+    """Return pointers to column 0 of the poses of one child, ``[BC, 1, BL, 1]``, and which of them are there."""
+    c = tl.arange(0, tile.BC)[:, None, None, None].to(tl.int64)
+    return child.at + sight.child[None, None, :, None] + c * votes.cs_c, seen[None, None, :, None] & (c < tile.C)
 
 
 @triton.jit
-def votes_of_child(
-    child, origin, row_origin, seen, row_seen, matrix, bias, first, parents,
-    cs_c, cs_d, ws_m, ws_d, ws_e, bs_m, inside,
-    C: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BL: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return the votes of one child as a tile, zero where the child is absent or the tile is padding.
+def make_votes(votes, sizes, tile, sight, rows, child, at, seen):
+    """Return the votes of one child as a tile, zero where it is not ``seen`` or the tile is padding.
 
-    Not a product with the mask: a bias or a weight of infinity must not turn an absent child into NaN. ``BK`` is 0
-    where products column by column are wanted, else the depth of one matrix product.
+    By matrix products (positions times rows against parents times columns), else one column of the pose times one row
+    of the matrix after the other. Absent children are not a product with a mask: a bias or a weight of infinity must
+    not turn one into NaN. ``rows`` are the windows of every row of the poses.
     """
-    if matrix is None:
-        votes = votes_by_identity(child, origin, seen, cs_c, cs_d, C, E, BC, BE)
-    elif BK > 0:
-        votes = votes_by_dot(
-            child, row_origin, row_seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e,
-            C, D, E, BL, BC, BM, BE, BK, PRECISION,
-        )  # fmt: skip
+    matrices = matrices_of(votes, sizes, child.i)
+    if votes.weight is None:
+        poses, there = pose_rows(votes, tile, child, sight, seen)
+        e = tl.arange(0, tile.BE)[None, :, None, None].to(tl.int64)
+        result = tl.load(poses + e * votes.cs_d, mask=there & (e < tile.E), other=0.0).to(tl.float32)
+    elif tile.BK > 0:
+        flat = tl.zeros([tile.BL * tile.BC, tile.BM * tile.BE], tl.float32)
+        row_seen = look(votes, sizes, rows, child.i).seen
+        for k in range(0, tile.D, tile.BK):
+            poses = load_poses(votes, tile, child.at, rows.child, row_seen, k, tile.BK)
+            columns = load_matrices(votes, tile, matrices, at, k, tile.BK)
+            if INTERPRETED:
+                poses, columns = poses.to(tl.float32), columns.to(tl.float32)
+            flat = tl.dot(poses, columns, flat, input_precision=tile.PRECISION)
+        result = tl.permute(tl.reshape(flat, [tile.BL, tile.BC, tile.BM, tile.BE]), (1, 3, 0, 2))
     else:
-        votes = votes_by_columns(
-            child, origin, seen, matrix, first, parents, cs_c, cs_d, ws_m, ws_d, ws_e, C, D, E, BL, BC, BM, BE
-        )
-    if bias is not None:
-        c = tl.arange(0, BC)[:, None, None, None]
-        m = first + tl.arange(0, BM)[None, None, None, :]
-        e = tl.arange(0, BE)[None, :, None, None]
-        votes += tl.load(bias + m.to(tl.int64) * bs_m + c * E + e, mask=inside, other=0.0).to(tl.float32)
-    if matrix is not None or bias is not None:
-        votes = tl.where(inside & seen[None, None, :, None], votes, 0.0)
-    return votes
+        poses, there = pose_rows(votes, tile, child, sight, seen)
+        columns, known = matrix_rows(votes, tile, matrices, at)
+        result = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
+        for d in range(tile.D):
+            column = tl.cast(d, tl.int64)
+            pose = tl.load(poses + column * votes.cs_d, mask=there, other=0.0).to(tl.float32)
+            result += pose * tl.load(columns + column * votes.ws_d, mask=known, other=0.0).to(tl.float32)
+    if votes.bias is not None:
+        c = tl.arange(0, tile.BC)[:, None, None, None]
+        m = (at.first + tl.arange(0, tile.BM))[None, None, None, :]
+        e = tl.arange(0, tile.BE)[None, :, None, None]
+        bias = votes.bias + tl.cast(child.i, tl.int64) * votes.bs_i + (m.to(tl.int64) * votes.bs_m + c * tile.E + e)
+        result += tl.load(bias, mask=at.inside, other=0.0).to(tl.float32)
+    if votes.weight is not None or votes.bias is not None:
+        result = tl.where(at.inside & seen[None, None, :, None], result, 0.0)
+    return result
 
 
 @triton.jit
@@ -234,17 +310,50 @@ def spread(values):
 
 
 @triton.jit
-def routing_weights(agreement, first, parents, normalizer, BM: tl.constexpr):
-    """Return ``r = softmax over m`` of agreements ``[BL, BM]``.
+def directions(vectors):
+    """Return u, 1 / |u| and 1 / |v|, where u is the vector times a number that lets no square overflow or vanish.
 
-    With a ``normalizer`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
+    Both inverses are 0 for a vector of zero.
     """
-    real = (first + tl.arange(0, BM) < parents)[None, :]
-    agreement = tl.where(real, agreement, float("-inf"))
-    if normalizer is not None:
-        return tl.exp(agreement - normalizer[:, None])
-    shares = tl.exp(agreement - tl.max(agreement, axis=1)[:, None])
+    largest = tl.max(tl.max(tl.abs(vectors), axis=0), axis=0)
+    size = 1.0 / tl.minimum(tl.maximum(largest, 2.0**-125), 2.0**126)
+    scaled = vectors * spread(size)
+    length = tl.sqrt(inner_product(scaled, scaled))
+    inverse = tl.where(length == 0.0, 0.0, 1.0 / length)
+    return scaled, inverse, inverse * size
+
+
+@triton.jit
+def squash(sums):
+    """Return ``|S|^2 / (1 + |S|^2) S / |S|``: of length 1 where S is long, 0 where it is 0."""
+    scaled, inverse, inverse_length = directions(sums)
+    size = tl.where(inverse == 0.0, 0.0, 1.0 / (1.0 + inverse_length * inverse_length))
+    return scaled * spread(inverse * size)
+
+
+@triton.jit
+def real_parents(at, tile):
+    """Return which columns of ``[1, BM]`` are parents."""
+    return (at.first + tl.arange(0, tile.BM) < at.M)[None, :]
+
+
+@triton.jit
+def shares_of(logits, known, at, tile):
+    """Return ``r = softmax over m`` of logits ``[BL, BM]``.
+
+    With ``known`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
+    """
+    logits = tl.where(real_parents(at, tile), logits, float("-inf"))
+    if known is not None:
+        return tl.exp(logits - known[:, None])
+    shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     return shares / tl.sum(shares, axis=1)[:, None]
+
+
+@triton.jit
+def equal_shares(at, tile):
+    """Return r = 1 / M."""
+    return tl.where(real_parents(at, tile), tl.full([tile.BL, tile.BM], 1.0, tl.float32) / at.M, 0.0)
 
 
 @triton.jit
@@ -254,3 +363,14 @@ def unbroken(gain, known, opened):
     Such a child gets no gradient; any other behind a closed gate may learn to open it.
     """
     return tl.where(opened | (tl.abs(known) < float("inf")), gain, 0.0)
+
+
+@triton.jit
+def put(pointer, values, mask, HOW: tl.constexpr):
+    """Store numbers, or add them to what is there."""
+    if HOW == ATOMIC:
+        tl.atomic_add(pointer, values, mask=mask, sem="relaxed")
+    elif HOW == ADD:
+        tl.store(pointer, values + tl.load(pointer, mask=mask, other=0.0), mask=mask)
+    else:
+        tl.store(pointer, values, mask=mask)

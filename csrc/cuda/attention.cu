@@ -1,145 +1,119 @@
-// Op bodies of the attention pass on a GPU: check, cut, allocate, launch.
-#include "../attention.h"
-
-#include "call.h"
-#include "layer_norm.h"
-#include "ops.h"
+// The ops of routings whose parents compete: check, schedule, allocate, launch.
+#include "attention_forward.h"
+#include "ends.h"
 
 namespace fastcaps::gpu {
 namespace {
 
-// A call of either op: LayerNorm goes with the pass.
-struct AttentionCall : Call {
-  LayerNormArgs norm{};
-  Tensor norm_weight, norm_bias;  // kept alive here
+std::tuple<Tensor, Tensor> attention_routing(const Tensor children, const MaybeTensor weight, const MaybeTensor bias,
+                                             const MaybeTensor gate, int64_t parents, const std::vector<int64_t> window,
+                                             const MaybeTensor query, const MaybeTensor norm_weight,
+                                             const MaybeTensor norm_bias, double scale, double eps, int64_t rule,
+                                             int64_t iterations, int64_t options) {
+  const DeviceGuard guard(children);
+  Call call(Pass::kAttention, {children, weight, bias, gate, parents, window}, options);
+  const Geometry& g = call.geometry;
+  const ScalarType storage = children.scalar_type();
+  STD_TORCH_CHECK(rule >= 0 && rule <= int64_t(Rule::kSquash), "fastcaps: attention_routing has no rule ", rule);
+  call.check(query, "query", call.poses(), storage);
+  call.check(norm_weight, "norm_weight", {g.C * g.E}, storage);
+  call.check(norm_bias, "norm_bias", {g.C * g.E}, storage);
+  PassArgs& a = call.args;
+  if (query) a.query = view_of(*query);
+  a.scale = float(scale), a.eps = float(eps), a.rule = Rule(rule);
+  const Schedule c = call.schedule_forward(iterations);
+  Tensor result = torch::stable::new_empty(children, call.poses());
+  Tensor sums = call.empty(with_turns(iterations, call.poses()));
+  if (g.positions() == 0) return {result, sums};
+  call.take(c);
+  EndArgs end = end_args(call);
+  end.rule = a.rule;
+  Tensor norms[2];
+  if (norm_weight && a.rule == Rule::kLayerNorm)
+    a.norm_weight = end.norm_weight = data_of(norms[0] = torch::stable::contiguous(*norm_weight));
+  if (norm_bias && a.rule == Rule::kLayerNorm)
+    a.norm_bias = end.norm_bias = data_of(norms[1] = torch::stable::contiguous(*norm_bias));
+  const Tensor statistics = query ? call.collect(c, 2) : Tensor();
+  if (iterations > 1) {
+    a.turns = int(iterations), a.sums = floats(sums), a.result = data_of(result);
+    call.launch(c, 0, c.parent_blocks);
+    return {result, sums};
+  }
+  const Tensor parts = c.chunks == 1 ? sums : call.empty(call.parts(c, true));
+  a.sums = floats(parts);
+  call.launch(c, 0, c.parent_blocks);
+  end.parts = floats(parts), end.chunks = c.chunks, end.sums = c.chunks == 1 ? nullptr : floats(sums);
+  end.parents = data_of(result);
+  launch_end(&finish_kernel<4>, &finish_kernel<16>, end, end_blocks(end, 1 << 20), 0);
+  return {result, sums};
+}
 
-  AttentionCall(const Tensor& children_, const Tensor& weight_, const MaybeTensor& query, const MaybeTensor& bias_,
-                const MaybeTensor& gate, const MaybeTensor& norm_weight_, const MaybeTensor& norm_bias_, double scale,
-                double eps, bool normalize, const std::vector<int64_t>& window)
-      : Call(Pass::kAttention,
-             attention_geometry(children_, weight_, query, bias_, gate, norm_weight_, norm_bias_, window), children_,
-             weight_, bias_, gate) {
-    const Geometry& g = geometry;
-    if (query) args.query = view_of(*query);
-    args.scale = float(scale);
-    norm.M = args.M, norm.C = args.C, norm.E = args.E, norm.Ho = args.Ho, norm.Wo = args.Wo;
-    norm.count = g.positions() * g.M;
-    norm.normalize = normalize;
-    norm.eps = float(eps);
-    norm.storage = args.storage;
-    norm.lanes = 1;
-    while (norm.lanes < 32 && norm.lanes * 4 < g.parent_pose()) norm.lanes *= 2;
-    if (norm_weight_) norm.norm_weight = data_of(norm_weight = torch::stable::contiguous(*norm_weight_));
-    if (norm_bias_) norm.norm_bias = data_of(norm_bias = torch::stable::contiguous(*norm_bias_));
-  }
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_routing_backward(
+    const Tensor grad, const Tensor children, const MaybeTensor weight, const MaybeTensor bias, const MaybeTensor gate,
+    int64_t parents, const std::vector<int64_t> window, const MaybeTensor query, const MaybeTensor norm_weight,
+    const MaybeTensor sums, double scale, double eps, int64_t needs, int64_t options) {
+  const DeviceGuard guard(children);
+  const VotesGiven votes{children, weight, bias, gate, parents, window};
+  Call call(Pass::kAttention, votes, options);
+  const Geometry& g = call.geometry;
+  const ScalarType storage = children.scalar_type();
+  STD_TORCH_CHECK(grad.dim() == 7 && grad.size(0) >= 1, "fastcaps: grad must be [T, B, Ho, Wo, M, C, E]");
+  const int64_t turns = grad.size(0);
+  call.check_turns(grad, "grad", call.poses(), storage, turns);
+  call.check_turns(query, "query", call.poses(), storage, turns, true);
+  call.check_turns(sums, "sums", call.poses(), ScalarType::Float, turns);
+  call.check(norm_weight, "norm_weight", {g.C * g.E}, storage);
+  const auto wants = [&](int64_t bit, bool given) { return given && (needs & bit) != 0; };
+  const bool wants_query = wants(kQuery, query.has_value()), empty = g.positions() == 0;
+  const bool wants_norm = wants(kNormWeight | kNormBias, sums.has_value());
+  STD_TORCH_CHECK(!wants_query || turns == 1, "fastcaps: dquery is of one turn, got ", turns);
 
-  template <class Kernel>
-  void run_norm(Kernel&& few, Kernel&& many, int64_t blocks, int64_t shared_bytes) {
-    gpu::launch(geometry.parent_pose() <= 4 * norm.lanes ? few : many, Grid{blocks, 1, 256, shared_bytes}, norm);
+  PassArgs& a = call.args;
+  a.scale = float(scale), a.eps = float(eps), a.detach = needs & kDetach;
+  Gradients gradients(call, votes, needs);
+  const Schedule& c = gradients.schedule;
+  EndArgs end = end_args(call);
+  Tensor norm;
+  if (norm_weight) end.norm_weight = data_of(norm = torch::stable::contiguous(*norm_weight));
+  const int64_t blocks = end_blocks(end, 1024);
+  const std::vector<int64_t> norms_shape{turns * blocks, 2, wants_norm ? g.parent_pose() : 0};
+  const Tensor dnorms = empty ? call.zeros(with_turns(1, {2, norms_shape[2]})) : call.empty(norms_shape);
+  Tensor dquery = torch::stable::new_empty(children, wants_query ? call.poses() : std::vector<int64_t>{0});
+  const bool direct = c.chunks == 1 && storage == ScalarType::Float;
+  const Tensor dqueries = direct || empty || !wants_query ? dquery : call.empty(call.parts(c, true));
+  const Tensor dsums = call.empty({g.positions() * g.parents()});
+  a.dsums = end.dsums = floats(dsums);
+  if (wants_query) a.dquery = static_cast<float*>(data_of(dqueries));
+  for (int64_t turn = 0; turn < turns && !empty; ++turn) {
+    const MaybeTensor asked = of_turn(query, turns, turn), given = of_turn(sums, turns, turn);
+    const Tensor kept = given ? torch::stable::contiguous(*given) : Tensor();
+    a.query = asked ? view_of(*asked) : View{};
+    end.grad = view_of(torch::stable::select(grad, 0, turn));
+    end.given_sums = given ? floats(kept) : nullptr;
+    end.dnorm = wants_norm ? floats(dnorms) + turn * blocks * 2 * g.parent_pose() : nullptr;
+    launch_end(&prepare_kernel<4>, &prepare_kernel<16>, end, blocks,
+               256 / end.lanes * 2 * g.parent_pose() * int64_t(sizeof(float)));
+    if (gradients.any() || wants_query) gradients.run(3);  // or the LayerNorm is all there is to differentiate
   }
-  int64_t norm_blocks(int64_t most) const {
-    const int64_t blocks = ceil_div(norm.count, 256 / norm.lanes);
-    return blocks < most ? blocks : most;
+  if (wants_query && !direct && !empty) {
+    EndArgs add = end_args(call);
+    add.parts = floats(dqueries), add.chunks = c.chunks, add.parents = data_of(dquery);
+    launch_end(&finish_kernel<4>, &finish_kernel<16>, add, end_blocks(add, 1 << 20), 0);
   }
-
-  // parts [chunks, count, C * E], added up in their order, become `out`.
-  void add_up(const Tensor& parts, int chunks, const Tensor& out) {
-    const LayerNormArgs before = norm;
-    norm.normalize = false;
-    norm.norm_weight = norm.norm_bias = nullptr;
-    norm.parts = floats(parts), norm.chunks = chunks, norm.sums = nullptr;
-    norm.parents = data_of(out);
-    run_norm(&finish_kernel<4>, &finish_kernel<16>, norm_blocks(1 << 20), 0);
-    norm = before;
-  }
-};
+  const auto affine = [&](int64_t bit, int64_t row) {
+    if (!wants_norm || !(needs & bit)) return gradients.finished(false, dnorms, {});
+    const Tensor all = torch::stable::view(over(dnorms, 0), {2, g.C * g.E});
+    return gradients.finished(true, torch::stable::clone(torch::stable::select(all, 0, row)), {g.C * g.E});
+  };
+  return {gradients.children(),   gradients.weight(),  gradients.bias(), gradients.gate(), dquery,
+          affine(kNormWeight, 0), affine(kNormBias, 1)};
+}
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> attention_pass(const Tensor children, const Tensor weight, const MaybeTensor query,
-                                          const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
-                                          const MaybeTensor norm_bias, double scale, double eps, bool normalize,
-                                          const std::vector<int64_t> window, int64_t options) {
-  const DeviceGuard guard(children);
-  AttentionCall call(children, weight, query, bias, gate, norm_weight, norm_bias, scale, eps, normalize, window);
-  const Geometry& g = call.geometry;
-  const std::vector<int64_t> shape{g.B, g.Ho, g.Wo, g.M, g.C, g.E};
-  Tensor parents = torch::stable::new_empty(children, shape);
-  Tensor sums = call.empty(normalize ? shape : std::vector<int64_t>{0});
-  if (g.positions() == 0) return {parents, sums};
-
-  const Cut c = call.cut_forward(options);
-  call.take(c);
-  const Tensor statistics = query ? call.collect(c, 2) : Tensor();
-  const bool direct = c.chunks == 1 && (normalize || call.args.storage == Storage::kFloat32);
-  const Tensor parts = direct ? (normalize ? sums : parents) : call.empty({c.chunks * g.positions() * g.parents()});
-  call.args.sums = floats(parts);
-  call.launch(c, 0, c.parent_blocks);
-  if (!direct || normalize) {
-    call.norm.parts = floats(parts), call.norm.chunks = c.chunks;
-    call.norm.sums = normalize && !direct ? floats(sums) : nullptr;
-    call.norm.parents = data_of(parents);
-    call.run_norm(&finish_kernel<4>, &finish_kernel<16>, call.norm_blocks(1 << 20), 0);
-  }
-  return {parents, sums};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_pass_backward(
-    const MaybeTensor grad_parents, const MaybeTensor grad_sums, const Tensor children, const Tensor weight,
-    const MaybeTensor query, const MaybeTensor bias, const MaybeTensor gate, const MaybeTensor norm_weight,
-    const Tensor sums, double scale, double eps, bool normalize, const std::vector<int64_t> window, int64_t needs,
-    int64_t options) {
-  const DeviceGuard guard(children);
-  AttentionCall call(children, weight, query, bias, gate, norm_weight, std::nullopt, scale, eps, normalize, window);
-  const Geometry& g = call.geometry;
-  const ScalarType storage = children.scalar_type();
-  const std::vector<int64_t> shape{g.B, g.Ho, g.Wo, g.M, g.C, g.E};
-  if (grad_parents) check_tensor(*grad_parents, "grad_parents", shape, storage, children);
-  if (grad_sums) check_tensor(*grad_sums, "grad_sums", shape, ScalarType::Float, children);
-  if (normalize) check_tensor(sums, "sums", shape, ScalarType::Float, children);
-  if (!query) needs &= ~kQuery;
-  if (!bias) needs &= ~kBias;
-  if (!gate) needs &= ~kGate;
-  if (!normalize || !grad_parents) needs &= ~(kNormWeight | kNormBias);
-  const bool empty = g.positions() == 0 || (!grad_parents && !grad_sums);
-
-  PassArgs& a = call.args;
-  a.frozen = needs & kFrozen;
-  needs &= ~kFrozen;
-  const auto wants = [&](int64_t bit) { return (needs & bit) != 0; };
-  Gradients gradients(call, {wants(kChildren), wants(kWeight), wants(kBias), wants(kGate)}, weight, bias, options);
-  const Cut& c = gradients.cut;
-  const int64_t norm_blocks = call.norm_blocks(1024);
-  const Tensor dnorms = call.empty({norm_blocks, 2, wants(kNormWeight | kNormBias) ? g.parent_pose() : 0});
-  Tensor dquery = torch::stable::new_empty(children, wants(kQuery) ? shape : std::vector<int64_t>{0});
-  if (empty) torch::stable::zero_(dquery);
-  const bool direct = c.chunks == 1 && storage == ScalarType::Float;
-  const Tensor dqueries = direct || empty || !wants(kQuery) ? dquery : call.empty(call.parts(c, true));
-
-  if (!empty) {
-    const Tensor dsums = call.empty({g.positions() * g.parents()});
-    const Tensor given = normalize ? torch::stable::contiguous(sums) : sums;
-    if (grad_parents) call.norm.grad_parents = view_of(*grad_parents);
-    if (grad_sums) call.norm.grad_sums = view_of(*grad_sums);
-    call.norm.given_sums = floats(given);
-    call.norm.dsums = floats(dsums);
-    call.norm.dnorm = floats(dnorms);
-    call.run_norm(&prepare_kernel<4>, &prepare_kernel<16>, norm_blocks,
-                  256 / call.norm.lanes * 2 * g.parent_pose() * int64_t(sizeof(float)));
-    a.dsums = floats(dsums), a.dquery = floats(dqueries);
-    if (needs & ~(kNormWeight | kNormBias)) gradients.run(3);  // or the LayerNorm is all there is to differentiate
-    if (wants(kQuery) && !direct) call.add_up(dqueries, c.chunks, dquery);
-  }
-
-  const Tensor both = !wants(kNormWeight | kNormBias) ? Tensor()
-                      : empty                         ? call.zeros({2, g.C * g.E})
-                                                      : torch::stable::view(over(dnorms, 0), {2, g.C * g.E});
-  const auto affine = [&](int64_t bit, int64_t row) {
-    if (!wants(bit)) return gradients.finished(false, both, {});
-    return gradients.finished(true, torch::stable::clone(torch::stable::select(both, 0, row)), {g.C * g.E});
-  };
-  return {gradients.children(),   gradients.weight(),  dquery, gradients.bias(), gradients.gate(),
-          affine(kNormWeight, 0), affine(kNormBias, 1)};
+STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
+  m.impl("attention_routing", TORCH_BOX(&attention_routing));
+  m.impl("attention_routing_backward", TORCH_BOX(&attention_routing_backward));
 }
 
 }  // namespace fastcaps::gpu

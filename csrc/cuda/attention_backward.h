@@ -10,7 +10,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct AttentionBackward {
-  static constexpr bool kHushes = false, kIdentity = false, kGates = false;
+  static constexpr bool kHushes = false, kIdentity = !PLAIN, kGates = false, kMeasures = false;
   Tiles<Pose, R> query, dsums, dquery;  // query carries the scale
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
@@ -38,7 +38,7 @@ struct AttentionBackward {
       if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
         add(a.dgate + Child(a, stage.t).cell(a, seats[at]), heard[r], a.alone_with_children);
       const float weight = counts ? share[r][p] * seen.gate : 0.0f;
-      const float dlogit = counts && asks && !a.frozen ? weight * (h[r][p] - heard[r]) : 0.0f;
+      const float dlogit = counts && asks && !a.detach ? weight * (h[r][p] - heard[r]) : 0.0f;
       each_number<Pose>([&](int i, int j) {
         float& vote = votes[r][p][i][j];
         if (PLAIN || counts) dquery[r][p][i][j] += dlogit * vote;

@@ -9,7 +9,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct AttentionForward {
-  static constexpr bool kHushes = false, kIdentity = false;
+  static constexpr bool kHushes = false, kIdentity = !PLAIN;
   Tiles<Pose, R> query, sums;
   bool asks;  // or all shares are 1 / M
 
@@ -50,7 +50,7 @@ struct AttentionForward {
 
   FASTCAPS_DEVICE void next_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
     each_tile<Pose, R>([&](int r, int p) {
-      take_turn<Pose>(a, lane, seats[lane.template seat<R>(r)], p, turn, !asks, sums[r][p], query[r][p]);
+      take_turn<Pose, false>(a, lane, seats[lane.template seat<R>(r)], p, turn, !asks, sums[r][p], query[r][p]);
     });
     asks = true;
   }

@@ -2,7 +2,7 @@
 // the gradients of children, weights and bias. In a policy (see forward.h)
 //   differentiate(a, lane, stage, found, seats, shared, votes)
 // takes the place of hear: votes become dL/dV, 0 for what takes no part. It returns false where the launch only
-// collects statistics.
+// collects statistics, or measures (kMeasures: there are such launches).
 #pragma once
 
 #include "forward.h"
@@ -375,6 +375,13 @@ FASTCAPS_DEVICE void multiply_outer(const PassArgs& a, const Stage<Pose>& stage,
   }
 }
 
+// Is there a position in the tile that a launch for narrow ones is for? All threads find the same.
+FASTCAPS_DEVICE bool any_narrow(const PassArgs& a, const Seat* seats) {
+  bool any = false;
+  for (int k = 0; k < a.tile; ++k) any = any || (seats[k].position >= 0 && a.narrow[seats[k].position] != 0.0f);
+  return any;
+}
+
 template <template <class, int, bool> class Policy, class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
 FASTCAPS_KERNEL(THREADS, BLOCKS)
 backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
@@ -387,6 +394,12 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
     make_seats(a, tile, shared);
     make_offsets(a, shared, 0, range.first, range.last);
     barrier();
+    if constexpr (Policy<Pose, R, PLAIN>::kMeasures) {
+      if (a.narrow && !any_narrow(a, seats)) {
+        barrier();  // the seats are read to the end
+        continue;
+      }
+    }
     Policy<Pose, R, PLAIN> state;
     state.load(a, lane, seats);
     walk<Policy<Pose, R, PLAIN>, Pose>(a, shared, range, [&](int which, int t, int count) {
@@ -399,7 +412,7 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
         child.next(a);
       }
       barrier();
-      if (!PLAIN && a.collect) return;
+      if (!PLAIN && (a.collect || a.measured)) return;
       if (a.dchildren) flush_children<Pose>(a, found, t, count, seats);
       if constexpr (Policy<Pose, R, PLAIN>::kGates)
         if (a.dgate) {

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "ops.h"
-
 namespace fastcaps::gpu {
 namespace {
 
@@ -41,12 +39,15 @@ Tensor parameter(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
 }
 
-Call::Call(Pass pass_, const Geometry& geometry_, const Tensor& children_, const MaybeTensor& weight_,
-           const MaybeTensor& bias_, const MaybeTensor& gate)
-    : pass(pass_), geometry(geometry_), children(children_) {
+Call::Call(Pass pass_, const VotesGiven& votes, int64_t options_)
+    : pass(pass_),
+      geometry(pass_geometry(votes.children, votes.weight, votes.parents, votes.bias, votes.gate, votes.window)),
+      options(options_),
+      children(votes.children) {
   const Geometry& g = geometry;
+  STD_TORCH_CHECK(g.M == votes.parents, "fastcaps: weight is for ", g.M, " parents, not for ", votes.parents);
   STD_TORCH_CHECK(storage_of(children) != Storage::kFloat64, "fastcaps: the CUDA kernels take no float64");
-  const std::string why_not = refusal(pass, g.C, g.D, g.E);
+  const std::string why_not = refusal(pass, g.C, g.D, g.E, !votes.weight);
   STD_TORCH_CHECK(why_not.empty(), "fastcaps: the CUDA kernels cannot take this call: ", why_not);
   for (const int64_t size : {g.children(), g.M, g.H * g.W, g.C * g.D * g.M, g.Ho * g.Wo})
     STD_TORCH_CHECK(size < (int64_t(1) << 30), "fastcaps: the CUDA kernels count children and parents in 30 bits");
@@ -59,10 +60,10 @@ Call::Call(Pass pass_, const Geometry& geometry_, const Tensor& children_, const
   a.padded = g.window.ph > 0 || g.window.pw > 0;
   a.children = view_of(children);
   a.storage = storage_of(children);
-  if (gate) a.gate = view_of(*gate);
-  if (weight_) a.weight = floats(weight = parameter(*weight_));
-  if (bias_) {
-    a.bias = floats(bias = parameter(*bias_));
+  if (votes.gate) a.gate = view_of(*votes.gate);
+  if (votes.weight) a.weight = floats(weight = parameter(*votes.weight));
+  if (votes.bias) {
+    a.bias = floats(bias = parameter(*votes.bias));
     a.bias_stride_m = bias.size(1) > 1 ? g.parent_pose() : 0;
     a.bias_stride_i = bias.size(0) > 1 ? bias.size(1) * g.parent_pose() : 0;
   }
@@ -74,29 +75,48 @@ float* Call::dense(const MaybeTensor& x) {
   return floats(kept.back());
 }
 
+void Call::take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight) {
+  check(mean, "mean", poses(), ScalarType::Float), check(variance, "variance", poses(), ScalarType::Float);
+  check(log_weight, "log_weight", numbers(), ScalarType::Float);
+  STD_TORCH_CHECK(mean || !variance, "fastcaps: a variance wants a mean");
+  args.mean = dense(mean), args.variance = dense(variance), args.log_weight = dense(log_weight);
+}
+
 void Call::take_betas(const MaybeTensor& use, const MaybeTensor& ignore) {
   const auto stride = [](const MaybeTensor& x, int64_t dim) {  // of dense memory
     return x->size(dim) == 1 ? 0 : dim == 1 ? 1 : x->size(1);
   };
+  STD_TORCH_CHECK(use && ignore, "fastcaps: beta_use and beta_ignore come together");
+  for (const auto& [beta, name] : {std::pair{&*use, "beta_use"}, std::pair{&*ignore, "beta_ignore"}}) {
+    STD_TORCH_CHECK(beta->dim() == 2, "fastcaps: ", name, " must be [I or 1, M or 1]");
+    const int64_t i = beta->size(0) == 1 ? 1 : geometry.children(), m = beta->size(1) == 1 ? 1 : geometry.M;
+    check(*beta, name, {i, m}, ScalarType::Float);
+  }
   args.beta_use = dense(use), args.beta_ignore = dense(ignore);
   args.use_stride_i = stride(use, 0), args.use_stride_m = stride(use, 1);
   args.ignore_stride_i = stride(ignore, 0), args.ignore_stride_m = stride(ignore, 1);
 }
 
-bool Call::rounds(int64_t options, Storage half) const {
-  return (options & kTF32) || args.storage == Storage::kBFloat16 || args.storage == half;
+Schedule Call::schedule_forward(int64_t turns) const {
+  STD_TORCH_CHECK(turns >= 1 && turns <= kMostTurns, "fastcaps: one launch has 1 to ", kMostTurns, " turns, got ",
+                  turns);
+  const bool whole = turns > 1;
+  const Schedule c = make_schedule({.pass = pass,
+                                    .tensor = rounds(options, args.storage, Storage::kFloat16),
+                                    .identity = !args.weight,
+                                    .whole = whole},
+                                   geometry, {}, machine());
+  STD_TORCH_CHECK(!whole || pass == Pass::kPooling || c.parent_blocks == 1,
+                  "fastcaps: one launch cannot take this routing: its ", geometry.M, " parents take several blocks");
+  return c;
 }
 
-Cut Call::cut_forward(int64_t options) const {
-  return cut({pass, false, rounds(options, Storage::kFloat16), false, !args.weight}, geometry, {}, machine());
-}
-
-void Call::take_ranges(const Cut& c) {
+void Call::take_ranges(const Schedule& c) {
   args.chunks = c.chunks, args.chunk_children = c.chunk_children;
   args.by_chunk = Divider(c.chunks);
 }
 
-void Call::take(const Cut& c) {
+void Call::take(const Schedule& c) {
   STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
   take_ranges(c);
   PassArgs& a = args;
@@ -118,7 +138,7 @@ void Call::take(const Cut& c) {
   a.shared_dweight = c.shared_dweight, a.shared_dgate = c.shared_dgate, a.shared_stage = c.shared_stage;
 }
 
-void Call::launch(const Cut& c, int first_block, int parent_blocks, int colours_y, int colours_x, int colour_y,
+void Call::launch(const Schedule& c, int first_block, int parent_blocks, int colours_y, int colours_x, int colour_y,
                   int colour_x) {
   PassArgs& a = args;
   const int64_t rows = ceil_div(geometry.Ho - colour_y, colours_y),
@@ -131,7 +151,7 @@ void Call::launch(const Cut& c, int first_block, int parent_blocks, int colours_
                   "fastcaps: too many positions for one launch");
   a.tiles = int(ceil_div(a.seats, c.tile));
   a.groups = c.groups < a.tiles ? int(c.groups) : a.tiles;
-  const bool plain = !a.bias && !a.padded && a.query.data && c.parent_blocks == 1 && a.turns == 0;
+  const bool plain = a.weight && !a.bias && !a.padded && a.query.data && c.parent_blocks == 1 && a.turns == 0;
   constexpr int kMost = 65535;  // blocks along y
   for (int block = 0; block < parent_blocks; block += kMost) {
     a.first_parent = (first_block + block) * c.warps_parents * c.parents;
@@ -140,12 +160,12 @@ void Call::launch(const Cut& c, int first_block, int parent_blocks, int colours_
   }
 }
 
-Tensor Call::collect(const Cut& c, int numbers) {
+Tensor Call::collect(const Schedule& c, int numbers) {
   Tensor statistics = empty({c.parent_blocks > 1 ? geometry.positions() * geometry.children() * numbers : 0});
   if (c.parent_blocks == 1) return statistics;
   args.statistics = floats(statistics);
   args.collect = true;
-  Cut all = c;  // nothing is summed over children: they may be spread over as many blocks as there is room for
+  Schedule all = c;  // nothing is summed over children: they may be spread over as many blocks as there is room for
   all.groups = c.tiles;
   const int64_t ranges = std::max<int64_t>(c.chunks, ceil_div(2 * multiprocessors(), c.tiles));
   all.chunk_children = int(ceil_div(ceil_div(geometry.children(), ranges), c.stage) * c.stage);
@@ -157,20 +177,29 @@ Tensor Call::collect(const Cut& c, int numbers) {
   return statistics;
 }
 
-Gradients::Gradients(Call& call, const Wanted& wanted, const MaybeTensor& weight, const MaybeTensor& bias,
-                     int64_t options)
-    : call_(call), wanted_(wanted), ordered_(options & kDeterministic) {
-  if (weight) weight_shape_ = shape_of(*weight);
-  if (bias) bias_shape_ = shape_of(*bias);
+Gradients::Gradients(Call& call, const VotesGiven& votes, int64_t needs, int64_t use, int64_t ignore)
+    : call_(call),
+      wanted_{(needs & kChildren) != 0,
+              votes.weight && (needs & kWeight),
+              votes.bias && (needs & kBias),
+              votes.gate && (needs & kGate),
+              use,
+              ignore},
+      ordered_(call.options & kDeterministic) {
+  const auto& wanted = wanted_;
+  if (votes.weight) weight_shape_ = shape_of(*votes.weight);
+  if (votes.bias) bias_shape_ = shape_of(*votes.bias);
+  const MaybeTensor& bias = votes.bias;
   const Geometry& g = call.geometry;
   const bool identity = !call.args.weight;
   const int64_t weights = identity ? 0 : g.G * g.M * g.D * g.E;
   const int64_t biases = wanted.bias ? bias->size(0) * g.parents() : 0;
   const Bias parts_of{biases + wanted.use + wanted.ignore, wanted.bias && bias->size(0) == 1};
-  cut =
-      gpu::cut({call.pass, true, call.rounds(options, Storage::kBFloat16), ordered_, identity}, g, parts_of, machine());
-  call.take(cut);
-  const int64_t parts = !ordered_ ? 1 : cut.parts_by_chunk ? cut.groups * cut.chunks : cut.groups;
+  schedule =
+      make_schedule({call.pass, true, rounds(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity},
+                    g, parts_of, machine());
+  call.take(schedule);
+  const int64_t parts = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
   dchildren_ = call.zeros({wanted.children ? call.children.numel() : 0});
   dgate_ = call.zeros({wanted.gate ? g.B * g.H * g.W * g.N : 0});
   dweight_ = call.zeros({parts, wanted.weight ? weights : 0});
@@ -186,19 +215,34 @@ Gradients::Gradients(Call& call, const Wanted& wanted, const MaybeTensor& weight
   a.alone_with_weights = ordered_;
 }
 
+void Gradients::measure(int statistics, float* linear, const float* narrow) {
+  PassArgs& a = call_.args;
+  a.narrow = narrow;
+  const Tensor kept = call_.collect(schedule, statistics);
+  a.measured = linear;
+  Schedule whole = schedule;  // a sum over all children, made by one block
+  whole.groups = schedule.tiles;
+  whole.chunks = 1, whole.chunk_children = int(ceil_div(call_.geometry.children(), schedule.stage) * schedule.stage);
+  call_.take_ranges(whole);
+  call_.launch(whole, 0, schedule.parent_blocks);
+  call_.take_ranges(schedule);
+  a.measured = nullptr, a.narrow = nullptr;
+}
+
 void Gradients::run(int statistics) {
   const Geometry& g = call_.geometry;
-  const Tensor kept = statistics ? call_.collect(cut, statistics) : Tensor();
+  const Tensor kept = statistics ? call_.collect(schedule, statistics) : Tensor();
   const Window& w = g.window;
   const int colours_y = colours(w.kh, w.sh, w.dh, g.Ho), colours_x = colours(w.kw, w.sw, w.dw, g.Wo);
-  call_.args.alone_with_children = ordered_ || (colours_y * colours_x == 1 && cut.parent_blocks == 1);
+  call_.args.alone_with_children = ordered_ || (colours_y * colours_x == 1 && schedule.parent_blocks == 1);
   if (!ordered_) {
-    call_.launch(cut, 0, cut.parent_blocks);
+    call_.launch(schedule, 0, schedule.parent_blocks);
     return;
   }
   for (int y = 0; y < colours_y; ++y)
     for (int x = 0; x < colours_x; ++x)
-      for (int block = 0; block < cut.parent_blocks; ++block) call_.launch(cut, block, 1, colours_y, colours_x, y, x);
+      for (int block = 0; block < schedule.parent_blocks; ++block)
+        call_.launch(schedule, block, 1, colours_y, colours_x, y, x);
 }
 
 Tensor Gradients::finished(bool wanted, const Tensor& x, const std::vector<int64_t>& shape) const {

@@ -1,12 +1,52 @@
-// One call of an op on a GPU: its tensors as the kernels want them, how it is cut, its launches.
+// One call of an op on a GPU: its tensors as the kernels want them, its schedule, its launches.
 #pragma once
 
 #include "../tensors.h"
-#include "cut.h"
 #include "launch.h"
 #include "pass.h"
+#include "schedule.h"
+
+// The tests build the same sources for the CPU, under another name.
+#ifndef FASTCAPS_CUDA_NAMESPACE
+#define FASTCAPS_CUDA_NAMESPACE fastcaps_cuda
+#define FASTCAPS_CUDA_KEY CUDA
+#endif
 
 namespace fastcaps::gpu {
+
+// What fastcaps read off torch's settings when the call was made: bits of an op's `options`.
+enum Options : int64_t { kDeterministic = 1, kTF32 = 2 };
+
+// May products be rounded to tf32? Half-precision numbers lose nothing by it; the gradients of votes, which backward
+// rounds too, lose what bfloat16 does not show and float16 would: it has another `half`.
+inline bool rounds(int64_t options, Storage storage, Storage half) {
+  return (options & kTF32) || storage == Storage::kBFloat16 || storage == half;
+}
+
+// Which gradients a backward is asked for: bits of `needs`, those that every routing has and then each one's own.
+enum Needs : int64_t {
+  kChildren = 1,
+  kWeight = 2,
+  kBias = 4,
+  kGate = 8,
+  kQuery = 16,
+  kNormWeight = 32,
+  kNormBias = 64,
+  kMean = 16,
+  kVariance = 32,
+  kLogWeight = 64,
+  kBetaUse = 128,
+  kBetaIgnore = 256,
+  kDetach = int64_t(1) << 30,
+};
+
+// The leading arguments of every op.
+struct VotesGiven {
+  const Tensor& children;
+  const MaybeTensor &weight, &bias, &gate;
+  int64_t parents;
+  const std::vector<int64_t>& window;
+};
 
 inline Machine machine() { return {multiprocessors(), shared_limit()}; }
 
@@ -28,15 +68,38 @@ inline Tensor over(const Tensor& x, int64_t dim) {
   return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(dims, 1));
 }
 
+inline std::vector<int64_t> with_turns(int64_t turns, std::vector<int64_t> shape) {
+  shape.insert(shape.begin(), turns);
+  return shape;
+}
+
+// Of turn k; nothing where the first turn has none.
+inline MaybeTensor of_turn(const MaybeTensor& x, int64_t turns, int64_t k) {
+  if (!x || k < turns - x->size(0)) return {};
+  return torch::stable::select(*x, 0, k - (turns - x->size(0)));
+}
+
 struct Call {
   Pass pass;
   Geometry geometry;
+  int64_t options;
   PassArgs args{};
   Tensor children, weight, rounded, bias;  // kept alive here, like the following
   std::vector<Tensor> kept;
 
-  Call(Pass pass, const Geometry& geometry, const Tensor& children, const MaybeTensor& weight, const MaybeTensor& bias,
-       const MaybeTensor& gate);
+  Call(Pass pass, const VotesGiven& votes, int64_t options);
+
+  std::vector<int64_t> poses() const { return parents_shape(geometry); }
+  std::vector<int64_t> numbers() const { return numbers_shape(geometry); }
+  // Raises unless a tensor that belongs to parents fits: of one turn, or of `turns` (the first of which may have none).
+  void check(const MaybeTensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type) const {
+    if (x) check_tensor(*x, name, shape, type, children);
+  }
+  void check_turns(const MaybeTensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type,
+                   int64_t turns, bool may_lack_first = false) const {
+    const bool lacks = may_lack_first && turns > 1 && x && x->dim() > 0 && x->size(0) == turns - 1;
+    check(x, name, with_turns(turns - (lacks ? 1 : 0), shape), type);
+  }
 
   Tensor empty(const std::vector<int64_t>& shape) const {
     return torch::stable::new_empty(children, shape, ScalarType::Float);
@@ -46,45 +109,42 @@ struct Call {
   }
   // A tensor in float, where it lies if it is dense.
   float* dense(const MaybeTensor& x);
-  // Those of the Gaussian pass, [I or 1, M or 1].
+  // A Gaussian turn's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
+  void take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight);
+  // Betas [I or 1, M or 1].
   void take_betas(const MaybeTensor& use, const MaybeTensor& ignore);
 
-  // May products be rounded to tf32? Half-precision numbers lose nothing by it; the gradients of votes, which backward
-  // rounds too, lose what bfloat16 does not show and float16 would.
-  bool rounds(int64_t options, Storage half) const;
-
-  Cut cut_forward(int64_t options) const;
-  void take(const Cut& c);
+  // The schedule of so many turns. One launch takes several, each of whose blocks sees all children of its positions.
+  Schedule schedule_forward(int64_t turns) const;
+  void take(const Schedule& c);
 
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
-  void launch(const Cut& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1, int colour_y = 0,
-              int colour_x = 0);
+  void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
+              int colour_y = 0, int colour_x = 0);
   // The softmax over parents that do not fit into one block: a launch for each blockful of them, one after another.
-  Tensor collect(const Cut& c, int numbers);
+  Tensor collect(const Schedule& c, int numbers);
 
   // How many ranges' results there are for every parent, and one of them: numbers of a pose, or a single one.
-  std::vector<int64_t> parts(const Cut& c, bool poses) const {
+  std::vector<int64_t> parts(const Schedule& c, bool poses) const {
     return {c.chunks, geometry.positions() * geometry.M * (poses ? geometry.parent_pose() : 1)};
   }
 
- private:
-  void take_ranges(const Cut& c);
+  void take_ranges(const Schedule& c);
 };
 
-// Which gradients a backward call is asked for, of those that every pass has.
-struct Wanted {
-  bool children, weight, bias, gate;
-  int64_t use = 0, ignore = 0;  // numbers of betas, where every child has its own
-};
-
-// What every pass's backward makes alike: these gradients, in parts where an order must be kept.
+// What every routing's backward makes alike: the gradients of the votes' parts, added up over turns, in parts where an
+// order must be kept; and of betas, where every child has its own.
 class Gradients {
  public:
-  Cut cut;
+  Schedule schedule;
 
-  // Cuts the call. `bias` and `weight` are those of the op.
-  Gradients(Call& call, const Wanted& wanted, const MaybeTensor& weight, const MaybeTensor& bias, int64_t options);
+  // Cuts the call. `use` and `ignore`: numbers of betas that are wanted, where every child has its own.
+  Gradients(Call& call, const VotesGiven& votes, int64_t needs, int64_t use = 0, int64_t ignore = 0);
 
+  bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
+
+  // A launch before the others, for narrow positions alone: puts `linear` right (see gaussian_backward.h).
+  void measure(int statistics, float* linear, const float* narrow);
   // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
   void run(int statistics);
 
@@ -101,7 +161,10 @@ class Gradients {
 
  private:
   Call& call_;
-  Wanted wanted_;
+  struct {
+    bool children, weight, bias, gate;
+    int64_t use, ignore;
+  } wanted_;
   bool ordered_;
   std::vector<int64_t> weight_shape_, bias_shape_;
   Tensor dchildren_, dgate_, dweight_, dbias_, duse_, dignore_;

@@ -6,10 +6,9 @@ extern "C" {
 #endif
 
 /* The toolkit's version, e.g. "13.0.88". Comma-separated: what the kernels are compiled for, as CMake writes it
-   ("90-real" is code for 9.0, "90" code and PTX); the names of the ops. ops.cu has what concerns a call. */
+   ("90-real" is code for 9.0, "90" code and PTX). introspection.cu has what concerns a call. */
 const char* fastcaps_cuda_toolkit(void);
 const char* fastcaps_cuda_architectures(void);
-const char* fastcaps_cuda_ops(void);
 
 #ifdef __cplusplus
 }

@@ -14,6 +14,7 @@ inline bool flattens(const Tensor& children, const MaybeTensor& weight) {
 
 inline Tensor flat(const Tensor& x) {
   std::vector<int64_t> shape = shape_of(x);
+  if (shape.size() < 2) return x;  // which is an error that others will name
   const size_t last = shape.size() - 1;
   const bool dense = x.stride(int64_t(last) - 1) == shape[last] * x.stride(int64_t(last));
   shape[last] *= shape[last - 1];
@@ -21,5 +22,13 @@ inline Tensor flat(const Tensor& x) {
   return torch::stable::view(dense ? x : torch::stable::contiguous(x), shape);
 }
 inline MaybeTensor flat(const MaybeTensor& x) { return x ? MaybeTensor(flat(*x)) : x; }
+
+// A result's poses in the shape of the children's; nothing stays nothing.
+inline Tensor unflat(const Tensor& x, const Tensor& children) {
+  std::vector<int64_t> shape = shape_of(x);
+  if (shape.size() < 2) return x;
+  shape[shape.size() - 2] = children.size(4), shape[shape.size() - 1] = children.size(5);
+  return torch::stable::view(x, shape);
+}
 
 }  // namespace fastcaps::gpu

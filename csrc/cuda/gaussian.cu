@@ -1,45 +1,59 @@
-// Op bodies of the Gaussian pass on a GPU: check, cut, allocate, launch.
-#include "../gaussian.h"
-
+// The ops of routings whose parents are Gaussians: check, schedule, allocate, launch.
 #include "call.h"
 #include "gaussian_forward.h"
-#include "ops.h"
 
 namespace fastcaps::gpu {
 namespace {
 
-// ---- behind the forward kernel: the moments of several ranges of children, joined -----------------------------------
+// ---- behind the forward kernel: the moments of several ranges of children, joined; a few lanes hold one parent ------
 struct JoinArgs {
   int64_t count;  // parents in all: B * Ho * Wo * M
-  int numbers, chunks;
-  float eps;
-  const float* mean;                       // [count, numbers], the base of all; or null
-  const float *parts, *evidences;          // [chunks, count]; evidences may be null
-  const float *bases, *offsets, *spreads;  // [chunks, count, numbers]; bases null if there is a mean
-  float *counts, *evidence;                // [count]
-  float *means, *variances;                // [count, numbers]
+  int numbers, chunks, M;
+  int lanes;  // of a parent: a power of two
+  Rule rule;
+  float eps, temperature;
+  const float *cost_of_numbers, *activation;  // EM routing: [M]
+  const float* mean;                          // [count, numbers], the base of all; or null
+  const float *parts, *evidences;             // [chunks, count]
+  const float *bases, *offsets, *spreads;     // [chunks, count, numbers]; bases null if there is a mean
+  float *counts, *means, *variances, *scores, *score, *last_mean, *last_variance;
 };
 
 FASTCAPS_KERNEL(256, 1)
 gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs a) {
-  const int64_t all = a.count * a.numbers;
-  for (int64_t k = block_x() * block_threads() + thread_index(); k < all; k += blocks_x() * block_threads()) {
-    const int64_t parent = k / a.numbers;
-    Moments moments;
-    float n = 0.0f, base = a.mean ? a.mean[k] : 0.0f, evidence = 0.0f;
-    for (int chunk = 0; chunk < a.chunks; ++chunk) {
-      const int64_t one = chunk * a.count + parent, number = chunk * all + k;
-      if (a.evidences) evidence += a.evidences[one];
-      const float more = a.parts[one];
-      if (!a.mean && n == 0.0f) base = a.bases[number];
-      const float from = a.mean ? 0.0f : a.bases[number] - base;
-      moments.join({from + a.offsets[number], a.spreads[number]}, n, more);
-      n += more;
+  const int64_t step = blocks_x() * (block_threads() / a.lanes);
+  const int64_t mine = block_x() * (block_threads() / a.lanes) + thread_index() / a.lanes;
+  const int first = thread_index() % a.lanes;
+  for (int64_t start = 0; start < a.count; start += step) {  // lanes speak to each other: all go round equally often
+    const int64_t parent = start + mine;
+    const bool exists = parent < a.count;
+    float count = 0.0f, evidence = 0.0f, log_sigma = 0.0f;
+    for (int number = first; number < a.numbers && exists; number += a.lanes) {
+      const int64_t k = parent * a.numbers + number;
+      Moments moments;
+      float n = 0.0f, base = a.mean ? a.mean[k] : 0.0f;
+      for (int chunk = 0; chunk < a.chunks; ++chunk) {
+        const int64_t part = chunk * a.count * a.numbers + k;
+        const float more = a.parts[chunk * a.count + parent];
+        if (!a.mean && n == 0.0f) base = a.bases[part];
+        const float from = a.mean ? 0.0f : a.bases[part] - base;
+        moments.join({from + a.offsets[part], a.spreads[part]}, n, more);
+        n += more;
+      }
+      float mean, variance;
+      moments.conclude(base, n, a.eps, mean, variance);
+      a.means[k] = a.last_mean[k] = mean, a.variances[k] = variance, a.last_variance[k] = variance + a.eps;
+      log_sigma += 0.5f * logf(variance + a.eps);
+      count = n;
     }
-    moments.conclude(base, n, a.eps, a.means[k], a.variances[k]);
-    if (k != parent * a.numbers) continue;
-    a.counts[parent] = n;
-    if (a.evidences) a.evidence[parent] = evidence;
+    FASTCAPS_NO_UNROLL
+    for (int mask = 1; mask < a.lanes; mask *= 2) log_sigma += shuffle_xor(log_sigma, mask);
+    if (!exists || first != 0) continue;
+    for (int chunk = 0; chunk < a.chunks; ++chunk) evidence += a.evidences[chunk * a.count + parent];
+    const int m = int(parent % a.M);
+    if (a.rule == Rule::kEM)
+      evidence = score_of(a.temperature, a.cost_of_numbers[m], a.activation[m], a.numbers, log_sigma, count);
+    a.counts[parent] = count, a.scores[parent] = a.score[parent] = evidence;
   }
 }
 
@@ -52,6 +66,8 @@ struct PrepareArgs {
   View dmeans, dvariances;  // [B, Ho, Wo, M, C, E] or null
   const float *counts, *means, *variances;
   float *dconstant, *linear, *square;
+  float*
+      narrow;  // [B * Ho * Wo], zeros: counts parents whose variance is small beside the square of their mean; or null
 };
 
 FASTCAPS_KERNEL(256, 1)
@@ -65,6 +81,7 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs a) {
       return view.data ? static_cast<const float*>(view.data)[from + c * view.stride[4] + e * view.stride[5]] : 0.0f;
     };
     float constant = a.dcounts ? a.dcounts[parent] : 0.0f;
+    bool narrow = false;
     for (int c = 0; c < a.C; ++c)
       for (int e = 0; e < a.E; ++e) {
         const int64_t at = (parent * a.C + c) * a.E + e;
@@ -72,124 +89,155 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs a) {
         a.square[at] = square;
         a.linear[at] = number(a.dmeans, from_means, c, e) * inverse - 2.0f * (a.eps * inverse) * a.means[at] * square;
         constant -= square * a.variances[at];
+        narrow = narrow || 64.0f * a.variances[at] < a.means[at] * a.means[at];
       }
     a.dconstant[parent] = constant;
+    if (narrow && a.narrow) atomic_add(a.narrow + parent / a.M, 1.0f);
   }
 }
 
-Call gaussian_call(const Tensor& children, const Tensor& weight, const MaybeTensor& mean, const MaybeTensor& variance,
-                   const MaybeTensor& log_weight, const MaybeTensor& bias, const MaybeTensor& gate,
-                   const MaybeTensor& beta_use, const MaybeTensor& beta_ignore, double eps,
-                   const std::vector<int64_t>& window) {
-  Call call(Pass::kGaussian,
-            gaussian_geometry(children, weight, mean, variance, log_weight, bias, gate, beta_use, beta_ignore, window),
-            children, weight, bias, gate);
-  PassArgs& a = call.args;
-  a.mean = call.dense(mean), a.variance = call.dense(variance), a.log_weight = call.dense(log_weight);
-  a.eps = float(eps);
-  if (beta_use) call.take_betas(beta_use, beta_ignore);
-  return call;
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_pass(const Tensor children, const Tensor weight,
-                                                         const MaybeTensor mean, const MaybeTensor variance,
-                                                         const MaybeTensor log_weight, const MaybeTensor bias,
-                                                         const MaybeTensor gate, const MaybeTensor beta_use,
-                                                         const MaybeTensor beta_ignore, double eps,
-                                                         const std::vector<int64_t> window, int64_t options) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_routing(
+    const Tensor children, const MaybeTensor weight, const MaybeTensor bias, const MaybeTensor gate, int64_t parents,
+    const std::vector<int64_t> window, const MaybeTensor mean, const MaybeTensor variance, const MaybeTensor log_weight,
+    const MaybeTensor beta_use, const MaybeTensor beta_ignore, const std::vector<double> schedule, int64_t rule,
+    double eps, int64_t options) {
   const DeviceGuard guard(children);
-  Call call =
-      gaussian_call(children, weight, mean, variance, log_weight, bias, gate, beta_use, beta_ignore, eps, window);
+  Call call(Pass::kGaussian, {children, weight, bias, gate, parents, window}, options);
   const Geometry& g = call.geometry;
   PassArgs& a = call.args;
-  Tensor counts = call.empty(numbers_shape(g)), means = call.empty(parents_shape(g));
-  Tensor variances = call.empty(parents_shape(g));
-  Tensor evidence = call.empty(beta_use ? numbers_shape(g) : std::vector<int64_t>{0});
-  if (g.positions() == 0) return {counts, means, variances, evidence};
-
-  const Cut c = call.cut_forward(options);
+  const int64_t turns = int64_t(schedule.size());
+  STD_TORCH_CHECK(rule >= int64_t(Rule::kEM) && rule <= int64_t(Rule::kKMeans),
+                  "fastcaps: gaussian_routing has no rule ", rule);
+  a.eps = float(eps), a.rule = Rule(rule);
+  call.take_state(mean, variance, log_weight);
+  if (a.rule == Rule::kEM) {
+    STD_TORCH_CHECK(beta_use && beta_ignore, "fastcaps: EM routing wants beta_use and beta_ignore");
+    call.check(beta_use, "beta_use", {g.M}, ScalarType::Float);
+    call.check(beta_ignore, "beta_ignore", {g.M}, ScalarType::Float);
+    a.cost_of_numbers = call.dense(beta_use), a.activation = call.dense(beta_ignore);
+  } else {
+    call.take_betas(beta_use, beta_ignore);
+  }
+  const Schedule c = call.schedule_forward(turns);
+  for (int64_t turn = 0; turn < turns; ++turn) a.temperatures[turn] = float(schedule[size_t(turn)]);
+  Tensor score = call.empty(call.numbers()), last_mean = call.empty(call.poses());
+  Tensor last_variance = call.empty(call.poses()), counts = call.empty(with_turns(turns, call.numbers()));
+  Tensor means = call.empty(with_turns(turns, call.poses())), variances = call.empty(with_turns(turns, call.poses()));
+  Tensor scores = call.empty(with_turns(turns, call.numbers()));
+  const auto results = std::make_tuple(score, last_mean, last_variance, counts, means, variances, scores);
+  if (g.positions() == 0) return results;
   call.take(c);
   const Tensor statistics = mean || log_weight ? call.collect(c, 2) : Tensor();
   if (c.chunks == 1) {
-    a.counts = floats(counts), a.evidence = floats(evidence);
-    a.means = floats(means), a.variances = floats(variances);
+    a.turns = int(turns);
+    a.score = floats(score), a.last_mean = floats(last_mean), a.last_variance = floats(last_variance);
+    a.counts = floats(counts), a.means = floats(means), a.variances = floats(variances), a.evidence = floats(scores);
     call.launch(c, 0, c.parent_blocks);
-    return {counts, means, variances, evidence};
+    return results;
   }
-  const Tensor parts = call.empty(call.parts(c, false)), offsets = call.empty(call.parts(c, true));
-  const Tensor spreads = call.empty(call.parts(c, true));
-  const Tensor evidences = call.empty(beta_use ? call.parts(c, false) : std::vector<int64_t>{0});
+  const Tensor parts = call.empty(call.parts(c, false)), evidences = call.empty(call.parts(c, false));
+  const Tensor offsets = call.empty(call.parts(c, true)), spreads = call.empty(call.parts(c, true));
   const Tensor bases = call.empty(mean ? std::vector<int64_t>{0} : call.parts(c, true));
   a.counts = floats(parts), a.evidence = floats(evidences);
   a.offsets = floats(offsets), a.spread = floats(spreads), a.base = floats(bases);
   call.launch(c, 0, c.parent_blocks);
-  launch(&gaussian_join_kernel, blocks_for(means.numel()),
-         JoinArgs{g.positions() * g.M, int(g.parent_pose()), c.chunks, a.eps, a.mean, floats(parts), floats(evidences),
-                  floats(bases), floats(offsets), floats(spreads), floats(counts), floats(evidence), floats(means),
-                  floats(variances)});
-  return {counts, means, variances, evidence};
+  JoinArgs join{.count = g.positions() * g.M,
+                .numbers = int(g.parent_pose()),
+                .chunks = c.chunks,
+                .M = a.M,
+                .lanes = 1,
+                .rule = a.rule,
+                .eps = a.eps,
+                .temperature = a.temperatures[0],
+                .cost_of_numbers = a.cost_of_numbers,
+                .activation = a.activation,
+                .mean = a.mean,
+                .parts = floats(parts),
+                .evidences = floats(evidences),
+                .bases = floats(bases),
+                .offsets = floats(offsets),
+                .spreads = floats(spreads),
+                .counts = floats(counts),
+                .means = floats(means),
+                .variances = floats(variances),
+                .scores = floats(scores),
+                .score = floats(score),
+                .last_mean = floats(last_mean),
+                .last_variance = floats(last_variance)};
+  while (join.lanes < 32 && join.lanes < join.numbers) join.lanes *= 2;
+  launch(&gaussian_join_kernel, blocks_for(join.count * join.lanes), join);
+  return results;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_pass_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_routing_backward(
     const MaybeTensor grad_counts, const MaybeTensor grad_means, const MaybeTensor grad_variances,
-    const MaybeTensor grad_evidence, const Tensor children, const Tensor weight, const MaybeTensor mean,
-    const MaybeTensor variance, const MaybeTensor log_weight, const MaybeTensor bias, const MaybeTensor gate,
-    const MaybeTensor beta_use, const MaybeTensor beta_ignore, const Tensor counts, const Tensor means,
-    const Tensor variances, double eps, const std::vector<int64_t> window, int64_t needs, int64_t options) {
+    const MaybeTensor grad_evidence, const Tensor children, const MaybeTensor weight, const MaybeTensor bias,
+    const MaybeTensor gate, int64_t parents, const std::vector<int64_t> window, const MaybeTensor mean,
+    const MaybeTensor variance, const MaybeTensor log_weight, const MaybeTensor beta_use, const MaybeTensor beta_ignore,
+    const Tensor counts, const Tensor means, const Tensor variances, double eps, int64_t needs, int64_t options) {
   const DeviceGuard guard(children);
-  Call call =
-      gaussian_call(children, weight, mean, variance, log_weight, bias, gate, beta_use, beta_ignore, eps, window);
+  const VotesGiven votes{children, weight, bias, gate, parents, window};
+  Call call(Pass::kGaussian, votes, options);
   const Geometry& g = call.geometry;
   PassArgs& a = call.args;
-  const auto check = [&](const MaybeTensor& x, const char* name, const std::vector<int64_t>& shape) {
-    if (x) check_tensor(*x, name, shape, ScalarType::Float, children);
+  STD_TORCH_CHECK(counts.dim() == 5 && counts.size(0) >= 1, "fastcaps: counts must be [T, B, Ho, Wo, M]");
+  const int64_t turns = counts.size(0);
+  const auto check = [&](const MaybeTensor& x, const char* name, bool poses, bool may_lack_first = false) {
+    call.check_turns(x, name, poses ? call.poses() : call.numbers(), ScalarType::Float, turns, may_lack_first);
   };
-  check(grad_counts, "grad_counts", numbers_shape(g)), check(grad_means, "grad_means", parents_shape(g));
-  check(grad_variances, "grad_variances", parents_shape(g));
-  if (beta_use) check(grad_evidence, "grad_evidence", numbers_shape(g));
-  check(counts, "counts", numbers_shape(g)), check(means, "means", parents_shape(g));
-  check(variances, "variances", parents_shape(g));
+  check(grad_counts, "grad_counts", false), check(grad_means, "grad_means", true);
+  check(grad_variances, "grad_variances", true), check(counts, "counts", false), check(means, "means", true);
+  check(variances, "variances", true), check(mean, "mean", true, true), check(variance, "variance", true, true);
+  check(log_weight, "log_weight", false, true);
   const bool listens = beta_use && grad_evidence;
+  if (beta_use || beta_ignore) call.take_betas(beta_use, beta_ignore);
+  if (listens) check(grad_evidence, "grad_evidence", false);
   const bool empty = g.positions() == 0 || (!grad_counts && !grad_means && !grad_variances && !listens);
 
   const auto wants = [&](int64_t bit, const MaybeTensor& given) { return given && (needs & bit) != 0; };
-  const bool wants_mean = wants(kGaussianMean, mean), wants_variance = wants(kGaussianVariance, variance);
-  const bool wants_log = wants(kGaussianLogWeight, log_weight);
-  const bool wants_use = listens && wants(kGaussianBetaUse, beta_use);
-  const bool wants_ignore = listens && wants(kGaussianBetaIgnore, beta_ignore);
+  const bool wants_mean = wants(kMean, mean), wants_variance = wants(kVariance, variance);
+  const bool wants_log = wants(kLogWeight, log_weight);
+  STD_TORCH_CHECK(turns == 1 || !(wants_mean || wants_variance || wants_log),
+                  "fastcaps: gradients of the state are of one turn, got ", turns);
+  const bool wants_use = listens && wants(kBetaUse, beta_use),
+             wants_ignore = listens && wants(kBetaIgnore, beta_ignore);
   const int64_t every = g.children() * g.M;  // betas that every child has for itself; others are summed up by position
-  Gradients gradients(call,
-                      {wants(kGaussianChildren, children), wants(kGaussianWeight, weight), wants(kGaussianBias, bias),
-                       wants(kGaussianGate, gate), wants_use && a.use_stride_i ? every : 0,
-                       wants_ignore && a.ignore_stride_i ? every : 0},
-                      weight, bias, options);
+  a.eps = float(eps);
+  Gradients gradients(call, votes, needs, wants_use && a.use_stride_i ? every : 0,
+                      wants_ignore && a.ignore_stride_i ? every : 0);
   const auto room = [&](bool wanted, bool poses) {
+    std::vector<int64_t> shape = call.parts(gradients.schedule, poses);
     if (!wanted) return call.empty({0});
-    return empty ? call.zeros({1, g.positions() * g.M * (poses ? g.parent_pose() : 1)})
-                 : call.empty(call.parts(gradients.cut, poses));
+    shape[0] *= turns;
+    return empty ? call.zeros(shape) : call.empty(shape);
   };
   const Tensor dmean = room(wants_mean, true), dvariance = room(wants_variance, true);
   const Tensor dlog_weight = room(wants_log, false);
   const Tensor shared_use = room(wants_use && !a.use_stride_i, false);
   const Tensor shared_ignore = room(wants_ignore && !a.ignore_stride_i, false);
-  if (!empty) {
-    const int64_t count = g.positions() * g.M;
-    const Tensor linear = call.empty({count * g.parent_pose()}), square = call.empty({count * g.parent_pose()});
-    const Tensor constant = call.empty({count});
-    a.means = call.dense(means);
-    const float *n = call.dense(counts), *spread = call.dense(variances);
+  const int64_t count = g.positions() * g.M, slots = call.parts(gradients.schedule, false)[0] * count;
+  const Tensor linear = call.empty({count * g.parent_pose()}), square = call.empty({count * g.parent_pose()});
+  const Tensor constant = call.empty({count});
+  a.dsums = floats(linear), a.dsquares = floats(square), a.dconstant = floats(constant);
+  a.dquery = floats(dmean), a.dvariance = floats(dvariance), a.dlog_weight = floats(dlog_weight);
+  const size_t kept = call.kept.size();
+  for (int64_t turn = 0; turn < turns && !empty; ++turn) {
+    const auto of = [&](const MaybeTensor& x) { return of_turn(x, turns, turn); };
+    const auto viewed = [&](const MaybeTensor& x) { return x ? view_of(*x) : View{}; };
+    const Tensor narrow = call.zeros({grad_variances ? g.positions() : 0});
+    call.take_state(of(mean), of(variance), of(log_weight));
+    a.means = call.dense(of(means)), a.counts = call.dense(of(counts));
+    const float *spread = call.dense(of(variances)), *dcounts = call.dense(of(grad_counts));
     launch(&gaussian_prepare_kernel, blocks_for(count),
-           PrepareArgs{count, a.M, a.C, a.E, a.Ho, a.Wo, a.eps, call.dense(grad_counts),
-                       grad_means ? view_of(*grad_means) : View{}, grad_variances ? view_of(*grad_variances) : View{},
-                       n, a.means, spread, floats(constant), floats(linear), floats(square)});
-    a.dsums = floats(linear), a.dsquares = floats(square), a.dconstant = floats(constant);
-    if (listens) a.devidence = call.dense(grad_evidence);
-    a.dquery = floats(dmean), a.dvariance = floats(dvariance), a.dlog_weight = floats(dlog_weight);
-    if (wants_use && !a.use_stride_i) a.duse = floats(shared_use);
-    if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore);
+           PrepareArgs{count, a.M, a.C, a.E, a.Ho, a.Wo, a.eps, dcounts, viewed(of(grad_means)),
+                       viewed(of(grad_variances)), a.counts, a.means, spread, floats(constant), floats(linear),
+                       floats(square), floats(narrow)});
+    if (listens) a.devidence = call.dense(of(grad_evidence));
+    if (wants_use && !a.use_stride_i) a.duse = floats(shared_use) + turn * slots;
+    if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore) + turn * slots;
+    if (grad_variances) gradients.measure(3, floats(linear), floats(narrow));
     gradients.run(3);
+    call.kept.resize(kept);
   }
   const auto summed = [&](bool wanted, const Tensor& x, const std::vector<int64_t>& shape) {
     return wanted ? torch::stable::view(over(x, 0), shape) : gradients.none();
@@ -204,13 +252,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   };
   return {gradients.children(),
           gradients.weight(),
-          summed(wants_mean, dmean, parents_shape(g)),
-          summed(wants_variance, dvariance, parents_shape(g)),
-          summed(wants_log, dlog_weight, numbers_shape(g)),
           gradients.bias(),
           gradients.gate(),
+          summed(wants_mean, dmean, call.poses()),
+          summed(wants_variance, dvariance, call.poses()),
+          summed(wants_log, dlog_weight, call.numbers()),
           betas(wants_use, beta_use, gradients.use(), shared_use),
           betas(wants_ignore, beta_ignore, gradients.ignore(), shared_ignore)};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
+  m.impl("gaussian_routing", TORCH_BOX(&gaussian_routing));
+  m.impl("gaussian_routing_backward", TORCH_BOX(&gaussian_routing_backward));
 }
 
 }  // namespace fastcaps::gpu

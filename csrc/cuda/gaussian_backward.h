@@ -6,6 +6,10 @@
 //   dV_im = w_im (A_m + 2 B_m d_im) - da_im d'_im / variance_m
 //   dlog_weight_m = sum_i da_im     dmean_m = sum_i da_im d'_im / variance_m
 //   dvariance_m = sum_i da_im d'_im^2 / (2 variance_m^2)
+//
+// dmu holds -2 dvariances rest / N with rest_m = sum_i w_im d_im. On paper that is eps means_m; but means are rounded,
+// and where a parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in A + 2 B
+// d. So where it may be (at `narrow` positions), a launch before the others measures the rest and puts A right.
 #pragma once
 
 #include "backward.h"
@@ -15,7 +19,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct GaussianBackward {
-  static constexpr bool kHushes = true, kIdentity = false, kGates = true;
+  static constexpr bool kHushes = true, kIdentity = true, kGates = true, kMeasures = true;
   using Numbers = float[R][Pose::kEach];
   Tiles<Pose, R> mean, precision, means, linear, square;  // linear: A, square: B
   Tiles<Pose, R> first, second;                           // sums of da d' and of da d'^2
@@ -58,6 +62,16 @@ struct GaussianBackward {
                    (betas.use[p] + betas.ignore[p]) * devidence[r][p];
     });
     if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, gain, share, heard)) return false;
+    if (a.measured) {
+      each_tile<Pose, R>([&](int r, int p) {
+        const Seen seen = stage.seen[lane.template seat<R>(r)];
+        if (seen.exists == 0.0f || seen.gate == 0.0f || !lane.alive(a, p)) return;
+        each_number<Pose>([&](int i, int j) {
+          first[r][p][i][j] += share[r][p] * seen.gate * (votes[r][p][i][j] - means[r][p][i][j]);
+        });
+      });
+      return false;
+    }
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
@@ -111,7 +125,24 @@ struct GaussianBackward {
     }
   }
 
+  // Put A right by the rest that was measured.
+  FASTCAPS_DEVICE void correct(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seat& seat = seats[lane.template seat<R>(r)];
+      const float all = load_scalar<Pose>(a, lane, a.counts, seat, p, 0.0f) + a.eps;
+      const float two = all == 0.0f ? 0.0f : 2.0f / all;
+      each_number<Pose>([&](int i, int j) {
+        linear[r][p][i][j] += two * square[r][p][i][j] * (a.eps * means[r][p][i][j] - first[r][p][i][j]);
+      });
+      store_parent<Pose>(a, lane, a.measured, seat, p, linear[r][p], 1.0f);
+    });
+  }
+
   FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) {
+    if (a.measured) {
+      correct(a, lane, seats);
+      return;
+    }
     const int64_t parents = chunk * a.positions * a.M, numbers = parents * Pose::C_(a) * Pose::E_(a);
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];

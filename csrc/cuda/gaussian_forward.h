@@ -48,8 +48,11 @@ struct Moments {
   }
 };
 
-// Where a turn's score comes from: EM routing's cost, or the evidence; k-means knows no variance.
-enum Model : int { kExpectation, kEvidence, kMeans };
+// EM routing's score of a parent of `numbers` numbers: inverse temperature times (beta_a - cost).
+FASTCAPS_DEVICE float score_of(float temperature, float beta_use, float beta_ignore, int numbers, float log_sigma,
+                               float n) {
+  return temperature * (beta_ignore - (float(numbers) * beta_use + log_sigma) * n);
+}
 
 // What a child brings, and what it costs to leave it, at the lane's parents.
 template <class Pose>
@@ -83,7 +86,7 @@ FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, c
 
 template <class Pose, int R, bool PLAIN>
 struct GaussianForward {
-  static constexpr bool kHushes = false, kIdentity = false;
+  static constexpr bool kHushes = false, kIdentity = true;
   Tiles<Pose, R> base, precision, offset, spread;  // base: the mean, or else the first vote
   float log_weight[R][Pose::kEach], count[R][Pose::kEach], lost[R][Pose::kEach], evidence[R][Pose::kEach];
   // Where a base is far from the votes, its digits are lost to theirs; free poses have registers to make up for it.
@@ -156,19 +159,10 @@ struct GaussianForward {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       store_scalar<Pose>(a, lane, a.counts + parents, seat, p, count[r][p]);
-      if (a.evidence) store_scalar<Pose>(a, lane, a.evidence + parents, seat, p, evidence[r][p]);
-      if (a.means) {
-        each_number<Pose>([&](int i, int j) {
-          const Moments moments{offset[r][p][i][j], spread[r][p][i][j]};
-          moments.conclude(base[r][p][i][j], count[r][p], a.eps, offset[r][p][i][j], spread[r][p][i][j]);
-        });
-        store_parent<Pose>(a, lane, a.means, seat, p, offset[r][p], 1.0f);
-        store_parent<Pose>(a, lane, a.variances, seat, p, spread[r][p], 1.0f);
-      } else {
-        store_parent<Pose>(a, lane, a.offsets + numbers, seat, p, offset[r][p], 1.0f);
-        store_parent<Pose>(a, lane, a.spread + numbers, seat, p, spread[r][p], 1.0f);
-        if (!a.mean) store_parent<Pose>(a, lane, a.base + numbers, seat, p, base[r][p], 1.0f);
-      }
+      store_scalar<Pose>(a, lane, a.evidence + parents, seat, p, evidence[r][p]);
+      store_parent<Pose>(a, lane, a.offsets + numbers, seat, p, offset[r][p], 1.0f);
+      store_parent<Pose>(a, lane, a.spread + numbers, seat, p, spread[r][p], 1.0f);
+      if (!a.mean) store_parent<Pose>(a, lane, a.base + numbers, seat, p, base[r][p], 1.0f);
     });
   }
 
@@ -192,10 +186,9 @@ struct GaussianForward {
       });
       log_sigma = 0.5f * sum_pose<Pose>(a, log_sigma);
       float score = evidence[r][p];
-      if (a.model == kExpectation && lane.alive(a, p)) {
-        const float cost = float(Pose::C_(a) * Pose::E_(a)) * a.cost_of_numbers[lane.m(p)] + log_sigma;
-        score = a.schedule[turn] * (a.activation[lane.m(p)] - cost * n);
-      }
+      if (a.rule == Rule::kEM && lane.alive(a, p))
+        score = score_of(a.temperatures[turn], a.cost_of_numbers[lane.m(p)], a.activation[lane.m(p)],
+                         Pose::C_(a) * Pose::E_(a), log_sigma, n);
       store_scalar<Pose>(a, lane, a.evidence + parents, seat, p, score);
       if (last) {
         store_scalar<Pose>(a, lane, a.score, seat, p, score);
@@ -203,10 +196,10 @@ struct GaussianForward {
         store_parent<Pose>(a, lane, a.last_variance, seat, p, spread[r][p], 1.0f);
       }
       const float log_sigmoid = fminf(score, 0.0f) - log1pf(expf(-fabsf(score)));
-      log_weight[r][p] = log_sigmoid - (a.model == kMeans ? 0.0f : log_sigma);
+      log_weight[r][p] = log_sigmoid - (a.rule == Rule::kKMeans ? 0.0f : log_sigma);
       count[r][p] = lost[r][p] = evidence[r][p] = 0.0f;
       each_number<Pose>([&](int i, int j) {
-        const float one = a.model == kMeans ? 2.0f : 1.0f / spread[r][p][i][j];
+        const float one = a.rule == Rule::kKMeans ? 2.0f : 1.0f / spread[r][p][i][j];
         precision[r][p][i][j] = lane.inside(a, i, j) ? one : 0.0f;
         offset[r][p][i][j] = spread[r][p][i][j] = 0.0f;
         if constexpr (kCompensated) lost_offset[r][p][i][j] = 0.0f;

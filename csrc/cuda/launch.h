@@ -10,6 +10,10 @@
 
 #include "../tensors.h"
 
+#ifndef FASTCAPS_CUDA_DRIVER  // the tests have one of their own
+#define FASTCAPS_CUDA_DRIVER "libcuda.so.1"
+#endif
+
 namespace fastcaps::gpu {
 
 struct Grid {
@@ -22,15 +26,27 @@ inline void check(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, "fastcaps: ", what, ": ", cudaGetErrorString(error));
 }
 
-// Work goes to the device of a tensor while this lives, whichever device was current before.
+// A function of a library that is loaded but not linked: Python loads torch's libraries into a scope of their own,
+// which RTLD_DEFAULT does not search, so they are asked by name.
+template <class Function>
+Function loaded_function(const char* library, const char* name) {
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  return reinterpret_cast<Function>(dlsym(handle ? handle : RTLD_DEFAULT, name));
+}
+
+// Work goes to a device while this lives, whichever was current before. What is put back is the thread's context, not
+// its device: cudaSetDevice opens a context where there was none, and a thread that never used GPU 0 has none there.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(const Tensor& x) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    device() = int(x.get_device_index());
-    check(cudaSetDevice(device()), "cudaSetDevice");  // whatever torch's own copy of the runtime believes
+  explicit DeviceGuard(const Tensor& x) : DeviceGuard(int(x.get_device_index())) {}
+  explicit DeviceGuard(int index) {
+    if (get() != nullptr) get()(&before_);
+    device() = index;
+    check(cudaSetDevice(index), "cudaSetDevice");  // whatever torch's own copy of the runtime believes
   }
-  ~DeviceGuard() { cudaSetDevice(before_); }
+  ~DeviceGuard() {
+    if (set() != nullptr) set()(before_);
+  }
   DeviceGuard(const DeviceGuard&) = delete;
 
   static int& device() {
@@ -39,18 +55,25 @@ class DeviceGuard {
   }
 
  private:
-  int before_ = 0;
+  using Get = int (*)(void** context);
+  using Set = int (*)(void* context);
+  static Get get() {
+    static const Get function = loaded_function<Get>(FASTCAPS_CUDA_DRIVER, "cuCtxGetCurrent");
+    return function;
+  }
+  static Set set() {
+    static const Set function = loaded_function<Set>(FASTCAPS_CUDA_DRIVER, "cuCtxSetCurrent");
+    return function;
+  }
+
+  void* before_ = nullptr;
 };
 
-// torch's current stream on the guarded device. The symbol lives in libtorch_cuda, which a machine that only builds
-// need not have: it is looked up when first used.
+// torch's current stream on the guarded device. A machine that only builds need not have libtorch_cuda: the symbol is
+// looked up when first used.
 inline cudaStream_t current_stream() {
   using Lookup = int32_t (*)(int32_t device, void** stream);
-  static const Lookup lookup = [] {
-    // Python loads torch's libraries into a scope of their own, which RTLD_DEFAULT does not search: ask by name.
-    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return reinterpret_cast<Lookup>(dlsym(library ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
-  }();
+  static const Lookup lookup = loaded_function<Lookup>("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
   STD_TORCH_CHECK(lookup != nullptr, "fastcaps: torch is loaded without its CUDA library");
   void* stream = nullptr;
   STD_TORCH_CHECK(lookup(DeviceGuard::device(), &stream) == 0, "fastcaps: torch has no current CUDA stream");

@@ -30,6 +30,18 @@ struct Divider {
 constexpr int kMostChildren = 8;  // in shared memory at a time
 constexpr int kMostTurns = 16;    // of a routing in one launch
 
+// What lies between two turns: how sums S become parents, and parents what the next turn asks. The numbers are those of
+// fastcaps.reference.Rule.
+enum class Rule : int {
+  kLayerNorm,  // LayerNorm(S), and the next query
+  kPlain,      // S, and the next query
+  kSquash,     // squash(S), added to the query
+  kUnit,       // S; S / |S| is added to the query
+  kEM,         // Gaussians: activations by description length
+  kHeinsen,    // scores by evidence
+  kKMeans,     // the same without variances
+};
+
 struct PassArgs {
   // who sees whom
   int M, C, D, E, N, I, G, H, W, Ho, Wo;
@@ -68,10 +80,10 @@ struct PassArgs {
 
   // What follows is null where not wanted. [..] stands for [chunks, positions, M], [.., C, E] for those poses; what a
   // call is given has no chunks, and all is in float.
-  float* sums;  // attention and pooling, forward: [.., C, E]
+  float* sums;  // attention and pooling, forward: [.., C, E]; attention, several turns: with turns for chunks
 
   bool normalize;    // pooling: keys are the votes' directions
-  bool frozen;       // shares are constants: no gradient flows through them
+  bool detach;       // shares are constants: no gradient flows through them
   float* logsumexp;  // pooling, forward: [..]; backward: given
 
   // Gaussian. Betas are [I or 1, M or 1].
@@ -79,26 +91,28 @@ struct PassArgs {
   const float *beta_use, *beta_ignore;
   int64_t use_stride_i, use_stride_m, ignore_stride_i, ignore_stride_m;
   float eps;
-  float *counts, *evidence;        // forward: [..]
+  float *counts, *evidence;        // forward: [..]; backward: counts are given
   float *base, *offsets, *spread;  // forward, in parts: see Moments; base where there is no mean
-  float *means, *variances;        // forward, done: [.., C, E]; backward: given
+  float *means, *variances;        // turns in this launch: [.., C, E]; backward: given
 
-  // Whole routings: all turns in one launch, whose results (sums, log-sum-exp; counts, means, variances, evidence) lie
-  // one turn after the other. See turns.h and gaussian_forward.h.
-  int turns;  // 0: a single pass
-  int rule, model;
-  bool normalized_parents;
+  // All turns in this launch: results (sums or history, log-sum-exp; counts, means, variances, evidence) lie one turn
+  // after the other. See turns.h and gaussian_forward.h.
+  int turns;  // 0: one turn, which other kernels finish
+  Rule rule;
   const void *norm_weight, *norm_bias;        // [C * E], in the children's type
+  void* history;                              // pooling: the sums, in the children's type
   void* result;                               // attention, pooling: the last parents, in the children's type
   const float *cost_of_numbers, *activation;  // EM routing: [M]
   float *score, *last_mean, *last_variance;   // Gaussian: the last parents
-  float schedule[kMostTurns];                 // EM routing: inverse temperatures
+  float temperatures[kMostTurns];             // EM routing: inverse temperatures
 
   // backward
   const float* dsums;      // attention, pooling: dL/dS [.., C, E]; Gaussian: what a vote's weight gains, linearly
   const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.h
   const float* dconstant;  // pooling, Gaussian: and in any case, [..]
   const float* devidence;  // Gaussian: [..]
+  float* measured;         // Gaussian: dsums, in a launch that only puts them right (see gaussian_backward.h); or null
+  const float* narrow;     // [positions]: tiles where all are 0 are passed over; or null
   float* dquery;           // [.., C, E]; Gaussian: of the mean
   float* dvariance;        // [.., C, E]
   float* dlog_weight;      // [..]

@@ -12,7 +12,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct PoolingBackward {
-  static constexpr bool kHushes = true, kIdentity = true, kGates = true;
+  static constexpr bool kHushes = true, kIdentity = true, kGates = true, kMeasures = false;
   Tiles<Pose, R> query, dsums, dquery;
   float constant[R][Pose::kEach], shift[R][Pose::kEach];  // shift: the log-sum-exp, in units of log2
 
@@ -47,7 +47,7 @@ struct PoolingBackward {
         const float free = exists ? exp2_fast(a.scale * kLog2E * along - shift[r][p]) : 0.0f;
         const float share = counts ? seen.gate * free : 0.0f;
         if (exists) gain += free * t;
-        const float f = counts && asks && !a.frozen ? a.scale * share * t * inverse : 0.0f;
+        const float f = counts && asks && !a.detach ? a.scale * share * t * inverse : 0.0f;
         const float back = a.normalize ? f * along * inverse : 0.0f;
         each_number<Pose>([&](int i, int j) {
           float& vote = votes[r][p][i][j];

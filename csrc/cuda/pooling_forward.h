@@ -66,7 +66,7 @@ struct PoolingForward {
     });
   }
 
-  // Every range of children has parents and a log-sum-exp of its own.
+  // Every range of children has sums and a log-sum-exp of its own.
   FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) {
     const int64_t parents = chunk * a.positions * a.M;
     each_tile<Pose, R>([&](int r, int p) {
@@ -80,7 +80,7 @@ struct PoolingForward {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       conclude(a, lane, a.logsumexp + turn * a.positions * a.M, seat, r, p);
-      take_turn<Pose>(a, lane, seat, p, turn, !asks, sums[r][p], query[r][p]);
+      take_turn<Pose, true>(a, lane, seat, p, turn, !asks, sums[r][p], query[r][p]);
       top[r][p] = -INFINITY;
       total[r][p] = 0.0f;
     });

@@ -8,21 +8,6 @@
 
 namespace fastcaps::gpu {
 
-// How a turn's sums S become parents, and parents the next query.
-enum Rule : int {
-  kSequential,    // LayerNorm(S); the query is the parents
-  kDynamic,       // squash(S); the query is their sum so far
-  kVectorNormed,  // S, in the end; the query is the sum of S / |S| so far
-};
-
-FASTCAPS_DEVICE float rounded(float x, Storage storage) {
-  switch (storage) {
-    case Storage::kBFloat16: return bfloat16_to_float(float_to_bfloat16(x));
-    case Storage::kFloat16: return float16_to_float(float_to_float16(x));
-    default: return x;
-  }
-}
-
 template <class Pose>
 FASTCAPS_DEVICE float sum_pose(const PassArgs& a, float x) {
   return sum_rows<Pose>(a, sum_columns<Pose>(a, x));
@@ -50,13 +35,6 @@ FASTCAPS_DEVICE float inverse_length(const PassArgs& a, const Tile<Pose>& x, boo
 }
 
 template <class Pose>
-FASTCAPS_DEVICE void squash(const PassArgs& a, Tile<Pose>& x) {
-  const float inverse = inverse_length<Pose>(a, x, true), length = inverse == 0.0f ? 0.0f : 1.0f / inverse;
-  const float factor = length / (1.0f + length * length);
-  each_number<Pose>([&](int i, int j) { x[i][j] *= inverse != inverse ? inverse : factor; });
-}
-
-template <class Pose>
 FASTCAPS_DEVICE void layer_norm(const PassArgs& a, const Lane<Pose>& lane, Tile<Pose>& x) {
   const float one = 1.0f / float(Pose::C_(a) * Pose::E_(a));
   for (int turn = 0; turn < 2; ++turn) {  // centred twice, as in layer_norm.h
@@ -75,37 +53,43 @@ FASTCAPS_DEVICE void layer_norm(const PassArgs& a, const Lane<Pose>& lane, Tile<
   });
 }
 
-// The last parents, in the children's type.
+// A pose for each parent in the children's type, [positions, M, C, E], `first` numbers behind `to`.
 template <class Pose>
-FASTCAPS_DEVICE void store_result(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p,
-                                  const Tile<Pose>& x) {
+FASTCAPS_DEVICE void store_rounded(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, void* to,
+                                   int64_t first, const Tile<Pose>& x) {
   if (seat.position < 0 || !lane.alive(a, p)) return;
-  const int64_t at = parent_offset<Pose>(a, lane, seat.position, p);
+  const int64_t at = first + parent_offset<Pose>(a, lane, seat.position, p);
   each_number<Pose>([&](int i, int j) {
-    if (lane.inside(a, i, j)) store_number(a.result, at + lane.number(a, i, j), x[i][j], a.storage);
+    if (lane.inside(a, i, j)) store_number(to, at + lane.number(a, i, j), x[i][j], a.storage);
   });
 }
 
-// From S of a turn, which takes its place in the history, to the next query (or the result). `first`: there was no
-// query yet. All lanes of a warp come here together.
-template <class Pose>
+// From S of a turn, which takes its place in the history, to the next query (or the result). ROUNDS: the history is in
+// the children's type. `first`: there was no query yet. All lanes of a warp come here together.
+template <class Pose, bool ROUNDS>
 FASTCAPS_DEVICE void take_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, int turn, bool first,
                                Tile<Pose>& sums, Tile<Pose>& query) {
   const bool last = turn + 1 == a.turns;
-  if (!a.normalized_parents) each_number<Pose>([&](int i, int j) { sums[i][j] = rounded(sums[i][j], a.storage); });
-  store_parent<Pose>(a, lane, a.sums + turn * a.positions * a.M * Pose::C_(a) * Pose::E_(a), seat, p, sums, 1.0f);
-  if (a.rule == kDynamic) {
-    squash<Pose>(a, sums);
-  } else if (a.rule == kVectorNormed && !last) {
-    const float inverse = inverse_length<Pose>(a, sums, true);
-    each_number<Pose>([&](int i, int j) { sums[i][j] *= inverse; });
-  } else if (a.normalized_parents) {
-    layer_norm<Pose>(a, lane, sums);
+  const int64_t at = turn * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
+  if constexpr (ROUNDS) {
+    store_rounded<Pose>(a, lane, seat, p, a.history, at, sums);
+    if (a.rule == Rule::kUnit)  // parents are what was stored
+      each_number<Pose>([&](int i, int j) { sums[i][j] = rounded(sums[i][j], a.storage); });
+  } else {
+    store_parent<Pose>(a, lane, a.sums + at, seat, p, sums, 1.0f);
   }
-  if (last) store_result<Pose>(a, lane, seat, p, sums);
+  if (a.rule == Rule::kLayerNorm) {
+    layer_norm<Pose>(a, lane, sums);
+  } else if (a.rule == Rule::kSquash || (a.rule == Rule::kUnit && !last)) {
+    const float inverse = inverse_length<Pose>(a, sums, true);
+    const float factor = a.rule == Rule::kSquash ? squash_factor(inverse) : inverse;
+    each_number<Pose>([&](int i, int j) { sums[i][j] *= factor; });
+  }
+  if (last) store_rounded<Pose>(a, lane, seat, p, a.result, 0, sums);
+  const bool replaces = first || a.rule == Rule::kLayerNorm || a.rule == Rule::kPlain;
   each_number<Pose>([&](int i, int j) {
     const float step = rounded(sums[i][j], a.storage);
-    query[i][j] = first || a.rule == kSequential ? step : rounded(query[i][j] + step, a.storage);
+    query[i][j] = replaces ? step : rounded(query[i][j] + step, a.storage);
     sums[i][j] = 0.0f;
   });
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
 from fastcaps.vectors import length
 
 __all__ = ["DenseCapsule"]
@@ -55,7 +55,13 @@ class DenseCapsule(nn.Module):
         self.out_num_caps = positive(out_num_caps, "out_num_caps")
         self.out_dim_caps = positive(out_dim_caps, "out_dim_caps")
         self.routings = positive(routings, "routings")
-        self.weight = nn.Parameter(0.01 * torch.randn(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
+        self.weight = nn.Parameter(torch.empty(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameter anew."""
+        with torch.no_grad():
+            self.weight.normal_().mul_(0.01)
 
     def forward(self, x: Tensor) -> Tensor:
         """Route.
@@ -83,12 +89,7 @@ class DenseCapsule(nn.Module):
         assert isinstance(parents, Tensor)
         return _shorten(parents.squeeze(-2))
 
-    def extra_repr(self) -> str:
-        """The constructor's arguments."""
-        return (
-            f"in_num_caps={self.in_num_caps}, in_dim_caps={self.in_dim_caps}, out_num_caps={self.out_num_caps}, "
-            f"out_dim_caps={self.out_dim_caps}, routings={self.routings}"
-        )
+    extra_repr = every_argument_repr
 
 
 def _shorten(parents: Tensor) -> Tensor:

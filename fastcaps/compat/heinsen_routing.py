@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastcaps import functional
 from fastcaps.checks import check_choice
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
 
 __all__ = ["GenerativeMatrixRouting"]
 
@@ -90,12 +90,20 @@ class GenerativeMatrixRouting(nn.Module):
         self.d_out, self.n_iters = positive(d_out, "d_out"), positive(n_iters, "n_iters")
         check_choice("p_model", p_model, tuple(MODELS))
         self.single_beta, self.p_model, self.eps, self.return_dict = single_beta, p_model, eps, return_dict
-        rows = max(1, n_inp)
+        rows = max(1, self.n_inp)
         self.register_buffer("CONST_one", torch.tensor(1.0))
-        self.W = nn.Parameter(torch.empty(rows, n_out, d_inp, d_out).normal_() / d_inp)
-        self.B = nn.Parameter(torch.zeros(rows, n_out, d_cov, d_out))
-        self.beta_use = nn.Parameter(torch.zeros(rows, n_out))
-        self.beta_ign = self.beta_use if single_beta else nn.Parameter(torch.zeros(rows, n_out))
+        self.W = nn.Parameter(torch.empty(rows, n_out, d_inp, d_out))
+        self.B = nn.Parameter(torch.empty(rows, n_out, d_cov, d_out))
+        self.beta_use = nn.Parameter(torch.empty(rows, n_out))
+        self.beta_ign = self.beta_use if single_beta else nn.Parameter(torch.empty(rows, n_out))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        with torch.no_grad():
+            self.W.normal_().div_(self.d_inp)
+        for parameter in (self.B, self.beta_use, self.beta_ign):
+            nn.init.zeros_(parameter)
 
     def forward(self, a_inp: Tensor, mu_inp: Tensor) -> tuple[Tensor, Tensor, Tensor] | dict[str, Tensor]:
         """Route.
@@ -124,7 +132,7 @@ class GenerativeMatrixRouting(nn.Module):
         wanted = (*a_inp.shape, self.d_cov, self.d_inp)
         if a_inp.dim() < 1 or mu_inp.shape != wanted:
             raise ValueError(f"mu_inp must be {list(wanted)} with a_inp {shape_of(a_inp)}, got {shape_of(mu_inp)}")
-        if self.n_inp not in (-1, a_inp.shape[-1]):
+        if self.n_inp != -1 and a_inp.shape[-1] != self.n_inp:
             raise ValueError(f"a_inp must be [..., {self.n_inp}], got {shape_of(a_inp)}")
         lead, count = a_inp.shape[:-1], a_inp.shape[-1]
         batch = lead.numel()
@@ -164,6 +172,4 @@ class GenerativeMatrixRouting(nn.Module):
         used = gate * shares
         return {"V": votes, "log_p": log_p, "R": shares, "D_use": used, "D_ign": gate - used}
 
-    def extra_repr(self) -> str:
-        """The constructor's arguments."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in NAMES)
+    extra_repr = every_argument_repr

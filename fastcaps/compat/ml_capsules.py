@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.nn.layer import Call
-from fastcaps.nn.poses import flatten_grid, pose_shape, positive, require_tensor, route, shape_of
+from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, positive, require_tensor, route, shape_of
 from fastcaps.votes import Window
 
 __all__ = ["CapsuleCONV", "CapsuleFC"]
@@ -57,11 +57,26 @@ class _Capsule(nn.Module):
             if self.matrix_pose
             else (contracted, out_n_capsules, out_d_capsules)
         )
-        self.w = nn.Parameter(self.weight_init_const * torch.randn(*lead, *tail))
+        self.w = nn.Parameter(torch.empty(*lead, *tail))
         self.dropout_rate = dp
         self.nonlinear_act = nn.LayerNorm(out_d_capsules)
         self.drop = nn.Dropout(dp)
         self.scale = 1.0 / math.sqrt(out_d_capsules)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        with torch.no_grad():
+            self.w.normal_().mul_(self.weight_init_const)
+        if isinstance(self.nonlinear_act, nn.LayerNorm):
+            self.nonlinear_act.reset_parameters()
+
+    @property
+    def dp(self) -> float:
+        """The probability of dropping a number."""
+        return self.drop.p
+
+    extra_repr = every_argument_repr
 
     def _weight(self) -> Tensor:
         """``w`` as the passes want it, ``[G, M, D, E]``; a view of FC's, and of CONV's with k, l and n joined."""
@@ -175,14 +190,6 @@ class CapsuleFC(_Capsule):
         )
         return self._pass(input, parents)
 
-    def extra_repr(self) -> str:
-        """The constructor's arguments."""
-        return (
-            f"in_n_capsules={self.in_n_capsules}, in_d_capsules={self.in_d_capsules}, "
-            f"out_n_capsules={self.out_n_capsules}, out_d_capsules={self.out_d_capsules}, "
-            f"matrix_pose={self.matrix_pose}, dropout_rate={self.dropout_rate}"
-        )
-
 
 class CapsuleCONV(_Capsule):
     """A grid of capsules routed to a grid of parents through a sliding window, with the authors' names.
@@ -253,12 +260,3 @@ class CapsuleCONV(_Capsule):
         parents = _parents(next_capsule_value, 4)
         self._check(input, parents, self.in_n_capsules, f"[b, {self.in_n_capsules}, h, w, {self.in_d_capsules}]")
         return self._pass(input, parents)
-
-    def extra_repr(self) -> str:
-        """The constructor's arguments."""
-        return (
-            f"in_n_capsules={self.in_n_capsules}, in_d_capsules={self.in_d_capsules}, "
-            f"out_n_capsules={self.out_n_capsules}, out_d_capsules={self.out_d_capsules}, "
-            f"kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"coordinate_add={self.coordinate_add}, matrix_pose={self.matrix_pose}, dropout_rate={self.dropout_rate}"
-        )

@@ -18,14 +18,7 @@ from fastcaps.data.errors import CorruptDataError, MissingDataError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _UNSIGNED_BYTE = 0x08
-_ELEMENT_NAMES = {
-    0x08: "unsigned byte",
-    0x09: "signed byte",
-    0x0B: "short",
-    0x0C: "int",
-    0x0D: "float",
-    0x0E: "double",
-}
+_ELEMENT_NAMES = {8: "unsigned byte", 9: "signed byte", 11: "short", 12: "int", 13: "float", 14: "double"}
 
 
 def _contents(path: Path) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +18,8 @@ from fastcaps.data.images import ImageDataset, RandomCropFlip
 Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 _CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_FASHION_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
-_DIGIT_CLASSES = tuple(str(digit) for digit in range(10))
+_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_DIGIT_CLASSES = list("0123456789")
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class _Source:
     folders: tuple[str, ...]  # looked for under data_dir, in this order, before data_dir itself
     files: tuple[str, ...]
     read: Callable[[Path], tuple[Arrays, Arrays]]
-    classes: tuple[str, ...]
+    classes: Sequence[str]
     channels: int
     image_size: int
     mean: tuple[float, ...]
@@ -123,12 +112,7 @@ def _read_digits(_: Path) -> tuple[Arrays, Arrays]:
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-_IDX_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+_IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
 _SOURCES = {
     "mnist": _Source(
@@ -149,7 +133,7 @@ _SOURCES = {
         folders=("fashion-mnist", "FashionMNIST/raw", "fashion"),
         files=_IDX_FILES,
         read=_read_mnist,
-        classes=_FASHION_CLASSES,
+        classes=_CLOTHES,
         channels=1,
         image_size=28,
         mean=(0.2860,),
@@ -176,7 +160,7 @@ _SOURCES = {
         folders=("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
         files=("train.bin", "test.bin"),
         read=_read_cifar100,
-        classes=tuple(str(label) for label in range(100)),
+        classes=[str(label) for label in range(100)],
         channels=3,
         image_size=32,
         mean=(0.5071, 0.4865, 0.4409),
@@ -294,7 +278,7 @@ def load(
         name=name,
         train=ImageDataset(train[0][:limit], train[1][:limit], mean=source.mean, std=source.std, augment=augmentation),
         test=ImageDataset(*test, mean=source.mean, std=source.std),
-        classes=source.classes,
+        classes=tuple(source.classes),
         in_channels=source.channels,
         image_size=source.image_size,
     )

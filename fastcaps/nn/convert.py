@@ -52,7 +52,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return f"fastcaps.convert: no layers named {', '.join(recipes())} in this model"
+            return f"fastcaps.convert: this model has none of {', '.join(recipes())}"
         lines = [f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"]
         width = max(len(layer.path) for layer in self.layers)
         for layer in self.layers:
@@ -62,13 +62,13 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def convert(model: nn.Module, *, check: bool = True, verbose: bool = True) -> ConversionReport:
+def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> ConversionReport:
     """Replace the layers of published capsule code inside ``model`` by fastcaps' own.
 
-    These are ``CapsuleFC`` and ``CapsuleCONV`` of Tsai et al., Guo's ``DenseCapsule`` and Heinsen's
-    ``GenerativeMatrixRouting`` (:mod:`fastcaps.compat`). The new layers share the old ones' parameters, submodules
-    and hooks: an optimizer that holds the parameters goes on working, and checkpoints keep their keys. Candidates are
-    found by class name and attributes; one that does not fit is left alone.
+    :mod:`fastcaps.compat` lists them. The new layers share the old ones' parameters, submodules and hooks: an optimizer
+    that holds the parameters goes on working, and checkpoints keep their keys. Candidates are found by class name, the
+    layer's or that of a class it is made from, and by attributes; one that does not fit, or has methods of its own, is
+    left alone.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = True) -> Co
         Before a swap, run both layers on a small random input (without and with parents, where a layer takes them),
         and leave the old one if they differ. A layer that fails to run at all is swapped, and the report says so.
     verbose : bool
-        Print the report.
+        Print the report, which is also what is returned.
 
     Returns
     -------
@@ -88,20 +88,24 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = True) -> Co
     Examples
     --------
     >>> import torch
-    >>> report = convert(torch.nn.Sequential(torch.nn.Linear(3, 4)))
-    fastcaps.convert: no layers named CapsuleFC, CapsuleCONV, DenseCapsule, GenerativeMatrixRouting in this model
+    >>> print(convert(torch.nn.Sequential(torch.nn.Linear(3, 4))))
+    fastcaps.convert: this model has none of CapsuleFC, CapsuleCONV, DenseCapsule, CapsuleLayer, ConvCaps, \
+GenerativeMatrixRouting
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = ConversionReport(model)
     swapped: dict[int, nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        recipe = recipes().get(type(module).__name__.removeprefix("Parametrized"))
-        if recipe is None:
+        found = _recipe_of(type(module))
+        if found is None:
             continue
+        recipe, own = found
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         new = swapped.get(id(module))
         why = "the same layer as one above" if new is not None else _misfit(module, recipe)
+        if own and not why:
+            why = f"its class has {', '.join(own)} of its own"
         if new is None and not why:
             new = _build(module, recipe)
             difference, why = _compare(module, new, recipe) if check else (False, "not compared, as asked")
@@ -118,6 +122,17 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = True) -> Co
     if verbose:
         print(report)
     return report
+
+
+def _recipe_of(kind: type[nn.Module]) -> tuple[Recipe, list[str]] | None:
+    """The recipe for a class or one that it is made from, and what the class has that the published one has not."""
+    own: set[str] = set()
+    for each in kind.__mro__:
+        recipe = recipes().get(each.__name__.removeprefix("Parametrized"))
+        if recipe is not None:
+            return recipe, sorted(name for name in own if not name.startswith("__"))
+        own |= set(vars(each))
+    return None
 
 
 def _misfit(module: Any, recipe: Recipe) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
@@ -36,6 +36,12 @@ break_symmetry, iterations, device, dtype
         No gradient through the coefficients: it flows through the last turn's sum alone.
     leaky : bool
         A child may also go to none of the parents (one more logit, of 0). For ``compete="parents"``.
+    prior : bool
+        Learn the logits that every turn starts from, the paper's log prior probabilities: ``[I or 1, M or 1]``, zero at
+        the start.
+    eps : float
+        Under the root of squash's length: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 + eps)``, as many published codes have
+        it. With a prior or an eps every turn is a call of its own.
     std : float, optional
         Of the weights at the start; ``sqrt(M / (D * I))`` by default, I the children that one position sees (child
         types, for "all").
@@ -54,6 +60,8 @@ break_symmetry, iterations, device, dtype
     (torch.Size([2, 5, 3]), True)
     """
 
+    prior: nn.Parameter | None
+
     def __init__(
         self,
         in_capsules: int | None,
@@ -65,6 +73,8 @@ break_symmetry, iterations, device, dtype
         compete: str = "parents",
         detach: bool = False,
         leaky: bool = False,
+        prior: bool = False,
+        eps: float = 0.0,
         std: float | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -75,6 +85,8 @@ break_symmetry, iterations, device, dtype
         self.leaky = bool(leaky)
         if self.leaky and compete == "children":
             raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
+        self.eps = check_finite("eps", eps, 0.0)
+        self.new_parameter("prior", (self.own_children, self.out_capsules or 1), options, prior)
         self.std = None if std is None else check_finite("std", std, 0.0)
         self.reset_parameters()
 
@@ -124,13 +136,16 @@ break_symmetry, iterations, device, dtype
         found = functional.dynamic_routing(
             call.children,
             call.weight,
+            parents=call.parents,
             iterations=self.iterations if iterations is None else iterations,
             bias=call.bias,
             gate=call.numbers,
             compete=self.compete,
             detach=self.detach,
             leaky=self.leaky,
+            prior=None if self.prior is None else self.prior.expand(-1, call.parents),
+            eps=self.eps,
             window=call.window,
             return_coefficients=return_coefficients,
         )
-        return self.flat(found, Routed)
+        return self.flat(found)

@@ -166,7 +166,7 @@ break_symmetry, iterations, device, dtype
             window=call.window,
             return_coefficients=return_coefficients,
         )
-        return self.flat(found, RoutedCapsules if return_coefficients else Capsules)
+        return self.flat(found)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "inverse_temperature": _Schedule(self.inverse_temperature)}

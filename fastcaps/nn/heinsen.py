@@ -138,12 +138,12 @@ break_symmetry, iterations, device, dtype
             call.numbers,
             call.weight,
             call.bias,
-            self.beta_use,
-            self.beta_use if self.beta_ignore is None else self.beta_ignore,
+            self.beta_use.expand(-1, call.parents),
+            (self.beta_use if self.beta_ignore is None else self.beta_ignore).expand(-1, call.parents),
             iterations=self.iterations if iterations is None else iterations,
             model=self.model,
             eps=self.eps,
             window=call.window,
             return_coefficients=return_coefficients,
         )
-        return self.flat(found, RoutedGaussians if return_coefficients else Gaussians)
+        return self.flat(found)

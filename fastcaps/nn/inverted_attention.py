@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps.checks import check_finite
-from fastcaps.nn.layer import LayerOptions, RoutingLayer
+from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import probability, require_tensor, route, shape_of
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 
@@ -190,7 +190,10 @@ break_symmetry, iterations, device, dtype
         """
         if parents is not None:
             self._check_parents(parents)
-        call = self.prepare(children, activations, out_capsules, bias, parents)
+        call: Call = self.prepare(children, activations, out_capsules, bias, parents)
+        if call.weight is None and parents is None:  # then the bias tells M
+            bias = call.children.new_zeros((1, 1, *call.children.shape[-2:])) if call.bias is None else call.bias
+            call = call._replace(bias=bias.expand(-1, call.parents, -1, -1))
         if parents is not None and self.whole_grid:
             parents = parents[:, :, None, None]
         poses, coefficients = route(

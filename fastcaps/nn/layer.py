@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps.checks import check_count
-from fastcaps.functional import Window
 from fastcaps.functional.em import InverseTemperature
 from fastcaps.nn.poses import arguments_repr, flatten_grid, pose_shape, positive, require_tensor, shape_of
+from fastcaps.votes import Window
 
 __all__ = ["Call", "CallOptions", "LayerOptions", "RoutingLayer"]
 
 Pair = int | tuple[int, int]
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
-Found = TypeVar("Found", bound=tuple[Tensor, ...])
+Found = TypeVar("Found", bound=Tensor | tuple[Tensor, ...])
 
 
 class LayerOptions(TypedDict, total=False):
@@ -321,17 +321,16 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         poses = children.unflatten(-1, self.pose_shape[:2])
         return Call(poses, numbers, weight, bias, many, window)
 
-    def flat(self, found: Tensor | tuple[Tensor, ...], kind: type[Found]) -> Any:
-        """Return what a function found in flat poses, a single position of a whole grid left out: a tensor of poses, or
-        a named tuple of a ``kind``."""
+    def flat(self, found: Found) -> Found:
+        """Return what a function found, poses or a named tuple, in flat poses; a whole grid's single position goes."""
         if isinstance(found, Tensor):
-            return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)
+            return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)  # type: ignore[return-value]
         results = []
-        for name, tensor in zip(kind._fields, found, strict=True):  # type: ignore[attr-defined]
+        for name, tensor in zip(found._fields, found, strict=True):  # type: ignore[attr-defined]
             if self.whole_grid:  # coefficients [B, 1, 1, I, M], all else [B, M, 1, 1, ...]
                 tensor = tensor.squeeze((1, 2) if name == "coefficients" else (2, 3))
             results.append(tensor.flatten(-2) if name in ("poses", "variances") else tensor)
-        return kind(*results)
+        return type(found)(*results)
 
     def smallest_inputs(self) -> list[Tensor]:
         """Children of the smallest call that this layer takes: a batch of 1, on a grid a single position of parents."""

@@ -60,6 +60,11 @@ def arguments_repr(module: nn.Module) -> str:
     return ", ".join(shown)
 
 
+def every_argument_repr(module: nn.Module) -> str:
+    """Show all of a module's arguments, by name."""
+    return ", ".join(f"{name}={getattr(module, name)}" for name in inspect.signature(type(module)).parameters)
+
+
 def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, int]:
     """Give (C, D, E): a child's pose is ``C x D``, a parent's ``C x E``, and so a vote is a product with ``D x E``.
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.checks import check_choice, check_finite
-from fastcaps.functional import Window
 from fastcaps.nn.layer import Pair
 from fastcaps.nn.poses import arguments_repr, normalize_poses, positive, require_tensor, shape_of
 from fastcaps.results import Capsules
 from fastcaps.vectors import squash
+from fastcaps.votes import Window
 
 
 class PrimaryCapsules(nn.Module):

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fastcaps.compat import dense_capsule, heinsen_routing, ml_capsules
+from fastcaps.compat import capsule_network, dense_capsule, heinsen_routing, matrix_capsules, ml_capsules
 
 __all__ = ["Recipe", "recipes"]
 
@@ -111,6 +112,25 @@ class _DenseCapsule(Recipe):
         return [(draw(2, new.in_num_caps, new.in_dim_caps),)]
 
 
+class _CapsuleLayer(Recipe):
+    """gram-ai's layer, where it routes; it keeps no sizes of poses."""
+
+    def construct(self, old: Any) -> nn.Module:
+        return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations)
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(2, new.num_route_nodes, new.in_channels),)]
+
+
+class _ConvCaps(Recipe):
+    """yl-1993's layer."""
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        size = new.K + new.stride
+        activations = draw(2, size, size, new.B).sigmoid()
+        return [(torch.cat([draw(2, size, size, new.B * new.psize), activations], dim=3),)]
+
+
 class _Heinsen(Recipe):
     """Heinsen's layer."""
 
@@ -123,12 +143,16 @@ class _Heinsen(Recipe):
 def recipes() -> dict[str, Recipe]:
     """Return the recipes by the names of the published classes; made when asked for, as their modules import this
     package."""
-    names = ("in_num_caps", "in_dim_caps", "out_num_caps", "out_dim_caps", "routings")
+    dense = ("in_num_caps", "in_dim_caps", "out_num_caps", "out_dim_caps", "routings")
+    layer = ("num_capsules", "num_route_nodes", "num_iterations")
+    conv = ("B", "C", "K", "P", "stride", "iters", "coor_add", "w_shared")
     heinsen = heinsen_routing.GenerativeMatrixRouting
     every = (
         _MlCapsules(ml_capsules.CapsuleFC),
         _MlCapsules(ml_capsules.CapsuleCONV, "kernel_size", "stride"),
-        _DenseCapsule(dense_capsule.DenseCapsule, names, ("weight",)),
+        _DenseCapsule(dense_capsule.DenseCapsule, dense, ("weight",)),
+        _CapsuleLayer(capsule_network.CapsuleLayer, layer, ("route_weights", "route_logits")),
+        _ConvCaps(matrix_capsules.ConvCaps, conv, ("weights", "beta_u", "beta_a")),
         _Heinsen(heinsen, heinsen_routing.NAMES, ("W", "B", "beta_use", "beta_ign"), buffers=("CONST_one",)),
     )
     return {recipe.name: recipe for recipe in every}

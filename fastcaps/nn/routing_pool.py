@@ -13,11 +13,11 @@ from typing_extensions import Unpack
 
 from fastcaps import functional
 from fastcaps.checks import check_count, check_finite
-from fastcaps.functional import Window
 from fastcaps.functional.pooling import activation_function
 from fastcaps.nn.layer import LayerOptions, RoutingLayer
 from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
 from fastcaps.results import Routed
+from fastcaps.votes import Window
 
 __all__ = ["RoutingPool", "RoutingPool2d"]
 
@@ -132,7 +132,7 @@ break_symmetry, iterations, device, dtype
             window=call.window,
             return_coefficients=return_coefficients,
         )
-        return self.flat(found, Routed)
+        return self.flat(found)
 
 
 class RoutingPool2d(nn.Module):

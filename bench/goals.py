@@ -1,0 +1,108 @@
+"""What falls short of its goal, and what was held once and is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from bench.workloads import QUICK
+
+__all__ = ["device_seconds", "lost", "means", "missed", "number", "place", "shortfalls"]
+
+NOISE = 0.1
+"""A goal that was held counts as lost if it is missed by more than this share; two runs differ so much."""
+
+
+def number(value: float) -> str:
+    """Return a number that is not negative with three significant digits, without an exponent."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.995 else f"{value:.3f}"
+
+
+def place(row: dict[str, Any]) -> str:
+    """Return which row it is."""
+    precision = row.get("precision", "fp32")
+    return f"{row['workload']} batch {row['batch']} {row['mode']}" + ("" if precision == "fp32" else f" {precision}")
+
+
+def device_seconds(entry: dict[str, Any]) -> float:
+    """Return a call's own time: by graph replay where launches on a GPU are small, else the median."""
+    return float(entry.get("graph", {}).get("median", entry["median"]))
+
+
+def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
+    """Return the goals of a row that it misses by more than a share ``noise``, each with a sentence."""
+    goal, found = row.get("goal") or {}, {}
+    if "refused" in row:
+        return dict.fromkeys(goal, f"refused, {row['refused']}")
+    above, below = 1 + noise, 1 - noise
+    memory = row.get("memory") or {}
+    own = memory.get("fastcaps", row["fastcaps"].get("memory") or {})
+    wanted = goal.get("speedup")
+    if wanted is not None and row["speedup"] is not None and row["speedup"] < below * wanted:
+        found["speedup"] = f"{number(row['speedup'])}× of the fastest alternative, goal {number(wanted)}×"
+    wanted = goal.get("sgemm_share")
+    if wanted is not None and row["sgemm_share"] < below * wanted:
+        found["sgemm_share"] = f"{row['sgemm_share']:.0%} of sgemm, goal {wanted:.0%}"
+    wanted = goal.get("seconds")
+    if wanted is not None and device_seconds(row["fastcaps"]) > above * wanted:
+        found["seconds"] = f"{number(device_seconds(row['fastcaps']) * 1e3)} ms, goal {number(wanted * 1e3)} ms"
+    wanted = goal.get("latency")
+    if wanted is not None and row["fastcaps"]["latency"] > above * wanted:
+        took = row["fastcaps"]["latency"]
+        found["latency"] = f"{took * 1e6:.0f} us to the end, three of the smallest launches take {wanted * 1e6:.0f} us"
+    wanted = goal.get("memory_share")
+    if wanted is not None and own.get("beyond", 0) > above * wanted * row["votes_bytes"]:
+        share = own["beyond"] / row["votes_bytes"]
+        found["memory_share"] = f"{share:.1%} of the votes' bytes beside the results, goal {wanted:.0%}"
+    wanted = goal.get("total")
+    if wanted is not None and own.get("total", 0) > above * wanted:
+        found["total"] = f"{number(own['total'] / 1e6)} MB in all tensors, goal {number(wanted / 1e6)} MB"
+    return found
+
+
+def lost(row: dict[str, Any], before: dict[str, Any] | None, quick: bool) -> list[str]:
+    """Return a sentence for every goal that was held and is not held any more.
+
+    Of a full row: held by the newest record of it on this machine. Of a quick row: the speed-ups in
+    :data:`bench.workloads.QUICK`, which were held when they were written there.
+    """
+    if quick:
+        floors = QUICK.get(row["workload"])
+        if floors is None or floors[0] != row["batch"]:
+            return []
+        row = row | {"goal": {"speedup": floors[1 + (row["mode"] != "forward")]}}
+        return list(missed(row).values())
+    if before is None:
+        return []
+    held = (before.get("goal") or {}).keys() - missed(before).keys()
+    return [why for name, why in missed(row, NOISE).items() if name in held]
+
+
+def shortfalls(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a sentence for every figure that misses its goal, and for every row that was refused."""
+    found = []
+    for row in rows:
+        if "refused" in row:
+            found.append(f"{place(row)}: refused, {row['refused']}")
+        else:
+            found += [f"{place(row)}: {why}" for why in missed(row).values()]
+    return found + [
+        f"{mode}, geometric mean of {count} rows: {number(middle)}×, goal {number(wanted)}×"
+        for mode, middle, count, wanted in means(rows)
+        if middle < wanted
+    ]
+
+
+def means(rows: Sequence[dict[str, Any]]) -> list[tuple[str, float, int, float]]:
+    """Return for each mode (mode, geometric mean of the speed-ups, rows, goal) over the rows that have such a goal."""
+    found = []
+    for mode in ("forward", "training step"):
+        asked = [row for row in rows if row["mode"] == mode and "mean" in (row.get("goal") or {})]
+        speedups = [row["speedup"] for row in asked if row.get("speedup")]
+        if speedups:
+            middle = math.exp(sum(map(math.log, speedups)) / len(speedups))
+            found.append((mode, middle, len(speedups), asked[0]["goal"]["mean"]))
+    return found

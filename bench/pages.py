@@ -1,0 +1,277 @@
+"""Pictures of the records: one HTML page for a browser or a phone, and the picture that docs/performance.md opens with.
+
+Inline SVG and nothing from the network. A chart is 400 units wide, so that its text is as large on a phone as it is
+drawn; wide screens show several side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from bench.goals import number, place
+
+__all__ = ["CHOSEN", "html", "speedup_picture"]
+
+Row = dict[str, Any]
+
+CHOSEN = (
+    "tsai-c10-conv1",
+    "tsai-c10-fc",
+    "tsai-c100-fc1",
+    "tsai-dmm-matrix-conv",
+    "tsai-dmm-vector-set",
+    "sabour-mnist",
+    "tsai-dr-c100",
+    "hinton-conv",
+    "hinton-fc",
+    "heinsen-norb-1",
+    "heinsen-sst-1",
+    "zhao-pool",
+    "li-capnet-em",
+)
+"""The layers of the first table and picture, one or two of every kind."""
+
+_WIDTH = 400
+_OURS, _TRAINING, _OTHER = "var(--ours)", "var(--training)", "var(--other)"
+_COLOURS = {"--ours": "#1d5fd1", "--training": "#7fb0f5", "--other": "#c2670a", "--ink": "#222", "--faint": "#d5d8dc"}
+
+_STYLE = """
+:root { --ours: #1d5fd1; --training: #7fb0f5; --other: #c2670a; --ink: #1c2126; --faint: #d8dce1; --paper: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --ours: #6ea8ff; --training: #33599a; --other: #f0a04b; --ink: #e3e6ea; --faint: #3a4149; --paper: #15191d; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 84rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .25rem; } p { margin: .25rem 0 .75rem; }
+.wide { display: grid; gap: 1rem 2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
+.small { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr)); }
+figure { margin: 0; } figcaption { font-size: .875rem; font-weight: 600; overflow-wrap: anywhere; }
+svg { display: block; width: 100%; height: auto; max-width: 40rem; }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+.keys span { white-space: nowrap; margin-right: 1em; }
+.keys i { display: inline-block; width: .75em; height: .75em; margin-right: .35em; border-radius: 2px; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .8125rem; white-space: nowrap; }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--faint); }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
+"""
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(words)}</text>'
+
+
+def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
+    head = f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(label)}">'
+    return head + "".join(parts) + "</svg>"
+
+
+def bars(rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, mark: float | None = None) -> str:
+    """Return a chart of a name and two bars (forward, training step) a row; ``mark`` is a line to compare with."""
+    left, right = 150, _WIDTH - 52
+    most = max((value for _, values in rows for value in values if value is not None), default=1.0)
+    most = max(most, mark or 0.0)
+    parts = []
+    for k, (name, values) in enumerate(rows):
+        top = 32 * k + 4
+        parts.append(_text(left - 6, top + 17, name, "end"))
+        for j, (value, colour) in enumerate(zip(values, (_OURS, _TRAINING), strict=True)):
+            if value is None:
+                continue
+            width, y = (right - left) * value / most, top + 13 * j
+            what = f"{name}, {'training step' if j else 'forward'}: {_label(value, unit)}"
+            parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="11" fill="{colour}">')
+            parts.append(f"<title>{escape(what)}</title></rect>{_text(left + width + 4, y + 10, _label(value, unit))}")
+    height = 32 * len(rows)
+    if mark is not None:
+        x = left + (right - left) * mark / most
+        line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" stroke="var(--ink)" stroke-dasharray="3 3"/>'
+        parts.append(line)
+    return _svg(_WIDTH, height, parts, f"bars of {len(rows)} rows")
+
+
+def _label(value: float, unit: str) -> str:
+    return f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
+
+
+class _Log:
+    """A logarithmic axis from ``least`` to ``most``, drawn from ``start`` to ``end``, with ticks at powers of ten."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        self.least, self.most = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        self.most = max(self.most, self.least + 1)
+        self.start, self.end = start, end
+
+    def __call__(self, value: float) -> float:
+        return self.start + (self.end - self.start) * (math.log10(value) - self.least) / (self.most - self.least)
+
+    @property
+    def ticks(self) -> list[float]:
+        """Powers of ten, every other one where there are many."""
+        step = 1 if self.most - self.least < 6 else 2
+        return [10.0**power for power in range(self.least, self.most + 1, step)]
+
+
+def _tick(value: float) -> str:
+    return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
+
+
+def _grid(x: _Log, y: _Log) -> list[str]:
+    """Return lines and numbers of two axes; y grows upwards."""
+    parts = []
+    for value in y.ticks:
+        at = y(value)
+        parts.append(f'<line x1="{x.start}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--faint)"/>')
+        parts.append(_text(x.start - 5, at + 4, _tick(value), "end"))
+    for value in x.ticks:
+        at = x(value)
+        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y.end}" y2="{y.start}" stroke="var(--faint)"/>')
+        parts.append(_text(at, y.start + 15, _tick(value), "end" if at > x.end - 9 else "middle"))
+    return parts
+
+
+def memory_chart(rows: Sequence[Row]) -> str:
+    """Return own memory against votes, both in MB: the package's, and the eager batched matmul's."""
+    points = []
+    for row in rows:
+        for name, colour in (("batched-matmul", _OTHER), ("fastcaps", _OURS)):
+            entry = (row.get("memory") or {}).get(name) or {}
+            if "beyond" in entry:
+                points.append((row, name, colour, row["votes_bytes"] / 1e6, max(entry["beyond"], 1e5) / 1e6))
+    if not points:
+        return ""
+    x, y = _Log([point[3] for point in points], 36, _WIDTH - 4), _Log([point[4] for point in points], 300, 24)
+    parts = _grid(x, y)
+    low, high = max(10.0**x.least, 10.0**y.least), min(10.0**x.most, 10.0**y.most)
+    line = f'<line x1="{x(low):.1f}" y1="{y(low):.1f}" x2="{x(high):.1f}" y2="{y(high):.1f}" stroke="var(--ink)" '
+    parts.append(line + 'stroke-dasharray="3 3"><title>as much memory as the votes take</title></line>')
+    for row, name, colour, votes, own in points:
+        hollow = row["mode"] != "forward"
+        paint = f'fill="{"none" if hollow else colour}" stroke="{colour}" stroke-width="1.5"'
+        title = f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes"
+        parts.append(
+            f'<circle cx="{x(votes):.1f}" cy="{y(own):.1f}" r="4" {paint}><title>{escape(title)}</title></circle>'
+        )
+    parts += [_text(x.end, 332, "votes, MB", "end"), _text(2, 12, "own memory, MB")]
+    return _svg(_WIDTH, 336, parts, "own memory against votes")
+
+
+def latency_chart(rows: Sequence[Row]) -> str:
+    """Return milliseconds against batch of one workload and mode: the package, and the fastest alternative (dashed)."""
+    rows = sorted(rows, key=lambda row: row["batch"])
+    ours = [(row["batch"], row["fastcaps"]["median"] * 1e3) for row in rows]
+    other = [(row["batch"], row["speedup"] * row["fastcaps"]["median"] * 1e3) for row in rows if row["speedup"]]
+    x = _Log([batch for batch, _ in ours], 34, 194)
+    y = _Log([value for _, value in ours + other], 112, 8)
+    parts = _grid(x, y)
+    for points, colour, dash in ((other, _OTHER, ' stroke-dasharray="4 3"'), (ours, _OURS, "")):
+        path = " ".join(f"{x(batch):.1f},{y(value):.1f}" for batch, value in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        for batch, value in points:
+            title = f"batch {batch}: {number(value)} ms"
+            dot = f'<circle cx="{x(batch):.1f}" cy="{y(value):.1f}" r="3.5" fill="{colour}">'
+            parts.append(f"{dot}<title>{title}</title></circle>")
+    return _svg(200, 132, parts, f"latency of {rows[0]['workload']}")
+
+
+def _pairs(rows: Sequence[Row], field: str) -> list[tuple[str, list[float | None]]]:
+    """Return a name with the field of its forward and training rows at the default batch, largest first."""
+    found: dict[str, list[float | None]] = {}
+    for row in rows:
+        if row["default"] and row.get(field):
+            name = row["workload"] + ("" if row.get("precision", "fp32") == "fp32" else f", {row['precision']}")
+            found.setdefault(name, [None, None])[row["mode"] != "forward"] = row[field]
+    return sorted(found.items(), key=lambda item: -max(value or 0.0 for value in item[1]))
+
+
+def _legend(*entries: tuple[str, str]) -> str:
+    keys = (f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in entries)
+    return f'</p><p class="keys">{" ".join(keys)}'
+
+
+def speedup_picture(rows: Sequence[Row]) -> str:
+    """Return the speed-ups of the chosen layers as an SVG file of its own."""
+    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in CHOSEN]
+    inner = bars(pairs, "×", 1.0)
+    height = 32 * len(pairs)
+    key = f'<rect x="150" y="6" width="11" height="11" fill="{_OURS}"/>' + _text(165, 16, "forward")
+    key += f'<rect x="230" y="6" width="11" height="11" fill="{_TRAINING}"/>' + _text(245, 16, "training step")
+    title = _text(10, 16, "times faster")
+    body = inner.partition(">")[2].removesuffix("</svg>")
+    made = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height + 30}" width="720">'
+        f'<rect width="100%" height="100%" fill="#fff"/><style>text{{fill:#222;font:12px system-ui,sans-serif}}</style>'
+        f'{title}{key}<g transform="translate(0 26)">{body}</g></svg>\n'
+    )
+    for name, colour in _COLOURS.items():
+        made = made.replace(f"var({name})", colour)
+    return made
+
+
+def _machine(rows: Sequence[Row]) -> str:
+    """Return the charts of one machine's rows."""
+    timed = [row for row in rows if "fastcaps" in row]
+    about = max(timed, key=lambda row: row["machine"]["date"])["machine"]
+    dates = sorted({row["machine"]["date"][:10] for row in timed})
+    commits = ", ".join(sorted({row["machine"]["commit"] for row in timed}))
+    share = "sgemm_share" if "rates" not in about else "product_share"
+    if share == "product_share":
+        timed = [row | {share: row["tflops"] * 1e12 / about["rates"][row["precision"]]} for row in timed]
+    modes = _legend(("forward", _OURS), ("training step", _TRAINING))
+    sides = _legend(("fastcaps", _OURS), ("fastest alternative", _OTHER))
+    stores = _legend(("fastcaps", _OURS), ("batched matmul, eager", _OTHER))
+    lines: dict[tuple[str, str, str], list[Row]] = {}
+    for row in timed:
+        lines.setdefault((row["workload"], row["mode"], row.get("precision", "fp32")), []).append(row)
+    several = [(name, part) for name, part in lines.items() if len({row["batch"] for row in part}) > 1]
+    precise = len({name[2] for name in lines}) > 1
+    small = "".join(
+        f"<figure><figcaption>{escape(name)}, {mode}{f', {precision}' if precise else ''}</figcaption>"
+        f"{latency_chart(part)}</figure>"
+        for (name, mode, precision), part in several
+    )
+    return f"""
+<h1>fastcaps on {escape(about["device"])}</h1>
+<p>{about["threads"]} threads. Measured {dates[0]}{f" to {dates[-1]}" if len(dates) > 1 else ""}, commits {commits}.
+torch {about["versions"]["torch"]}. {len(timed)} rows; touch or point at a mark for its number.</p>
+<div class="wide">
+<section><h2>Speed-up against the fastest alternative</h2>
+<p>einsum and batched matmul, eager and under torch.compile, at the default batch. The dashed line is 1.{modes}</p>
+{bars(_pairs(timed, "speedup"), "×", 1.0)}</section>
+<section><h2>Share of the machine's peak</h2>
+<p>Useful operations a second, as a share of a large matrix product by the library.{modes}</p>
+{bars(_pairs(timed, share), "%")}</section>
+<section><h2>Memory against votes</h2>
+<p>What a call takes beside its inputs and results. Filled: forward; hollow: training step. On the dashed line the
+votes are stored once.{stores}</p>
+{memory_chart(timed)}</section>
+</div>
+<section><h2>Latency against batch</h2><p>Milliseconds of a call; both axes are logarithmic.{sides}</p>
+<div class="small">{small}</div></section>
+<section><h2>All rows</h2><div class="scroll">{_table(timed)}</div></section>
+"""
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Return the figures behind the charts."""
+    lines = ["<tr><th>row</th><th>ms</th><th>fastest alternative, ms</th><th>speed-up</th><th>measured</th></tr>"]
+    for row in rows:
+        milliseconds = row["fastcaps"]["median"] * 1e3
+        cells = [place(row), number(milliseconds), "", "", row["machine"]["date"][:10]]
+        if row["speedup"]:
+            cells[2:4] = [f"{row['fastest']}, {number(row['speedup'] * milliseconds)}", f"{number(row['speedup'])}×"]
+        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def html(rows: Sequence[Row]) -> str:
+    """Return one page with the charts of every machine."""
+    devices = dict.fromkeys(row["machine"]["device"] for row in rows if "fastcaps" in row)
+    body = "<hr>".join(_machine([row for row in rows if row["machine"]["device"] == device]) for device in devices)
+    return (
+        '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style>{body}</html>\n'
+    )

@@ -1,0 +1,315 @@
+"""The kinds of routing that a workload can be: a class each, with inputs, cost, and turns over stored votes.
+
+Everything of this package is reached here, by its public functions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.stored import Layout, as_parents, moments, seen, squash, unpadded
+from bench.workload import Draw, Routing, Workload
+from fastcaps import functional
+
+__all__ = ["AttentionPass", "DynamicRouting", "EMRouting", "HeinsenRouting", "RoutingPool"]
+
+_LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5
+
+
+def _times(*stored: tuple[float, float]) -> dict[str, tuple[float, float]]:
+    """Return by alternative how many times its votes it needs, forward and in a training step."""
+    return dict(zip(("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled"), stored, strict=True))
+
+
+def _gaussian_operations(work: Workload, iterations: int) -> int:
+    """Count operations for a vote: ``2 C D E`` for itself, once; ``6 C E`` a turn for the moments (weighted sum 2,
+    difference from the mean 1, weighted sum of squares 3), ``2 C E`` more in every turn but the first for the distance,
+    whose squares the turn before has. Evidence sums are not counted."""
+    return work.pose * (2 * work.columns_in + 6 * iterations + 2 * (iterations - 1))
+
+
+@dataclass(frozen=True)
+class AttentionPass(Routing):
+    """One pass in which parents compete (Tsai et al. 2020), LayerNorm included."""
+
+    uniform: bool = False  # a pass without parents: r = 1 / M
+    normalize: bool = True  # whether LayerNorm over the C * E numbers of a parent, with affine, ends the pass
+
+    function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.2, 3.5), (2.2, 4.3), (2.2, 3.5), (2.2, 4.3))
+
+    def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
+        initialise; an affine near (1, 0)."""
+        made = {
+            "children": draw.children(work.rows, work.columns_in),
+            "weight": draw.weight((work.parents / (work.columns_in * work.children)) ** 0.5),
+        }
+        if not self.uniform:
+            made["parents"] = draw.parents(work.rows, work.columns_out)
+        if self.normalize:
+            made["norm_weight"] = 1 + 0.1 * draw.normal(work.pose)
+            made["norm_bias"] = 0.1 * draw.normal(work.pose)
+        return made
+
+    def settings(self, work: Workload) -> dict[str, Any]:
+        return {"eps": _LAYER_NORM_EPS, "window": work.window, "normalize": self.normalize}
+
+    def operations(self, work: Workload) -> int:
+        """Count ``2 (C D E + 2 C E)``: the vote itself, its agreement with the parent, and its share of the sum.
+
+        A uniform pass: ``2 C D E``, since it is linear: one convolution, whose inner dimension the sum over children is
+        part of. Softmax and LayerNorm are not counted. Three times the forward pass, which a training step counts, is
+        exact with parents: the backward takes 2 C E each for <dS, V> and dQ, 4 C E for dV, 2 C D E each for dP and dW.
+        """
+        return 2 * work.pose * (work.columns_in if self.uniform else work.columns_in + 2)
+
+    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """Run the pass over stored votes; a uniform one as one matmul with the inner dimension I * D."""
+        poses, weight = seen(given["children"], work), given["weight"]
+        if self.uniform:
+            count, many, inner, columns = weight.shape
+            left = poses.permute(1, 2, 0, 3).reshape(-1, count * inner)  # [P * C, I * D]
+            right = weight.transpose(1, 2).reshape(count * inner, many * columns)
+            sums = (left @ right).view(-1, work.rows, many, columns).transpose(1, 2) / many
+        else:
+            asked = unpadded(given["parents"], work).flatten(0, 2)  # [P, M, C, E]
+            query = layout.place(asked * work.pose**-0.5, "pmce").contiguous()
+            votes = layout.votes(poses, weight)
+            shares = torch.softmax(layout.agree(votes, query), layout.parent)
+            sums = layout.back(layout.weigh(shares, votes), "pmce")
+        if self.normalize:
+            affine = given["norm_weight"], given["norm_bias"], _LAYER_NORM_EPS
+            sums = F.layer_norm(sums.flatten(2), [work.pose], *affine).view(sums.shape)
+        return (as_parents(sums, work, given["children"].shape[0]),)
+
+    def layout(self, work: Workload) -> str:
+        """With positions last nothing is copied, and everything after the votes vectorises; with children behind
+        parents, votes are copied once and two more batched matmuls do the rest. The first is faster for matrix poses on
+        a grid, the second for sets and for vector poses."""
+        return "imecp" if work.rows > 1 and work.positions > 1 else "pmice"
+
+
+@dataclass(frozen=True)
+class DynamicRouting(Routing):
+    """All turns of dynamic routing (Sabour et al. 2017): agreement with the parents' squashed sums adds up."""
+
+    iterations: int = 3
+
+    function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.4, 8.5), (2.2, 4.7), (1.4, 2.6), (1.2, 2.5))
+
+    def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Draw children that are shorter than 1, as squashing leaves them, and weights that make votes of some length,
+        so that children come to differ in whom they agree with."""
+        return {"children": squash(draw.children(work.rows, work.columns_in), (-2, -1)), "weight": draw.weight(1.0)}
+
+    def settings(self, work: Workload) -> dict[str, Any]:
+        return {"iterations": self.iterations, "window": work.window}
+
+    def operations(self, work: Workload) -> int:
+        """Count ``2 C D E`` for the vote, once; ``C E`` for the first turn's sum of votes, and ``4 C E`` for agreement
+        and weighted sum in every other turn."""
+        return work.pose * (2 * work.columns_in + 1 + 4 * (self.iterations - 1))
+
+    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        votes = layout.votes(seen(given["children"], work), given["weight"])
+        mean = votes.mean(layout.child, keepdim=True)
+        parents = query = squash(mean * (work.children / work.parents), layout.pose)
+        for turn in range(1, self.iterations):
+            shares = torch.softmax(layout.agree(votes, query), layout.parent)
+            parents = squash(layout.weigh(shares, votes), layout.pose)
+            if turn + 1 < self.iterations:
+                query = query + parents
+        return (as_parents(layout.back(parents, "pmce"), work, given["children"].shape[0]),)
+
+    def layout(self, work: Workload) -> str:
+        """Votes are copied once, so that agreement and weighted sum are a batched matmul each."""
+        return "pmice"
+
+
+@dataclass(frozen=True)
+class EMRouting(Routing):
+    """All turns of EM routing (Hinton et al. 2018): parents' activations say how well they explain the children."""
+
+    iterations: int = 3
+    coordinates: bool = False  # each child's place on a square grid is added to its votes: a bias that is not learned
+
+    function: ClassVar[Callable[..., Any]] = functional.em_routing
+    results: ClassVar[tuple[str, ...]] = ("poses", "activations")
+    fixed: ClassVar[tuple[str, ...]] = ("bias",)
+    subject: ClassVar[str] = "gaussian"
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.5), (4.6, 11.0), (2.9, 12.5), (1.2, 9.1))
+
+    def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Draw poses from N(0, 1), weights that keep that scale, activations between 0 and 1, betas near 1."""
+        made = {
+            "children": draw.children(work.rows, work.columns_in),
+            "activations": draw.children().sigmoid(),
+            "weight": draw.weight(work.columns_in**-0.5),
+            "beta_u": 1 + 0.1 * draw.normal(work.parents),
+            "beta_a": 1 + 0.1 * draw.normal(work.parents),
+        }
+        if self.coordinates:
+            side = round((work.children // work.matrices) ** 0.5)
+            places = (torch.arange(side) + 0.5) / side
+            bias = torch.zeros(side, side, work.matrices, 1, work.rows, work.columns_out)
+            bias[..., 0, -2] = places.view(side, 1, 1, 1)
+            bias[..., 0, -1] = places.view(side, 1, 1)
+            made["bias"] = bias.flatten(0, 2)
+        return made
+
+    def settings(self, work: Workload) -> dict[str, Any]:
+        return {"iterations": self.iterations, "eps": _EM_EPS, "window": work.window}
+
+    def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        return {"poses": draw.parents(work.rows, work.columns_out), "activations": draw.parents()}
+
+    def operations(self, work: Workload) -> int:
+        return _gaussian_operations(work, self.iterations)
+
+    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """Run the turns over stored votes, with the customary schedule 0.01 (1 - 0.95^(t + 1))."""
+        votes = layout.votes(seen(given["children"], work), given["weight"], given.get("bias"))
+        gates = layout.place(seen(given["activations"], work), "ip")
+        use, wanted = layout.place(given["beta_u"], "m"), layout.place(given["beta_a"], "m")
+        gated = (gates / work.parents).expand(layout.agree_shape(votes))
+        for turn in range(self.iterations):
+            counts, means, squares, variances = moments(votes, layout, gated, _EM_EPS)
+            variances = variances + _EM_EPS
+            log_sigma = 0.5 * variances.log().sum(layout.pose, keepdim=True)
+            score = 0.01 * (1 - 0.95 ** (turn + 1)) * (wanted - (work.pose * use + log_sigma) * counts)
+            if turn + 1 < self.iterations:
+                logits = F.logsigmoid(score) - log_sigma - layout.agree(squares, 0.5 / variances)
+                gated = gates * torch.softmax(logits, layout.parent)
+        batch = given["children"].shape[0]
+        found = layout.back(means, "pmce"), layout.back(score.sigmoid(), "pm")
+        return as_parents(found[0], work, batch), as_parents(found[1], work, batch)
+
+    def layout(self, work: Workload) -> str:
+        """Positions and children stand apart where there is a grid; on a set, children come first, which spares a
+        copy."""
+        return "picme" if work.positions > 1 else "imecp"
+
+
+@dataclass(frozen=True)
+class HeinsenRouting(Routing):
+    """All turns of Heinsen's routing (2019): Gaussian parents' scores are what using the children is worth."""
+
+    iterations: int = 3
+    # Of a text, if not 0: every token has so many children, and sentences are of different lengths. The children behind
+    # a sentence's end have a score of -∞: they are not there.
+    layers: int = 0
+
+    function: ClassVar[Callable[..., Any]] = functional.heinsen_routing
+    results: ClassVar[tuple[str, ...]] = ("scores", "means", "variances")
+    subject: ClassVar[str] = "gaussian"
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.6), (4.6, 15.6), (3.4, 14.8), (1.5, 12.9))
+
+    def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Draw poses and scores from N(0, 1), weights that keep that scale, and betas that keep the sum over all
+        children near 1."""
+        betas = (work.matrices if work.matrices > 1 else 1, work.parents)
+        scores = draw.children()
+        if self.layers:
+            tokens = work.types // self.layers
+            lengths = draw.whole_numbers(tokens // 2, tokens, draw.batch, 1)
+            scores = scores.masked_fill(torch.arange(work.types) // self.layers >= lengths, -torch.inf)
+        return {
+            "children": draw.children(work.rows, work.columns_in),
+            "scores": scores,
+            "weight": draw.weight(work.columns_in**-0.5),
+            "bias": 0.1 * draw.normal(*betas, work.rows, work.columns_out),
+            "beta_use": draw.normal(*betas) * (2 / work.children),
+            "beta_ignore": draw.normal(*betas) * (2 / work.children),
+        }
+
+    def settings(self, work: Workload) -> dict[str, Any]:
+        return {"iterations": self.iterations, "eps": _HEINSEN_EPS}
+
+    def unpack(self, found: Any) -> tuple[Tensor, ...]:
+        """Return scores, means and variances, whichever of them comes first."""
+        return tuple(sorted(super().unpack(found), key=lambda tensor: tensor.dim()))  # a stable sort
+
+    def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        pose = work.rows, work.columns_out
+        return {"scores": draw.parents(), "means": draw.parents(*pose), "variances": draw.parents(*pose)}
+
+    def operations(self, work: Workload) -> int:
+        return _gaussian_operations(work, self.iterations)
+
+    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """Run the turns over stored votes. All sums over children are linear in the gates, so that a gate ``copies``
+        times as large is so many children."""
+        votes = layout.votes(seen(given["children"], work), given["weight"], given["bias"])
+        gates = layout.place(seen(given["scores"], work).sigmoid(), "ip") * copies
+        use, ignore = layout.place(given["beta_use"], "im"), layout.place(given["beta_ignore"], "im")
+        gated = (gates / work.parents).expand(layout.agree_shape(votes))
+        for turn in range(self.iterations):
+            _, means, squares, variances = moments(votes, layout, gated, _HEINSEN_EPS)
+            variances = variances + _HEINSEN_EPS
+            score = (use * gated - ignore * (gates - gated)).sum(layout.child, keepdim=True)
+            if turn + 1 < self.iterations:
+                log_weight = F.logsigmoid(score) - 0.5 * variances.log().sum(layout.pose, keepdim=True)
+                logits = log_weight - layout.agree(squares, 0.5 / variances)
+                gated = gates * torch.softmax(logits, layout.parent)
+        found = layout.back(score, "pm"), layout.back(means, "pmce"), layout.back(variances, "pmce")
+        batch = given["children"].shape[0]
+        return tuple(as_parents(tensor, work, batch) for tensor in found)
+
+    def layout(self, work: Workload) -> str:
+        """Children stand last where all share their matrices, so that votes are one matmul and every sum runs over
+        neighbours; else they come first."""
+        return "mecpi" if work.matrices == 1 else "imcep"
+
+
+@dataclass(frozen=True)
+class RoutingPool(Routing):
+    """All turns of routing pooling (Zhao & Huang 2019), and the sum that follows: children compete for every parent."""
+
+    iterations: int = 3  # that find the coefficients
+    sharpness: float = 0.5  # λ
+
+    function: ClassVar[Callable[..., Any]] = functional.routing_pool
+    subject: ClassVar[str] = "pooling"
+    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.9, 18.9), (1.8, 8.7), (2.9, 18.9), (1.8, 8.7))
+
+    def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Draw poses that are nowhere negative, as a ReLU leaves them."""
+        return {"children": draw.children(work.rows, work.columns_in).relu()}
+
+    def settings(self, work: Workload) -> dict[str, Any]:
+        return {"iterations": self.iterations, "sharpness": self.sharpness}
+
+    @property
+    def passes(self) -> int:
+        """A pass a turn, and the sum that follows."""
+        return self.iterations + 1
+
+    def operations(self, work: Workload) -> int:
+        """Count ``3 C E`` for a key of length 1, ``C E`` for the first turn's average, and ``4 C E`` for agreement and
+        weighted sum in each further turn and in the sum that follows."""
+        return work.pose * (4 + 4 * self.iterations)
+
+    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """Run the turns over the poses, with the keys stored."""
+        poses = seen(given["children"], work)
+        votes = layout.place(poses, "ipce").contiguous()
+        keys = layout.place(F.normalize(poses.flatten(2), dim=2).view(poses.shape), "ipce").contiguous()
+        sums = votes.mean(layout.child, keepdim=True)
+        query = torch.zeros_like(sums)
+        for _ in range(self.iterations):
+            query = query + sums / sums.square().sum(layout.pose, keepdim=True).sqrt()
+            shares = torch.softmax(layout.agree(keys, query * self.sharpness), layout.child)
+            sums = layout.weigh(shares, votes)
+        return (as_parents(layout.back(sums, "pmce"), work, given["children"].shape[0]),)
+
+    def layout(self, work: Workload) -> str:
+        """Agreement and weighted sum are a batched matmul each, with nothing copied between them."""
+        return "pmice"

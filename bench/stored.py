@@ -1,0 +1,146 @@
+"""Votes as a skilled PyTorch user stores them: made once, in the order of dimensions that the turns like best.
+
+A layout is a word of five letters: ``i`` children, ``m`` parents, ``c`` and ``e`` the rows and columns of a pose, ``p``
+positions (batch and grid). Coefficients, queries and sums keep all five dimensions, of size 1 where they have none, so
+that every step of a routing is written once for all layouts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout", "as_parents", "moments", "seen", "squash", "unpadded"]
+
+
+def squash(vectors: Tensor, pose: tuple[int, int]) -> Tensor:
+    """Return ``v |v| / (1 + |v|²)``, the length taken over the dimensions ``pose``."""
+    squares = vectors.square().sum(pose, keepdim=True)
+    return vectors * (squares.sqrt() / (1 + squares))
+
+
+def unpadded(tensor: Tensor, work: Any) -> Tensor:
+    """Return a public tensor ``[B, N, H, W, ...]`` or ``[B, N, ...]`` as a grid ``[B, H, W, N, ...]``."""
+    return tensor[:, None, None] if work.grid is None else tensor.movedim(1, 3)
+
+
+def seen(tensor: Tensor, work: Any) -> Tensor:
+    """Return what each position sees of the children's poses or gates, ``[I, P, ...]``; ``work`` has the sizes."""
+    size, stride = work.kernel_size, work.stride
+    unfolded = unpadded(tensor, work).unfold(1, size, stride).unfold(2, size, stride)  # [B, Ho, Wo, N, ..., ky, kx]
+    under = unfolded.movedim((-2, -1, 3), (0, 1, 2))  # [ky, kx, N, B, Ho, Wo, ...]
+    return under.flatten(0, 2).flatten(1, 3)
+
+
+def as_parents(tensor: Tensor, work: Any, batch: int) -> Tensor:
+    """Return what belongs to parents, ``[P, M, ...]``, in public layout."""
+    split = tensor.reshape(batch, *work.output_grid, *tensor.shape[1:])
+    return split if work.grid is None else split.movedim(3, 1)
+
+
+def moments(votes: Tensor, layout: Layout, gated: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return counts, means, squared differences ``(V_im - means_m)^2``, and variances without a floor.
+
+    ``gated`` are the coefficients times the children's gates; ``eps`` is added to the counts under the moments. The
+    next turn's distances need the same squares, so they are made once.
+    """
+    counts = gated.sum(layout.child, keepdim=True)
+    inverse = 1 / (counts + eps)
+    means = layout.weigh(gated, votes) * inverse
+    squares = (votes - means).square()
+    return counts, means, squares, layout.weigh(gated, squares) * inverse
+
+
+class Layout:
+    """An order of the votes' dimensions, and a routing's steps in it.
+
+    Parameters
+    ----------
+    axes : str
+        A permutation of ``imcep``. With ``pmice`` and ``pmcei`` (and ``mp`` for ``pm``) agreement and weighted sum are
+        batched matmuls, else elementwise products that are summed.
+    einsum : bool
+        Leave every product to ``torch.einsum``.
+    """
+
+    def __init__(self, axes: str, einsum: bool = False) -> None:
+        self.axes, self.einsum = axes, einsum
+        self.child, self.parent = axes.index("i"), axes.index("m")
+        self.pose = (axes.index("c"), axes.index("e"))
+        self._matmul = axes[2:] if axes[:2] in ("pm", "mp") else ""
+
+    def place(self, tensor: Tensor, axes: str) -> Tensor:
+        """Return a view of ``tensor``, whose dimensions are called ``axes``, in this layout."""
+        placed = tensor.permute([axes.index(axis) for axis in self.axes if axis in axes])
+        for k, axis in enumerate(self.axes):
+            if axis not in axes:
+                placed = placed.unsqueeze(k)
+        return placed
+
+    def back(self, tensor: Tensor, axes: str) -> Tensor:
+        """Return a tensor of this layout with the dimensions ``axes``; those left out must be of size 1."""
+        rest = [axis for axis in self.axes if axis not in axes]
+        moved = tensor.permute([self.axes.index(axis) for axis in (*axes, *rest)])
+        return moved.reshape(moved.shape[: len(axes)])
+
+    def votes(self, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the votes of ``poses`` ``[I, P, C, D]`` by one product over the groups of ``weight`` ``[G, M, D, E]``.
+
+        A batched matmul has the factor left that the layout names first, so that as little as can be is copied
+        afterwards: nothing where every child has its own matrices and ``i`` comes first, or where all share them.
+        """
+        groups, many, inner, columns = weight.shape
+        count, places, rows = poses.shape[:3]
+        sizes = {"g": groups, "i": count // groups, "m": many, "e": columns, "c": rows, "p": places}
+        split = poses.unflatten(0, (count // groups, groups))  # named "igpcd": child i * G + g
+        wanted = [axis for letter in self.axes for axis in (("i", "g") if letter == "i" else (letter,))]
+        full = [count if axis == "i" else sizes[axis] for axis in self.axes]
+        if self.einsum:
+            made = torch.einsum(f"igpcd,gmde->{''.join(wanted)}", split, weight).reshape(full)
+            return made if bias is None else made + self.place(bias, "imce")
+        left = [axis for axis in self.axes if axis in "icp"]
+        right = [axis for axis in self.axes if axis in "me"]
+        poses_first = next(axis for axis in self.axes if axis != "i" or groups == 1) in "icp"
+        if poses_first:
+            factor = split.permute(*["igpcd".index(axis) for axis in ("g", *left, "d")]).reshape(groups, -1, inner)
+            matrices = weight.permute(*["gmde".index(axis) for axis in ("g", "d", *right)]).reshape(groups, inner, -1)
+            made, order = torch.bmm(factor, matrices), ["g", *left, *right]
+        else:
+            factor = split.permute(*["igpcd".index(axis) for axis in ("g", "d", *left)]).reshape(groups, inner, -1)
+            matrices = weight.permute(*["gmde".index(axis) for axis in ("g", *right, "d")]).reshape(groups, -1, inner)
+            made, order = torch.bmm(matrices, factor), ["g", *right, *left]
+        made = made.view([sizes[axis] for axis in order])
+        made = made.permute([order.index(axis) for axis in wanted]).reshape(full)
+        return made if bias is None else made + self.place(bias, "imce")
+
+    def _einsum(self, first: Tensor, second: Tensor, summed: str) -> Tensor:
+        """Return the product of two tensors of this layout, summed over the dimensions ``summed``."""
+        out = "".join(axis for axis in self.axes if axis not in summed)
+        return self.place(torch.einsum(f"{self.axes},{self.axes}->{out}", first, second), out)
+
+    def agree(self, votes: Tensor, query: Tensor) -> Tensor:
+        """Return ``<query_m, votes_im>`` over the numbers of a pose."""
+        if self.einsum:
+            return self._einsum(votes, query, "ce")
+        if self._matmul == "ice":
+            return (votes.flatten(3) @ query.flatten(3).transpose(2, 3)).unsqueeze(4)
+        if self._matmul == "cei":
+            return (query.flatten(2, 3).transpose(2, 3) @ votes.flatten(2, 3)).unsqueeze(2)
+        return (votes * query).sum(self.pose, keepdim=True)
+
+    def agree_shape(self, votes: Tensor) -> list[int]:
+        """Return the shape of the votes' agreement with a query: one number for each."""
+        return [1 if axis in self.pose else size for axis, size in enumerate(votes.shape)]
+
+    def weigh(self, shares: Tensor, votes: Tensor) -> Tensor:
+        """Return ``sum_i shares_im votes_im``."""
+        if self.einsum:
+            return self._einsum(shares, votes, "i")
+        if self._matmul == "ice":
+            return (shares.flatten(3).transpose(2, 3) @ votes.flatten(3)).unflatten(3, votes.shape[3:])
+        if self._matmul == "cei":
+            summed = votes.flatten(2, 3) @ shares.flatten(2, 3).transpose(2, 3)
+            return summed.unflatten(2, votes.shape[2:4])
+        return (votes * shares).sum(self.child, keepdim=True)

@@ -1,0 +1,251 @@
+"""What a workload is: the sizes of one layer, the kind of its routing, what it costs, what it ought to reach."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bench.inputs import Inputs
+from bench.stored import Layout
+from fastcaps.functional import Window
+
+__all__ = ["Draw", "Goal", "Implementation", "Routing", "Workload"]
+
+Implementation = Callable[..., tuple[Tensor, ...]]
+"""Takes a routing's arguments by name, in public layout; returns its results in the order of ``Routing.results``."""
+
+_OUTWEIGH = 10
+"""Votes that take so many times the bytes of inputs and parameters ought not to be stored."""
+
+
+class Routing(ABC):
+    """A kind of routing: all turns of it are one call."""
+
+    function: ClassVar[Callable[..., Any]]  # the public function that runs it
+    results: ClassVar[tuple[str, ...]] = ("parents",)
+    fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
+    subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
+    iterations: int = 1
+    # How many times the bytes of its votes each alternative needs: a forward call, and a training step. Measured for
+    # poses of 16 numbers, and rounded up; small layers and poses need more.
+    stored: ClassVar[dict[str, tuple[float, float]]]
+
+    @abstractmethod
+    def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Return the tensors of one call, by the names of the public function's arguments."""
+
+    @abstractmethod
+    def settings(self, work: Workload) -> dict[str, Any]:
+        """Return the other arguments of the public function."""
+
+    def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
+        """Return a cotangent of each result, by name and in order."""
+        return {"parents": draw.parents(work.rows, work.columns_out)}
+
+    @property
+    def passes(self) -> int:
+        """How many passes over the votes it is."""
+        return self.iterations
+
+    @abstractmethod
+    def operations(self, work: Workload) -> int:
+        """Count useful operations for a vote, a multiplication or an addition each; what is only recomputed is not."""
+
+    def ours(self, work: Workload) -> Implementation:
+        """Return the package's own routing."""
+        settings = self.settings(work)
+
+        def run(**arguments: Tensor) -> tuple[Tensor, ...]:
+            return self.unpack(type(self).function(**arguments, **settings))
+
+        return run
+
+    def unpack(self, found: Any) -> tuple[Tensor, ...]:
+        """Return the results that are named in ``results`` from what the public function returns."""
+        return (found,) if isinstance(found, Tensor) else tuple(found)[: len(self.results)]
+
+    @abstractmethod
+    def turns(self, work: Workload, layout: Layout, copies: int, **arguments: Tensor) -> tuple[Tensor, ...]:
+        """Route over stored votes as a skilled PyTorch user would; every child counts ``copies`` times (Heinsen's)."""
+
+    @abstractmethod
+    def layout(self, work: Workload) -> str:
+        """Return the order of the votes' dimensions that was measured to serve the batched matmul best."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a workload ought to reach; a report marks what falls short."""
+
+    forward: float  # speed-up against the fastest alternative, at the default batch
+    training: float  # likewise
+    sgemm_share: float | None = None  # of the forward pass's useful operations, at the default batch
+    memory_share: float | None = None  # own peak memory as a share of the votes, where these outweigh the inputs
+    total: tuple[int, float] | None = None  # a batch, and the bytes of all tensors of a training step there
+    means: tuple[float, float] | None = None  # geometric means of the speed-ups of all rows with this goal
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``."""
+
+    name: str  # as in the tables
+    source: str  # where the layer is published
+    batches: tuple[int, ...]  # what is run: the default batch, and others
+    types: int  # N child types at one grid position, or children I of a set
+    parents: int  # M
+    rows: int  # C
+    columns_in: int  # D
+    columns_out: int  # E
+    routing: Routing
+    grid: tuple[int, int] | None = None  # (H, W) of the children; None for a set
+    kernel_size: int = 1
+    stride: int = 1
+    groups: int | None = None  # G; None: every child of a position has its own matrices; 0: votes are the poses
+    goal: Goal | None = None
+    # The children are so many copies of the first ones: the float64 result of a layer that is too large for it is found
+    # from one copy, each child of which counts as often as it is copied.
+    copies: int = 1
+    # At larger batches only so many samples have a cotangent and are held to the float64 result; None for all.
+    checked: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """The default batch."""
+        return self.batches[0]
+
+    @property
+    def window(self) -> Window | None:
+        """The window of a grid layer; None for a set."""
+        return None if self.grid is None else Window(self.kernel_size, self.stride)
+
+    @property
+    def output_grid(self) -> tuple[int, ...]:
+        """(Ho, Wo), or () for a set."""
+        return tuple((size - self.kernel_size) // self.stride + 1 for size in self.grid or ())
+
+    @property
+    def positions(self) -> int:
+        """L, output positions of one sample."""
+        return prod(self.output_grid)
+
+    @property
+    def children(self) -> int:
+        """I, children that one position sees."""
+        return self.kernel_size**2 * self.types
+
+    @property
+    def matrices(self) -> int:
+        """G, groups of children that share their matrices."""
+        return self.children if self.groups is None else self.groups
+
+    @property
+    def pose(self) -> int:
+        """C * E, numbers of a parent's pose."""
+        return self.rows * self.columns_out
+
+    def votes(self, batch: int) -> int:
+        """Count the votes B * L * I * M, each of C * E numbers."""
+        return batch * self.positions * self.children * self.parents
+
+    def votes_bytes(self, batch: int, itemsize: int = 4) -> int:
+        """Bytes that storing every vote would take; the passes of this package never do."""
+        return self.votes(batch) * self.pose * itemsize
+
+    def operations(self, batch: int, training: bool = False) -> int:
+        """Count useful operations, recomputation left out; a training step counts three times the forward pass."""
+        return self.votes(batch) * self.routing.operations(self) * (3 if training else 1)
+
+    def samples_checked(self, batch: int) -> Sequence[int] | None:
+        """Return the samples that are held to the float64 result, spread over the batch; None for all of them."""
+        if self.checked is None or batch <= self.checked:
+            return None
+        return sorted({round(k * (batch - 1) / max(1, self.checked - 1)) for k in range(self.checked)})
+
+    def inputs(self, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Inputs:
+        """Make the inputs of one call: the same seed gives the same numbers in every process and dtype."""
+        draw = Draw(self, batch, seed)
+        arguments = self.routing.arguments(self, draw)
+        grads = self.routing.grads(self, draw)
+        samples = self.samples_checked(batch)
+        if samples is not None:
+            for grad in grads.values():
+                kept = grad[samples].clone()
+                grad.zero_()
+                grad[samples] = kept
+        return Inputs(arguments, grads, self.routing.fixed).to(dtype)
+
+    def goal_at(self, batch: int, training: bool) -> dict[str, float] | None:
+        """Return the goals of one row by name (``speedup``, ``mean``, ``sgemm_share``, ``memory_share``, ``total``)."""
+        goal, wanted = self.goal, {}
+        if goal is None:
+            return None
+        if batch == self.batch:
+            wanted["speedup"] = goal.training if training else goal.forward
+            if goal.sgemm_share is not None and not training:
+                wanted["sgemm_share"] = goal.sgemm_share
+            if goal.means is not None:
+                wanted["mean"] = goal.means[training]
+        elif batch == 1:
+            wanted["speedup"] = 1.0
+        if goal.memory_share is not None and self.outweighs(batch):
+            wanted["memory_share"] = goal.memory_share
+        if goal.total is not None and training and batch == goal.total[0]:
+            wanted["total"] = goal.total[1]
+        return wanted or None
+
+    def outweighs(self, batch: int) -> bool:
+        """Tell whether the votes take ten times the bytes of inputs and parameters, or more."""
+        return self.votes_bytes(batch) >= _OUTWEIGH * self.inputs_bytes(batch)
+
+    def inputs_bytes(self, batch: int) -> int:
+        """Bytes of inputs and parameters, in float32: children, their gates, parents, and matrices."""
+        children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)
+        parents = batch * self.positions * self.parents * self.pose
+        return 4 * (children + parents + self.matrices * self.parents * self.columns_in * self.columns_out)
+
+    def miniature(self) -> Workload:
+        """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
+        grid = None if self.grid is None else (self.kernel_size, self.kernel_size)
+        small: dict[str, Any] = {"batches": (1,), "types": 1, "parents": min(2, self.parents), "copies": 1}
+        return replace(self, **small, grid=grid, groups=self.groups and 1)
+
+
+class Draw:
+    """Draws a workload's tensors: the same seed gives the same numbers in every process and dtype."""
+
+    def __init__(self, work: Workload, batch: int, seed: int = 0) -> None:
+        self.work, self.batch = work, batch
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return numbers from N(0, 1)."""
+        return torch.randn(*shape, generator=self._generator)
+
+    def whole_numbers(self, least: int, most: int, *shape: int) -> Tensor:
+        """Return whole numbers from ``least`` to ``most``."""
+        return torch.randint(least, most + 1, shape, generator=self._generator)
+
+    def children(self, *pose: int) -> Tensor:
+        """Return a pose, or one number, of every child ``[B, I, *pose]`` or ``[B, N, H, W, *pose]``."""
+        work = self.work
+        made = self.normal(self.batch, *(work.grid or ()), work.types // work.copies, *pose)
+        if work.copies > 1:
+            made = made.repeat(1, work.copies, *[1] * len(pose))
+        return made if work.grid is None else made.movedim(3, 1)
+
+    def weight(self, scale: float) -> Tensor:
+        """Return matrices ``[G, M, D, E]`` of numbers from N(0, scale²)."""
+        work = self.work
+        return self.normal(work.matrices, work.parents, work.columns_in, work.columns_out) * scale
+
+    def parents(self, *pose: int) -> Tensor:
+        """Return a pose, or one number, of every parent ``[B, M, *pose]`` or ``[B, M, Ho, Wo, *pose]``."""
+        made = self.normal(self.batch, *self.work.output_grid, self.work.parents, *pose)
+        return made if self.work.grid is None else made.movedim(3, 1)

@@ -1,0 +1,113 @@
+// What the library says of calls, for fastcaps.backends, fastcaps.explain and the tests, through ctypes. No device is
+// asked: whoever asks tells all that an answer depends on. Answers live until the thread's next question.
+//
+// op: "attention", "pooling" or "gaussian". sizes: B H W N C D Ho Wo M E G and the window's eight; G = 0 where votes
+// are the children themselves. facts: whether it is the backward; the children's type (0 float32, 1 float64, 2
+// bfloat16, 3 float16); the bias (0 none, 1 one for all children, 2 one for each); whether the first turn has parents;
+// turns; bits of Options; the device's multiprocessors; and a block's largest shared memory in bytes.
+#include "call.h"
+
+#define FASTCAPS_ANSWER extern "C" __attribute__((visibility("default"))) const char*
+
+namespace fastcaps::gpu {
+namespace {
+
+const char* answer(std::string text) {
+  static thread_local std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
+}
+
+Pass pass_of(const std::string& op) {
+  return op == "pooling" ? Pass::kPooling : op == "gaussian" ? Pass::kGaussian : Pass::kAttention;
+}
+
+struct Question {
+  Geometry g;
+  Task task;
+  Bias bias;
+  Machine machine;
+  int64_t turns;
+  bool has_bias, starts;
+
+  Question(const char* op, const int64_t* n, const int64_t* facts)
+      : g{n[0], n[1], n[2], n[3], n[4],  n[5],
+          n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}},
+        machine{facts[6], facts[7]},
+        turns(facts[4]),
+        has_bias(facts[2] != 0),
+        starts(facts[3] != 0) {
+    const Storage half = facts[0] ? Storage::kBFloat16 : Storage::kFloat16;
+    task = {.pass = pass_of(op),
+            .backward = facts[0] != 0,
+            .tensor = rounds(facts[5], Storage(facts[1]), half),
+            .ordered = (facts[5] & kDeterministic) != 0,
+            .identity = g.G == 0};
+    if (task.identity) g.G = 1;
+    if (task.backward && has_bias) bias = {(facts[2] == 2 ? g.children() : 1) * g.parents(), facts[2] == 1};
+  }
+  std::string routing_refusal() const {
+    if (turns > kMostTurns)
+      return "its " + std::to_string(turns) + " turns are more than " + std::to_string(kMostTurns);
+    return gpu::routing_refusal(task, g, machine);
+  }
+};
+
+std::string name_of(const PassKernel& kernel, bool backward, bool plain) {
+  const auto n = [](int64_t x) { return std::to_string(x); };
+  std::string name = backward ? "backward " : "forward ";
+  if (kernel.C)
+    name += n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E) + " " +
+            n(kernel.parents * kernel.each) + " parents a warp";
+  else
+    name += "any " + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane";
+  return name + (kernel.tensor ? " tensor" : "") + (plain ? " plain" : "");
+}
+
+}  // namespace
+}  // namespace fastcaps::gpu
+
+using namespace fastcaps::gpu;
+
+// Why no kernel takes these poses; empty if one does.
+FASTCAPS_ANSWER fastcaps_cuda_refusal(const char* op, int64_t C, int64_t D, int64_t E, int64_t has_weight) {
+  return answer(refusal(pass_of(op), C, D, E, !has_weight));
+}
+
+// Why turn after turn serves a routing better than all in one launch; empty if one launch does.
+FASTCAPS_ANSWER fastcaps_cuda_routing_refusal(const char* op, const int64_t* sizes, const int64_t* facts) {
+  return answer(Question(op, sizes, facts).routing_refusal());
+}
+
+// How a call would be cut up: fields key=value, separated by semicolons, the last of them, text, for people.
+FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, const int64_t* facts) {
+  Question question(op, sizes, facts);
+  const std::string why_not =
+      refusal(question.task.pass, question.g.C, question.g.D, question.g.E, question.task.identity);
+  if (!why_not.empty()) return answer("text=" + why_not);
+  question.task.whole = question.turns > 1 && !question.task.backward && question.routing_refusal().empty();
+  const Schedule c = make_schedule(question.task, question.g, question.bias, question.machine);
+  if (!c.kernel) return answer("text=this device's shared memory does not hold these poses");
+  const auto n = [](int64_t x) { return std::to_string(x); };
+  const auto& w = question.g.window;
+  const bool plain = c.kernel->run != c.kernel->run_plain && !question.task.identity && !question.has_bias &&
+                     w.ph == 0 && w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
+  return answer("kernel=" + name_of(*c.kernel, question.task.backward, plain) +
+                ";turns=" + (question.task.whole ? "fused" : "one") + ";parent_warps=" + n(c.warps_parents) +
+                ";position_warps=" + n(c.warps_positions) + ";positions=" + n(c.tile) + ";threads=" + n(c.threads()) +
+                ";ranges=" + n(c.chunks) + ";sweeps=" + n(c.parent_blocks) + ";stage=" + n(c.stage) +
+                ";blocks=" + n(c.groups * c.chunks * c.parent_blocks) + ";text=" + describe(c));
+}
+
+// The names of all kernels that are compiled for an op, as `kernel` has them above, separated by semicolons.
+FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
+  std::string names;
+  for (const bool backward : {false, true}) {
+    const PassKernels kernels = kernels_of(pass_of(op), backward);
+    for (const PassKernel* kernel = kernels.begin; kernel != kernels.begin + kernels.count; ++kernel)
+      for (const bool plain : {false, true})
+        if (!plain || kernel->run != kernel->run_plain)
+          names += (names.empty() ? "" : ";") + name_of(*kernel, backward, plain);
+  }
+  return answer(names);
+}

@@ -1,0 +1,239 @@
+#include "schedule.h"
+
+#include <algorithm>
+
+namespace fastcaps::gpu {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, 16) * 16; }
+
+int64_t power_of_two(int64_t at_least) {
+  int64_t power = 1;
+  while (power < at_least) power *= 2;
+  return power;
+}
+
+struct Lanes {
+  int columns, rows;
+  int parents;     // of a warp
+  int64_t padded;  // numbers of a parent's pose that the lanes hold
+};
+
+// How a kernel's lanes would share these poses; no columns if they cannot.
+Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_t M) {
+  if (kernel.C) {
+    if (kernel.C != C || kernel.D != D || kernel.E != E) return {};
+    return {kernel.columns, 1, kernel.parents * kernel.each, C * E};
+  }
+  const int64_t rows = power_of_two(ceil_div(C, kernel.tile_rows));
+  const int64_t columns = power_of_two(ceil_div(E, kernel.tile_columns));
+  if (rows * columns > 32) return {};
+  const int64_t parents = std::min(32 / (rows * columns), power_of_two(M));
+  return {int(columns), int(rows), int(parents), rows * kernel.tile_rows * columns * kernel.tile_columns};
+}
+
+// A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
+// pose.
+const PassKernel* choose(const PassKernels& kernels, const Geometry& g, const Task& task) {
+  const PassKernel* best = nullptr;
+  Lanes best_lanes{};
+  for (int k = 0; k < kernels.count; ++k) {
+    const PassKernel& kernel = kernels.begin[k];
+    const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
+    if (!lanes.columns || (kernel.tensor && (!task.tensor || task.identity))) continue;
+    const bool better = !best || kernel.tensor > best->tensor ||
+                        (kernel.tensor == best->tensor &&
+                         (kernel.C ? best_lanes.parents < g.M : !best->C && lanes.padded < best_lanes.padded));
+    if (better) best = &kernel, best_lanes = lanes;
+  }
+  return best;
+}
+
+constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.h
+
+// Bytes of shared memory: a part for each child on the way, and a part that is there once.
+struct Shared {
+  int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
+
+  Shared(const Schedule& c, const Geometry& g, const Task& task) {
+    const bool backward = task.backward;
+    const PassKernel& kernel = *c.kernel;
+    const int64_t rows = kernel.C ? g.C : c.rows * kernel.tile_rows;
+    const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(g.D, kernel.vector) * kernel.vector;
+    child_rows = c.tile * rows * depth * 4;
+    weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
+    seen = c.tile * 8;
+    dchildren = backward ? child_rows * c.warps_parents : 0;
+    const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV takes the place of dW
+    dweight = !backward ? 0
+              : large   ? int64_t(c.warps_parents) * c.parents * c.tile * g.C * g.E * 4
+                        : weight * c.warps_positions;
+    dgate = backward && task.pass != Pass::kAttention ? int64_t(c.tile) * c.warps_parents * 4 : 0;
+    const bool meets = c.warps_parents > 1 && task.pass != Pass::kPooling;
+    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
+    fixed = int64_t(c.tile) * 48 + kOffsets + aligned(exchange) + 64;
+  }
+  int64_t bytes(int64_t stage) const {
+    return 2 * (aligned(stage * child_rows) + aligned(stage * weight) + aligned(stage * seen)) +
+           aligned(stage * dchildren) + aligned(stage * dweight) + aligned(stage * dgate) + fixed;
+  }
+};
+
+// Places in shared memory for `stage` children at a time.
+void place(Schedule& c, const Shared& shared) {
+  c.shared_weight = int(aligned(c.stage * shared.child_rows));
+  c.shared_seen = c.shared_weight + int(aligned(c.stage * shared.weight));
+  c.shared_stage = c.shared_seen + int(aligned(c.stage * shared.seen));
+  c.shared_dchildren = 2 * c.shared_stage;
+  c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
+  c.shared_dgate = c.shared_dweight + int(aligned(c.stage * shared.dweight));
+  c.shared_seat = c.shared_dgate + int(aligned(c.stage * shared.dgate));
+  c.shared_offset = c.shared_seat + int(aligned(int64_t(c.tile) * 48));
+  c.shared_exchange = c.shared_offset + kOffsets;
+  c.shared_bytes = shared.bytes(c.stage);
+}
+
+constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
+
+// Where an order must be kept, every group of tiles (and every range of children, if ranges share weights or a bias)
+// adds to gradients of weights and bias of its own: few enough of them to stay small. Ranges that share nothing cost
+// only parts of dQ, and keep the multiprocessors busy instead.
+void keep_parts_small(Schedule& c, const Geometry& g, const Bias& bias, int64_t wanted, int64_t least) {
+  const int64_t bytes = 4 * (g.G * g.M * g.D * g.E + bias.numbers);
+  const int64_t parts = std::max<int64_t>(bytes > kParts / 4 ? 4 : 1, kParts / bytes);
+  c.parts_by_chunk = g.G < g.children() || bias.shared;
+  if (!c.parts_by_chunk) {
+    c.groups = std::min(c.tiles, parts);
+    const int64_t most = std::min(g.children() / least, kParts / (4 * g.positions() * g.parents() + 1));
+    c.chunks = int(std::clamp<int64_t>(wanted / c.groups, 1, std::max<int64_t>(1, most)));
+  } else {
+    c.chunks = int(std::min<int64_t>(c.chunks, parts));
+  }
+  c.chunk_children = int(ceil_div(ceil_div(g.children(), c.chunks), c.stage) * c.stage);
+  c.chunks = int(ceil_div(g.children(), c.chunk_children));
+  if (c.parts_by_chunk) c.groups = std::min(c.tiles, std::max<int64_t>(1, parts / c.chunks));
+}
+
+// How long a multiprocessor takes for some blocks, `fitting` of them at a time: a warp's trip through one child is 1.
+// Its four schedulers share the warps as evenly as they go; one that has a single warp often waits for it.
+double time(int64_t blocks, int64_t fitting, int64_t warps) {
+  const auto round = [&](int64_t together) {
+    const int64_t each = ceil_div(together * warps, 4);
+    return each == 1 ? 1.4 : each == 2 ? 2.2 : double(each);
+  };
+  return double(blocks / fitting) * round(fitting) + (blocks % fitting ? round(blocks % fitting) : 0.0);
+}
+
+// As many warps on positions as get the work done soonest; then the most, since they share the weights. False if not
+// even one fits into shared memory.
+bool spread(Schedule& c, const Geometry& g, const Task& task, const Bias& bias, int most, const Machine& machine) {
+  const PassKernel& kernel = *c.kernel;
+  const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
+  double best = -1;
+  for (int warps = most; warps >= 1; --warps) {
+    Schedule trial = c;
+    trial.warps_positions = warps;
+    trial.tile = warps * seats;
+    trial.tiles = ceil_div(std::max<int64_t>(g.positions(), 1), trial.tile);
+    if (warps > 1 && (warps - 1) * seats >= g.positions()) continue;  // a warp would have nothing to do
+    const Shared shared(trial, g, task);
+    if (shared.bytes(1) > machine.shared_limit) continue;
+    const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
+    int64_t stage = kMostChildren;
+    while (stage > 1 && shared.bytes(stage) * resident > machine.shared_limit * 3 / 4) stage /= 2;  // the rest caches
+    const int64_t fitting = std::min(resident, std::max<int64_t>(1, machine.shared_limit / shared.bytes(stage)));
+    trial.stage = int(stage);
+    trial.groups = trial.tiles;
+    // One range of children, or several where that fills the last round better or positions are few.
+    const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;
+    const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
+    const int64_t most = std::max<int64_t>(1, g.children() / least);
+    for (const int64_t chunks : {int64_t(1), int64_t(2), int64_t(3), int64_t(4), wanted / blocks}) {
+      trial.chunk_children = int(ceil_div(ceil_div(g.children(), std::clamp<int64_t>(chunks, 1, most)), stage) * stage);
+      trial.chunks = int(ceil_div(g.children(), trial.chunk_children));
+      const int64_t each = ceil_div(blocks * trial.chunks, machine.multiprocessors);
+      const double parts = 1 + 0.02 * std::min(trial.chunks - 1, 4);  // what adding them up costs, about
+      const double cost = time(each, fitting, trial.threads() / 32) * trial.chunk_children * parts;
+      if ((best >= 0 && cost >= best) || (task.whole && trial.chunks > 1)) continue;
+      best = trial.cost = cost;
+      c = trial;
+      if (task.backward && task.ordered) keep_parts_small(c, g, bias, wanted, least);
+      place(c, shared);
+    }
+  }
+  return best >= 0;
+}
+
+// Shared memory of a block on the smallest of the GPUs that the kernels are built for.
+constexpr int64_t kLeastShared = 99 * 1024;
+
+}  // namespace
+
+std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
+  const std::string pose = std::to_string(C) + " x " + std::to_string(D) + " children and " + std::to_string(C) +
+                           " x " + std::to_string(E) + " parents";
+  const Geometry one{1, 1, 1, 1, C, D, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
+  if (!choose(kernels_of(pass, false), one, {.pass = pass, .identity = identity}))
+    return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose;
+  if (!make_schedule({.pass = pass, .backward = true, .identity = identity}, one, {}, {1, kLeastShared}).kernel)
+    return "its shared memory does not hold so large a pose, got " + pose;
+  return "";
+}
+
+Schedule make_schedule(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine) {
+  Schedule c;
+  c.kernel = choose(kernels_of(task.pass, task.backward), g, task);
+  const PassKernel& kernel = *c.kernel;
+  const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
+  c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
+  const int most_warps = kernel.threads / 32;
+  // Large weights come from far away for every tile: better many positions than many parents, whose softmax then takes
+  // launches of its own.
+  const bool large = kernel.C && kernel.weight_stride == 0 && g.positions() > 32;
+  // What a warp adds to memory by itself it must add alone if an order is to be kept.
+  const bool single = task.backward && task.ordered && (!kernel.C || bias.numbers > 0);
+  for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
+    // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
+    if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
+    const int64_t warps = ceil_div(g.M, c.parents);
+    c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
+    c.parent_blocks = int(ceil_div(warps, c.warps_parents));
+    const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
+    if (spread(c, g, task, bias, most, machine)) return c;
+  }
+  c.kernel = nullptr;
+  return c;
+}
+
+std::string routing_refusal(Task task, const Geometry& g, const Machine& machine) {
+  const std::string why_not = refusal(task.pass, g.C, g.D, g.E, task.identity);
+  if (!why_not.empty()) return why_not;
+  const Schedule split = make_schedule(task, g, {}, machine);
+  task.whole = true;
+  const Schedule whole = make_schedule(task, g, {}, machine);
+  if (!whole.kernel || !split.kernel) return "its poses do not fit into shared memory";
+  if (task.pass != Pass::kPooling && whole.parent_blocks > 1)
+    return "its " + std::to_string(g.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
+  // What lies between two launches of a loop of passes takes about as long as some 300 children.
+  constexpr double kBetween = 300;
+  if (whole.cost > split.cost + kBetween)
+    return "its " + std::to_string(g.children()) + " children are better split over blocks";
+  return "";
+}
+
+std::string describe(const Schedule& c) {
+  const PassKernel& kernel = *c.kernel;
+  const auto n = [](int64_t x) { return std::to_string(x); };
+  std::string text = kernel.tensor ? "tensor-core " : "";
+  text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
+                   : "kernel for any pose (" + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane)";
+  text += ", " + n(c.tile) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
+          n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " +
+          n(c.groups * c.chunks * c.parent_blocks) + " blocks";
+  if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
+  if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " sweeps";
+  return text;
+}
+
+}  // namespace fastcaps::gpu

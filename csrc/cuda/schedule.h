@@ -1,0 +1,62 @@
+// How a call is cut into blocks: which kernel, how many warps on parents and on positions, how many children at a time.
+#pragma once
+
+#include <string>
+
+#include "pass.h"
+
+namespace fastcaps::gpu {
+
+struct Machine {
+  int64_t multiprocessors, shared_limit;
+};
+
+// The gradient of a bias (and of betas), if it is wanted: its numbers, and whether all children have the same.
+struct Bias {
+  int64_t numbers = 0;
+  bool shared = false;
+};
+
+struct Schedule {
+  const PassKernel* kernel = nullptr;
+  int columns, rows;  // lanes
+  int parents;        // of a warp
+  int warps_parents, warps_positions;
+  int tile;  // positions of a block at a time
+  int64_t tiles, groups;
+  int parent_blocks;  // more than one: the softmax takes launches of its own
+  int stage, chunks, chunk_children;
+  bool parts_by_chunk = false;  // parts of dW: one for each group and chunk, not for each group
+  double cost;                  // how long it takes, about: a warp's trip through one child is 1
+  int64_t shared_bytes;
+  int shared_weight, shared_seen, shared_stage, shared_seat, shared_offset, shared_exchange, shared_dchildren,
+      shared_dweight, shared_dgate;
+
+  int threads() const { return 32 * warps_parents * warps_positions; }
+};
+
+// Why no kernel takes these poses; empty if one does.
+std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity);
+
+// What a call is, beside its geometry.
+struct Task {
+  Pass pass = Pass::kAttention;
+  bool backward = false;
+  bool tensor = false;  // products may be rounded to tf32
+  bool ordered =
+      false;  // backward: gradients must not be added to by many blocks at once, at the price of fewer blocks
+  bool identity = false;  // votes are the children: there are no weights
+  bool whole = false;     // children must not be split over blocks
+};
+
+// No kernel if the poses do not fit (see refusal). `bias`: its gradient is wanted too, if it has numbers.
+Schedule make_schedule(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine);
+
+// Why not all turns of a routing should run in one launch; empty if they should. A block then holds all parents of its
+// positions (where they compete) and hears all their children.
+std::string routing_refusal(Task task, const Geometry& g, const Machine& machine);
+
+// One line for people: kernel, tile, blocks.
+std::string describe(const Schedule& schedule);
+
+}  // namespace fastcaps::gpu

@@ -1,0 +1,119 @@
+"""The layer of gram-ai's capsule-networks, a much used public code of dynamic routing.
+
+:class:`CapsuleLayer` has that code's constructor, ``forward`` and parameters: a script runs after one changed import,
+and checkpoints load both ways. What differs: a parent whose votes add up to zero is zero, not NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps import functional
+from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
+from fastcaps.vectors import squash
+
+__all__ = ["CapsuleLayer"]
+
+
+class CapsuleLayer(nn.Module):
+    """Capsules by dynamic routing, or primary capsules by convolutions, with that code's names.
+
+    The **children** of a parent compete, and the logits that the routing starts from are learned.
+
+    Parameters
+    ----------
+    num_capsules : int
+        Parents; of primary capsules, the numbers in a pose: one convolution for each.
+    num_route_nodes : int
+        Children; -1 makes primary capsules.
+    in_channels, out_channels : int
+        Numbers in a child's pose and in a parent's; of primary capsules, channels of the map and of each convolution.
+    kernel_size, stride : int, optional
+        Of primary capsules.
+    num_iterations : int
+        Turns.
+
+    Attributes
+    ----------
+    route_logits, route_weights : Parameter
+        ``[num_capsules, 1, num_route_nodes, 1, 1]``, zero at the start, and ``[num_capsules, num_route_nodes,
+        in_channels, out_channels]``, drawn from N(0, 1).
+    capsules : nn.ModuleList
+        Of primary capsules.
+
+    Examples
+    --------
+    >>> import torch
+    >>> primary = CapsuleLayer(8, -1, 256, 32, kernel_size=9, stride=2)
+    >>> digits = CapsuleLayer(10, 32 * 6 * 6, 8, 16)
+    >>> digits(primary(torch.randn(2, 256, 20, 20))).squeeze().transpose(0, 1).shape
+    torch.Size([2, 10, 16])
+    """
+
+    def __init__(
+        self,
+        num_capsules: int,
+        num_route_nodes: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | None = None,
+        stride: int | None = None,
+        num_iterations: int = 3,
+    ) -> None:
+        super().__init__()
+        self.num_capsules = positive(num_capsules, "num_capsules")
+        self.num_route_nodes = -1 if num_route_nodes == -1 else positive(num_route_nodes, "num_route_nodes")
+        self.in_channels = positive(in_channels, "in_channels")
+        self.out_channels = positive(out_channels, "out_channels")
+        self.kernel_size, self.stride = kernel_size, stride
+        self.num_iterations = positive(num_iterations, "num_iterations")
+        if num_route_nodes == -1:
+            size, step = positive(kernel_size, "kernel_size"), positive(stride, "stride")
+            self.capsules = nn.ModuleList(
+                nn.Conv2d(in_channels, out_channels, size, stride=step) for _ in range(num_capsules)
+            )
+            return
+        self.route_logits = nn.Parameter(torch.empty(num_capsules, 1, num_route_nodes, 1, 1))
+        self.route_weights = nn.Parameter(torch.empty(num_capsules, num_route_nodes, in_channels, out_channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        if self.num_route_nodes == -1:
+            for convolution in self.capsules:
+                convolution.reset_parameters()  # type: ignore[operator]
+        else:
+            nn.init.zeros_(self.route_logits)
+            nn.init.normal_(self.route_weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route, or make primary capsules.
+
+        Parameters
+        ----------
+        x : Tensor
+            ``[batch, num_route_nodes, in_channels]``, or a map ``[batch, in_channels, h, w]``.
+
+        Returns
+        -------
+        Tensor
+            ``[num_capsules, batch, 1, 1, out_channels]``, or primary capsules ``[batch, out_channels * h' * w',
+            num_capsules]``.
+        """
+        require_tensor(x, "x")
+        if self.num_route_nodes == -1:
+            return squash(torch.stack([convolution(x).flatten(1) for convolution in self.capsules], dim=-1))
+        if x.dim() != 3 or x.shape[1:] != (self.num_route_nodes, self.in_channels):
+            raise ValueError(f"x must be [batch, {self.num_route_nodes}, {self.in_channels}], got {shape_of(x)}")
+        parents = functional.dynamic_routing(
+            x.unsqueeze(-2),
+            self.route_weights.transpose(0, 1),
+            iterations=self.num_iterations,
+            compete="children",
+            prior=self.route_logits.flatten(1).T,
+        )
+        assert isinstance(parents, Tensor)
+        return parents.transpose(0, 1).unsqueeze(2)
+
+    extra_repr = every_argument_repr

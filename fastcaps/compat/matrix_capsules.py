@@ -1,0 +1,125 @@
+"""The capsule layer of Matrix-Capsules-EM-PyTorch (yl-1993), a much used public code of EM routing.
+
+:class:`ConvCaps` has that code's constructor, ``forward`` and parameters: a script runs after one changed import, and
+checkpoints load both ways. It runs on any device and any grid, square or not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps import functional
+from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
+from fastcaps.votes import Window
+
+__all__ = ["ConvCaps"]
+
+
+class ConvCaps(nn.Module):
+    r"""Capsules by EM routing, over a window or from a whole grid, with that code's names.
+
+    A child's shares, times its activation a, are divided by their sum: it weighs :math:`a / (a + 10^{-8})`, so that
+    only an activation of 0 counts for less. :math:`\lambda` is 0.001 in every turn.
+
+    Parameters
+    ----------
+    B, C : int
+        Child types and parent types.
+    K, stride : int
+        The window's size and stride; 1 and 1 where weights are shared.
+    P : int
+        Poses are P x P.
+    iters : int
+        Turns.
+    coor_add : bool
+        Add the place of a child to its votes, where weights are shared.
+    w_shared : bool
+        One parent for the whole grid, with matrices shared over space.
+
+    Attributes
+    ----------
+    weights : Parameter
+        ``[1, K * K * B, C, P, P]``, drawn from N(0, 1).
+    beta_u, beta_a : Parameter
+        ``[C]``, zero at the start.
+
+    Examples
+    --------
+    >>> import torch
+    >>> conv, classes = ConvCaps(8, 16, 3, 4, stride=2), ConvCaps(16, 10, 1, 4, stride=1, coor_add=True, w_shared=True)
+    >>> grid = conv(torch.rand(2, 9, 9, 8 * 17))
+    >>> grid.shape, classes(grid).shape
+    (torch.Size([2, 4, 4, 272]), torch.Size([2, 10]))
+    """
+
+    def __init__(
+        self,
+        B: int = 32,
+        C: int = 32,
+        K: int = 3,
+        P: int = 4,
+        stride: int = 2,
+        iters: int = 3,
+        coor_add: bool = False,
+        w_shared: bool = False,
+    ) -> None:
+        super().__init__()
+        self.B, self.C, self.K, self.P = positive(B, "B"), positive(C, "C"), positive(K, "K"), positive(P, "P")
+        self.psize, self.stride, self.iters = P * P, positive(stride, "stride"), positive(iters, "iters")
+        self.coor_add, self.w_shared = bool(coor_add), bool(w_shared)
+        if w_shared and (K, stride) != (1, 1):
+            raise ValueError(f"K and stride must be 1 with w_shared=True, got {K} and {stride}")
+        self.eps, self._lambda = 1e-8, 1e-3
+        self.beta_u, self.beta_a = nn.Parameter(torch.empty(C)), nn.Parameter(torch.empty(C))
+        self.weights = nn.Parameter(torch.empty(1, K * K * B, C, P, P))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        nn.init.normal_(self.weights)
+        for beta in (self.beta_u, self.beta_a):
+            nn.init.zeros_(beta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route.
+
+        Parameters
+        ----------
+        x : Tensor
+            ``[b, h, w, B * (P * P + 1)]``: the poses of a place, then its activations.
+
+        Returns
+        -------
+        Tensor
+            ``[b, h', w', C * (P * P + 1)]`` likewise; where weights are shared, activations ``[b, C]``.
+        """
+        require_tensor(x, "x")
+        numbers = self.B * self.psize
+        if x.dim() != 4 or x.shape[-1] != numbers + self.B:
+            raise ValueError(f"x must be [b, h, w, {numbers + self.B}], got {shape_of(x)}")
+        _, height, width, _ = x.shape
+        bias = None
+        if self.w_shared and self.coor_add:
+            flat = x.new_zeros(height, width, self.B, 1, self.psize)
+            flat[..., 0] += torch.arange(height, device=x.device, dtype=x.dtype).view(-1, 1, 1, 1) / height
+            flat[..., 1 % self.psize] += torch.arange(width, device=x.device, dtype=x.dtype).view(-1, 1, 1) / width
+            bias = flat.view(-1, 1, self.P, self.P)
+        active = x[..., numbers:].movedim(-1, 1)
+        found = functional.em_routing(
+            x[..., :numbers].unflatten(-1, (self.B, self.P, self.P)).movedim(3, 1),
+            active / (active + max(self.eps, torch.finfo(x.dtype).tiny)),
+            self.weights[0],
+            self.beta_u,
+            self.beta_a,
+            iterations=self.iters,
+            inverse_temperature=self._lambda,
+            bias=bias,
+            eps=self.eps,
+            window=Window((height, width) if self.w_shared else self.K, 1 if self.w_shared else self.stride),
+        )
+        if self.w_shared:
+            return found.activations.flatten(1)
+        return torch.cat([found.poses.movedim(1, 3).flatten(3), found.activations.movedim(1, 3)], dim=3)
+
+    extra_repr = every_argument_repr

@@ -1,0 +1,160 @@
+"""Published layers of dynamic and of EM routing under their own names, and what all twins of published layers have."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import nn_plain_routings
+import pytest
+import torch
+from torch import nn
+
+import fastcaps
+from fastcaps.compat import CapsuleLayer, ConvCaps, DenseCapsule
+from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
+from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
+
+CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
+    "dynamic": (
+        CapsuleLayer,
+        {"num_capsules": 5, "num_route_nodes": 12, "in_channels": 3, "out_channels": 4},
+        (2, 12, 3),
+    ),
+    "em": (ConvCaps, {"B": 3, "C": 4, "K": 3, "P": 2, "stride": 2}, (2, 7, 5, 15)),
+    "em-2": (ConvCaps, {"B": 2, "C": 3, "K": 2, "P": 3, "stride": 1, "iters": 2}, (2, 3, 4, 20)),
+    "em-shared": (ConvCaps, {"B": 3, "C": 4, "K": 1, "P": 2, "stride": 1, "w_shared": True}, (2, 3, 4, 15)),
+    "em-place": (
+        ConvCaps,
+        {"B": 3, "C": 4, "K": 1, "P": 2, "stride": 1, "w_shared": True, "coor_add": True},
+        (2, 4, 3, 15),
+    ),
+}
+CASES["dynamic-2"] = (CapsuleLayer, {**CASES["dynamic"][1], "num_iterations": 2}, (2, 12, 3))
+
+
+def draw(name: str) -> torch.Tensor:
+    children = torch.randn(CASES[name][2], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    if CASES[name][0] is ConvCaps:
+        children[..., -CASES[name][1]["B"] :] = children[..., -CASES[name][1]["B"] :].sigmoid()
+    return children
+
+
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """Our layer and the plain one with the same random parameters, in float64."""
+    kind, arguments, _ = CASES[name]
+    torch.manual_seed(0)
+    plain = getattr(nn_plain_routings, kind.__name__)(**arguments).double()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    ours = kind(**arguments).double()
+    ours.load_state_dict(plain.state_dict())
+    return ours, plain
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name: str) -> None:
+    ours, plain = pair(name)
+    results = []
+    for layer in (ours, plain):
+        children = draw(name).requires_grad_()
+        found = layer(children)
+        weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view(found.shape)
+        found_and = torch.autograd.grad((found * weights).sum(), [children, *layer.parameters()])
+        results.append([found, *found_and])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_is_converted(name: str) -> None:
+    _, plain = pair(name)
+    model = nn.Sequential(plain)
+    want = model(draw(name))
+    report = fastcaps.convert(model)
+    assert report.converted == ["0"] and "results agree" in report.layers[0].why
+    assert isinstance(model[0], CASES[name][0])
+    torch.testing.assert_close(model(draw(name)), want, rtol=1e-6, atol=1e-8)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(draw(name)), model(draw(name)))
+
+
+def test_primary_capsules_by_name() -> None:
+    layer = CapsuleLayer(3, -1, 2, 4, kernel_size=3, stride=2)
+    images = torch.randn(2, 2, 9, 7)
+    maps = torch.stack([convolution(images).flatten(1) for convolution in layer.capsules], -1)
+    square = maps.square().sum(-1, keepdim=True)
+    torch.testing.assert_close(layer(images), maps * square.sqrt() / (1 + square))
+
+
+def test_signatures_are_the_authors() -> None:
+    dynamic = [
+        "num_capsules",
+        "num_route_nodes",
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "num_iterations",
+    ]
+    assert list(inspect.signature(CapsuleLayer).parameters) == dynamic
+    assert list(inspect.signature(ConvCaps).parameters) == [
+        "B",
+        "C",
+        "K",
+        "P",
+        "stride",
+        "iters",
+        "coor_add",
+        "w_shared",
+    ]
+    with pytest.raises(ValueError, match="K and stride must be 1 with w_shared=True, got 3 and 2"):
+        ConvCaps(w_shared=True)
+
+
+TWINS = [
+    CapsuleFC(6, 4, 3, 4, True, 0.0),
+    CapsuleCONV(2, 4, 3, 4, 3, 1, True, 0.0),
+    DenseCapsule(6, 4, 3, 4),
+    CapsuleLayer(3, 6, 4, 4),
+    CapsuleLayer(3, -1, 4, 4, 3, 1),
+    ConvCaps(2, 3, 3, 2),
+    GenerativeMatrixRouting(6, 3, 2, 2, 2),
+]
+
+
+@pytest.mark.parametrize("layer", TWINS, ids=lambda layer: type(layer).__name__)
+def test_reset_draws_what_the_constructor_drew(layer: nn.Module) -> None:
+    arguments = {name: getattr(layer, name) for name in inspect.signature(type(layer)).parameters}
+    torch.manual_seed(4)
+    fresh = type(layer)(**arguments)
+    twin = copy.deepcopy(fresh)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.fill_(7.0)
+    torch.manual_seed(4)
+    twin.reset_parameters()
+    for got, want in zip(twin.parameters(), fresh.parameters(), strict=True):
+        if isinstance(layer, CapsuleLayer) and layer.num_route_nodes == -1:
+            assert (got != 7.0).any()
+        else:
+            assert torch.equal(got, want)
+    assert all(f"{name}={value}" in repr(layer) for name, value in arguments.items())
+
+
+def test_subclasses_are_candidates() -> None:
+    class Named(nn_plain_routings.DenseCapsule):
+        def __init__(self) -> None:
+            super().__init__(6, 4, 3, 4)
+
+    class Louder(Named):
+        def loudest(self) -> torch.Tensor:
+            return self.weight.abs().max()
+
+    model = nn.Sequential(Named(), Louder())
+    report = fastcaps.convert(model)
+    assert report.converted == ["0"] and report.left == ["1"]
+    assert "has loudest of its own" in report.layers[1].why

@@ -1,0 +1,245 @@
+"""``fastcaps.explain`` says what would run, of any call in its own settings, and touches nothing."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from features import BY_NAME, ROUTINGS, WINDOWS, Routing
+from torch import Tensor, nn
+
+import fastcaps
+from fastcaps import Window, backend, backends, explain, functional
+
+RUNS = "cpu" if backends.listing()[2].available else "reference"
+STEMS = {"attention": "attention", "dynamic": "attention", "pool": "pooling", "em": "gaussian", "heinsen": "gaussian"}
+
+
+class Network(nn.Module):
+    """What an explanation could disturb: statistics, random numbers, counts, hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.5))
+        self.grid = fastcaps.InvertedAttentionRouting(4, 3, 4, 4, kernel_size=2, dropout=0.3)
+        self.set = fastcaps.InvertedAttentionRouting(27, 5, 4, 4)
+        self.calls = 0
+
+    def forward(self, images: Tensor, gate: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        maps = self.features(images)
+        capsules = maps.unflatten(1, (4, 4)).movedim(2, -1)
+        hidden = self.grid(capsules, activations=gate)
+        return self.set(hidden, iterations=2).norm(dim=-1)
+
+
+def images(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 1, 6, 6)
+
+
+def told_of(*arguments: Any, **options: Any) -> tuple[fastcaps.Explanation, ...]:
+    found = explain(*arguments, **options)
+    return (found,) if isinstance(found, functional.Explanation) else tuple(found)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_of_the_module_changes(training: bool) -> None:
+    network = Network().train(training)
+    fired: list[str] = []
+    for name, module in network.named_modules():
+        module.register_forward_hook(lambda *_, name=name: fired.append(name))
+        module.register_forward_pre_hook(lambda *_, name=name: fired.append(name))
+    network.grid.weight.grad = torch.ones_like(network.grid.weight)
+    before = copy.deepcopy(network.state_dict())
+    versions = [tensor._version for tensor in (*network.parameters(), *network.buffers())]
+    hooks = [len(module._forward_hooks) for module in network.modules()]
+    state = torch.get_rng_state()
+    given = images()
+    assert len(told_of(network, given)) >= 2
+    assert not fired and network.calls == 0
+    assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
+    assert [tensor._version for tensor in (*network.parameters(), *network.buffers())] == versions
+    assert [len(module._forward_hooks) for module in network.modules()] == hooks
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert network.training == training and torch.equal(
+        network.grid.weight.grad, torch.ones(1).expand_as(network.grid.weight)
+    )
+    assert given._version == 0 and torch.is_grad_enabled()
+    network(given)
+    assert fired, "the hooks work as before"
+
+
+def test_calls_of_other_threads_are_left_alone() -> None:
+    """They compute, and are not listed among what is explained."""
+    network = Network().eval()
+    routing = BY_NAME["attention-3"]
+    given = routing.tensors(dtype=torch.float32)
+    wanted = routing.ours(given)["poses"]
+    expected = len(told_of(network, images()))
+    stop, wrong, calls = threading.Event(), [], [0]
+
+    def route() -> None:
+        while not stop.is_set():
+            found = routing.ours(given)["poses"]
+            calls[0] += 1
+            if not torch.equal(found, wanted):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=route) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        counts = {len(told_of(network, images())) for _ in range(12)}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong and calls[0] > 12 and counts == {expected}
+
+
+def test_nothing_is_computed() -> None:
+    """A terabyte of votes takes no time and no memory."""
+    children = torch.zeros(()).expand(256, 1 << 20, 4, 4)
+    weight = torch.zeros(()).expand(1 << 20, 64, 4, 4)
+    parents = torch.zeros(()).expand(256, 64, 4, 4)
+    (told,) = told_of(children, weight, parents)
+    assert told.backend == RUNS and "1048576 children" in told.call
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_every_function_in_its_settings(routing: Routing, window: Window | None) -> None:
+    """What is told of fits the call: its sizes, its window, its kind; the uniform turn is the library's."""
+    routing_calls: list[Any] = []
+
+    def call(given: Any) -> Any:
+        routing_calls.append(1)
+        return routing.ours(given, window)
+
+    told = told_of(call, routing.tensors(window, torch.float32))
+    assert len(routing_calls) == 1 and told
+    library = routing.name in ("attention-uniform", "attention-3")
+    assert [one.backend for one in told] == (["torch"] if library else []) + [RUNS] * (len(told) - library)
+    assert len(told) == library + (routing.name != "attention-uniform")
+    for one in told:
+        assert ("by 2x3 windows" in one.call) == (window is not None)
+        assert "float32 on cpu" in one.call and "batch 3" in one.call
+        if one.backend == "cpu":
+            assert one.forward and one.backward
+
+
+def test_a_modules_gate_window_and_norm_are_heeded() -> None:
+    layer = fastcaps.InvertedAttentionRouting(4, 3, 4, 4, kernel_size=(2, 1), stride=2, layer_norm=False)
+    children, gate = torch.randn(2, 4, 6, 5, 4), torch.rand(2, 4, 6, 5)
+    (told,) = told_of(layer, children, activations=gate)
+    assert "by 2x1 windows to 3x3 x 3 parents" in told.call
+    with pytest.raises(ValueError, match=r"\[2, 4, 6, 5\], got \[2, 4, 6\]"):
+        explain(layer, children, activations=gate[..., 0])
+    with pytest.raises(TypeError, match="iterations"):
+        explain(layer, children, iterations=1.5)
+    assert len(told_of(layer, children, iterations=2)) == 2
+
+
+def test_a_functions_gate_window_and_norm_are_heeded() -> None:
+    routing = BY_NAME["attention-1"]
+    given = routing.tensors(WINDOWS["grid"], torch.float32)
+    call = functional.inverted_attention_routing
+    (told,) = told_of(call, **given, window=WINDOWS["grid"])
+    assert "by 2x3 windows" in told.call
+    children, weight, parents = (given.pop(name) for name in ("children", "weight", "parents"))
+    assert told_of(children, weight, parents, window=WINDOWS["grid"], **given)[0].call == told.call
+    with pytest.raises(ValueError, match="norm_weight must be None with normalize=False"):
+        explain(children, weight, parents, window=WINDOWS["grid"], normalize=False, **given)
+    with pytest.raises(ValueError, match="gate must have shape"):
+        explain(children, weight, parents, window=WINDOWS["grid"], gate=given["gate"][:1])
+    with pytest.raises(ValueError, match="a set"):
+        explain(children, weight, parents)
+
+
+@pytest.mark.parametrize("routing", [BY_NAME[name] for name in ("attention-1", "pool-weights", "em")], ids=str)
+def test_a_forced_backend_that_cannot_take_the_call_is_part_of_the_answer(routing: Routing) -> None:
+    given = routing.tensors(dtype=torch.float32)
+    for name in ("cuda", "triton"):
+        if backends.listing()[backends.NAMES.index(name)].available:
+            continue
+        with backend(name):
+            (told,) = told_of(lambda leaves: routing.ours(leaves), given)
+            with pytest.raises(fastcaps.BackendError):
+                routing.ours(given)
+        assert told.backend is None and told.reasons[name] and f"{name!r} is forced" in told.how
+    with backend("reference"):
+        (told,) = told_of(lambda leaves: routing.ours(leaves), given)
+    assert told.backend == "reference" and told.how == "forced" and set(told.reasons) == {"cuda", "triton", "cpu"}
+
+
+def test_a_forced_backend_is_told_of_a_whole_network() -> None:
+    if backends.listing()[0].available:
+        pytest.skip("CUDA can take it")
+    with backend("cuda"):
+        told = told_of(Network(), images())
+    assert None in {one.backend for one in told}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_autocast_is_heeded(routing: Routing) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        told = told_of(lambda leaves: routing.ours(leaves), routing.tensors(dtype=torch.float32))
+        assert torch.is_autocast_enabled("cpu")
+        assert all("bfloat16 on cpu" in one.call for one in told) and told
+        half = {one.backend for one in told_of(Network(), images())}
+    assert half <= {"torch", RUNS}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+LAYERS = {
+    "attention": lambda: fastcaps.InvertedAttentionRouting(5, 3, 4, 4),
+    "attention-grid": lambda: fastcaps.InvertedAttentionRouting(5, 3, 4, 4, kernel_size=3, stride=2),
+    "dynamic": lambda: fastcaps.DynamicRouting(5, 3, 4, 6),
+    "em": lambda: fastcaps.EMRouting(5, 3, 4, 4, kernel_size=2),
+    "heinsen": lambda: fastcaps.HeinsenRouting(5, 3, 4, 4),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_alone_is_explained_for_its_smallest_call(layer: str) -> None:
+    told = told_of(LAYERS[layer]())
+    assert told[-1].backend == RUNS and all(one.call.startswith("batch 1,") for one in told)
+
+
+def test_pooling_layer_and_empty_answers() -> None:
+    told = told_of(fastcaps.RoutingPool2d(4), torch.randn(2, 8, 6, 5))
+    assert len(told) == 1 and told[0].backend == RUNS
+    assert told_of(nn.Linear(3, 2), torch.randn(1, 3)) == ()
+    assert str(explain(nn.Linear(3, 2), torch.randn(1, 3))) == ""
+
+
+def test_an_error_leaves_no_trace() -> None:
+    network = Network()
+    with pytest.raises((ValueError, RuntimeError)):
+        explain(network, torch.randn(2, 1, 1, 1))
+    expected = network.eval()(given := images())
+    assert torch.equal(network(given), expected) and expected.abs().sum() > 0
+    with pytest.raises(TypeError, match="Linear must be given with its inputs"):
+        explain(nn.Linear(2, 2))
+
+
+def test_a_module_whose_way_depends_on_numbers_says_so() -> None:
+    class Choosing(Network):
+        def forward(self, images: Tensor, gate: Tensor | None = None) -> Tensor:
+            return super().forward(images if images.sum() > 0 else -images)
+
+    with pytest.raises(Exception, match=r"(?i)depends on|data.dependent"):
+        explain(Choosing(), images())
+
+
+@pytest.fixture(autouse=True)
+def _explained_nowhere_else() -> Iterator[None]:
+    """After every test a call computes: nothing listens any more."""
+    yield
+    routing = BY_NAME["attention-1"]
+    given = routing.tensors(dtype=torch.float32)
+    assert routing.ours(given)["poses"].abs().sum() > 0

@@ -1,0 +1,80 @@
+"""Calls whose offsets pass 2**31, in memory that is mapped and hardly ever touched; the interpreter runs them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NO_RESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python names from 3.12 on
+FAR = 1 << 30
+
+
+def mapped(numbers: int) -> Tensor:
+    """Return float32 numbers, all 0, of which only those that are written take memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, 4 * numbers, flags=flags), dtype=torch.float32)
+
+
+def apart(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return the same numbers with those strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    view = mapped(last + 1).as_strided(tensor.shape, strides)
+    return view.copy_(tensor)
+
+
+def attention(options: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return results and gradients near and far: rows and columns of poses and matrices lie 2**30 numbers apart."""
+    from fastcaps.triton_kernels.attention import attention_routing, attention_routing_backward
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    children, weight, query, grad = (
+        draw(1, 1, 1, 2, 3, 4), draw(2, 2, 4, 3), draw(1, 1, 1, 2, 3, 3), draw(1, 1, 1, 2, 3, 3)
+    )  # fmt: skip
+    both = []
+    for far in (False, True):
+        if far:
+            children = apart(children, (1, 1, 1, 1, FAR, FAR + 2))
+            weight = apart(weight, (1, 2, FAR, FAR + 4))
+        votes = (children, weight, None, None, 2, (1, 1, 1, 1, 0, 0, 1, 1))
+        _, sums = attention_routing(*votes, query, None, None, 0.5, 0.0, 1, 1, options)
+        given = (query[None], None, None, 0.5, 0.0, 1 | 2 | 16, options)
+        both.append([sums, *attention_routing_backward(grad[None], *votes, *given)])
+    return both[0], both[1]
+
+
+def finish() -> tuple[list[float], list[float]]:
+    """Join two ranges of children for 2**31 + 3 poses of one number; return what the last ones are and ought to be.
+
+    The kernel's last program alone runs.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    from fastcaps.triton_kernels.attention_kernels import ATTENTION, Attention
+    from fastcaps.triton_kernels.forward import _finish_kernel
+    from fastcaps.triton_kernels.tiles import Tile
+
+    poses, size = 2 * FAR + 3, 16
+    parts, parents = mapped(2 * poses), mapped(poses)
+    parts[poses - 3 : poses] = torch.tensor([1.0, 2.0, 3.0])
+    parts[-3:] = torch.tensor([10.0, 20.0, 30.0])
+    before, last = interpreter_builder.create_get_program_id, np.array([poses // size], dtype=np.int32)
+    interpreter_builder.create_get_program_id = lambda axis: TensorHandle(last, tl.int32)
+    try:
+        own = Attention(parents, None, None, 1.0, 0.0, *(tl.constexpr(number) for number in (1, False, False)))
+        tile = Tile(*(tl.constexpr(number) for number in (size, 1, 1, 1, 0, 0, 1, 1, 1, "ieee")))
+        _finish_kernel[(1,)](
+            parts=(parts,), routing=own, results=(parents, parents), poses=poses, splits=2, tile=tile,
+            algebra=ATTENTION, ROUTING="attention",
+        )  # fmt: skip
+    finally:
+        interpreter_builder.create_get_program_id = before
+    return parents[-3:].tolist(), [11.0, 22.0, 33.0]

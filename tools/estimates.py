@@ -1,0 +1,288 @@
+"""Times of the workloads on an H200 from the instructions that the kernels were compiled to: estimates.
+
+A warp's trip through the loop over children covers so many positions and parents; the trips of a call, spread over the
+multiprocessors, keep each of their units busy for a time, and the longest is the bound. The memory's share is counted
+in bytes: from device memory each tensor once (results that a later step reads again: twice), through the second-level
+cache what every block asks for. Small calls are bound by the latency of a chain of steps, and are not estimated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.workload import Workload
+from bench.workloads import WORKLOADS, attention_passes, find
+from fastcaps import libraries
+from tools import sass
+from tools.sass import H200, macs, wavefronts
+from tools.static_report import Compiled, Identity, as_markdown
+
+__all__ = ["TARGETS", "Estimate", "choose", "estimate", "markdown", "supported", "training"]
+
+L2_READS, L2_ADDS = 5.5e12, 2.0e12
+"""Bytes a second that the second-level cache is assumed to hand out, and to take in as sums (atomics)."""
+
+ISSUED = 0.85
+"""Share of the issue slots that a kernel with eight to twelve warps a multiprocessor is assumed to fill."""
+
+LAUNCH = 4e-6
+"""Seconds that a launch's start and end are assumed to add: filling the pipeline, and the LayerNorm that follows."""
+
+BATCH = 128
+SHARED_LIMIT = 227 * 1024
+_ALLOW_TF32 = 2  # a bit of the ops' options
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One call of one kernel.
+
+    Attributes
+    ----------
+    kernel
+        Which one.
+    slots
+        Issue slots for one child at a warp's positions and parents.
+    units
+        Seconds that each unit is busy, at the sustained clock; ``issue`` the schedulers.
+    tail
+        Share of the multiprocessors' room that the launch's blocks fill on average.
+    passes
+        How many passes the call makes, each counted as one with parents; all else here is of one.
+    """
+
+    kernel: Compiled
+    slots: float
+    units: dict[str, float]
+    tail: float
+    passes: int = 1
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The unit that is busy longest, and for how long."""
+        name = max(self.units, key=lambda unit: self.units[unit])
+        return name, self.units[name]
+
+    @property
+    def seconds(self) -> float:
+        """The time: of the schedulers if they fill :data:`ISSUED` of their slots, of another unit if that is longer."""
+        return self.passes * (max(self.bound[1], self.units["issue"] / ISSUED) / self.tail + LAUNCH)
+
+
+def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor: bool) -> Compiled | None:
+    """Return the kernel that serves a workload, as the library chooses.
+
+    That of its pass and its pose, on the tensor cores where that is allowed and there is one; of these the fewest
+    parents that suffice. More parents than any takes are shared by several warps of a block, or, where weights are
+    large, by blocks, which the plain kernels leave out.
+    """
+    pose = (workload.rows, workload.columns_in, workload.columns_out)
+    if not workload.matrices:  # what a kernel does with matrices, this call leaves out
+        return None
+    fitting: list[tuple[Identity, Compiled]] = []
+    for one in found:
+        named = one.identity
+        if named is None or not one.trip or named.subject != workload.routing.subject:
+            continue
+        if (named.direction, named.pose) == (direction, pose):
+            fitting.append((named, one))
+    wanted = tensor and any(named.tensor for named, _ in fitting)
+    fitting = [pair for pair in fitting if pair[0].tensor == wanted]
+    has_plain = any(named.plain for named, _ in fitting)
+    enough = [pair for pair in fitting if pair[0].parents >= workload.parents and pair[0].plain == has_plain]
+    if enough:
+        return min(enough, key=lambda pair: pair[0].parents)[1]
+    many = [pair for pair in fitting if pair[0].plain == (has_plain and pose != (1, 64, 64))]
+    return max(many, key=lambda pair: pair[0].parents)[1] if many else None
+
+
+def whole_child(kernel: Compiled) -> list[sass.Instruction]:
+    """Return all instructions of a warp for one child, every loop as often as it runs.
+
+    The loops over the depth are known by their multiply-adds. The first makes the votes of a warp's positions and
+    parents; the second, backward, takes as many for dP and, unless the block does that together, as many for dW.
+    """
+    body, named = list(kernel.trip), kernel.identity
+    if named is None or named.pose is None:
+        return body
+    votes = named.seats * named.parents * named.pose[0] * named.pose[1] * named.pose[2]
+    for k, path in enumerate(kernel.inner_trips):
+        needed = votes * (2 if k > 0 and not kernel.product else 1)
+        body += path * (max(1, round(needed / _multiply_adds(path))) - 1)
+    if kernel.product and named.direction == "backward":
+        body += kernel.product * max(1, round(votes / _multiply_adds(kernel.product)))
+    return body
+
+
+def _multiply_adds(path: Sequence[sass.Instruction]) -> int:
+    matrix = sum(macs(one) for one in path if sass.classify(one.opcode) == "HMMA")
+    return 32 * sass.mix(path)["FFMA"] + matrix
+
+
+def _plan(workload: Workload, batch: int, backward: bool, tensor: bool) -> tuple[int, int, int] | None:
+    """Ask the library how it would cut a call on an H200: positions and threads of a block, and blocks."""
+    height, width = workload.grid or (1, 1)
+    out_height, out_width = workload.output_grid or (1, 1)
+    size, stride = workload.kernel_size, workload.stride
+    numbers = [batch, height, width, workload.types, workload.rows, workload.columns_in, out_height, out_width]
+    numbers += (workload.parents, workload.columns_out, workload.matrices, size, size, stride, stride, 0, 0, 1, 1)
+    geometry = (ctypes.c_int64 * len(numbers))(*numbers)
+    options = _ALLOW_TF32 if tensor else 0
+    machine = (H200.multiprocessors, SHARED_LIMIT)
+    subject = workload.routing.subject
+    function = "fastcaps_cuda_plan" if subject == "attention" else f"fastcaps_cuda_{subject}_plan"
+    told = libraries.library("cuda").ask(function, geometry, int(backward), options, 0, *machine) or ""
+    found = re.search(r"(\d+) positions x \d+ parents a block of (\d+) threads.*?(\d+) blocks", told)
+    return (int(found.group(1)), int(found.group(2)), int(found.group(3))) if found else None
+
+
+def estimate(
+    found: Sequence[Compiled], workload: Workload, batch: int, direction: str, tensor: bool = False
+) -> Estimate | None:
+    """Estimate the call of one workload by the kernel that serves it; None if no compiled kernel does.
+
+    With ``tensor``, products may be rounded to tf32.
+    """
+    kernel = choose(found, workload, direction, tensor)
+    if kernel is None or kernel.identity is None:
+        return None
+    named, backward = kernel.identity, direction == "backward"
+    positions = batch * workload.positions
+    warps_parents = math.ceil(workload.parents / named.parents)
+    plan = _plan(workload, batch, backward, tensor)
+    tile, threads, blocks = plan or (named.seats * max(1, named.threads // 32 // warps_parents), named.threads, 0)
+    tiles = math.ceil(positions / tile)
+    trips = tiles * tile / named.seats * workload.children * warps_parents
+    body = whole_child(kernel)
+    cycles = H200.cycles(body)
+    cycles["shared memory"] = _shared_cycles(named, workload, body, backward)
+    units = {name: H200.seconds(trips * value) for name, value in cycles.items() if value}
+
+    weight = 4 * workload.matrices * workload.parents * workload.columns_in * workload.columns_out
+    pose = workload.rows * workload.columns_in
+    children = 4 * batch * workload.types * math.prod(workload.grid or (1,)) * pose
+    parents = 4 * positions * workload.parents * workload.rows * workload.columns_out
+    seen = 4 * positions * workload.children * pose
+    if backward:
+        units["device memory"] = (3 * children + 3 * weight + 7 * parents) / H200.bandwidth
+        units["second-level cache"] = (seen + tiles * weight) * (1 / L2_READS + 1 / L2_ADDS)
+    else:
+        units["device memory"] = (children + weight + 4 * parents) / H200.bandwidth
+        units["second-level cache"] = (seen + tiles * weight) / L2_READS
+    return Estimate(kernel, len(body), units, _tail(kernel, threads, blocks), workload.routing.passes)
+
+
+def _shared_cycles(named: Identity, workload: Workload, body: Sequence[sass.Instruction], backward: bool) -> float:
+    """Return the cycles of shared memory: weights by their bytes, children (all lanes read the same few) one a load."""
+    loads = sum(1 for one in body if sass.classify(one.opcode) == "LDS")
+    rest = sum(wavefronts(one) for one in body if sass.classify(one.opcode) != "LDS")
+    numbers = named.parents * workload.columns_in * workload.columns_out * (2 if backward else 1)
+    wide = [one for one in body if one.opcode.startswith("LDS.128")]
+    each_load = 128 if 4 * len(wide) > loads else 32  # numbers that the 32 lanes of one load of weights read
+    weights = min(loads, numbers / each_load)
+    return rest + (loads - weights) + numbers / 32
+
+
+def _tail(kernel: Compiled, threads: int, blocks: int) -> float:
+    """Return the share of the schedulers' rounds that a launch's warps fill; 1 where the blocks are not known.
+
+    A multiprocessor has as many blocks at a time as its registers allow, and its schedulers share their warps as evenly
+    as they go: six warps keep two of four schedulers waiting for the other two.
+    """
+    if not blocks:
+        return 1.0
+    warps = threads // 32
+    room = max(1, H200.occupancy(threads, kernel.usage.registers, 0).blocks)
+    each = math.ceil(blocks / H200.multiprocessors)
+    rounds = each // room * math.ceil(room * warps / 4) + math.ceil(each % room * warps / 4)
+    return blocks * warps / (4 * H200.multiprocessors * rounds)
+
+
+def training(found: Sequence[Compiled], workload: Workload, batch: int, tensor: bool = False) -> float | None:
+    """Return the seconds of a training step: forward and backward."""
+    both = [estimate(found, workload, batch, direction, tensor) for direction in ("forward", "backward")]
+    return None if None in both else sum(one.seconds for one in both if one is not None)
+
+
+TARGETS = (
+    ("tsai-c10-conv1", 128, "fp32", "forward", 0.30e-3),
+    ("tsai-c10-conv1", 128, "fp32", "training step", 1.5e-3),
+    ("tsai-c10-conv1", 128, "tf32", "forward", 0.15e-3),
+    ("tsai-c10-conv1", 128, "tf32", "training step", 0.8e-3),
+    ("tsai-c10-fc", 128, "fp32", "forward", 0.03e-3),
+)
+"""Workload, batch, precision, mode, seconds."""
+
+
+def supported(found: Sequence[Compiled]) -> list[list[str]]:
+    """Return a line for each target: what is estimated, and whether that supports it."""
+    lines = [["target, H200", "ms", "estimate, ms", "supported"]]
+    for name, batch, precision, mode, wanted in TARGETS:
+        head = [f"`{name}`, batch {batch}, {precision}, {mode}", f"{wanted * 1e3:.2f}"]
+        tensor = precision == "tf32"
+        one = estimate(found, find(name), batch, "forward", tensor)
+        seconds = None if one is None else one.seconds
+        if mode == "training step":
+            seconds = training(found, find(name), batch, tensor)
+        if seconds is None:
+            lines.append([*head, "", "no: no kernel"])
+        else:
+            lines.append([*head, f"{seconds * 1e3:.3f}", "yes" if seconds <= wanted else "no"])
+    return lines
+
+
+def table(found: Sequence[Compiled], workloads: Sequence[Workload]) -> list[list[str]]:
+    """Return a line for each workload and direction, twice where tensor cores make a difference, the head first."""
+    several = any(workload.routing.passes > 1 for workload in workloads)
+    head = ["workload", "direction", "kernel", "slots", "issue", "multiply-add", "matrix", "shared", "L2", "HBM"]
+    lines = [[*head, "fills", *(["passes"] if several else []), "estimate, ms"]]
+    names = ("issue", "multiply-add", "matrix", "shared memory", "second-level cache", "device memory")
+    for workload in workloads:
+        for direction in ("forward", "backward"):
+            for tensor in (False, True):
+                one = estimate(found, workload, BATCH if workload.copies == 1 else workload.batch, direction, tensor)
+                if one is None or (tensor and not (one.kernel.identity and one.kernel.identity.tensor)):
+                    continue
+                units = [f"{one.units[name] * 1e3:.3f}" if name in one.units else "" for name in names]
+                what = one.kernel.title.partition(f"{direction} ")[2]
+                cells = [workload.name, direction, what, f"{one.slots:.0f}", *units, f"{one.tail:.0%}"]
+                lines.append([*cells, *([str(one.passes)] if several else []), f"{one.seconds * 1e3:.3f}"])
+    return lines
+
+
+def _whole(found: Sequence[Compiled]) -> list[str]:
+    """Return what is said of whole routings: nothing if no kernel serves any."""
+    workloads = [work for work in WORKLOADS.values() if work.routing.passes > 1]
+    lines = table(found, workloads)
+    if len(lines) == 1:
+        return []
+    missing = [work.name for work in workloads if not any(line[0] == work.name for line in lines[1:])]
+    text = (
+        "Whole routings, likewise (`vocabulary` and `million` at batch 1): the units of one pass with parents, and all "
+        "passes' time, the first, uniform one counted like the others. What comes between passes is left out."
+    )
+    if missing:
+        missed = ", ".join(missing)
+        text += f" Not estimated, for want of a kernel for their poses alone, or for votes without matrices: {missed}."
+    return [text, as_markdown(lines)]
+
+
+def markdown(found: Sequence[Compiled]) -> str:
+    """Return assumptions, estimates and targets as markdown."""
+    assumed = (
+        "**Estimates** (nothing here was measured): milliseconds that each unit of an H200 is busy at batch "
+        f"{BATCH}, if its {H200.multiprocessors} multiprocessors hold {H200.sustained} GHz (the boost clock is "
+        f"{H200.boost}). One instruction a cycle and scheduler; a cycle and multiprocessor do 128 multiply-adds (the "
+        f"tensor cores {H200.matrix:.0f} in tf32) and "
+        f"one access of 128 bytes to shared memory; {L2_READS / 1e12:.1f} TB/s come out of the second-level cache and "
+        f"{L2_ADDS / 1e12:.1f} TB/s of sums go into it; device memory moves {H200.bandwidth / 1e12:.1f} TB/s. "
+        "*Slots*: of a warp for one child at its positions and parents. *Fills*: how full the rounds of blocks leave "
+        f"the device. The estimate is the longest of these, the schedulers filling {ISSUED:.0%} of their slots, and "
+        f"{LAUNCH * 1e6:.0f} us for a launch's ends."
+    )
+    parts = [assumed, as_markdown(table(found, attention_passes())), as_markdown(supported(found)), *_whole(found)]
+    return "\n\n".join(parts)

@@ -1,0 +1,188 @@
+"""Small calls that take every path of the kernels, held to the float64 reference: what compute-sanitizer watches.
+
+compute-sanitizer --tool memcheck python tools/sanitize.py --device cuda --backend cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fastcaps import backends, functional
+from fastcaps.functional import Window
+
+__all__ = ["CALLS", "Call", "check", "main"]
+
+_ROUTINGS = {
+    "attention": functional.inverted_attention_routing,
+    "dynamic": functional.dynamic_routing,
+    "em": functional.em_routing,
+    "heinsen": functional.heinsen_routing,
+    "pool": functional.routing_pool,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: children ``[batch, (types, *grid) or types, C, D]`` to so many parents ``[C, E]``.
+
+    ``extras`` are a bias and gates; of Heinsen's routing, children that are not there.
+    """
+
+    name: str
+    batch: int
+    types: int
+    parents: int
+    pose: tuple[int, int, int]
+    grid: tuple[int, int] | None = None
+    window: Window | None = None
+    shared: bool = False
+    extras: bool = False
+    routing: str = "attention"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def tensors(self, device: str) -> dict[str, Tensor]:
+        """Return the arguments of the call, in float64."""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        rows, inner, columns = self.pose
+        grid = self.grid or ()
+        places: tuple[int, ...] = ()
+        seen = self.types
+        if self.window is not None and self.grid is not None:
+            places = self.window.output_size(*self.grid)
+            seen *= self.window.spec[0] * self.window.spec[1]
+        groups = 1 if self.shared else seen
+        found = {"children": normal(self.batch, self.types, *grid, rows, inner)}
+        if self.routing != "pool" or not self.shared:  # else votes are the poses themselves
+            found["weight"] = normal(groups, self.parents, inner, columns) * inner**-0.5
+        each = (self.batch, self.types, *grid)
+        if self.routing == "attention":
+            found["parents"] = normal(self.batch, self.parents, *places, rows, columns)
+            if rows * columns > 1:  # LayerNorm of one number is left out
+                found["norm_weight"] = 1 + 0.1 * normal(rows * columns)
+                found["norm_bias"] = 0.1 * normal(rows * columns)
+        if self.routing == "em":
+            found["activations"] = normal(*each).sigmoid()
+            found["beta_u"], found["beta_a"] = normal(self.parents), normal(self.parents)
+        if self.routing == "heinsen":
+            found["scores"] = normal(*each)
+            found["beta_use"], found["beta_ignore"] = normal(groups, self.parents), normal(groups, self.parents)
+        if self.extras and self.routing == "heinsen":
+            found["scores"][:, -1] = -torch.inf
+        elif self.extras and self.routing != "em":
+            found["gate"] = normal(*each).sigmoid()
+        if self.extras or self.routing == "heinsen":
+            found["bias"] = 0.1 * normal(groups if self.shared else seen, self.parents, rows, columns)
+        return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+_GRID = Window(3, stride=2)
+_PADDED = Window((2, 3), padding=1)
+
+_ATTENTION = (
+    Call("4x4 grid", 2, 3, 32, (4, 4, 4), (5, 5), _GRID),
+    Call("4x4 set, few parents", 3, 33, 10, (4, 4, 4), extras=True),
+    Call("4x4 padded, two warps of parents", 1, 2, 40, (4, 4, 4), (3, 4), _PADDED, extras=True),
+    Call("6x6 set", 2, 9, 20, (6, 6, 6)),
+    Call("6x6 many parents", 2, 3, 100, (6, 6, 6)),
+    Call("8x8 grid", 1, 2, 16, (8, 8, 8), (3, 3), Window(3)),
+    Call("1x8 to 1x16", 2, 17, 10, (1, 8, 16), extras=True),
+    Call("1x16", 2, 7, 33, (1, 16, 16), shared=True),
+    Call("1x64 set", 2, 5, 10, (1, 64, 64)),
+    Call("1x64 grid", 1, 2, 16, (1, 64, 64), (3, 3), Window(3)),
+    Call("any pose", 2, 4, 5, (3, 5, 7), (4, 3), Window(2), extras=True),
+    Call("any vector", 2, 6, 3, (1, 5, 11), shared=True),
+    Call("more parents than a block holds", 1, 2, 700, (4, 4, 4)),
+    Call("one of everything", 1, 1, 1, (1, 1, 1)),
+)
+_WHOLE = (
+    Call("dynamic, 1x8 to 1x16", 2, 17, 10, (1, 8, 16), routing="dynamic"),
+    Call("dynamic, padded grid", 1, 2, 5, (2, 2, 3), (3, 4), _PADDED, extras=True, routing="dynamic"),
+    Call("dynamic, children compete", 2, 9, 6, (1, 8, 16), routing="dynamic", options=(("compete", "children"),)),
+    Call("dynamic, last turn only", 2, 9, 6, (1, 8, 16), routing="dynamic", options=(("detach", True),)),
+    Call("pool, poses", 2, 40, 1, (1, 16, 16), shared=True, routing="pool"),
+    Call("pool, many parents", 2, 5, 70, (1, 8, 16), extras=True, routing="pool"),
+    Call("em, 4x4 grid", 1, 3, 32, (4, 4, 4), (5, 5), _GRID, routing="em"),
+    Call("em, 4x4 set", 2, 33, 10, (4, 4, 4), extras=True, routing="em"),
+    Call("em, more parents than a block holds", 1, 80, 530, (2, 2, 2), routing="em"),
+    Call("heinsen, 4x4 shared", 2, 40, 64, (4, 4, 4), shared=True, extras=True, routing="heinsen"),
+    Call("heinsen, 1x64 to 1x2", 2, 20, 64, (1, 64, 2), shared=True, extras=True, routing="heinsen"),
+    Call("heinsen, k-means", 2, 12, 5, (1, 2, 2), routing="heinsen", options=(("model", "kmeans"),)),
+)
+CALLS = (*_ATTENTION, *_WHOLE)
+
+
+def _run(call: Call, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the results and every gradient of a call."""
+    leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in tensors.items()}
+    given = _ROUTINGS[call.routing](**leaves, **dict(call.options), window=call.window)  # type: ignore[arg-type]
+    results = [given] if isinstance(given, Tensor) else list(given)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one) for one in results]
+    gradients = torch.autograd.grad(results, tuple(leaves.values()), cotangents)
+    found = {f"result {k}" if k else "result": one.detach() for k, one in enumerate(results)}
+    return found | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def check(call: Call, device: str, backend: str | None, dtype: torch.dtype, deterministic: bool) -> dict[str, float]:
+    """Return the errors of a call against the reference in float64, as shares of the largest number of each result."""
+    tensors = {name: tensor.to(dtype).double() for name, tensor in call.tensors(device).items()}
+    with backends.backend("reference"):
+        exact = _run(call, tensors, torch.float64)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with nullcontext() if backend is None else backends.backend(backend):
+            found = _run(call, tensors, dtype)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    errors = {}
+    for name, tensor in exact.items():
+        difference: Any = (found[name].double() - tensor).abs().max() / tensor.abs().max().clamp_min(1e-3)
+        errors[name] = float(difference)
+    return errors
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(description="Small calls for compute-sanitizer, checked.")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--backend", default=None, help="force one (default: the one that comes first)")
+    parser.add_argument("--only", default="", help="calls with this in their name")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    dtype = getattr(torch, given.dtype)
+    allowed = 1e-4 if dtype == torch.float32 else 64 * torch.finfo(dtype).eps
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's matmuls ask for it in deterministic mode
+    wrong = 0
+    for call in CALLS:
+        if given.only not in call.name:
+            continue
+        for deterministic in (False, True):
+            errors = check(call, given.device, given.backend, dtype, deterministic)
+            worst = max(errors, key=lambda name: errors[name])
+            good = errors[worst] <= allowed
+            wrong += not good
+            what = f"{call.name}, {'deterministic' if deterministic else 'free'}"
+            print(f"{'ok' if good else 'WRONG':<6} {what}: {worst} errs by {errors[worst]:.1e}", flush=True)
+    print(f"{wrong} wrong" if wrong else "all agree with the reference")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""What the host does for every routing: workspace, the launches of forward and of backward, the deterministic mode.
+
+Workspace, beside the outputs, with "parents" short for the B * L * M * C * E numbers of one parents tensor in float32:
+forward, what a routing sums up (attention one parents, pooling as much and two numbers a parent, the Gaussian one twice
+or three times as much and two numbers a parent) for each range of children where positions are too few for the device
+(together at most a few tiles a processor), and B * L * I numbers where competing parents take two sweeps; backward, as
+many ranges for the gradients of the parents, 2 * B * L * I numbers for two sweeps, and in half precision the float32
+sums that are rounded in the end; where the mode is deterministic or many children share their matrices, parts of dW of
+64 MiB together. Turns are walked one after the other into the same sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backward import _backward_kernel, _matrix_backward_kernel
+from .call import Call, processors
+from .forward import _finish_kernel, _forward_kernel, _normalizer_kernel
+from .schedule import Schedule, matrix_schedule, power_of_two
+from .tiles import ADD, ATOMIC, STORE
+
+__all__ = ["Gradients", "answer", "forward"]
+
+_CROWDED = 64  # children that share their matrices
+_ALONE = (1, 1, 1, 1, 0, 0, 1, 1)  # every child is seen once, by one position
+
+
+def _normalizer(call: Call, own: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
+    """Sweep over all parents once: log-sum-exp of every (position, child), and what is heard of given gradients."""
+    normalizer = call.empty(call.positions, call.children)
+    heard = None if grads is None else torch.empty_like(normalizer)
+    wanted = call.facts.limits.resident * processors(call.device) // (chosen.blocks * chosen.warps)
+    per_split = -(-call.children // min(call.children, max(1, wanted)))
+    call.launch(
+        _normalizer_kernel,
+        chosen.blocks * -(-call.children // per_split),
+        votes=call.votes,
+        routing=own,
+        grads=grads,
+        normalizer=normalizer,
+        heard=heard,
+        blocks=chosen.blocks,
+        tiles=chosen.tiles,
+        per_split=per_split,
+        **call.sizes,
+        **call.tile(chosen),
+    )
+    return normalizer, heard
+
+
+def forward(call: Call, own: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
+    """Run a turn into its ``results``.
+
+    Parameters
+    ----------
+    own
+        The routing's own tensors and numbers.
+    scored
+        Whether a child's parents differ before its votes are summed; else nobody's softmax need be known.
+    """
+    chosen = call.schedule(backward=False)
+    normalizer = None
+    if call.routing.competing and chosen.tiles > 1 and scored:
+        normalizer, _ = _normalizer(call, own, chosen, None)
+    whole = chosen.splits == 1
+    parts = () if whole else tuple(call.empty(*call.parts(kind, chosen.splits)) for kind in call.routing.sums)
+    call.launch(
+        _forward_kernel,
+        chosen.blocks * chosen.tiles * chosen.splits,
+        votes=call.votes,
+        routing=own,
+        results=results if whole else parts,
+        normalizer=normalizer,
+        blocks=chosen.blocks,
+        tiles=chosen.tiles,
+        per_split=chosen.per_split,
+        WHOLE=whole,
+        **call.sizes,
+        **call.tile(chosen),
+    )
+    if not whole:
+        tile, blocks = call.pose_tile(call.poses)
+        call.launch(
+            _finish_kernel,
+            blocks,
+            parts=parts,
+            routing=own,
+            results=results,
+            poses=call.poses,
+            splits=chosen.splits,
+            **tile,
+        )
+
+
+@dataclass
+class Gradients:
+    """The gradients that a backward call makes, in float32, summed over the turns that :meth:`add` walks.
+
+    Attributes
+    ----------
+    call
+        The call.
+    children, weight, gate
+        Whether they are wanted.
+    bias
+        The bias if its gradient is.
+    own
+        Which of the gradients that the parents have (:attr:`fastcaps.triton_kernels.call.Routing.gradients`).
+    betas
+        Whether every child and parent has its own pair of numbers in the gradients of the betas.
+    each_tile
+        Whether every tile of parents has its own part in a gate's gradient.
+    turns
+        How many there are.
+    found
+        By name, tensors that were made; ``own`` is a list.
+    """
+
+    call: Call
+    children: bool
+    weight: bool
+    bias: Tensor | None
+    gate: bool
+    own: Sequence[bool]
+    betas: bool = False
+    each_tile: bool = False
+    turns: int = 1
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, own: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
+        """Add the gradients of a turn, from those of its sums and whatever else its algebra wants."""
+        call = self.call
+        shared = {"votes": call.votes, "routing": own, "grads": grads, **call.sizes}
+        swept: list[tuple[Tensor, Tensor | None]] = []
+
+        def sweep(chosen: Schedule) -> tuple[Tensor | None, Tensor | None]:
+            if not call.routing.competing or chosen.tiles == 1 or not (scored or self.gate):
+                return None, None
+            if not swept:  # what it finds is the same for all tiles
+                swept.append(_normalizer(call, own, chosen, grads))
+            return swept[0]
+
+        matrices = self.weight or self.bias is not None or self.betas
+        # Atomics of many children to the same matrices queue up: programs that own these make the votes once more.
+        apart = call.deterministic or _CROWDED * call.groups <= call.children
+        if apart and matrices:
+            self._add_matrices(shared, sweep)
+        if self.children or self.gate or any(self.own) or (matrices and not apart):
+            self._add_rest(shared, sweep, apart)
+
+    def _sum(self, name: str, *shape: int) -> Tensor:
+        """Return the sum of a gradient so far."""
+        if name not in self.found:
+            self.found[name] = self.call.zeros(*shape)
+        return self.found[name]
+
+    def _add_matrices(self, shared: dict[str, Any], sweep: Any) -> None:
+        """Add dW, dbias (of every parent) and dbetas, every sum in one order."""
+        call, bias = self.call, self.bias
+        chosen, (rows, inner, columns) = matrix_schedule(call.facts), call.pose
+        tile, parts = chosen.tile, (chosen.position_splits, chosen.splits)
+        depth = chosen.depth if self.weight else power_of_two(inner)
+        own = bias is not None and bias.shape[0] > 1
+        made: dict[str, Tensor | None] = {"weight": None, "bias": None, "betas": None}
+        if self.weight:
+            made["weight"] = call.empty(*parts, call.groups, call.parents, inner, columns)
+        if bias is not None:
+            lead = (parts[0], call.children) if own else (parts[0] * parts[1] * call.groups, 1)
+            made["bias"] = call.empty(*lead, call.parents, rows, columns)
+        if self.betas:
+            made["betas"] = call.empty(parts[0], 2, call.children, call.parents)
+        normalizer, heard = sweep(tile)
+        call.launch(
+            _matrix_backward_kernel,
+            call.groups * tile.tiles * -(-inner // depth) * chosen.splits * chosen.position_splits,
+            **shared,
+            normalizer=normalizer,
+            heard=heard,
+            dweight=made["weight"],
+            dbias=made["bias"],
+            dbetas=made["betas"],
+            blocks=tile.blocks,
+            tiles=tile.tiles,
+            splits=chosen.splits,
+            per_split=chosen.per_split,
+            group_children=chosen.group_children,
+            OWN_BIAS=own,
+            **call.tile(tile, depth),
+        )
+        for name, part in made.items():
+            if part is not None:
+                total = part.sum((0, 1)) if name == "weight" else part.sum(0)
+                self.found[name] = self.found[name].add_(total) if name in self.found else total
+
+    def _add_rest(self, shared: dict[str, Any], sweep: Any, apart: bool) -> None:
+        """Add dP, dg, the gradients of the parents, and those of matrices unless they are made ``apart``."""
+        call, bias, found = self.call, self.bias, self.found
+        children, (rows, inner, columns) = call.tensors[0], call.pose
+        chosen = call.schedule(backward=True)
+        direct = call.window == _ALONE and chosen.tiles == 1
+        ordered = call.deterministic and not direct
+        if ordered:
+            chosen = call.schedule(backward=True, children=call.types)
+        dweight = dbias = dbetas = None
+        if not apart:
+            dweight = self._sum("weight", call.groups, call.parents, inner, columns) if self.weight else None
+            dbias = None if bias is None else self._sum("bias", bias.shape[0], call.parents, rows, columns)
+            dbetas = self._sum("betas", 2, call.children, call.parents) if self.betas else None
+        how = ATOMIC
+        if direct and self.children:
+            how = ADD if "children" in found else STORE
+            dtype = call.dtype if self.turns == 1 else torch.float32
+            found.setdefault("children", torch.empty(children.shape, device=call.device, dtype=dtype))
+        make = call.zeros if ordered else call.empty
+        own = tuple(
+            make(*call.parts(kind, chosen.splits)) if want else None
+            for kind, want in zip(call.routing.gradients, self.own, strict=True)
+        )
+        normalizer, heard = sweep(chosen)
+        launches = [(0, chosen.tiles, 0, call.children)]
+        if ordered:
+            launches = [
+                (tile, 1, first, first + call.types)
+                for first in range(0, call.children, call.types)
+                for tile in range(chosen.tiles)
+            ]
+        for first_tile, tiles, first_child, last_child in launches:
+            call.launch(
+                _backward_kernel,
+                chosen.blocks * tiles * chosen.splits,
+                **shared,
+                normalizer=normalizer,
+                heard=heard,
+                dchildren=self._sum("children", *children.shape) if self.children else None,
+                dweight=dweight,
+                dbias=dbias,
+                dgate=self._sum("gate", *children.shape[:4]) if self.gate else None,
+                dbetas=dbetas,
+                results=own,
+                blocks=chosen.blocks,
+                tiles=tiles,
+                first_tile=first_tile,
+                first_child=first_child,
+                last_child=last_child,
+                per_split=chosen.per_split,
+                ds_i=0 if bias is None or bias.shape[0] == 1 else call.parents * rows * columns,
+                CHILDREN=how.value,
+                PARENTS=(ADD if ordered else STORE).value,
+                EACH_TILE=self.each_tile,
+                **call.tile(chosen),
+            )
+        found["own"] = [t if t is None else t.sum(0) if chosen.splits > 1 else t[0] for t in own]
+
+    def ordered_as(self, names: Sequence[str]) -> list[Tensor | None]:
+        """Return what was found by name; the bias in its own shape."""
+        bias = self.found.get("bias")
+        if bias is not None and self.bias is not None:
+            self.found["bias"] = bias.sum_to_size(self.bias.shape)
+        return [self.found.get(name) for name in names]
+
+
+def answer(
+    call: Call,
+    wanted: Sequence[bool],
+    shapes: Sequence[Sequence[int] | None],
+    found: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+) -> tuple[Tensor, ...]:
+    """Return gradients as the ops do: each in its dtype, empty where it is not wanted, 0 where it was not found."""
+    answers = []
+    for want, shape, gradient, dtype in zip(wanted, shapes, found, dtypes, strict=True):
+        if not want or shape is None:
+            answers.append(torch.empty(0, device=call.device, dtype=dtype))
+        elif gradient is None:
+            answers.append(torch.zeros(tuple(shape), device=call.device, dtype=dtype))
+        else:
+            answers.append(gradient.reshape(shape).to(dtype).contiguous())
+    return tuple(answers)

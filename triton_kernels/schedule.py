@@ -1,0 +1,259 @@
+"""How a call is cut into programs: a table of a few numbers and pure functions of shapes. No autotuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = ["CROWD", "LIMITS", "Crowd", "Facts", "Limits", "MatrixSchedule", "Schedule", "matrix_schedule", "schedule"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may hold.
+
+    Attributes
+    ----------
+    forward, backward
+        Numbers of one tile that a thread holds, where forward keeps three tiles (attention: votes, query, sums) and
+        backward five; what others keep tells their :class:`Crowd`.
+    warps
+        The most warps of a program, and the most where the pose of one parent alone asks for it.
+    positions
+        The most positions of a program.
+    resident
+        Warps that one processor should get; children are split over programs until there are as many.
+    part_bytes
+        The most memory for parts of dW in the deterministic mode, unless one part is larger.
+    """
+
+    forward: int = 32
+    backward: int = 16
+    warps: tuple[int, int] = (8, 16)
+    positions: int = 64
+    resident: int = 16
+    part_bytes: int = 1 << 26
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """How much a program of some routing keeps beside its votes; by default as much as attention does.
+
+    Attributes
+    ----------
+    forward, products, backward
+        How many times as many tiles: in forward where votes are made column by column, or by matrix products; and in
+        backward.
+    pose
+        A pose counts as no fewer numbers than this, where numbers of a parent, not of its pose, fill registers too.
+    """
+
+    forward: int = 1
+    products: int = 1
+    backward: int = 1
+    pose: int = 1
+
+    def per_thread(self, limits: Limits, backward: bool, products: bool) -> int:
+        """Return how many numbers of one tile a thread holds."""
+        if backward:
+            return max(1, limits.backward // self.backward)
+        return max(1, limits.forward // (self.products if products else self.forward))
+
+
+LIMITS = Limits()
+CROWD = Crowd()
+_DOT = 16  # the least size of each side of a matrix product
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a schedule depends on.
+
+    Attributes
+    ----------
+    positions, children, parents, pose, groups
+        B * Ho * Wo, I, M, (C, D, E) and G.
+    products
+        Whether votes are matrix products: False where they are none, None where that is to be decided.
+    tensor_cores
+        Whether matrix products may run on tensor cores: half precision, or float32 with TF32 allowed.
+    processors
+        Of the device (132 on an H200).
+    limits, crowd
+        What a program may hold, and how much it keeps.
+    competing
+        Whether parents compete, so that tiles of them cost a second sweep. Else a program takes as few as fill it.
+    same_votes
+        Whether votes must have the same bits in all kernels.
+    """
+
+    positions: int
+    children: int
+    parents: int
+    pose: tuple[int, int, int]
+    groups: int = 1
+    products: bool | None = None
+    tensor_cores: bool = False
+    processors: int = 132
+    limits: Limits = LIMITS
+    crowd: Crowd = CROWD
+    competing: bool = True
+    same_votes: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run a kernel.
+
+    Attributes
+    ----------
+    positions, rows, parents, columns
+        A tile: BL positions, BC rows, BM parents, BE columns of a pose, powers of two.
+    votes, depth
+        Columns of a child's pose that one matrix product takes, for votes and for gradients; 0 where these are made
+        column by column instead.
+    blocks, tiles, splits
+        Blocks of positions, tiles of parents, ranges of children: programs in all three directions.
+    per_split
+        Children of a range.
+    warps
+        Warps of a program.
+    competing
+        Whether tiles of parents need to know of each other.
+    """
+
+    positions: int
+    rows: int
+    parents: int
+    columns: int
+    votes: int
+    depth: int
+    blocks: int
+    tiles: int
+    splits: int
+    per_split: int
+    warps: int
+    competing: bool = True
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a tile."""
+        return self.positions * self.rows * self.parents * self.columns
+
+    def __str__(self) -> str:
+        how = f"votes by matrix products of depth {self.votes}" if self.votes else "votes column by column"
+        tiles = f"two sweeps over {self.tiles} tiles" if self.competing else f"{self.tiles} tiles"
+        sweeps = "one sweep" if self.tiles == 1 else tiles
+        return (
+            f"{sweeps}; programs of {self.positions} positions x {self.parents} parents, {self.warps} warps, "
+            f"{self.blocks * self.tiles * self.splits} of them, children in {self.splits} ranges; {how}"
+        )
+
+
+@dataclass(frozen=True)
+class MatrixSchedule:
+    """How dW, dbias and dbetas are made in a fixed order: by the tile of ``tile``, in parts that are added up in order.
+
+    Attributes
+    ----------
+    tile
+        Schedule of the tile; its splits are not used.
+    depth
+        Rows of the matrices that a program gathers.
+    splits, group_children
+        Ranges of a group's children, and children of a range.
+    position_splits, per_split
+        Ranges of blocks of positions, and blocks of a range.
+    """
+
+    tile: Schedule
+    depth: int
+    splits: int
+    group_children: int
+    position_splits: int
+    per_split: int
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not below ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def largest_pose(limits: Limits = LIMITS, crowd: Crowd = CROWD) -> int:
+    """Return how many numbers of a padded parent's pose a program can hold, forward and backward."""
+    return min(crowd.per_thread(limits, backward, False) for backward in (False, True)) * 32 * limits.warps[1]
+
+
+def schedule(facts: Facts, *, backward: bool = False) -> Schedule:
+    """Return how forward or ``backward`` is cut up."""
+    limits, crowd, positions, (rows, inner, columns) = facts.limits, facts.crowd, facts.positions, facts.pose
+    rows, columns = power_of_two(rows), power_of_two(columns)
+    unit = max(rows * columns, crowd.pose)
+    # A matrix product wants 16 rows (positions x C) and 16 columns (parents x E) at least, and half of the rows there.
+    least_positions, least_parents = max(1, _DOT // rows), max(1, _DOT // columns)
+    least = least_positions * least_parents * unit
+    products = 2 * max(1, positions) * rows >= _DOT if facts.products is None else facts.products
+    products = products and all(
+        least <= 32 * limits.warps[1] * crowd.per_thread(limits, which, True) for which in (False, True)
+    )
+    # Votes are products where the depth makes it pay. Backward sums over parents (dP) and positions (dW) by products in
+    # any case, for column by column that costs a barrier each; its votes are products too, unless bits would change.
+    deep = facts.products is True or inner >= (_DOT // 2 if facts.tensor_cores else _DOT)
+    votes = _DOT if products and (deep or (backward and not facts.same_votes)) else 0
+    products = products if backward else votes > 0
+    if not products:
+        least_positions = least_parents = 1
+    per_thread = crowd.per_thread(limits, backward, products)
+    usual = 32 * limits.warps[0] * per_thread
+    # Column by column one warp works best, since nothing waits for other warps; matrix products want four.
+    target = 32 * per_thread * (4 if products else 1)
+    tile_parents = max(power_of_two(facts.parents), least_parents)
+    if not facts.competing:
+        tile_parents = max(least_parents, min(tile_parents, target // (least_positions * unit)))
+    if tile_parents * least_positions * unit > usual:
+        # Two sweeps. Sixteen warps, with 128 registers a thread, only where the poses themselves are that large.
+        capacity = max(usual, least_positions * least_parents * unit)
+        tile_parents = max(least_parents, capacity // (least_positions * unit))
+    tile_positions = least_positions
+    wanted = min(power_of_two(max(1, positions)), limits.positions)
+    while tile_positions < wanted and 2 * tile_positions * tile_parents * unit <= target:
+        tile_positions *= 2
+    numbers = tile_positions * tile_parents * unit
+    warps = min(max(1, power_of_two(_ceil(numbers, 32 * per_thread))), limits.warps[1])
+    blocks, tiles = _ceil(max(1, positions), tile_positions), _ceil(facts.parents, tile_parents)
+    splits = min(facts.children, max(1, limits.resident * facts.processors // (blocks * tiles * warps)))
+    per_split = _ceil(facts.children, splits)
+    shape = (tile_positions, rows, tile_parents, columns, votes, _DOT if products else 0)
+    return Schedule(*shape, blocks, tiles, _ceil(facts.children, per_split), per_split, warps, facts.competing)
+
+
+def matrix_schedule(facts: Facts) -> MatrixSchedule:
+    """Return how dW and dbias are made in a fixed order."""
+    limits, positions, parents, (rows, inner, columns) = facts.limits, facts.positions, facts.parents, facts.pose
+    rows, columns = power_of_two(rows), power_of_two(columns)
+    depth = _DOT
+    # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
+    tile = schedule(replace(facts, products=True), backward=True)
+    least = {"positions": max(tile.positions, _ceil(_DOT, rows)), "parents": max(tile.parents, _ceil(_DOT, columns))}
+    tile = replace(tile, votes=schedule(facts).votes, **least)
+    if 2 * max(1, positions) * rows < _DOT:
+        # Too few rows for one: outer products, whose sum a thread holds 32 numbers of.
+        few = power_of_two(max(1, positions))
+        room = 32 * 32 * limits.warps[0] // (few * rows)
+        depth = max(1, min(power_of_two(inner), _DOT, room // columns))
+        together = max(1, min(power_of_two(parents), room // (depth * columns)))
+        tile = replace(tile, positions=few, parents=together, votes=0, depth=0, warps=limits.warps[0])
+    blocks, tiles = _ceil(max(1, positions), tile.positions), _ceil(parents, tile.parents)
+    tile = replace(tile, blocks=blocks, tiles=tiles, splits=1, per_split=facts.children)
+    programs = facts.groups * tiles * _ceil(inner, depth)
+    part = 4 * facts.groups * parents * facts.pose[2] * max(inner, facts.pose[0])
+    wanted = limits.resident * facts.processors // (programs * tile.warps)
+    parts = max(1, min(wanted, limits.part_bytes // part))
+    own = facts.children // facts.groups
+    per_split = _ceil(blocks, min(parts, blocks))
+    position_splits = _ceil(blocks, per_split)
+    group_children = _ceil(own, max(1, min(parts // position_splits, own)))
+    return MatrixSchedule(tile, depth, _ceil(own, group_children), group_children, position_splits, per_split)
