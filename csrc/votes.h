@@ -36,7 +36,7 @@ struct Votes {
   int64_t Ho, Wo, I, M, E, G;
   Window window;
   Storage storage = Storage::kFloat32;  // of children and gate, and of parents where they are not sums
-  View children, gate;                  // gate: data may be null
+  View children{}, gate{};              // gate: data may be null
   // Dense, in the type that a backend computes in:
   const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's own poses, and E = D
   const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null

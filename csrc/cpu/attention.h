@@ -4,10 +4,11 @@
 //   h = <dS, V>, da = g r (h - sum_m r h), dV = g r dS + s da Q, dQ = s sum_i da V, dg = sum_m r h
 #pragma once
 
+#include "../algebra/attention.h"
+#include "../algebra/layer_norm.h"
+#include "../algebra/turns.h"
 #include "backward.h"
 #include "forward.h"
-#include "layer_norm.h"
-#include "update.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
@@ -18,7 +19,7 @@ struct WeightedSums {
   using V = Vec<T>;
 
   // target += sum of share times vote; votes lie one after another, shares kShares apart.
-  static FASTCAPS_INLINE void take(const V* kept, const V* share, int64_t count, int64_t CE, V* S) {
+  static FASTCAPS_INLINE void add(const V* kept, const V* share, int64_t count, int64_t CE, V* S) {
     constexpr int kBlock = 8;
     int64_t k = 0;
     for (; k + kBlock <= CE; k += kBlock) {
@@ -74,7 +75,7 @@ struct AttentionForward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V meet(const X* Q, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* Q, int64_t m, Each&& each_vote) const {
     return agreement(Q + m * CE, each_vote);
   }
   template <class Each>
@@ -91,19 +92,19 @@ struct AttentionForward {
                              int64_t, V* share) const {
     for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M];
   }
-  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                            int64_t to_m) const {
-    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, to_m));
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
+    WeightedSums<T>::add(kept, share, count, CE, to.pose(0, to_m));
   }
   template <class Pose, class Weight>
-  FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                  const V* share, Planes<V> to, int64_t m) const {
+  FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                 const V* share, Planes<V> to, int64_t m) const {
     add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
   }
-  void fold(Planes<V> block, X* result, int64_t m) const {
+  void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CE, result + m * CE);
   }
-  void merge(X* S, const X* other) const {
+  void join(X* S, const X* other) const {
     for (int64_t k = 0; k < in.parents_size(); ++k) S[k] += other[k];
   }
 
@@ -111,13 +112,12 @@ struct AttentionForward {
     const int64_t MCE = in.parents_size();
     const bool last = turn + 1 == call.total;
     if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * in.positions() * MCE, MCE, S);
-    if (with.rule == Rule::kSquash) {
-      squash<T>(S, in.M, CE);
-    } else if (with.rule == Rule::kLayerNorm) {
-      for (int64_t m = 0; m < in.M; ++m)
-        layer_norm<T>(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
-                      static_cast<const T*>(with.norm_bias), S + m * CE);
-    }
+    for (int64_t m = 0; m < in.M; ++m)
+      if (with.rule == Rule::kSquash)
+        squash(S + m * CE, CE);
+      else if (with.rule == Rule::kLayerNorm)
+        layer_norm(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
+                   static_cast<const T*>(with.norm_bias));
     if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
     for (int64_t k = 0; k < MCE; ++k) {
       const X parent = rounded<T>(call.votes.storage, S[k]);
@@ -145,12 +145,12 @@ struct AttentionBackward {
   static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.votes.parents_size(); }
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
   bool needs_vote() const { return with.dquery; }
-  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.parent_size(); }
+  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 4 * in.parent_size(); }
   bool plain() const { return !with.query.data && !call.dgate; }
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
-  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
     const int64_t MCE = in.parents_size();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
     zero(state, 2 * MCE);
@@ -158,18 +158,22 @@ struct AttentionBackward {
     gather_parents<T>(in, tile, call.votes.storage, with.grad, in.M, in.C, in.E, ds);
     if (!with.given_sums) return;
     read_row<T>(tile, static_cast<const T*>(with.given_sums), MCE, sums);
-    X* dweight = with.dnorm ? dnorm : nullptr;
-    if (dweight) zero(dnorm, 2 * CE);
+    X *dweight = with.dnorm ? dnorm : nullptr, *part = dnorm + 2 * CE;
+    zero(dnorm, 4 * CE);
     // Sums in a lane without a position are 0: with eps = 0 they would divide by 0, and gradients add lanes up.
     const X eps = where_alive<T>(tile, X{} + T(with.eps), T(1));
-    for (int64_t m = 0; m < in.M; ++m)
-      layer_norm_backward<T>(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE, dweight,
-                             dweight ? dnorm + CE : nullptr);
+    for (int64_t m = 0; m < in.M; ++m) {
+      layer_norm_backward(sums + m * CE, CE, eps, static_cast<const T*>(with.norm_weight), ds + m * CE,
+                          dweight ? part : nullptr, dweight ? part + CE : nullptr);
+      if (!dweight || (m % 64 < 63 && m + 1 < in.M)) continue;
+      for (int64_t k = 0; k < 2 * CE; ++k) dnorm[k] += part[k];  // long sums lose digits one by one
+      zero(part, 2 * CE);
+    }
     if (dweight) add_lanes<T>(dnorm, 2 * CE, with.dnorm.template part<T>(row));
   }
 
   template <class Each>
-  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     hear(state + m * CE, state + (in.M + m) * CE, m, each_vote, row, stride, highest);
   }
   template <class Each>
@@ -187,7 +191,7 @@ struct AttentionBackward {
   }
 
   // Returns dL/dg.
-  FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
+  FASTCAPS_INLINE V dscore(V* row, int64_t stride, V highest, V gate) const {
     V* gain = row + stride;
     if (with.query.data)
       softmax<T>(row, in.M, highest, broadcast(T(1)));
@@ -195,18 +199,17 @@ struct AttentionBackward {
       for (int64_t m = 0; m < in.M; ++m) row[m] = broadcast(T(1) / T(in.M));
     V mean{};
     for (int64_t m = 0; m < in.M; ++m) mean += row[m] * gain[m];
-    const V scaled = gate * T(with.scale);
     for (int64_t m = 0; m < in.M; ++m) {
-      gain[m] = with.detach ? V{} : scaled * row[m] * (gain[m] - mean);
       row[m] *= gate;
+      gain[m] = with.detach ? V{} : attention::dlogit(row[m], gain[m], mean, T(with.scale));
     }
     return mean;
   }
 
   // dV, and what the vote adds to the parent's gradient.
   template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
-                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
+                             V* dV, Planes<V> to, int64_t to_m) const {
     const X *ds = state + m * CE, *q = ds + in.parents_size();
     const V share = row[0], da = row[stride];
     if (call.wants_votes()) add_gradient<kAdd>(pose, share, ds, da, with.query.data ? q : nullptr, dV);
@@ -219,7 +222,7 @@ struct AttentionBackward {
   template <bool kAdd, class Pose>
   static FASTCAPS_INLINE void add_gradient(const Pose& pose, V share, const X* ds, V da, const X* q, V* dV) {
     if (q)
-      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k] + da * q[k];
+      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + attention::dvote(share, ds[k], da, q[k]);
     else
       for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k];
   }

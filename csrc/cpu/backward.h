@@ -18,70 +18,59 @@
 
 #include <vector>
 
-#include "votes.h"
-#include "weights.h"
+#include "block.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
+template <class Item>
+void find_rest(Item& item, int64_t k, typename Item::X* state);  // rest.h
+
 template <class T, class Pose, Lanes kLane, template <class, class> class Policy>
-struct BackwardItem {
-  using V = Vec<T>;
-  static constexpr bool kChildLanes = kLane != Lanes::kPositions;
-  using X = std::conditional_t<kChildLanes, T, V>;
+using BackwardBlock =
+    Block<T, Pose, kLane, BackwardCall<typename Policy<T, typename Block<T, Pose, kLane, int>::X>::Operands>>;
+
+template <class T, class Pose, Lanes kLane, template <class, class> class Policy>
+struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
+  using Base = BackwardBlock<T, Pose, kLane, Policy>;
+  using Base::call, Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::tiles;
+  using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range, Base::child_of;
+  using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
+  using Number = T;
   using Pass = Policy<T, X>;
   using Call = BackwardCall<typename Pass::Operands>;
-  using Weight = typename WeightsOf<T, kLane>::Weight;
-  using Sits = Seats<T, kChildLanes>;
-  static constexpr int n = kLanes<T>;
+  static constexpr bool kSharing = kLane == Lanes::kSharing;
   // dW of vector poses is a matmul over the lanes: poses and vote gradients turned back into rows of scalars. Poses
   // with small matrices keep a vector over the lanes for each weight instead and add the lanes up once, at the end.
   static constexpr bool kByRows = Pose::kWeightGradientByRows && kLane != Lanes::kChildren;
 
-  const Call& call;
-  const Votes& in;
-  const Schedule& schedule;
-  const Pose pose;
-  const WeightsOf<T, kLane> weights;
   std::vector<Pass> passes;  // of every turn
-  const int64_t turns, CE, CD, DE, slots, state_size, result_size;
+  const int64_t turns, DE, state_size, result_size;
   const bool shared;      // children of a walk have all the same matrices,
   const bool one_matrix;  // of which a lane's sums are kept to its end
-  V *P, *dP, *gates, *rows, *highest, *votes_kept, *dV, *dW_lanes, *local;
+  V *dP, *dP_sums, *rows, *highest, *dV, *dW_lanes, *local;
   T *P_rows, *dV_rows;
   X *scratch, *inner_states, *inner_results;
-  Tile<T>* tiles;
   const X* states = nullptr;  // of the item's group, made by prepare()
   X* results = nullptr;
   bool needs_vote = false;  // any turn does
   bool kept = false;        // the votes of the block in hand are
   int64_t item = 0;
-  Range range{};  // of children of this item: some types, at every place in the window
 
   FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
-      : call(call_),
-        in(call.votes),
-        schedule(call.schedule),
-        pose(pose_),
-        weights(call.votes, arena),
+      : Base(call_, pose_, arena, call_.schedule.rows_per_group),
         passes(passes_of(call)),
         turns(int64_t(passes.size())),
-        CE(int64_t(pose.C) * pose.E),
-        CD(in.child_size()),
         DE(in.D * in.E),
-        slots(schedule.block_rows * schedule.block_children),
         state_size(Pass::state_numbers(call)),
         result_size(Pass::result_numbers(in, in.M)),
         shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && in.G == 1)),
         one_matrix(shared && !kByRows && in.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes) {
     for (const Pass& pass : passes) needs_vote = needs_vote || pass.needs_vote();
-    tiles = arena.take<Tile<T>>(schedule.rows_per_group);
-    P = arena.take<V>(slots * CD);
     dP = arena.take<V>(slots * CD);
-    gates = arena.take<V>(slots);
+    dP_sums = in.M > kAddedAtOnce ? arena.take<V>(slots * CD) : nullptr;
     rows = arena.take<V>(turns * Pass::kRows * slots * in.M);
     highest = arena.take<V>(turns * slots);
-    votes_kept = arena.take<V>(schedule.keep_votes ? slots * in.M * CE : CE);
     dV = arena.take<V>(Pose::kTogether * slots * CE);
     const int64_t matrices = kLane == Lanes::kChildren || (in.G == 1 && !one_matrix) ? 1
                              : one_matrix                                            ? in.M
@@ -137,51 +126,9 @@ struct BackwardItem {
     for (int64_t k = 0; k < turns; ++k) {
       X* state = static_cast<X*>(call.state) + (row * turns + k) * state_size;
       if constexpr (!Pass::kRest)
-        passes[k].prepare(tiles[0], row, state, scratch);
-      else if (passes[k].prepare(tiles[0], row, state, scratch))
-        find_rest(k, state);
-    }
-  }
-
-  // What the weights of all children leave over about the means of turn k, of the row in hand.
-  void find_rest(int64_t k, X* state) {
-    if constexpr (Pass::kRest) {
-      const bool by_group = kLane == Lanes::kSharing && in.G > 1;
-      const int64_t size = schedule.block_children * Sits::kUnit;
-      for (int64_t c = 0; c < (by_group ? in.G : 1); ++c) {
-        range = by_group ? Range{c, 1, in.G, in.I / in.G} : Range{0, in.N, in.N, in.I};
-        for (int64_t first = 0; first < range.count; first += size)
-          add_rest(k, first, (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit);
-      }
-      passes[k].take_rest(state, scratch);
-    }
-  }
-  void add_rest(int64_t k, int64_t first, int64_t units) {
-    Sits::gather(in, tiles[0], call.votes.storage, call.votes.children, call.votes.gate, range, first, units, P, gates);
-    if (call.votes.gate.data) silence<T>(P, gates, units, CD);
-    if (passes[k].plain())
-      share_plainly(k, units, 0, 1);
-    else
-      listen<Source::kMade>(k, first, units, 0, 1);
-    for (int64_t j = 0; j < units; ++j) {
-      V* row = rows_of(k) + j * in.M;
-      if (!passes[k].plain()) softmax<T>(row, in.M, highest[k * slots + j], gates[j]);
-      for (int64_t m = 0; m < in.M; ++m) {
-        const int64_t q = first + j * Sits::kUnit;
-        const V w = gates[j] == 0 ? V{} : row[m];
-        votes<T>(pose, P + j * CD, weights.matrix(range, q, m), weights.bias_of(range, q, m),
-                 [&](int at, V v) FASTCAPS_LAMBDA { dV[at] = v; });
-        X *count = passes[k].count(scratch) + m, *rest = passes[k].rest(scratch) + m * CE;
-        if constexpr (kChildLanes) {
-          zero(votes_kept, CE);
-          passes[k].add_rest(pose, state(0, k), m, w, dV, votes_kept);
-          add_lane_sums<T>(votes_kept, CE, rest);
-          add_lane_sums<T>(&w, 1, count);
-        } else {
-          passes[k].add_rest(pose, state(0, k), m, w, dV, rest);
-          *count += w;
-        }
-      }
+        passes[k].load(tiles[0], row, state, scratch);
+      else if (passes[k].load(tiles[0], row, state, scratch))
+        find_rest(*this, k, state);
     }
   }
 
@@ -226,10 +173,10 @@ struct BackwardItem {
       walk_folded(row_count, dW, dB);
       return;
     }
-    const int64_t size = schedule.block_children * Sits::kUnit;
+    const int64_t size = Base::children_at_once();
     if (dW_lanes && one_matrix) zero(dW_lanes, in.M * DE);
     for (int64_t first = 0; first < range.count; first += size) {
-      const int64_t count = (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit;
+      const int64_t count = Base::units_from(first);
       if (dW && in.G == in.I) clear_matrices(first, min(size, range.count - first), dW);
       for (int64_t t = 0; t < row_count; t += schedule.block_rows)
         block(first, count, t, min(schedule.block_rows, row_count - t), dW, dB);
@@ -243,7 +190,6 @@ struct BackwardItem {
   // Row by row: the parents turned to the children's poses before, their gradients turned back after.
   void walk_folded(int64_t row_count, T* dW, T* dB) {
     if constexpr (Pass::kFolds) {
-      const int64_t size = schedule.block_children * Sits::kUnit;
       const T* W = weights.matrix(range, 0, 0);
       if (dW) dW += W - weights.weight;
       for (int64_t t = 0; t < row_count; ++t) {
@@ -251,8 +197,8 @@ struct BackwardItem {
         for (int64_t k = 0; k < turns; ++k)
           passes[k].enter(W, state + k * state_size, inner_states + k * group_numbers(in.M));
         zero(inner_results, turns * group_numbers(in.M));
-        for (int64_t first = 0; first < range.count; first += size)
-          block(first, (min(size, range.count - first) + Sits::kUnit - 1) / Sits::kUnit, t, 1, nullptr, dB);
+        for (int64_t first = 0; first < range.count; first += Base::children_at_once())
+          block(first, Base::units_from(first), t, 1, nullptr, dB);
         for (int64_t k = 0; k < turns; ++k)
           passes[k].leave(W, state + k * state_size, inner_results + k * group_numbers(in.M),
                           results ? results + t * result_size : nullptr, dW);
@@ -269,11 +215,8 @@ struct BackwardItem {
   // + j.
   void block(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     const int64_t stride = schedule.block_children;
-    for (int64_t t = 0; t < nt; ++t) {
-      Sits::gather(in, tiles[t0 + t], call.votes.storage, call.votes.children, call.votes.gate, range, first, count,
-                   P + t * stride * CD, gates + t * stride);
-      if (call.dchildren) zero(dP + t * stride * CD, count * CD);
-    }
+    for (int64_t t = 0; t < nt; ++t) Base::load(tiles[t0 + t], t, first, count);
+    if (call.dchildren) zero(dP, slots * CD);
     kept = false;
     for (int64_t k = 0; k < turns; ++k)
       if (passes[k].plain())
@@ -283,7 +226,7 @@ struct BackwardItem {
     for (int64_t k = 0; k < turns; ++k)
       if (!passes[k].plain())
         for (int64_t t = 0; t < nt; ++t)
-          for (int64_t j = 0; j < count; ++j) compete(k, first + j * Sits::kUnit, t0 + t, t * stride + j);
+          for (int64_t j = 0; j < count; ++j) dscore(k, child_of(first, j), t0 + t, t * stride + j);
     if (P_rows)
       for (int64_t t = 0; t < nt; ++t)
         for (int64_t j = 0; j < count; ++j) {
@@ -291,19 +234,27 @@ struct BackwardItem {
           for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * schedule.block_rows + t) * n + k) * in.D;
           scatter_rows<false, T>(lane, in.D, P + (t * stride + j) * CD);
         }
-    gradients(first, count, t0, nt, dW, dB);
+    if (dP_sums) zero(dP_sums, slots * CD);
+    for (int64_t m = 0; m < in.M; m += kAddedAtOnce) {
+      gradients(m, min(m + kAddedAtOnce, in.M), first, count, t0, nt, dW, dB);
+      if (!dP_sums || !call.dchildren) continue;
+      for (int64_t k = 0; k < slots * CD; ++k) dP_sums[k] += dP[k];
+      zero(dP, slots * CD);
+    }
     if (call.dchildren) add_child_gradients(first, count, t0, nt);
   }
 
   void hear(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
     if constexpr (!Pose::kIdentity) {
-      if (kept) return listen<Source::kKept>(k, first, count, t0, nt);
+      if (kept) return score<Source::kKept>(k, first, count, t0, nt);
       if (schedule.keep_votes) {
         kept = true;
-        return make(k, first, count, t0, nt);
+        if constexpr (Base::kMadeOneByOne) return score<Source::kMadeAndKept>(k, first, count, t0, nt);
+        Base::make_votes(first, count, nt);
+        return score<Source::kKept>(k, first, count, t0, nt);
       }
     }
-    listen<Source::kMade>(k, first, count, t0, nt);
+    score<Source::kMade>(k, first, count, t0, nt);
   }
 
   // Shares that no vote has a say in, and nobody asks for the gates' gradients.
@@ -325,52 +276,27 @@ struct BackwardItem {
     const int64_t stride[6] = {in.H * in.W * in.N * CD, in.W * in.N * CD, in.N * CD, CD, in.D, 1};
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t j = 0; j < count;) {
-        const int64_t q = first + j * Sits::kUnit, run = Sits::neighbours(in, range, q, count - j);
+        const int64_t q = child_of(first, j), run = Sits::neighbours(in, range, q, count - j);
         T* lane[n];
         Sits::find(in, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
-        scatter_rows<true, T>(lane, run * CD, dP + (t * schedule.block_children + j) * CD);
+        scatter_rows<true, T>(lane, run * CD, (dP_sums ? dP_sums : dP) + (t * schedule.block_children + j) * CD);
         j += run;
       }
   }
 
-  // As in forward.h.
-  void make(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
-    if constexpr (Pose::kTogether == 1 || kLane == Lanes::kChildren) {
-      listen<Source::kMadeAndKept>(k, first, count, t0, nt);
-    } else {
-      int64_t m = 0;
-      for (; m + Pose::kTogether <= in.M; m += Pose::kTogether) make<Pose::kTogether>(first, count, nt, m);
-      for (; m < in.M; ++m) make<1>(first, count, nt, m);
-      listen<Source::kKept>(k, first, count, t0, nt);
-    }
-  }
-  template <int kMany>
-  void make(int64_t first, int64_t count, int64_t nt, int64_t m) {
-    for (int64_t j = 0; j < count; ++j) {
-      const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
-      const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
-      for (int64_t t = 0; t < nt; ++t) {
-        const int64_t slot = t * schedule.block_children + j;
-        votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
-                                [&](int which, int at, V v)
-                                    FASTCAPS_LAMBDA { votes_kept[((m + which) * slots + slot) * CE + at] = v; });
-      }
-    }
-  }
-
   template <Source kSource>
-  void listen(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
+  void score(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
     for (int64_t m = 0; m < in.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
-        const int64_t q = first + j * Sits::kUnit;
+        const int64_t q = child_of(first, j);
         const bool made = kSource != Source::kKept;
         const Weight* W = made ? weights.matrix(range, q, m) : nullptr;
         const Weight* bias = made ? weights.bias_of(range, q, m) : nullptr;
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children + j;
-          V* kept = votes_kept + (m * slots + slot) * CE;
+          V* kept = Base::votes_of(m, slot);
           V* row = rows_of(k) + slot * in.M + m;
-          passes[k].listen(
+          passes[k].score(
               state(t0 + t, k), m,
               [&](auto&& sink) FASTCAPS_LAMBDA { each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink); },
               row, slots * in.M, highest[k * slots + slot]);
@@ -380,9 +306,9 @@ struct BackwardItem {
       }
   }
 
-  void compete(int64_t k, int64_t q, int64_t row, int64_t slot) {
+  void dscore(int64_t k, int64_t q, int64_t row, int64_t slot) {
     const V gate = gates[slot];
-    V dgate = passes[k].compete(rows_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
+    V dgate = passes[k].dscore(rows_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
     if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), Sits{}, range, q);
     if constexpr (Pass::kSilent) {
       if (call.votes.gate.data) {  // a broken child behind a gate of 0 gets nothing and gives nothing
@@ -400,7 +326,7 @@ struct BackwardItem {
               V& number = rows_of(k)[(r * slots + slot) * in.M + m];
               number = whole != 0 ? number : V{};
             }
-            V* kept = votes_kept + (m * slots + slot) * CE;
+            V* kept = Base::votes_of(m, slot);
             for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) kept[e] = whole != 0 ? kept[e] : V{};
           }
         }
@@ -429,12 +355,12 @@ struct BackwardItem {
   bool has_results() const { return Pass::kFolds || results; }
   int64_t results_at_once(int64_t nt) const { return Pass::kFolds ? turns : nt; }
 
-  void gradients(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
-    int64_t m = 0;
+  // For parents [m, end).
+  void gradients(int64_t m, int64_t end, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     if constexpr (Pose::kTogether > 1 && kLane != Lanes::kChildren)
-      for (; m + Pose::kTogether <= in.M; m += Pose::kTogether)
+      for (; m + Pose::kTogether <= end; m += Pose::kTogether)
         gradients_of<Pose::kTogether>(m, first, count, t0, nt, dW, dB);
-    for (; m < in.M; ++m) gradients_of<1>(m, first, count, t0, nt, dW, dB);
+    for (; m < end; ++m) gradients_of<1>(m, first, count, t0, nt, dW, dB);
   }
 
   // For parents [m0, m0 + kMany).
@@ -442,7 +368,7 @@ struct BackwardItem {
   void gradients_of(int64_t m0, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     const int64_t stride = schedule.block_children;
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t q = first + j * Sits::kUnit;
+      const int64_t q = child_of(first, j);
       const Weight* W = weights.matrix(range, q, m0);
       const Weight* bias = weights.bias_of(range, q, m0);
       for (int64_t t = 0; t < nt; ++t) {
@@ -508,11 +434,11 @@ struct BackwardItem {
       const Planes<V> to = target(t0, t, k, which);
       if (kChildLanes && begins && has_results()) zero(to.base, target_numbers(1));
       if (k == 0)
-        passes[k].template gradient<false>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
-                                           kChildLanes ? 0 : m);
+        passes[k].template dvote<false>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
+                                        kChildLanes ? 0 : m);
       else
-        passes[k].template gradient<true>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
-                                          kChildLanes ? 0 : m);
+        passes[k].template dvote<true>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
+                                       kChildLanes ? 0 : m);
       if constexpr (Pass::kBetas) passes[k].add_betas(state(t0 + t, k), m, *row, gates[slot], Sits{}, range, q, item);
     }
     if (dB) add_bias_gradient(q, m, sum, dB);
@@ -542,6 +468,7 @@ struct BackwardItem {
   }
 
   static constexpr int64_t kOneMatrixBytes = 1 << 20;
+  static constexpr int64_t kAddedAtOnce = 64;  // parents; sums of more lose digits one by one
 };
 
 }  // namespace FASTCAPS_NAMESPACE

@@ -91,7 +91,7 @@ struct Gaussian {
 template <class Operands>
 struct ForwardCall {
   Votes votes;
-  Operands with;
+  Operands with{};
   Schedule schedule{};
   int64_t turn = 0, turns = 1, total = 1;  // the first turn of this launch, how many it makes, how many there are
   void* partial = nullptr;                 // [chunks, rows, numbers of a row's results] if chunks > 1
@@ -101,12 +101,12 @@ struct ForwardCall {
 template <class Operands>
 struct BackwardCall {
   Votes votes;
-  std::vector<Operands> with;  // of every turn
+  std::vector<Operands> with{};  // of every turn
   Schedule schedule{};
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
-  Parts dweight;              // cut.weight_parts of [G, M, D, E], zeroed unless G = I
-  Parts dbias;                // of every item, zeroed
+  Parts dweight{};            // cut.weight_parts of [G, M, D, E], zeroed unless G = I
+  Parts dbias{};              // of every item, zeroed
   void* state = nullptr;      // [rows, turns, numbers]: the parents and their gradients, made by backward_prepare
   void* partial = nullptr;    // [chunks, rows, numbers]: the parents' gradients of each item, of a single turn
 

@@ -123,14 +123,14 @@ struct FoldedForward : AttentionForward<T, X> {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V meet(const X* state, int64_t m, Each&& each_pose) const {
+  FASTCAPS_INLINE V score(const X* state, int64_t m, Each&& each_pose) const {
     return Base::agreement(state + in.parents_size() + m * CD, each_pose);
   }
-  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                            int64_t to_m) const {
-    WeightedSums<T>::take(kept, share, count, CD, to.pose(0, to_m));
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
+    WeightedSums<T>::add(kept, share, count, CD, to.pose(0, to_m));
   }
-  void fold(Planes<V> block, X* result, int64_t m) const {
+  void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, result + in.parents_size() + m * CD);
   }
 };
@@ -170,12 +170,12 @@ struct FoldedBackward : AttentionBackward<T, X> {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void listen(const X* inner, int64_t m, Each&& each_pose, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* inner, int64_t m, Each&& each_pose, V* row, int64_t stride, V& highest) const {
     Base::hear(inner + m * CD, inner + MCD + m * CD, m, each_pose, row, stride, highest);
   }
   template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void gradient(const Pose& pose, const X* inner, int64_t m, const V* row, int64_t stride,
-                                const V* child, V* dP, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void dvote(const Pose& pose, const X* inner, int64_t m, const V* row, int64_t stride, const V* child,
+                             V* dP, Planes<V> to, int64_t to_m) const {
     const X *y = inner + m * CD, *u = y + MCD;
     V *z = to.pose(0, to_m), *x = to.pose(1, to_m);
     const V share = row[0], da = row[stride];

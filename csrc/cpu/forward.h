@@ -13,58 +13,41 @@
 //   finish      results are written, and become the parents of the next turn
 #pragma once
 
-#include "votes.h"
-#include "weights.h"
+#include "block.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
 template <class T, class Pose, Lanes kLane, template <class, class> class Policy>
-struct ForwardItem {
-  using V = Vec<T>;
-  static constexpr bool kChildLanes = kLane != Lanes::kPositions;
-  using X = std::conditional_t<kChildLanes, T, V>;
+using ForwardBlock =
+    Block<T, Pose, kLane, ForwardCall<typename Policy<T, typename Block<T, Pose, kLane, int>::X>::Operands>>;
+
+template <class T, class Pose, Lanes kLane, template <class, class> class Policy>
+struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
+  using Base = ForwardBlock<T, Pose, kLane, Policy>;
+  using Base::call, Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::tiles;
+  using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range, Base::child_of;
+  using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
   using Pass = Policy<T, X>;
   using Call = ForwardCall<typename Pass::Operands>;
-  using Weight = typename WeightsOf<T, kLane>::Weight;
-  using Sits = Seats<T, kChildLanes>;
-  static constexpr int n = kLanes<T>;
-  const Call& call;
-  const Votes& in;
-  const Schedule& schedule;
-  const Pose pose;
-  const WeightsOf<T, kLane> weights;
   const Pass pass;
-  const int64_t slots, CE, CD, state_size;
+  const int64_t state_size;
   const int64_t before, result_size;  // of a row's results: numbers that no vote is added to, and all of them
   X *states, *results;                // of the rows at hand
-  V *P, *gates, *a, *highest, *votes_kept, *shares, *local;
-  Tile<T>* tiles;
-  Range range{};  // of children of this item
+  V *a, *highest, *shares, *local;
   int64_t turn = 0;
 
   FASTCAPS_NOINLINE ForwardItem(const Call& call_, const Pose& pose_, Arena& arena)
-      : call(call_),
-        in(call.votes),
-        schedule(call.schedule),
-        pose(pose_),
-        weights(call.votes, arena),
+      : Base(call_, pose_, arena, call_.schedule.block_rows),
         pass(call),
-        slots(schedule.block_rows * schedule.block_children),
-        CE(int64_t(pose.C) * pose.E),
-        CD(in.child_size()),
         state_size(Pass::state_numbers(call)),
         before(Pass::numbers_before(in)),
         result_size(before + Pass::result_numbers(in, in.M)) {
-    tiles = arena.take<Tile<T>>(schedule.block_rows);
     states = arena.take<X>(schedule.block_rows * state_size);
     results = arena.take<X>(schedule.block_rows * result_size);
-    P = arena.take<V>(slots * CD);
-    gates = arena.take<V>(slots);
     a = arena.take<V>(slots * in.M);
     highest = arena.take<V>(slots);
     shares = arena.take<V>(slots * Pass::kShares);
-    votes_kept = schedule.keep_votes ? arena.take<V>(slots * in.M * CE) : nullptr;
     local = kChildLanes ? arena.take<V>(schedule.block_rows * Pass::result_numbers(in, 1)) : nullptr;
   }
 
@@ -92,12 +75,10 @@ struct ForwardItem {
           zero(result(t), before);
           Pass::clear(result(t) + before, in, in.M);
         }
-        const int64_t block_size = schedule.block_children * Sits::kUnit;
         each_range(begin, count, [&] {
           if constexpr (Pass::kFolds)
             for (int64_t t = 0; t < nt; ++t) pass.enter(turn, weights.matrix(range, 0, 0), state(t));
-          for (int64_t q = 0; q < range.count; q += block_size)
-            block(q, (min(block_size, range.count - q) + Sits::kUnit - 1) / Sits::kUnit, nt);
+          for (int64_t q = 0; q < range.count; q += Base::children_at_once()) block(q, Base::units_from(q), nt);
           if constexpr (Pass::kFolds)
             for (int64_t t = 0; t < nt; ++t) pass.leave(turn, weights.matrix(range, 0, 0), result(t));
           return true;
@@ -152,7 +133,7 @@ struct ForwardItem {
     const X* partial = static_cast<const X*>(call.partial);
     std::memcpy(result(0), partial + row * result_size, size_t(result_size) * sizeof(X));
     for (int64_t chunk = 1; chunk < schedule.chunks; ++chunk)
-      pass.merge(result(0), partial + (chunk * schedule.rows() + row) * result_size);
+      pass.join(result(0), partial + (chunk * schedule.rows() + row) * result_size);
     pass.finish(tiles[0], turn, result(0), state(0));
     if (turn + 1 < call.total)
       std::memcpy(static_cast<X*>(call.state) + row * state_size, state(0), size_t(state_size) * sizeof(X));
@@ -164,18 +145,18 @@ struct ForwardItem {
     const int64_t stride = schedule.block_children;
     const bool equal = pass.equal(turn);
     if (schedule.stay && turn > call.turn) {  // poses, and votes if kept, are as the turn before left them
-      meet_again(first, count, nt);
+      score_again(first, count, nt);
     } else {
       for (int64_t t = 0; t < nt; ++t) {
-        Sits::gather(in, tiles[t], call.votes.storage, call.votes.children, call.votes.gate, range, first, count,
-                     P + t * stride * CD, gates + t * stride);
         if constexpr (Pass::kSilent)
-          if (call.votes.gate.data) silence<T>(P + t * stride * CD, gates + t * stride, count, CD);
+          Base::load_silenced(tiles[t], t, first, count);
+        else
+          Base::load(tiles[t], t, first, count);
       }
       if (schedule.keep_votes && (schedule.stay || !equal))
         make(first, count, nt);
       else if (!equal)
-        meet<Source::kMade>(first, count, nt);
+        score<Source::kMade>(first, count, nt);
     }
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t slot = t * stride; slot < t * stride + count; ++slot) {
@@ -191,51 +172,34 @@ struct ForwardItem {
       add_again(first, count, nt);
   }
 
-  void meet_again(int64_t first, int64_t count, int64_t nt) {
+  void score_again(int64_t first, int64_t count, int64_t nt) {
     if constexpr (!Pose::kIdentity)
-      if (schedule.keep_votes) return meet<Source::kKept>(first, count, nt);
-    meet<Source::kMade>(first, count, nt);
+      if (schedule.keep_votes) return score<Source::kKept>(first, count, nt);
+    score<Source::kMade>(first, count, nt);
   }
 
-  // Votes to be kept. Where a parent's are few, those of several parents at once: each number of a pose that is read
-  // then serves many products.
   void make(int64_t first, int64_t count, int64_t nt) {
     if constexpr (Pose::kIdentity) {
-      meet<Source::kMade>(first, count, nt);  // there is nothing to keep
-    } else if constexpr (Pose::kTogether == 1 || kLane == Lanes::kChildren) {
-      meet<Source::kMadeAndKept>(first, count, nt);
+      score<Source::kMade>(first, count, nt);  // there is nothing to keep
+    } else if constexpr (Base::kMadeOneByOne) {
+      score<Source::kMadeAndKept>(first, count, nt);
     } else {
-      int64_t m = 0;
-      for (; m + Pose::kTogether <= in.M; m += Pose::kTogether) make<Pose::kTogether>(first, count, nt, m);
-      for (; m < in.M; ++m) make<1>(first, count, nt, m);
-      meet<Source::kKept>(first, count, nt);
-    }
-  }
-  template <int kMany>
-  void make(int64_t first, int64_t count, int64_t nt, int64_t m) {
-    for (int64_t j = 0; j < count; ++j) {
-      const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
-      const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
-      for (int64_t t = 0; t < nt; ++t) {
-        const int64_t slot = t * schedule.block_children + j;
-        votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
-                                [&](int which, int k, V v)
-                                    FASTCAPS_LAMBDA { votes_kept[((m + which) * slots + slot) * CE + k] = v; });
-      }
+      Base::make_votes(first, count, nt);
+      score<Source::kKept>(first, count, nt);
     }
   }
 
   template <Source kSource>
-  void meet(int64_t first, int64_t count, int64_t nt) {
+  void score(int64_t first, int64_t count, int64_t nt) {
     for (int64_t m = 0; m < in.M; ++m)
       for (int64_t j = 0; j < count; ++j) {
         const bool made = kSource != Source::kKept;
-        const Weight* W = made ? weights.matrix(range, first + j * Sits::kUnit, m) : nullptr;
-        const Weight* bias = made ? weights.bias_of(range, first + j * Sits::kUnit, m) : nullptr;
+        const Weight* W = made ? weights.matrix(range, child_of(first, j), m) : nullptr;
+        const Weight* bias = made ? weights.bias_of(range, child_of(first, j), m) : nullptr;
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children + j;
-          V* kept = votes_kept + (m * slots + slot) * CE;
-          const V logit = pass.meet(state(t), m, [&](auto&& sink) FASTCAPS_LAMBDA {
+          V* kept = Base::votes_of(m, slot);
+          const V logit = pass.score(state(t), m, [&](auto&& sink) FASTCAPS_LAMBDA {
             each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink);
           });
           a[slot * in.M + m] = logit;
@@ -253,17 +217,17 @@ struct ForwardItem {
     return share;
   }
 
-  void fold(int64_t t, int64_t m) {
-    if constexpr (kChildLanes) pass.fold(target(t), result(t), m);
+  void join_lanes(int64_t t, int64_t m) {
+    if constexpr (kChildLanes) pass.join_lanes(target(t), result(t), m);
   }
 
   void add_kept(int64_t first, int64_t count, int64_t nt) {
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t m = 0; m < in.M; ++m) {
         const V* share = weigh(first, count, t, m);
-        pass.take(state(t), m, votes_kept + (m * slots + t * schedule.block_children) * CE, share, count, target(t),
-                  kChildLanes ? 0 : m);
-        fold(t, m);
+        pass.add(state(t), m, votes_kept + (m * slots + t * schedule.block_children) * CE, share, count, target(t),
+                 kChildLanes ? 0 : m);
+        join_lanes(t, m);
       }
   }
 
@@ -272,15 +236,15 @@ struct ForwardItem {
     for (int64_t m = 0; m < many; ++m) {
       for (int64_t t = 0; t < nt; ++t) weigh(first, count, t, m);
       for (int64_t j = 0; j < count; ++j) {
-        const Weight* W = weights.matrix(range, first + j * Sits::kUnit, m);
-        const Weight* bias = weights.bias_of(range, first + j * Sits::kUnit, m);
+        const Weight* W = weights.matrix(range, child_of(first, j), m);
+        const Weight* bias = weights.bias_of(range, child_of(first, j), m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children;
-          pass.take_again(pose, state(t), m, P + (slot + j) * CD, W, bias, shares + (slot + j) * Pass::kShares,
-                          target(t), kChildLanes ? 0 : m);
+          pass.add_again(pose, state(t), m, P + (slot + j) * CD, W, bias, shares + (slot + j) * Pass::kShares,
+                         target(t), kChildLanes ? 0 : m);
         }
       }
-      for (int64_t t = 0; t < nt; ++t) fold(t, m);
+      for (int64_t t = 0; t < nt; ++t) join_lanes(t, m);
     }
   }
 
@@ -297,8 +261,7 @@ struct ForwardItem {
 
   // The votes of the unit that begins with child q, for the lanes that have none yet; true once all have.
   bool offer_base(int64_t t, int64_t q, bool* found) {
-    Sits::gather(in, tiles[t], call.votes.storage, call.votes.children, call.votes.gate, range, q, 1, P, gates);
-    if (call.votes.gate.data) silence<T>(P, gates, 1, CD);
+    Base::load_silenced(tiles[t], 0, q, 1);
     T gate[n], take[n];
     store<T>(gate, gates[0]);
     bool any = false, all = true;

@@ -14,7 +14,9 @@
 // is nothing beside its mean, rest and n are summed from the same d and w, so that both cancel as they should.
 #pragma once
 
+#include "../algebra/gaussian.h"
 #include "attention.h"
+#include "rest.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
@@ -111,14 +113,11 @@ struct GaussianForward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V meet(const X* state, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* state, int64_t m, Each&& each_vote) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(0, m), *p = from.pose(1, m);
     V distance[2] = {};
-    each_vote([&](int k, V v) FASTCAPS_LAMBDA {
-      const V d = v - base[k];
-      distance[k & 1] += p[k] * d * d;
-    });
+    each_vote([&](int k, V v) FASTCAPS_LAMBDA { distance[k & 1] += gaussian::distance(v - base[k], p[k]); });
     return *from.number(0, m) - (distance[0] + distance[1]);
   }
 
@@ -145,8 +144,8 @@ struct GaussianForward {
       }
     }
   }
-  FASTCAPS_INLINE void take(const X* state, int64_t m, const V* kept, const V* share, int64_t count, Planes<V> to,
-                            int64_t to_m) const {
+  FASTCAPS_INLINE void add(const X* state, int64_t m, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
     constexpr int kBlock = kManyRegisters ? 8 : 4;
     const X* base = parents(state).pose(0, m);
     V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
@@ -163,23 +162,19 @@ struct GaussianForward {
       unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { mean[k + u] = at[u], square[k + u] = sum[u]; });
     }
     for (; k < CE; ++k)
-      for (int64_t j = 0; j < count; ++j) move(kept[j * CE + k] - base[k], share + 2 * j, mean[k], square[k]);
+      for (int64_t j = 0; j < count; ++j)
+        gaussian::add(kept[j * CE + k] - base[k], share[2 * j], share[2 * j + 1], mean[k], square[k]);
   }
   template <class Pose, class Weight>
-  FASTCAPS_INLINE void take_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
-                                  const Weight* bias, const V* share, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void add_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
+                                 const Weight* bias, const V* share, Planes<V> to, int64_t to_m) const {
     const X* base = parents(state).pose(0, m);
     V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
-    votes<T>(pose, P, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { move(v - base[k], share, mean[k], square[k]); });
+    votes<T>(pose, P, W, bias,
+             [&](int k, V v) FASTCAPS_LAMBDA { gaussian::add(v - base[k], share[0], share[1], mean[k], square[k]); });
   }
-  static FASTCAPS_INLINE void move(V from_base, const V* share, V& mean, V& square) {
-    const V d = from_base - mean;
-    mean += share[0] * d;
-    square += share[1] * d * d;
-  }
-
   // The lanes' moments to one (their common mean first, then the squares about it), and that into the row's.
-  void fold(Planes<V> block, X* result, int64_t m) const {
+  void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
       const Planes<X> to = planes(result, in, in.M);
       const V n = *block.number(0, 0);
@@ -204,25 +199,21 @@ struct GaussianForward {
         add_lane_sums<T>(part, many, squares);
         T *all = to.pose(0, m) + first, *all_squares = to.pose(1, m) + first;
         for (int k = 0; k < many; ++k) {
-          const T d = centre[k] - all[k];
-          all[k] += share * d;
-          all_squares[k] += squares[k] + apart * d * d;
+          gaussian::join(centre[k], squares[k], share, apart, all[k], all_squares[k]);
         }
       }
     }
   }
   // Two ranges' moments to one (Chan et al. 1979).
-  void merge(X* result, const X* other) const {
+  void join(X* result, const X* other) const {
     const Planes<X> to = planes(result, in, in.M);
     const Planes<const X> from{other, in.M, CE, 2};
     for (int64_t m = 0; m < in.M; ++m) {
       const X before = *to.number(0, m), n = *from.number(0, m), sum = before + n;
       const X share = n * inverse_or_zero(sum);
-      for (int64_t k = 0; k < CE; ++k) {
-        const X d = from.pose(0, m)[k] - to.pose(0, m)[k];
-        to.pose(0, m)[k] += share * d;
-        to.pose(1, m)[k] += from.pose(1, m)[k] + before * share * d * d;
-      }
+      for (int64_t k = 0; k < CE; ++k)
+        gaussian::join(X(from.pose(0, m)[k]), X(from.pose(1, m)[k]), share, before * share, to.pose(0, m)[k],
+                       to.pose(1, m)[k]);
       *to.number(0, m) = sum;
       *to.number(1, m) += *from.number(1, m);
     }
@@ -234,11 +225,8 @@ struct GaussianForward {
     const T eps = T(with.eps);
     for (int64_t m = 0; m < in.M; ++m) {
       const X n = *to.number(0, m), one = inverse_or_zero(n + eps);
-      for (int64_t k = 0; k < CE; ++k) {
-        const X mean = from.pose(0, m)[k] + to.pose(0, m)[k], short_of = mean * (eps * one);
-        to.pose(0, m)[k] = n == 0 ? X{} : mean - short_of;
-        to.pose(1, m)[k] = n == 0 ? X{} : (to.pose(1, m)[k] + n * short_of * short_of) * one;
-      }
+      for (int64_t k = 0; k < CE; ++k)
+        gaussian::finish(from.pose(0, m)[k], n, X{} + eps, one, to.pose(0, m)[k], to.pose(1, m)[k]);
     }
     write_row<T>(tile, static_cast<T*>(with.counts) + at * in.M, in.M, to.number(0, 0));
     write_row<T>(tile, static_cast<T*>(with.means) + at * MCE, MCE, to.pose(0, 0));
@@ -257,15 +245,13 @@ struct GaussianForward {
         const X variance = result.pose(1, m)[k] + eps;
         state.pose(0, m)[k] = result.pose(0, m)[k];
         state.pose(1, m)[k] = kmeans ? X{} + 1 : T(0.5) / variance;
-        if (!kmeans) log_sigma += natural_log<T>(variance) * T(0.5);
+        if (!kmeans) log_sigma += Number<X>::log(variance) * T(0.5);
       }
       X& score = *result.number(1, m);  // the evidence
-      if (with.rule == Rule::kEM) {
-        const T cost = T(CE) * static_cast<const T*>(with.beta_u)[m];
-        score = T(with.schedule[turn]) *
-                (static_cast<const T*>(with.beta_a)[m] - (cost + log_sigma) * *result.number(0, m));
-      }
-      *state.number(0, m) = log_sigmoid<T>(score) - log_sigma;
+      if (with.rule == Rule::kEM)
+        score = gaussian::em_score(T(with.schedule[turn]), static_cast<const T*>(with.beta_a)[m],
+                                   T(CE) * static_cast<const T*>(with.beta_u)[m], log_sigma, *result.number(0, m));
+      *state.number(0, m) = Number<X>::log_sigmoid(score) - log_sigma;
     }
   }
 };
@@ -310,7 +296,7 @@ struct GaussianBackward {
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Leaves 1 / N in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
-  FASTCAPS_NOINLINE bool prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE bool load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;
     const int64_t MCE = in.parents_size();
     const Planes<X> to = parents(state);
@@ -378,15 +364,15 @@ struct GaussianBackward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m);
     const X *u = from.pose(kU, m), *s = from.pose(kS, m);
     V distance[2] = {}, gain[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA {
       const V off = v - base[k], d = off - means[k];
-      distance[k & 1] += p[k] * off * off;
-      gain[k & 1] += (u[k] + s[k] * d) * d;
+      distance[k & 1] += gaussian::distance(off, p[k]);
+      gain[k & 1] += gaussian::gain(u[k], s[k], d);
     });
     const V alpha = V{} + *from.number(kAlpha, m);
     const V logit = with.mean.data ? alpha - (distance[0] + distance[1]) : alpha;
@@ -410,7 +396,7 @@ struct GaussianBackward {
     return sum;
   }
 
-  FASTCAPS_INLINE V compete(V* row, int64_t stride, V highest, V gate) const {
+  FASTCAPS_INLINE V dscore(V* row, int64_t stride, V highest, V gate) const {
     V* gain = row + stride;
     softmax<T>(row, in.M, highest, broadcast(T(1)));
     V mean{};
@@ -423,15 +409,15 @@ struct GaussianBackward {
   }
 
   template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
-                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
+                             V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
     const X *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
-    const V w = row[0], da = row[stride], twice = w + w, pull = da + da;
+    const V w = row[0], da = row[stride];
     if (call.wants_votes())
       for (int k = 0; k < pose.C * pose.E; ++k) {
-        const V off = vote[k] - base[k], dv = w * u[k] + twice * s[k] * (off - means[k]) - pull * p[k] * off;
+        const V off = vote[k] - base[k], dv = gaussian::dvote(w, u[k], s[k], off - means[k], da, p[k], off);
         dV[k] = kAdd ? dV[k] + dv : dv;
       }
     if (!wants_results()) return;

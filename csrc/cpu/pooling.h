@@ -7,6 +7,7 @@
 
 #include <cfloat>
 
+#include "../algebra/pooling.h"
 #include "attention.h"
 
 namespace fastcaps {
@@ -15,12 +16,6 @@ namespace FASTCAPS_NAMESPACE {
 // Below every logit, and finite: a difference of two such is 0, not NaN.
 template <class T>
 inline constexpr T kLowest = sizeof(T) == 4 ? T(-FLT_MAX) : T(-DBL_MAX);
-
-// 1 / |V| from the square, 0 at the zero vector.
-template <class T>
-FASTCAPS_INLINE Vec<T> inverse_length(Vec<T> square) {
-  return square == 0 ? Vec<T>{} : (Vec<T>{} + 1) / square_root<T>(square);
-}
 
 template <class T, class X>
 struct PoolingForward {
@@ -62,7 +57,7 @@ struct PoolingForward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V meet(const X* Q, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* Q, int64_t m, Each&& each_vote) const {
     if (state_numbers(call) == 0) {  // no query: all logits are 0
       each_vote([](int, V) FASTCAPS_LAMBDA {});
       return V{};
@@ -74,7 +69,7 @@ struct PoolingForward {
       square[k & 1] += v * v;
     });
     const V agreement = (dot[0] + dot[1]) * T(with.scale);
-    return with.normalize ? agreement * inverse_length<T>(square[0] + square[1]) : agreement;
+    return with.normalize ? agreement * pooling::inverse_length(square[0] + square[1]) : agreement;
   }
 
   FASTCAPS_INLINE void compete(V*, V, V) const {}
@@ -95,18 +90,18 @@ struct PoolingForward {
     for (int64_t j = 0; j < count; ++j) total += share[j] = exp_nonpositive(share[j] - high) * gates[j];
     top = high;
   }
-  FASTCAPS_INLINE void take(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                            int64_t to_m) const {
-    WeightedSums<T>::take(kept, share, count, CE, to.pose(0, to_m));
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
+    WeightedSums<T>::add(kept, share, count, CE, to.pose(0, to_m));
   }
   template <class Pose, class Weight>
-  FASTCAPS_INLINE void take_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                  const V* share, Planes<V> to, int64_t m) const {
+  FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                 const V* share, Planes<V> to, int64_t m) const {
     add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
   }
 
   // The lanes' sums below the largest logit of all of them and of the row.
-  void fold(Planes<V> block, X* result, int64_t m) const {
+  void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) {
       const Planes<X> to = planes(result, in, in.M);
       T lane[kLanes<T>], high = *to.number(0, m);
@@ -120,7 +115,7 @@ struct PoolingForward {
       *to.number(1, m) += sum_lanes<T>(*block.number(1, 0) * share);
     }
   }
-  void merge(X* result, const X* other) const {
+  void join(X* result, const X* other) const {
     const Planes<X> to = planes(result, in, in.M);
     const Planes<const X> from{other, in.M, CE, 1};
     for (int64_t m = 0; m < in.M; ++m) {
@@ -148,14 +143,15 @@ struct PoolingForward {
       const X one = inverse_or_zero(total[m]);
       for (int64_t k = 0; k < CE; ++k) S[m * CE + k] = rounded<T>(call.votes.storage, S[m * CE + k] * one);
       const X nobody = X{} - T(__builtin_inf());
-      total[m] = total[m] == 0 ? nobody : natural_log<T>(total[m]) + top[m];
+      total[m] = total[m] == 0 ? nobody : Number<X>::log(total[m]) + top[m];
     }
     write_parents<T>(tile, call.votes.storage, with.sums, at, MCE, S);
     write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * in.M, in.M, total);
-    if (with.rule == Rule::kSquash)
-      squash<T>(S, in.M, CE);
-    else if (!last)
-      normalise<T>(S, in.M, CE);
+    for (int64_t m = 0; m < in.M; ++m)
+      if (with.rule == Rule::kSquash)
+        squash(S + m * CE, CE);
+      else if (!last)
+        unit(S + m * CE, CE);
     if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
     for (int64_t k = 0; k < MCE; ++k)
       Q[k] = rounded<T>(call.votes.storage, Q[k] + rounded<T>(call.votes.storage, S[k]));
@@ -200,7 +196,7 @@ struct PoolingBackward {
     return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
   }
 
-  FASTCAPS_NOINLINE void prepare(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
+  FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     const Planes<X> to = parents(state);
     zero(state, state_numbers(call));
     if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, to.pose(1, 0));
@@ -213,7 +209,7 @@ struct PoolingBackward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void listen(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V&) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V&) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     V dot[2] = {}, gain[2] = {}, square[2] = {};
@@ -222,7 +218,7 @@ struct PoolingBackward {
       gain[k & 1] += ds[k] * v;
       square[k & 1] += v * v;
     });
-    const V one = with.normalize ? inverse_length<T>(square[0] + square[1]) : broadcast(T(1));
+    const V one = with.normalize ? pooling::inverse_length(square[0] + square[1]) : broadcast(T(1));
     const V asked = with.query.data ? (dot[0] + dot[1]) * one : V{};
     const V all = V{} + *from.number(0, m);
     row[0] =
@@ -232,7 +228,7 @@ struct PoolingBackward {
     row[3 * stride] = with.normalize ? asked * one : V{};
   }
 
-  FASTCAPS_INLINE V compete(V* row, int64_t stride, V, V gate) const {
+  FASTCAPS_INLINE V dscore(V* row, int64_t stride, V, V gate) const {
     V dgate{};
     for (int64_t m = 0; m < in.M; ++m) {
       const V heard = row[m] * row[stride + m];
@@ -246,8 +242,8 @@ struct PoolingBackward {
   }
 
   template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void gradient(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride,
-                                const V* vote, V* dV, Planes<V> to, int64_t to_m) const {
+  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
+                             V* dV, Planes<V> to, int64_t to_m) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     const V share = row[0], c = row[stride], d = row[3 * stride];
@@ -257,7 +253,7 @@ struct PoolingBackward {
       return;
     }
     if (call.wants_votes())
-      for (int k = 0; k < pose.C * pose.E; ++k) put(k, share * ds[k] + c * q[k] - d * vote[k]);
+      for (int k = 0; k < pose.C * pose.E; ++k) put(k, pooling::dvote(share, ds[k], c, q[k], d, vote[k]));
     if (with.dquery) {
       V* dq = to.pose(0, to_m);
       for (int k = 0; k < pose.C * pose.E; ++k) dq[k] += c * vote[k];

@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "../algebra/number.h"
+
 #define FASTCAPS_CONCAT_(a, b) a##_##b
 #define FASTCAPS_CONCAT(a, b) FASTCAPS_CONCAT_(a, b)
 #define FASTCAPS_NAMESPACE FASTCAPS_CONCAT(isa, FASTCAPS_ISA)
@@ -93,23 +95,6 @@ FASTCAPS_INLINE X each_lane(X x, F&& f) {
     for (int k = 0; k < kLanes<T>; ++k) lanes[k] = f(lanes[k]);
     return load<T>(lanes);
   }
-}
-
-template <class T, class X>
-FASTCAPS_INLINE X square_root(X x) {
-  return each_lane<T>(
-      x, [](T v) FASTCAPS_LAMBDA { return sizeof(T) == 4 ? T(__builtin_sqrtf(v)) : T(__builtin_sqrt(v)); });
-}
-
-template <class T, class X>
-FASTCAPS_INLINE X natural_log(X x) {
-  return each_lane<T>(x, [](T v) { return sizeof(T) == 4 ? T(__builtin_logf(v)) : T(__builtin_log(v)); });
-}
-
-// 1 / x, and 0 where x is 0: a parent that no child chose has no mean.
-template <class X>
-FASTCAPS_INLINE X inverse_or_zero(X x) {
-  return x == 0 ? X{} : (X{} + 1) / x;
 }
 
 // exp for arguments <= 0 (after the maximum was taken off), to about one unit in the last place.
@@ -263,4 +248,25 @@ FASTCAPS_INLINE void store_as(S* p, Vec<T> v) {
 }
 
 }  // namespace FASTCAPS_NAMESPACE
+
+// The formulas' numbers (csrc/algebra): lane by lane.
+template <class T>
+struct NumberOfLanes {
+  using Scalar = T;
+  using Lanes = FASTCAPS_NAMESPACE::Vec<T>;
+  static FASTCAPS_INLINE Lanes sqrt(Lanes x) {
+    return FASTCAPS_NAMESPACE::each_lane<T>(x, [](T v) FASTCAPS_LAMBDA { return Number<T>::sqrt(v); });
+  }
+  static FASTCAPS_INLINE Lanes log(Lanes x) {
+    return FASTCAPS_NAMESPACE::each_lane<T>(x, [](T v) { return Number<T>::log(v); });
+  }
+  static FASTCAPS_INLINE Lanes log_sigmoid(Lanes x) {
+    return FASTCAPS_NAMESPACE::each_lane<T>(x, [](T v) { return Number<T>::log_sigmoid(v); });
+  }
+};
+template <>
+struct Number<FASTCAPS_NAMESPACE::VecF> : NumberOfLanes<float> {};
+template <>
+struct Number<FASTCAPS_NAMESPACE::VecD> : NumberOfLanes<double> {};
+
 }  // namespace fastcaps

@@ -1,0 +1,69 @@
+// Parents explain the children's votes, each by a diagonal Gaussian:
+//   a = alpha - sum (V - mu)^2 p, p = 1 / (2 variance), r = softmax over parents, w = g r,
+//   n = sum_i w, means = sum_i w V / (n + eps), variances = sum_i w (V - means)^2 / (n + eps).
+// What belongs to a parent may be a single number Y for all lanes of X.
+#pragma once
+
+#include "number.h"
+
+namespace fastcaps::gaussian {
+
+// A number's part of the distance.
+template <class X, class Y>
+FASTCAPS_FORMULA X distance(X from_mean, Y p) {
+  return p * from_mean * from_mean;
+}
+
+// ---- moments about a base near the votes: the running mean, and the squares about it (West 1979)
+// ---------------------
+
+// A vote joins: `moved` is w / n with the vote counted, `counts` is the n before times that.
+template <class X>
+FASTCAPS_FORMULA void add(X from_base, X moved, X counts, X& mean, X& square) {
+  const X d = from_base - mean;
+  mean += moved * d;
+  square += counts * d * d;
+}
+
+// The moments of other votes join (Chan et al. 1979): `share` is their n of the n of both, `counts` the own n times
+// that.
+template <class X>
+FASTCAPS_FORMULA void join(X other_mean, X other_square, X share, X counts, X& mean, X& square) {
+  const X d = other_mean - mean;
+  mean += share * d;
+  square += other_square + counts * d * d;
+}
+
+// To means and variances over n + eps; `one` is 1 / (n + eps), or 0.
+template <class X>
+FASTCAPS_FORMULA void finish(X base, X n, X eps, X one, X& mean, X& square) {
+  const X whole = base + mean, short_of = whole * (eps * one);
+  mean = n == 0 ? X{} : whole - short_of;
+  square = n == 0 ? X{} : (square + n * short_of * short_of) * one;
+}
+
+// ---- between turns
+// -----------------------------------------------------------------------------------------------------
+
+// EM (Hinton et al. 2018): how much it pays to be active, before the sigmoid.
+template <class X>
+FASTCAPS_FORMULA X em_score(Scalar<X> heat, Scalar<X> beta_a, Scalar<X> cost, X log_sigma, X n) {
+  return heat * (beta_a - (cost + log_sigma) * n);
+}
+
+// ---- backward: d = V - means, u = (dmeans - 2 rest s) / N, s = dvariances / N, N = n + eps
+// --------------------------------
+
+// A number's part of  t = dL/dw.
+template <class X, class Y>
+FASTCAPS_FORMULA X gain(Y u, Y s, X d) {
+  return (u + s * d) * d;
+}
+
+// dV = w (u + 2 s d) - 2 da p (V - mu): a number of it.
+template <class X, class Y>
+FASTCAPS_FORMULA X dvote(X w, Y u, Y s, X d, X da, Y p, X from_mean) {
+  return w * u + (w + w) * s * d - (da + da) * p * from_mean;
+}
+
+}  // namespace fastcaps::gaussian

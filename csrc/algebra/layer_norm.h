@@ -1,0 +1,60 @@
+// LayerNorm over a parent's C * E numbers.
+#pragma once
+
+#include "number.h"
+
+namespace fastcaps {
+
+template <class X>
+struct LayerNorm {
+  // The mean is kept with what its own rounding leaves over: the backward formula wants differences that sum to 0 in
+  // their own last place, and poses of two numbers would show it if they did not.
+  X mean, rest, rstd;
+
+  FASTCAPS_FORMULA LayerNorm(const X* S, int64_t count, X eps) {
+    const Scalar<X> numbers = Scalar<X>(count);
+    X sum{}, square{};
+    for (int64_t k = 0; k < count; ++k) sum += S[k];
+    mean = sum / numbers;
+    rest = X{};
+    for (int64_t k = 0; k < count; ++k) rest += S[k] - mean;
+    rest /= numbers;
+    for (int64_t k = 0; k < count; ++k) square += centred(S[k]) * centred(S[k]);
+    rstd = (X{} + 1) / Number<X>::sqrt(square / numbers + eps);
+  }
+  FASTCAPS_FORMULA X centred(X s) const { return (s - mean) - rest; }
+  FASTCAPS_FORMULA X normal(X s) const { return centred(s) * rstd; }
+};
+
+// S to (S - mean) / std * weight + bias
+template <class X>
+FASTCAPS_FORMULA void layer_norm(X* S, int64_t count, X eps, const Scalar<X>* weight, const Scalar<X>* bias) {
+  const LayerNorm<X> norm(S, count, eps);
+  for (int64_t k = 0; k < count; ++k) {
+    X y = norm.normal(S[k]);
+    if (weight) y *= weight[k];
+    if (bias) y += bias[k];
+    S[k] = y;
+  }
+}
+
+// dS in place of dY; adds to dweight and dbias, if there are.
+template <class X>
+FASTCAPS_FORMULA void layer_norm_backward(const X* S, int64_t count, X eps, const Scalar<X>* weight, X* dY, X* dweight,
+                                          X* dbias) {
+  const LayerNorm<X> norm(S, count, eps);
+  X sum{}, product{};
+  for (int64_t k = 0; k < count; ++k) {
+    const X x = norm.normal(S[k]);
+    if (dweight) dweight[k] += dY[k] * x;
+    if (dbias) dbias[k] += dY[k];
+    if (weight) dY[k] *= weight[k];
+    sum += dY[k];
+    product += dY[k] * x;
+  }
+  sum /= Scalar<X>(count);
+  product /= Scalar<X>(count);
+  for (int64_t k = 0; k < count; ++k) dY[k] = norm.rstd * (dY[k] - sum - norm.normal(S[k]) * product);
+}
+
+}  // namespace fastcaps

@@ -1,0 +1,87 @@
+// Units of children at hand, for a few rows: their poses, gates and, where they fit, votes. Unit j of row t has slot
+// t * block_children + j. Forward and backward walk over children in such blocks.
+#pragma once
+
+#include "votes.h"
+#include "weights.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+template <class T, class Pose, Lanes kLane, class Call>
+struct Block {
+  using V = Vec<T>;
+  static constexpr bool kChildLanes = kLane != Lanes::kPositions;
+  using X = std::conditional_t<kChildLanes, T, V>;  // a row's numbers
+  using Weight = typename WeightsOf<T, kLane>::Weight;
+  using Sits = Seats<T, kChildLanes>;
+  static constexpr int n = kLanes<T>;
+  // Votes are made and met in one go, unless several parents' are made together.
+  static constexpr bool kMadeOneByOne = Pose::kTogether == 1 || kLane == Lanes::kChildren;
+  const Call& call;
+  const Votes& in;
+  const Schedule& schedule;
+  const Pose pose;
+  const WeightsOf<T, kLane> weights;
+  const int64_t slots, CE, CD;
+  Tile<T>* tiles;  // where the rows are
+  V *P, *gates, *votes_kept;
+  Range range{};  // the children of the walk
+
+  Block(const Call& call, const Pose& pose, Arena& arena, int64_t rows)
+      : call(call),
+        in(call.votes),
+        schedule(call.schedule),
+        pose(pose),
+        weights(call.votes, arena),
+        slots(schedule.block_rows * schedule.block_children),
+        CE(int64_t(pose.C) * pose.E),
+        CD(in.child_size()),
+        tiles(arena.take<Tile<T>>(rows)),
+        P(arena.take<V>(slots * CD)),
+        gates(arena.take<V>(slots)),
+        votes_kept(arena.take<V>(schedule.keep_votes ? slots * in.M * CE : CE)) {}
+
+  int64_t children_at_once() const { return schedule.block_children * Sits::kUnit; }
+  // Units of a block that begins with child q of the range.
+  int64_t units_from(int64_t q) const {
+    return (min(children_at_once(), range.count - q) + Sits::kUnit - 1) / Sits::kUnit;
+  }
+  int64_t child_of(int64_t first, int64_t j) const { return first + j * Sits::kUnit; }
+  V* votes_of(int64_t m, int64_t slot) const { return votes_kept + (m * slots + slot) * CE; }
+
+  // Poses and gates of `count` units from child q on, as row t of the block sees them.
+  void load(const Tile<T>& tile, int64_t t, int64_t q, int64_t count) {
+    const int64_t slot = t * schedule.block_children;
+    Sits::gather(in, tile, in.storage, in.children, in.gate, range, q, count, P + slot * CD, gates + slot);
+  }
+  // And no trace of those whose gate is 0.
+  void load_silenced(const Tile<T>& tile, int64_t t, int64_t q, int64_t count) {
+    const int64_t slot = t * schedule.block_children;
+    load(tile, t, q, count);
+    if (in.gate.data) silence<T>(P + slot * CD, gates + slot, count, CD);
+  }
+
+  // All votes of a block, to be kept. Where a parent's are few, those of several parents at once: each number of a pose
+  // that is read then serves many products.
+  void make_votes(int64_t first, int64_t count, int64_t rows) {
+    int64_t m = 0;
+    for (; m + Pose::kTogether <= in.M; m += Pose::kTogether) make_votes<Pose::kTogether>(first, count, rows, m);
+    for (; m < in.M; ++m) make_votes<1>(first, count, rows, m);
+  }
+  template <int kMany>
+  void make_votes(int64_t first, int64_t count, int64_t rows, int64_t m) {
+    for (int64_t j = 0; j < count; ++j) {
+      const Weight* W = weights.matrix(range, child_of(first, j), m);
+      const Weight* bias = weights.bias_of(range, child_of(first, j), m);
+      for (int64_t t = 0; t < rows; ++t) {
+        const int64_t slot = t * schedule.block_children + j;
+        votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
+                                [&](int which, int k, V v) FASTCAPS_LAMBDA { votes_of(m + which, slot)[k] = v; });
+      }
+    }
+  }
+};
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps
