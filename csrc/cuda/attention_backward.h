@@ -11,6 +11,7 @@ namespace fastcaps::gpu {
 template <class Pose, int R, bool PLAIN>
 struct AttentionBackward {
   static constexpr bool kHushes = false, kIdentity = !PLAIN, kGates = false, kMeasures = false;
+  using Numbers = float[R][Pose::kEach];
   Tiles<Pose, R> query, dsums, dquery;  // query carries the scale
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
@@ -22,23 +23,31 @@ struct AttentionBackward {
     });
   }
 
-  FASTCAPS_DEVICE bool differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                     const Found<Pose>&, const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
-    const bool asks = PLAIN || a.query.data;  // or all shares are 1 / M
-    float logit[R][Pose::kEach], h[R][Pose::kEach], share[R][Pose::kEach], heard[R];
+  // Shares r, h, and mean = sum_m r_m h_m.
+  FASTCAPS_DEVICE bool dscore(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
+                              char* shared, const Tiles<Pose, R>& votes, Numbers& share, Numbers& h, float (&mean)[R]) {
+    Numbers logit;
     each_tile<Pose, R>([&](int r, int p) {
-      logit[r][p] = asks ? kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
+      logit[r][p] = PLAIN || a.query.data ? kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
       h[r][p] = dot<Pose>(a, dsums[r][p], votes[r][p]);
     });
-    if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, h, share, heard)) return false;
+    return compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, h, share, mean);
+  }
+
+  FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Found<Pose>&,
+                             const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
+    const bool asks = PLAIN || a.query.data;  // or all shares are 1 / M
+    Numbers share, h;
+    float mean[R];
+    if (!dscore(a, lane, stage, seats, shared, votes, share, h, mean)) return false;
     each_tile<Pose, R>([&](int r, int p) {
       const int at = lane.template seat<R>(r);
       const Seen seen = stage.seen[at];
       const bool exists = seen.exists != 0.0f, counts = exists && lane.alive(a, p);
       if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
-        add(a.dgate + Child(a, stage.t).cell(a, seats[at]), heard[r], a.alone_with_children);
+        add(a.dgate + Child(a, stage.t).cell(a, seats[at]), mean[r], a.alone_with_children);
       const float weight = counts ? share[r][p] * seen.gate : 0.0f;
-      const float dlogit = counts && asks && !a.detach ? weight * (h[r][p] - heard[r]) : 0.0f;
+      const float dlogit = counts && asks && !a.detach ? weight * (h[r][p] - mean[r]) : 0.0f;
       each_number<Pose>([&](int i, int j) {
         float& vote = votes[r][p][i][j];
         if (PLAIN || counts) dquery[r][p][i][j] += dlogit * vote;

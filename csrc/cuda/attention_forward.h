@@ -21,19 +21,22 @@ struct AttentionForward {
     });
   }
 
-  FASTCAPS_DEVICE void hear(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
-                            char* shared, const Tiles<Pose, R>& votes) {
-    float share[R][Pose::kEach];
-    if (PLAIN || asks) {
-      float logit[R][Pose::kEach], none[R];
-      each_tile<Pose, R>([&](int r, int p) {
-        logit[r][p] = dot<Pose>(a, query[r][p], votes[r][p]);
-        if constexpr (!PLAIN) logit[r][p] *= a.scale * kLog2E;
-      });
-      if (!compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none)) return;
-    } else {
+  FASTCAPS_DEVICE bool score(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
+                             char* shared, const Tiles<Pose, R>& votes, float (&share)[R][Pose::kEach]) {
+    if (!PLAIN && !asks) {
       each_tile<Pose, R>([&](int r, int p) { share[r][p] = 1.0f / float(a.M); });
+      return true;
     }
+    float logit[R][Pose::kEach], none[R];
+    each_tile<Pose, R>([&](int r, int p) {
+      logit[r][p] = dot<Pose>(a, query[r][p], votes[r][p]);
+      if constexpr (!PLAIN) logit[r][p] *= a.scale * kLog2E;
+    });
+    return compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none);
+  }
+
+  FASTCAPS_DEVICE void add(const PassArgs&, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                           const Tiles<Pose, R>& votes, const float (&share)[R][Pose::kEach]) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
       const float weight = share[r][p] * seen.gate;
@@ -48,7 +51,7 @@ struct AttentionForward {
         [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, sums[r][p], 1.0f); });
   }
 
-  FASTCAPS_DEVICE void next_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
+  FASTCAPS_DEVICE void finish(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
     each_tile<Pose, R>([&](int r, int p) {
       take_turn<Pose, false>(a, lane, seats[lane.template seat<R>(r)], p, turn, !asks, sums[r][p], query[r][p]);
     });

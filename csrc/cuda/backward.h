@@ -1,8 +1,8 @@
 // The walk of every pass, backward: votes are made again, the policy turns them into their gradients, and those become
 // the gradients of children, weights and bias. In a policy (see forward.h)
-//   differentiate(a, lane, stage, found, seats, shared, votes)
-// takes the place of hear: votes become dL/dV, 0 for what takes no part. It returns false where the launch only
-// collects statistics, or measures (kMeasures: there are such launches).
+//   dvote(a, lane, stage, found, seats, shared, votes)
+// takes the place of score and add: votes become dL/dV, 0 for what takes no part. It returns false where the launch
+// only collects statistics, or measures (kMeasures: there are such launches).
 #pragma once
 
 #include "forward.h"
@@ -258,7 +258,7 @@ FASTCAPS_DEVICE void differentiate(const PassArgs& a, const Lane<Pose>& lane, co
                                    const Found<Pose>& found, const Seat* seats, char* shared, State& state) {
   Tiles<Pose, R> votes;
   make_votes<Pose, R, PLAIN, State::kIdentity>(a, lane, stage, votes);
-  if (!state.differentiate(a, lane, stage, found, seats, shared, votes)) return;
+  if (!state.dvote(a, lane, stage, found, seats, shared, votes)) return;
   if (State::kIdentity && !a.weight) {
     if (a.dchildren) hand_back<Pose, R>(a, lane, found, votes);
   } else {
@@ -389,7 +389,7 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
   const Seat* seats = reinterpret_cast<const Seat*>(shared + a.shared_seat);
   const Lane<Pose> lane(a);
   const Found<Pose> found(a, shared);
-  const Range range(a);
+  const ChildRange range(a);
   for (int tile = range.group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
     make_offsets(a, shared, 0, range.first, range.last);

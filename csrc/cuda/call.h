@@ -1,7 +1,7 @@
 // One call of an op on a GPU: its tensors as the kernels want them, its schedule, its launches.
 #pragma once
 
-#include "../tensors.h"
+#include "../arguments.h"
 #include "launch.h"
 #include "pass.h"
 #include "schedule.h"
@@ -14,39 +14,11 @@
 
 namespace fastcaps::gpu {
 
-// What fastcaps read off torch's settings when the call was made: bits of an op's `options`.
-enum Options : int64_t { kDeterministic = 1, kTF32 = 2 };
-
 // May products be rounded to tf32? Half-precision numbers lose nothing by it; the gradients of votes, which backward
 // rounds too, lose what bfloat16 does not show and float16 would: it has another `half`.
 inline bool rounds(int64_t options, Storage storage, Storage half) {
-  return (options & kTF32) || storage == Storage::kBFloat16 || storage == half;
+  return (options & kTf32) || storage == Storage::kBFloat16 || storage == half;
 }
-
-// Which gradients a backward is asked for: bits of `needs`, those that every routing has and then each one's own.
-enum Needs : int64_t {
-  kChildren = 1,
-  kWeight = 2,
-  kBias = 4,
-  kGate = 8,
-  kQuery = 16,
-  kNormWeight = 32,
-  kNormBias = 64,
-  kMean = 16,
-  kVariance = 32,
-  kLogWeight = 64,
-  kBetaUse = 128,
-  kBetaIgnore = 256,
-  kDetach = int64_t(1) << 30,
-};
-
-// The leading arguments of every op.
-struct VotesGiven {
-  const Tensor& children;
-  const MaybeTensor &weight, &bias, &gate;
-  int64_t parents;
-  const std::vector<int64_t>& window;
-};
 
 inline Machine machine() { return {multiprocessors(), shared_limit()}; }
 
@@ -68,51 +40,31 @@ inline Tensor over(const Tensor& x, int64_t dim) {
   return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(dims, 1));
 }
 
-inline std::vector<int64_t> with_turns(int64_t turns, std::vector<int64_t> shape) {
-  shape.insert(shape.begin(), turns);
-  return shape;
-}
-
-// Of turn k; nothing where the first turn has none.
-inline MaybeTensor of_turn(const MaybeTensor& x, int64_t turns, int64_t k) {
-  if (!x || k < turns - x->size(0)) return {};
-  return torch::stable::select(*x, 0, k - (turns - x->size(0)));
-}
-
 struct Call {
   Pass pass;
-  Geometry geometry;
+  Votes votes;
   int64_t options;
   PassArgs args{};
   Tensor children, weight, rounded, bias;  // kept alive here, like the following
   std::vector<Tensor> kept;
 
-  Call(Pass pass, const VotesGiven& votes, int64_t options);
+  Call(Pass pass, const VoteTensors& given, int64_t options);
 
-  std::vector<int64_t> poses() const { return parents_shape(geometry); }
-  std::vector<int64_t> numbers() const { return numbers_shape(geometry); }
-  // Raises unless a tensor that belongs to parents fits: of one turn, or of `turns` (the first of which may have none).
-  void check(const MaybeTensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type) const {
+  Shape poses(int64_t turns = 0) const { return poses_shape(votes, turns); }
+  Shape numbers(int64_t turns = 0) const { return numbers_shape(votes, turns); }
+  // Raises unless a tensor fits that belongs to parents.
+  void check(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
     if (x) check_tensor(*x, name, shape, type, children);
   }
-  void check_turns(const MaybeTensor& x, const char* name, const std::vector<int64_t>& shape, ScalarType type,
-                   int64_t turns, bool may_lack_first = false) const {
-    const bool lacks = may_lack_first && turns > 1 && x && x->dim() > 0 && x->size(0) == turns - 1;
-    check(x, name, with_turns(turns - (lacks ? 1 : 0), shape), type);
-  }
 
-  Tensor empty(const std::vector<int64_t>& shape) const {
-    return torch::stable::new_empty(children, shape, ScalarType::Float);
-  }
-  Tensor zeros(const std::vector<int64_t>& shape) const {
-    return torch::stable::new_zeros(children, shape, ScalarType::Float);
-  }
+  Tensor empty(const Shape& shape) const { return torch::stable::new_empty(children, shape, ScalarType::Float); }
+  Tensor zeros(const Shape& shape) const { return torch::stable::new_zeros(children, shape, ScalarType::Float); }
   // A tensor in float, where it lies if it is dense.
   float* dense(const MaybeTensor& x);
   // A Gaussian turn's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
   void take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight);
   // Betas [I or 1, M or 1].
-  void take_betas(const MaybeTensor& use, const MaybeTensor& ignore);
+  void take_betas(const VoteTensors& given, const MaybeTensor& use, const MaybeTensor& ignore);
 
   // The schedule of so many turns. One launch takes several, each of whose blocks sees all children of its positions.
   Schedule schedule_forward(int64_t turns) const;
@@ -125,8 +77,8 @@ struct Call {
   Tensor collect(const Schedule& c, int numbers);
 
   // How many ranges' results there are for every parent, and one of them: numbers of a pose, or a single one.
-  std::vector<int64_t> parts(const Schedule& c, bool poses) const {
-    return {c.chunks, geometry.positions() * geometry.M * (poses ? geometry.parent_pose() : 1)};
+  Shape parts(const Schedule& c, bool poses) const {
+    return {c.chunks, votes.positions() * votes.M * (poses ? votes.parent_size() : 1)};
   }
 
   void take_ranges(const Schedule& c);
@@ -134,12 +86,12 @@ struct Call {
 
 // What every routing's backward makes alike: the gradients of the votes' parts, added up over turns, in parts where an
 // order must be kept; and of betas, where every child has its own.
-class Gradients {
+class VoteGradients {
  public:
   Schedule schedule;
 
   // Cuts the call. `use` and `ignore`: numbers of betas that are wanted, where every child has its own.
-  Gradients(Call& call, const VotesGiven& votes, int64_t needs, int64_t use = 0, int64_t ignore = 0);
+  VoteGradients(Call& call, const VoteTensors& given, int64_t needs, int64_t use = 0, int64_t ignore = 0);
 
   bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
 
@@ -156,7 +108,7 @@ class Gradients {
   Tensor ignore() const { return wanted_.ignore ? over(dignore_, 0) : none(); }
 
   // A gradient as the op returns it: in the children's type, empty if it is not wanted.
-  Tensor finished(bool wanted, const Tensor& x, const std::vector<int64_t>& shape) const;
+  Tensor finished(bool wanted, const Tensor& x, const Shape& shape) const;
   Tensor none() const { return torch::stable::new_empty(call_.children, {0}, ScalarType::Float); }
 
  private:
@@ -166,7 +118,7 @@ class Gradients {
     int64_t use, ignore;
   } wanted_;
   bool ordered_;
-  std::vector<int64_t> weight_shape_, bias_shape_;
+  Shape weight_shape_, bias_shape_;
   Tensor dchildren_, dgate_, dweight_, dbias_, duse_, dignore_;
 };
 

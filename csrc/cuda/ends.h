@@ -37,14 +37,14 @@ struct EndArgs {
 };
 
 inline EndArgs end_args(const Call& call) {
-  const Geometry& g = call.geometry;
+  const Votes& v = call.votes;
   EndArgs a{};
-  a.M = int(g.M), a.C = int(g.C), a.E = int(g.E), a.Ho = int(g.Ho), a.Wo = int(g.Wo);
-  a.count = g.positions() * g.M;
+  a.M = int(v.M), a.C = int(v.C), a.E = int(v.E), a.Ho = int(v.Ho), a.Wo = int(v.Wo);
+  a.count = v.positions() * v.M;
   a.rule = Rule::kPlain;
   a.eps = call.args.eps, a.storage = call.args.storage;
   a.chunks = 1, a.lanes = 1;
-  while (a.lanes < 32 && a.lanes * 4 < g.parent_pose()) a.lanes *= 2;
+  while (a.lanes < 32 && a.lanes * 4 < v.parent_size()) a.lanes *= 2;
   return a;
 }
 inline int64_t end_blocks(const EndArgs& a, int64_t most) {

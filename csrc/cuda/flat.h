@@ -1,19 +1,14 @@
 // Identity votes of a matrix pose are those of a vector of as many numbers, where the children lie in memory like that.
 #pragma once
 
-#include "../tensors.h"
+#include "../arguments.h"
 
 namespace fastcaps::gpu {
 
 constexpr int64_t kFlat = 16;  // numbers: there are kernels for so long a vector
 
-inline bool flattens(const Tensor& children, const MaybeTensor& weight) {
-  return !weight && children.dim() == 6 && children.size(4) > 1 && children.size(4) * children.size(5) == kFlat &&
-         children.stride(4) == children.size(5) * children.stride(5);
-}
-
 inline Tensor flat(const Tensor& x) {
-  std::vector<int64_t> shape = shape_of(x);
+  Shape shape = shape_of(x);
   if (shape.size() < 2) return x;  // which is an error that others will name
   const size_t last = shape.size() - 1;
   const bool dense = x.stride(int64_t(last) - 1) == shape[last] * x.stride(int64_t(last));
@@ -23,9 +18,19 @@ inline Tensor flat(const Tensor& x) {
 }
 inline MaybeTensor flat(const MaybeTensor& x) { return x ? MaybeTensor(flat(*x)) : x; }
 
+// Makes vectors of the poses of such votes, and of the query's; returns whether it did.
+inline bool flatten(VoteTensors& votes, MaybeTensor& query) {
+  const Tensor& x = votes.children;
+  if (votes.weight || x.dim() != 6 || x.size(4) == 1 || x.size(4) * x.size(5) != kFlat ||
+      x.stride(4) != x.size(5) * x.stride(5))
+    return false;
+  votes.children = flat(votes.children), votes.bias = flat(votes.bias), query = flat(query);
+  return true;
+}
+
 // A result's poses in the shape of the children's; nothing stays nothing.
 inline Tensor unflat(const Tensor& x, const Tensor& children) {
-  std::vector<int64_t> shape = shape_of(x);
+  Shape shape = shape_of(x);
   if (shape.size() < 2) return x;
   shape[shape.size() - 2] = children.size(4), shape[shape.size() - 1] = children.size(5);
   return torch::stable::view(x, shape);

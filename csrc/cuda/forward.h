@@ -4,22 +4,23 @@
 //   kHushes                                             whether a gate of exactly 0 hides the child, be it NaN
 //   kIdentity                                           whether there may be no weights
 //   load(a, lane, seats)                                before the first child
-//   hear(a, lane, stage, seats, shared, votes)          one child
+//   score(a, lane, stage, seats, shared, votes, share)  one child's shares; false where only statistics are collected
+//   add(a, lane, stage, votes, share)                   what its votes add to the sums
 //   store(a, lane, seats, chunk)                        behind the last
-//   next_turn(a, lane, seats, turn)                     instead, in a routing: keep the turn's results, ask anew
+//   finish(a, lane, seats, turn)                        instead, where turns are in this launch: keep one's results
 #pragma once
 
-#include "votes.h"
+#include "make_votes.h"
 
 namespace fastcaps::gpu {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
 // A block's range of children, and its share of the tiles.
-struct Range {
+struct ChildRange {
   int group, chunk, first, last;
 
-  FASTCAPS_DEVICE explicit Range(const PassArgs& a) {
+  FASTCAPS_DEVICE explicit ChildRange(const PassArgs& a) {
     group = a.by_chunk.quotient(int(block_x())), chunk = a.by_chunk.remainder(int(block_x()), group);
     first = chunk * a.chunk_children, last = first + a.chunk_children < a.I ? first + a.chunk_children : a.I;
   }
@@ -29,7 +30,7 @@ struct Range {
 // t-th on, in one of the two stages of shared memory. It ends with a barrier. The seats and the first offsets must be
 // there, behind a barrier.
 template <class State, class Pose, class Body>
-FASTCAPS_DEVICE void walk(const PassArgs& a, char* shared, const Range& range, Body&& body) {
+FASTCAPS_DEVICE void walk(const PassArgs& a, char* shared, const ChildRange& range, Body&& body) {
   // One turn before the first child only brings it in.
   for (int t = range.first - a.stage, which = 1; t < range.last; t += a.stage, which ^= 1) {
     Stage<Pose>::bring(a, shared, which ^ 1, t + a.stage, range.last);
@@ -57,7 +58,7 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
   char* shared = shared_memory();
   const Seat* seats = reinterpret_cast<const Seat*>(shared + a.shared_seat);
   const Lane<Pose> lane(a);
-  const Range range(a);
+  const ChildRange range(a);
   for (int tile = range.group; tile < a.tiles; tile += a.groups) {
     make_seats(a, tile, shared);
     make_offsets(a, shared, 0, range.first, range.last);
@@ -71,13 +72,14 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
         for (int k = 0; k < count; ++k) {
           Tiles<Pose, R> votes;
           make_votes<Pose, R, PLAIN, Policy<Pose, R, PLAIN>::kIdentity>(a, lane, stage, votes);
-          state.hear(a, lane, stage, seats, shared, votes);
+          float share[R][Pose::kEach];
+          if (state.score(a, lane, stage, seats, shared, votes, share)) state.add(a, lane, stage, votes, share);
           stage.next(a);
         }
         barrier();
       });
       if (PLAIN || a.turns == 0) break;
-      if constexpr (!PLAIN) state.next_turn(a, lane, seats, turn);
+      if constexpr (!PLAIN) state.finish(a, lane, seats, turn);
       if (turn + 1 == a.turns) break;
       make_offsets(a, shared, 0, range.first, range.last);
       barrier();

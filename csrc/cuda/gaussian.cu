@@ -96,38 +96,36 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs a) {
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_routing(
-    const Tensor children, const MaybeTensor weight, const MaybeTensor bias, const MaybeTensor gate, int64_t parents,
-    const std::vector<int64_t> window, const MaybeTensor mean, const MaybeTensor variance, const MaybeTensor log_weight,
-    const MaybeTensor beta_use, const MaybeTensor beta_ignore, const std::vector<double> schedule, int64_t rule,
-    double eps, int64_t options) {
+std::vector<Tensor> gaussian_routing(Stack stack) {
+  const GaussianRouting op{stack};
+  const Tensor& children = op.votes.children;
   const DeviceGuard guard(children);
-  Call call(Pass::kGaussian, {children, weight, bias, gate, parents, window}, options);
-  const Geometry& g = call.geometry;
+  Call call(Pass::kGaussian, op.votes, op.options);
+  const Votes& v = call.votes;
   PassArgs& a = call.args;
-  const int64_t turns = int64_t(schedule.size());
-  STD_TORCH_CHECK(rule >= int64_t(Rule::kEM) && rule <= int64_t(Rule::kKMeans),
-                  "fastcaps: gaussian_routing has no rule ", rule);
-  a.eps = float(eps), a.rule = Rule(rule);
-  call.take_state(mean, variance, log_weight);
-  if (a.rule == Rule::kEM) {
-    STD_TORCH_CHECK(beta_use && beta_ignore, "fastcaps: EM routing wants beta_use and beta_ignore");
-    call.check(beta_use, "beta_use", {g.M}, ScalarType::Float);
-    call.check(beta_ignore, "beta_ignore", {g.M}, ScalarType::Float);
-    a.cost_of_numbers = call.dense(beta_use), a.activation = call.dense(beta_ignore);
+  const int64_t turns = int64_t(op.schedule.size());
+  STD_TORCH_CHECK(op.rule >= Rule::kEM && op.rule <= Rule::kKMeans, "fastcaps: gaussian_routing has no rule ",
+                  int(op.rule));
+  a.eps = float(op.eps), a.rule = op.rule;
+  call.take_state(op.mean, op.variance, op.log_weight);
+  if (op.rule == Rule::kEM) {
+    STD_TORCH_CHECK(op.beta_use && op.beta_ignore, "fastcaps: EM routing wants beta_use and beta_ignore");
+    call.check(op.beta_use, "beta_use", {v.M}, ScalarType::Float);
+    call.check(op.beta_ignore, "beta_ignore", {v.M}, ScalarType::Float);
+    a.cost_of_numbers = call.dense(op.beta_use), a.activation = call.dense(op.beta_ignore);
   } else {
-    call.take_betas(beta_use, beta_ignore);
+    call.take_betas(op.votes, op.beta_use, op.beta_ignore);
   }
   const Schedule c = call.schedule_forward(turns);
-  for (int64_t turn = 0; turn < turns; ++turn) a.temperatures[turn] = float(schedule[size_t(turn)]);
-  Tensor score = call.empty(call.numbers()), last_mean = call.empty(call.poses());
-  Tensor last_variance = call.empty(call.poses()), counts = call.empty(with_turns(turns, call.numbers()));
-  Tensor means = call.empty(with_turns(turns, call.poses())), variances = call.empty(with_turns(turns, call.poses()));
-  Tensor scores = call.empty(with_turns(turns, call.numbers()));
-  const auto results = std::make_tuple(score, last_mean, last_variance, counts, means, variances, scores);
-  if (g.positions() == 0) return results;
+  for (int64_t turn = 0; turn < turns; ++turn) a.temperatures[turn] = float(op.schedule[size_t(turn)]);
+  const Tensor score = call.empty(call.numbers()), last_mean = call.empty(call.poses());
+  const Tensor last_variance = call.empty(call.poses()), counts = call.empty(call.numbers(turns));
+  const Tensor means = call.empty(call.poses(turns)), variances = call.empty(call.poses(turns));
+  const Tensor scores = call.empty(call.numbers(turns));
+  const std::vector<Tensor> results{score, last_mean, last_variance, counts, means, variances, scores};
+  if (v.positions() == 0) return results;
   call.take(c);
-  const Tensor statistics = mean || log_weight ? call.collect(c, 2) : Tensor();
+  const Tensor statistics = op.mean || op.log_weight ? call.collect(c, 2) : Tensor();
   if (c.chunks == 1) {
     a.turns = int(turns);
     a.score = floats(score), a.last_mean = floats(last_mean), a.last_variance = floats(last_variance);
@@ -137,12 +135,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_rout
   }
   const Tensor parts = call.empty(call.parts(c, false)), evidences = call.empty(call.parts(c, false));
   const Tensor offsets = call.empty(call.parts(c, true)), spreads = call.empty(call.parts(c, true));
-  const Tensor bases = call.empty(mean ? std::vector<int64_t>{0} : call.parts(c, true));
+  const Tensor bases = call.empty(op.mean ? Shape{0} : call.parts(c, true));
   a.counts = floats(parts), a.evidence = floats(evidences);
   a.offsets = floats(offsets), a.spread = floats(spreads), a.base = floats(bases);
   call.launch(c, 0, c.parent_blocks);
-  JoinArgs join{.count = g.positions() * g.M,
-                .numbers = int(g.parent_pose()),
+  JoinArgs join{.count = v.positions() * v.M,
+                .numbers = int(v.parent_size()),
                 .chunks = c.chunks,
                 .M = a.M,
                 .lanes = 1,
@@ -169,86 +167,82 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_rout
   return results;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gaussian_routing_backward(
-    const MaybeTensor grad_counts, const MaybeTensor grad_means, const MaybeTensor grad_variances,
-    const MaybeTensor grad_evidence, const Tensor children, const MaybeTensor weight, const MaybeTensor bias,
-    const MaybeTensor gate, int64_t parents, const std::vector<int64_t> window, const MaybeTensor mean,
-    const MaybeTensor variance, const MaybeTensor log_weight, const MaybeTensor beta_use, const MaybeTensor beta_ignore,
-    const Tensor counts, const Tensor means, const Tensor variances, double eps, int64_t needs, int64_t options) {
+std::vector<Tensor> gaussian_routing_backward(Stack stack) {
+  const GaussianBackward op{stack};
+  const Tensor& children = op.votes.children;
   const DeviceGuard guard(children);
-  const VotesGiven votes{children, weight, bias, gate, parents, window};
-  Call call(Pass::kGaussian, votes, options);
-  const Geometry& g = call.geometry;
+  Call call(Pass::kGaussian, op.votes, op.options);
+  const Votes& v = call.votes;
   PassArgs& a = call.args;
-  STD_TORCH_CHECK(counts.dim() == 5 && counts.size(0) >= 1, "fastcaps: counts must be [T, B, Ho, Wo, M]");
-  const int64_t turns = counts.size(0);
-  const auto check = [&](const MaybeTensor& x, const char* name, bool poses, bool may_lack_first = false) {
-    call.check_turns(x, name, poses ? call.poses() : call.numbers(), ScalarType::Float, turns, may_lack_first);
+  const Turns turns(op.votes, op.counts.dim() > 0 ? op.counts.size(0) : 0);
+  const auto check = [&](const MaybeTensor& x, const char* name, const Shape& shape, bool first = true) {
+    turns.check(x, name, shape, ScalarType::Float, first);
   };
-  check(grad_counts, "grad_counts", false), check(grad_means, "grad_means", true);
-  check(grad_variances, "grad_variances", true), check(counts, "counts", false), check(means, "means", true);
-  check(variances, "variances", true), check(mean, "mean", true, true), check(variance, "variance", true, true);
-  check(log_weight, "log_weight", false, true);
-  const bool listens = beta_use && grad_evidence;
-  if (beta_use || beta_ignore) call.take_betas(beta_use, beta_ignore);
-  if (listens) check(grad_evidence, "grad_evidence", false);
-  const bool empty = g.positions() == 0 || (!grad_counts && !grad_means && !grad_variances && !listens);
+  check(op.grad_counts, "grad_counts", call.numbers()), check(op.grad_means, "grad_means", call.poses());
+  check(op.grad_variances, "grad_variances", call.poses()), check(op.counts, "counts", call.numbers());
+  check(op.means, "means", call.poses()), check(op.variances, "variances", call.poses());
+  check(op.mean, "mean", call.poses(), false), check(op.variance, "variance", call.poses(), false);
+  check(op.log_weight, "log_weight", call.numbers(), false);
+  const bool listens = op.beta_use && op.grad_evidence;
+  if (op.beta_use || op.beta_ignore) call.take_betas(op.votes, op.beta_use, op.beta_ignore);
+  if (listens) check(op.grad_evidence, "grad_evidence", call.numbers());
+  const bool empty = v.positions() == 0 || (!op.grad_counts && !op.grad_means && !op.grad_variances && !listens);
 
-  const auto wants = [&](int64_t bit, const MaybeTensor& given) { return given && (needs & bit) != 0; };
-  const bool wants_mean = wants(kMean, mean), wants_variance = wants(kVariance, variance);
-  const bool wants_log = wants(kLogWeight, log_weight);
-  STD_TORCH_CHECK(turns == 1 || !(wants_mean || wants_variance || wants_log),
-                  "fastcaps: gradients of the state are of one turn, got ", turns);
-  const bool wants_use = listens && wants(kBetaUse, beta_use),
-             wants_ignore = listens && wants(kBetaIgnore, beta_ignore);
-  const int64_t every = g.children() * g.M;  // betas that every child has for itself; others are summed up by position
-  a.eps = float(eps);
-  Gradients gradients(call, votes, needs, wants_use && a.use_stride_i ? every : 0,
-                      wants_ignore && a.ignore_stride_i ? every : 0);
+  const auto wants = [&](int64_t bit, const MaybeTensor& given) { return given && (op.needs & bit) != 0; };
+  const bool wants_mean = wants(kMean, op.mean), wants_variance = wants(kVariance, op.variance);
+  const bool wants_log = wants(kLogWeight, op.log_weight);
+  STD_TORCH_CHECK(turns.count == 1 || !(wants_mean || wants_variance || wants_log),
+                  "fastcaps: gradients of the state are of one turn, got ", turns.count);
+  const bool wants_use = listens && wants(kBetaUse, op.beta_use),
+             wants_ignore = listens && wants(kBetaIgnore, op.beta_ignore);
+  const int64_t every = v.I * v.M;  // betas that every child has for itself; others are summed up by position
+  a.eps = float(op.eps);
+  VoteGradients gradients(call, op.votes, op.needs, wants_use && a.use_stride_i ? every : 0,
+                          wants_ignore && a.ignore_stride_i ? every : 0);
   const auto room = [&](bool wanted, bool poses) {
-    std::vector<int64_t> shape = call.parts(gradients.schedule, poses);
+    Shape shape = call.parts(gradients.schedule, poses);
     if (!wanted) return call.empty({0});
-    shape[0] *= turns;
+    shape[0] *= turns.count;
     return empty ? call.zeros(shape) : call.empty(shape);
   };
   const Tensor dmean = room(wants_mean, true), dvariance = room(wants_variance, true);
   const Tensor dlog_weight = room(wants_log, false);
   const Tensor shared_use = room(wants_use && !a.use_stride_i, false);
   const Tensor shared_ignore = room(wants_ignore && !a.ignore_stride_i, false);
-  const int64_t count = g.positions() * g.M, slots = call.parts(gradients.schedule, false)[0] * count;
-  const Tensor linear = call.empty({count * g.parent_pose()}), square = call.empty({count * g.parent_pose()});
+  const int64_t count = v.positions() * v.M, slots = call.parts(gradients.schedule, false)[0] * count;
+  const Tensor linear = call.empty({count * v.parent_size()}), square = call.empty({count * v.parent_size()});
   const Tensor constant = call.empty({count});
   a.dsums = floats(linear), a.dsquares = floats(square), a.dconstant = floats(constant);
   a.dquery = floats(dmean), a.dvariance = floats(dvariance), a.dlog_weight = floats(dlog_weight);
   const size_t kept = call.kept.size();
-  for (int64_t turn = 0; turn < turns && !empty; ++turn) {
-    const auto of = [&](const MaybeTensor& x) { return of_turn(x, turns, turn); };
+  for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
+    const auto of = [&](const MaybeTensor& x) { return turns.at(x, turn); };
     const auto viewed = [&](const MaybeTensor& x) { return x ? view_of(*x) : View{}; };
-    const Tensor narrow = call.zeros({grad_variances ? g.positions() : 0});
-    call.take_state(of(mean), of(variance), of(log_weight));
-    a.means = call.dense(of(means)), a.counts = call.dense(of(counts));
-    const float *spread = call.dense(of(variances)), *dcounts = call.dense(of(grad_counts));
+    const Tensor narrow = call.zeros({op.grad_variances ? v.positions() : 0});
+    call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
+    a.means = call.dense(of(op.means)), a.counts = call.dense(of(op.counts));
+    const float *spread = call.dense(of(op.variances)), *dcounts = call.dense(of(op.grad_counts));
     launch(&gaussian_prepare_kernel, blocks_for(count),
-           PrepareArgs{count, a.M, a.C, a.E, a.Ho, a.Wo, a.eps, dcounts, viewed(of(grad_means)),
-                       viewed(of(grad_variances)), a.counts, a.means, spread, floats(constant), floats(linear),
+           PrepareArgs{count, a.M, a.C, a.E, a.Ho, a.Wo, a.eps, dcounts, viewed(of(op.grad_means)),
+                       viewed(of(op.grad_variances)), a.counts, a.means, spread, floats(constant), floats(linear),
                        floats(square), floats(narrow)});
-    if (listens) a.devidence = call.dense(of(grad_evidence));
+    if (listens) a.devidence = call.dense(of(op.grad_evidence));
     if (wants_use && !a.use_stride_i) a.duse = floats(shared_use) + turn * slots;
     if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore) + turn * slots;
-    if (grad_variances) gradients.measure(3, floats(linear), floats(narrow));
+    if (op.grad_variances) gradients.measure(3, floats(linear), floats(narrow));
     gradients.run(3);
     call.kept.resize(kept);
   }
-  const auto summed = [&](bool wanted, const Tensor& x, const std::vector<int64_t>& shape) {
+  const auto summed = [&](bool wanted, const Tensor& x, const Shape& shape) {
     return wanted ? torch::stable::view(over(x, 0), shape) : gradients.none();
   };
   // Betas [I or 1, M]: what every child has, or a row for each position; and then their columns, if they share one.
   const auto betas = [&](bool wanted, const MaybeTensor& beta, const Tensor& own, const Tensor& by_position) {
     if (!wanted) return gradients.none();
     const bool shared = beta->size(0) == 1;
-    const Tensor rows = shared ? over(torch::stable::view(by_position, {by_position.numel() / g.M, g.M}), 0) : own;
-    const Tensor all = torch::stable::view(rows, {beta->size(0), g.M});
-    return torch::stable::view(beta->size(1) == g.M ? all : over(all, 1), {beta->size(0), beta->size(1)});
+    const Tensor rows = shared ? over(torch::stable::view(by_position, {by_position.numel() / v.M, v.M}), 0) : own;
+    const Tensor all = torch::stable::view(rows, {beta->size(0), v.M});
+    return torch::stable::view(beta->size(1) == v.M ? all : over(all, 1), {beta->size(0), beta->size(1)});
   };
   return {gradients.children(),
           gradients.weight(),
@@ -257,15 +251,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           summed(wants_mean, dmean, call.poses()),
           summed(wants_variance, dvariance, call.poses()),
           summed(wants_log, dlog_weight, call.numbers()),
-          betas(wants_use, beta_use, gradients.use(), shared_use),
-          betas(wants_ignore, beta_ignore, gradients.ignore(), shared_ignore)};
+          betas(wants_use, op.beta_use, gradients.use(), shared_use),
+          betas(wants_ignore, op.beta_ignore, gradients.ignore(), shared_ignore)};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
-  m.impl("gaussian_routing", TORCH_BOX(&gaussian_routing));
-  m.impl("gaussian_routing_backward", TORCH_BOX(&gaussian_routing_backward));
+  m.impl("gaussian_routing", &boxed<gaussian_routing>);
+  m.impl("gaussian_routing_backward", &boxed<gaussian_routing_backward>);
 }
 
 }  // namespace fastcaps::gpu

@@ -24,7 +24,7 @@ struct GaussianBackward {
   Tiles<Pose, R> mean, precision, means, linear, square;  // linear: A, square: B
   Tiles<Pose, R> first, second;                           // sums of da d' and of da d'^2
   Numbers log_weight, constant, devidence, dlog_weight, duse, dignore;
-  Betas<Pose> betas;
+  LaneBetas<Pose> betas;
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
     each_tile<Pose, R>([&](int r, int p) {
@@ -43,11 +43,11 @@ struct GaussianBackward {
     betas.load(a, lane, 0);
   }
 
-  FASTCAPS_DEVICE bool differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                     const Found<Pose>& found, const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
-    const bool asks = a.mean || a.log_weight;  // or all shares are 1 / M
-    Numbers logit, gain, share, weight;
-    float heard[R];
+  // Shares r, gains t, and average = sum_m r_m t_m.
+  FASTCAPS_DEVICE bool dscore(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
+                              char* shared, const Tiles<Pose, R>& votes, Numbers& share, Numbers& gain,
+                              float (&average)[R]) {
+    Numbers logit;
     betas.next(a, lane, stage.t);
     each_tile<Pose, R>([&](int r, int p) {
       float distance = 0.0f, sum = 0.0f;
@@ -61,7 +61,15 @@ struct GaussianBackward {
       gain[r][p] = constant[r][p] + sum_rows<Pose>(a, sum_columns<Pose>(a, sum)) +
                    (betas.use[p] + betas.ignore[p]) * devidence[r][p];
     });
-    if (!compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, gain, share, heard)) return false;
+    return compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, gain, share, average);
+  }
+
+  FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                             const Found<Pose>& found, const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
+    const bool asks = a.mean || a.log_weight;  // or all shares are 1 / M
+    Numbers gain, share, weight;
+    float average[R];
+    if (!dscore(a, lane, stage, seats, shared, votes, share, gain, average)) return false;
     if (a.measured) {
       each_tile<Pose, R>([&](int r, int p) {
         const Seen seen = stage.seen[lane.template seat<R>(r)];
@@ -81,9 +89,9 @@ struct GaussianBackward {
       for (int p = 0; p < Pose::kEach; ++p) {
         const bool counts = exists && seen.gate != 0.0f && lane.alive(a, p);
         const float w = counts ? share[r][p] * seen.gate : 0.0f;
-        const float dlogit = counts && asks ? w * (gain[r][p] - heard[r]) : 0.0f;
+        const float dlogit = counts && asks ? w * (gain[r][p] - average[r]) : 0.0f;
         weight[r][p] = w;
-        open += (lane.m(p) == 0 ? heard[r] : 0.0f) - betas.ignore[p] * devidence[r][p];
+        open += (lane.m(p) == 0 ? average[r] : 0.0f) - betas.ignore[p] * devidence[r][p];
         dlog_weight[r][p] += dlogit;
         duse[r][p] += w * devidence[r][p];
         dignore[r][p] += exists ? (w - seen.gate) * devidence[r][p] : 0.0f;

@@ -56,7 +56,7 @@ FASTCAPS_DEVICE float score_of(float temperature, float beta_use, float beta_ign
 
 // What a child brings, and what it costs to leave it, at the lane's parents.
 template <class Pose>
-struct Betas {
+struct LaneBetas {
   float use[Pose::kEach], ignore[Pose::kEach];
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, int i) {
@@ -87,12 +87,13 @@ FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, c
 template <class Pose, int R, bool PLAIN>
 struct GaussianForward {
   static constexpr bool kHushes = false, kIdentity = true;
+  using Numbers = float[R][Pose::kEach];
   Tiles<Pose, R> base, precision, offset, spread;  // base: the mean, or else the first vote
-  float log_weight[R][Pose::kEach], count[R][Pose::kEach], lost[R][Pose::kEach], evidence[R][Pose::kEach];
+  Numbers log_weight, count, lost, evidence;
   // Where a base is far from the votes, its digits are lost to theirs; free poses have registers to make up for it.
   static constexpr bool kCompensated = !Pose::kFixed;
   Tiles<Pose, kCompensated ? R : 1> lost_offset;
-  Betas<Pose> betas;
+  LaneBetas<Pose> betas;
   bool placed, asks;  // parents have a mean; or at least a log-weight
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
@@ -109,27 +110,31 @@ struct GaussianForward {
     betas.load(a, lane, 0);
   }
 
-  FASTCAPS_DEVICE void hear(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
-                            char* shared, Tiles<Pose, R>& votes) {
-    float share[R][Pose::kEach];
+  // Votes become what they are seen from the base.
+  FASTCAPS_DEVICE bool score(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
+                             char* shared, Tiles<Pose, R>& votes, Numbers& share) {
     if (placed)
       each_tile<Pose, R>(
           [&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] -= base[r][p][i][j]; }); });
-    if (asks) {
-      float logit[R][Pose::kEach], none[R];
-      each_tile<Pose, R>([&](int r, int p) {
-        float distance = 0.0f;
-        if (placed) {
-          each_number<Pose>(
-              [&](int i, int j) { distance += votes[r][p][i][j] * precision[r][p][i][j] * votes[r][p][i][j]; });
-          distance = sum_rows<Pose>(a, sum_columns<Pose>(a, distance));
-        }
-        logit[r][p] = kLog2E * (log_weight[r][p] - 0.5f * distance);
-      });
-      if (!compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none)) return;
-    } else {
+    if (!asks) {
       each_tile<Pose, R>([&](int r, int p) { share[r][p] = 1.0f / float(a.M); });
+      return true;
     }
+    float logit[R][Pose::kEach], none[R];
+    each_tile<Pose, R>([&](int r, int p) {
+      float distance = 0.0f;
+      if (placed) {
+        each_number<Pose>(
+            [&](int i, int j) { distance += votes[r][p][i][j] * precision[r][p][i][j] * votes[r][p][i][j]; });
+        distance = sum_rows<Pose>(a, sum_columns<Pose>(a, distance));
+      }
+      logit[r][p] = kLog2E * (log_weight[r][p] - 0.5f * distance);
+    });
+    return compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none);
+  }
+
+  FASTCAPS_DEVICE void add(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, Tiles<Pose, R>& votes,
+                           const Numbers& share) {
     betas.next(a, lane, stage.t);
     each_tile<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
@@ -166,7 +171,7 @@ struct GaussianForward {
     });
   }
 
-  FASTCAPS_DEVICE void next_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
+  FASTCAPS_DEVICE void finish(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
     const bool last = turn + 1 == a.turns;
     const int64_t parents = turn * a.positions * a.M, numbers = parents * Pose::C_(a) * Pose::E_(a);
     each_tile<Pose, R>([&](int r, int p) {

@@ -23,7 +23,7 @@ Pass pass_of(const std::string& op) {
 }
 
 struct Question {
-  Geometry g;
+  Votes v;
   Task task;
   Bias bias;
   Machine machine;
@@ -31,8 +31,19 @@ struct Question {
   bool has_bias, starts;
 
   Question(const char* op, const int64_t* n, const int64_t* facts)
-      : g{n[0], n[1], n[2], n[3], n[4],  n[5],
-          n[6], n[7], n[8], n[9], n[10], {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}},
+      : v{n[0],
+          n[1],
+          n[2],
+          n[3],
+          n[4],
+          n[5],
+          n[6],
+          n[7],
+          n[11] * n[12] * n[3],
+          n[8],
+          n[9],
+          n[10],
+          {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}},
         machine{facts[6], facts[7]},
         turns(facts[4]),
         has_bias(facts[2] != 0),
@@ -42,14 +53,14 @@ struct Question {
             .backward = facts[0] != 0,
             .tensor = rounds(facts[5], Storage(facts[1]), half),
             .ordered = (facts[5] & kDeterministic) != 0,
-            .identity = g.G == 0};
-    if (task.identity) g.G = 1;
-    if (task.backward && has_bias) bias = {(facts[2] == 2 ? g.children() : 1) * g.parents(), facts[2] == 1};
+            .identity = v.G == 0};
+    if (task.identity) v.G = 1;
+    if (task.backward && has_bias) bias = {(facts[2] == 2 ? v.I : 1) * v.parents_size(), facts[2] == 1};
   }
   std::string routing_refusal() const {
     if (turns > kMostTurns)
       return "its " + std::to_string(turns) + " turns are more than " + std::to_string(kMostTurns);
-    return gpu::routing_refusal(task, g, machine);
+    return gpu::routing_refusal(task, v, machine);
   }
 };
 
@@ -83,13 +94,13 @@ FASTCAPS_ANSWER fastcaps_cuda_routing_refusal(const char* op, const int64_t* siz
 FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, const int64_t* facts) {
   Question question(op, sizes, facts);
   const std::string why_not =
-      refusal(question.task.pass, question.g.C, question.g.D, question.g.E, question.task.identity);
+      refusal(question.task.pass, question.v.C, question.v.D, question.v.E, question.task.identity);
   if (!why_not.empty()) return answer("text=" + why_not);
   question.task.whole = question.turns > 1 && !question.task.backward && question.routing_refusal().empty();
-  const Schedule c = make_schedule(question.task, question.g, question.bias, question.machine);
+  const Schedule c = make_schedule(question.task, question.v, question.bias, question.machine);
   if (!c.kernel) return answer("text=this device's shared memory does not hold these poses");
   const auto n = [](int64_t x) { return std::to_string(x); };
-  const auto& w = question.g.window;
+  const auto& w = question.v.window;
   const bool plain = c.kernel->run != c.kernel->run_plain && !question.task.identity && !question.has_bias &&
                      w.ph == 0 && w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
   return answer("kernel=" + name_of(*c.kernel, question.task.backward, plain) +

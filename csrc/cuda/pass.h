@@ -7,7 +7,7 @@
 // a few at a time (a stage) lie in shared memory, while the next few are on their way there.
 #pragma once
 
-#include "../geometry.h"
+#include "../votes.h"
 #include "device.h"
 
 namespace fastcaps::gpu {
@@ -29,18 +29,6 @@ struct Divider {
 
 constexpr int kMostChildren = 8;  // in shared memory at a time
 constexpr int kMostTurns = 16;    // of a routing in one launch
-
-// What lies between two turns: how sums S become parents, and parents what the next turn asks. The numbers are those of
-// fastcaps.reference.Rule.
-enum class Rule : int {
-  kLayerNorm,  // LayerNorm(S), and the next query
-  kPlain,      // S, and the next query
-  kSquash,     // squash(S), added to the query
-  kUnit,       // S; S / |S| is added to the query
-  kEM,         // Gaussians: activations by description length
-  kHeinsen,    // scores by evidence
-  kKMeans,     // the same without variances
-};
 
 struct PassArgs {
   // who sees whom

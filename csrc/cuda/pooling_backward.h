@@ -28,8 +28,8 @@ struct PoolingBackward {
     });
   }
 
-  FASTCAPS_DEVICE bool differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                     const Found<Pose>& found, const Seat*, char*, Tiles<Pose, R>& votes) {
+  FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                             const Found<Pose>& found, const Seat*, char*, Tiles<Pose, R>& votes) {
     const bool asks = a.query.data;
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {

@@ -34,8 +34,9 @@ struct PoolingForward {
 
   static FASTCAPS_DEVICE float shift(float top) { return fmaxf(top, -FLT_MAX); }
 
-  FASTCAPS_DEVICE void hear(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat*, char*,
-                            const Tiles<Pose, R>& votes) {
+  // The share is below the largest logit so far, and not divided by the sum of all.
+  FASTCAPS_DEVICE bool score(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat*, char*,
+                             const Tiles<Pose, R>& votes, float (&share)[R][Pose::kEach]) {
     float logit[R][Pose::kEach];
     bool rises = false;
     each_tile<Pose, R>([&](int r, int p) {
@@ -59,10 +60,19 @@ struct PoolingForward {
       });
     each_tile<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
-      if (seen.exists == 0.0f || seen.gate == 0.0f) return;
-      const float share = seen.gate * exp2_fast(logit[r][p] - shift(top[r][p]));
-      total[r][p] += share;
-      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += share * votes[r][p][i][j]; });
+      const bool counts = seen.exists != 0.0f && seen.gate != 0.0f;
+      share[r][p] = counts ? seen.gate * exp2_fast(logit[r][p] - shift(top[r][p])) : 0.0f;
+    });
+    return true;
+  }
+
+  FASTCAPS_DEVICE void add(const PassArgs&, const Lane<Pose>& lane, const Stage<Pose>& stage,
+                           const Tiles<Pose, R>& votes, const float (&share)[R][Pose::kEach]) {
+    each_tile<Pose, R>([&](int r, int p) {
+      const Seen seen = stage.seen[lane.template seat<R>(r)];
+      if (seen.exists == 0.0f || seen.gate == 0.0f) return;  // leaves no trace, whatever it is
+      total[r][p] += share[r][p];
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += share[r][p] * votes[r][p][i][j]; });
     });
   }
 
@@ -76,7 +86,7 @@ struct PoolingForward {
     });
   }
 
-  FASTCAPS_DEVICE void next_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
+  FASTCAPS_DEVICE void finish(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       conclude(a, lane, a.logsumexp + turn * a.positions * a.M, seat, r, p);

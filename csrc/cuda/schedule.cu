@@ -35,16 +35,16 @@ Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_
 
 // A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
 // pose.
-const PassKernel* choose(const PassKernels& kernels, const Geometry& g, const Task& task) {
+const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task& task) {
   const PassKernel* best = nullptr;
   Lanes best_lanes{};
   for (int k = 0; k < kernels.count; ++k) {
     const PassKernel& kernel = kernels.begin[k];
-    const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
+    const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
     if (!lanes.columns || (kernel.tensor && (!task.tensor || task.identity))) continue;
     const bool better = !best || kernel.tensor > best->tensor ||
                         (kernel.tensor == best->tensor &&
-                         (kernel.C ? best_lanes.parents < g.M : !best->C && lanes.padded < best_lanes.padded));
+                         (kernel.C ? best_lanes.parents < v.M : !best->C && lanes.padded < best_lanes.padded));
     if (better) best = &kernel, best_lanes = lanes;
   }
   return best;
@@ -56,18 +56,18 @@ constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.
 struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
 
-  Shared(const Schedule& c, const Geometry& g, const Task& task) {
+  Shared(const Schedule& c, const Votes& v, const Task& task) {
     const bool backward = task.backward;
     const PassKernel& kernel = *c.kernel;
-    const int64_t rows = kernel.C ? g.C : c.rows * kernel.tile_rows;
-    const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(g.D, kernel.vector) * kernel.vector;
+    const int64_t rows = kernel.C ? v.C : c.rows * kernel.tile_rows;
+    const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(v.D, kernel.vector) * kernel.vector;
     child_rows = c.tile * rows * depth * 4;
     weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile * 8;
     dchildren = backward ? child_rows * c.warps_parents : 0;
     const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV takes the place of dW
     dweight = !backward ? 0
-              : large   ? int64_t(c.warps_parents) * c.parents * c.tile * g.C * g.E * 4
+              : large   ? int64_t(c.warps_parents) * c.parents * c.tile * v.C * v.E * 4
                         : weight * c.warps_positions;
     dgate = backward && task.pass != Pass::kAttention ? int64_t(c.tile) * c.warps_parents * 4 : 0;
     const bool meets = c.warps_parents > 1 && task.pass != Pass::kPooling;
@@ -99,19 +99,19 @@ constexpr int64_t kParts = 64 * (1 << 20);  // bytes of all parts of dW, about
 // Where an order must be kept, every group of tiles (and every range of children, if ranges share weights or a bias)
 // adds to gradients of weights and bias of its own: few enough of them to stay small. Ranges that share nothing cost
 // only parts of dQ, and keep the multiprocessors busy instead.
-void keep_parts_small(Schedule& c, const Geometry& g, const Bias& bias, int64_t wanted, int64_t least) {
-  const int64_t bytes = 4 * (g.G * g.M * g.D * g.E + bias.numbers);
+void keep_parts_small(Schedule& c, const Votes& v, const Bias& bias, int64_t wanted, int64_t least) {
+  const int64_t bytes = 4 * (v.G * v.M * v.D * v.E + bias.numbers);
   const int64_t parts = std::max<int64_t>(bytes > kParts / 4 ? 4 : 1, kParts / bytes);
-  c.parts_by_chunk = g.G < g.children() || bias.shared;
+  c.parts_by_chunk = v.G < v.I || bias.shared;
   if (!c.parts_by_chunk) {
     c.groups = std::min(c.tiles, parts);
-    const int64_t most = std::min(g.children() / least, kParts / (4 * g.positions() * g.parents() + 1));
+    const int64_t most = std::min(v.I / least, kParts / (4 * v.positions() * v.parents_size() + 1));
     c.chunks = int(std::clamp<int64_t>(wanted / c.groups, 1, std::max<int64_t>(1, most)));
   } else {
     c.chunks = int(std::min<int64_t>(c.chunks, parts));
   }
-  c.chunk_children = int(ceil_div(ceil_div(g.children(), c.chunks), c.stage) * c.stage);
-  c.chunks = int(ceil_div(g.children(), c.chunk_children));
+  c.chunk_children = int(ceil_div(ceil_div(v.I, c.chunks), c.stage) * c.stage);
+  c.chunks = int(ceil_div(v.I, c.chunk_children));
   if (c.parts_by_chunk) c.groups = std::min(c.tiles, std::max<int64_t>(1, parts / c.chunks));
 }
 
@@ -127,7 +127,7 @@ double time(int64_t blocks, int64_t fitting, int64_t warps) {
 
 // As many warps on positions as get the work done soonest; then the most, since they share the weights. False if not
 // even one fits into shared memory.
-bool spread(Schedule& c, const Geometry& g, const Task& task, const Bias& bias, int most, const Machine& machine) {
+bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int most, const Machine& machine) {
   const PassKernel& kernel = *c.kernel;
   const int seats = kernel.positions * (32 * kernel.each / (c.columns * c.rows * c.parents));  // positions of a warp
   double best = -1;
@@ -135,9 +135,9 @@ bool spread(Schedule& c, const Geometry& g, const Task& task, const Bias& bias, 
     Schedule trial = c;
     trial.warps_positions = warps;
     trial.tile = warps * seats;
-    trial.tiles = ceil_div(std::max<int64_t>(g.positions(), 1), trial.tile);
-    if (warps > 1 && (warps - 1) * seats >= g.positions()) continue;  // a warp would have nothing to do
-    const Shared shared(trial, g, task);
+    trial.tiles = ceil_div(std::max<int64_t>(v.positions(), 1), trial.tile);
+    if (warps > 1 && (warps - 1) * seats >= v.positions()) continue;  // a warp would have nothing to do
+    const Shared shared(trial, v, task);
     if (shared.bytes(1) > machine.shared_limit) continue;
     const int64_t resident = std::max<int64_t>(1, kernel.threads * kernel.blocks / trial.threads());
     int64_t stage = kMostChildren;
@@ -148,17 +148,17 @@ bool spread(Schedule& c, const Geometry& g, const Task& task, const Bias& bias, 
     // One range of children, or several where that fills the last round better or positions are few.
     const int64_t blocks = trial.tiles * trial.parent_blocks, wanted = 2 * machine.multiprocessors * fitting;
     const int64_t least = std::max<int64_t>(2 * stage, 8);  // children that are worth a block
-    const int64_t most = std::max<int64_t>(1, g.children() / least);
+    const int64_t most = std::max<int64_t>(1, v.I / least);
     for (const int64_t chunks : {int64_t(1), int64_t(2), int64_t(3), int64_t(4), wanted / blocks}) {
-      trial.chunk_children = int(ceil_div(ceil_div(g.children(), std::clamp<int64_t>(chunks, 1, most)), stage) * stage);
-      trial.chunks = int(ceil_div(g.children(), trial.chunk_children));
+      trial.chunk_children = int(ceil_div(ceil_div(v.I, std::clamp<int64_t>(chunks, 1, most)), stage) * stage);
+      trial.chunks = int(ceil_div(v.I, trial.chunk_children));
       const int64_t each = ceil_div(blocks * trial.chunks, machine.multiprocessors);
       const double parts = 1 + 0.02 * std::min(trial.chunks - 1, 4);  // what adding them up costs, about
       const double cost = time(each, fitting, trial.threads() / 32) * trial.chunk_children * parts;
       if ((best >= 0 && cost >= best) || (task.whole && trial.chunks > 1)) continue;
       best = trial.cost = cost;
       c = trial;
-      if (task.backward && task.ordered) keep_parts_small(c, g, bias, wanted, least);
+      if (task.backward && task.ordered) keep_parts_small(c, v, bias, wanted, least);
       place(c, shared);
     }
   }
@@ -173,7 +173,7 @@ constexpr int64_t kLeastShared = 99 * 1024;
 std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
   const std::string pose = std::to_string(C) + " x " + std::to_string(D) + " children and " + std::to_string(C) +
                            " x " + std::to_string(E) + " parents";
-  const Geometry one{1, 1, 1, 1, C, D, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
+  const Votes one{1, 1, 1, 1, C, D, 1, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
   if (!choose(kernels_of(pass, false), one, {.pass = pass, .identity = identity}))
     return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose;
   if (!make_schedule({.pass = pass, .backward = true, .identity = identity}, one, {}, {1, kLeastShared}).kernel)
@@ -181,44 +181,44 @@ std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
   return "";
 }
 
-Schedule make_schedule(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine) {
+Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine) {
   Schedule c;
-  c.kernel = choose(kernels_of(task.pass, task.backward), g, task);
+  c.kernel = choose(kernels_of(task.pass, task.backward), v, task);
   const PassKernel& kernel = *c.kernel;
-  const Lanes lanes = lanes_of(kernel, g.C, g.D, g.E, g.M);
+  const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;
   const int most_warps = kernel.threads / 32;
   // Large weights come from far away for every tile: better many positions than many parents, whose softmax then takes
   // launches of its own.
-  const bool large = kernel.C && kernel.weight_stride == 0 && g.positions() > 32;
+  const bool large = kernel.C && kernel.weight_stride == 0 && v.positions() > 32;
   // What a warp adds to memory by itself it must add alone if an order is to be kept.
   const bool single = task.backward && task.ordered && (!kernel.C || bias.numbers > 0);
   for (int64_t together = large ? 1 : most_warps; together >= 1; together /= 2) {
     // Large children may leave room for few positions: then a free pose's lanes all take parents, some of them none.
     if (together == 1 && !kernel.C) c.parents = 32 / (c.columns * c.rows);
-    const int64_t warps = ceil_div(g.M, c.parents);
+    const int64_t warps = ceil_div(v.M, c.parents);
     c.warps_parents = int(ceil_div(warps, ceil_div(warps, together)));
     c.parent_blocks = int(ceil_div(warps, c.warps_parents));
     const int most = single ? 1 : std::min<int>(most_warps / c.warps_parents, 15);  // 15 barriers to meet at
-    if (spread(c, g, task, bias, most, machine)) return c;
+    if (spread(c, v, task, bias, most, machine)) return c;
   }
   c.kernel = nullptr;
   return c;
 }
 
-std::string routing_refusal(Task task, const Geometry& g, const Machine& machine) {
-  const std::string why_not = refusal(task.pass, g.C, g.D, g.E, task.identity);
+std::string routing_refusal(Task task, const Votes& v, const Machine& machine) {
+  const std::string why_not = refusal(task.pass, v.C, v.D, v.E, task.identity);
   if (!why_not.empty()) return why_not;
-  const Schedule split = make_schedule(task, g, {}, machine);
+  const Schedule split = make_schedule(task, v, {}, machine);
   task.whole = true;
-  const Schedule whole = make_schedule(task, g, {}, machine);
+  const Schedule whole = make_schedule(task, v, {}, machine);
   if (!whole.kernel || !split.kernel) return "its poses do not fit into shared memory";
   if (task.pass != Pass::kPooling && whole.parent_blocks > 1)
-    return "its " + std::to_string(g.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
+    return "its " + std::to_string(v.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
   // What lies between two launches of a loop of passes takes about as long as some 300 children.
   constexpr double kBetween = 300;
   if (whole.cost > split.cost + kBetween)
-    return "its " + std::to_string(g.children()) + " children are better split over blocks";
+    return "its " + std::to_string(v.I) + " children are better split over blocks";
   return "";
 }
 

@@ -38,7 +38,7 @@ struct Schedule {
 // Why no kernel takes these poses; empty if one does.
 std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity);
 
-// What a call is, beside its geometry.
+// What a call is, beside its votes.
 struct Task {
   Pass pass = Pass::kAttention;
   bool backward = false;
@@ -50,11 +50,11 @@ struct Task {
 };
 
 // No kernel if the poses do not fit (see refusal). `bias`: its gradient is wanted too, if it has numbers.
-Schedule make_schedule(const Task& task, const Geometry& g, const Bias& bias, const Machine& machine);
+Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine);
 
 // Why not all turns of a routing should run in one launch; empty if they should. A block then holds all parents of its
-// positions (where they compete) and hears all their children.
-std::string routing_refusal(Task task, const Geometry& g, const Machine& machine);
+// positions (where they compete) and sees all their children.
+std::string routing_refusal(Task task, const Votes& v, const Machine& machine);
 
 // One line for people: kernel, tile, blocks.
 std::string describe(const Schedule& schedule);

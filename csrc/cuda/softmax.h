@@ -11,13 +11,13 @@ namespace fastcaps::gpu {
 // What some of the parents know of a softmax: their largest logit, and sums of exponentials below it. N counts the sums
 // beside that of the exponentials themselves: none forward, that of exp * h backward.
 template <int N>
-struct Partial {
+struct SoftmaxPart {
   float top, total[N + 1];
 
   // Exponentials are taken below this: the largest logit, unless all are -inf, which alone must not make a NaN yet.
   FASTCAPS_DEVICE float shift() const { return fmaxf(top, -FLT_MAX); }
 
-  FASTCAPS_DEVICE void join(const Partial& other) {
+  FASTCAPS_DEVICE void join(const SoftmaxPart& other) {
     const float before = top;
     top = fmaxf(top, other.top);
     const float mine = exp2_fast(before - shift()), theirs = exp2_fast(other.top - shift());
@@ -29,10 +29,11 @@ struct Partial {
 // The warps of a position put down what they have and take up what all have. Two places take turns, so that nobody
 // overwrites what another still reads: whoever comes back to a place has passed the other one's barrier.
 template <class Pose, int R, int N>
-FASTCAPS_DEVICE void meet(const PassArgs& a, const Lane<Pose>& lane, char* shared, int turn, Partial<N> (&part)[R]) {
+FASTCAPS_DEVICE void meet(const PassArgs& a, const Lane<Pose>& lane, char* shared, int turn,
+                          SoftmaxPart<N> (&part)[R]) {
   const int groups = block_threads() / kWarp / a.warps_parents, seats = lane.positions * R;
-  Partial<N>* all = reinterpret_cast<Partial<N>*>(shared + a.shared_exchange) +
-                    (turn * groups + lane.warp_position) * a.warps_parents * seats;
+  SoftmaxPart<N>* all = reinterpret_cast<SoftmaxPart<N>*>(shared + a.shared_exchange) +
+                        (turn * groups + lane.warp_position) * a.warps_parents * seats;
   if (lane.speaks_for_position()) {
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) all[lane.warp_parent * seats + r * lane.positions + lane.position] = part[r];
@@ -48,10 +49,10 @@ FASTCAPS_DEVICE void meet(const PassArgs& a, const Lane<Pose>& lane, char* share
 // What earlier launches knew of the other parents: this launch's part joins it (collect), or it is all there is to
 // know.
 template <class Pose, int N>
-FASTCAPS_DEVICE void remember(const PassArgs& a, const Lane<Pose>& lane, float* kept, Partial<N>& part) {
+FASTCAPS_DEVICE void remember(const PassArgs& a, const Lane<Pose>& lane, float* kept, SoftmaxPart<N>& part) {
   if (a.collect && (lane.warp_parent != 0 || !lane.speaks_for_position())) return;
   if (!a.collect || a.first_parent > 0) {
-    Partial<N> before;
+    SoftmaxPart<N> before;
     before.top = kept[0];
     FASTCAPS_UNROLL
     for (int k = 0; k <= N; ++k) before.total[k] = kept[k + 1];
@@ -66,13 +67,13 @@ FASTCAPS_DEVICE void remember(const PassArgs& a, const Lane<Pose>& lane, float* 
   for (int k = 0; k <= N; ++k) kept[k + 1] = part.total[k];
 }
 
-// From a lane's logits (and h, if N = 1) to its shares r, and heard = sum_m r_m h_m at each of its R positions. Returns
+// From a lane's logits (and h, if N = 1) to its shares r, and mean = sum_m r_m h_m at each of its R positions. Returns
 // false where this launch only collects statistics: there are no shares yet.
 template <class Pose, int R, int N, bool PLAIN>
 FASTCAPS_DEVICE bool compete(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
                              char* shared, const float (&logit)[R][Pose::kEach], const float (&h)[R][Pose::kEach],
-                             float (&share)[R][Pose::kEach], float (&heard)[R]) {
-  Partial<N> part[R];
+                             float (&share)[R][Pose::kEach], float (&mean)[R]) {
+  SoftmaxPart<N> part[R];
   float x[R][Pose::kEach];  // logits; those of parents that there are not take no part
   each_tile<Pose, R>([&](int r, int p) { x[r][p] = lane.alive(a, p) ? logit[r][p] : -INFINITY; });
   FASTCAPS_UNROLL
@@ -118,7 +119,7 @@ FASTCAPS_DEVICE bool compete(const PassArgs& a, const Lane<Pose>& lane, const St
     const float one = reciprocal(part[r].total[0]);
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) share[r][p] *= one;
-    if constexpr (N > 0) heard[r] = part[r].total[1] * one;
+    if constexpr (N > 0) mean[r] = part[r].total[1] * one;
   }
   return true;
 }

@@ -4,7 +4,7 @@
 
 #include <cfloat>
 
-#include "votes.h"
+#include "make_votes.h"
 
 namespace fastcaps::gpu {
 
