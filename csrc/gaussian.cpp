@@ -56,8 +56,8 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   BetaTensors betas;
   if (call.rule == Rule::kEM) {
     STD_TORCH_CHECK(call.beta_use && call.beta_ignore, "fastcaps: EM routing wants beta_u and beta_a");
-    with.beta_u = given.table(call.beta_use, "beta_u", {votes.M}, given.compute, betas.use);
-    with.beta_a = given.table(call.beta_ignore, "beta_a", {votes.M}, given.compute, betas.ignore);
+    with.beta_u = given.table(call.beta_use, "beta_use", {votes.M}, given.compute, betas.use);
+    with.beta_a = given.table(call.beta_ignore, "beta_ignore", {votes.M}, given.compute, betas.ignore);
   } else {
     betas.take(given, call.votes, call.beta_use, call.beta_ignore, with);
   }

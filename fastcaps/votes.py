@@ -258,6 +258,13 @@ class Votes(NamedTuple):
         spec = SET_WINDOW if window is None else window.spec
         return cls(to_op(children, window), weight, bias, None if gate is None else to_op(gate, window), many, spec)
 
+    def check(self) -> None:
+        """Raise unless the parts fit together: for raw calls of the ops, whose kernels in Python would broadcast."""
+        gate = self.gate if self.gate is None or self.gate.dim() != 4 else self.gate.movedim(3, 1)
+        pairs = [tuple(self.window[k : k + 2]) for k in range(0, 8, 2)]
+        window = Window(*pairs)  # type: ignore[arg-type]
+        Votes.of(self.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
+
     def check_poses(self, name: str, poses: Tensor, window: Window | None) -> Tensor:
         """Return parents' poses, given in public layout, in op layout; raise unless they fit."""
         seen = _signature((self.children, self.weight, poses), window, self.parents)

@@ -239,6 +239,7 @@ class Routing(ABC):
             native = getattr(getattr(torch.ops, f"fastcaps_{chosen}"), self.name).default
             return lambda votes, *own: native(*votes, *own, call.options)
         votes = Votes(*arguments[:_COUNT])
+        votes.check()
         self.check(votes, self.given(arguments))
         if chosen == "triton":
             kernel = getattr(backends.triton_kernels(self.stem), self.name)
@@ -322,6 +323,9 @@ class Routing(ABC):
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return empty tensors as the op would, and tell :func:`fastcaps.explain`, if it listens, of the call."""
         votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
+        for k in self.tensors:  # one tensor without memory among others brings a call here
+            if arguments[k] is not None and arguments[k].device != votes.children.device:
+                raise ValueError(f"{self.names[k]} must be on {votes.children.device}, got {arguments[k].device}")
         explanation.tell(self, votes, self.turns(given))
         wide = accumulation_dtype(votes.children.dtype)
         shape = (votes.children.shape[0], *votes.grid, votes.seen, votes.parents) if given.coefficients else (0,)
