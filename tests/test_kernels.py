@@ -164,6 +164,31 @@ def test_an_empty_batch(routing: Routing) -> None:
     assert all((found[f"d{name}"] == 0).all() for name in call.names)
 
 
+@pytest.mark.parametrize("routing", ROUTINGS[1:], ids=str)
+@pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("name", ["primes", "padded", "sharing-float32", "children-float32"])
+def test_a_gate_of_0_leaves_no_trace(routing: Routing, name: str, trash: float) -> None:
+    """Whatever the child's numbers are: its votes overflow for 3e38 too."""
+    call = routing.call(replace(routing.case(name), turns=2))
+    silent = torch.arange(call.given["gate"].shape[-1]) % 3 == 1
+    gate = call.given["gate"].masked_fill(silent, 0.0)
+    clean, spoilt = (
+        replace(call, given={**call.given, "gate": gate, "children": call.given["children"].masked_fill(there, number)})
+        for there, number in ((silent[:, None, None], 0.0), (silent[:, None, None], trash))
+    )
+    found, wanted = spoilt.training(by_op), clean.training(by_op)
+    assert (found["dchildren"][..., silent, :, :] == 0).all() and (found["dgate"][..., silent] == 0).all()
+    for gradient in ("dchildren", "dgate"):
+        wanted[gradient] = (
+            wanted[gradient][..., ~silent, :, :] if gradient == "dchildren" else wanted[gradient][..., ~silent]
+        )
+        found[gradient] = (
+            found[gradient][..., ~silent, :, :] if gradient == "dchildren" else found[gradient][..., ~silent]
+        )
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6 * value.abs().max().item(), msg=name)
+
+
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
