@@ -54,7 +54,8 @@ def test_backward_is_counted(routing: Routing) -> None:
         loss.backward()
     votes, one = sizes(routing, None)
     turns = 1 if "detach" in routing.name else routing.turns
-    assert 2 * turns * votes <= counter.get_total_flops() <= routing.turns * (3 * votes + 6 * one)
+    # a turn is asked twice where the gradients of children and weights are summed over turns in a call of their own
+    assert 2 * turns * votes <= counter.get_total_flops() <= routing.turns * (4 * votes + 8 * one)
     assert counter.get_total_flops() > 0
 
 
