@@ -81,7 +81,7 @@ def test_forward_and_every_gradient(routing: Routing, case: Case) -> None:
 @pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
 @every_routing
 def test_half_precision(routing: Routing, dtype: torch.dtype) -> None:
-    check(routing, _small(routing, dtype=dtype, turns=2))
+    check(routing, _small(routing, dtype=dtype, turns=2, eps=0.3))  # gradients within float16's numbers
 
 
 WAYS: dict[str, Any] = {
