@@ -145,9 +145,6 @@ def test_wrong_children() -> None:
     for dtype in (torch.int32, torch.bool, torch.complex64):
         with pytest.raises(TypeError, match=rf"children must have one of the dtypes .*, got {dtype}"):
             call({**good, "children": good["children"].to(dtype)})
-    half = {name: tensor.half() for name, tensor in good.items()}
-    with pytest.raises(TypeError, match=r"float32, float64, bfloat16; got torch\.float16"):
-        call(half)
     with pytest.raises(TypeError, match="children must be a dense tensor"):
         call({**good, "children": good["children"].to_sparse()})
     with pytest.raises(ValueError, match="weight must be on the device of children, meta, got cpu"):
@@ -159,9 +156,9 @@ def test_wrong_settings() -> None:
     good = set_arguments()
     with pytest.raises(TypeError, match=r"window must be a fastcaps\.Window or None, got int"):
         call({**good, "window": 3})
-    with pytest.raises(ValueError, match="eps must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="eps must be a finite number >= 0, got -1"):
         call({**good, "eps": -1})
-    with pytest.raises(ValueError, match="eps must be >= 0, got nan"):
+    with pytest.raises(ValueError, match="eps must be a finite number >= 0, got nan"):
         call({**good, "eps": float("nan")})
     with pytest.raises(ValueError, match="norm_weight must be None with normalize=False"):
         call({**good, "normalize": False})
@@ -186,12 +183,12 @@ def test_window_larger_than_the_grid(window: Window, says: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ((0,), ValueError, "kernel_size must be an int or a pair of ints >= 1, got \\(0, 0\\)"),
+        ((0,), ValueError, "kernel_size must be an int or a pair of ints from 1 to 2\\*\\*31, got 0"),
         ((3, 0), ValueError, "stride"),
-        ((3, 1, -1), ValueError, "padding must be an int or a pair of ints >= 0"),
+        ((3, 1, -1), ValueError, "padding must be an int or a pair of ints from 0"),
         ((3, 1, 0, 0), ValueError, "dilation"),
         (((3, 0),), ValueError, "kernel_size"),
-        ((3.0,), TypeError, "kernel_size must be an int or a pair of ints >= 1, got 3.0"),
+        ((3.0,), TypeError, "kernel_size must be an int or a pair of ints from 1 to 2\\*\\*31, got 3.0"),
         ((True,), TypeError, "kernel_size"),
         (((3, 3, 3),), TypeError, "kernel_size"),
         ((3, "2"), TypeError, "stride"),

@@ -87,7 +87,7 @@ def test_wrong_tensors(name: str) -> None:
     right = arguments(name)
     cases: list[tuple[type[Exception], str, dict[str, object]]] = [
         (TypeError, r"children must be a torch\.Tensor, got list", {"children": [1.0]}),
-        (TypeError, "children must have a floating-point dtype", {"children": torch.ones(B, N, C, D).long()}),
+        (TypeError, "children must have one of the dtypes float32", {"children": torch.ones(B, N, C, D).long()}),
         (TypeError, "weight must have the dtype of children", {"weight": torch.randn(N, M, D, E).double()}),
         (TypeError, r"weight must be a torch\.Tensor, got int", {"weight": 3}),
         (ValueError, "weight must be on the device of children", {"weight": torch.randn(N, M, D, E, device="meta")}),
@@ -139,12 +139,12 @@ WRONG = [
     (ValueError, "inverse_temperature must be a finite number >= 0, got nan", "em_routing",
      {"inverse_temperature": math.nan}),
     (TypeError, "inverse_temperature must be a number", "em_routing", {"inverse_temperature": lambda turn: "hot"}),
-    (ValueError, "eps must be >= 0", "em_routing", {"eps": -1.0}),
+    (ValueError, "eps must be a finite number >= 0", "em_routing", {"eps": -1.0}),
     (ValueError, r"beta_use must have shape \[I or 1, M or 1\] = \[3 or 1, 7 or 1\], got \[7\]", "heinsen_routing",
      {"beta_use": torch.zeros(M)}),
     (ValueError, "beta_ignore must have shape", "heinsen_routing", {"beta_ignore": torch.zeros(2, M)}),
     (ValueError, "model must be one of 'gaussian', 'kmeans', got 'skm'", "heinsen_routing", {"model": "skm"}),
-    (ValueError, "eps must be >= 0, got nan", "heinsen_routing", {"eps": math.nan}),
+    (ValueError, "eps must be a finite number >= 0, got nan", "heinsen_routing", {"eps": math.nan}),
 ]  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fastcaps
 from fastcaps import Window, functional, reference, vectors
-from fastcaps.votes import SET_WINDOW, from_op, to_op
 from fastcaps.reference import routings
+from fastcaps.votes import SET_WINDOW, from_op, to_op
 
 
 @pytest.mark.parametrize("groups", GROUPS)

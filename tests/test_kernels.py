@@ -202,7 +202,7 @@ def threads() -> Iterator[None]:
 def bits(routing: Routing, case: Case) -> list[bytes]:
     call, back = routing.call(case), routing.backward_call(case)
     found = [*call.training(by_op).values(), *back.results(reverse(routing)).values()]
-    return [one.contiguous().view(torch.uint8).numpy().tobytes() for one in found]
+    return [one.contiguous().flatten().view(torch.uint8).numpy().tobytes() for one in found]
 
 
 @native_only

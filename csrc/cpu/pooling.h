@@ -13,6 +13,41 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
+// <Q, V> / |V| and 1 / |V| from <Q, V> and |V|^2. Where the square of a lane leaves the range of T, votes are measured
+// once more, in units of their largest number.
+template <class T>
+struct UnitKey {
+  using V = Vec<T>;
+  V cosine, inverse;
+
+  template <class X, class Each>
+  FASTCAPS_INLINE UnitKey(V dot, V square, const X* q, Each&& each_vote) {
+    constexpr bool kDouble = sizeof(T) == 8;
+    constexpr T kLeast = T(kDouble ? 1e-280 : 1e-28), kMost = T(kDouble ? 1e300 : 1e36);
+    bool within = true;
+    for (int lane = 0; lane < kLanes<T>; ++lane) within &= square[lane] > kLeast && square[lane] < kMost;
+    V unit = broadcast(T(1));
+    if (__builtin_expect(!within, false)) {
+      V largest{};
+      each_vote([&](int, V v) FASTCAPS_LAMBDA {
+        const V size = v < 0 ? -v : v;
+        largest = size > largest ? size : largest;
+      });
+      const V one = unit;
+      unit = largest == 0 ? one : (largest - largest) == 0 ? largest : one;
+      dot = square = V{};
+      each_vote([&](int k, V v) FASTCAPS_LAMBDA {
+        const V scaled = v / unit;
+        dot += q[k] * scaled;
+        square += scaled * scaled;
+      });
+    }
+    inverse = pooling::inverse_length(square);
+    cosine = dot * inverse;
+    inverse /= unit;
+  }
+};
+
 // Below every logit, and finite: a difference of two such is 0, not NaN.
 template <class T>
 inline constexpr T kLowest = sizeof(T) == 4 ? T(-FLT_MAX) : T(-DBL_MAX);
@@ -68,8 +103,9 @@ struct PoolingForward {
       dot[k & 1] += q[k] * v;
       square[k & 1] += v * v;
     });
-    const V agreement = (dot[0] + dot[1]) * T(with.scale);
-    return with.normalize ? agreement * pooling::inverse_length(square[0] + square[1]) : agreement;
+    if (!with.normalize) return (dot[0] + dot[1]) * T(with.scale);
+    const UnitKey<T> key(dot[0] + dot[1], square[0] + square[1], q, each_vote);
+    return key.cosine * T(with.scale);
   }
 
   FASTCAPS_INLINE void compete(V*, V, V) const {}
@@ -218,8 +254,12 @@ struct PoolingBackward {
       gain[k & 1] += ds[k] * v;
       square[k & 1] += v * v;
     });
-    const V one = with.normalize ? pooling::inverse_length(square[0] + square[1]) : broadcast(T(1));
-    const V asked = with.query.data ? (dot[0] + dot[1]) * one : V{};
+    V one = broadcast(T(1)), asked = dot[0] + dot[1];
+    if (with.normalize) {
+      const UnitKey<T> key(asked, square[0] + square[1], q, each_vote);
+      one = key.inverse, asked = key.cosine;
+    }
+    if (!with.query.data) asked = V{};
     const V all = V{} + *from.number(0, m);
     row[0] =
         all == T(-__builtin_inf()) ? V{} : exp_any<T>(asked * T(with.scale) - all);  // where nobody is, nobody hears
