@@ -7,7 +7,7 @@ from torch import Tensor
 from fastcaps import ops
 from fastcaps.checks import check_count, check_eps, check_finite, check_shape, check_tensor
 from fastcaps.functional import uniform
-from fastcaps.reference import Rule, attention_coefficients
+from fastcaps.reference import Rule
 from fastcaps.results import Routed
 from fastcaps.votes import Votes, Window, from_op, shares_from_op
 
@@ -103,7 +103,7 @@ def inverted_attention_routing(
     if query is None and not uniform.kernel_beats_library(votes):
         routed = uniform.uniform_turn(votes, norm_weight, norm_bias, eps, rule == Rule.LAYER_NORM)
         if iterations == 1 and return_coefficients:
-            return Routed(from_op(routed, window), shares_from_op(attention_coefficients(votes, None, scale), window))
+            return Routed(from_op(routed, window), shares_from_op(uniform.uniform_coefficients(votes), window))
         if iterations == 1:
             return from_op(routed, window)
         query, iterations = routed, iterations - 1

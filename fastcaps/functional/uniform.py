@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import backends, explanation
+from fastcaps.checks import accumulation_dtype
+from fastcaps.reference.seen import windows
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size
 
-__all__ = ["kernel_beats_library", "uniform_turn"]
+__all__ = ["kernel_beats_library", "uniform_coefficients", "uniform_turn"]
 
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
@@ -83,6 +85,17 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
     flat = F.layer_norm(sums.flatten(-2), [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
     return flat.view(sums.shape)
+
+
+def uniform_coefficients(votes: Votes) -> Tensor:
+    """Return the coefficients of a first turn, ``[B, Ho, Wo, I, M]``: 1 / M, and 0 of an absent (padded) child."""
+    children, window = votes.children, votes.window
+    shape = (children.shape[0], *votes.grid, votes.seen, votes.parents)
+    shares = children.new_full(shape, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
+    if not (window[4] or window[5]):
+        return shares
+    present = windows(children.new_ones((1, *children.shape[1:4])), window)
+    return shares.masked_fill(present[..., None] == 0, 0.0)
 
 
 def _convolution(images: Tensor, kernel: Tensor, window: Sequence[int]) -> Tensor:
