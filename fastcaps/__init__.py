@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         HeinsenRouting,
         InvertedAttentionRouting,
         PrimaryCapsules,
+        RoutingPool,
         RoutingPool2d,
         RoutingStack,
     )
@@ -38,6 +39,7 @@ __all__ = [
     "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",
+    "RoutingPool",
     "RoutingPool2d",
     "RoutingStack",
     "Window",
@@ -60,6 +62,7 @@ _LAZY = dict.fromkeys(
         "HeinsenRouting",
         "InvertedAttentionRouting",
         "PrimaryCapsules",
+        "RoutingPool",
         "RoutingPool2d",
         "RoutingStack",
         "convert",

@@ -1,4 +1,5 @@
 // A call's kernel and schedule in words, for fastcaps.explain: the same decisions as the op's, and nothing computed.
+#include <algorithm>
 #include <string>
 
 #include "capability.h"
@@ -43,9 +44,9 @@ extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n,
            n[11] * n[12] * n[3],
            n[8],
            n[9],
-           n[10],
+           std::max<int64_t>(n[10], 1),
            {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
-  in.weight = &in;  // some weights
+  if (n[10] > 0) in.weight = &in;  // some weights
   const View some{&in, {}};
   const std::string pass = stem;
   Attention attention;
