@@ -24,6 +24,7 @@ def _rows(rule: Rule, **options: Any) -> tuple[Case, ...]:
 
     return (
         *(make(f"pose-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p, gate="some") for p in POSES for m in (5, 20, 37)),
+        make("parents-16", types=6, parents=16, pose=(4, 4, 4), bias="I1"),
         make("papers-c10-conv", batch=1, grid=(5, 5), types=6, parents=32, pose=(4, 4, 4), window=CONV),
         make("papers-c10-fc", types=70, parents=10, pose=(4, 4, 4), bias="I1", turns=2),
         make("papers-c100-fc", batch=1, types=9, parents=100, pose=(6, 6, 6)),
