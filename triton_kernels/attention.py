@@ -34,7 +34,7 @@ def own_of(
 ) -> Attention:
     """Return an attention or pooling routing's own tensors and numbers as the kernels take them."""
     tensors = (None if tensor is None else tensor.contiguous() for tensor in (query, *affine))
-    return Attention(*tensors, scale, eps, *(tl.constexpr(number) for number in (rule, detach, unit_keys)))
+    return Attention(*tensors, scale, eps, *(tl.constexpr(number) for number in (rule, detach, unit_keys)))  # type: ignore[arg-type, call-arg]
 
 
 def of_turn(tensor: Tensor | None, turn: int, turns: int) -> Tensor | None:
@@ -136,7 +136,7 @@ def attention_routing_backward(
     first = of_turn(query, 0, turns)
     affine_shape = None if sums is None else (call.pose[0] * call.pose[2],)
     shapes = [None if tensor is None else tensor.shape for tensor in (children, weight, bias, gate, first)]
-    shapes += [affine_shape] * 2
+    shapes += [affine_shape] * 2  # type: ignore[list-item]
     wanted = [bool(needs >> k & 1) and shape is not None for k, shape in enumerate(shapes)]
     dtypes = [call.dtype] * 7
     if call.poses == 0:

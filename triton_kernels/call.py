@@ -98,7 +98,7 @@ class Routing:
 
         ``votes``: the six leading arguments of the ops; ``call`` knows the ``options``.
         """
-        return Call(self, *votes, call.options).schedule(backward)
+        return Call(self, *votes, call.options).schedule(backward)  # type: ignore[call-arg]
 
 
 def served_devices() -> tuple[str, ...]:
@@ -185,7 +185,7 @@ class Call:
         size = rows * columns
         silent = routing.silent and gate is not None
         self.votes = Votes(
-            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4)),
+            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4)),  # type: ignore[arg-type]
             *(bias.shape[1] * size if bias is not None and own else 0, size if per_parent else 0, *_strides(gate, 4)),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw, silent)),
         )

@@ -49,7 +49,7 @@ def own_of(
     tensors = (mean, None if mean is None else variance, log_weight, *betas, *results)
     forms = [size > 1 for beta in betas for size in ((1, 1) if beta is None else beta.shape)]
     return Gaussian(
-        *(None if tensor is None else tensor.contiguous() for tensor in tensors),
+        *(None if tensor is None else tensor.contiguous() for tensor in tensors),  # type: ignore[arg-type]
         *(eps, *(tl.constexpr(large) for large in forms)),
     )
 
@@ -204,7 +204,7 @@ def gaussian_routing_backward(
             **tile,
         )
         for turn in range(turns):
-            given = (slope[turn], bend[turn], offset[turn], means[turn], None if devidence is None else grads[3][turn])
+            given = (slope[turn], bend[turn], offset[turn], means[turn], None if devidence is None else grads[3][turn])  # type: ignore[index]
             made.add(own_of(states[turn], (beta_use, beta_ignore), eps), given, scored[turn])
     found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("own", [None] * 3)]
     if devidence is None:

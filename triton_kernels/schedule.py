@@ -238,7 +238,7 @@ def matrix_schedule(facts: Facts) -> MatrixSchedule:
     # The tile must take a matrix product whatever the pose: rows and columns are padded up to 16.
     tile = schedule(replace(facts, products=True), backward=True)
     least = {"positions": max(tile.positions, _ceil(_DOT, rows)), "parents": max(tile.parents, _ceil(_DOT, columns))}
-    tile = replace(tile, votes=schedule(facts).votes, **least)
+    tile = replace(tile, votes=schedule(facts).votes, **least)  # type: ignore[arg-type]
     if 2 * max(1, positions) * rows < _DOT:
         # Too few rows for one: outer products, whose sum a thread holds 32 numbers of.
         few = power_of_two(max(1, positions))
