@@ -64,7 +64,7 @@ def describe(threads: int) -> dict[str, Any]:
         "backend": fastcaps.backends.forced() or ("cpu" if native.available else "reference"),
         "capability": native.detail.split()[-1] if native.available else None,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        # a copy without its history (on a machine lent for a run, say) is told which commit it is
+        # a copy without its history (an archive, say) is told which commit it is
         "commit": _git("rev-parse", "--short=12", "HEAD") or os.environ.get("FASTCAPS_COMMIT") or "unknown",
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "fastcaps", "csrc", "bench")),
         "versions": {

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "geometry.h"
+#include "votes.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -164,14 +164,5 @@ struct VoteTensors {
     return v;
   }
 };
-
-// The CUDA kernels still take the sizes alone.
-inline Geometry pass_geometry(const Tensor& children, const MaybeTensor& weight, int64_t parents,
-                              const MaybeTensor& bias, const MaybeTensor& gate, const Shape& window) {
-  const Votes v = VoteTensors{children, weight, bias, gate, parents, window}.check();
-  return {v.B, v.H, v.W, v.N, v.C, v.D, v.Ho, v.Wo, v.M, v.E, v.G, v.window};
-}
-inline Shape parents_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M, g.C, g.E}; }
-inline Shape numbers_shape(const Geometry& g) { return {g.B, g.Ho, g.Wo, g.M}; }
 
 }  // namespace fastcaps

@@ -26,7 +26,7 @@ enum class Rule : int {
   kUnit,       // pooling: the sums' directions are added to the query
   kEM,         // parents' activations by description length (Hinton et al. 2018)
   kHeinsen,    // parents' scores by evidence (Heinsen 2019)
-  kKMeans,     // and distances without a variance
+  kKMeans,     // as kHeinsen, without variances
 };
 
 // Children [B, H, W, N, C, D] vote for M parents [B, Ho, Wo, M, C, E], each position's window seeing I = kh kw N of

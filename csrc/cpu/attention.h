@@ -1,5 +1,5 @@
 // The attention pass: parents compete for every child.
-//   a = s <Q, V>, r = softmax over parents, S = sum_i g r V, parents = LayerNorm(S)
+//   a = s <Q, V>, r = softmax over parents, S = sum_i g r V, parents = LayerNorm(S), S or squash(S)
 // Backward, from dS, by recomputation:
 //   h = <dS, V>, da = g r (h - sum_m r h), dV = g r dS + s da Q, dQ = s sum_i da V, dg = sum_m r h
 #pragma once

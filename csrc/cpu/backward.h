@@ -7,13 +7,13 @@
 // of its group, so that the gradient of those children's matrices is gathered on chip.
 //
 // What a pass is, its policy says (attention.h, folded.h, pooling.h, gaussian.h), with X the type of a row's numbers:
-//   prepare   the parents of a row and the gradients of its results, once for all items
-//   enter     children that share their weights are next, and
-//   leave     have all been met (folded.h alone)
-//   listen    a vote against a parent: its logit, and what the gradients say to it
-//   compete   from logits to shares and the logits' gradients; returns the gate's
-//   gradient  the vote's gradient, and what the vote adds to its parent's
-//   finish    the parents' gradients are written
+//   load     the parents of a row and the gradients of its results, once for all items
+//   enter    children that share their weights are next, and
+//   leave    have all been met (folded.h alone)
+//   score    a vote against a parent: its logit, and the products of the gradients with it
+//   dscore   from logits to shares and the logits' gradients; returns the gate's
+//   dvote    the vote's gradient, and what the vote adds to its parent's
+//   finish   the parents' gradients are written
 #pragma once
 
 #include <vector>

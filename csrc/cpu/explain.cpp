@@ -13,18 +13,20 @@ template <class Operands>
 std::string describe(const Votes& in, bool backward, bool is_double, const Operands& with) {
   ForwardCall<Operands> call{in, with};
   BackwardCall<Operands> back{in, {with}};
-  const Schedule cut = call.schedule = backward ? schedule_of(back, is_double, true) : schedule_of(call, is_double);
+  const Schedule schedule = call.schedule =
+      backward ? schedule_of(back, is_double, true) : schedule_of(call, is_double);
   const Kernels<Operands>& table = kernels<Operands>(in, is_double);
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(in.C) + "x" + n(columns); };
   std::string text =
       table.own_pose(call, is_double) ? "kernel " + pose(in.D) + "->" + pose(in.E) : "kernel for any pose";
-  text += ", " + n(lanes_of(table, is_double)) + (cut.child_lanes ? " children" : " positions") + " a vector, ";
-  text += n(cut.block_rows) + (cut.child_lanes ? " positions x " : " vectors x ") + n(cut.block_children);
-  text += (cut.child_lanes ? " vectors at a time, " : " children at a time, ") + n(cut.items()) + " items";
-  if (cut.chunks > 1) text += " (" + n(cut.chunks) + " ranges of children)";
-  if (cut.folded) return text + ", weights folded into the parents";
-  return text + (cut.keep_votes ? "" : ", votes made twice");
+  text += ", " + n(lanes_of(table, is_double)) + (schedule.child_lanes ? " children" : " positions") + " a vector, ";
+  text +=
+      n(schedule.block_rows) + (schedule.child_lanes ? " positions x " : " vectors x ") + n(schedule.block_children);
+  text += (schedule.child_lanes ? " vectors at a time, " : " children at a time, ") + n(schedule.items()) + " items";
+  if (schedule.chunks > 1) text += " (" + n(schedule.chunks) + " ranges of children)";
+  if (schedule.folded) return text + ", weights folded into the parents";
+  return text + (schedule.keep_votes ? "" : ", votes made twice");
 }
 
 }  // namespace

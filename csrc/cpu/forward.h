@@ -4,13 +4,13 @@
 // not cut into ranges all turns of a row follow one another here.
 //
 // What a pass is, its policy says (attention.h, pooling.h, gaussian.h), with X the type of a row's numbers:
-//   load        the parents before the first turn
-//   meet        a vote against a parent: its logit, and what is kept of the vote
-//   compete     the parents' competition for a child
-//   weigh, take what a block's votes for a parent weigh, and their way into its results
-//   fold        the results of a block whose lanes are children, into the row's
-//   merge       results of two ranges of children
-//   finish      results are written, and become the parents of the next turn
+//   load         the parents before the first turn
+//   score        a vote against a parent: its logit
+//   compete      the parents' competition for a child
+//   weigh, add   what a block's votes for a parent weigh, and their way into its results
+//   join_lanes   the results of a block whose lanes are children, into the row's
+//   join         the results of two ranges of children
+//   finish       results are written, and become the parents of the next turn
 #pragma once
 
 #include "block.h"

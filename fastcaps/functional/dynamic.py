@@ -114,14 +114,14 @@ def dynamic_routing(
     if leaky:
         if compete == "children":
             raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
-        votes = _with_nobody(votes)
+        votes = _with_leak(votes)
     eps = check_eps(eps)
     results: Any
     if prior is not None or eps > 0:
         if prior is not None:
             check_table("prior", prior, children, [(votes.seen, 1), (many,)], "I or 1, M", votes.autocasts)
             if leaky:
-                raise ValueError("leaky must be False with a prior: there is none for the parent that nobody sees")
+                raise ValueError("leaky must be False with a prior: the prior has no column for the leak")
         results = _turn_by_turn(votes, prior, iterations, eps, compete, detach, return_coefficients)
     elif compete == "parents":
         turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
@@ -176,7 +176,7 @@ def _with_prior(votes: Votes, prior: Tensor) -> Votes:
     return votes._replace(weight=F.pad(weight, (0, 1)), bias=table)
 
 
-def _with_nobody(votes: Votes) -> Votes:
+def _with_leak(votes: Votes) -> Votes:
     """Return the votes for one parent more, to whom everybody's votes are 0."""
     if votes.weight is None:
         raise ValueError("leaky must be False without a weight: a parent of zeros needs a matrix of zeros")
