@@ -47,9 +47,9 @@ help: ## show this list
 demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, show speed and pictures
 	$(BIN)/fastcaps demo $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode
+test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode (speed is no reason to fail here)
 	$(BIN)/python -m pytest tests --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
-	$(BIN)/python -m pytest bench
+	$(BIN)/python -m pytest bench --no-goals
 
 test-slow: $(VENV)/.installed-test ## run the tests marked slow
 	$(BIN)/python -m pytest tests -m slow $(PYTEST_ARGS)
