@@ -71,3 +71,15 @@ def test_a_prior_of_another_shape_is_refused_by_name():
         dynamic_routing(children, weight, prior=torch.zeros(5, 4))
     with pytest.raises(ValueError, match="leaky must be False with a prior"):
         dynamic_routing(children, weight, prior=torch.zeros(5, 3), leaky=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_votes_without_matrices_have_the_bias_of_their_parent(batch, iterations, rows, dtype):
+    torch.manual_seed(1)
+    children, bias = torch.randn(batch, 5, 1, 4, dtype=dtype), torch.randn(rows, 3, 1, 4, dtype=dtype)
+    own = torch.eye(4, dtype=dtype).expand(5, 3, 4, 4).contiguous()
+    found = dynamic_routing(children, None, bias=bias, iterations=iterations)
+    torch.testing.assert_close(found, dynamic_routing(children, own, bias=bias, iterations=iterations))

@@ -113,12 +113,14 @@ struct FoldedForward : AttentionForward<T, X> {
     zero(result, result_numbers(in, many));
   }
 
+  // Equal shares of the same poses: one sum for all parents. A bias of their own makes the poses differ.
+  bool one_sum(int64_t turn) const { return Base::equal(turn) && in.bias_stride_m == 0; }
   void enter(int64_t turn, const T* W, X* state) const {
     if (!Base::equal(turn)) Turned<T, X>::to_children(in, state, W, state + in.parents_size());
   }
   void leave(int64_t turn, const T* W, X* result) const {
     X* poses = result + in.parents_size();
-    Turned<T, X>::add_to_parents(in, poses, Base::equal(turn), W, result);
+    Turned<T, X>::add_to_parents(in, poses, one_sum(turn), W, result);
     zero(poses, in.M * CD);
   }
 

@@ -232,7 +232,9 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   }
 
   void add_again(int64_t first, int64_t count, int64_t nt) {
-    const int64_t many = Pass::kFolds && pass.equal(turn) ? 1 : in.M;  // equal shares of poses: one sum for all parents
+    int64_t many = in.M;
+    if constexpr (Pass::kFolds)
+      if (pass.one_sum(turn)) many = 1;
     for (int64_t m = 0; m < many; ++m) {
       for (int64_t t = 0; t < nt; ++t) weigh(first, count, t, m);
       for (int64_t j = 0; j < count; ++j) {
