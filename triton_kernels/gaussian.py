@@ -32,9 +32,7 @@ ROUTING = Routing(
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 """A turn without means, which leaves their base besides."""
-MEASURED = replace(
-    ROUTING, name="rest", algebra=REST, sums=("pose", "each"), crowd=Crowd(forward=4, products=4, backward=2, pose=4)
-)
+MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
 """Rest and count of a turn."""
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 EM = 4  # the rule
