@@ -13,7 +13,7 @@ import torch
 from test_errors import call, set_arguments
 
 import fastcaps
-from fastcaps import backends, functional
+from fastcaps import backends
 
 
 def test_listing_and_names() -> None:
@@ -26,18 +26,6 @@ def test_listing_and_names() -> None:
         assert not entries[0].available and not entries[1].available
         assert "torch" in entries[1].detail and ("torch" in entries[0].detail or "not built: " in entries[0].detail)
     assert [str(entry).split()[0] for entry in entries] == list(backends.NAMES)
-
-
-@pytest.mark.parametrize("name", ["cuda", "triton"])
-@pytest.mark.parametrize("with_parents", [True, False])
-def test_a_forced_backend_never_falls_back(name: str, with_parents: bool) -> None:
-    arguments = set_arguments()
-    if not with_parents:
-        arguments.pop("parents")
-    # on a machine with a GPU the reason is that the tensors are not there
-    with fastcaps.backend(name), pytest.raises(fastcaps.BackendError, match=f"{name!r} is forced and cannot take this"):
-        call(arguments)
-    assert backends.forced() is None
 
 
 def test_a_forced_backend_refuses_what_it_cannot_take() -> None:
@@ -68,31 +56,6 @@ def test_forcing_nests_and_is_undone_by_an_error() -> None:
     assert backends.forced() is None
 
 
-def test_explain() -> None:
-    arguments = set_arguments()
-    told = fastcaps.explain(**arguments)
-    native = backends.listing()[2].available
-    assert told.backend == ("cpu" if native else "reference")
-    assert set(told.reasons) == set(backends.NAMES) - {told.backend} and all(told.reasons.values())
-    assert str(told).startswith(f"{told.backend}: ")
-    assert "3 children of 2x3 to 7 parents of 2x4" in told.call and "float32 on cpu" in told.call
-    for line in (told.call, told.forward, told.backward, *told.reasons.values()):
-        assert line in str(told)
-    if native:
-        assert "kernel for any pose" in told.forward and "items" in told.backward
-    with fastcaps.backend("reference"):
-        assert fastcaps.explain(**arguments).backend == "reference"
-    with fastcaps.backend("triton"):
-        told = fastcaps.explain(**arguments)
-        assert told.backend is None and told.reasons["triton"] and told.forward == ""
-    arguments.pop("parents")
-    told = fastcaps.explain(**arguments)
-    assert told.backend == "torch" and "convolution or matmul" in told.how
-    arguments["weight"] = arguments["weight"][:2]
-    with pytest.raises(ValueError, match="weight"):
-        fastcaps.explain(**arguments)
-
-
 def test_explain_tells_the_cpu_kernel_of_a_call() -> None:
     if not backends.native_serves():
         pytest.skip("no native library here")
@@ -103,44 +66,6 @@ def test_explain_tells_the_cpu_kernel_of_a_call() -> None:
     few = fastcaps.explain(children[:1], weight, parents[:1])
     many = fastcaps.explain(children.double(), weight.double(), parents.double())
     assert "children a vector" in str(few) and "kernel for any pose" in str(many)
-
-
-def test_explain_a_layer() -> None:
-    layer = fastcaps.InvertedAttentionRouting(8, 4, 16, 16, kernel_size=3, stride=2, padding=1)
-    runs = "cpu" if backends.native_serves() else "reference"
-    told = fastcaps.explain(layer)
-    assert isinstance(told, fastcaps.functional.Explanation) and told.backend == runs
-    assert told.call.startswith("batch 1, 1x1 x 8 children of 4x4 by 3x3 windows to 4 parents of 4x4, 72 weight groups")
-    children, parents = torch.randn(2, 8, 16, 16, 16), torch.randn(2, 4, 8, 8, 16)
-    told = fastcaps.explain(layer, children, parents)
-    assert isinstance(told, fastcaps.functional.Explanation)
-    assert told.call.startswith("batch 2, 16x16 x 8 children of 4x4 by 3x3 windows to 8x8 x 4 parents of 4x4")
-    assert fastcaps.explain(layer, children).backend == "torch", "the first iteration is torch's convolution"
-    assert fastcaps.explain(fastcaps.InvertedAttentionRouting(5, 3, 8, 16, pose="vector")).backend == runs
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert "bfloat16" in fastcaps.explain(layer, children, parents).call
-    with pytest.raises(ValueError, match="children"):
-        fastcaps.explain(layer, children[..., :9])
-    assert functional.explaining._watching is None, "an error leaves no trace"
-    with pytest.raises(TypeError, match="Linear must be given with its inputs"):
-        fastcaps.explain(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor"):
-        fastcaps.explain(children)
-
-
-def test_explain_a_network_runs_no_routing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ran(*_: object) -> None:
-        raise AssertionError("a pass ran")
-
-    for module, name in ((functional.uniform, "uniform_pass"), (functional.inverted_attention.ops, "attention_pass")):
-        monkeypatch.setattr(module, name, ran)
-    layers = [fastcaps.InvertedAttentionRouting(6, 4, 16, 16), fastcaps.InvertedAttentionRouting(4, 3, 16, 16)]
-    stack = fastcaps.RoutingStack(layers, iterations=2)
-    told = fastcaps.explain(stack, torch.randn(2, 6, 16))
-    assert isinstance(told, fastcaps.functional.Explanations)
-    # concurrent: what the first layer would do in the last iteration, nobody reads
-    assert [one.backend == "torch" for one in told] == [True, True, False]
-    assert str(told).startswith("[0] torch: ") and "\n[2] " in str(told)
 
 
 def _python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
