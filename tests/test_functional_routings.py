@@ -1,0 +1,325 @@
+"""Whole routings in the functional API: against the papers' loops and the reference, errors, memory, odd inputs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functional_cases import CLOSE, GROUPS, WINDOWS, at, draw, expect, gradients, layer, seen_by
+from oracle_routings import dynamic, em, heinsen, squash, vector_normed
+from torch import Tensor
+
+from fastcaps import Window, functional, vectors
+from fastcaps.reference.seen import make_votes, see
+from fastcaps.votes import SET_WINDOW, Votes, to_op
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compete": "children"}, {"leaky": True}, {"detach": True, "leaky": True}, {"iterations": 1}],
+    ids=["parents", "children", "leaky", "detach", "one-turn"],
+)
+def test_dynamic_is_the_procedure(window: Window | None, options: dict, groups: str) -> None:
+    children, weight, bias, _ = layer(window, groups=groups)
+    settings = {"iterations": 3, **options}
+    found, r = functional.dynamic_routing(
+        children, weight, bias=bias, window=window, return_coefficients=True, **settings
+    )
+    asked = {name: value for name, value in settings.items() if name in ("compete", "leaky")}
+    for place, seen in seen_by(window, children, weight, bias, None):
+        v, c = dynamic([child.votes for child in seen], settings["iterations"], **asked)
+        expect(at(found, window, place), v)
+        expect(at(r, window, place, True)[[child.index for child in seen]], c)
+    assert not r.requires_grad and r.shape[-1] == 3
+
+
+@pytest.mark.parametrize("compete", ["parents", "children"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_dynamic_gates(window: Window | None, compete: str) -> None:
+    """Gates multiply the coefficients; where the children compete they stand inside the softmax."""
+    children, weight, bias, gate = layer(window)
+    found = functional.dynamic_routing(children, weight, bias=bias, gate=gate, compete=compete, window=window)
+    for place, seen in seen_by(window, children, weight, bias, gate):
+        gates = torch.tensor([child.gate for child in seen], dtype=torch.float64)
+        votes = torch.tensor([child.votes for child in seen], dtype=torch.float64)  # [i, m, numbers]
+        log_prior = torch.zeros(votes.shape[:2], dtype=torch.float64)
+        for _ in range(3):
+            share = log_prior.softmax(1) * gates[:, None]
+            if compete == "children":
+                share = log_prior.exp() * gates[:, None]
+                share = share / share.sum(0)
+            v = torch.tensor([squash(s.tolist()) for s in torch.einsum("im,imk->mk", share, votes)])
+            log_prior = log_prior + torch.einsum("imk,mk->im", votes, v.double())
+        torch.testing.assert_close(at(found, window, place).flatten(1), v.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("iterations", [0, 1, 3])
+@pytest.mark.parametrize("matrices", [True, False])
+def test_pooling_is_the_procedure(window: Window | None, iterations: int, matrices: bool) -> None:
+    children, weight, bias, _ = layer(window)
+    weight, bias = (weight, bias) if matrices else (None, None)
+    options = {"iterations": iterations, "sharpness": 1.7, "window": window}
+    found, r = functional.routing_pool(children, weight=weight, bias=bias, return_coefficients=True, **options)
+    for place, seen in seen_by(window, children, weight, bias, None):
+        expect(at(found, window, place), vector_normed([child.votes for child in seen], iterations, 1.7))
+    assert r.shape[-1] == (3 if matrices else 1)
+    torch.testing.assert_close(r.sum(-2), torch.ones_like(r.sum(-2)))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("window", [WINDOWS["set"], WINDOWS["conv"]], ids=["set", "conv"])
+@pytest.mark.parametrize("pose", [(2, 2, 2), (1, 3, 5)], ids=["matrix", "vector"])
+def test_em_is_the_procedure(window: Window | None, groups: str, pose: tuple[int, int, int]) -> None:
+    children, weight, bias, gate = layer(window, pose, groups)
+    beta_u, beta_a = draw(3, seed=6), draw(3, seed=7)
+    temperatures = [0.3, 0.6, 0.9]
+    poses, active, r = functional.em_routing(
+        children, gate, weight, beta_u, beta_a, bias=bias, window=window, eps=1e-3,
+        inverse_temperature=temperatures, return_coefficients=True,
+    )  # fmt: skip
+    for place, seen in seen_by(window, children, weight, bias, gate):
+        gates = [child.gate for child in seen]
+        wanted = em([c.votes for c in seen], gates, beta_u.tolist(), beta_a.tolist(), temperatures, 1e-3)
+        expect(at(poses, window, place), wanted[0])
+        expect(at(active, window, place), wanted[1])
+        expect(at(r, window, place, True), wanted[2])
+
+
+@pytest.mark.parametrize("model", ["gaussian", "kmeans"])
+@pytest.mark.parametrize("window", [WINDOWS["set"], WINDOWS["conv"]], ids=["set", "conv"])
+@pytest.mark.parametrize("pose", [(2, 2, 2), (1, 3, 5)], ids=["matrix", "vector"])
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_heinsen_is_the_procedure(window: Window | None, model: str, pose: tuple, iterations: int) -> None:
+    children, weight, bias, _ = layer(window, pose)
+    scores = draw(*children.shape[:-2], seed=6)
+    use, ignore = draw(len(bias), 3, seed=4), draw(len(bias), 3, seed=5)
+    *found, r = functional.heinsen_routing(
+        children, scores, weight, bias, use, ignore, model=model, window=window, iterations=iterations,
+        return_coefficients=True,
+    )  # fmt: skip
+    for place, seen in seen_by(window, children, weight, bias, scores):
+        inputs = [child.votes for child in seen], [child.gate for child in seen]
+        wanted = heinsen(*inputs, use.tolist(), ignore.tolist(), iterations, model)
+        for tensor, numbers in zip(found, (wanted[1], wanted[0], wanted[2]), strict=True):
+            expect(at(tensor, window, place), numbers)
+        expect(at(r, window, place, True), wanted[3])
+
+
+def calls(window: Window | None) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
+    """Return every routing as a function of tensors, and those tensors."""
+    children, weight, bias, gate = layer(window, groups="types")
+    beta, table = draw(3, seed=6), draw(len(bias), 3, seed=4)
+    f, options = functional, {"iterations": 2, "window": window}
+    return {
+        "dynamic": (
+            lambda c, m, b, g: f.dynamic_routing(c, m, bias=b, gate=g, **options),
+            [children, weight, bias, gate],
+        ),
+        "dynamic-children": (
+            lambda c, m, b, g: f.dynamic_routing(c, m, bias=b, gate=g, compete="children", **options),
+            [children, weight, bias, gate],
+        ),
+        "pool": (
+            lambda c, m, b, g: f.routing_pool(c, weight=m, bias=b, gate=g, **options),
+            [children, weight, bias, gate],
+        ),
+        "pool-identity": (lambda c, g: f.routing_pool(c, gate=g, **options), [children, gate]),
+        "em": (
+            lambda c, g, m, u, a, b: f.em_routing(c, g, m, u, a, bias=b, **options),
+            [children, gate, weight, beta, beta + 1, bias],
+        ),
+        "heinsen": (
+            lambda c, s, m, b, u, i: f.heinsen_routing(c, s, m, b, u, i, **options),
+            [children, gate, weight, bias, table, table + 1],
+        ),
+    }
+
+
+ROUTINGS = list(calls(None))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_float32_empty_batch_and_strides(name: str) -> None:
+    ours, tensors = calls(WINDOWS["conv"])[name]
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        found = ours(*given)
+        return found if isinstance(found, tuple) else (found,)
+
+    small = [tensor.float() for tensor in tensors]
+    wanted = run(*small)
+    wide = torch.zeros(*small[0].shape[:-1], 2 * small[0].shape[-1])
+    wide[..., ::2] = small[0]
+    for got, want in zip(run(wide[..., ::2], *small[1:]), wanted, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want)
+    empty = [tensor[:0] if tensor.shape[:4] == (2, 2, 5, 4) else tensor for tensor in small]
+    assert all(result.shape[0] == 0 for result in run(*empty))
+
+
+# ---- what is peculiar to one routing ---------------------------------------------------------------------------------
+
+
+def test_dynamic_of_zero_children_has_a_gradient() -> None:
+    _, weight, _, _ = layer(None)
+    for options in ({}, {"compete": "children"}, {"detach": True}, {"leaky": True}):
+        children = torch.zeros(2, 6, 2, 2, dtype=torch.float64, requires_grad=True)
+        found = functional.dynamic_routing(children, weight, **options)
+        assert (found == 0).all()
+        assert torch.autograd.grad(found.sum(), children)[0].isfinite().all(), options
+
+
+def test_detached_coefficients_are_constants() -> None:
+    children, weight, bias, _ = (tensor.requires_grad_() for tensor in layer(None))
+    for compete in ("parents", "children"):
+        found, r = functional.dynamic_routing(
+            children, weight, bias=bias, detach=True, compete=compete, return_coefficients=True
+        )
+        votes = make_votes(see(Votes(to_op(children, None), weight, bias, None, 3, SET_WINDOW)))[:, 0, 0]
+        wanted = vectors.squash(torch.einsum("bim,bimce->bmce", r, votes), (-2, -1))
+        grad = draw(*found.shape, seed=3)
+        leaves = [children, weight, bias]
+        pairs = zip(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True)
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_leaky_shares_leave_some_for_nobody() -> None:
+    children, weight, _, _ = layer(None)
+    _, r = functional.dynamic_routing(children, weight, leaky=True, return_coefficients=True)
+    assert ((r.sum(-1) > 0.3) & (r.sum(-1) < 1)).all()
+    _, first = functional.dynamic_routing(children, weight, leaky=True, iterations=1, return_coefficients=True)
+    torch.testing.assert_close(first, torch.full_like(first, 1 / 4))
+
+
+def test_pool_with_sharpness_0_averages_whatever_the_turns() -> None:
+    children, *_ = layer(None)
+    wanted = children.mean(1, keepdim=True)
+    for iterations in (0, 3):
+        found = functional.routing_pool(children, sharpness=0.0, iterations=iterations)
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+def test_pool_activations_and_parents() -> None:
+    children, weight, bias, _ = layer(None)
+    plain = functional.routing_pool(children, weight=weight)
+    for name, function in {
+        "relu": torch.relu,
+        "sigmoid": torch.sigmoid,
+        "tanh": torch.tanh,
+        "squash": lambda poses: vectors.squash(poses, (-2, -1)),
+    }.items():
+        torch.testing.assert_close(functional.routing_pool(children, weight=weight, activation=name), function(plain))
+    torch.testing.assert_close(functional.routing_pool(children, weight=weight, activation=torch.exp), plain.exp())
+    assert functional.routing_pool(children, weight=weight, parents=3).shape == (2, 3, 2, 2)
+    several, r = functional.routing_pool(children, parents=4, return_coefficients=True)
+    assert several.shape == (2, 4, 2, 2) and r.shape == (2, 6, 4)
+    torch.testing.assert_close(several[:, 3:], functional.routing_pool(children), **CLOSE)
+    told_apart = functional.routing_pool(children, bias=bias)
+    assert told_apart.shape == (2, 3, 2, 2) and not torch.allclose(told_apart[:, 0], told_apart[:, 1])
+
+
+def test_a_pooled_child_with_gate_0_is_not_there() -> None:
+    children, weight, _, gate = layer(None)
+    gate[:, 4:] = 0
+    broken = children.clone()
+    broken[:, 4], broken[:, 5] = torch.nan, torch.inf
+    few = functional.routing_pool(children[:, :4], weight=weight[:4], gate=gate[:, :4])
+    leaves = [broken.requires_grad_(), weight.clone().requires_grad_()]
+    found = functional.routing_pool(leaves[0], weight=leaves[1], gate=gate)
+    torch.testing.assert_close(found, few, **CLOSE)
+    by_child, by_weight = torch.autograd.grad(found.sum(), leaves)
+    assert (by_child[:, 4:] == 0).all() and (by_weight[4:] == 0).all() and by_child.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_em_at_the_edges(dtype: torch.dtype) -> None:
+    """Votes that agree exactly, so that variances are the eps of 1e-12; activations of exactly 0 and 1."""
+    for k, pattern in enumerate(([0, 1, 1, 0, 1, 1], [0] * 6, [1] * 6)):
+        children = draw(2, 1, 2, 2).expand(-1, 6, -1, -1).to(dtype).clone().requires_grad_()
+        weight = draw(1, 3, 2, 2, seed=1).to(dtype).requires_grad_()
+        gate = torch.tensor(pattern, dtype=dtype).expand(2, 6).clone().requires_grad_()
+        betas = [draw(3, seed=seed).mul(100).to(dtype).requires_grad_() for seed in (6, 7)]
+        leaves = [children, gate, weight, *betas]
+        results = functional.em_routing(*leaves, inverse_temperature=10.0, eps=1e-12)
+        assert all(result.isfinite().all() for result in results), k
+        assert all(gradient.isfinite().all() for gradient in gradients(results, leaves)), k
+
+
+def test_em_schedules() -> None:
+    children, weight, _, gate = layer(None)
+    beta = draw(3, seed=6)
+    arguments = (children, gate, weight, beta, beta)
+    by_default = functional.em_routing(*arguments, iterations=2)
+    for same in ([0.0005, 0.000975], (0.0005, 0.000975), lambda turn: 0.01 * (1 - 0.95 ** (turn + 1))):
+        for got, want in zip(
+            functional.em_routing(*arguments, iterations=2, inverse_temperature=same), by_default, strict=True
+        ):
+            torch.testing.assert_close(got, want, **CLOSE)
+    constant = functional.em_routing(*arguments, inverse_temperature=1e-3)
+    assert not torch.equal(constant[1], functional.em_routing(*arguments)[1])
+    torch.testing.assert_close(
+        functional.em_routing(children, None, weight, beta, beta)[0],
+        functional.em_routing(children, torch.ones_like(gate), weight, beta, beta)[0],
+    )
+
+
+@pytest.mark.parametrize("pose", [(2, 2), (3, 4), (1, 5)])
+def test_coordinates_are_added_to_the_votes(pose: tuple[int, int]) -> None:
+    bias = functional.coordinate_bias(3, 4, 2, *pose, dtype=torch.float64).unflatten(0, (3, 4, 2))
+    assert bias.shape == (3, 4, 2, 1, *pose)
+    for y in range(3):
+        for x in range(4):
+            wanted = torch.zeros(pose, dtype=torch.float64)
+            first, second = ((0, 0), (0, 1)) if pose[0] == 1 else ((0, pose[1] - 1), (1, pose[1] - 1))
+            wanted[first], wanted[second] = (y + 0.5) / 3, (x + 0.5) / 4
+            assert torch.equal(bias[y, x, 0, 0], wanted) and torch.equal(bias[y, x, 1, 0], wanted)
+
+
+@pytest.mark.parametrize("model", ["gaussian", "kmeans"])
+def test_infinite_scores_are_masks(model: str) -> None:
+    children, weight, bias, _ = layer(None, groups="one")
+    use, ignore = draw(1, 3, seed=4), draw(1, 3, seed=5)
+    scores = torch.full((2, 6), torch.inf, dtype=torch.float64)
+    few = functional.heinsen_routing(children[:, :4], scores[:, :4], weight, bias[:1], use, ignore, model=model)
+    certain = functional.heinsen_routing(children[:, :4], None, weight, bias[:1], use, ignore, model=model)
+    scores[:, 4:] = -torch.inf
+    children[:, 4], children[:, 5] = torch.nan, torch.inf
+    leaves = [tensor.clone().requires_grad_() for tensor in (children, scores, weight, bias[:1], use, ignore)]
+    found = functional.heinsen_routing(*leaves, model=model)
+    for got, want, same in zip(found, few, certain, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
+        torch.testing.assert_close(same, want, **CLOSE)
+    by_leaf = gradients(found, leaves)
+    assert all(gradient.isfinite().all() for gradient in by_leaf)
+    assert (by_leaf[0][:, 4:] == 0).all() and (by_leaf[1] == 0).all()
+
+
+def test_heinsen_takes_any_number_of_children_and_parents() -> None:
+    _, weight, _, _ = layer(None, groups="one")
+    bias, beta = draw(1, 1, 2, 2, seed=2), draw(1, 1, seed=4)
+    for count in (1, 5, 9):
+        children, scores = draw(2, count, 2, 2, seed=count), draw(2, count, seed=7)
+        own = functional.heinsen_routing(children, scores, weight[:, :1].expand(-1, count, -1, -1), bias, beta, beta)
+        assert own.scores.shape == (2, count) and own.poses.shape == (2, count, 2, 2)
+        one = functional.heinsen_routing(children, scores, weight, bias.expand(-1, 3, -1, -1), beta, beta)
+        assert one.scores.shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_no_vote_outlives_a_call(name: str) -> None:
+    """Without return_coefficients nothing of the size children x parents is among what a training step keeps."""
+    ours, tensors = calls(None)[name]
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        found = ours(*leaves)
+    assert max(kept) < 2 * 6 * 3 * 4  # B * I * M * C * E
+    del found
+    gc.collect()
