@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, libraries
+from fastcaps.explanation import Explanation
 from fastcaps.votes import SET_WINDOW, Votes
 
 needs_fake_gpu_tensors = pytest.mark.skipif(
@@ -174,6 +175,32 @@ def test_interpreted_triton_serves_the_cpu_where_it_is_forced(monkeypatch: pytes
 
 
 # ---- explanations ----------------------------------------------------------------------------------------------------
+
+
+@needs_fake_gpu_tensors
+def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
+    """Kernel and schedule come from the backend that runs."""
+
+    class Telling(FakeLibrary):
+        def ask(self, function: str, *arguments: Any) -> str | None:
+            if function == "fastcaps_cuda_schedule":
+                stem, numbers, facts = arguments
+                return f"kernel=x;text=schedule {stem} {list(numbers)} {list(facts)}"
+            return super().ask(function, *arguments)
+
+    gpu.setattr(libraries, "library", lambda name: Telling())
+    with FakeTensorMode():
+        children, weight = torch.empty(8, 32, 16, 16, 4, 4, device=GPU), torch.empty(288, 10, 4, 4, device=GPU)
+        parents = torch.empty(8, 10, 7, 7, 4, 4, device=GPU)
+        told = fastcaps.explain(children, weight, parents, window=Window(3, 2))
+        with fastcaps.backend("triton"):
+            other = fastcaps.explain(children, weight, parents, window=Window(3, 2))
+    assert isinstance(told, Explanation) and told.backend == "cuda"
+    sizes = [8, 16, 16, 32, 4, 4, 7, 7, 10, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1]
+    for backward, text in enumerate((told.forward, told.backward)):
+        assert text == f"schedule attention {sizes} {[backward, 0, 0, 1, 1, 0, 132, 232448]}"
+    assert told.reasons["triton"] == "cuda comes first" and told.reasons["cpu"]
+    assert isinstance(other, Explanation) and other.forward == other.backward == "schedule of Triton"
 
 
 class Recorder(TorchDispatchMode):
