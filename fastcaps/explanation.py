@@ -145,14 +145,34 @@ def tell(routing: Routing, votes: Votes, turns: int) -> None:
 
 
 def tell_library(votes: Votes) -> None:
-    """Tell :func:`explain`, if it listens in this thread, of a first turn that torch's own product makes."""
-    found = None if is_tracing() else _told.get()
-    if found is None:
+    """Tell :func:`explain`, if it listens in this thread, of a first turn that torch's own product makes.
+
+    Raises
+    ------
+    BackendError
+        If nobody listens and a backend is forced that cannot take the call: its first turn must not run elsewhere.
+    """
+    if is_tracing():
         return
-    why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
+    found, forced = _told.get(), backends.forced()
+    if found is None and forced is None:
+        return
     call = _call_of("attention", votes)
-    reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
-    found.append(Explanation("torch", why, reasons, call=_describe(votes, call)))
+    if found is None:
+        backends.choose(call)
+    elif forced is not None and backends.refusal(forced, call) is not None:
+        found.append(_cannot(forced, call, votes))
+    else:
+        why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
+        reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
+        found.append(Explanation("torch", why, reasons, call=_describe(votes, call)))
+
+
+def _cannot(forced: str, call: backends.Call, votes: Votes) -> Explanation:
+    """Return that a forced backend cannot take a call."""
+    reasons = {name: backends.refusal(name, call) or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
+    how = f"backend {forced!r} is forced and cannot take this call"
+    return Explanation(None, how, reasons, call=_describe(votes, call))
 
 
 def _call_of(stem: str, votes: Votes) -> backends.Call:
@@ -166,8 +186,7 @@ def _explain_op(routing: Routing, votes: Votes, turns: int) -> Explanation:
     refusals = {name: backends.refusal(name, call) for name in backends.NAMES}
     chosen = backends.forced()
     if chosen is not None and refusals[chosen] is not None:
-        reasons = {name: refusals[name] or f"{chosen!r} is forced" for name in (chosen, *backends.NAMES)}
-        return Explanation(None, f"backend {chosen!r} is forced and cannot take this call", reasons, call=described)
+        return _cannot(chosen, call, votes)
     runs = backends.choose(call)
     how = "forced" if chosen else next(entry.detail for entry in backends.listing() if entry.name == runs)
     after = f"{chosen!r} is forced" if chosen else f"{runs} comes first"

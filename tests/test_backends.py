@@ -28,6 +28,22 @@ def test_listing_and_names() -> None:
     assert [str(entry).split()[0] for entry in entries] == list(backends.NAMES)
 
 
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+@pytest.mark.parametrize("with_parents", [True, False])
+def test_a_forced_backend_never_falls_back(name: str, with_parents: bool) -> None:
+    """Nor to torch's own product, which makes a first turn; and what is asked instead is told so."""
+    arguments = set_arguments()
+    if not with_parents:
+        arguments.pop("parents")
+    with fastcaps.backend(name):
+        # on a machine with a GPU the reason is that the tensors are not there
+        with pytest.raises(fastcaps.BackendError, match=f"{name!r} is forced and cannot take this"):
+            call(arguments)
+        told = fastcaps.explain(fastcaps.functional.inverted_attention_routing, **arguments)
+        assert told.backend is None and told.reasons[name]
+    assert backends.forced() is None
+
+
 def test_a_forced_backend_refuses_what_it_cannot_take() -> None:
     half = {name: tensor.half() for name, tensor in set_arguments().items()}
     with fastcaps.backend("cpu"), pytest.raises(fastcaps.BackendError, match="'cpu' is forced"):
