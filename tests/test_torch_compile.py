@@ -100,11 +100,8 @@ class Case:
         return tuple(torch.rand(shape) if k else torch.randn(shape) for k, shape in enumerate(shapes))
 
     def dims(self) -> tuple[dict[int, Any], ...]:
-        named = {
-            letter: Dim({"b": "batch", "h": "height", "w": "width", "i": "count"}[letter], min=2, max=512)
-            for letter in "bhwi"
-        }
-        return tuple({k: named[letter] for k, letter in enumerate(text) if letter in named} for text in self.free)
+        """Free sizes, of which export finds the least; one that was frozen fails when the program meets another."""
+        return tuple({k: Dim.AUTO for k, letter in enumerate(text) if letter != "."} for text in self.free)
 
 
 def grids(channels: int, *rest: int) -> Shapes:
