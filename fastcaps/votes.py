@@ -251,7 +251,7 @@ class Votes(NamedTuple):
             Naming the argument, what came and what is wanted.
         """
         seen = _signature((children, weight, bias, gate), window, parents)
-        many = _right.get(seen)
+        many = None if seen is None else _right.get(seen)  # a compiler would guard what it reads
         if many is None:
             many = _check(children, weight, bias, gate, window, parents, gate_name)
             _remember(seen, many)
@@ -268,7 +268,7 @@ class Votes(NamedTuple):
     def check_poses(self, name: str, poses: Tensor, window: Window | None) -> Tensor:
         """Return parents' poses, given in public layout, in op layout; raise unless they fit."""
         seen = _signature((self.children, self.weight, poses), window, self.parents)
-        if seen not in _right:
+        if seen is None or seen not in _right:
             check_tensor(name, poses, self.children, self.autocasts)
             batch, ho, wo, many, rows, columns = self.poses
             grid, symbols = ((), "B, M, C, E") if window is None else ((ho, wo), "B, M, Ho, Wo, C, E")
