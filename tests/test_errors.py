@@ -5,16 +5,21 @@ from __future__ import annotations
 import gc
 import mmap
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
+import features
+import numpy as np
 import pytest
 import torch
 from cases import Case
+from features import ROUTINGS, NothingRuns
 from registry import ATTENTION, Call, Routing
 from suite import every_routing, native_only
 from torch import Tensor
 
-from fastcaps import Window, functional, ops
+from fastcaps import BackendError, Window, backend, functional
 from fastcaps.reference import Rule
 
 B, N, H, W, C, D, E, M = 2, 3, 6, 5, 2, 3, 4, 7
@@ -50,15 +55,18 @@ def call(arguments: dict[str, object]) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_runs_on_error(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test expects an argument error, running the pass at all is a failure."""
-    if "before_anything_runs" in request.keywords:
+def _nothing_runs_on_error(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where a test expects an argument error, running the routing at all is a failure."""
+    with NothingRuns() if "before_anything_runs" in request.keywords else nullcontext():
+        yield
 
-        def ran(*_: object) -> None:
-            raise AssertionError("the pass ran")
 
-        monkeypatch.setattr(functional.uniform, "uniform_turn", ran)
-        monkeypatch.setattr(ops, "attention_routing", ran)
+@pytest.mark.before_anything_runs
+@pytest.mark.parametrize("parents", [True, False])
+def test_a_right_call_would_be_noticed(parents: bool) -> None:
+    for arguments in (set_arguments(), grid_arguments()):
+        with pytest.raises(AssertionError, match="ran"):
+            call(arguments if parents else {**arguments, "parents": None})
 
 
 def test_the_arguments_themselves_are_right() -> None:
@@ -143,7 +151,7 @@ def test_wrong_children() -> None:
     with pytest.raises(TypeError, match=r"children must be a torch\.Tensor, got NoneType"):
         call({**good, "children": None})
     for dtype in (torch.int32, torch.bool, torch.complex64):
-        with pytest.raises(TypeError, match=rf"children must have one of the dtypes .*, got {dtype}"):
+        with pytest.raises(TypeError, match=rf"children must have one of the dtypes float32, float64, .* got {dtype}"):
             call({**good, "children": good["children"].to(dtype)})
     with pytest.raises(TypeError, match="children must be a dense tensor"):
         call({**good, "children": good["children"].to_sparse()})
@@ -156,10 +164,16 @@ def test_wrong_settings() -> None:
     good = set_arguments()
     with pytest.raises(TypeError, match=r"window must be a fastcaps\.Window or None, got int"):
         call({**good, "window": 3})
+    for name, least in (("eps", " >= 0"), ("scale", "")):
+        for value in (float("nan"), float("inf"), -float("inf")):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number{least}, got {value}"):
+                call({**good, name: value})
+        with pytest.raises(TypeError, match=f"{name} must be a number, got '1'"):
+            call({**good, name: "1"})
     with pytest.raises(ValueError, match="eps must be a finite number >= 0, got -1"):
         call({**good, "eps": -1})
-    with pytest.raises(ValueError, match="eps must be a finite number >= 0, got nan"):
-        call({**good, "eps": float("nan")})
+    with pytest.raises(TypeError, match="eps must be a number, got None"):
+        call({**good, "eps": None})
     with pytest.raises(ValueError, match="norm_weight must be None with normalize=False"):
         call({**good, "normalize": False})
 
@@ -192,6 +206,10 @@ def test_window_larger_than_the_grid(window: Window, says: str) -> None:
         ((True,), TypeError, "kernel_size"),
         (((3, 3, 3),), TypeError, "kernel_size"),
         ((3, "2"), TypeError, "stride"),
+        ((3, 1, 2**62), ValueError, "padding"),
+        ((2**62,), ValueError, "kernel_size"),
+        ((3, (1, 2**63)), ValueError, "stride"),
+        ((3, 1, 0, 2**62), ValueError, "dilation"),
         (((3, 2.5),), TypeError, "kernel_size"),
     ],
 )
@@ -206,6 +224,44 @@ def test_window_is_a_value() -> None:
     assert Window((3, 2)).positions == 6 and Window(3, 2).output_size(16, 16) == (7, 7)
     with pytest.raises(AttributeError):
         Window(3).stride = 2  # type: ignore[misc]
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    assert Window(np.int64(3), (np.int32(2), 1), np.int8(1)) == Window(3, (2, 1), 1)
+    good = set_arguments()
+    found = call({**good, "iterations": np.int64(2), "eps": np.float32(0.5), "scale": np.float64(0.25)})
+    assert torch.equal(found, call({**good, "iterations": 2, "eps": 0.5, "scale": 0.25}))
+    for wrong in (np.float64(2), np.bool_(True)):
+        with pytest.raises(TypeError, match="iterations must be an int"):
+            call({**good, "iterations": wrong})
+
+
+def test_the_largest_numbers_of_a_window_overflow_nothing() -> None:
+    children, weight = torch.randn(1, 1, 1, 1, 1, 2), torch.randn(1, 2, 2, 2)
+    with pytest.raises(ValueError, match="window must fit into the grid"):
+        functional.inverted_attention_routing(children, weight, window=Window(2, dilation=2**31))
+    far = Window(1, stride=2**31, padding=2**31)  # positions far to the left, on the grid, far to the right
+    assert far.output_size(1, 1) == (3, 3)
+    parents = torch.randn(1, 2, 3, 3, 1, 2)
+    found = functional.inverted_attention_routing(children, weight, parents, window=far, normalize=False)
+    assert found[:, :, 1, 1].abs().sum() > 0 and found.abs().sum() == found[:, :, 1, 1].abs().sum()
+
+
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.name != "attention-uniform"], ids=str)
+@pytest.mark.parametrize("name", [None, "cpu", "reference"])
+def test_float16_on_the_cpu(name: str | None, routing: features.Routing) -> None:
+    """The kernels of the CPU take none, and say so where they are forced; so the reference serves, sums in float32."""
+    given = {key: 0.5 * tensor for key, tensor in routing.tensors(dtype=torch.float16).items()}
+    with backend(name) if name else nullcontext():
+        if name == "cpu":
+            with pytest.raises(BackendError, match="float32, float64 and bfloat16, got float16"):
+                routing.ours(given)
+            return
+        found = routing.ours(given)
+    exact = routing.plain({key: tensor.double() for key, tensor in given.items()})
+    for key, tensor in found.items():
+        assert tensor.dtype == torch.float16
+        assert (tensor.double() - exact[key]).abs().max().item() <= 2e-2 * exact[key].abs().max().item(), key
 
 
 # ---- what is odd but right -------------------------------------------------------------------------------------------

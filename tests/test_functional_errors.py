@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
+from features import NothingRuns
 
 import fastcaps
 from fastcaps import Window, functional
@@ -38,15 +41,16 @@ NUMBERS = {"dynamic_routing": "gate", "routing_pool": "gate", "em_routing": "act
 
 
 @pytest.fixture(autouse=True)
-def _nothing_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "before_anything_runs" in request.keywords:
+def _nothing_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    with NothingRuns() if "before_anything_runs" in request.keywords else nullcontext():
+        yield
 
-        def ran(*_: object) -> None:
-            raise AssertionError("a pass ran")
 
-        for op in ("attention_routing", "pooling_routing", "gaussian_routing"):
-            for module in (functional.dynamic, functional.pooling, functional.em, functional.heinsen):
-                monkeypatch.setattr(module.ops, op, ran)
+@pytest.mark.before_anything_runs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_right_call_would_be_noticed(name: str) -> None:
+    with pytest.raises(AssertionError, match="ran"):
+        getattr(functional, name)(**arguments(name))
 
 
 @pytest.mark.parametrize("grid", [False, True])
@@ -87,7 +91,11 @@ def test_wrong_tensors(name: str) -> None:
     right = arguments(name)
     cases: list[tuple[type[Exception], str, dict[str, object]]] = [
         (TypeError, r"children must be a torch\.Tensor, got list", {"children": [1.0]}),
-        (TypeError, "children must have one of the dtypes float32", {"children": torch.ones(B, N, C, D).long()}),
+        (
+            TypeError,
+            "children must have one of the dtypes float32, .*got torch.int64",
+            {"children": torch.ones(B, N, C, D).long()},
+        ),
         (TypeError, "weight must have the dtype of children", {"weight": torch.randn(N, M, D, E).double()}),
         (TypeError, r"weight must be a torch\.Tensor, got int", {"weight": 3}),
         (ValueError, "weight must be on the device of children", {"weight": torch.randn(N, M, D, E, device="meta")}),
@@ -116,6 +124,25 @@ def test_wrong_grids(name: str) -> None:
         call(**(right | {"window": Window(2)}))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_numpy_numbers_are_numbers(name: str) -> None:
+    """What comes out of a numpy array or a search over settings."""
+    numbers = {"iterations": np.int64(2)}
+    numbers |= {"eps": np.float32(1e-3)} if name in ("em_routing", "heinsen_routing") else {}
+    numbers |= {"sharpness": np.float64(0.5), "parents": np.int32(M)} if name == "routing_pool" else {}
+    given = arguments(name)
+    found, wanted = (
+        getattr(functional, name)(**given, **settings)
+        for settings in (numbers, {key: value.item() for key, value in numbers.items()})
+    )
+    for one, other in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(TypeError, match="iterations must be an int"):
+        getattr(functional, name)(**given, iterations=np.float64(2.0))
+    with pytest.raises(TypeError, match="iterations must be an int"):
+        getattr(functional, name)(**given, iterations=np.bool_(True))
+
+
 def with_(name: str, **wrong: object) -> Callable[[], object]:
     return lambda: getattr(functional, name)(**(arguments(name) | wrong))
 
@@ -139,12 +166,17 @@ WRONG = [
     (ValueError, "inverse_temperature must be a finite number >= 0, got nan", "em_routing",
      {"inverse_temperature": math.nan}),
     (TypeError, "inverse_temperature must be a number", "em_routing", {"inverse_temperature": lambda turn: "hot"}),
-    (ValueError, "eps must be a finite number >= 0", "em_routing", {"eps": -1.0}),
+    (ValueError, "eps must be a finite number >= 0, got -1", "em_routing", {"eps": -1.0}),
     (ValueError, r"beta_use must have shape \[I or 1, M or 1\] = \[3 or 1, 7 or 1\], got \[7\]", "heinsen_routing",
      {"beta_use": torch.zeros(M)}),
     (ValueError, "beta_ignore must have shape", "heinsen_routing", {"beta_ignore": torch.zeros(2, M)}),
     (ValueError, "model must be one of 'gaussian', 'kmeans', got 'skm'", "heinsen_routing", {"model": "skm"}),
     (ValueError, "eps must be a finite number >= 0, got nan", "heinsen_routing", {"eps": math.nan}),
+    (ValueError, "eps must be a finite number >= 0, got inf", "heinsen_routing", {"eps": math.inf}),
+    (ValueError, "eps must be a finite number >= 0, got inf", "em_routing", {"eps": math.inf}),
+    (TypeError, "eps must be a number, got None", "em_routing", {"eps": None}),
+    (TypeError, "eps must be a number, got None", "heinsen_routing", {"eps": None}),
+    (ValueError, "sharpness must be a finite number >= 0, got nan", "routing_pool", {"sharpness": math.nan}),
 ]  # fmt: skip
 
 
