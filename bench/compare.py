@@ -48,7 +48,8 @@ _AGREE = 1e-3
 def sides(trees: Sequence[Path], threads: int) -> Iterator[list[Remote]]:
     """Start a process for each tree's package; rows and inputs are this checkout's for all of them."""
     with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
-        (Path(scratch) / "bench").symlink_to(ROOT / "bench")
+        for room in ("bench", "tools"):
+            (Path(scratch) / room).symlink_to(ROOT / room)
         found = [Remote(Path(scratch) / f"side{k}.log", threads, "cpu") for k in range(len(trees))]
         before = sys.path[:]
         try:

@@ -1,9 +1,4 @@
-"""The correctness gate: a speed figure stands only while its result agrees with the float64 reference.
-
-The rule is the contract's: the largest error of a result may be at most twice that of the eager reference of the same
-dtype, plus what rounding explains. Rounding is one unit in the last place of the largest number in the result and,
-where that is not enough, the condition of the problem: how far the float64 result moves when every input moves by one
-unit in the last place. Where matrix products may round their operands (tf32), that unit is the rounded operands'.
+"""The correctness gate: a speed figure stands only while its result keeps the rule of :mod:`tools.judge`.
 
 A uniform pass over a grid is the library's convolution by design, not a kernel; its eager yardstick is the worse of the
 reference and of a plain ``F.conv2d``, which sums in fewer and longer runs than the reference's einsum.
@@ -17,21 +12,26 @@ made most of its errors 3 to 47 times as large.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bench.alternatives import reference, runner
 from bench.inputs import Inputs, is_batched
 from bench.routings import AttentionPass
 from bench.stored import Layout
 from bench.workload import Implementation, Workload
+from tools.judge import Bar, Verdict
 
-__all__ = ["SAME", "Gate", "Verdict"]
+__all__ = ["SAME", "Gate"]
 
 _CHUNK_BYTES = 256 * 2**20
 """Votes that the float64 reference may store at once (four times as many on a GPU), by running a batch in parts."""
@@ -45,161 +45,83 @@ _OF_CHILDREN = ("children", "scores")
 """Arguments that children which are copies of each other have in common. (Results of these names are the parents'.)"""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the gate says of one result."""
+class Gate(Bar):
+    """What the results of one workload at one batch may err.
 
-    passed: bool  # whether every tensor keeps the rule
-    errors: dict[str, float]  # the largest of each tensor
-    allowed: dict[str, float]
-    complaint: str = ""  # the first thing that is wrong, in words
-
-
-def _of_children(name: str) -> bool:
-    """Tell whether a result is the gradient of what each child has."""
-    return name.startswith("d") and name[1:] in _OF_CHILDREN
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-class Gate:
-    """The float64 result of one workload at one batch, and how far the eager reference of the inputs' dtype is from it.
-
-    ``inputs`` are what the implementations under test are given; ``epsilon`` is one unit in the last place, by default
-    that of the inputs' dtype. ``shared`` is a file that keeps the float64 result and the eager error, for processes
-    that judge the same inputs.
+    ``inputs`` are what the implementations under test are given. ``shared`` is a file that keeps the float64 result and
+    the eager error, for processes that judge the same inputs.
     """
 
-    def __init__(
-        self, workload: Workload, inputs: Inputs, epsilon: float | None = None, shared: Path | None = None
-    ) -> None:
-        self.workload = workload
-        self.dtype = inputs.children.dtype
-        self.epsilon = torch.finfo(self.dtype).eps if epsilon is None else epsilon
-        self._batch = inputs.children.shape[0]
+    most_draws = 3  # a layer takes longer than a test's case
+
+    def __init__(self, workload: Workload, inputs: Inputs, tf32: bool = False, shared: Path | None = None) -> None:
+        self.workload, self._shared, self._batch = workload, shared, inputs.children.shape[0]
         self._samples = workload.samples_checked(self._batch)
-        self._inputs = self._problem(inputs)
-        self._condition: dict[str, float] | None = None
-        self.exact: dict[str, Tensor]
-        self.eager_error: dict[str, float]
-        if shared is not None and shared.is_file():
-            self.exact, self.eager_error = torch.load(shared)
-            return
-        self.exact = self._reference(self._inputs.to(torch.float64))
-        self.eager_error = self._eager_error()
-        if shared is not None:
-            torch.save((self.exact, self.eager_error), shared.with_suffix(".part"))
-            shared.with_suffix(".part").rename(shared)
-
-    def _eager_error(self) -> dict[str, float]:
-        """Return how far eager code of the inputs' dtype is from the float64 result."""
-        routing, errors = self.workload.routing, dict.fromkeys(self.exact, 0.0)
-        yardsticks = [self._judge_by()]
-        if isinstance(routing, AttentionPass) and routing.uniform and self.workload.grid and not routing.normalize:
-            yardsticks.append(convolution(self.workload))
-        for run in yardsticks:
-            for name, tensor in self._in_parts(run, self._inputs.to(self.dtype)).items():
-                error = _largest(tensor.double() - self.exact[name]) * self.workload.copies**0.5
-                errors[name] = max(errors[name], error)
-        return errors
-
-    def _judge_by(self) -> Implementation:
-        """Return the package's reference; for children that are copies, turns in which each counts so often."""
-        work = self.workload
-        if work.copies == 1:
-            return reference(work)
-        return partial(work.routing.turns, work, Layout(work.routing.layout(work)), work.copies)
-
-    def _problem(self, inputs: Inputs) -> Inputs:
-        """Return what the reference is given: all of it, some samples, or one of the copies of the children."""
         if self._samples is not None:
             inputs = inputs.samples(self._samples)
-        if self.workload.copies == 1:
-            return inputs
-        one = self.workload.types // self.workload.copies
-        cut = {name: tensor[:, :one] if name in _OF_CHILDREN else tensor for name, tensor in inputs.arguments.items()}
-        return replace(inputs, arguments=cut)
+        if workload.copies > 1:
+            one, given = workload.types // workload.copies, inputs.arguments
+            inputs = replace(inputs, arguments={n: t[:, :one] if n in _OF_CHILDREN else t for n, t in given.items()})
+        self._inputs = inputs
+        routing, by = workload.routing, reference(workload)
+        if workload.copies > 1:  # each child counts so often
+            by = partial(routing.turns, workload, Layout(routing.layout(workload)), workload.copies)
+        ways = [by]
+        if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
+            ways.append(convolution(workload))
+        runs = [partial(self._in_parts, way) for way in ways]
+        super().__init__(runs[0], [*inputs.arguments.values(), *inputs.grads.values()], runs, tf32)
 
-    def _off_by(self, name: str, tensor: Tensor) -> float:
-        """Return the largest error of a result, or of the part of it that is checked.
+    def measure(self, eager: Sequence[Any]) -> Any:
+        """Take what another process has found, or leave it for others."""
+        if self._shared is not None and self._shared.is_file():
+            return torch.load(self._shared)
+        exact, errors, dtypes = super().measure(eager)
+        found = exact, {name: error * self.workload.copies**0.5 for name, error in errors.items()}, dtypes
+        if self._shared is not None:
+            torch.save(found, self._shared.with_suffix(".part"))
+            self._shared.with_suffix(".part").rename(self._shared)
+        return found
 
-        The gradient of a child that counts k times is that of each copy times k.
-        """
-        if self._samples is not None and is_batched(name):
-            tensor = tensor[self._samples]
+    def compared(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the samples that are checked. The gradient of a child that counts k times is that of each copy."""
         exact, copies = self.exact[name], self.workload.copies
-        if copies > 1 and _of_children(name):
-            return max(_largest(part.double() * copies - exact) for part in tensor.chunk(copies, 1))
-        return _largest(tensor.double() - exact)
+        if self._samples is not None and is_batched(name) and found.shape[0] == self._batch:
+            found = found[self._samples]
+        if copies > 1 and name.startswith("d") and name[1:] in _OF_CHILDREN:
+            return found.double() * copies, exact.repeat(1, copies, *[1] * (exact.dim() - 2))
+        return found, exact
 
-    def _shape(self, name: str) -> list[int]:
-        """Return the shape that a result must have."""
-        shape = [*self.exact[name].shape]
-        if self._samples is not None and is_batched(name):
-            shape[0] = self._batch
-        if _of_children(name):
-            shape[1] *= self.workload.copies
-        return shape
-
-    def _reference(self, inputs: Inputs) -> dict[str, Tensor]:
-        return self._in_parts(self._judge_by(), inputs)
-
-    def _in_parts(self, run: Implementation, inputs: Inputs) -> dict[str, Tensor]:
-        """Run a training step in parts of the batch, and put the parts together."""
-        workload, batch = self.workload, inputs.children.shape[0]
-        per_sample = workload.votes_bytes(1, inputs.children.element_size()) // workload.copies
-        step = max(1, _CHUNK_BYTES * (4 if inputs.children.is_cuda else 1) // per_sample)
-        parts = [
-            runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
-            for first in range(0, batch, step)
+    def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
+        """Hold what :func:`bench.alternatives.runner` returns, of a forward pass or a training step, to the rule."""
+        odd = [
+            f"{name} has numbers that are not finite" for name, tensor in found.items() if not tensor.isfinite().all()
         ]
+        if odd or found.keys() != {*self.workload.routing.results}:
+            return Verdict({}, {}, odd) if odd else super().judge(found, share)
+        return self._judge(found, share)
+
+    def _in_parts(self, run: Implementation, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Run a training step in parts of the batch, and put the parts together."""
+        names, given = [*self._inputs.arguments, *self._inputs.grads], len(self._inputs.arguments)
+        pairs = list(zip(names, tensors, strict=True))
+        inputs = replace(self._inputs, arguments=dict(pairs[:given]), grads=dict(pairs[given:]))
+        per_sample = self.workload.votes_bytes(1, tensors[0].element_size()) // self.workload.copies
+        step = max(1, _CHUNK_BYTES * (4 if tensors[0].is_cuda else 1) // per_sample)
+        watched, plain = torch._C._len_torch_dispatch_stack() > 0, nullcontext()
+        if watched:  # a mode of tools.judge wants every operation: forward-mode derivatives make an op its formulas
+            step, plain = max(1, step // 16), forward_ad.dual_level()  # which keep more for their way back
+        with plain:
+            parts = [
+                runner(run, inputs.apply(torch.clone).samples(slice(first, first + step)), training=True)()
+                for first in range(0, tensors[0].shape[0], step)
+            ]
         return {
             name: torch.cat([part[name] for part in parts])
             if is_batched(name)
             else torch.stack([part[name] for part in parts]).sum(0)
             for name in parts[0]
         }
-
-    def condition(self) -> dict[str, float]:
-        """Return how far the float64 result moves when every input moves by one unit in the last place."""
-        if self._condition is None:
-            generator = torch.Generator().manual_seed(1)
-
-            def moved(tensor: Tensor) -> Tensor:
-                signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device).double() * 2 - 1
-                return tensor.double() * (1 + self.epsilon * signs)
-
-            other = self._reference(self._inputs.apply(moved))
-            self._condition = {name: _largest(other[name] - value) for name, value in self.exact.items()}
-        return self._condition
-
-    def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
-        """Hold a result, of a forward pass or of a training step, to the rule.
-
-        ``found`` is what :func:`bench.alternatives.runner` returns. A ``share`` of each result's largest number is also
-        allowed; 0 is the contract, which this package is held to.
-        """
-        errors: dict[str, float] = {}
-        allowed: dict[str, float] = {}
-        complaint = ""
-        forward = {name for name in self.exact if name in self.workload.routing.results}
-        if found.keys() not in (forward, self.exact.keys()):
-            return Verdict(False, errors, allowed, f"results are {sorted(found)}, wanted {sorted(self.exact)}")
-        for name, tensor in found.items():
-            wanted = self._shape(name)
-            if [*tensor.shape] != wanted:
-                return Verdict(False, errors, allowed, f"{name} has shape {[*tensor.shape]}, wanted {wanted}")
-            if not torch.isfinite(tensor).all():
-                return Verdict(False, errors, allowed, f"{name} has numbers that are not finite")
-            errors[name] = self._off_by(name, tensor)
-            allowed[name] = 2 * self.eager_error[name] + (self.epsilon + share) * _largest(self.exact[name])
-            if errors[name] > allowed[name]:
-                allowed[name] += self.condition()[name]
-            if errors[name] > allowed[name] and not complaint:
-                complaint = f"{name} errs by {errors[name]:.3g}, allowed {allowed[name]:.3g}"
-        return Verdict(not complaint, errors, allowed, complaint)
 
 
 def convolution(workload: Workload) -> Implementation:

@@ -134,7 +134,7 @@ class Runner:
         if self._gate is None or self._gate[0] != key:
             self._gate = None
             shared = None if self._gates is None else self._gates / f"{'-'.join(map(str, key))}.pt"
-            made = Gate(case.workload, self._inputs_of(case), PRECISIONS[case.precision].epsilon, shared)
+            made = Gate(case.workload, self._inputs_of(case), PRECISIONS[case.precision].tf32, shared)
             self._gate = (key, made)
         return self._gate[1]
 
@@ -176,7 +176,7 @@ class Runner:
             self._ready = dict
             self._gate = self._inputs = None
             self._empty()
-        told = {"complaint": verdict.complaint, "errors": verdict.errors, "allowed": verdict.allowed}
+        told = {"complaint": "; ".join(verdict.complaints), "errors": verdict.errors, "allowed": verdict.allowed}
         return told | {"seconds": seconds}
 
     def package(self) -> str:

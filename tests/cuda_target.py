@@ -2,7 +2,7 @@
 
 Everywhere their very sources run on the CPU (``cuda_on_cpu``), one block at a time, every access to memory watched: a
 race within a block or between two, a step outside of shared memory or of a tensor, a misaligned vector or lanes that
-do not meet are errors. Where there is a GPU the compiled kernels run as well. What they may err: ``judge``.
+do not meet are errors. Where there is a GPU the compiled kernels run as well. What they may err: ``tools.judge``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A row tells how to make the arguments of a case, what one turn of the oracle is and what lies between two, which results
 have gradients, and which cases there are. Whoever adds a routing adds a row here; ``test_registry`` holds the rows
-equal to the ops that are registered. Nothing here needs pytest: the sanitizer and the ABI check import it too.
+equal to the ops that are registered. Nothing here needs pytest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import oracle_routings as loops
 import torch
 from case_rows import ATTENTION_CASES, GAUSSIAN_CASES, POOLING_CASES
 from cases import SCHEDULE, Case
-from judge import Bar
 from torch import Tensor
 
 import fastcaps
@@ -25,6 +24,7 @@ from fastcaps.reference import DETACH, Rule
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.vectors import unit
 from fastcaps.votes import Votes
+from tools.judge import Bar
 
 __all__ = ["ROUTINGS", "BackwardCall", "Call", "Routing", "routing_of"]
 
@@ -332,7 +332,7 @@ class Call:
                 return self.having(tensors).training(Call.by_op)
 
         rounds = self.routing.stem == "pooling" or self.given.get("iterations", 1) > 1
-        return Bar(by_loop, self.tensors, by_formulas if training and rounds else None, tf32)
+        return Bar(by_loop, self.tensors, [by_formulas] if training and rounds else [], tf32)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from cuda_rows import POSES, cases_of, every_cuda_case, row
 from cuda_target import GPU, MACHINE, ON_DEVICE, OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import Bar
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 
 from bench.workloads import find
 from fastcaps.reference import Rule
 from tools import estimates
+from tools.judge import Bar
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 autoused_order = pytest.fixture(autouse=True)(mixed_order)

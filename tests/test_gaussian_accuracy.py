@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from judge import Bar
 from suite import native_only
 from torch import Tensor
 
 from fastcaps import functional
+from tools.judge import Bar
 
 SHAPES = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children
     "one-child": (2, 1, 3, (4, 4, 4), 1),
@@ -107,6 +107,6 @@ def test_at_most_twice_the_error_of_eager(routing: str, shape: str, eps: float) 
     for seed in range(6):
         given = tensors(shape, seed)
         bar = Bar(lambda numbers: training(eager, routing, eps, numbers), given)
-        complaints = bar.complaints(training(ours, routing, eps, given))
+        complaints = bar.judge(training(ours, routing, eps, given)).complaints
         wrong += [complaints] if complaints else []
     assert len(wrong) <= 1, wrong

@@ -31,6 +31,7 @@ def _run(library: Path, *command: str, level: str = "default") -> subprocess.Com
     environment = {
         **os.environ,
         "LD_PRELOAD": str(library),
+        "PYTHONPATH": str(TESTS.parent),
         "FASTCAPS_CPU_CAPABILITY": level,
         "FASTCAPS_GUARD_SCRATCH": "1",
     }

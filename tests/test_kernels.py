@@ -1,6 +1,6 @@
 """Every routing as whatever serves the CPU here, against the oracle: results, every gradient, and the same bits.
 
-A result errs at most what ``judge.Bar`` allows: twice what eager torch of the same dtype errs, and rounding.
+A result errs at most what ``tools.judge.Bar`` allows: twice what eager torch of the same dtype errs, and rounding.
 """
 
 from __future__ import annotations

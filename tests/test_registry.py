@@ -12,12 +12,12 @@ import pytest
 import torch
 from cases import LAYOUTS, Case
 from covering import pairs_of, rows_covering
-from judge import Bar, allowed_error
 from registry import ROUTINGS, Routing, every_case
 from torch import Tensor
 
 from fastcaps import ops
 from fastcaps.reference import Rule
+from tools.judge import Bar, allowed_error
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 
@@ -121,13 +121,13 @@ def test_the_bar_sees_what_is_wrong(dtype: torch.dtype) -> None:
     bar.hold(right)
     epsilon = torch.finfo(dtype).eps
     for spoil, says in (
-        (lambda t: t + (torch.arange(33) == 7) * 60 * epsilon * 16, "error"),
-        (lambda t: torch.where(torch.arange(33) == 7, torch.nan, t), "never written"),
+        (lambda t: t + (torch.arange(33) == 7) * 60 * epsilon * 16, "errs by"),
+        (lambda t: torch.where(torch.arange(33) == 7, torch.nan, t), "not finite"),
         (lambda t: t.masked_fill(t == -torch.inf, 0.0) if t.isinf().any() else t[:-1], "wanted"),
         (lambda t: t.double(), "wanted"),
     ):
         wrong = {**right, "sum": spoil(right["sum"])}
         wrong["sum"] = wrong["sum"].to(dtype) if says != "wanted" else wrong["sum"]
-        assert any(says in complaint for complaint in bar.complaints(wrong)), says
-    assert bar.complaints({**right, "log": right["log"].masked_fill(right["log"] == -torch.inf, 0.0)})
-    assert bar.complaints({"sum": right["sum"]})
+        assert any(says in complaint for complaint in bar.judge(wrong).complaints), says
+    assert bar.judge({**right, "log": right["log"].masked_fill(right["log"] == -torch.inf, 0.0)}).complaints
+    assert bar.judge({"sum": right["sum"]}).complaints

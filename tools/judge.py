@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["Bar", "Rounding", "allowed_error", "largest", "largest_error"]
+__all__ = ["Bar", "Rounding", "Verdict", "allowed_error", "largest", "largest_error"]
 
 Tensors = Sequence[Tensor | None]
 Run = Callable[[Tensors], dict[str, Tensor]]
@@ -65,7 +65,7 @@ class Rounding(TorchDispatchMode):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         signs = torch.randint(0, 2, value.shape, generator=self.generator).double() * 2 - 1
-        return value * (1 + self.epsilon * signs)
+        return value * (1 + self.epsilon * signs.to(value.device))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -94,7 +94,7 @@ class _Tf32(TorchDispatchMode):
             return value
         if self.draws is not None:
             share = torch.rand(value.shape, generator=self.draws, dtype=torch.float64) * 2 - 1
-            return value * (1 + TF32_ROUNDING * share)
+            return value * (1 + TF32_ROUNDING * share.to(value.device))
         bits = value.contiguous().view(torch.int32)  # nearest, halves away from zero: sign and magnitude are apart
         return torch.where(value.isfinite(), ((bits + 0x1000) & -0x2000).view(torch.float32), value)
 
@@ -104,14 +104,22 @@ class _Tf32(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Verdict(NamedTuple):
+    """What the rule says of results."""
+
+    errors: dict[str, float]  # the largest of each
+    allowed: dict[str, float]
+    complaints: list[str]  # what is wrong, in words
+
+
 class Bar:
     """What the results of one call may err: :meth:`hold` asserts that they do not err more.
 
     The exact results are the reference's in float64, eager's error is that of the reference in the call's dtype. The
     condition is by how much the float64 results change when all inputs and all intermediate results move by one unit
-    in the last place of the dtype in which sums are kept, up or down by chance. Three draws estimate that; where they
-    do not suffice, 30 do it better. In float64 nothing more precise is there to measure the reference's own error: its
-    condition stands for it.
+    in the last place of the dtype in which sums are kept, up or down by chance. It is looked for where an error needs
+    it, in as many draws as it needs, up to 30. In float64 nothing more precise is there to measure the reference's own
+    error: its condition stands for it.
 
     Parameters
     ----------
@@ -119,29 +127,38 @@ class Bar:
         The reference: takes the tensors, in any dtype, and returns results and gradients by name.
     tensors : sequence of Tensor or None
         All that the results depend on, gradients of outputs included; the first has the call's dtype.
-    eager : callable, optional
-        Another eager way to the same results whose error counts. By default ``run``.
+    eager : sequence of callables
+        Eager ways to the same results: the largest of their errors counts. By default ``run`` is the only one.
     tf32 : bool
         The call is in float32, and its matrix products may round their factors to tf32. So do eager's, and the
         condition is where the factors move by up to that rounding.
     """
 
-    def __init__(self, run: Run, tensors: Tensors, eager: Run | None = None, tf32: bool = False) -> None:
+    most_draws = 30
+
+    def __init__(self, run: Run, tensors: Tensors, eager: Sequence[Run] = (), tf32: bool = False) -> None:
         assert tensors[0] is not None
-        self.run, self.dtype, self.tf32 = run, tensors[0].dtype, tf32
+        self.run, self.tensors, self.dtype, self.tf32 = run, tensors, tensors[0].dtype, tf32
         self.doubles = [None if t is None else t.double() for t in tensors]
-        self.exact = run(self.doubles)
-        self.dtypes = {name: value.dtype for name, value in self.exact.items()}
-        self.eager_error: dict[str, float] = {}
-        if self.dtype != torch.float64 or eager is not None:
-            with _Tf32() if tf32 else nullcontext():
-                found = (eager or run)(tensors)
-            self.dtypes = {name: value.dtype for name, value in found.items()}
-            self.eager_error = {name: largest_error(value, self.exact[name]) for name, value in found.items()}
-        accumulated = torch.promote_types(self.dtype, torch.float32)
-        self.rounding = Rounding(torch.finfo(accumulated).eps)
+        self.exact, self.eager_error, self.dtypes = self.measure(eager)
+        self.rounding = Rounding(torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps)
         self.condition = dict.fromkeys(self.exact, 0.0)
         self.draws = 0
+
+    def measure(self, eager: Sequence[Run]) -> tuple[dict[str, Tensor], dict[str, float], dict[str, torch.dtype]]:
+        """Return the exact results, eager's errors, and the dtypes that results must have."""
+        exact = self.run(self.doubles)
+        dtypes, errors = {name: value.dtype for name, value in exact.items()}, {}
+        for other in eager or (() if self.dtype == torch.float64 else (self.run,)):
+            with _Tf32() if self.tf32 else nullcontext():
+                found = other(self.tensors)
+            dtypes = {name: value.dtype for name, value in found.items()}
+            errors = {n: max(errors.get(n, 0.0), largest_error(value, exact[n])) for n, value in found.items()}
+        return exact, errors, dtypes
+
+    def compared(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the part of a result that is compared, and what it is compared with."""
+        return found, self.exact[name]
 
     def draw(self) -> None:
         """Take one more draw into the estimate of the condition."""
@@ -160,28 +177,34 @@ class Bar:
             eager = max(eager, condition)
         return allowed_error(self.exact[name], self.dtypes[name], eager, condition)
 
-    def complaints(self, found: dict[str, Tensor]) -> list[str]:
-        """Return what is wrong with results, in words; nothing if they keep the rule."""
+    def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
+        """Hold results to the rule. A ``share`` of each one's largest number is allowed besides: 0 is the contract."""
         if found.keys() != self.exact.keys():
-            return [f"results are {sorted(found)}, wanted {sorted(self.exact)}"]
-        wrong = []
-        for name, value in self.exact.items():
-            one = found[name]
-            if one.shape != value.shape or one.dtype != self.dtypes[name]:
+            return Verdict({}, {}, [f"results are {sorted(found)}, wanted {sorted(self.exact)}"])
+        return self._judge(found, share)
+
+    def _judge(self, found: dict[str, Tensor], share: float) -> Verdict:
+        wrong, errors = [], {}
+        for name, result in found.items():
+            one, value = self.compared(name, result)
+            if one.shape != value.shape or (result.dtype != self.dtypes[name] and not share):
                 wanted = f"{self.dtypes[name]} {list(value.shape)}"
-                wrong.append(f"{name} is {one.dtype} {list(one.shape)}, wanted {wanted}")
+                wrong.append(f"{name} is {result.dtype} {list(one.shape)}, wanted {wanted}")
             elif not torch.equal(one.isfinite(), value.isfinite()):
-                wrong.append(f"{name} has numbers that were never written")
+                wrong.append(f"{name} is not finite where it ought to be, or the other way round")
+            else:
+                errors[name] = largest_error(one, value)
         if wrong:
-            return wrong
-        error = {name: largest_error(found[name], value) for name, value in self.exact.items()}
-        while self.draws < 3:
+            return Verdict({}, {}, wrong)
+        while True:
+            allowed = {name: self.allowed(name) + share * largest(self.exact[name]) for name in errors}
+            late = [name for name, error in errors.items() if not error <= allowed[name]]
+            if not late or self.draws >= self.most_draws:
+                said = [f"{name} errs by {errors[name]:.3g}, allowed {allowed[name]:.3g}" for name in late]
+                return Verdict(errors, allowed, said)
             self.draw()
-        while (late := [name for name in self.exact if error[name] > self.allowed(name)]) and self.draws < 30:
-            self.draw()
-        return [f"{name}: error {error[name]:.3g}, allowed {self.allowed(name):.3g}" for name in late]
 
     def hold(self, found: dict[str, Tensor]) -> None:
         """Assert that results, by name, are complete, of the right shapes and dtypes, and keep the rule."""
-        wrong = self.complaints(found)
+        wrong = self.judge(found).complaints
         assert not wrong, wrong
