@@ -29,7 +29,6 @@ __all__ = ["ALTERNATIVES", "OURS", "build", "bytes_needed", "eager", "is_compile
 OURS = "fastcaps"
 ALTERNATIVES = ("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled")
 _SUFFIX = "-compiled"
-_EINSUM_LAYOUT = "pimce"
 
 
 def is_compiled(name: str) -> bool:
@@ -39,25 +38,18 @@ def is_compiled(name: str) -> bool:
 
 def reference(workload: Workload) -> Implementation:
     """Return this package's eager reference, by which the gate judges; votes are stored."""
-    ours = workload.routing.ours(workload)
-
-    def run(**arguments: Tensor) -> tuple[Tensor, ...]:
-        with fastcaps.backend("reference"):
-            return ours(**arguments)
-
-    return run
+    return fastcaps.backend("reference")(workload.routing.ours(workload))  # type: ignore[operator, no-any-return]
 
 
 def eager(name: str, workload: Workload) -> Implementation:
     """Return the implementation ``name`` of a workload, without the compilation that its name may ask for."""
     if name not in (OURS, *ALTERNATIVES):
         raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
-    routing = workload.routing
     if name == OURS:
-        return routing.ours(workload)
+        return workload.routing.ours(workload)
     einsum = name.removesuffix(_SUFFIX) == "einsum"
-    layout = Layout(_EINSUM_LAYOUT, einsum=True) if einsum else Layout(routing.layout(workload))
-    return partial(routing.turns, workload, layout, 1)
+    layout = Layout("pimce", einsum=True) if einsum else Layout(workload.routing.layout(workload))
+    return partial(workload.routing.turns, workload, layout, 1)
 
 
 def build(name: str, workload: Workload) -> Implementation:
@@ -80,18 +72,13 @@ def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], 
     """
     arguments, names = inputs.arguments, tuple(inputs.grads)
     if not training:
-
-        def forward() -> dict[str, Tensor]:
-            with torch.no_grad():
-                return dict(zip(names, run(**arguments), strict=True))
-
-        return forward
-
+        return torch.no_grad()(lambda: dict(zip(names, run(**arguments), strict=True)))
     learned, cotangents = inputs.require_grad().learned, tuple(inputs.grads.values())
+    leaves = tuple(learned.values())
 
     def step() -> dict[str, Tensor]:
         results = run(**arguments)
-        gradients = torch.autograd.grad(results, tuple(learned.values()), cotangents)
+        gradients = torch.autograd.grad(results, leaves, cotangents)
         found = {name: result.detach() for name, result in zip(names, results, strict=True)}
         return found | {f"d{name}": gradient for name, gradient in zip(learned, gradients, strict=True)}
 

@@ -113,7 +113,7 @@ class Gate(Bar):
             step, plain = max(1, step // 16), forward_ad.dual_level()  # which keep more for their way back
         with plain:
             parts = [
-                runner(run, inputs.apply(torch.clone).samples(slice(first, first + step)), training=True)()
+                runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
                 for first in range(0, tensors[0].shape[0], step)
             ]
         return {

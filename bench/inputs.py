@@ -10,12 +10,12 @@ from torch import Tensor
 
 __all__ = ["Inputs", "is_batched", "size_of"]
 
-_OF_SAMPLES = ("children", "parents", "activations", "scores", "poses", "means", "variances")
+_OF_SAMPLES = {"children", "parents", "activations", "scores", "poses", "means", "variances"}
 
 
 def is_batched(name: str) -> bool:
     """Tell whether an argument or a result, or its gradient ``d`` + name, has the batch as its first dimension."""
-    return name in _OF_SAMPLES or (name.startswith("d") and name[1:] in _OF_SAMPLES)
+    return name in _OF_SAMPLES or (name[0] == "d" and name[1:] in _OF_SAMPLES)
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
@@ -25,11 +25,9 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one routing, and the cotangents of its results for the training step.
+    """Arguments of one routing, and the cotangents of its results for the training step, in public layout.
 
-    Everything is in public layout: ``children`` ``[B, I, C, D]`` or ``[B, N, H, W, C, D]``, ``weight``
-    ``[G, M, D, E]``, parents and their cotangents ``[B, M, C, E]`` or ``[B, M, Ho, Wo, C, E]``. Grids lie in memory
-    with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
+    Grids lie in memory with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
     """
 
     arguments: dict[str, Tensor]  # by name; what is absent is not there
@@ -46,30 +44,18 @@ class Inputs:
         """The arguments that a training step differentiates."""
         return {name: tensor for name, tensor in self.arguments.items() if name not in self.fixed}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arguments, without the cotangents."""
-        return size_of(self.arguments.values())
-
-    def apply(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """Return the same with every tensor changed, and cut off from any graph."""
-
-        def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: change(tensor.detach()) for name, tensor in tensors.items()}
-
-        return replace(self, arguments=changed(self.arguments), grads=changed(self.grads))
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:
+        """Return the same with every tensor changed."""
+        arguments, grads = ({n: change(n, t) for n, t in given.items()} for given in (self.arguments, self.grads))
+        return replace(self, arguments=arguments, grads=grads)
 
     def to(self, target: torch.dtype | torch.device) -> Inputs:
-        """Return the same numbers in another dtype or on another device, memory order kept."""
-        return self.apply(lambda tensor: tensor.to(target))
+        """Return the same numbers in another dtype or on another device, cut off from any graph."""
+        return self.each(lambda _, tensor: tensor.detach().to(target))
 
     def samples(self, part: slice | Sequence[int]) -> Inputs:
         """Return the samples ``part`` of the batch; what has no batch stays whole."""
-
-        def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor[part] if is_batched(name) else tensor for name, tensor in tensors.items()}
-
-        return replace(self, arguments=cut(self.arguments), grads=cut(self.grads))
+        return self.each(lambda name, tensor: tensor[part] if is_batched(name) else tensor)
 
     def require_grad(self) -> Inputs:
         """Let every argument that is learned require its gradient, in place; return self."""

@@ -3,9 +3,8 @@
 What is counted is resident memory (RSS). The baseline is taken when the inputs lie in memory, and a miniature of the
 layer and then the call itself have run once, so that code is loaded and threads are up; what they left to the allocator
 was given back. The peak is the highest RSS that the kernel saw during the second call; what the first one keeps for
-good, by the count of memory without a file behind it, is added. Results and gradients are part of the growth;
-``beyond`` is the growth without them: what the call needed for itself. Either is exact to about 1 MB, by which the
-system's counters may lag.
+good, by the count of memory without a file behind it, is added. Either is exact to about 1 MB, by which the system's
+counters may lag.
 """
 
 from __future__ import annotations
@@ -15,51 +14,27 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from bench.inputs import Inputs, size_of
 
-__all__ = ["Peak", "kept_by", "measure", "peak_of", "peak_supported"]
+__all__ = ["kept_by", "measure", "peak_of", "peak_supported"]
 
-_STATUS = "/proc/self/status"
-_RESET = "/proc/self/clear_refs"
+_STATUS, _RESET = "/proc/self/status", "/proc/self/clear_refs"
 _MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Growth of a process during one call, in bytes."""
-
-    growth: int  # peak minus baseline
-    results: int  # of what the call returned
-    inputs: int = 0  # of the arguments and the results' cotangents, which lay in memory before
-    resident: int = 0  # the whole process at the peak: what a machine must have
-
-    @property
-    def beyond(self) -> int:
-        """Growth without the results; never below 0."""
-        return max(0, self.growth - self.results)
-
-    @property
-    def total(self) -> int:
-        """All tensors of the layer: inputs, parameters, results, gradients, and what was needed for a time."""
-        return self.inputs + self.growth
-
-    def entry(self) -> dict[str, int]:
-        """Return what is written down."""
-        sizes = {"peak": self.growth, "results": self.results, "beyond": self.beyond}
-        return sizes | {"inputs": self.inputs, "total": self.total, "resident": self.resident}
 
 
 def _status(field: str) -> int:
     with open(_STATUS) as lines:
-        for line in lines:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{_STATUS} has no {field}")
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def _reset_peak() -> None:
+    """Make the present size the peak so far."""
+    with open(_RESET, "w") as reset:
+        reset.write("5")
 
 
 def peak_supported() -> str:
@@ -67,8 +42,7 @@ def peak_supported() -> str:
     if not os.path.exists(_STATUS):
         return f"no {_STATUS} on {sys.platform}"
     try:
-        with open(_RESET, "w") as reset:
-            reset.write("5")
+        _reset_peak()
     except OSError as error:
         return f"{_RESET}: {error}"
     return ""
@@ -80,11 +54,10 @@ def _give_back() -> None:
     By default glibc holds ever larger blocks the longer a process runs, and the peak would be of its habits.
     """
     gc.collect()
-    if sys.platform.startswith("linux"):
-        library = ctypes.CDLL(None)
-        if hasattr(library, "malloc_trim") and hasattr(library, "mallopt"):
-            library.mallopt(_MMAP_THRESHOLD, 128 << 10)
-            library.malloc_trim(0)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim") and hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, 128 << 10)
+        library.malloc_trim(0)
 
 
 def kept_by(call: Callable[[], Any]) -> int:
@@ -97,13 +70,9 @@ def kept_by(call: Callable[[], Any]) -> int:
 
 
 def measure(call: Callable[[], Any]) -> int:
-    """Return by how many bytes the resident memory of this process grows at its peak during ``call()``.
-
-    Memory that the allocator holds for reuse is given back first, so that using it again counts.
-    """
+    """Return by how many bytes the resident memory of this process grows at its peak during ``call()``."""
     _give_back()
-    with open(_RESET, "w") as reset:
-        reset.write("5")  # the peak so far becomes the present size
+    _reset_peak()
     before = _status("VmRSS")
     kept = call()
     peak = _status("VmHWM")
@@ -111,8 +80,12 @@ def measure(call: Callable[[], Any]) -> int:
     return max(0, peak - before)
 
 
-def peak_of(call: Callable[[], dict[str, Tensor]], inputs: Inputs, training: bool, kept: int = 0) -> Peak:
-    """Measure one call, of which it is known what it keeps for good, in this process."""
+def peak_of(call: Callable[[], dict[str, Tensor]], inputs: Inputs, training: bool, kept: int = 0) -> dict[str, int]:
+    """Return the bytes of one call, of which it is known what it keeps for good.
+
+    ``peak`` is the growth, ``results`` its part that the call returned, ``beyond`` the rest: what the call needed for
+    itself. ``inputs`` lay in memory before; ``total`` counts all tensors of the layer, ``resident`` the whole process.
+    """
     results = 0
 
     def counted() -> Any:
@@ -122,5 +95,6 @@ def peak_of(call: Callable[[], dict[str, Tensor]], inputs: Inputs, training: boo
         return found
 
     growth = measure(counted) + kept
-    given = inputs.nbytes + (size_of(inputs.grads.values()) if training else 0)
-    return Peak(growth, results, given, _status("VmHWM"))
+    given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if training else ())])
+    found = {"peak": growth, "results": results, "beyond": max(0, growth - results)}
+    return found | {"inputs": given, "total": given + growth, "resident": _status("VmHWM")}

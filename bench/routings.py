@@ -110,9 +110,6 @@ class DynamicRouting(Routing):
         so that children come to differ in whom they agree with."""
         return {"children": squash(draw.children(work.rows, work.columns_in), (-2, -1)), "weight": draw.weight(1.0)}
 
-    def settings(self, work: Workload) -> dict[str, Any]:
-        return {"iterations": self.iterations, "window": work.window}
-
     def operations(self, work: Workload) -> int:
         """Count ``2 C D E`` for the vote, once; ``C E`` for the first turn's sum of votes, and ``4 C E`` for agreement
         and weighted sum in every other turn."""
@@ -128,10 +125,6 @@ class DynamicRouting(Routing):
             if turn + 1 < self.iterations:
                 query = query + parents
         return (as_parents(layout.back(parents, "pmce"), work, given["children"].shape[0]),)
-
-    def layout(self, work: Workload) -> str:
-        """Votes are copied once, so that agreement and weighted sum are a batched matmul each."""
-        return "pmice"
 
 
 @dataclass(frozen=True)
@@ -166,10 +159,7 @@ class EMRouting(Routing):
         return made
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        return {"iterations": self.iterations, "eps": _EM_EPS, "window": work.window}
-
-    def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
-        return {"poses": draw.parents(work.rows, work.columns_out), "activations": draw.parents()}
+        return super().settings(work) | {"eps": _EM_EPS}
 
     def operations(self, work: Workload) -> int:
         return _gaussian_operations(work, self.iterations)
@@ -219,7 +209,7 @@ class HeinsenRouting(Routing):
         scores = draw.children()
         if self.layers:
             tokens = work.types // self.layers
-            lengths = draw.whole_numbers(tokens // 2, tokens, draw.batch, 1)
+            lengths = torch.randint(tokens // 2, tokens + 1, (draw.batch, 1), generator=draw.generator)
             scores = scores.masked_fill(torch.arange(work.types) // self.layers >= lengths, -torch.inf)
         return {
             "children": draw.children(work.rows, work.columns_in),
@@ -231,15 +221,11 @@ class HeinsenRouting(Routing):
         }
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        return {"iterations": self.iterations, "eps": _HEINSEN_EPS}
+        return super().settings(work) | {"eps": _HEINSEN_EPS}
 
     def unpack(self, found: Any) -> tuple[Tensor, ...]:
         """Return scores, means and variances, whichever of them comes first."""
         return tuple(sorted(super().unpack(found), key=lambda tensor: tensor.dim()))  # a stable sort
-
-    def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
-        pose = work.rows, work.columns_out
-        return {"scores": draw.parents(), "means": draw.parents(*pose), "variances": draw.parents(*pose)}
 
     def operations(self, work: Workload) -> int:
         return _gaussian_operations(work, self.iterations)
@@ -285,7 +271,7 @@ class RoutingPool(Routing):
         return {"children": draw.children(work.rows, work.columns_in).relu()}
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        return {"iterations": self.iterations, "sharpness": self.sharpness}
+        return super().settings(work) | {"sharpness": self.sharpness}
 
     @property
     def passes(self) -> int:
@@ -309,7 +295,3 @@ class RoutingPool(Routing):
             shares = torch.softmax(layout.agree(keys, query * self.sharpness), layout.child)
             sums = layout.weigh(shares, votes)
         return (as_parents(layout.back(sums, "pmce"), work, given["children"].shape[0]),)
-
-    def layout(self, work: Workload) -> str:
-        """Agreement and weighted sum are a batched matmul each, with nothing copied between them."""
-        return "pmice"

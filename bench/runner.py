@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from bench.alternatives import OURS, build, is_compiled, runner
 from bench.device_timing import latency, measure_rates, peak, replayed, three_launches, timed
 from bench.gate import SAME, Gate
 from bench.inputs import Inputs
-from bench.memory_probe import Peak, kept_by, peak_of
-from bench.timing import Sgemm, time_calls
+from bench.memory_probe import kept_by, peak_of
+from bench.timing import time_calls
 from bench.workload import Workload
 
 __all__ = ["PRECISIONS", "TRITON", "Case", "Precision", "Remote", "Runner", "WorkerError"]
@@ -51,7 +52,7 @@ class Precision:
     name: str
     dtype: torch.dtype  # of all tensors
     tf32: bool  # whether float32 matrix products may round their operands to 10 bits of mantissa
-    epsilon: float  # one unit in the last place of what is multiplied: what the gate calls rounding
+    epsilon: float  # one unit in the last place of what is multiplied
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -101,9 +102,8 @@ class Runner:
 
     def __init__(self, device: str, seconds: float = 0.06, sgemm: int = 2048, gates: Path | None = None) -> None:
         self.device = torch.device(device)
-        self._seconds = seconds
-        self._sgemm_size, self._sgemm = sgemm, None
-        self._gates = gates
+        self._seconds, self._sgemm_size, self._gates = seconds, sgemm, gates
+        self._sgemm: Callable[[], Any] | None = None
         self._inputs: tuple[tuple[str, int], Inputs] | None = None
         self._gate: tuple[tuple[str, int, str], Gate] | None = None
         self._built: dict[tuple[str, Case], Callable[..., Any]] = {}
@@ -117,7 +117,6 @@ class Runner:
             about |= {"device": found.name, "multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda}
             about |= {"capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
         about["backends"] = {entry.name: entry.detail for entry in fastcaps.backends.listing()}
-        about["triton"] = _version("triton")
         rates = measure_rates(self.device, seconds, PRECISIONS)
         return about | {"rates": rates, "three_launches": three_launches(self.device, seconds)}
 
@@ -134,8 +133,7 @@ class Runner:
         if self._gate is None or self._gate[0] != key:
             self._gate = None
             shared = None if self._gates is None else self._gates / f"{'-'.join(map(str, key))}.pt"
-            made = Gate(case.workload, self._inputs_of(case), PRECISIONS[case.precision].tf32, shared)
-            self._gate = (key, made)
+            self._gate = (key, Gate(case.workload, self._inputs_of(case), PRECISIONS[case.precision].tf32, shared))
         return self._gate[1]
 
     def _call(self, case: Case, name: str) -> Callable[[], Any]:
@@ -143,14 +141,8 @@ class Runner:
         if (name, case) not in self._built:
             self._built[name, case] = build(OURS if name == TRITON else name, case.workload)
         call = runner(self._built[name, case], self._inputs_of(case), case.training)
-        if name != TRITON:
-            return call
-
-        def by_triton() -> Any:
-            with fastcaps.backend("triton"):  # the whole step: the backward pass chooses for itself
-                return call()
-
-        return by_triton
+        # the whole step: the backward pass chooses for itself
+        return fastcaps.backend("triton")(call) if name == TRITON else call  # type: ignore[operator, no-any-return]
 
     def check(self, case: Case, name: str) -> dict[str, Any]:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
@@ -173,9 +165,7 @@ class Runner:
         self._ready = call
         if self.device.type == "cuda" and is_compiled(name):  # a process among many: what it need not keep, others need
             del found, gate, call
-            self._ready = dict
-            self._gate = self._inputs = None
-            self._empty()
+            self._let_go()
         told = {"complaint": "; ".join(verdict.complaints), "errors": verdict.errors, "allowed": verdict.allowed}
         return told | {"seconds": seconds}
 
@@ -210,9 +200,10 @@ class Runner:
         return time_calls(self._ready, calls, warm)
 
     def time_sgemm(self, calls: int, warm: int) -> list[float]:
-        """Return the seconds of a square matrix product by the library."""
+        """Return the seconds of a square matrix product by the library: what this machine reaches."""
         if self._sgemm is None:
-            self._sgemm = Sgemm(self._sgemm_size)
+            left, right, out = torch.randn(3, self._sgemm_size, self._sgemm_size)
+            self._sgemm = partial(torch.mm, left, right, out=out)
         return time_calls(self._sgemm, calls, warm)
 
     def measure(self, case: Case, name: str) -> dict[str, Any]:
@@ -234,7 +225,7 @@ class Runner:
                     found["graph"] = {"failed": _first_line(error)}
         return found
 
-    def memory(self, case: Case, name: str) -> Peak:
+    def memory(self, case: Case, name: str) -> dict[str, int]:
         """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""
         work, training = case.workload, case.training
         small = work.miniature()
@@ -247,22 +238,14 @@ class Runner:
 
     def release(self) -> None:
         """Let go of everything of the last case."""
-        self._inputs = self._gate = None
-        self._ready = dict
         self._built.clear()
-        self._empty()
+        self._let_go()
 
-    def _empty(self) -> None:
+    def _let_go(self) -> None:
+        self._ready, self._gate, self._inputs = dict, None, None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return str(__import__(name).__version__)
-    except ImportError:
-        return None
 
 
 def _first_line(error: BaseException) -> str:
@@ -298,9 +281,8 @@ def _serve(pipe: Connection, log: str, threads: int, safe: bool, arguments: tupl
         except Exception as error:
             answer = (False, _first_line(error), _broken(served.device, error))
             error.__traceback__ = None  # it holds tensors
-            del error
-            if not answer[2]:
-                served.release()
+        if not answer[0] and not answer[2]:
+            served.release()
         pipe.send(answer)
 
 

@@ -14,7 +14,7 @@ from bench.alternatives import ALTERNATIVES, OURS, bytes_needed, is_compiled
 from bench.goals import lost
 from bench.memory_probe import peak_supported
 from bench.runner import PRECISIONS, Case, Remote, WorkerError
-from bench.timing import FULL, Contender, Plan, Sgemm, quantiles, take_turns
+from bench.timing import FULL, Contender, Plan, quantiles, take_turns
 
 __all__ = ["Session", "Settings"]
 
@@ -130,7 +130,7 @@ class Session:
                 self._remotes[name].safe = False
                 self._remotes[name].close()
         row["fastcaps"] = quantiles(samples[OURS])
-        sgemm_rate = Sgemm.rate(self.settings.plan.sgemm, quantiles(sgemm.samples)["median"])
+        sgemm_rate = 2 * self.settings.plan.sgemm**3 / quantiles(sgemm.samples)["median"]
         rate = row["operations"] / row["fastcaps"]["median"]
         row |= {"gflops": rate / 1e9, "sgemm_gflops": sgemm_rate / 1e9, "sgemm_share": rate / sgemm_rate}
         compare(row, lambda entry: entry["median"])
@@ -212,7 +212,7 @@ class Session:
         for name in names:
             fresh = self._remote()
             try:
-                found[name] = fresh.call(_PREPARE, "memory", case, name).entry()
+                found[name] = fresh.call(_PREPARE, "memory", case, name)
             except WorkerError as error:
                 found[name] = {"failed": str(error)}
             finally:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 
-__all__ = ["FULL", "QUICK", "Contender", "Plan", "Sgemm", "quantiles", "take_turns", "time_calls"]
+__all__ = ["FULL", "QUICK", "Contender", "Plan", "quantiles", "take_turns", "time_calls"]
 
 Timer = Callable[[int, int], list[float]]
 """``timer(calls, warm)`` returns the seconds of each of ``calls`` calls, after ``warm`` that are not counted."""
@@ -37,8 +37,7 @@ QUICK = Plan(rounds=3, block=0.02, budget=0.5, own=1.0, sgemm=1024)
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:
     """Return ``median``, ``p20``, ``p80`` (by linear interpolation) and the count ``calls`` of samples in seconds."""
-    values = torch.tensor(sorted(samples), dtype=torch.float64)
-    p20, median, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    p20, median, p80 = np.quantile(samples, [0.2, 0.5, 0.8]).tolist()
     return {"median": median, "p20": p20, "p80": p80, "calls": len(samples)}
 
 
@@ -101,22 +100,3 @@ def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
         for contender in (*contenders[first:], *contenders[:first]):
             time.sleep(0.002)  # let the threads of other processes stop spinning
             contender.turn(plan)
-
-
-class Sgemm:
-    """A square float32 matrix product by the library: the rate that this machine reaches."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.size = size
-        self._left = torch.randn(size, size, generator=generator)
-        self._right = torch.randn(size, size, generator=generator)
-        self._out = torch.empty(size, size)
-
-    def __call__(self) -> None:
-        torch.mm(self._left, self._right, out=self._out)
-
-    @staticmethod
-    def rate(size: int, seconds: float) -> float:
-        """Return operations a second."""
-        return 2 * size**3 / seconds

@@ -40,13 +40,16 @@ class Routing(ABC):
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Return the tensors of one call, by the names of the public function's arguments."""
 
-    @abstractmethod
     def settings(self, work: Workload) -> dict[str, Any]:
         """Return the other arguments of the public function."""
+        return {"iterations": self.iterations, "window": work.window}
 
     def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
-        """Return a cotangent of each result, by name and in order."""
-        return {"parents": draw.parents(work.rows, work.columns_out)}
+        """Return a cotangent of each result, by name and in order; those of one number a parent are named here."""
+        numbers = {"activations", "scores"}
+        return {
+            name: draw.parents(*(() if name in numbers else (work.rows, work.columns_out))) for name in self.results
+        }
 
     @property
     def passes(self) -> int:
@@ -60,11 +63,7 @@ class Routing(ABC):
     def ours(self, work: Workload) -> Implementation:
         """Return the package's own routing."""
         settings = self.settings(work)
-
-        def run(**arguments: Tensor) -> tuple[Tensor, ...]:
-            return self.unpack(type(self).function(**arguments, **settings))
-
-        return run
+        return lambda **arguments: self.unpack(type(self).function(**arguments, **settings))
 
     def unpack(self, found: Any) -> tuple[Tensor, ...]:
         """Return the results that are named in ``results`` from what the public function returns."""
@@ -74,9 +73,12 @@ class Routing(ABC):
     def turns(self, work: Workload, layout: Layout, copies: int, **arguments: Tensor) -> tuple[Tensor, ...]:
         """Route over stored votes as a skilled PyTorch user would; every child counts ``copies`` times (Heinsen's)."""
 
-    @abstractmethod
     def layout(self, work: Workload) -> str:
-        """Return the order of the votes' dimensions that was measured to serve the batched matmul best."""
+        """Return the order of the votes' dimensions that was measured to serve the batched matmul best.
+
+        With ``pmice`` votes are copied once, so that agreement and weighted sum are a batched matmul each.
+        """
+        return "pmice"
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,16 @@ class Workload:
         """Bytes that storing every vote would take; the passes of this package never do."""
         return self.votes(batch) * self.pose * itemsize
 
+    def inputs_bytes(self, batch: int) -> int:
+        """Bytes of inputs and parameters, in float32: children, their gates, parents, and matrices."""
+        children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)
+        parents = batch * self.positions * self.parents * self.pose
+        return 4 * (children + parents + self.matrices * self.parents * self.columns_in * self.columns_out)
+
+    def outweighs(self, batch: int) -> bool:
+        """Tell whether the votes take ten times the bytes of inputs and parameters, or more."""
+        return self.votes_bytes(batch) >= _OUTWEIGH * self.inputs_bytes(batch)
+
     def operations(self, batch: int, training: bool = False) -> int:
         """Count useful operations, recomputation left out; a training step counts three times the forward pass."""
         return self.votes(batch) * self.routing.operations(self) * (3 if training else 1)
@@ -171,8 +183,7 @@ class Workload:
     def inputs(self, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Inputs:
         """Make the inputs of one call: the same seed gives the same numbers in every process and dtype."""
         draw = Draw(self, batch, seed)
-        arguments = self.routing.arguments(self, draw)
-        grads = self.routing.grads(self, draw)
+        arguments, grads = self.routing.arguments(self, draw), self.routing.grads(self, draw)
         samples = self.samples_checked(batch)
         if samples is not None:
             for grad in grads.values():
@@ -183,32 +194,19 @@ class Workload:
 
     def goal_at(self, batch: int, training: bool) -> dict[str, float] | None:
         """Return the goals of one row by name (``speedup``, ``mean``, ``sgemm_share``, ``memory_share``, ``total``)."""
-        goal, wanted = self.goal, {}
+        goal = self.goal
         if goal is None:
             return None
+        wanted: dict[str, float | None] = {}
         if batch == self.batch:
             wanted["speedup"] = goal.training if training else goal.forward
-            if goal.sgemm_share is not None and not training:
-                wanted["sgemm_share"] = goal.sgemm_share
-            if goal.means is not None:
-                wanted["mean"] = goal.means[training]
+            wanted["sgemm_share"] = None if training else goal.sgemm_share
+            wanted["mean"] = goal.means and goal.means[training]
         elif batch == 1:
             wanted["speedup"] = 1.0
-        if goal.memory_share is not None and self.outweighs(batch):
-            wanted["memory_share"] = goal.memory_share
-        if goal.total is not None and training and batch == goal.total[0]:
-            wanted["total"] = goal.total[1]
-        return wanted or None
-
-    def outweighs(self, batch: int) -> bool:
-        """Tell whether the votes take ten times the bytes of inputs and parameters, or more."""
-        return self.votes_bytes(batch) >= _OUTWEIGH * self.inputs_bytes(batch)
-
-    def inputs_bytes(self, batch: int) -> int:
-        """Bytes of inputs and parameters, in float32: children, their gates, parents, and matrices."""
-        children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)
-        parents = batch * self.positions * self.parents * self.pose
-        return 4 * (children + parents + self.matrices * self.parents * self.columns_in * self.columns_out)
+        wanted["memory_share"] = goal.memory_share if self.outweighs(batch) else None
+        wanted["total"] = goal.total[1] if goal.total and training and batch == goal.total[0] else None
+        return {name: value for name, value in wanted.items() if value is not None} or None
 
     def miniature(self) -> Workload:
         """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
@@ -221,16 +219,11 @@ class Draw:
     """Draws a workload's tensors: the same seed gives the same numbers in every process and dtype."""
 
     def __init__(self, work: Workload, batch: int, seed: int = 0) -> None:
-        self.work, self.batch = work, batch
-        self._generator = torch.Generator().manual_seed(seed)
+        self.work, self.batch, self.generator = work, batch, torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
         """Return numbers from N(0, 1)."""
-        return torch.randn(*shape, generator=self._generator)
-
-    def whole_numbers(self, least: int, most: int, *shape: int) -> Tensor:
-        """Return whole numbers from ``least`` to ``most``."""
-        return torch.randint(least, most + 1, shape, generator=self._generator)
+        return torch.randn(*shape, generator=self.generator)
 
     def children(self, *pose: int) -> Tensor:
         """Return a pose, or one number, of every child ``[B, I, *pose]`` or ``[B, N, H, W, *pose]``."""

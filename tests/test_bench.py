@@ -347,9 +347,9 @@ def test_peak_of_a_pass_in_a_fresh_process(tmp_path: Path) -> None:
     finally:
         fresh.close()
     results = 2 * 49 * 32 * 16 * 4
-    assert stored.results == results
-    assert stored.beyond == stored.growth - results
-    assert stored.growth > workload.votes_bytes(2)  # an alternative stores every vote
+    assert stored["results"] == results
+    assert stored["beyond"] == stored["peak"] - results
+    assert stored["peak"] > workload.votes_bytes(2)  # an alternative stores every vote
 
 
 # Processes
