@@ -150,6 +150,8 @@ class DeviceSession(Session):
         for name in self.names:
             if not is_compiled(name):
                 row["alternatives"][name], _ = self._one(self._main, case, name)
+        measured = {OURS: entry, **row["alternatives"]}
+        row["memory"] = {name: one["memory"] for name, one in measured.items() if one.get("memory")}
         row["tflops"] = row["operations"] / device_seconds(entry) / 1e12
         compare(row, device_seconds)
         self._rows[case] = row

@@ -38,8 +38,7 @@ def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
     if "refused" in row:
         return dict.fromkeys(goal, f"refused, {row['refused']}")
     above, below = 1 + noise, 1 - noise
-    memory = row.get("memory") or {}
-    own = memory.get("fastcaps", row["fastcaps"].get("memory") or {})
+    own = (row.get("memory") or {}).get("fastcaps", {})
     wanted = goal.get("speedup")
     if wanted is not None and row["speedup"] is not None and row["speedup"] < below * wanted:
         found["speedup"] = f"{number(row['speedup'])}× of the fastest alternative, goal {number(wanted)}×"

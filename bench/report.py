@@ -9,6 +9,7 @@ python -m bench.report --prune               # take superseded rows out of bench
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -60,14 +61,8 @@ def _fastest(row: Row) -> str:
 
 def _memory(row: Row, name: str) -> str:
     entry = (row.get("memory") or {}).get(name)
-    if entry is None and name in row:
-        entry = row[name].get("memory")
-    elif entry is None:
-        entry = row["alternatives"].get(name, {}).get("memory")
-    if not isinstance(entry, dict):
-        return ""
-    if "failed" in entry:
-        return "failed"
+    if not isinstance(entry, dict) or "failed" in entry:
+        return "failed" if entry else ""
     share = entry["beyond"] / row["votes_bytes"]
     return _megabytes(entry["beyond"]) + (f" ({share:.1%})" if name == "fastcaps" and share < 0.995 else "")
 
@@ -165,22 +160,19 @@ def about(rows: Sequence[Row]) -> str:
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart, then whole layers."""
-    found = []
+    parts: dict[tuple[str, bool, str], list[Row]] = {}
     precisions = dict.fromkeys(row.get("precision", "fp32") for row in rows)
-    for precision in precisions:
-        for single in (False, True):
-            for mode in ("forward", "training step"):
-                part = [
-                    row
-                    for row in rows
-                    if (row["mode"], row.get("precision", "fp32")) == (mode, precision)
-                    and (row["batch"] == 1 and not row.get("default", False)) == single
-                ]
-                if part:
-                    title = mode.capitalize() + (", batch 1" if single else "")
-                    title += f", {precision}" if len(precisions) > 1 else ""
-                    found.append((title, table(part, _DEVICE if "rates" in part[0]["machine"] else _CPU)))
-    return found
+    for key in itertools.product(precisions, (False, True), ("forward", "training step")):
+        parts[key] = []
+    for row in rows:
+        single = row["batch"] == 1 and not row.get("default", False)
+        parts[row.get("precision", "fp32"), single, row["mode"]].append(row)
+    columns = _DEVICE if "rates" in rows[0]["machine"] else _CPU
+    return [
+        (f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}", table(part, columns))
+        for (precision, single, mode), part in parts.items()
+        if part
+    ]
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:
@@ -287,7 +279,8 @@ def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Tables and pages from benchmark records.")
-    parser.add_argument("files", nargs="*", type=Path, help="JSON files or folders (default: all of bench/results)")
+    default = [record.RESULTS]
+    parser.add_argument("files", nargs="*", type=Path, default=default, help="JSON files or folders (bench/results)")
     parser.add_argument("--write", action="store_true", help="write the tables and the picture of docs/performance*")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write one page with pictures")
     parser.add_argument("--prune", action="store_true", help="take superseded rows out of bench/results")
@@ -296,8 +289,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if given.prune:
             print("\n".join(record.prune()) or "nothing is superseded")
             return 0
-        paths = given.files or [record.RESULTS]
-        files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
+        files = [one for path in given.files for one in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
         rows = record.merge(record.load(files))
         if not rows:
             raise ValueError("no results to report")
@@ -307,8 +299,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             given.html.write_text(pages.html(rows))
             print(f"written: {given.html}")
         if not given.write and given.html is None:
-            machines = dict.fromkeys(row["machine"]["device"] for row in rows)
-            for device in machines:
+            for device in dict.fromkeys(row["machine"]["device"] for row in rows):
                 print(markdown([row for row in rows if row["machine"]["device"] == device]))
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
