@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,11 @@ if str(_ROOT) not in sys.path:
     sys.path.append(str(_ROOT))  # last, so that an installed fastcaps comes before the checkout's
 
 from bench import record, report  # noqa: E402
-from bench.alternatives import ALTERNATIVES, OURS, is_compiled  # noqa: E402
-from bench.device import DeviceSession, cases  # noqa: E402
+from bench.alternatives import OURS  # noqa: E402
+from bench.device import COMPILED, DeviceSession, cases  # noqa: E402
 from bench.runner import PRECISIONS, Case  # noqa: E402
 from bench.session import Session, Settings  # noqa: E402
 from bench.timing import FULL, QUICK  # noqa: E402
-from bench.workload import Workload  # noqa: E402
 from bench.workloads import QUICK as QUICK_ROWS  # noqa: E402
 from bench.workloads import WORKLOADS, find  # noqa: E402
 
@@ -56,49 +54,40 @@ def pytest_configure(config: pytest.Config) -> None:
 def _settings(config: pytest.Config) -> Settings:
     option = config.getoption
     quick = not option("full") and option("device") == "cpu"
-    folder = record.RESULTS if option("record") else _ROOT / ".cache" / "bench"
-    made = Settings(
-        results=Path(option("results")) if option("results") else folder,
+    return Settings(
+        results=Path(option("results") or (record.RESULTS if option("record") else _ROOT / ".cache" / "bench")),
         threads=option("threads"),
         plan=QUICK if quick else FULL,
         quick=quick,
         compiled=not (quick or option("no_compile") or option("no_alternatives")),
         alternatives=not option("no_alternatives"),
         memory=not (quick or option("no_memory")),
+        device=option("device"),
+        seconds=option("seconds"),
     )
-    return made if option("device") == "cpu" else replace(made, device="cuda", seconds=option("seconds"))
-
-
-def _workloads(config: pytest.Config) -> list[Workload]:
-    names = [name for given in config.getoption("workload") for name in given.split(",")]
-    quick = not config.getoption("full") and config.getoption("device") == "cpu"
-    try:
-        return [find(name) for name in names or (QUICK_ROWS if quick else WORKLOADS)]
-    except ValueError as error:
-        raise pytest.UsageError(f"--workload: {error}") from error
 
 
 def _cases(config: pytest.Config) -> list[Case]:
-    option = config.getoption
+    option, quick = config.getoption, _settings(config).quick
+    names = [name for given in option("workload") for name in given.split(",")]
+    try:
+        workloads = [find(name) for name in names or (QUICK_ROWS if quick else WORKLOADS)]
+    except ValueError as error:
+        raise pytest.UsageError(f"--workload: {error}") from error
     if option("device") == "cuda":
-        return cases(_workloads(config), option("batch"), option("precision"))
-    found = []
-    for workload in _workloads(config):
-        usual = workload.batches if option("full") else QUICK_ROWS.get(workload.name, (1,))[:1]
-        found += [Case(workload, batch, mode) for batch in option("batch") or usual for mode in (False, True)]
-    return found
+        return cases(workloads, option("batch"), option("precision"))
+    usual = {one.name: QUICK_ROWS.get(one.name, (1,))[:1] if quick else one.batches for one in workloads}
+    batches = {name: option("batch") or some for name, some in usual.items()}
+    return [Case(one, batch, mode) for one in workloads for batch in batches[one.name] for mode in (False, True)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" not in metafunc.fixturenames:
         return
-    option, settings = metafunc.config.getoption, _settings(metafunc.config)
-    on_device, compiling = option("device") == "cuda", metafunc.function.__name__ == "test_against_compiled"
-    names = [name for name in ALTERNATIVES if settings.alternatives and (settings.compiled or not is_compiled(name))]
-    contenders = [OURS] if on_device else [] if compiling else [OURS, *names]
-    if compiling and on_device and not settings.compiled:
-        contenders = []
-    wanted = [(case, name) for case in _cases(metafunc.config) for name in contenders]
+    settings, rows = _settings(metafunc.config), _cases(metafunc.config)
+    wanted = [(case, name) for case in rows for name in (OURS, *settings.names)]
+    if settings.device == "cuda":  # all rows once, and then what has to be compiled first
+        wanted = [(case, name) for name in (OURS, *[COMPILED] * settings.compiled) for case in rows]
     ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
     metafunc.parametrize(("case", "contender"), wanted, ids=ids)
 

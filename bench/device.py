@@ -21,10 +21,10 @@ from bench.session import Session, Settings, compare
 from bench.workload import Workload
 from bench.workloads import WORKLOADS
 
-__all__ = ["BATCHES", "DeviceSession", "LeftOut", "cases", "goal_of"]
+__all__ = ["BATCHES", "COMPILED", "DeviceSession", "LeftOut", "cases", "goal_of"]
 
-BATCHES = (128, 1, 32)
-"""In order of importance."""
+BATCHES = (128, 1, 32)  # in order of importance
+COMPILED = "torch.compile"  # the contender that stands for all alternatives that have to be compiled
 
 _CALL_SECONDS = 60.0
 """An answer that takes longer than this is given up: a hang, or a compilation that is not worth the time."""

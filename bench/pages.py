@@ -97,65 +97,59 @@ def _label(value: float, unit: str) -> str:
     return f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
 
 
-class _Log:
-    """A logarithmic axis from ``least`` to ``most``, drawn from ``start`` to ``end``, with ticks at powers of ten."""
+def _axes(
+    points: Sequence[Sequence[Any]], box: tuple[float, float, float, float]
+) -> tuple[Any, list[str], list[float]]:
+    """Return where a point (x, y) of two logarithmic axes lies, lines at powers of ten, and what both axes reach.
 
-    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
-        self.least, self.most = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        self.most = max(self.most, self.least + 1)
-        self.start, self.end = start, end
+    ``box`` is left, right, bottom and top of what is drawn.
+    """
+    scales: list[tuple[float, float, int, int]] = []
+    for k in (0, 1):
+        least, most = (
+            edge(math.log10(pick(p[k] for p in points))) for edge, pick in ((math.floor, min), (math.ceil, max))
+        )
+        scales.append((box[2 * k], box[2 * k + 1], least, max(most, least + 1)))
 
-    def __call__(self, value: float) -> float:
-        return self.start + (self.end - self.start) * (math.log10(value) - self.least) / (self.most - self.least)
+    def place_of(x: float, y: float) -> list[float]:
+        return [
+            start + (end - start) * (math.log10(value) - least) / (most - least)
+            for value, (start, end, least, most) in zip((x, y), scales, strict=True)
+        ]
 
-    @property
-    def ticks(self) -> list[float]:
-        """Powers of ten, every other one where there are many."""
-        step = 1 if self.most - self.least < 6 else 2
-        return [10.0**power for power in range(self.least, self.most + 1, step)]
-
-
-def _tick(value: float) -> str:
-    return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
-
-
-def _grid(x: _Log, y: _Log) -> list[str]:
-    """Return lines and numbers of two axes; y grows upwards."""
     parts = []
-    for value in y.ticks:
-        at = y(value)
-        parts.append(f'<line x1="{x.start}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--faint)"/>')
-        parts.append(_text(x.start - 5, at + 4, _tick(value), "end"))
-    for value in x.ticks:
-        at = x(value)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y.end}" y2="{y.start}" stroke="var(--faint)"/>')
-        parts.append(_text(at, y.start + 15, _tick(value), "end" if at > x.end - 9 else "middle"))
-    return parts
+    for k, (start, end, least, most) in enumerate(scales):
+        for power in range(least, most + 1, 1 if most - least < 6 else 2):
+            at = start + (end - start) * (power - least) / (most - least)
+            words = f"{10.0**power / 1000:g}k" if power >= 3 else f"{10.0**power:g}"
+            x1, x2, y1, y2 = (box[0], box[1], at, at) if k else (at, at, box[2], box[3])
+            parts.append(f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" stroke="var(--faint)"/>')
+            side = "end" if at > end - 9 else "middle"
+            parts.append(_text(box[0] - 5, at + 4, words, "end") if k else _text(at, box[2] + 15, words, side))
+    reach = [10.0 ** pick(scale[n] for scale in scales) for n, pick in ((2, max), (3, min))]
+    return place_of, parts, reach
 
 
 def memory_chart(rows: Sequence[Row]) -> str:
     """Return own memory against votes, both in MB: the package's, and the eager batched matmul's."""
-    points = []
-    for row in rows:
-        for name, colour in (("batched-matmul", _OTHER), ("fastcaps", _OURS)):
-            entry = (row.get("memory") or {}).get(name) or {}
-            if "beyond" in entry:
-                points.append((row, name, colour, row["votes_bytes"] / 1e6, max(entry["beyond"], 1e5) / 1e6))
+    points = [
+        (row["votes_bytes"] / 1e6, max(row["memory"][name]["beyond"], 1e5) / 1e6, row, name, colour)
+        for row in rows
+        for name, colour in (("batched-matmul", _OTHER), ("fastcaps", _OURS))
+        if "beyond" in ((row.get("memory") or {}).get(name) or {})
+    ]
     if not points:
         return ""
-    x, y = _Log([point[3] for point in points], 36, _WIDTH - 4), _Log([point[4] for point in points], 300, 24)
-    parts = _grid(x, y)
-    low, high = max(10.0**x.least, 10.0**y.least), min(10.0**x.most, 10.0**y.most)
-    line = f'<line x1="{x(low):.1f}" y1="{y(low):.1f}" x2="{x(high):.1f}" y2="{y(high):.1f}" stroke="var(--ink)" '
-    parts.append(line + 'stroke-dasharray="3 3"><title>as much memory as the votes take</title></line>')
-    for row, name, colour, votes, own in points:
-        hollow = row["mode"] != "forward"
-        paint = f'fill="{"none" if hollow else colour}" stroke="{colour}" stroke-width="1.5"'
-        title = f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes"
-        parts.append(
-            f'<circle cx="{x(votes):.1f}" cy="{y(own):.1f}" r="4" {paint}><title>{escape(title)}</title></circle>'
-        )
-    parts += [_text(x.end, 332, "votes, MB", "end"), _text(2, 12, "own memory, MB")]
+    place_of, parts, reach = _axes(points, (36, _WIDTH - 4, 300, 24))
+    (x1, y1), (x2, y2) = (place_of(end, end) for end in reach)
+    line = f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="var(--ink)" stroke-dasharray="3 3">'
+    parts.append(line + "<title>as much memory as the votes take</title></line>")
+    for votes, own, row, name, colour in points:
+        x, y = place_of(votes, own)
+        paint = f'fill="{colour if row["mode"] == "forward" else "none"}" stroke="{colour}" stroke-width="1.5"'
+        title = escape(f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes")
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {paint}><title>{title}</title></circle>')
+    parts += [_text(_WIDTH - 4, 332, "votes, MB", "end"), _text(2, 12, "own memory, MB")]
     return _svg(_WIDTH, 336, parts, "own memory against votes")
 
 
@@ -164,16 +158,14 @@ def latency_chart(rows: Sequence[Row]) -> str:
     rows = sorted(rows, key=lambda row: row["batch"])
     ours = [(row["batch"], row["fastcaps"]["median"] * 1e3) for row in rows]
     other = [(row["batch"], row["speedup"] * row["fastcaps"]["median"] * 1e3) for row in rows if row["speedup"]]
-    x = _Log([batch for batch, _ in ours], 34, 194)
-    y = _Log([value for _, value in ours + other], 112, 8)
-    parts = _grid(x, y)
+    place_of, parts, _ = _axes(ours + other, (34, 194, 112, 8))
     for points, colour, dash in ((other, _OTHER, ' stroke-dasharray="4 3"'), (ours, _OURS, "")):
-        path = " ".join(f"{x(batch):.1f},{y(value):.1f}" for batch, value in points)
+        path = " ".join("{:.1f},{:.1f}".format(*place_of(*point)) for point in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         for batch, value in points:
-            title = f"batch {batch}: {number(value)} ms"
-            dot = f'<circle cx="{x(batch):.1f}" cy="{y(value):.1f}" r="3.5" fill="{colour}">'
-            parts.append(f"{dot}<title>{title}</title></circle>")
+            x, y = place_of(batch, value)
+            title = f"<title>batch {batch}: {number(value)} ms</title>"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">{title}</circle>')
     return _svg(200, 132, parts, f"latency of {rows[0]['workload']}")
 
 

@@ -45,6 +45,11 @@ class Settings:
     slice: float = 0.06  # seconds that the timed calls of one measurement on a GPU take together
     processes: int | None = None  # that compile at a time there; by default two fewer than cores, twelve at most
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The alternatives that take part."""
+        return tuple(n for n in ALTERNATIVES if self.alternatives and (self.compiled or not is_compiled(n)))
+
 
 class Session:
     """Processes, machine and rows of one run. ``document`` is what is written as JSON, ``files`` what was written."""
@@ -64,9 +69,7 @@ class Session:
             "rows": [],
         }
         self.files: list[Path] = []
-        self.names = tuple(
-            name for name in ALTERNATIVES if settings.alternatives and (settings.compiled or not is_compiled(name))
-        )
+        self.names = settings.names
         self._remotes = {name: self._remote() for name in (OURS, *self.names)} if settings.device == "cpu" else {}
         self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS.glob("*.json")))}
         self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None

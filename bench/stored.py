@@ -59,8 +59,8 @@ class Layout:
     Parameters
     ----------
     axes : str
-        A permutation of ``imcep``. With ``pmice`` and ``pmcei`` (and ``mp`` for ``pm``) agreement and weighted sum are
-        batched matmuls, else elementwise products that are summed.
+        A permutation of ``imcep``. With ``pmice`` agreement and weighted sum are batched matmuls, else elementwise
+        products that are summed.
     einsum : bool
         Leave every product to ``torch.einsum``.
     """
@@ -69,7 +69,6 @@ class Layout:
         self.axes, self.einsum = axes, einsum
         self.child, self.parent = axes.index("i"), axes.index("m")
         self.pose = (axes.index("c"), axes.index("e"))
-        self._matmul = axes[2:] if axes[:2] in ("pm", "mp") else ""
 
     def place(self, tensor: Tensor, axes: str) -> Tensor:
         """Return a view of ``tensor``, whose dimensions are called ``axes``, in this layout."""
@@ -124,10 +123,8 @@ class Layout:
         """Return ``<query_m, votes_im>`` over the numbers of a pose."""
         if self.einsum:
             return self._einsum(votes, query, "ce")
-        if self._matmul == "ice":
+        if self.axes == "pmice":
             return (votes.flatten(3) @ query.flatten(3).transpose(2, 3)).unsqueeze(4)
-        if self._matmul == "cei":
-            return (query.flatten(2, 3).transpose(2, 3) @ votes.flatten(2, 3)).unsqueeze(2)
         return (votes * query).sum(self.pose, keepdim=True)
 
     def agree_shape(self, votes: Tensor) -> list[int]:
@@ -138,9 +135,6 @@ class Layout:
         """Return ``sum_i shares_im votes_im``."""
         if self.einsum:
             return self._einsum(shares, votes, "i")
-        if self._matmul == "ice":
+        if self.axes == "pmice":
             return (shares.flatten(3).transpose(2, 3) @ votes.flatten(3)).unflatten(3, votes.shape[3:])
-        if self._matmul == "cei":
-            summed = votes.flatten(2, 3) @ shares.flatten(2, 3).transpose(2, 3)
-            return summed.unflatten(2, votes.shape[2:4])
         return (votes * shares).sum(self.child, keepdim=True)

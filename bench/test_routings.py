@@ -11,22 +11,26 @@ from typing import Any
 import pytest
 
 from bench.alternatives import OURS
-from bench.device import DeviceSession, LeftOut
+from bench.device import COMPILED, LeftOut
 from bench.runner import Case
-from bench.session import Session
 
 _now = [0.0]
 """A clock for pytest-benchmark: it goes on by what each call took when it was measured."""
 
 
 @pytest.mark.benchmark(timer=lambda: _now[0])
-def test_routing(case: Case, contender: str, session: Session, benchmark: Any, request: pytest.FixtureRequest) -> None:
+def test_routing(case: Case, contender: str, session: Any, benchmark: Any, request: pytest.FixtureRequest) -> None:
     """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference.
 
-    It fails, too, where a goal that was held is lost, unless ``--no-goals`` says not to; see :mod:`bench.goals`.
+    It fails, too, where a goal that was held is lost, unless ``--no-goals`` says not to; see :mod:`bench.goals`. On a
+    GPU torch.compile of the alternatives joins a row later, as far as the time goes.
     """
     try:
-        row, samples = session.run(case)
+        if contender == COMPILED:
+            row, samples = session.compile(case), {}
+            contender = OURS
+        else:
+            row, samples = session.run(case)
     except LeftOut as reason:
         pytest.skip(str(reason))
     if "refused" in row:
@@ -42,12 +46,3 @@ def test_routing(case: Case, contender: str, session: Session, benchmark: Any, r
         benchmark.extra_info.update({name: row.get(name) for name in ("speedup", "sgemm_share", "votes_bytes")})
         held = request.config.getoption("no_goals") or not row["lost"]
         assert held, f"goals that were held are lost: {'; '.join(row['lost'])}"
-
-
-def test_against_compiled(case: Case, contender: str, session: DeviceSession) -> None:
-    """On a GPU: add torch.compile of the alternatives to a row, as far as the time goes."""
-    try:
-        row = session.compile(case)
-    except LeftOut as reason:
-        pytest.skip(str(reason))
-    assert row["fastcaps"]["median"] > 0
