@@ -21,7 +21,7 @@ from bench.session import Session, Settings, compare
 from bench.workload import Workload
 from bench.workloads import WORKLOADS
 
-__all__ = ["BATCHES", "COMPILED", "DeviceSession", "LeftOut", "cases", "goal_of"]
+__all__ = ["BATCHES", "COMPILED", "SECONDS", "DeviceSession", "LeftOut", "cases", "goal_of"]
 
 BATCHES = (128, 1, 32)  # in order of importance
 COMPILED = "torch.compile"  # the contender that stands for all alternatives that have to be compiled
@@ -33,14 +33,14 @@ _DESCRIBE_SECONDS = 120.0
 _EAGER_SHARE = 0.55
 _MEMORY_SHARE = 0.05
 
-_SECONDS = {
+SECONDS = {
     ("tsai-c10-conv1", False, "fp32"): 0.30e-3,
     ("tsai-c10-conv1", True, "fp32"): 1.5e-3,
     ("tsai-c10-conv1", False, "tf32"): 0.15e-3,
     ("tsai-c10-conv1", True, "tf32"): 0.8e-3,
     ("tsai-c10-fc", False, "fp32"): 0.03e-3,
 }
-"""What was aimed at on an H200, batch 128."""
+"""What was aimed at on an H200, batch 128: of a workload, whether it is a training step, and the precision."""
 
 _SPEEDUP = {False: 10.0, True: 6.0}
 """Of ``tsai-c10-conv1``, batch 128, float32, against the fastest alternative: forward, and a training step."""
@@ -84,7 +84,7 @@ def goal_of(case: Case, launches: float) -> dict[str, float]:
     goal: dict[str, float] = {}
     workload = case.workload
     if case.batch == BATCHES[0] or workload.copies > 1:
-        wanted = _SECONDS.get((workload.name, case.training, case.precision))
+        wanted = SECONDS.get((workload.name, case.training, case.precision))
         if isinstance(workload.routing, AttentionPass) or workload.outweighs(case.batch):
             goal["memory_share"] = _MEMORY_SHARE
         if wanted is not None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.device import SECONDS
 from bench.workload import Workload
 from bench.workloads import WORKLOADS, attention_passes, find
 from fastcaps import libraries
@@ -21,7 +22,7 @@ from tools import sass
 from tools.sass import H200, macs, wavefronts
 from tools.static_report import Compiled, Identity, as_markdown
 
-__all__ = ["TARGETS", "Estimate", "choose", "estimate", "markdown", "supported", "training"]
+__all__ = ["Estimate", "choose", "estimate", "markdown", "supported", "training"]
 
 L2_READS, L2_ADDS = 5.5e12, 2.0e12
 """Bytes a second that the second-level cache is assumed to hand out, and to take in as sums (atomics)."""
@@ -204,26 +205,16 @@ def training(found: Sequence[Compiled], workload: Workload, batch: int, tensor: 
     return None if None in both else sum(one.seconds for one in both if one is not None)
 
 
-TARGETS = (
-    ("tsai-c10-conv1", 128, "fp32", "forward", 0.30e-3),
-    ("tsai-c10-conv1", 128, "fp32", "training step", 1.5e-3),
-    ("tsai-c10-conv1", 128, "tf32", "forward", 0.15e-3),
-    ("tsai-c10-conv1", 128, "tf32", "training step", 0.8e-3),
-    ("tsai-c10-fc", 128, "fp32", "forward", 0.03e-3),
-)
-"""Workload, batch, precision, mode, seconds."""
-
-
 def supported(found: Sequence[Compiled]) -> list[list[str]]:
     """Return a line for each target: what is estimated, and whether that supports it."""
     lines = [["target, H200", "ms", "estimate, ms", "supported"]]
-    for name, batch, precision, mode, wanted in TARGETS:
-        head = [f"`{name}`, batch {batch}, {precision}, {mode}", f"{wanted * 1e3:.2f}"]
-        tensor = precision == "tf32"
-        one = estimate(found, find(name), batch, "forward", tensor)
+    for (name, trains, precision), wanted in SECONDS.items():
+        mode, tensor = "training step" if trains else "forward", precision == "tf32"
+        head = [f"`{name}`, batch {BATCH}, {precision}, {mode}", f"{wanted * 1e3:.2f}"]
+        one = estimate(found, find(name), BATCH, "forward", tensor)
         seconds = None if one is None else one.seconds
-        if mode == "training step":
-            seconds = training(found, find(name), batch, tensor)
+        if trains:
+            seconds = training(found, find(name), BATCH, tensor)
         if seconds is None:
             lines.append([*head, "", "no: no kernel"])
         else:
