@@ -24,10 +24,8 @@ struct UnitKey {
   FASTCAPS_INLINE UnitKey(V dot, V square, const X* q, Each&& each_vote) {
     constexpr bool kDouble = sizeof(T) == 8;
     constexpr T kLeast = T(kDouble ? 1e-280 : 1e-28), kMost = T(kDouble ? 1e300 : 1e36);
-    bool within = true;
-    for (int lane = 0; lane < kLanes<T>; ++lane) within &= square[lane] > kLeast && square[lane] < kMost;
     V unit = broadcast(T(1));
-    if (__builtin_expect(!within, false)) {
+    if (__builtin_expect(!all((square > kLeast) & (square < kMost)), false)) {
       V largest{};
       each_vote([&](int, V v) FASTCAPS_LAMBDA {
         const V size = v < 0 ? -v : v;
