@@ -116,10 +116,6 @@ KNOWN_SHORTFALLS = {
     "test_a_gate_of_0_leaves_no_trace[pooling-(5, 4)-inf-torch.bfloat16-on-cpu]": (
         "an infinite child behind a gate of 0 reaches dweight; cause not found"
     ),
-    "test_a_module_whose_way_depends_on_numbers_says_so": "fails; cause not looked into",
-    "test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders": (
-        "the JSON is not written; cause not looked into"
-    ),
     "test_compiles_without_a_gpu[hinton-sm_90-0]": "two registers spill",
     "test_compiles_without_a_gpu[hinton-sm_90-2]": "two registers spill",
     "test_compiles_without_a_gpu[heinsen-norb-sm_90-0]": "two registers spill",
