@@ -259,8 +259,9 @@ struct PoolingBackward {
     }
     if (!with.query.data) asked = V{};
     const V all = V{} + *from.number(0, m);
-    row[0] =
-        all == T(-__builtin_inf()) ? V{} : exp_any<T>(asked * T(with.scale) - all);  // where nobody is, nobody hears
+    row[0] = all == T(-__builtin_inf())
+                 ? V{}
+                 : exp_any<T>(asked * T(with.scale) - all);  // a parent that no child reaches has no shares
     row[stride] = gain[0] + gain[1] - *from.number(1, m);
     row[2 * stride] = one;
     row[3 * stride] = with.normalize ? asked * one : V{};
@@ -269,10 +270,10 @@ struct PoolingBackward {
   FASTCAPS_INLINE V dscore(V* row, int64_t stride, V, V gate) const {
     V dgate{};
     for (int64_t m = 0; m < in.M; ++m) {
-      const V heard = row[m] * row[stride + m];
-      dgate += heard;
+      const V gain = row[m] * row[stride + m];
+      dgate += gain;
       row[m] = gate == 0 ? V{} : row[m] * gate;
-      const V da = with.detach || !with.query.data ? V{} : gate == 0 ? V{} : gate * heard * T(with.scale);
+      const V da = with.detach || !with.query.data ? V{} : gate == 0 ? V{} : gate * gain * T(with.scale);
       row[stride + m] = da * row[2 * stride + m];
       row[3 * stride + m] *= row[stride + m];
     }
