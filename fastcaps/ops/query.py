@@ -18,8 +18,8 @@ from fastcaps.votes import Votes
 
 __all__ = ["QueryRouting", "check_like"]
 
-QUERY = 16
-"""The bit of dquery."""
+DQUERY = 4
+"""Which of the backward's results is dquery, and which bit of ``needs``."""
 
 
 class QueryRouting(Routing):
@@ -93,10 +93,10 @@ class QueryRouting(Routing):
             return reverse.total
         carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
         for turn in range(-1, -turns - 1, -1):
-            bits = QUERY if turn > -turns or "query" in given.needed else 0
+            bits = 1 << DQUERY if turn > -turns or "query" in given.needed else 0
             found = ask(turn, bits)
             if bits:
-                carried = carried + found[4] if carried is not None and self.adds(given) else found[4]
+                carried = carried + found[DQUERY] if carried is not None and self.adds(given) else found[DQUERY]
             if turn > -turns:
                 assert carried is not None
                 reach(turn - 1, carried)

@@ -22,7 +22,7 @@ from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.votes import Votes, autocast_dtype, output_size
 
-__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of"]
+__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "of_turn", "stack_of_turn"]
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 
@@ -296,8 +296,8 @@ class Routing(ABC):
         }
         total: Any = None
         for turn in range(-turns, 0):  # counted from the last, which every stack has
-            of_turn = [at(x, turn) if k in stacked else x for k, x in enumerate(own)]
-            found = backward(*(at(head, turn) for head in heads), votes, *of_turn)
+            part = [of_turn(x, turn) if k in stacked else x for k, x in enumerate(own)]
+            found = backward(*(of_turn(head, turn) for head in heads), votes, *part)
             total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
         return tuple(total)
 
@@ -445,12 +445,12 @@ def _flops(shapes: Sequence[Any]) -> tuple[int, int]:
     return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns
 
 
-def at(stack: Tensor | None, turn: int) -> Tensor | None:
+def of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
     """Return what belongs to a turn, counted from the last, of a stack of turns; None where that has none."""
     return None if stack is None or len(stack) < -turn else stack[turn]
 
 
-def part_of(stack: Tensor | None, turn: int) -> Tensor | None:
+def stack_of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
     """Return the part of a stack of turns that one turn, counted from the last, has; None where that has none."""
     return None if stack is None or len(stack) < -turn else stack[turn : turn + 1 or None]
 
@@ -495,7 +495,7 @@ class Reverse:
         part = own
         if turn is not None and self.turns > 1:
             flags = self.routing.own_is_stacked
-            part = [part_of(x, turn) if stacked else x for x, stacked in zip(own, flags, strict=True)]
+            part = [stack_of_turn(x, turn) if stacked else x for x, stacked in zip(own, flags, strict=True)]
         found: Sequence[Tensor] = self.run(*heads, *votes, *part, wanted)
         if turn is None or not self.together:
             for k, (name, gradient) in enumerate(zip(self.routing.gradient_names, found, strict=True)):
