@@ -106,16 +106,6 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 KNOWN_SHORTFALLS = {
-    "test_forward_and_every_gradient[attention-one-position-any-on-cpu]": "dbias errs 5.1e-6 of 4.2e-6",
-    "test_half_precision[gaussian-072-primes-one-child-nobody-heinsen-torch.float16-on-cpu]": (
-        "dgate has numbers that were never written"
-    ),
-    "test_half_precision[gaussian-080-1x1-few-padded-k-means-torch.float16-on-cpu]": (
-        "dgate has numbers that were never written"
-    ),
-    "test_a_gate_of_0_leaves_no_trace[pooling-(5, 4)-inf-torch.bfloat16-on-cpu]": (
-        "an infinite child behind a gate of 0 reaches dweight; cause not found"
-    ),
     "test_compiles_without_a_gpu[hinton-sm_90-0]": "two registers spill",
     "test_compiles_without_a_gpu[hinton-sm_90-2]": "two registers spill",
     "test_compiles_without_a_gpu[heinsen-norb-sm_90-0]": "two registers spill",
