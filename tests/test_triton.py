@@ -302,7 +302,9 @@ def _step(
     votes = (meta(*children), None if weight is None else meta(*weight), bias, gate, parents, window)
     query, norm = meta(*pose), meta(pose[-2] * pose[-1])
     state = (meta(*pose, wide=True), meta(*pose, wide=True), meta(*each, wide=True))
-    beta = meta(window[0] * window[1] * children[3] if weight[0] > 1 else 1, parents, wide=True) if weight else None
+    beta = None  # of EM
+    if full or (weight is not None and weight[0] == 1):
+        beta = meta(window[0] * window[1] * children[3], parents, wide=True)
 
     def step() -> None:
         if stem == "attention":
@@ -318,7 +320,8 @@ def _step(
             )
             states = (one[None] for one in state)
             saved = (*states, beta, beta, *kept, 1e-5, 511, options)
-            gaussian.gaussian_routing_backward(*kept, scores, *votes, *saved, **chosen)
+            devidence = None if beta is None else scores
+            gaussian.gaussian_routing_backward(*kept, devidence, *votes, *saved, **chosen)
 
     return step
 
@@ -351,6 +354,8 @@ SHAPES: dict[str, Any] = {
 }
 COMPILED = [(shape, "sm_90", k % 3) for k, shape in enumerate(SHAPES)]
 COMPILED += [(shape, "sm_90", 0) for k, shape in enumerate(SHAPES) if k % 3]
+SPILLS = pytest.mark.xfail(reason="two words spill at 255 registers", strict=True)
+COMPILED += [("heinsen-norb", "sm_90", 1), pytest.param("heinsen-sst", "sm_90", 2, marks=SPILLS)]
 COMPILED += [("tsai", "sm_80", 0), ("hinton", "sm_80", 0), ("pool-4x4", "sm_100", 0), ("hinton", "sm_100", 0)]
 COMPILED += [("tsai", "gfx942", 0), ("tsai-1x64", "gfx942", 0)]
 

@@ -39,7 +39,7 @@ def load(routing, at, tile):
     """Return the query's tile."""
     query = 0.0
     if routing.query is not None:
-        query = tl.load(routing.query + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
+        query = tl.load(routing.query + at.base + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
     return (query,)
 
 
@@ -92,7 +92,7 @@ def standardise(sums, inside, eps, SIZE: tl.constexpr):
 def finish(routing, state, results, at, tile):
     """Store S and the parents in whatever dtype each has."""
     parents = state[0]
-    tl.store(results[1] + at.pose, parents, mask=at.pose_mask)
+    tl.store(results[1] + at.base + at.pose, parents, mask=at.pose_mask)
     if routing.RULE == SQUASH:
         parents = squash(parents)
     if routing.RULE == LAYER_NORM:
@@ -103,13 +103,13 @@ def finish(routing, state, results, at, tile):
             parents *= tl.load(routing.norm_weight + c * tile.E + e, mask=mask, other=0.0).to(tl.float32)
         if routing.norm_bias is not None:
             parents += tl.load(routing.norm_bias + c * tile.E + e, mask=mask, other=0.0).to(tl.float32)
-    tl.store(results[0] + at.pose, parents, mask=at.pose_mask)
+    tl.store(results[0] + at.base + at.pose, parents, mask=at.pose_mask)
 
 
 @triton.jit
 def load_grads(grads, at):
     """Return the tile of dS."""
-    return (tl.load(grads[0] + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32),)
+    return (tl.load(grads[0] + at.base + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32),)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def dfinish(routing, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Put dQ of a range of children where it belongs."""
     if results[0] is not None:
         begin = part.to(tl.int64) * poses * (tile.C * tile.E)
-        put(results[0] + begin + at.pose, state[0], at.pose_mask, HOW)
+        put(results[0] + begin + at.base + at.pose, state[0], at.pose_mask, HOW)
 
 
 ATTENTION = Algebra(
@@ -191,8 +191,10 @@ def _norm_backward_kernel(
     for block in range(tl.program_id(0) * per_split, (tl.program_id(0) + 1) * per_split):
         p = tl.cast(block, tl.int64) * tile.BL + tl.arange(0, tile.BL)
         at = place(tile, p, p < poses, 0, 1)
-        grad = tl.load(grad_parents + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
-        standard, inverse = standardise(tl.load(sums + at.pose, mask=at.pose_mask, other=0.0), at.inside, eps, size)
+        grad = tl.load(grad_parents + at.base + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
+        standard, inverse = standardise(
+            tl.load(sums + at.base + at.pose, mask=at.pose_mask, other=0.0), at.inside, eps, size
+        )
         standard = tl.where(at.pose_mask, standard, 0.0)  # without eps poses beyond the last are no numbers
         if affine is not None:
             weight_sum += tl.sum(grad * standard, axis=2, keep_dims=True)
@@ -202,7 +204,7 @@ def _norm_backward_kernel(
         mean = tl.sum(tl.sum(grad, axis=0), axis=0) / size
         slant = inner_product(grad, standard) / size
         result = (grad - spread(mean) - standard * spread(slant)) * spread(inverse)
-        tl.store(slope + at.pose, result, mask=at.pose_mask)
+        tl.store(slope + at.base + at.pose, result, mask=at.pose_mask)
     if affine is not None:
         there = affine + tl.program_id(0).to(tl.int64) * (2 * size) + c * tile.E + e
         tl.store(there, weight_sum, mask=affine_mask)

@@ -68,7 +68,7 @@ def save(parts, part, state, at, poses, tile):
     begin = part.to(tl.int64) * poses
     for k in tl.static_range(len(parts)):
         if len(state[k].shape) == 4:
-            tl.store(parts[k] + begin * (tile.C * tile.E) + at.pose, state[k], mask=at.pose_mask)
+            tl.store(parts[k] + begin * (tile.C * tile.E) + at.base + at.pose, state[k], mask=at.pose_mask)
         else:
             tl.store(parts[k] + begin + at.each, state[k], mask=at.each_mask)
 
@@ -80,7 +80,7 @@ def restore(parts, part, like, at, poses, tile):
     state = ()
     for k in tl.static_range(len(parts)):
         if len(like[k].shape) == 4:
-            one = tl.load(parts[k] + begin * (tile.C * tile.E) + at.pose, mask=at.pose_mask, other=0.0)
+            one = tl.load(parts[k] + begin * (tile.C * tile.E) + at.base + at.pose, mask=at.pose_mask, other=0.0)
         else:
             one = tl.load(parts[k] + begin + at.each, mask=at.each_mask, other=0.0)
         state = state + (one,)

@@ -32,7 +32,9 @@ ROUTING = Routing(
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 """A turn without means, which leaves their base besides."""
-MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
+MEASURED = replace(
+    ROUTING, name="rest", algebra=REST, sums=("pose", "each"), crowd=Crowd(forward=4, products=4, backward=2, pose=4)
+)
 """Rest and count of a turn."""
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 EM = 4  # the rule

@@ -58,9 +58,9 @@ def load(routing, at, tile):
     precision = 1.0
     log_weight = 0.0
     if routing.mean is not None:
-        mean = tl.load(routing.mean + at.pose, mask=at.pose_mask, other=0.0)
+        mean = tl.load(routing.mean + at.base + at.pose, mask=at.pose_mask, other=0.0)
         if routing.variance is not None:
-            precision = 0.5 / tl.load(routing.variance + at.pose, mask=at.pose_mask, other=1.0)
+            precision = 0.5 / tl.load(routing.variance + at.base + at.pose, mask=at.pose_mask, other=1.0)
     if routing.log_weight is not None:
         log_weight = tl.load(routing.log_weight + at.each, mask=at.each_mask, other=0.0)
     return mean, precision, log_weight
@@ -180,15 +180,15 @@ def finish(routing, state, results, at, tile):
     """Store count, mean, variance, evidence: moments of the weights and ``eps`` of weight at 0; 0 of no weight."""
     mean, squares, count = state[0], state[1], state[2]
     if routing.mean is not None:
-        mean += tl.load(routing.mean + at.pose, mask=at.pose_mask, other=0.0)
+        mean += tl.load(routing.mean + at.base + at.pose, mask=at.pose_mask, other=0.0)
     else:
         mean += state[4]
     inverse = tl.where(count + routing.eps == 0.0, 0.0, 1.0 / (count + routing.eps))
     toward = mean * spread(routing.eps * inverse)
     tl.store(results[0] + at.each, count, mask=at.each_mask)
-    tl.store(results[1] + at.pose, mean * spread(count * inverse), mask=at.pose_mask)
+    tl.store(results[1] + at.base + at.pose, mean * spread(count * inverse), mask=at.pose_mask)
     variance = (squares + spread(count) * (toward * toward)) * spread(inverse)
-    tl.store(results[2] + at.pose, variance, mask=at.pose_mask)
+    tl.store(results[2] + at.base + at.pose, variance, mask=at.pose_mask)
     if routing.beta_use is not None:
         tl.store(results[3] + at.each, state[3], mask=at.each_mask)
 
@@ -196,10 +196,10 @@ def finish(routing, state, results, at, tile):
 @triton.jit
 def load_grads(grads, at):
     """Return the tiles of A, B and the new means, and K and the evidence's gradient."""
-    slope = tl.load(grads[0] + at.pose, mask=at.pose_mask, other=0.0)
-    bend = tl.load(grads[1] + at.pose, mask=at.pose_mask, other=0.0)
+    slope = tl.load(grads[0] + at.base + at.pose, mask=at.pose_mask, other=0.0)
+    bend = tl.load(grads[1] + at.base + at.pose, mask=at.pose_mask, other=0.0)
     offset = tl.load(grads[2] + at.each, mask=at.each_mask, other=0.0)
-    means = tl.load(grads[3] + at.pose, mask=at.pose_mask, other=0.0)
+    means = tl.load(grads[3] + at.base + at.pose, mask=at.pose_mask, other=0.0)
     devidence = 0.0
     if grads[4] is not None:
         devidence = tl.load(grads[4] + at.each, mask=at.each_mask, other=0.0)
@@ -284,10 +284,10 @@ def dadd(routing, own, state, results, votes, dscores):
 def dfinish(routing, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Put dmean, dvariance and dlog_weight of a range of children where they belong."""
     begin = part.to(tl.int64) * poses
-    pose = begin * (tile.C * tile.E) + at.pose
+    pose = begin * (tile.C * tile.E) + at.base + at.pose
     precision = 1.0
     if routing.variance is not None:
-        precision = 0.5 / tl.load(routing.variance + at.pose, mask=at.pose_mask, other=1.0)
+        precision = 0.5 / tl.load(routing.variance + at.base + at.pose, mask=at.pose_mask, other=1.0)
     if results[0] is not None:
         put(results[0] + pose, 2.0 * precision * state[0], at.pose_mask, HOW)
     if results[1] is not None:
@@ -304,8 +304,8 @@ GAUSSIAN = Algebra(
 @triton.jit
 def narrow(routing, at):
     """Return which parents ``[BL, BM]`` have a variance that is nothing beside its squared mean, and the means."""
-    means = tl.load(routing.means + at.pose, mask=at.pose_mask, other=0.0)
-    variances = tl.load(routing.variances + at.pose, mask=at.pose_mask, other=0.0)
+    means = tl.load(routing.means + at.base + at.pose, mask=at.pose_mask, other=0.0)
+    variances = tl.load(routing.variances + at.base + at.pose, mask=at.pose_mask, other=0.0)
     there = (at.pose_mask & (variances < means * means * NARROW)).to(tl.int32)
     return tl.max(tl.max(there, axis=0), axis=0) > 0, means
 
@@ -351,7 +351,7 @@ def finish_rest(routing, state, results, at, tile):
     """Store rest and count: what was measured of narrow parents, and of others what they are on paper."""
     there, means = narrow(routing, at)
     counts = tl.load(routing.counts + at.each, mask=at.each_mask, other=0.0)
-    tl.store(results[0] + at.pose, tl.where(spread(there), state[0], routing.eps * means), mask=at.pose_mask)
+    tl.store(results[0] + at.base + at.pose, tl.where(spread(there), state[0], routing.eps * means), mask=at.pose_mask)
     tl.store(results[1] + at.each, tl.where(there, state[1], counts), mask=at.each_mask)
 
 
@@ -377,11 +377,11 @@ def _prepare_kernel(
     first = tl.zeros([tile.BC, tile.BE, tile.BL, 1], tl.float32)
     second = tl.zeros([tile.BC, tile.BE, tile.BL, 1], tl.float32)
     if grad_means is not None:
-        first += tl.load(grad_means + at.pose, mask=at.pose_mask, other=0.0)
+        first += tl.load(grad_means + at.base + at.pose, mask=at.pose_mask, other=0.0)
     if grad_variances is not None:
-        second += tl.load(grad_variances + at.pose, mask=at.pose_mask, other=0.0) * spread(inverse)
-        first -= 2.0 * tl.load(rest + at.pose, mask=at.pose_mask, other=0.0) * second
-        constant -= inner_product(second, tl.load(variances + at.pose, mask=at.pose_mask, other=0.0))
-    tl.store(slope + at.pose, first * spread(inverse), mask=at.pose_mask)
-    tl.store(bend + at.pose, second, mask=at.pose_mask)
+        second += tl.load(grad_variances + at.base + at.pose, mask=at.pose_mask, other=0.0) * spread(inverse)
+        first -= 2.0 * tl.load(rest + at.base + at.pose, mask=at.pose_mask, other=0.0) * second
+        constant -= inner_product(second, tl.load(variances + at.base + at.pose, mask=at.pose_mask, other=0.0))
+    tl.store(slope + at.base + at.pose, first * spread(inverse), mask=at.pose_mask)
+    tl.store(bend + at.base + at.pose, second, mask=at.pose_mask)
     tl.store(offset + at.each, constant, mask=at.each_mask)

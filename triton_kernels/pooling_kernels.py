@@ -87,10 +87,10 @@ def finish(routing, state, results, at, tile):
     sums, total, top = state
     empty = total == 0.0
     sums *= spread(tl.where(empty, 0.0, 1.0 / total))
-    tl.store(results[1] + at.pose, sums, mask=at.pose_mask)
+    tl.store(results[1] + at.base + at.pose, sums, mask=at.pose_mask)
     if routing.RULE == SQUASH:
         sums = squash(sums)
-    tl.store(results[0] + at.pose, sums, mask=at.pose_mask)
+    tl.store(results[0] + at.base + at.pose, sums, mask=at.pose_mask)
     logarithm = tl.log(tl.where(empty, 1.0, total)) + top
     tl.store(results[2] + at.each, tl.where(empty, float("-inf"), logarithm), mask=at.each_mask)
 
@@ -98,8 +98,8 @@ def finish(routing, state, results, at, tile):
 @triton.jit
 def load_grads(grads, at):
     """Return the tile of dS, ``-<dS, S>``, log Z (0 where nobody is there), and where that is."""
-    slope = tl.load(grads[0] + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
-    sums = tl.load(grads[1] + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
+    slope = tl.load(grads[0] + at.base + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
+    sums = tl.load(grads[1] + at.base + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
     normalizer = tl.load(grads[2] + at.each, mask=at.each_mask, other=0.0)
     empty = normalizer == float("-inf")
     return slope, -inner_product(slope, sums), tl.where(empty, 0.0, normalizer), empty

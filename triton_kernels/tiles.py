@@ -120,11 +120,15 @@ class Child(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where a tile lies: offsets and masks in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``."""
+    """Where a tile lies: offsets and masks in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``.
+
+    ``base``: of a position; ``pose``: from there, in 32 bits, since a tile of such numbers fills registers.
+    """
 
     first: Any
     M: Any
     inside: Any
+    base: Any
     pose: Any
     pose_mask: Any
     each: Any
@@ -211,10 +215,10 @@ def place(tile, p, exists, first, M):
     e = tl.arange(0, tile.BE)[None, :, None, None]
     m = first + tl.arange(0, tile.BM)
     inside = (c < tile.C) & (m < M)[None, None, None, :] & (e < tile.E)
-    pose = p[None, None, :, None] * (tl.cast(M, tl.int64) * (tile.C * tile.E))
-    pose += (m[None, None, None, :] * tile.C + c) * tile.E + e
+    base = p[None, None, :, None] * (tl.cast(M, tl.int64) * (tile.C * tile.E))
+    pose = (m[None, None, None, :] * tile.C + c) * tile.E + e
     pose_mask = inside & exists[None, None, :, None]
-    return At(first, M, inside, pose, pose_mask, p[:, None] * M + m[None, :], exists[:, None] & (m < M)[None, :])
+    return At(first, M, inside, base, pose, pose_mask, p[:, None] * M + m[None, :], exists[:, None] & (m < M)[None, :])
 
 
 INTERPRETED = tl.constexpr(not isinstance(place, triton.JITFunction))
