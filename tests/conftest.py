@@ -120,10 +120,6 @@ KNOWN_SHORTFALLS = {
     "test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders": (
         "the JSON is not written; cause not looked into"
     ),
-    "test_compiles_without_a_gpu[hinton-sm_90-0]": "two registers spill",
-    "test_compiles_without_a_gpu[hinton-sm_90-2]": "two registers spill",
-    "test_compiles_without_a_gpu[heinsen-norb-sm_90-0]": "two registers spill",
-    "test_compiles_without_a_gpu[li-capnet-sm_90-2]": "two registers spill",
 }
 """Tests that fail and are to be cured, those of CUDA and Triton kernels above all: each with what is wrong."""
 

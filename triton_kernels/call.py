@@ -181,12 +181,14 @@ class Call:
         self.deterministic = bool(options & DETERMINISTIC)
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
-        own, per_parent = (False, False) if bias is None else (bias.shape[0] > 1, bias.shape[1] > 1)
-        size = rows * columns
-        silent = routing.silent and gate is not None
+        pose, silent = rows * columns, routing.silent and gate is not None
+        bias_strides = (0, 0)
+        if bias is not None:
+            per_child, per_parent = (size > 1 for size in bias.shape[:2])
+            bias_strides = (bias.shape[1] * pose * per_child, pose * per_parent)
         self.votes = Votes(
-            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4)),  # type: ignore[arg-type]
-            *(bias.shape[1] * size if bias is not None and own else 0, size if per_parent else 0, *_strides(gate, 4)),
+            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *bias_strides),  # type: ignore[arg-type]
+            *_strides(gate, 4),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw, silent)),
         )
         self.sizes = {
@@ -234,5 +236,4 @@ class Call:
 
     def launch(self, kernel: Any, programs: int, **arguments: Any) -> None:
         """Start a kernel of this call."""
-        algebra = {"algebra": self.routing.algebra} if "algebra" in kernel.arg_names else {}
-        launch(kernel, programs, **arguments, **algebra, ROUTING=self.routing.name)
+        launch(kernel, programs, **arguments, ROUTING=self.routing.name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attention import of_turn, one_turn, own_of
+from .attention import one_turn, start_of, turn_of
 from .attention_kernels import UNIT
 from .call import DETACH, Call, Routing, current, watched
 from .launches import Gradients, answer, forward
@@ -55,8 +55,8 @@ def pooling_routing(
     logsumexp = call.empty(1, *call.shape[:4])
     if call.poses:
         with current(call.device):
-            own = own_of(query, (None, None), scale, 0.0, rule, unit_keys=normalize)
-            forward(call, own, (result, sums, logsumexp), query is not None)
+            turn = turn_of(query, (None, None), scale, 0.0, rule, unit_keys=normalize)
+            forward(call, turn, (result, sums, logsumexp), query is not None)
     return result, sums, logsumexp
 
 
@@ -84,7 +84,7 @@ def pooling_routing_backward(
     """
     detach, turns = bool(needs & DETACH), len(grad)
     call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)
-    inputs = (children, weight, bias, gate, of_turn(query, 0, turns))
+    inputs = (children, weight, bias, gate, start_of(query, 0, turns))
     wanted = [bool(needs >> k & 1) and tensor is not None for k, tensor in enumerate(inputs)]
     shapes = [None if tensor is None else tensor.shape for tensor in inputs]
     dtypes = [call.dtype] * 5
@@ -96,15 +96,15 @@ def pooling_routing_backward(
         weight=wanted[1],
         bias=bias if wanted[2] else None,
         gate=wanted[3] and not detach,
-        own=[wanted[4] and not detach],
+        parents=[wanted[4] and not detach],
         each_tile=True,
         turns=turns,
     )
     given = [tensor.contiguous() for tensor in (grad, sums, logsumexp)]
     with current(call.device):
-        for turn in range(turns):
-            asked = of_turn(query, turn, turns)
-            own = own_of(asked, (None, None), scale, 0.0, UNIT.value, detach, normalize)
-            made.add(own, tuple(tensor[turn] for tensor in given), asked is not None)
-    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("own", [None])]
+        for k in range(turns):
+            asked = start_of(query, k, turns)
+            turn = turn_of(asked, (None, None), scale, 0.0, UNIT.value, detach, normalize)
+            made.add(turn, tuple(tensor[k] for tensor in given), asked is not None)
+    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("parents", [None])]
     return answer(call, wanted, shapes, found, dtypes)
