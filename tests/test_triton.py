@@ -87,47 +87,40 @@ def test_half_precision(routing: Routing, dtype: torch.dtype) -> None:
 
 TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the least that take matrix products
 DEEP = {"parents": 17, "pose": (2, 9, 2)}  # two tiles, and a depth that makes matrix products pay
+FIRST = {"rules": {"gaussian": Rule.EM}, "start": False, "turns": 2}
+BARE: dict[str, Any] = {
+    "rules": {"attention": Rule.SQUASH, "gaussian": Rule.KMEANS}, "bias": None, "gate": None, "betas": "11",
+    "normalize": False, "detach": True, "log_weight": False, "grid": (2, 3), "window": (2, 2, 1, 1, 0, 0, 1, 1),
+}  # fmt: skip
 WAYS: dict[str, Any] = {
     "tiny": (0, TINY, {}),  # parents and children are split over programs
     "tiny-ordered": (1, TINY, {}),
+    "tiny-first-turn": (1, TINY, FIRST),
     "ranges": (0, {"resident": 64}, {}),  # a range for every child
     "ordered": (1, {}, {}),
     "tf32": (2, TILES, {"batch": 2, **DEEP}),
     "tf32-ordered": (3, TILES, {"batch": 5, **DEEP}),  # several blocks of positions
-}
-BARE = {"bias": None, "gate": None, "grid": (2, 3), "window": (2, 2, 1, 1, 0, 0, 1, 1)}
-FIRST = {"start": False, "turns": 2}
-KINDS: dict[str, Any] = {
-    "everything": {"attention": {}, "pooling": {}, "gaussian": {}},
-    "bare": {
-        "attention": {"rule": Rule.SQUASH, "detach": True, **BARE},
-        "pooling": {"normalize": False, "detach": True, **BARE},
-        "gaussian": {"rule": Rule.KMEANS, "betas": "11", "log_weight": False, **BARE},
-    },
-    "first-turn": {
-        "attention": FIRST,
-        "pooling": FIRST,
-        "gaussian": {"rule": Rule.EM, **FIRST},
-    },
+    "tf32-bare": (3, TILES, {"batch": 5, **DEEP, **BARE}),
 }
 
 
-def _way(routing: Routing, way: str, kind: str) -> Case:
-    """Return a case whose parents two tiles take, where those are small."""
+def _way(routing: Routing, way: str) -> Case:
+    """Return a case whose parents take two tiles, where those are small."""
     usual = {"types": 2, "parents": 9, "pose": (2, 3, 2), **WAYS[way][2]}
-    return _small(routing, **{**usual, **KINDS[kind][routing.stem]})
+    rules = usual.pop("rules", {})
+    return _small(routing, **usual, **({"rule": rules[routing.stem]} if routing.stem in rules else {}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @every_routing
-def test_ways_to_run(routing: Routing, way: str, kind: str) -> None:
+def test_ways_to_run(routing: Routing, way: str) -> None:
     """Two sweeps, ranges of children that meet in the finishing kernel, one order, matrix products."""
     options, limits, _ = WAYS[way]
-    check(routing, _way(routing, way, kind), options, **limits)
+    check(routing, _way(routing, way), options, **limits)
 
 
 def _without_matrices(routing: Routing) -> Case:
+    """Return a case whose votes are poses."""
     return _small(routing, groups="none", parents=9, pose=(2, 3, 3), start=False, turns=2)
 
 
@@ -147,8 +140,7 @@ def test_every_compiled_path_has_a_case(routing: Routing) -> None:
     for case in (parameters.values[1] for parameters in _cases(60) if parameters.values[0] is routing):
         met |= paths(routing, case, **LIMITS)
     for way, (options, limits, _) in WAYS.items():
-        for kind in KINDS:
-            met |= paths(routing, _way(routing, way, kind), options, **limits)
+        met |= paths(routing, _way(routing, way), options, **limits)
         met |= paths(routing, _without_matrices(routing), options, **limits) if way.startswith("tiny") else set()
     for batch in (1, 16):
         met |= paths(routing, _crowded(routing, batch), **LIMITS)
@@ -158,6 +150,7 @@ def test_every_compiled_path_has_a_case(routing: Routing) -> None:
 
 
 def _crowded(routing: Routing, batch: int) -> Case:
+    """Return a case whose children all share their matrices."""
     return _small(routing, batch=batch, grid=(1, 1), window=SET_WINDOW, types=65, groups="one", bias="1M", betas="I1")
 
 
@@ -421,8 +414,8 @@ COMPILED += [("tsai", "gfx942", 0), ("tsai-1x64", "gfx942", 0)]
 def test_compiles_without_a_gpu(shape: str, target: str, options: int) -> None:
     """Every kernel of a training step, for GPUs that are not there; few registers may spill, in large poses only."""
     stem, _, weight, *_ = SHAPES[shape]
-    wanted = {f"_{stem}_forward_kernel", f"_{stem}_backward_kernel"}
-    wanted |= {f"_{stem}_matrix_backward_kernel"} if options & 1 and weight else set()
+    wanted = {f"{stem}_forward_kernel", f"{stem}_backward_kernel"}
+    wanted |= {f"{stem}_matrix_backward_kernel"} if options & 1 and weight else set()
     large = 24 if shape in ("tsai-6x6", "tsai-1x64") else 4 if stem == "attention" else 0
     hold_compiled(launches(_step(*SHAPES[shape], options=options)), target, large, wanted)
 
@@ -435,7 +428,7 @@ def test_everything_at_once_compiles_without_a_gpu(routing: Routing, ordered: in
     limits = schedule.Limits(forward=4, backward=4)
     step = _step(routing.stem, (2, 5, 5, 3, 5, 3), (27, 70, 3, 7), 70, 27, full=True, options=ordered, limits=limits)
     found = launches(step)
-    assert routing is POOLING or f"_{routing.stem}_normalizer_kernel" in {launch.name for launch in found}
+    assert routing is POOLING or f"{routing.stem}_normalizer_kernel" in {launch.name for launch in found}
     for launch in once_each(found):
         assert static.compiled_for("sm_90", launch).n_regs > 0
     hold_bound(found)

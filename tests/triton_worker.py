@@ -26,7 +26,7 @@ class Interpreter:
         self._child: subprocess.Popen[bytes] | None = None
 
     def __call__(self, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call a function by name: ``"fastcaps.triton_kernels.attention.attention_pass"``."""
+        """Call a function by name: ``"fastcaps.triton_kernels.attention.attention_routing"``."""
         if self._child is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
             environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])

@@ -54,7 +54,7 @@ class Launch:
         """The kernel's name for people."""
         from fastcaps.triton_kernels.call import kernel_name
 
-        return kernel_name(self.kernel, self.arguments).strip("_").removesuffix("_kernel").replace("_", " ")
+        return kernel_name(self.kernel, self.arguments).removesuffix("_kernel").replace("_", " ")
 
     @property
     def tile(self) -> Any:

@@ -141,15 +141,7 @@ def attention_routing_backward(
     dtypes = [call.dtype] * 7
     if call.poses == 0:
         return answer(call, wanted, shapes, [None] * 7, dtypes)
-    made = Gradients(
-        call,
-        children=wanted[0],
-        weight=wanted[1],
-        bias=bias if wanted[2] else None,
-        gate=wanted[3],
-        parents=[wanted[4] and not detach],
-        turns=turns,
-    )
+    made = Gradients(call, wanted[:4], [wanted[4] and not detach], turns=turns)
     slope, affine = grad.contiguous(), None
     with current(call.device):
         if sums is not None:
@@ -157,5 +149,5 @@ def attention_routing_backward(
         for k in range(turns):
             asked = start_of(query, k, turns)
             made.add(turn_of(asked, (None, None), scale, eps, PLAIN.value, detach), (slope[k],), asked is not None)
-    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("parents", [None])]
-    return answer(call, wanted, shapes, [*found, *([None] * 2 if affine is None else affine.unbind(0))], dtypes)
+    found = [*made.all(), *([None] * 2 if affine is None else affine.unbind(0))]
+    return answer(call, wanted, shapes, found, dtypes)

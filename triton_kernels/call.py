@@ -128,8 +128,8 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
 
 
 def kernel_name(kernel: Any, arguments: dict[str, Any]) -> str:
-    """Return the name of a kernel with that of the routing that it is launched for."""
-    return f"_{arguments['ROUTING']}{kernel.__name__}"
+    """Return the name of a kernel as compiled for the routing that it is launched for: ``attention_forward_kernel``."""
+    return f"{arguments['ROUTING']}{kernel.__name__}"
 
 
 _watcher: Callable[[Any, int, dict[str, Any]], None] | None = None
@@ -151,6 +151,13 @@ def watched(watcher: Callable[[Any, int, dict[str, Any]], None]) -> Iterator[Non
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if tensor is None else tensor.stride()
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of children and of parents in a bias; 0 where all share one."""
+    if bias is None:
+        return 0, 0
+    return tuple(0 if bias.shape[k] == 1 else bias.stride(k) for k in (0, 1))
 
 
 class Call:
@@ -181,13 +188,9 @@ class Call:
         self.deterministic = bool(options & DETERMINISTIC)
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
-        pose, silent = rows * columns, routing.silent and gate is not None
-        bias_strides = (0, 0)
-        if bias is not None:
-            per_child, per_parent = (size > 1 for size in bias.shape[:2])
-            bias_strides = (bias.shape[1] * pose * per_child, pose * per_parent)
+        silent = routing.silent and gate is not None
         self.votes = Votes(
-            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *bias_strides),  # type: ignore[arg-type]
+            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *_bias_strides(bias)),  # type: ignore[arg-type]
             *_strides(gate, 4),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw, silent)),
         )

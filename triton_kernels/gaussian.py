@@ -171,17 +171,8 @@ def gaussian_routing_backward(
     devidence = None if devidence is None else devidence.contiguous()
     counts, means, variances = (tensor.contiguous() for tensor in (counts, means, variances))
     betas = [beta if want else None for beta, want in zip(inputs[7:], wanted[7:], strict=True)]
-    made = Gradients(
-        call,
-        children=wanted[0],
-        weight=wanted[1],
-        bias=bias if wanted[2] else None,
-        gate=wanted[3],
-        parents=wanted[4:7],
-        betas=any(beta is not None and beta.shape[0] > 1 for beta in betas),
-        each_tile=devidence is not None,
-        turns=turns,
-    )
+    own_betas = any(beta is not None and beta.shape[0] > 1 for beta in betas)
+    made = Gradients(call, wanted[:4], wanted[4:7], own_betas, each_tile=devidence is not None, turns=turns)
     starts = [[start_of(tensor, k, turns) for tensor in state] for k in range(turns)]
     scored = [start[0] is not None or start[2] is not None for start in starts]
     with current(call.device):
@@ -213,7 +204,7 @@ def gaussian_routing_backward(
         for k in range(turns):
             given = (slope[k], bend[k], offset[k], means[k], None if devidence is None else devidence[k])
             made.add(turn_of(starts[k], (beta_use, beta_ignore), eps), given, scored[k])
-    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("parents", [None] * 3)]
+    found = made.all()
     if devidence is None:
         found += [None, None]
     else:

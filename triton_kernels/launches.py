@@ -111,10 +111,8 @@ class Gradients:
     ----------
     call
         The call.
-    children, weight, gate
-        Whether they are wanted.
-    bias
-        The bias if its gradient is.
+    wanted
+        Which of the gradients of children, weight, bias and gate.
     parents
         Which of the gradients that the parents have (:attr:`fastcaps.triton_kernels.call.Routing.gradients`).
     betas
@@ -128,15 +126,16 @@ class Gradients:
     """
 
     call: Call
-    children: bool
-    weight: bool
-    bias: Tensor | None
-    gate: bool
+    wanted: Sequence[bool]
     parents: Sequence[bool]
     betas: bool = False
     each_tile: bool = False
     turns: int = 1
     found: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.children, self.weight, with_bias, self.gate = self.wanted
+        self.bias = self.call.tensors[2] if with_bias else None
 
     def add(self, turn: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
         """Add the gradients of a turn, from those of its sums and whatever else its algebra wants."""
@@ -262,12 +261,13 @@ class Gradients:
             )
         found["parents"] = [t if t is None else t.sum(0) if chosen.splits > 1 else t[0] for t in parents]
 
-    def ordered_as(self, names: Sequence[str]) -> list[Tensor | None]:
-        """Return what was found by name; the bias in its own shape."""
+    def all(self) -> list[Tensor | None]:
+        """Return those of children, weight, bias (in its own shape), gate, and of the parents."""
         bias = self.found.get("bias")
         if bias is not None and self.bias is not None:
-            self.found["bias"] = bias.sum_to_size(self.bias.shape)
-        return [self.found.get(name) for name in names]
+            bias = bias.sum_to_size(self.bias.shape)
+        parents = self.found.get("parents", [None] * len(self.parents))
+        return [self.found.get("children"), self.found.get("weight"), bias, self.found.get("gate"), *parents]
 
 
 def answer(

@@ -90,21 +90,12 @@ def pooling_routing_backward(
     dtypes = [call.dtype] * 5
     if call.poses == 0:
         return answer(call, wanted, shapes, [None] * 5, dtypes)
-    made = Gradients(
-        call,
-        children=wanted[0],
-        weight=wanted[1],
-        bias=bias if wanted[2] else None,
-        gate=wanted[3] and not detach,
-        parents=[wanted[4] and not detach],
-        each_tile=True,
-        turns=turns,
-    )
+    found_for = [*wanted[:3], wanted[3] and not detach]  # a gate acts through coefficients alone
+    made = Gradients(call, found_for, [wanted[4] and not detach], each_tile=True, turns=turns)
     given = [tensor.contiguous() for tensor in (grad, sums, logsumexp)]
     with current(call.device):
         for k in range(turns):
             asked = start_of(query, k, turns)
             turn = turn_of(asked, (None, None), scale, 0.0, UNIT.value, detach, normalize)
             made.add(turn, tuple(tensor[k] for tensor in given), asked is not None)
-    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("parents", [None])]
-    return answer(call, wanted, shapes, found, dtypes)
+    return answer(call, wanted, shapes, made.all(), dtypes)

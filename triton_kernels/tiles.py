@@ -149,11 +149,11 @@ class At(NamedTuple):
 def kernel(function: Callable[..., None]) -> triton.JITFunction:
     """Compile a kernel; what varies from call to call (see :data:`COUNTS`) does not compile it anew.
 
-    Compiled code has the name of the routing that the kernel is compiled for: ``attention_forward``.
+    Compiled code has the name of the routing that the kernel is compiled for: ``attention_forward_kernel``.
     """
 
     def title(specialization: Any) -> str:
-        return f"{specialization.constants['ROUTING']}_{function.__name__.strip('_')}"
+        return f"{specialization.constants['ROUTING']}{function.__name__}"
 
     counts = [name for name in inspect.signature(function).parameters if name in COUNTS]
     return triton.jit(function, do_not_specialize=counts, repr=title)
