@@ -132,6 +132,18 @@ def test_two_sweeps_over_votes_without_matrices(routing: Routing, way: str) -> N
     check(routing, _without_matrices(routing), options, **limits)
 
 
+def _crowded(routing: Routing, batch: int) -> Case:
+    """Return a case whose children all share their matrices."""
+    return _small(routing, batch=batch, grid=(1, 1), window=SET_WINDOW, types=65, groups="one", bias="1M", betas="I1")
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@every_routing
+def test_many_children_of_the_same_matrices(routing: Routing, batch: int) -> None:
+    """Programs of their own gather dW: by outer products for few positions, else by matrix products."""
+    check(routing, _crowded(routing, batch), **LIMITS)
+
+
 @interpreted
 @every_routing
 def test_every_compiled_path_has_a_case(routing: Routing) -> None:
@@ -146,19 +158,8 @@ def test_every_compiled_path_has_a_case(routing: Routing) -> None:
         met |= paths(routing, _crowded(routing, batch), **LIMITS)
     there = [case for case in routing.cases if case.dtype != torch.float64]
     compiled = set().union(*(paths(routing, case, options, "meta") for case in there for options in (0, 3)))
-    assert not sorted(compiled - met)
-
-
-def _crowded(routing: Routing, batch: int) -> Case:
-    """Return a case whose children all share their matrices."""
-    return _small(routing, batch=batch, grid=(1, 1), window=SET_WINDOW, types=65, groups="one", bias="1M", betas="I1")
-
-
-@pytest.mark.parametrize("batch", [1, 16])
-@every_routing
-def test_many_children_of_the_same_matrices(routing: Routing, batch: int) -> None:
-    """Programs of their own gather dW: by outer products for few positions, else by matrix products."""
-    check(routing, _crowded(routing, batch), **LIMITS)
+    missing = sorted(compiled - met)
+    assert not missing, "\n".join(missing)
 
 
 @drawn(5 if DEVICE == "cpu" else 60)
