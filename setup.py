@@ -16,7 +16,8 @@ import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -133,6 +134,22 @@ def find_program(name: str, folder: str) -> str:
     return program
 
 
+def put_into(package: Path, install: Callable[[Path], None]) -> list[Path]:
+    """Let ``install`` fill a folder beside the package's files, then rename each into its place; return the places.
+
+    A process that has an old library loaded keeps it: writing into a file that is mapped would crash it.
+    """
+    (package / "lib").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".staged-", dir=package) as staged:
+        install(Path(staged))
+        made = {path: package / path.relative_to(staged) for path in sorted(Path(staged).rglob("*.*"))}
+        for path, place in made.items():
+            path.replace(place)
+    for stale in {*(package / "lib").iterdir()} - {*made.values()}:  # an earlier build may have had CUDA
+        stale.unlink()
+    return list(made.values())
+
+
 class BuildNative(build_ext):
     """Configure, build and install with CMake."""
 
@@ -159,8 +176,8 @@ class BuildNative(build_ext):
         configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DFASTCAPS_TORCH_DIR={torch}"]
         self.call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         self.call([cmake, "--build", folder, "--parallel", str(jobs)])
-        shutil.rmtree(package / "lib", ignore_errors=True)  # an earlier build may have had CUDA
-        self.call([cmake, "--install", folder, "--prefix", str(package)])
+        outputs = put_into(package, lambda staged: self.call([cmake, "--install", folder, "--prefix", str(staged)]))
+        (self.folder / "install_manifest.txt").write_text("".join(f"{path}\n" for path in outputs))
         shutil.copyfile(self.folder / "compile_commands.json", ROOT / "build/compile_commands.json")  # for editors
 
     def call(self, command: list[str]) -> None:

@@ -133,7 +133,7 @@ stage_profile() {
   sections+=(--section InstructionStats --section MemoryWorkloadAnalysis --section SchedulerStats)
   if have ncu || [ "$DRY_RUN" = 1 ]; then
     # workload, and which of its kernels; the first launch of each is warming up
-    for target in "tsai-c10-conv1 attention_forward" "tsai-c10-conv1 attention_backward" "hinton-conv gaussian"; do
+    for target in "tsai-c10-conv1 forward_kernel" "tsai-c10-conv1 backward_kernel" "hinton-conv forward_kernel"; do
       run 45 ncu --clock-control none --target-processes all "${sections[@]}" --kernel-name "regex:${target#* }" \
         --launch-skip 1 --launch-count 1 "$PYTHON" tools/profile_target.py --device cuda --workload "${target% *}" ||
         worst=1

@@ -13,7 +13,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
                   "fastcaps: rule must be 0 (LayerNorm), 1 (plain) or 2 (squash), got ", int(call.rule));
   STD_TORCH_CHECK(norm || !(call.norm_weight || call.norm_bias), "fastcaps: only rule 0 has an affine");
   STD_TORCH_CHECK(call.iterations >= 1, "fastcaps: iterations must be at least 1, got ", call.iterations);
-  Tensor norm_weight, norm_bias;
+  MaybeTensor norm_weight, norm_bias;
   ForwardCall<Attention> run{votes};
   run.total = call.iterations;
   run.with.scale = call.scale;
@@ -24,7 +24,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
   run.with.norm_weight = given.table(call.norm_weight, "norm_weight", affine, given.storage, norm_weight);
   run.with.norm_bias = given.table(call.norm_bias, "norm_bias", affine, given.storage, norm_bias);
   const Tensor parents = given.stored_result(poses_shape(votes), run.with.parents);
-  const Tensor sums = given.result(true, poses_shape(votes, call.iterations), run.with.sums);
+  const Tensor sums = given.result(poses_shape(votes, call.iterations), run.with.sums);
   run_forward(given, run);
   return {parents, sums};
 }
@@ -47,30 +47,32 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   with.scale = call.scale;
   with.eps = call.eps;
   with.detach = call.needs & kDetach;
-  Tensor norm_weight;
+  MaybeTensor norm_weight;
   with.norm_weight = given.table(call.norm_weight, "norm_weight", {votes.parent_size()}, given.storage, norm_weight);
-  std::vector<Tensor> kept;
+  MaybeTensor sums;
+  if (call.sums) sums = in_compute_type(*call.sums, given.compute);
   for (int64_t k = 0; k < turns.count; ++k) {
     run.with.push_back(with);
-    run.with[k].grad = view_of(*turns.at(call.grad, k));
-    if (const MaybeTensor query = turns.at(call.query, k)) run.with[k].query = view_of(*query);
-    if (!call.sums) continue;
-    kept.push_back(torch::stable::contiguous(*turns.at(call.sums, k)));
-    run.with[k].given_sums = data_of(kept.back());
+    run.with[k].grad = turns.view(call.grad, k);
+    run.with[k].query = turns.view(call.query, k);
+    run.with[k].given_sums = turns.view(sums, k).data;
   }
-  run.schedule = schedule_of(run, given.is_double, dquery, votes.bias ? given.bias.numel() : 0);
+  run.schedule = schedule_of(run, given.is_double, dquery, given.bias ? given.bias->numel() : 0);
   const bool empty = votes.positions() == 0;
-  const Tensor query = given.result(dquery, shape, run.with[0].dquery, empty);
+  const MaybeTensor query = given.maybe(dquery, shape, run.with[0].dquery, empty);
   const Partial norms = given.partial(dnorm, run.schedule.rows(), {2, votes.parent_size()});
   for (Attention& turn : run.with) turn.dnorm = norms.parts;
   const Gradients found = run_backward(given, run, call.needs, dquery, empty);
-  const Tensor both = norms.sum();
+  const MaybeTensor& both = norms.sum();
   const auto half = [&](int64_t bit, int64_t which) {
-    const bool wanted = call.needs & bit && dnorm;
-    return given.stored(wanted, wanted ? torch::stable::clone(torch::stable::select(both, 0, which)) : both);
+    void* data = nullptr;
+    const MaybeTensor out = given.maybe(dnorm && call.needs & bit, {votes.parent_size()}, data);
+    const size_t bytes = out ? size_t(out->numel()) * out->element_size() : 0;
+    if (out) std::memcpy(data, static_cast<const char*>(data_of(*both)) + which * bytes, bytes);
+    return given.stored(out);
   };
-  return {found.children,       found.weight,      found.bias, found.gate, given.stored(dquery, query),
-          half(kNormWeight, 0), half(kNormBias, 1)};
+  return {found.children,      found.weight,         found.bias,        found.gate,
+          given.stored(query), half(kNormWeight, 0), half(kNormBias, 1)};
 }
 
 }  // namespace fastcaps

@@ -1,6 +1,8 @@
 // What the op bodies on the CPU share: describing tensors to the kernels, allocating, running items, adding up parts.
 #pragma once
 
+#include <cstring>
+
 #include "arguments.h"
 #include "cpu/schedule.h"
 #include "cpu/scratch.h"
@@ -21,13 +23,14 @@ void run_items(int64_t items, int64_t scratch_bytes, Run&& run) {
 
 // A gradient of which every group, item or row makes a part of its own.
 struct Partial {
-  Tensor first, others;
+  MaybeTensor first, others;  // none where the gradient is not wanted, or has one part
   Parts parts;
   int64_t count;
 
   // The sum, in the order of the parts, in place of the first.
-  Tensor sum() const {
-    if (first.scalar_type() == ScalarType::Double)
+  const MaybeTensor& sum() const {
+    if (!others) return first;
+    if (first->scalar_type() == ScalarType::Double)
       add<double>();
     else
       add<float>();
@@ -52,9 +55,9 @@ struct Given {
   Votes votes;
   ScalarType storage, compute;
   bool is_double;
-  Tensor children, weight, bias;  // weight and bias in the compute type, contiguous: kept alive here
-  Shape bias_shape;
-  bool has_gate;  // of an empty batch, whose memory is null, too
+  Tensor children;
+  MaybeTensor weight, bias;  // in the compute type, contiguous: kept alive here
+  bool has_gate;             // of an empty batch, whose memory is null, too
 
   explicit Given(const VoteTensors& tensors)
       : votes(tensors.check()),
@@ -65,11 +68,14 @@ struct Given {
         has_gate(tensors.gate.has_value()) {
     STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
     if (tensors.weight) votes.weight = dense(*tensors.weight, weight);
-    if (tensors.bias) votes.bias = dense(*tensors.bias, bias), bias_shape = shape_of(bias);
+    if (tensors.bias) votes.bias = dense(*tensors.bias, bias);
   }
 
   // A parameter's memory, in the compute type and contiguous; `kept` keeps it alive.
-  const void* dense(const Tensor& x, Tensor& kept) const { return data_of(kept = in_compute_type(x, compute)); }
+  const void* dense(const Tensor& x, MaybeTensor& kept) const {
+    kept = in_compute_type(x, compute);
+    return data_of(*kept);
+  }
 
   // What is read in place of a tensor that a call may lack.
   View view(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
@@ -77,50 +83,56 @@ struct Given {
     check_tensor(*x, name, shape, type, children);
     return view_of(*x);
   }
-  const void* table(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type, Tensor& kept) const {
+  const void* table(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type,
+                    MaybeTensor& kept) const {
     if (!x) return nullptr;
     check_tensor(*x, name, shape, type, children);
     return dense(*x, kept);
   }
 
-  // A result in the compute type, its address in `data`; empty and null where it is not wanted.
-  Tensor result(bool wanted, const Shape& shape, void*& data, bool clear = false) const {
-    Tensor out = fresh(torch::stable::new_empty(children, wanted ? shape : Shape{0}, compute));
-    if (clear) torch::stable::zero_(out);
-    data = wanted ? data_of(out) : nullptr;
+  // A result in the compute type, its address in `data`.
+  Tensor result(const Shape& shape, void*& data, bool clear = false) const {
+    Tensor out = fresh(new_tensor(children, shape, compute));
+    data = data_of(out);
+    const size_t bytes = size_t(out.numel()) * out.element_size();
+    if (clear && bytes > 1 << 16) torch::stable::zero_(out);  // by all threads
+    if (clear && bytes <= 1 << 16) std::memset(data, 0, bytes);
     return out;
+  }
+  // The same, if it is wanted.
+  MaybeTensor maybe(bool wanted, const Shape& shape, void*& data, bool clear = false) const {
+    return wanted ? MaybeTensor(result(shape, data, clear)) : MaybeTensor();
   }
   // The same in the storage type.
   Tensor stored_result(const Shape& shape, void*& data) const {
-    Tensor out = torch::stable::new_empty(children, shape);
+    Tensor out = new_tensor(children, shape, storage);
     data = data_of(out);
     return out;
   }
   // `count` parts of such a result, none of them where there is nothing to do.
   Partial partial(bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
     Parts parts;
-    Tensor first = result(wanted, shape, parts.first, clear || count == 0);
-    parts.numbers = first.numel();
-    const bool more = wanted && count > 1;
-    Tensor others = result(more, {count - 1, parts.numbers}, parts.others, clear);
+    MaybeTensor first = maybe(wanted, shape, parts.first, clear || count == 0);
+    parts.numbers = first ? first->numel() : 0;
+    MaybeTensor others = maybe(wanted && count > 1, {count - 1, parts.numbers}, parts.others, clear);
     return {first, others, parts, count};
   }
   // `rows` rows of `numbers` numbers, as wide as the schedule's rows are.
-  Tensor rows(bool wanted, const Schedule& schedule, int64_t copies, int64_t numbers, int64_t lanes,
-              void*& data) const {
+  MaybeTensor rows(bool wanted, const Schedule& schedule, int64_t copies, int64_t numbers, int64_t lanes,
+                   void*& data) const {
+    if (!wanted) return {};
     const int64_t number = is_double ? 8 : 4;
     const int64_t count = copies * schedule.rows() * numbers * (schedule.child_lanes ? 1 : lanes) + 64 / number;
-    Tensor out = fresh(torch::stable::new_empty(children, {wanted ? count : 0}, compute));
-    data = wanted ? aligned(data_of(out)) : nullptr;
+    Tensor out = result({count}, data);
+    data = aligned(data);
     return out;
   }
-  // As an op returns it: in the storage type, and empty where it is not wanted.
-  Tensor stored(bool wanted, const Tensor& x) const {
-    if (!wanted) return torch::stable::new_empty(children, {0});  // one each: outputs must not alias
-    return x.scalar_type() == storage ? x : torch::stable::to(x, storage);
-  }
-  Tensor stored(bool wanted, const Partial& x) const {
-    return wanted ? stored(true, x.sum()) : stored(false, children);
+  // As an op returns it: empty where it is not wanted.
+  Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute); }
+  // The same in the storage type.
+  Tensor stored(const MaybeTensor& x) const {
+    if (!x) return new_tensor(children, {0}, storage);  // one each: outputs must not alias
+    return x->scalar_type() == storage ? *x : torch::stable::to(*x, storage);
   }
 };
 
@@ -133,9 +145,9 @@ void run_forward(const Given& given, ForwardCall<Operands>& call) {
   call.schedule = schedule_of(call, given.is_double);
   if (in.positions() == 0) return;
   const bool ranges = call.schedule.chunks > 1;
-  const Tensor partial =
+  const MaybeTensor partial =
       given.rows(ranges, call.schedule, call.schedule.chunks, table.forward_results(call), lanes, call.partial);
-  const Tensor state =
+  const MaybeTensor state =
       given.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
   const int64_t scratch = table.forward_scratch(call, given.is_double);
   call.turns = ranges ? 1 : call.total;  // where children are cut into ranges, turns wait for all of them
@@ -163,18 +175,18 @@ Gradients run_backward(const Given& given, BackwardCall<Operands>& call, int64_t
   const Votes& in = call.votes;
   const Kernels<Operands>& table = kernels<Operands>(in, given.is_double);
   const int64_t lanes = lanes_of(table, given.is_double);
-  const bool dweight = needs & kWeight && given.votes.weight, dbias = needs & kBias && !given.bias_shape.empty();
-  const bool dgate = needs & kGate && given.has_gate;
-  const Tensor children = given.result(needs & kChildren, {in.B, in.H, in.W, in.N, in.C, in.D}, call.dchildren, true);
-  const Tensor gate = given.result(dgate, {in.B, in.H, in.W, in.N}, call.dgate, true);
-  const Partial weights =
-      given.partial(dweight, call.schedule.weight_parts, {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
-  const Partial biases = given.partial(dbias, call.schedule.items(), given.bias_shape);
+  const bool dbias = needs & kBias && given.bias;
+  const MaybeTensor children =
+      given.maybe(needs & kChildren, {in.B, in.H, in.W, in.N, in.C, in.D}, call.dchildren, true);
+  const MaybeTensor gate = given.maybe(needs & kGate && given.has_gate, {in.B, in.H, in.W, in.N}, call.dgate, true);
+  const Partial weights = given.partial(needs & kWeight && given.weight, call.schedule.weight_parts,
+                                        {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
+  const Partial biases = given.partial(dbias, call.schedule.items(), dbias ? shape_of(*given.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
   if (!empty) {
-    const Tensor state =
+    const MaybeTensor state =
         given.rows(true, call.schedule, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
-    const Tensor partial =
+    const MaybeTensor partial =
         given.rows(dparents, call.schedule, call.schedule.chunks, table.backward_results(call), lanes, call.partial);
     const int64_t scratch = table.backward_scratch(call, given.is_double);
     const auto run = [&](int64_t items, auto kernel) {
@@ -185,8 +197,7 @@ Gradients run_backward(const Given& given, BackwardCall<Operands>& call, int64_t
     run(call.schedule.items(), table.backward);
     if (dparents) run(call.schedule.rows(), table.backward_finish);
   }
-  return {given.stored(needs & kChildren, children), given.stored(dweight, weights), given.stored(dbias, biases),
-          given.stored(dgate, gate)};
+  return {given.stored(children), given.stored(weights.sum()), given.stored(biases.sum()), given.stored(gate)};
 }
 
 }  // namespace fastcaps

@@ -7,7 +7,7 @@ namespace {
 
 // What the betas of evidence keep alive.
 struct BetaTensors {
-  Tensor use, ignore;
+  MaybeTensor use, ignore;
 
   void take(const Given& given, const VoteTensors& tensors, const MaybeTensor& beta_use, const MaybeTensor& beta_ignore,
             Gaussian& with) {
@@ -22,8 +22,8 @@ struct BetaTensors {
     };
     with.beta_use = given.dense(*beta_use, use);
     with.beta_ignore = given.dense(*beta_ignore, ignore);
-    strides(use, with.use_stride_i, with.use_stride_m);
-    strides(ignore, with.ignore_stride_i, with.ignore_stride_m);
+    strides(*use, with.use_stride_i, with.use_stride_m);
+    strides(*ignore, with.ignore_stride_i, with.ignore_stride_m);
   }
 };
 
@@ -61,10 +61,10 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   } else {
     betas.take(given, call.votes, call.beta_use, call.beta_ignore, with);
   }
-  const Tensor counts = given.result(true, numbers_shape(votes, turns), with.counts);
-  const Tensor means = given.result(true, poses_shape(votes, turns), with.means);
-  const Tensor variances = given.result(true, poses_shape(votes, turns), with.variances);
-  const Tensor scores = given.result(true, numbers_shape(votes, turns), with.scores);
+  const Tensor counts = given.result(numbers_shape(votes, turns), with.counts);
+  const Tensor means = given.result(poses_shape(votes, turns), with.means);
+  const Tensor variances = given.result(poses_shape(votes, turns), with.variances);
+  const Tensor scores = given.result(numbers_shape(votes, turns), with.scores);
   run_forward(given, run);
   const auto last = [&](const Tensor& x) { return torch::stable::clone(torch::stable::select(x, 0, turns - 1)); };
   const Tensor variance = last(variances);
@@ -102,9 +102,7 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const bool evidence = call.grad_evidence && all.beta_use;
   for (int64_t k = 0; k < turns.count; ++k) {
     Gaussian with = all;
-    const auto take = [&](const MaybeTensor& x, View& view) {
-      if (const MaybeTensor of_turn = turns.at(x, k)) view = view_of(*of_turn);
-    };
+    const auto take = [&](const MaybeTensor& x, View& view) { view = turns.view(x, k); };
     take(call.grad_counts, with.grad_counts);
     take(call.grad_means, with.grad_means);
     take(call.grad_variances, with.grad_variances);
@@ -123,20 +121,28 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   STD_TORCH_CHECK(!state || turns.count == 1, "fastcaps: a state has gradients in a single turn alone");
   const auto size = [](const MaybeTensor& x) { return x ? int64_t(x->numel()) : 0; };
   run.schedule = schedule_of(run, given.is_double, state,
-                             (votes.bias ? given.bias.numel() : 0) + size(call.beta_use) + size(call.beta_ignore));
+                             (given.bias ? given.bias->numel() : 0) + size(call.beta_use) + size(call.beta_ignore));
   const bool empty =
       votes.positions() == 0 || (!call.grad_counts && !call.grad_means && !call.grad_variances && !evidence);
   Gaussian& first = run.with[0];
-  const Tensor mean = given.result(dmean, shape, first.dmean, empty);
-  const Tensor variance = given.result(dvariance, shape, first.dvariance, empty);
-  const Tensor log_weight = given.result(dlog_weight, numbers, first.dlog_weight, empty);
+  const MaybeTensor mean = given.maybe(dmean, shape, first.dmean, empty);
+  const MaybeTensor variance = given.maybe(dvariance, shape, first.dvariance, empty);
+  const MaybeTensor log_weight = given.maybe(dlog_weight, numbers, first.dlog_weight, empty);
   const auto parts = [&](int64_t bit, const MaybeTensor& beta) {
     return given.partial(evidence && call.needs & bit, run.schedule.items(), beta ? shape_of(*beta) : Shape{});
   };
   const Partial uses = parts(kBetaUse, call.beta_use), ignores = parts(kBetaIgnore, call.beta_ignore);
   for (Gaussian& with : run.with) with.duse = uses.parts, with.dignore = ignores.parts;
   const Gradients found = run_backward(given, run, call.needs, state, empty);
-  return {found.children, found.weight, found.bias, found.gate, mean, variance, log_weight, uses.sum(), ignores.sum()};
+  return {found.children,
+          found.weight,
+          found.bias,
+          found.gate,
+          given.summed(mean),
+          given.summed(variance),
+          given.summed(log_weight),
+          given.summed(uses.sum()),
+          given.summed(ignores.sum())};
 }
 
 }  // namespace fastcaps

@@ -19,7 +19,7 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   run.with.query = given.view(call.query, "query", poses_shape(votes), given.storage);
   const Tensor parents = given.stored_result(poses_shape(votes), run.with.parents);
   const Tensor sums = given.stored_result(poses_shape(votes, call.iterations), run.with.sums);
-  const Tensor logsumexp = given.result(true, numbers_shape(votes, call.iterations), run.with.logsumexp);
+  const Tensor logsumexp = given.result(numbers_shape(votes, call.iterations), run.with.logsumexp);
   run_forward(given, run);
   return {parents, sums, logsumexp};
 }
@@ -43,17 +43,17 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
     with.scale = call.scale;
     with.normalize = call.normalize;
     with.detach = call.needs & kDetach;
-    with.grad = view_of(*turns.at(call.grad, k));
-    with.given_sums = view_of(*turns.at(call.sums, k));
-    with.given_logsumexp = view_of(*turns.at(call.logsumexp, k));
-    if (const MaybeTensor query = turns.at(call.query, k)) with.query = view_of(*query);
+    with.grad = turns.view(call.grad, k);
+    with.given_sums = turns.view(call.sums, k);
+    with.given_logsumexp = turns.view(call.logsumexp, k);
+    with.query = turns.view(call.query, k);
     run.with.push_back(with);
   }
-  run.schedule = schedule_of(run, given.is_double, dquery, votes.bias ? given.bias.numel() : 0);
+  run.schedule = schedule_of(run, given.is_double, dquery, given.bias ? given.bias->numel() : 0);
   const bool empty = votes.positions() == 0;
-  const Tensor query = given.result(dquery, shape, run.with[0].dquery, empty);
+  const MaybeTensor query = given.maybe(dquery, shape, run.with[0].dquery, empty);
   const Gradients found = run_backward(given, run, call.needs, dquery, empty);
-  return {found.children, found.weight, found.bias, found.gate, given.stored(dquery, query)};
+  return {found.children, found.weight, found.bias, found.gate, given.stored(query)};
 }
 
 }  // namespace fastcaps

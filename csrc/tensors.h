@@ -90,7 +90,23 @@ inline View view_of(const Tensor& x) {
 
 // Parameters are read in the compute type and in one layout; for float32 and float64 they usually are there already.
 inline Tensor in_compute_type(const Tensor& x, ScalarType type) {
+  if (x.scalar_type() == type && x.is_contiguous()) return x;  // a tiny call is mostly calls like the one below
   return torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
+}
+
+// A new dense tensor on the device of another. torch::stable::new_empty asks the dispatcher, at several times the
+// price.
+inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType type) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t k = shape.size(); k-- > 0; stride *= shape[k] > 0 ? shape[k] : 1) strides[k] = stride;
+  int32_t device = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device, beside.get_device_index(), &made));
+  return Tensor(made);
 }
 
 // One pose or one number for every parent at every position; of every turn where there are turns.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from fastcaps import backends, libraries
 from fastcaps.checks import is_tracing
@@ -85,7 +85,7 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
 
     Nothing is computed: the call is made with tensors that have shapes and no numbers, on a copy of the module. So
     parameters, statistics, hooks and random numbers stay as they are, and no other thread notices. A module whose way
-    depends on numbers (``if x.sum() > 0``) cannot be explained, and says so.
+    depends on numbers (``if x.sum() > 0``) cannot be explained: that is a ValueError.
 
     Raises what the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
     backend cannot take the call is part of the answer.
@@ -113,6 +113,12 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
         try:
             fake(*inputs, **options)
             found = _told.get()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            name = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "function")
+            raise ValueError(
+                f"explain: what {name} does depends on the numbers in its tensors ({error.func}), and it is called "
+                "with shapes alone; explain its layers one by one"
+            ) from None
         finally:
             _told.reset(token)
     assert found is not None

@@ -43,20 +43,20 @@ def length(vectors: Tensor, dim: Dims = -1, keepdim: bool = False) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
-    largest, ratio = _scaled(vectors, dim)[:2]
+    largest, ratio = scaled(vectors, dim)[:2]
     result = ratio * largest
     return result if keepdim else result.squeeze(dim)
 
 
-def _scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scaled(vectors: Tensor, dim: Dims) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return each vector's largest number (1 where it is 0 or not finite), its length in that unit, itself in that
     unit, and whether it is 0: nothing here overflows or vanishes."""
     largest = vectors.detach().abs().amax(dim, keepdim=True)
     zero = largest == 0
     largest = largest.masked_fill(zero | ~largest.isfinite(), 1.0)
-    scaled = vectors / largest
-    squares = scaled.square().sum(dim, keepdim=True)
-    return largest, squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0), scaled, zero
+    shrunk = vectors / largest
+    squares = shrunk.square().sum(dim, keepdim=True)
+    return largest, squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0), shrunk, zero
 
 
 def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
@@ -81,8 +81,8 @@ def unit(vectors: Tensor, dim: Dims = -1) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
-    _, ratio, scaled, zero = _scaled(vectors, dim)
-    return (scaled / ratio.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+    _, ratio, shrunk, zero = scaled(vectors, dim)
+    return (shrunk / ratio.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
 def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = [
     "Window",
     "autocast_dtype",
     "from_op",
+    "once",
     "output_size",
     "shares_from_op",
     "to_op",
@@ -250,13 +251,22 @@ class Votes(NamedTuple):
         TypeError, ValueError
             Naming the argument, what came and what is wanted.
         """
-        seen = _signature((children, weight, bias, gate), window, parents)
-        many = None if seen is None else _right.get(seen)  # a compiler would guard what it reads
-        if many is None:
-            many = _check(children, weight, bias, gate, window, parents, gate_name)
-            _remember(seen, many)
+        many = once(_check, (children, weight, bias, gate), window, parents, gate_name)
+        return cls.unchecked(children, weight, bias, gate, window, many)
+
+    @classmethod
+    def unchecked(
+        cls,
+        children: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        window: Window | None,
+        parents: int,
+    ) -> Votes:
+        """Return in op layout what was found right."""
         spec = SET_WINDOW if window is None else window.spec
-        return cls(to_op(children, window), weight, bias, None if gate is None else to_op(gate, window), many, spec)
+        return cls(to_op(children, window), weight, bias, None if gate is None else to_op(gate, window), parents, spec)
 
     def check(self) -> None:
         """Raise unless the parts fit together: for raw calls of the ops, whose kernels in Python would broadcast."""
@@ -265,42 +275,41 @@ class Votes(NamedTuple):
         window = Window(*pairs)  # type: ignore[arg-type]
         Votes.of(self.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
 
-    def check_poses(self, name: str, poses: Tensor, window: Window | None) -> Tensor:
-        """Return parents' poses, given in public layout, in op layout; raise unless they fit."""
-        seen = _signature((self.children, self.weight, poses), window, self.parents)
-        if seen is None or seen not in _right:
-            check_tensor(name, poses, self.children, self.autocasts)
-            batch, ho, wo, many, rows, columns = self.poses
-            grid, symbols = ((), "B, M, C, E") if window is None else ((ho, wo), "B, M, Ho, Wo, C, E")
-            check_shape(name, poses, (batch, many, *grid, rows, columns), symbols)
-            _remember(seen, many)
-        return to_op(poses, window)
+    def check_poses(self, name: str, poses: Tensor, window: Window | None) -> None:
+        """Raise unless parents' poses, given in public layout, fit."""
+        check_tensor(name, poses, self.children, self.autocasts)
+        batch, ho, wo, many, rows, columns = self.poses
+        grid, symbols = ((), "B, M, C, E") if window is None else ((ho, wo), "B, M, Ho, Wo, C, E")
+        check_shape(name, poses, (batch, many, *grid, rows, columns), symbols)
 
 
-_right: dict[Any, int] = {}
-"""Signatures of arguments that were found right, with M: what was checked once is not checked again."""
+_found_right: dict[Any, int] = {}
 
 
-def _signature(tensors: Sequence[Any], window: Window | None, parents: Any) -> Any:
-    """Return all that the checks of some tensors depend on; None where that has no fixed value."""
-    if is_tracing():
-        return None
-    try:
-        parts = [t if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors]
-        return (*parts, window, parents, autocast_dtype(tensors[0].device.type))
-    except AttributeError:  # not a tensor: the checks will say so
-        return None
+def once(check: Callable[..., int], tensors: Sequence[Any], *settings: Any) -> int:
+    """Return ``check(tensors, *settings)``: what was found right once is not checked again.
+
+    A check may ask for the tensors' shapes, dtypes, devices and layouts, for the settings and for autocast.
+    """
+    key: Any = None
+    if not is_tracing():  # a compiler would guard every entry
+        try:
+            kinds = [t if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors]
+            key = (check, *settings, autocast_dtype(tensors[0].device.type), *kinds)
+            found = _found_right.get(key)
+            if found is not None:
+                return found
+        except (AttributeError, TypeError):  # not a tensor, or a setting of a wrong kind: the check will say so
+            key = None
+    found = check(tensors, *settings)
+    if key is not None and len(_found_right) < 4096:
+        _found_right[key] = found
+    return found
 
 
-def _remember(signature: Any, parents: int) -> None:
-    if signature is not None and len(_right) < 4096:
-        _right[signature] = parents
-
-
-def _check(
-    children: Any, weight: Any, bias: Any, gate: Any, window: Window | None, parents: Any, gate_name: str
-) -> int:
+def _check(tensors: Sequence[Any], window: Window | None, parents: Any, gate_name: str) -> int:
     """Check what the user gave; return M."""
+    children, weight, bias, gate = tensors
     _check_children(children, window)
     cast = autocast_dtype(children.device.type) is not None
     many = _parents(parents, weight, bias)

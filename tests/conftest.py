@@ -105,22 +105,7 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-KNOWN_SHORTFALLS = {
-    "test_forward_and_every_gradient[attention-one-position-any-on-cpu]": "dbias errs 5.1e-6 of 4.2e-6",
-    "test_half_precision[gaussian-072-primes-one-child-nobody-heinsen-torch.float16-on-cpu]": (
-        "dgate has numbers that were never written"
-    ),
-    "test_half_precision[gaussian-080-1x1-few-padded-k-means-torch.float16-on-cpu]": (
-        "dgate has numbers that were never written"
-    ),
-    "test_a_gate_of_0_leaves_no_trace[pooling-(5, 4)-inf-torch.bfloat16-on-cpu]": (
-        "an infinite child behind a gate of 0 reaches dweight; cause not found"
-    ),
-    "test_a_module_whose_way_depends_on_numbers_says_so": "fails; cause not looked into",
-    "test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders": (
-        "the JSON is not written; cause not looked into"
-    ),
-}
+KNOWN_SHORTFALLS: dict[str, str] = {}
 """Tests that fail and are to be cured, those of CUDA and Triton kernels above all: each with what is wrong."""
 
 

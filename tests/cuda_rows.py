@@ -52,7 +52,7 @@ def _rows(rule: Rule, **options: Any) -> tuple[Case, ...]:
             for p in ((4, 4, 4), (1, 16, 16), (1, 64, 64), (2, 3, 3))
             for m, b, t in ((1, None, 1), (40, "IM", 2))
         ),
-        make("same-ranges", batch=1, types=300, parents=1, pose=(4, 4, 4), groups="none", gate="some", start=False),
+        make("same-ranges", batch=1, types=300, parents=1, pose=(4, 4, 4), groups="none", gate="some"),
     )
 
 

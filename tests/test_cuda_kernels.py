@@ -6,6 +6,7 @@ How they are run and judged: ``cuda_target``.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from judge import Bar
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 
+from bench.workloads import find
 from fastcaps.reference import Rule
+from tools import estimates
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
@@ -199,18 +202,22 @@ def test_a_gate_of_0_leaves_no_trace(
 ) -> None:
     """Neither in the results nor in a gradient, whatever the child behind it is."""
     case = replace(row(routing, "padded"), grid=grid, gate="silent", types=7, dtype=dtype, turns=1)
+    # Blocks that add as they come differ in the last place of float32, which may round to another bfloat16.
+    option = "fast" if dtype == torch.float32 else "ordered"
     found = []
     for number in (trash, 0.0):
         call, back = routing.call(case), routing.backward_call(case)
         silent = (call.given["gate"] == 0)[..., None, None]
         for arguments in (call.given, back.given):
             arguments["children"] = arguments["children"].masked_fill(silent, number)
-        found.append((target.forward(call), target.backward(back)))
+        found.append((target.forward(call), target.backward(back, option)))
     for name, one in found[0][0].items():
         assert torch.equal(one, found[1][0][name]), name
     for name, one in found[0][1].items():
         assert one.isfinite().all(), name
-        if name != "dgate":
+        if name != "dgate" and option == "ordered":
+            assert torch.equal(one, found[1][1][name]), name
+        elif name != "dgate":
             torch.testing.assert_close(one, found[1][1][name], rtol=1e-5, atol=1e-6, msg=name)
         elif not trash < torch.inf:  # of a child that is a number the gate's gradient is one too
             assert (one[silent[..., 0, 0]] == 0).all()
@@ -428,3 +435,15 @@ def test_the_library_says_what_it_cannot_take() -> None:
     told = ask("schedule", "attention", sizes, facts)
     assert told.startswith("kernel=forward 4x4->4x4 32 parents a warp plain;turns=one;")
     assert "4x4" in told.split(";text=")[1] and MACHINE[0] == facts[6]
+
+
+def test_estimates_ask_the_library_how_it_cuts_a_call_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answered(function: str, op: str, *numbers: Any) -> str:
+        return ask(function.removeprefix("fastcaps_cuda_"), op, *(tuple(one) for one in numbers))
+
+    monkeypatch.setattr(estimates.libraries, "library", lambda name: SimpleNamespace(ask=answered))
+    conv1 = find("tsai-c10-conv1")
+    for backward in (False, True):
+        positions, threads, blocks = estimates._schedule(conv1, 128, backward, False) or (0, 0, 0)
+        assert threads % 32 == 0 and positions * blocks >= 128 * conv1.positions
+    assert estimates._schedule(replace(conv1, rows=30, columns_in=30, columns_out=30), 1, False, False) is None

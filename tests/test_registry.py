@@ -131,3 +131,11 @@ def test_the_bar_sees_what_is_wrong(dtype: torch.dtype) -> None:
         assert any(says in complaint for complaint in bar.complaints(wrong)), says
     assert bar.complaints({**right, "log": right["log"].masked_fill(right["log"] == -torch.inf, 0.0)})
     assert bar.complaints({"sum": right["sum"]})
+
+
+def test_what_a_dtype_cannot_hold_is_infinity() -> None:
+    """There, and nowhere else: the largest number of the dtype will not do, and what fits is judged as before."""
+    bar = Bar(lambda tensors: {"square": tensors[0].square()}, [torch.tensor([3.0, 300.0], dtype=torch.float16)])
+    bar.hold({"square": torch.tensor([9.0, torch.inf], dtype=torch.float16)})
+    for wrong in ([9.0, 65504.0], [torch.inf, torch.inf], [9.0, -torch.inf], [9.5, torch.inf]):
+        assert bar.complaints({"square": torch.tensor(wrong, dtype=torch.float16)}), wrong

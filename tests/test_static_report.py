@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def _kernel(
 
 
 def test_the_estimate_of_a_loop_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(estimates, "_schedule", lambda *arguments: None)
     path = ["LDS.128"] * 12 + ["FFMA"] * 192 + ["SHFL.BFLY"] * 20 + ["MUFU.EX2", "MUFU.RCP"] + ["FADD"] * 23
     found = [_kernel("forward", 32, path), _kernel("forward", 16, ["FFMA", "MUFU.EX2", "MUFU.RCP"])]
     one = estimates.estimate(found, find("tsai-c10-conv1"), 128, "forward")
@@ -268,7 +269,7 @@ def test_the_estimate_of_a_loop_counted_by_hand(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_whole_routing_is_so_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(estimates, "_schedule", lambda *arguments: None)
     path = ["FFMA"] * 200 + ["MUFU.EX2", "MUFU.RCP"]
     pose = "1, 8, 16, 4, 4, 1"
     found = [_kernel("forward", 16, path, pose, subject) for subject in ("Attention", "Gaussian")]
@@ -298,7 +299,7 @@ def test_loops_over_the_depth_count_as_often_as_they_run() -> None:
 
 
 def test_targets_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(estimates, "_schedule", lambda *arguments: None)
     found = [_kernel(way, 32, ["FFMA"] * 200 + ["MUFU.RCP"]) for way in ("forward", "backward")]
     lines = estimates.supported(found)[1:]
     assert [line[-1] for line in lines] == ["yes", "yes", "no", "yes", "yes"]
@@ -307,7 +308,7 @@ def test_targets_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_report_has_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(estimates, "_schedule", lambda *arguments: None)
     found = [_kernel("forward", 32, ["FFMA"] * 200 + ["MUFU.RCP"])]
     text = static_report.markdown(found)
     assert "| forward 4×4, 32 parents × 2 positions | 256 | 128 | 16 |" in text
@@ -379,6 +380,14 @@ def test_the_loops_of_the_library_are_found() -> None:
         useful = counted["FFMA"] + 32 * counted["HMMA"]
         assert useful > 0.4 * len(whole), f"{one.title}: {useful} multiply-adds in {len(whole)} slots"
         assert not counted["LDL/STL"]
+
+
+def test_what_a_native_library_is_asked_it_answers() -> None:
+    """A name that it does not have would be answered by None, and nobody would notice."""
+    sources = "".join(path.read_text() for kind in ("*.cu", "*.cpp") for path in (ROOT / "csrc").rglob(kind))
+    paths = [path for room in ("fastcaps", "tools", "bench", "scripts") for path in (ROOT / room).rglob("*.py")]
+    asked = {name for path in paths for name in re.findall(r'\bask\(\s*f?"([^"]*)"', path.read_text())}
+    assert "fastcaps_cuda_schedule" in asked and not [name for name in asked if f" {name}(" not in sources]
 
 
 def test_without_a_library_the_report_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

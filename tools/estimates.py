@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.workload import Workload
 from bench.workloads import WORKLOADS, attention_passes, find
 from fastcaps import libraries
+from fastcaps.backends import ALLOW_TF32
 from tools import sass
 from tools.sass import H200, macs, wavefronts
 from tools.static_report import Compiled, Identity, as_markdown
@@ -34,7 +34,6 @@ LAUNCH = 4e-6
 
 BATCH = 128
 SHARED_LIMIT = 227 * 1024
-_ALLOW_TF32 = 2  # a bit of the ops' options
 
 
 @dataclass(frozen=True)
@@ -123,21 +122,18 @@ def _multiply_adds(path: Sequence[sass.Instruction]) -> int:
     return 32 * sass.mix(path)["FFMA"] + matrix
 
 
-def _plan(workload: Workload, batch: int, backward: bool, tensor: bool) -> tuple[int, int, int] | None:
-    """Ask the library how it would cut a call on an H200: positions and threads of a block, and blocks."""
-    height, width = workload.grid or (1, 1)
-    out_height, out_width = workload.output_grid or (1, 1)
+def _schedule(workload: Workload, batch: int, backward: bool, tensor: bool) -> tuple[int, int, int] | None:
+    """Ask the library how it would cut a pass up on an H200: positions and threads of a block, and blocks."""
     size, stride = workload.kernel_size, workload.stride
-    numbers = [batch, height, width, workload.types, workload.rows, workload.columns_in, out_height, out_width]
-    numbers += (workload.parents, workload.columns_out, workload.matrices, size, size, stride, stride, 0, 0, 1, 1)
-    geometry = (ctypes.c_int64 * len(numbers))(*numbers)
-    options = _ALLOW_TF32 if tensor else 0
-    machine = (H200.multiprocessors, SHARED_LIMIT)
-    subject = workload.routing.subject
-    function = "fastcaps_cuda_plan" if subject == "attention" else f"fastcaps_cuda_{subject}_plan"
-    told = libraries.library("cuda").ask(function, geometry, int(backward), options, 0, *machine) or ""
-    found = re.search(r"(\d+) positions x \d+ parents a block of (\d+) threads.*?(\d+) blocks", told)
-    return (int(found.group(1)), int(found.group(2)), int(found.group(3))) if found else None
+    sizes = [batch, *(workload.grid or (1, 1)), workload.types, workload.rows, workload.columns_in]
+    sizes += [*(workload.output_grid or (1, 1)), workload.parents, workload.columns_out, workload.matrices]
+    sizes += [size, size, stride, stride, 0, 0, 1, 1]
+    # float32, no bias, parents from the start, one turn
+    facts = (int(backward), 0, 0, 1, 1, ALLOW_TF32 if tensor else 0, H200.multiprocessors, SHARED_LIMIT)
+    in_c = [(ctypes.c_int64 * len(numbers))(*numbers) for numbers in (sizes, facts)]
+    told = libraries.library("cuda").ask("fastcaps_cuda_schedule", workload.routing.subject, *in_c) or ""
+    found = dict(field.split("=", 1) for field in told.split(";") if "=" in field)
+    return (int(found["positions"]), int(found["threads"]), int(found["blocks"])) if "kernel" in found else None
 
 
 def estimate(
@@ -153,8 +149,8 @@ def estimate(
     named, backward = kernel.identity, direction == "backward"
     positions = batch * workload.positions
     warps_parents = math.ceil(workload.parents / named.parents)
-    plan = _plan(workload, batch, backward, tensor)
-    tile, threads, blocks = plan or (named.seats * max(1, named.threads // 32 // warps_parents), named.threads, 0)
+    schedule = _schedule(workload, batch, backward, tensor)
+    tile, threads, blocks = schedule or (named.seats * max(1, named.threads // 32 // warps_parents), named.threads, 0)
     tiles = math.ceil(positions / tile)
     trips = tiles * tile / named.seats * workload.children * warps_parents
     body = whole_child(kernel)

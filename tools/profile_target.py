@@ -1,6 +1,6 @@
 """A few calls of one workload, for a profiler to look at; or torch's own profile of them where there is no other.
 
-ncu --clock-control none --kernel-name regex:attention_forward python tools/profile_target.py --device cuda
+ncu --clock-control none --kernel-name regex:forward_kernel python tools/profile_target.py --device cuda
 python tools/profile_target.py --device cuda --table
 """
 

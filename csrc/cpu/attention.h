@@ -174,11 +174,11 @@ struct AttentionBackward {
 
   template <class Each>
   FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
-    hear(state + m * CE, state + (in.M + m) * CE, m, each_vote, row, stride, highest);
+    score_with(state + m * CE, state + (in.M + m) * CE, m, each_vote, row, stride, highest);
   }
   template <class Each>
-  FASTCAPS_INLINE void hear(const X* ds, const X* q, int64_t m, Each&& each_vote, V* row, int64_t stride,
-                            V& highest) const {
+  FASTCAPS_INLINE void score_with(const X* ds, const X* q, int64_t m, Each&& each_vote, V* row, int64_t stride,
+                                  V& highest) const {
     V agreement[2] = {}, gain[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA {
       agreement[k & 1] += q[k] * v;

@@ -222,7 +222,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       if (passes[k].plain())
         share_plainly(k, count, t0, nt);
       else
-        hear(k, first, count, t0, nt);
+        score_votes(k, first, count, t0, nt);
     for (int64_t k = 0; k < turns; ++k)
       if (!passes[k].plain())
         for (int64_t t = 0; t < nt; ++t)
@@ -244,7 +244,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     if (call.dchildren) add_child_gradients(first, count, t0, nt);
   }
 
-  void hear(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
+  void score_votes(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
     if constexpr (!Pose::kIdentity) {
       if (kept) return score<Source::kKept>(k, first, count, t0, nt);
       if (schedule.keep_votes) {
@@ -301,7 +301,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
               [&](auto&& sink) FASTCAPS_LAMBDA { each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink); },
               row, slots * in.M, highest[k * slots + slot]);
           if constexpr (Pass::kBetas)
-            row[slots * in.M] += passes[k].heard_evidence(state(t0 + t, k), m, Sits{}, range, q);
+            row[slots * in.M] += passes[k].evidence_gain(state(t0 + t, k), m, Sits{}, range, q);
         }
       }
   }

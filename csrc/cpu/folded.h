@@ -173,7 +173,7 @@ struct FoldedBackward : AttentionBackward<T, X> {
 
   template <class Each>
   FASTCAPS_INLINE void score(const X* inner, int64_t m, Each&& each_pose, V* row, int64_t stride, V& highest) const {
-    Base::hear(inner + m * CD, inner + MCD + m * CD, m, each_pose, row, stride, highest);
+    Base::score_with(inner + m * CD, inner + MCD + m * CD, m, each_pose, row, stride, highest);
   }
   template <bool kAdd, class Pose>
   FASTCAPS_INLINE void dvote(const Pose& pose, const X* inner, int64_t m, const V* row, int64_t stride, const V* child,

@@ -335,7 +335,7 @@ struct GaussianBackward {
     }
     T sum{};
     add_lanes<T>(&narrow, 1, &sum);
-    return sum > 0;
+    return !(sum <= 0);  // a broken lane hides what the others hold
   }
 
   // A variance that is less of its squared mean than this.
@@ -382,7 +382,7 @@ struct GaussianBackward {
   }
 
   template <class Sits>
-  FASTCAPS_INLINE V heard_evidence(const X* state, int64_t m, Sits sits, const Range& range, int64_t q) const {
+  FASTCAPS_INLINE V evidence_gain(const X* state, int64_t m, Sits sits, const Range& range, int64_t q) const {
     if (!betas.use) return V{};
     return (betas.use_at(sits, range, q, m) + betas.ignore_at(sits, range, q, m)) *
            *parents(state).number(kEvidence, m);

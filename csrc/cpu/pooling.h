@@ -24,10 +24,8 @@ struct UnitKey {
   FASTCAPS_INLINE UnitKey(V dot, V square, const X* q, Each&& each_vote) {
     constexpr bool kDouble = sizeof(T) == 8;
     constexpr T kLeast = T(kDouble ? 1e-280 : 1e-28), kMost = T(kDouble ? 1e300 : 1e36);
-    bool within = true;
-    for (int lane = 0; lane < kLanes<T>; ++lane) within &= square[lane] > kLeast && square[lane] < kMost;
     V unit = broadcast(T(1));
-    if (__builtin_expect(!within, false)) {
+    if (__builtin_expect(!all((square > kLeast) & (square < kMost)), false)) {
       V largest{};
       each_vote([&](int, V v) FASTCAPS_LAMBDA {
         const V size = v < 0 ? -v : v;
@@ -261,8 +259,9 @@ struct PoolingBackward {
     }
     if (!with.query.data) asked = V{};
     const V all = V{} + *from.number(0, m);
-    row[0] =
-        all == T(-__builtin_inf()) ? V{} : exp_any<T>(asked * T(with.scale) - all);  // where nobody is, nobody hears
+    row[0] = all == T(-__builtin_inf())
+                 ? V{}
+                 : exp_any<T>(asked * T(with.scale) - all);  // a parent that no child reaches has no shares
     row[stride] = gain[0] + gain[1] - *from.number(1, m);
     row[2 * stride] = one;
     row[3 * stride] = with.normalize ? asked * one : V{};
@@ -271,10 +270,10 @@ struct PoolingBackward {
   FASTCAPS_INLINE V dscore(V* row, int64_t stride, V, V gate) const {
     V dgate{};
     for (int64_t m = 0; m < in.M; ++m) {
-      const V heard = row[m] * row[stride + m];
-      dgate += heard;
+      const V gain = row[m] * row[stride + m];
+      dgate += gain;
       row[m] = gate == 0 ? V{} : row[m] * gate;
-      const V da = with.detach || !with.query.data ? V{} : gate == 0 ? V{} : gate * heard * T(with.scale);
+      const V da = with.detach || !with.query.data ? V{} : gate == 0 ? V{} : gate * gain * T(with.scale);
       row[stride + m] = da * row[2 * stride + m];
       row[3 * stride + m] *= row[stride + m];
     }

@@ -9,6 +9,10 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "../algebra/number.h"
 
 #define FASTCAPS_CONCAT_(a, b) a##_##b
@@ -82,6 +86,20 @@ FASTCAPS_INLINE void store(T* p, Vec<T> v) {
 template <class V>
 FASTCAPS_INLINE V max(V a, V b) {
   return a > b ? a : b;  // a NaN in `a` loses; softmax still turns it into NaN through exp
+}
+
+// Whether a comparison holds in every lane.
+template <class Mask>
+FASTCAPS_INLINE bool all(Mask holds) {
+#if defined(__AVX512F__)
+  return _mm512_cmpneq_epi64_mask((__m512i)holds, _mm512_set1_epi64(-1)) == 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8((__m256i)holds) == -1;
+#else
+  bool every = true;
+  for (size_t lane = 0; lane < sizeof holds / sizeof holds[0]; ++lane) every &= holds[lane] != 0;
+  return every;
+#endif
 }
 
 // f of a number, or of every lane of a vector.

@@ -216,7 +216,7 @@ FASTCAPS_DEVICE void put_down(const PassArgs& a, const Lane<Pose>& lane, const F
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_bias(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                         const Tiles<Pose, R>& dvotes) {
-  const int64_t first = a.bias_stride_i ? int64_t(Child(a, stage.t).i) * a.M : 0;
+  const int64_t first = int64_t(a.bias_stride_i ? Child(a, stage.t).i : stage.t % kSharedSums) * a.M;
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p)
     each_number<Pose>([&](int i, int j) {

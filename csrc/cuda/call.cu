@@ -176,12 +176,12 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   const auto& wanted = wanted_;
   if (given.weight) weight_shape_ = shape_of(*given.weight);
   if (given.bias) bias_shape_ = shape_of(*given.bias);
-  const MaybeTensor& bias = given.bias;
   const Votes& v = call.votes;
   const bool identity = !call.args.weight;
   const int64_t weights = identity ? 0 : v.G * v.M * v.D * v.E;
-  const int64_t biases = wanted.bias ? bias->size(0) * v.parents_size() : 0;
-  const Bias parts_of{biases + wanted.use + wanted.ignore, wanted.bias && bias->size(0) == 1};
+  Bias parts_of = wanted.bias ? Bias::of(v, given.bias->size(0) == 1) : Bias{};
+  const int64_t biases = parts_of.numbers;
+  parts_of.numbers += wanted.use + wanted.ignore;
   schedule =
       make_schedule({call.pass, true, rounds(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity},
                     v, parts_of, machine());
@@ -251,7 +251,9 @@ Tensor VoteGradients::weight() const {
 Tensor VoteGradients::bias() const {
   if (!wanted_.bias) return finished(false, dbias_, {});
   const Votes& v = call_.votes;
-  const Tensor all = torch::stable::view(over(dbias_, 0), {bias_shape_[0], v.M, v.C, v.E});
+  const int64_t rows = bias_shape_[0], sums = dbias_.numel() / (rows * v.parents_size());
+  const Tensor all =
+      torch::stable::view(over(torch::stable::view(dbias_, {sums, rows * v.parents_size()}), 0), {rows, v.M, v.C, v.E});
   return finished(true, bias_shape_[1] == v.M ? all : over(all, 1), bias_shape_);
 }
 

@@ -1,4 +1,5 @@
 // The ops of routings whose parents are Gaussians: check, schedule, allocate, launch.
+#include "../algebra/gaussian.h"
 #include "call.h"
 #include "gaussian_forward.h"
 
@@ -30,21 +31,20 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs a) {
     float count = 0.0f, evidence = 0.0f, log_sigma = 0.0f;
     for (int number = first; number < a.numbers && exists; number += a.lanes) {
       const int64_t k = parent * a.numbers + number;
-      Moments moments;
-      float n = 0.0f, base = a.mean ? a.mean[k] : 0.0f;
+      double n = 0, mean = 0, square = 0;  // ranges follow one another: each would round the mean of all before it
       for (int chunk = 0; chunk < a.chunks; ++chunk) {
         const int64_t part = chunk * a.count * a.numbers + k;
-        const float more = a.parts[chunk * a.count + parent];
-        if (!a.mean && n == 0.0f) base = a.bases[part];
-        const float from = a.mean ? 0.0f : a.bases[part] - base;
-        moments.join({from + a.offsets[part], a.spreads[part]}, n, more);
-        n += more;
+        const double more = a.parts[chunk * a.count + parent], sum = n + more, share = more * inverse_or_zero(sum);
+        const double base = a.mean ? a.mean[k] : a.bases[part];
+        gaussian::join(base + a.offsets[part], double(a.spreads[part]), share, n * share, mean, square);
+        n = sum;
       }
-      float mean, variance;
-      moments.conclude(base, n, a.eps, mean, variance);
-      a.means[k] = a.last_mean[k] = mean, a.variances[k] = variance, a.last_variance[k] = variance + a.eps;
+      const double eps = a.eps;
+      gaussian::finish(0.0, n, eps, inverse_or_zero(n + eps), mean, square);
+      const float variance = float(square);
+      a.means[k] = a.last_mean[k] = float(mean), a.variances[k] = variance, a.last_variance[k] = variance + a.eps;
       log_sigma += 0.5f * logf(variance + a.eps);
-      count = n;
+      count = float(n);
     }
     FASTCAPS_NO_UNROLL
     for (int mask = 1; mask < a.lanes; mask *= 2) log_sigma += shuffle_xor(log_sigma, mask);

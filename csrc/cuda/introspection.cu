@@ -55,7 +55,7 @@ struct Question {
             .ordered = (facts[5] & kDeterministic) != 0,
             .identity = v.G == 0};
     if (task.identity) v.G = 1;
-    if (task.backward && has_bias) bias = {(facts[2] == 2 ? v.I : 1) * v.parents_size(), facts[2] == 1};
+    if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);
   }
   std::string routing_refusal() const {
     if (turns > kMostTurns)

@@ -29,6 +29,9 @@ struct Divider {
 
 constexpr int kMostChildren = 8;  // in shared memory at a time
 constexpr int kMostTurns = 16;    // of a routing in one launch
+// A bias that all children share has its gradient in so many sums, which are added up at the end: one sum of all
+// children would lose more digits than torch's does, and all blocks would wait for each other there.
+constexpr int kSharedSums = 8;
 
 struct PassArgs {
   // who sees whom
@@ -108,7 +111,7 @@ struct PassArgs {
   float* dchildren;        // [B, H, W, N, C, D]
   float* dgate;            // [B, H, W, N]
   float* dweight;          // [parts, G, M, D, E]
-  float* dbias;            // [parts, I or 1, M, C, E]
+  float* dbias;            // [parts, I or kSharedSums, M, C, E]
   int64_t dweight_part, dbias_part, dbeta_part;  // from part to part; 0 where all blocks add to one
   bool parts_by_chunk;                           // a part for each group and chunk, not for each group
   bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics

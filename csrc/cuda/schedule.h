@@ -15,6 +15,8 @@ struct Machine {
 struct Bias {
   int64_t numbers = 0;
   bool shared = false;
+
+  static Bias of(const Votes& v, bool shared) { return {(shared ? kSharedSums : v.I) * v.parents_size(), shared}; }
 };
 
 struct Schedule {

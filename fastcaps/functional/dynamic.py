@@ -129,8 +129,11 @@ def dynamic_routing(
     else:
         turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
         results = ops.pooling_routing(votes, None, 1.0, False, *turns)
-    routed = from_op(results[0][:, :, :, :many], window)
-    return Routed(routed, shares_from_op(results[-1][..., :many], window)) if return_coefficients else routed
+    poses, shares = results[0], results[-1]
+    if leaky:
+        poses, shares = poses[:, :, :, :many], shares[..., :many]
+    routed = from_op(poses, window)
+    return Routed(routed, shares_from_op(shares, window)) if return_coefficients else routed
 
 
 def _turn_by_turn(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from fastcaps import ops
@@ -9,7 +12,7 @@ from fastcaps.checks import check_count, check_eps, check_finite, check_shape, c
 from fastcaps.functional import uniform
 from fastcaps.reference import Rule
 from fastcaps.results import Routed
-from fastcaps.votes import Votes, Window, from_op, shares_from_op
+from fastcaps.votes import Votes, Window, from_op, once, shares_from_op, to_op
 
 __all__ = ["inverted_attention_routing"]
 
@@ -85,16 +88,11 @@ def inverted_attention_routing(
     BackendError
         If a forced backend cannot take the call.
     """
-    many = parents.shape[1] if weight is None and isinstance(parents, Tensor) and parents.dim() >= 4 else None
-    votes = Votes.of(children, weight, bias, gate, window, many)
-    query = None if parents is None else votes.check_poses("parents", parents, window)
+    tensors = (children, weight, bias, gate, parents, norm_weight, norm_bias)
+    many = once(_check, tensors, window, bool(normalize))
+    votes = Votes.unchecked(children, weight, bias, gate, window, many)
+    query = None if parents is None else to_op(parents, window)
     pose = votes.pose[0] * votes.pose[2]
-    for name, affine in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if affine is not None:
-            if not normalize:
-                raise ValueError(f"{name} must be None with normalize=False, got a tensor")
-            check_tensor(name, affine, children, votes.autocasts)
-            check_shape(name, affine, (pose,), "C * E")
     eps, iterations = check_eps(eps), check_count("iterations", iterations)
     scale = pose**-0.5 if scale is None else check_finite("scale", scale)
     rule = Rule.LAYER_NORM if normalize and pose != 1 else Rule.PLAIN
@@ -111,3 +109,19 @@ def inverted_attention_routing(
     routed, _, coefficients = ops.attention_routing(votes, *own, False, return_coefficients)
     routed = from_op(routed, window)
     return Routed(routed, shares_from_op(coefficients, window)) if return_coefficients else routed
+
+
+def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:
+    """Check what the user gave; return M."""
+    children, weight, bias, gate, parents, norm_weight, norm_bias = tensors
+    many = parents.shape[1] if weight is None and isinstance(parents, Tensor) and parents.dim() >= 4 else None
+    votes = Votes.of(children, weight, bias, gate, window, many)
+    if parents is not None:
+        votes.check_poses("parents", parents, window)
+    for name, affine in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if affine is not None:
+            if not normalize:
+                raise ValueError(f"{name} must be None with normalize=False, got a tensor")
+            check_tensor(name, affine, children, votes.autocasts)
+            check_shape(name, affine, (votes.pose[0] * votes.pose[2],), "C * E")
+    return votes.parents

@@ -72,7 +72,7 @@ class Attention(QueryRouting):
         return parents.to(given.children.dtype)
 
     def coefficients(self, votes: Votes, given: Any, results: Sequence[Tensor]) -> Tensor:
-        queries = self.queries(given, self.left(given, results[1][:-1]))
+        queries = self.queries(given, self.left(given, results[1][:-1]).unbind())
         return reference.attention_coefficients(votes, None if queries is None else queries[-1], given.scale)
 
     def own_of(self, given: Any, queries: Tensor | None, history: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -117,7 +117,7 @@ class Gaussian(Routing):
         if not em and d_score is None and turns > 1:
             d_score = torch.zeros_like(scores[-1])  # the betas count for the turns before
         silent = {"beta_use", "beta_ignore"} if em or d_score is None else set()
-        reverse = Reverse(self, run, together, given.needed - silent - set(STATE))
+        reverse = Reverse(self, run, together, turns, given.needed - silent - set(STATE))
 
         heads: list[tuple[Tensor | None, ...]] = []  # the gradients of what the passes return, from the turn asked on
         heats: list[Tensor | None] = []

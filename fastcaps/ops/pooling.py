@@ -55,7 +55,7 @@ class Pooling(QueryRouting):
         return (squash(wide, POSE) if given.rule == Rule.SQUASH else unit(wide, POSE)).to(sums.dtype)
 
     def coefficients(self, votes: Votes, given: Any, results: Sequence[Tensor]) -> Tensor:
-        queries = self.queries(given, self.left(given, results[1][:-1]))
+        queries = self.queries(given, self.left(given, results[1][:-1]).unbind())
         asked = None if queries is None else queries[-1]
         return reference.pooling_coefficients(votes, asked, given.scale, given.normalize)
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.routing import Gradients, Reverse, Routing, part_of
+from fastcaps.ops.routing import Gradients, Reverse, Routing
 from fastcaps.reference import DETACH, Rule
 from fastcaps.reference.seen import POSE
-from fastcaps.vectors import length, squash, unit
+from fastcaps.vectors import scaled
 from fastcaps.votes import Votes
 
 __all__ = ["QueryRouting", "check_like"]
 
-QUERY = 16
-"""The bit of dquery."""
+DQUERY = 4
+"""Which of the backward's results is dquery, and which bit of ``needs``."""
 
 
 class QueryRouting(Routing):
@@ -49,35 +49,40 @@ class QueryRouting(Routing):
         """Return whether what a turn leaves is added to the query, or takes its place."""
         return given.rule in (Rule.SQUASH, Rule.UNIT)
 
-    def queries(self, given: Any, left: Tensor) -> Tensor | None:
+    def queries(self, given: Any, left: Sequence[Tensor]) -> Tensor | None:
         """Return the queries of all turns, stacked, without the first turn's if that has none.
 
-        ``left`` is what each turn but the last leaves to the next, ``[turns - 1, ...]``.
+        ``left`` is what each turn but the last leaves to the next.
         """
         queries = [] if given.query is None else [given.query]
         for step in left:
             queries.append(queries[-1] + step if self.adds(given) and queries else step)
-        return torch.stack(queries) if queries else None
+        if len(queries) < 2:
+            return queries[0][None] if queries else None
+        return torch.stack(queries)
 
     def backward(
         self, run: Callable[..., Any], together: bool, grads: Gradients, votes: Votes, given: Any, history: Any
     ) -> dict[str, Tensor | None]:
         (grad,), sums, turns = grads, history[0], given.iterations
-        wide = accumulation_dtype(sums.dtype)
-        steps = Steps(sums.to(wide), given.rule == Rule.SQUASH) if self.adds(given) else None
-        left = self.left(given, sums[:-1]) if steps is None else steps.vectors[:-1].to(votes.children.dtype)
+        dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), given.rule == Rule.SQUASH
+        steps = Steps(sums.to(wide), squashes) if self.adds(given) and (squashes or turns > 1) else None
+        left: Sequence[Tensor] = ()
+        if turns > 1:
+            left = (self.left(given, sums[:-1]) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
         own = self.own_of(given, self.queries(given, left), history)
-        each = votes.children.new_empty(sums.shape)  # the gradients of S, or of LayerNorm(S)
+        each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the turn that is asked on
         together = together and not given.detach
         constant = self.constant if given.detach else {"query"}
-        reverse = Reverse(self, run, together, given.needed - constant)
+        reverse = Reverse(self, run, together, turns, given.needed - constant)
 
         def ask(turn: int | None, bits: int = 0) -> Sequence[Tensor]:
-            return reverse.ask(turn, (part_of(each, turn),), votes, own, bits)
+            return reverse.ask(turn, (torch.stack(each) if turn is None else each[0][None],), votes, own, bits)
 
         def reach(turn: int, gradient: Tensor) -> None:
-            straight = steps is None or (given.rule == Rule.UNIT and turn == -1)  # the last S is the result
-            each[turn] = gradient if straight or steps is None else steps.backward(gradient.to(wide), turn)
+            if steps is not None and (squashes or turn != -1):  # else S itself is the result
+                gradient = steps.backward(gradient.to(wide), turn)
+            each.insert(0, gradient.to(dtype).contiguous())
 
         assert grad is not None
         reach(-1, grad)
@@ -88,10 +93,10 @@ class QueryRouting(Routing):
             return reverse.total
         carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
         for turn in range(-1, -turns - 1, -1):
-            bits = QUERY if turn > -turns or "query" in given.needed else 0
+            bits = 1 << DQUERY if turn > -turns or "query" in given.needed else 0
             found = ask(turn, bits)
             if bits:
-                carried = carried + found[4] if carried is not None and self.adds(given) else found[4]
+                carried = carried + found[DQUERY] if carried is not None and self.adds(given) else found[DQUERY]
             if turn > -turns:
                 assert carried is not None
                 reach(turn - 1, carried)
@@ -116,18 +121,20 @@ class Steps:
     """
 
     def __init__(self, sums: Tensor, squashes: bool) -> None:
-        size = length(sums, POSE, keepdim=True)
-        self.direction = unit(sums, POSE)
+        largest, ratio, shrunk, zero = scaled(sums, POSE)
+        size = ratio * largest
+        self.direction = shrunk / ratio.masked_fill(zero, 1.0)
         # 1 / f: where that is infinite, nothing is left
-        self.divisor = size + size.reciprocal() if squashes else size.masked_fill(size == 0, torch.inf)
-        self.bend = 2 / (1 + size.square()) - 1 if squashes else -torch.ones_like(size)
-        self.vectors = squash(sums, POSE) if squashes else self.direction
+        self.divisor = size + size.reciprocal() if squashes else size.masked_fill(zero, torch.inf)
+        self.bend = 2 / (1 + size.square()) - 1 if squashes else -1.0
+        self.vectors = self.direction / self.divisor if squashes else self.direction
 
     def backward(self, grad: Tensor, turn: int) -> Tensor:
         """Return dL/ds of a turn from dL/dv."""
         direction = self.direction[turn]
         along = (direction * grad).sum(POSE, keepdim=True)
-        return (grad + self.bend[turn] * along * direction) / self.divisor[turn]
+        bend = self.bend if isinstance(self.bend, float) else self.bend[turn]
+        return (grad + bend * along * direction) / self.divisor[turn]
 
 
 def check_like(votes: Votes, given: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:

@@ -22,7 +22,7 @@ from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.votes import Votes, autocast_dtype, output_size
 
-__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "at", "part_of"]
+__all__ = ["LIBRARY", "Gradients", "Reverse", "Routing", "of_turn", "stack_of_turn"]
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 
@@ -59,7 +59,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, routing: Routing, *arguments: Any) -> Any:
-        results = routing.run(*arguments)
+        results = routing.compute(arguments)
         routing.save(ctx, arguments, results)
         return results
 
@@ -163,11 +163,15 @@ class Routing(ABC):
         for library in _NATIVE.values():
             library.define(f"{self.name}{forward}, int options) -> {results})".replace("SymInt", "int"))
             library.define(f"{self.name}_backward{backward}, int options) {gradients}".replace("SymInt", "int"))
+        self.native = {name: _native(name, self.name) for name in _NATIVE}
+        self.native_backward = {name: _native(name, f"{self.name}_backward") for name in _NATIVE}
         self.op = getattr(torch.ops.fastcaps, self.name).default
         self.backward_op = getattr(torch.ops.fastcaps, f"{self.name}_backward").default
         self.names = [argument.name for argument in self.op._schema.arguments]
         self.backward_names = [argument.name for argument in self.backward_op._schema.arguments]
         self.heads = self.backward_names.index("children")
+        self.gradient_names = [result.name[1:] for result in self.backward_op._schema.returns]
+        self.own_is_stacked = [name in self.stacked for name in self.backward_names[self.heads + _COUNT : -1]]
         self.tensors = [
             k for k, argument in enumerate(self.op._schema.arguments) if "Tensor" in str(argument.type)
         ]  # their positions
@@ -198,7 +202,7 @@ class Routing(ABC):
             return self.op(*arguments)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _Recorded.apply(self, *arguments)
-        return self.run(*arguments)
+        return self.compute(arguments)
 
     def given(self, arguments: Sequence[Any]) -> SimpleNamespace:
         """Return the arguments of the op by name."""
@@ -207,13 +211,16 @@ class Routing(ABC):
     # ---- below the border --------------------------------------------------------------------------------------------
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a call by the backend that is forced, or comes first among those that can: the op's kernel."""
+        """Run a call: the op's kernel. Coefficients that nobody wants are an empty tensor."""
+        return _complete(self.compute(arguments), arguments[0])
+
+    def compute(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Run a call by the backend that is forced, or comes first among those that can."""
         call = backends.Call.of(self.stem, arguments)
         chosen = backends.choose(call)
         taken = arguments[: -len(self.flags)]
         if chosen in _NATIVE and backends.takes_turns(chosen, call, self, taken):
-            native = getattr(getattr(torch.ops, f"fastcaps_{chosen}"), self.name).default
-            results = native(*taken, call.options)
+            results = self.native[chosen](*taken, call.options)
         else:
             results = self.chain(self._kernel(chosen, call, arguments), arguments)
         return (*results, self._coefficients(arguments, results))
@@ -226,8 +233,7 @@ class Routing(ABC):
         call = backends.Call.of(self.stem, arguments[self.heads :])
         chosen = backends.choose(call)
         if chosen in _NATIVE:
-            native = getattr(getattr(torch.ops, f"fastcaps_{chosen}"), f"{self.name}_backward").default
-            return tuple(native(*arguments, call.options))
+            return tuple(self.native_backward[chosen](*arguments, call.options))
         if chosen == "triton":
             kernels = backends.triton_kernels(self.stem)
             return tuple(getattr(kernels, f"{self.name}_backward")(*arguments, call.options))
@@ -236,7 +242,7 @@ class Routing(ABC):
     def _kernel(self, chosen: str, call: backends.Call, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs one turn: called with votes and the op's own arguments, without flags."""
         if chosen in _NATIVE:
-            native = getattr(getattr(torch.ops, f"fastcaps_{chosen}"), self.name).default
+            native = self.native[chosen]
             return lambda votes, *own: native(*votes, *own, call.options)
         votes = Votes(*arguments[:_COUNT])
         votes.check()
@@ -255,7 +261,7 @@ class Routing(ABC):
         """Run a call as a loop of the reference's turns: differentiable code."""
         self.check(Votes(*arguments[:_COUNT]), self.given(arguments))
         results = self.chain(self._reference_of(arguments), arguments)
-        return (*results, self._coefficients(arguments, results))
+        return _complete((*results, self._coefficients(arguments, results)), arguments[0])
 
     def chain(self, run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         """Run all turns one after another, each a routing of one turn by ``run``; return the op's results."""
@@ -271,10 +277,9 @@ class Routing(ABC):
         history = (torch.cat(kind) for kind in zip(*(results[self.finals :] for results in every), strict=True))
         return (*every[-1][: self.finals], *(kind.detach() for kind in history))
 
-    def _coefficients(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> Tensor:
-        children: Tensor = arguments[0]
+    def _coefficients(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> Tensor | None:
         if not arguments[-1]:
-            return children.new_empty(0, dtype=accumulation_dtype(children.dtype))
+            return None
         with torch.no_grad():
             return self.coefficients(Votes(*arguments[:_COUNT]), self.given(arguments), results)
 
@@ -291,8 +296,8 @@ class Routing(ABC):
         }
         total: Any = None
         for turn in range(-turns, 0):  # counted from the last, which every stack has
-            of_turn = [at(x, turn) if k in stacked else x for k, x in enumerate(own)]
-            found = backward(*(at(head, turn) for head in heads), votes, *of_turn)
+            part = [of_turn(x, turn) if k in stacked else x for k, x in enumerate(own)]
+            found = backward(*(of_turn(head, turn) for head in heads), votes, *part)
             total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
         return tuple(total)
 
@@ -355,7 +360,7 @@ class Routing(ABC):
         """Keep in an autograd context what the backward will ask for."""
         ctx.routing = self
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*results[self.finals :])
+        ctx.mark_non_differentiable(*(x for x in results[self.finals :] if x is not None))
         ctx.save_for_backward(*(arguments[k] for k in self.tensors), *results[self.finals : -1])
         ctx.others = [None if k in self.tensors else argument for k, argument in enumerate(arguments)]
 
@@ -420,6 +425,17 @@ class Routing(ABC):
         return cast
 
 
+def _native(library: str, name: str) -> Any:
+    """Return a native library's op."""
+    return getattr(getattr(torch.ops, f"fastcaps_{library}"), name).default
+
+
+def _complete(found: tuple[Any, ...], children: Tensor) -> tuple[Tensor, ...]:
+    """Return what an op has to return: an empty tensor in place of coefficients that nobody wants."""
+    *results, shares = found
+    return (*results, children.new_empty(0, dtype=accumulation_dtype(children.dtype)) if shares is None else shares)
+
+
 def _flops(shapes: Sequence[Any]) -> tuple[int, int]:
     """Return the operations of making all votes once, and of one sum over all of them, from the shapes of a call."""
     (batch, height, width, types, rows, depth), weight, _, _, parents, window = shapes[:_COUNT]
@@ -429,16 +445,14 @@ def _flops(shapes: Sequence[Any]) -> tuple[int, int]:
     return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns
 
 
-def at(stack: Tensor | None, turn: int) -> Tensor | None:
+def of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
     """Return what belongs to a turn, counted from the last, of a stack of turns; None where that has none."""
     return None if stack is None or len(stack) < -turn else stack[turn]
 
 
-def part_of(stack: Tensor | None, turn: int | None) -> Tensor | None:
-    """Return the part of a stack of turns, counted from the last, that one turn has, or all if that is None."""
-    if stack is None or turn is None:
-        return stack
-    return None if len(stack) < -turn else stack[turn : turn + 1 or None]
+def stack_of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
+    """Return the part of a stack of turns that one turn, counted from the last, has; None where that has none."""
+    return None if stack is None or len(stack) < -turn else stack[turn : turn + 1 or None]
 
 
 class Reverse:
@@ -456,15 +470,15 @@ class Reverse:
         The backward op.
     together
         Whether the sum over turns is one call at the end.
+    turns
+        How many there are.
     needed
         The names of the gradients that are summed.
     """
 
-    def __init__(self, routing: Routing, run: Callable[..., Any], together: bool, needed: set[str]) -> None:
-        self.run, self.together = run, together
-        self.names = [result.name[1:] for result in routing.backward_op._schema.returns]
-        self.is_stacked = [name in routing.stacked for name in routing.backward_names[routing.heads + _COUNT : -1]]
-        self.needs = sum(1 << k for k, name in enumerate(self.names) if name in needed)
+    def __init__(self, routing: Routing, run: Callable[..., Any], together: bool, turns: int, needed: set[str]) -> None:
+        self.routing, self.run, self.together, self.turns = routing, run, together, turns
+        self.needs = sum(1 << k for k, name in enumerate(routing.gradient_names) if name in needed)
         self.total: dict[str, Tensor | None] = {}
 
     def ask(
@@ -478,10 +492,13 @@ class Reverse:
         wanted = self.needs if turn is None else bits if self.together else bits | self.needs
         if not wanted:
             return ()
-        part = [part_of(x, turn) if stacked else x for x, stacked in zip(own, self.is_stacked, strict=True)]
+        part = own
+        if turn is not None and self.turns > 1:
+            flags = self.routing.own_is_stacked
+            part = [stack_of_turn(x, turn) if stacked else x for x, stacked in zip(own, flags, strict=True)]
         found: Sequence[Tensor] = self.run(*heads, *votes, *part, wanted)
         if turn is None or not self.together:
-            for k, (name, gradient) in enumerate(zip(self.names, found, strict=True)):
+            for k, (name, gradient) in enumerate(zip(self.routing.gradient_names, found, strict=True)):
                 if self.needs >> k & 1:
                     before = self.total.get(name)
                     self.total[name] = gradient if before is None else before.add_(gradient)

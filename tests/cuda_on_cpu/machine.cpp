@@ -68,6 +68,7 @@ Barrier barriers[kBarriers];
 Order lane_order, warp_order;
 uint32_t ready_warps;  // places
 int done, warp_at, chosen_order = -1;
+uint32_t order_began;  // the serial of the block at which the order was chosen
 const Launch* launch_now;
 std::string failure;
 char* shared_begin;  // of the region; its end is the end of what can be accessed
@@ -205,10 +206,12 @@ void make_shared_memory() {
   mprotect(shared_begin, kShared, PROT_READ | PROT_WRITE);
 }
 
-void run_block(const Launch& launch, int order) {
-  const uint32_t seed = block.serial;
-  lane_order.set(order, seed);
-  warp_order.set(order, seed + 1);
+int order_of(uint32_t seed) { return chosen_order >= 0 && chosen_order <= 2 ? chosen_order : int(seed % 3); }
+
+void run_block(const Launch& launch) {
+  const uint32_t seed = block.serial - order_began;
+  lane_order.set(order_of(seed), seed);
+  warp_order.set(order_of(seed), seed + 1);
   done = warp_at = 0;
   ready_warps = 0;
   std::fill(warps, warps + kWarps, Warp());
@@ -321,17 +324,20 @@ void run(const Launch& launch) {
   block.blocks_x = launch.x;
   block.blocks_y = launch.y;
   const int64_t count = launch.x * launch.y;
-  const int order = chosen_order >= 0 && chosen_order <= 2 ? chosen_order : int(block.serial % 3);
-  const uint32_t seed = block.serial;
+  const uint32_t seed = block.serial - order_began;
+  const int order = order_of(seed);
   for (int64_t k = 0; k < count; ++k) {
     const int64_t index = permuted(k, count, order, seed);
     block.x = index % launch.x;
     block.y = index / launch.x;
     ++block.serial;
-    run_block(launch, chosen_order >= 0 && chosen_order <= 2 ? chosen_order : int(block.serial % 3));
+    run_block(launch);
   }
 }
 
-extern "C" void cuda_on_cpu_order(int order) { chosen_order = order; }
+extern "C" void cuda_on_cpu_order(int order) {
+  chosen_order = order;
+  order_began = block.serial;
+}
 
 }  // namespace cuda_on_cpu
