@@ -12,8 +12,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .attention_kernels import ATTENTION, PLAIN, Attention, _norm_backward_kernel
-from .call import DETACH, Call, Routing, current, processors, watched
+from fastcaps.reference import DETACH, Rule
+
+from .attention_kernels import ATTENTION, Attention, _norm_backward_kernel
+from .call import Call, Routing, current, processors, watched
 from .launches import Gradients, answer, forward
 from .schedule import LIMITS, Limits
 
@@ -34,7 +36,7 @@ def turn_of(
 ) -> Attention:
     """Return what a turn of attention or pooling starts from, and its numbers, as the kernels take them."""
     tensors = (None if tensor is None else tensor.contiguous() for tensor in (query, *affine))
-    return Attention(*tensors, scale, eps, *(tl.constexpr(number) for number in (rule, detach, unit_keys)))  # type: ignore[arg-type, call-arg]
+    return Attention(*tensors, scale, eps, *(tl.constexpr(number) for number in (int(rule), detach, unit_keys)))  # type: ignore[arg-type, call-arg]
 
 
 def start_of(tensor: Tensor | None, k: int, turns: int) -> Tensor | None:
@@ -148,6 +150,6 @@ def attention_routing_backward(
             slope, affine = _slope(call, slope, sums, norm_weight, eps, wanted[5] or wanted[6])
         for k in range(turns):
             asked = start_of(query, k, turns)
-            made.add(turn_of(asked, (None, None), scale, eps, PLAIN.value, detach), (slope[k],), asked is not None)
+            made.add(turn_of(asked, (None, None), scale, eps, Rule.PLAIN, detach), (slope[k],), asked is not None)
     found = [*made.all(), *([None] * 2 if affine is None else affine.unbind(0))]
     return answer(call, wanted, shapes, found, dtypes)

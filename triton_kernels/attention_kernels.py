@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fastcaps.reference import Rule
+
 from .forward import Algebra
 from .tiles import (
     STORE,
@@ -29,8 +31,8 @@ from .tiles import (
     squash,
 )
 
-LAYER_NORM, PLAIN, SQUASH, UNIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""What parents are: LayerNorm(S), S, squash(S); S of pooling, whose directions add up."""
+LAYER_NORM, SQUASH = tl.constexpr(Rule.LAYER_NORM.value), tl.constexpr(Rule.SQUASH.value)
+"""What parents are: LayerNorm(S), squash(S); by any other rule they are S."""
 
 
 class Attention(NamedTuple):

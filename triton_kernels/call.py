@@ -12,14 +12,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fastcaps.backends import ALLOW_TF32, DETERMINISTIC
+
 from .forward import Algebra
 from .schedule import CROWD, LIMITS, Crowd, Facts, Limits, Schedule, largest_pose, power_of_two, schedule
 from .tiles import INTERPRETED, Tile, Votes
 
 __all__ = [
-    "DETERMINISTIC",
-    "DETACH",
-    "TF32",
     "Call",
     "Routing",
     "current",
@@ -29,10 +28,6 @@ __all__ = [
     "watched",
 ]
 
-DETERMINISTIC, TF32 = 1, 2
-"""Bits of ``options``: add everything up in one order; products may be rounded to TF32."""
-DETACH = 1 << 30
-"""Bit of ``needs`` that takes the coefficients for constants."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSE_NUMBERS = 2048  # of a tile in the kernels that walk over poses
 
@@ -198,7 +193,7 @@ class Call:
             "positions": self.positions, "H": height, "W": width, "N": types, "Ho": ho, "Wo": wo,
             "I": self.children, "M": parents, "G": self.groups,
         }  # fmt: skip
-        tensor_cores = bool(options & TF32) or self.dtype != torch.float32
+        tensor_cores = bool(options & ALLOW_TF32) or self.dtype != torch.float32
         self.precision = "tf32" if tensor_cores and torch.version.hip is None else "ieee"
         self.facts = Facts(
             *(self.positions, self.children, parents, self.pose, self.groups, None if weight is not None else False),

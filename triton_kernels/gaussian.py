@@ -14,6 +14,8 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from fastcaps.reference import Rule
+
 from .attention import one_turn, start_of
 from .call import Call, Routing, current, watched
 from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
@@ -35,7 +37,6 @@ FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
 """Rest and count of a turn."""
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
-EM = 4  # the rule
 
 
 def turn_of(
@@ -81,14 +82,14 @@ def gaussian_routing(
     first = mean is None
     call = Call(FIRST if first else ROUTING, children, weight, bias, gate, parents, window, options, limits)
     each, pose = (1, *call.shape[:4]), (1, *call.shape)
-    betas = (None, None) if rule == EM else (beta_use, beta_ignore)
+    betas = (None, None) if rule == Rule.EM else (beta_use, beta_ignore)
     counts, means, variances, scores = call.empty(*each), call.empty(*pose), call.empty(*pose), call.zeros(*each)
     if call.poses:
         with current(call.device):
             turn = turn_of((mean, variance, log_weight), betas, eps)
             forward(call, turn, (counts, means, variances, scores), not first or log_weight is not None)
     wide = variances + eps
-    if rule == EM and beta_use is not None and beta_ignore is not None:
+    if rule == Rule.EM and beta_use is not None and beta_ignore is not None:
         cost = (call.pose[0] * call.pose[2] * beta_use + 0.5 * wide.log().sum((-2, -1))) * counts
         scores = schedule[0] * (beta_ignore - cost)
     return scores[0].clone(), means[0].clone(), wide[0], counts, means, variances, scores

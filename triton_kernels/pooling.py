@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fastcaps.reference import DETACH, Rule
+
 from .attention import one_turn, start_of, turn_of
-from .attention_kernels import UNIT
-from .call import DETACH, Call, Routing, current, watched
+from .call import Call, Routing, current, watched
 from .launches import Gradients, answer, forward
 from .pooling_kernels import POOLING
 from .schedule import LIMITS, Crowd, Limits
@@ -96,6 +97,6 @@ def pooling_routing_backward(
     with current(call.device):
         for k in range(turns):
             asked = start_of(query, k, turns)
-            turn = turn_of(asked, (None, None), scale, 0.0, UNIT.value, detach, normalize)
+            turn = turn_of(asked, (None, None), scale, 0.0, Rule.UNIT, detach, normalize)
             made.add(turn, tuple(tensor[k] for tensor in given), asked is not None)
     return answer(call, wanted, shapes, made.all(), dtypes)
