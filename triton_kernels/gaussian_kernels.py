@@ -107,7 +107,7 @@ def beta_ignore(turn, i, at, tile):
 
 @triton.jit
 def score(turn, parents, vote, tile):
-    """Return a_im; the same for all parents where they are nothing yet."""
+    """Return a_im; in a first turn, without parents, all are the same."""
     result = tl.zeros([tile.BL, tile.BM], tl.float32)
     if turn.mean is not None:
         apart = vote - parents[0]

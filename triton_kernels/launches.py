@@ -146,7 +146,7 @@ class Gradients:
         def sweep(chosen: Schedule) -> tuple[Tensor | None, Tensor | None]:
             if not call.routing.competing or chosen.tiles == 1 or not (scored or self.gate):
                 return None, None
-            if not swept:  # what it finds is the same for all tiles
+            if not swept:  # both kernels can use what it finds, whatever their tiles
                 swept.append(_normalizers(call, turn, chosen, grads))
             return swept[0]
 

@@ -24,7 +24,7 @@ COUNTS = (
     "positions", "H", "W", "N", "Ho", "Wo", "I", "M", "G", "blocks", "tiles", "first_tile", "first_child", "last_child",
     "per_split", "poses", "splits", "group_children",
 )  # fmt: skip
-"""Arguments of kernels that never get a kernel compiled for their value, as Triton does for 1 and multiples of 16."""
+"""Arguments whose values no kernel is compiled for. Triton else compiles anew for 1 and for multiples of 16."""
 STORE, ADD, ATOMIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Ways to :func:`put` numbers: over what is there; added to it, where nobody else adds; added while others do."""
 
@@ -59,7 +59,7 @@ class Votes(NamedTuple):
     PW: tl.constexpr
     DH: tl.constexpr
     DW: tl.constexpr
-    SILENT: tl.constexpr  # whether a child whose gate is 0 is taken for absent
+    SILENT: tl.constexpr  # whether a gate of 0 hides a child
 
 
 class Sizes(NamedTuple):
@@ -95,7 +95,11 @@ class Tile(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Where the windows of positions begin: in the grid, and in children, gates and gradients of children."""
+    """Where the windows of positions begin.
+
+    ``row``, ``column``: in the grid; ``child``, ``gate``, ``cell``: in the memory of children, of gates, and of the
+    gradients of both, which are contiguous.
+    """
 
     exists: Any  # whether there is such a position
     row: Any
@@ -116,8 +120,9 @@ class Block(NamedTuple):
 class Child(NamedTuple):
     """One child, as positions see it.
 
-    ``at``: a pointer to it from where a window begins; ``opened``: whether it is there and not silent; ``cell``: where
-    its gradients lie from where a window begins.
+    ``at``: a pointer to it, to which a position adds where its window begins; ``seen``: whether it is there, not in the
+    padding; ``opened``: and its gate is not 0, where that hides a child; ``cell``: where its gradients lie, likewise
+    from where a window begins.
     """
 
     i: Any
@@ -163,7 +168,7 @@ def kernel(function: Callable[..., None]) -> triton.JITFunction:
 def windows_of(votes, sizes, p):
     """Return where the windows of flat positions ``p`` begin; row and column may be below 0.
 
-    Positions beyond the last get its place: their addresses stay small, and masks do the rest.
+    Positions beyond the last get the last one's windows, so that their addresses stay within memory; masks do the rest.
     """
     inside = tl.minimum(p, sizes.positions - 1).to(sizes.positions.dtype)
     area = sizes.Ho.to(sizes.positions.dtype) * sizes.Wo
@@ -408,9 +413,9 @@ def equal_shares(at, tile):
 
 @triton.jit
 def unbroken(dgate, witness, opened):
-    """Return the gradient of a gate, 0 where a child behind a gate of 0 is broken: ``witness`` of it is no number.
+    """Return the gradient of a gate, but 0 where a gate of 0 hides a child that is NaN or infinite.
 
-    Such a child gets no gradient; any other behind a closed gate may learn to open it.
+    ``witness`` tells: a sum over the child's votes. Any other hidden child may learn to open its gate.
     """
     return tl.where(opened | (tl.abs(witness) < float("inf")), dgate, 0.0)
 
