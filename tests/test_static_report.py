@@ -401,18 +401,26 @@ def test_without_a_library_the_report_says_so(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.skipif(bool(triton_report.unavailable()), reason=triton_report.unavailable())
 def test_triton_says_what_it_would_launch_and_the_compiler_what_that_takes(tmp_path: Path) -> None:
     layer = find("tsai-c10-fc")
-    found = [one for one in triton_report.launches(layer, 128, "fp32", False) if "KW" in one.arguments]
+    found = [one for one in triton_report.launches(layer, 128, "fp32", False) if one.walks_children]
     (launch,) = found
-    assert launch.name == "attention forward" and launch.programs * launch.arguments["BL"] >= 128
+    assert launch.name == "attention forward" and launch.programs * launch.tile.BL >= 128
     made = triton_report.make(launch, tmp_path)
     assert 0 < made.usage.registers <= 255 and made.shared >= 0
     useful = sass.mix(made.slots)["FFMA"] + sass.mix(made.slots)["FADD/FMUL"]
-    tile = launch.arguments["BL"] * launch.arguments["BM"] * 16  # numbers of votes: 4 products, a dot, a sum each
+    tile = launch.tile.BL * launch.tile.BM * 16  # numbers of votes: 4 products, a dot, a sum each
     assert useful >= 5 * tile / (32 * made.warps)
     trips = launch.programs * launch.arguments["per_split"] * made.warps
     assert made.seconds == pytest.approx(trips * len(made.slots) / 4 / 132 / 1.755e9)
     backward = triton_report.launches(layer, 128, "bf16", True)
-    assert [one.name for one in backward if "KW" in one.arguments] == ["attention backward"]
+    assert [one.name for one in backward if one.walks_children] == ["attention backward"]
+
+
+@pytest.mark.skipif(bool(triton_report.unavailable()), reason=triton_report.unavailable())
+@pytest.mark.parametrize("backward", [False, True])
+def test_triton_says_what_it_would_launch_for_every_workload(backward: bool) -> None:
+    for workload in triton_report.with_parents():
+        names = {one.name for one in triton_report.launches(workload, 2, "tf32", backward) if one.walks_children}
+        assert f"{workload.routing.subject} {'backward' if backward else 'forward'}" in names, workload.name
 
 
 def test_without_triton_its_report_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from triton_cases import (
     kernels,
     launches,
     once_each,
+    paths,
     schedule,
     sizes_allocated,
     static,
@@ -66,8 +67,8 @@ def _small(routing: Routing, **changes: Any) -> Case:
     """Return a case with overlapping windows, some of whose children are in the padding."""
     rule = {"attention": Rule.LAYER_NORM, "pooling": Rule.UNIT, "gaussian": Rule.HEINSEN}[routing.stem]
     window = (2, 2, 1, 1, 1, 0, 1, 1)
-    usual = {"batch": 1, "grid": (1, 2), "types": 1, "window": window, "bias": "IM", "gate": "silent"}
-    return Case("small", rule, **{**usual, "normalize": True, **changes})
+    usual = {"rule": rule, "batch": 1, "grid": (1, 2), "types": 1, "window": window, "bias": "IM", "gate": "silent"}
+    return Case("small", **{**usual, "normalize": True, **changes})
 
 
 # ---- against the reference ------------------------------------------------------------------------------------------
@@ -84,38 +85,81 @@ def test_half_precision(routing: Routing, dtype: torch.dtype) -> None:
     check(routing, _small(routing, dtype=dtype, turns=2, eps=0.3))  # gradients within float16's numbers
 
 
+TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the least that take matrix products
+DEEP = {"parents": 17, "pose": (2, 9, 2)}  # two tiles, and a depth that makes matrix products pay
+FIRST = {"rules": {"gaussian": Rule.EM}, "start": False, "turns": 2}
+BARE: dict[str, Any] = {
+    "rules": {"attention": Rule.SQUASH, "gaussian": Rule.KMEANS}, "bias": None, "gate": None, "betas": "11",
+    "normalize": False, "detach": True, "log_weight": False, "grid": (2, 3), "window": (2, 2, 1, 1, 0, 0, 1, 1),
+}  # fmt: skip
 WAYS: dict[str, Any] = {
-    "tiny": (0, TINY),  # parents and children are split over programs
-    "tiny-ordered": (1, TINY),
-    "ranges": (0, {"resident": 64}),  # a range for every child
-    "ordered": (1, {}),
-    "tf32": (2, {}),
-    "tf32-ordered": (3, WIDE),
+    "tiny": (0, TINY, {}),  # parents and children are split over programs
+    "tiny-ordered": (1, TINY, {}),
+    "tiny-first-turn": (1, TINY, FIRST),
+    "ranges": (0, {"resident": 64}, {}),  # a range for every child
+    "ordered": (1, {}, {}),
+    "tf32": (2, TILES, {"batch": 2, **DEEP}),
+    "tf32-ordered": (3, TILES, {"batch": 5, **DEEP}),  # several blocks of positions
+    "tf32-bare": (3, TILES, {"batch": 5, **DEEP, **BARE}),
 }
+
+
+def _way(routing: Routing, way: str) -> Case:
+    """Return a case whose parents take two tiles, where those are small."""
+    usual = {"types": 2, "parents": 9, "pose": (2, 3, 2), **WAYS[way][2]}
+    rules = usual.pop("rules", {})
+    return _small(routing, **usual, **({"rule": rules[routing.stem]} if routing.stem in rules else {}))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @every_routing
 def test_ways_to_run(routing: Routing, way: str) -> None:
     """Two sweeps, ranges of children that meet in the finishing kernel, one order, matrix products."""
-    options, limits = WAYS[way]
-    check(routing, _small(routing, types=2, parents=7, pose=(2, 3, 2)), options, **limits)
+    options, limits, _ = WAYS[way]
+    check(routing, _way(routing, way), options, **limits)
+
+
+def _without_matrices(routing: Routing) -> Case:
+    """Return a case whose votes are poses."""
+    return _small(routing, groups="none", parents=9, pose=(2, 3, 3), start=False, turns=2)
 
 
 @pytest.mark.parametrize("way", ["tiny", "tiny-ordered"])
 @every_routing
 def test_two_sweeps_over_votes_without_matrices(routing: Routing, way: str) -> None:
     """Also where the first turn has no parents."""
-    options, limits = WAYS[way]
-    check(routing, _small(routing, groups="none", parents=5, pose=(2, 3, 3), start=False, turns=2), options, **limits)
+    options, limits, _ = WAYS[way]
+    check(routing, _without_matrices(routing), options, **limits)
+
+
+def _crowded(routing: Routing, batch: int) -> Case:
+    """Return a case whose children all share their matrices."""
+    return _small(routing, batch=batch, grid=(1, 1), window=SET_WINDOW, types=65, groups="one", bias="1M", betas="I1")
 
 
 @pytest.mark.parametrize("batch", [1, 16])
 @every_routing
 def test_many_children_of_the_same_matrices(routing: Routing, batch: int) -> None:
     """Programs of their own gather dW: by outer products for few positions, else by matrix products."""
-    case = _small(routing, batch=batch, grid=(1, 1), window=SET_WINDOW, types=65, groups="one", bias="1M", betas="I1")
-    check(routing, case, **LIMITS)
+    check(routing, _crowded(routing, batch), **LIMITS)
+
+
+@interpreted
+@every_routing
+def test_every_compiled_path_has_a_case(routing: Routing) -> None:
+    """What the registry's cases would have compiled for a GPU, the calls above take through the interpreter too."""
+    met: set[str] = set()
+    for case in (parameters.values[1] for parameters in _cases(60) if parameters.values[0] is routing):
+        met |= paths(routing, case, **LIMITS)
+    for way, (options, limits, _) in WAYS.items():
+        met |= paths(routing, _way(routing, way), options, **limits)
+        met |= paths(routing, _without_matrices(routing), options, **limits) if way.startswith("tiny") else set()
+    for batch in (1, 16):
+        met |= paths(routing, _crowded(routing, batch), **LIMITS)
+    there = [case for case in routing.cases if case.dtype != torch.float64]
+    compiled = set().union(*(paths(routing, case, options, "meta") for case in there for options in (0, 3)))
+    missing = sorted(compiled - met)
+    assert not missing, "\n".join(missing)
 
 
 @drawn(5 if DEVICE == "cpu" else 60)
@@ -195,7 +239,7 @@ def test_ordered_results_have_the_same_bits(routing: Routing) -> None:
 @pytest.mark.parametrize("routing", [POOLING, GAUSSIAN], ids=str)
 def test_a_gate_of_0_leaves_no_trace(routing: Routing, way: str, bad: float) -> None:
     """Not of a broken child either; behind an open gate it spoils its own position."""
-    options, limits = WAYS[way]
+    options, limits, _ = WAYS[way]
     case = _small(routing, batch=2, grid=(2, 2), types=2, pose=(2, 2, 2), parents=2, bias="11", betas="11", gate="some")
     call, back = routing.call(case), routing.backward_call(case)
     for part in (call.given, back.given):
@@ -285,9 +329,19 @@ def test_schedules_cover_everything_and_fit(pose: tuple[int, int, int], products
 
 
 def _step(
-    stem: str, children: Any, weight: Any, parents: int, full: bool = False, options: int = 0, **chosen: Any
+    stem: str,
+    children: Any,
+    weight: Any,
+    parents: int,
+    betas: int = 0,
+    full: bool = False,
+    options: int = 0,
+    **chosen: Any,
 ) -> Callable[[], None]:
-    """Return a training step of later turns, on tensors of no memory; ``full``: with everything that there can be."""
+    """Return a training step of later turns, on tensors of no memory; ``full``: with everything that there can be.
+
+    ``betas``: how many children have their own; 0 for EM, where the kernels see none.
+    """
     dtype = torch.bfloat16 if full else torch.float32
     window = (3, 3, 1, 1, 1, 1, 1, 1) if full else SET_WINDOW
     columns = children[-1] if weight is None else weight[-1]
@@ -302,7 +356,7 @@ def _step(
     votes = (meta(*children), None if weight is None else meta(*weight), bias, gate, parents, window)
     query, norm = meta(*pose), meta(pose[-2] * pose[-1])
     state = (meta(*pose, wide=True), meta(*pose, wide=True), meta(*each, wide=True))
-    beta = meta(window[0] * window[1] * children[3] if weight[0] > 1 else 1, parents, wide=True) if weight else None
+    beta = meta(betas, parents, wide=True) if betas else None
 
     def step() -> None:
         if stem == "attention":
@@ -318,7 +372,8 @@ def _step(
             )
             states = (one[None] for one in state)
             saved = (*states, beta, beta, *kept, 1e-5, 511, options)
-            gaussian.gaussian_routing_backward(*kept, scores, *votes, *saved, **chosen)
+            devidence = None if beta is None else scores
+            gaussian.gaussian_routing_backward(*kept, devidence, *votes, *saved, **chosen)
 
     return step
 
@@ -328,7 +383,7 @@ def _step(
 def test_workspace_never_grows_with_children_times_parents(routing: Routing, ordered: int) -> None:
     """Every allocation of a call is seen, on the meta device: a vocabulary of 30,000, and a million children."""
     for batch, children, many in ((2, 1024, 30_000), (1, 10**6, 64)):
-        step = _step(routing.stem, (batch, 1, 1, children, 1, 16), (1, many, 16, 16), many, options=ordered)
+        step = _step(routing.stem, (batch, 1, 1, children, 1, 16), (1, many, 16, 16), many, 1, options=ordered)
         tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
         sizes = sizes_allocated(step)
         assert max(sizes) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
@@ -345,12 +400,12 @@ SHAPES: dict[str, Any] = {
     "zhao-512": ("pooling", (128, 1, 1, 256, 1, 16), None, 512),
     "pool-4x4": ("pooling", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
     "hinton": ("gaussian", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
-    "heinsen-norb": ("gaussian", (20, 1, 1, 640, 4, 4), (1, 64, 4, 4), 64),
-    "heinsen-sst": ("gaussian", (20, 1, 1, 640, 1, 64), (1, 64, 64, 2), 64),
+    "heinsen-norb": ("gaussian", (20, 1, 1, 640, 4, 4), (1, 64, 4, 4), 64, 1),
+    "heinsen-norb-2": ("gaussian", (256, 1, 1, 64, 4, 4), (64, 5, 4, 4), 5, 64),
+    "heinsen-sst": ("gaussian", (20, 1, 1, 640, 1, 64), (1, 64, 64, 2), 64, 1),
     "li-capnet": ("gaussian", (128, 1, 1, 200, 1, 8), (200, 512, 8, 16), 512),
 }
-COMPILED = [(shape, "sm_90", k % 3) for k, shape in enumerate(SHAPES)]
-COMPILED += [(shape, "sm_90", 0) for k, shape in enumerate(SHAPES) if k % 3]
+COMPILED = [(shape, "sm_90", options) for shape in SHAPES for options in (0, 1, 2)]
 COMPILED += [("tsai", "sm_80", 0), ("hinton", "sm_80", 0), ("pool-4x4", "sm_100", 0), ("hinton", "sm_100", 0)]
 COMPILED += [("tsai", "gfx942", 0), ("tsai-1x64", "gfx942", 0)]
 
@@ -359,9 +414,9 @@ COMPILED += [("tsai", "gfx942", 0), ("tsai-1x64", "gfx942", 0)]
 @pytest.mark.parametrize(("shape", "target", "options"), COMPILED)
 def test_compiles_without_a_gpu(shape: str, target: str, options: int) -> None:
     """Every kernel of a training step, for GPUs that are not there; few registers may spill, in large poses only."""
-    stem = SHAPES[shape][0]
-    wanted = {f"_{stem}_forward_kernel", f"_{stem}_backward_kernel"}
-    wanted |= {f"_{stem}_matrix_backward_kernel"} if options & 1 else set()
+    stem, _, weight, *_ = SHAPES[shape]
+    wanted = {f"{stem}_forward_kernel", f"{stem}_backward_kernel"}
+    wanted |= {f"{stem}_matrix_backward_kernel"} if options & 1 and weight else set()
     large = 24 if shape in ("tsai-6x6", "tsai-1x64") else 4 if stem == "attention" else 0
     hold_compiled(launches(_step(*SHAPES[shape], options=options)), target, large, wanted)
 
@@ -372,9 +427,9 @@ def test_compiles_without_a_gpu(shape: str, target: str, options: int) -> None:
 def test_everything_at_once_compiles_without_a_gpu(routing: Routing, ordered: int) -> None:
     """Bias, gate, padding, half precision and two sweeps, in odd sizes; Triton's launcher takes what is launched."""
     limits = schedule.Limits(forward=4, backward=4)
-    step = _step(routing.stem, (2, 5, 5, 3, 5, 3), (27, 70, 3, 7), 70, full=True, options=ordered, limits=limits)
+    step = _step(routing.stem, (2, 5, 5, 3, 5, 3), (27, 70, 3, 7), 70, 27, full=True, options=ordered, limits=limits)
     found = launches(step)
-    assert routing is POOLING or f"_{routing.stem}_normalizer_kernel" in {launch.name for launch in found}
+    assert routing is POOLING or f"{routing.stem}_normalizer_kernel" in {launch.name for launch in found}
     for launch in once_each(found):
         assert static.compiled_for("sm_90", launch).n_regs > 0
     hold_bound(found)

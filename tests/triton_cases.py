@@ -86,6 +86,51 @@ def launches(run: Callable[[], Any]) -> list[SimpleNamespace]:
     return found
 
 
+def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", **limits: Any) -> set[str]:
+    """Return what is decided before the kernels of a call run, a line each; nothing runs.
+
+    Which tensors there are, what else they are compiled for, how votes are made, and of what there are several.
+    """
+    module = importlib.import_module(f"fastcaps.triton_kernels.{routing.stem}")
+
+    def asked(function: str) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            there = [one.to(device) if isinstance(one, torch.Tensor) else one for one in arguments]
+            made = getattr(module, function)(*there, schedule.Limits(**limits))
+            return tuple(torch.empty(one.shape, dtype=one.dtype) for one in made)
+
+        return run
+
+    def told(name: str, value: Any) -> list[str]:
+        if isinstance(value, triton.language.constexpr):
+            value = value.value
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", range(len(value)))
+            return [line for field, one in zip(fields, value, strict=True) for line in told(f"{name}.{field}", one)]
+        if value is None or isinstance(value, torch.Tensor):
+            return [f"{name}: {'there' if value is not None else 'not there'}"]
+        if name in ("blocks", "tiles", "splits"):
+            return [f"{name}: {'several' if value > 1 else 'one'}"]
+        return [f"{name}: {value}"] if isinstance(value, bool) or name in ("CHILDREN", "PARENTS", "turn.RULE") else []
+
+    call, back, met = routing.call(replace(case, turns=1)), routing.backward_call(case), set()
+    found = launches(lambda: call.forward(asked(routing.name), options))
+    found += launches(lambda: back.results(asked(f"{routing.name}_backward"), options))
+    for launch in found:
+        lines = [line for one in launch.arguments.items() if one[0] not in ("tile", "algebra") for line in told(*one)]
+        tile, votes = launch.arguments["tile"], launch.arguments.get("votes")
+        if votes is not None:
+            votes_by = "columns" if tile.BK.value == 0 else "products"
+            lines.append(f"votes: {'poses' if votes.weight is None else votes_by}")
+            lines.append(f"padding: {votes.PH.value > 0 or votes.PW.value > 0}")
+        if "dweight" in launch.arguments:
+            lines.append(
+                f"gradients: {'products' if tile.DEPTH.value and tile.BL.value * tile.BC.value >= 16 else 'sums'}"
+            )
+        met |= {f"{launch.name}, {line}" for line in lines}
+    return met
+
+
 def once_each(found: Sequence[SimpleNamespace]) -> list[SimpleNamespace]:
     """Return one launch of every kernel."""
     return list({launch.name: launch for launch in found}.values())

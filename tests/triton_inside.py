@@ -82,10 +82,10 @@ def finish() -> tuple[list[float], list[float]]:
     before, last = interpreter_builder.create_get_program_id, np.array([poses // size], dtype=np.int32)
     interpreter_builder.create_get_program_id = lambda axis: TensorHandle(last, tl.int32)
     try:
-        own = Attention(parents, None, None, 1.0, 0.0, *(tl.constexpr(number) for number in (1, False, False)))
+        turn = Attention(parents, None, None, 1.0, 0.0, *(tl.constexpr(number) for number in (1, False, False)))
         tile = Tile(*(tl.constexpr(number) for number in (size, 1, 1, 1, 0, 0, 1, 1, 1, "ieee")))
         _finish_kernel[(1,)](
-            parts=(parts,), routing=own, results=(parents, parents), poses=poses, splits=2, tile=tile,
+            parts=(parts,), turn=turn, results=(parents, parents), poses=poses, splits=2, tile=tile,
             algebra=ATTENTION, ROUTING="attention",
         )  # fmt: skip
     finally:

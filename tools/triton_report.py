@@ -22,19 +22,22 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.routings import AttentionPass, HeinsenRouting
+from bench.routings import HeinsenRouting
 from bench.runner import PRECISIONS
 from bench.workload import Workload
 from bench.workloads import WORKLOADS, find
 from fastcaps import libraries
+from fastcaps.backends import ALLOW_TF32
+from fastcaps.reference import Rule
 from tools import sass
 from tools.sass import H200, Instruction, Usage
 from tools.static_report import as_markdown, is_softmax
 
-__all__ = ["Launch", "Made", "launches", "main", "make", "table", "unavailable"]
+__all__ = ["Launch", "Made", "launches", "main", "make", "table", "unavailable", "with_parents"]
 
 EPS = 1e-5
 BATCH = 128
+EVERY = (1 << 9) - 1  # gradients that are asked for: as many as a routing has inputs, nine at most
 CAPABILITY = 90
 
 
@@ -51,7 +54,18 @@ class Launch:
         """The kernel's name for people."""
         from fastcaps.triton_kernels.call import kernel_name
 
-        return kernel_name(self.kernel, self.arguments).strip("_").removesuffix("_kernel").replace("_", " ")
+        return kernel_name(self.kernel, self.arguments).removesuffix("_kernel").replace("_", " ")
+
+    @property
+    def tile(self) -> Any:
+        """The numbers of its tile, by the names of ``tiles.Tile``."""
+        tile = self.arguments["tile"]
+        return type(tile)(*(number.value for number in tile))
+
+    @property
+    def walks_children(self) -> bool:
+        """Whether it has a loop over children."""
+        return "votes" in self.arguments
 
 
 @dataclass(frozen=True)
@@ -80,8 +94,8 @@ class Made:
     @property
     def slots(self) -> list[Instruction]:
         """Every instruction of a warp for one child: a loop over the depth takes one column, or one product, a trip."""
-        depth, product = (int(self.launch.arguments[name]) for name in ("D", "BK"))
-        trips = -(-depth // product) if product else depth
+        tile = self.launch.tile
+        trips = -(-tile.D // tile.BK) if tile.BK else tile.D
         return self.trip + [one for path in self.inner for one in path] * (trips - 1)
 
     @property
@@ -101,51 +115,56 @@ def unavailable() -> str:
 
 
 def launches(workload: Workload, batch: int, precision: str, backward: bool) -> list[Launch]:
-    """Return what the Triton kernels would launch on an H200 for a pass of a workload's later turns, or its backward.
+    """Return what the Triton kernels would launch on an H200 for a later turn of a workload, or for its backward.
 
-    That is a pass with parents; Gaussian ones have gates, and Heinsen's betas: one for all children that share their
-    matrices.
+    A later turn starts from parents. Gaussian ones have gates, and Heinsen's have betas: one for all children that
+    share their matrices. Backward makes every gradient that there is.
     """
-    subject = workload.routing.subject
+    subject, options = workload.routing.subject, ALLOW_TF32 * PRECISIONS[precision].tf32
     module, reason = libraries.triton_kernels(subject)
     if module is None:
         raise RuntimeError(reason)
-    dtype, tf32 = PRECISIONS[precision].dtype, PRECISIONS[precision].tf32
+    forward, back = (getattr(module, f"{subject}_routing{way}") for way in ("", "_backward"))
     rows, inner, columns, many = workload.rows, workload.columns_in, workload.columns_out, workload.parents
-    grid, places = workload.grid or (1, 1), workload.output_grid or (1, 1)
     window = (1, 1, 1, 1, 0, 0, 1, 1) if workload.window is None else workload.window.spec
 
-    def made(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-    children = made(batch, *grid, workload.types, rows, inner)
-    weight = made(workload.matrices, many, inner, columns) if workload.matrices else None
-    parents = made(batch, *places, many, rows, columns)
-    wide = made(*parents.shape, kind=torch.float32)
-    each = made(*parents.shape[:4], kind=torch.float32)
-    inputs: tuple[Any, ...] = (children, weight, parents, None, None)
-    saved: tuple[Any, ...]
-    if subject == "attention":
-        normalize = isinstance(workload.routing, AttentionPass)
-        norm, needs = made(rows * columns) if normalize else None, 0b1100111 if normalize else 0b111
-        settings: tuple[Any, ...] = ((rows * columns) ** -0.5 if normalize else 1.0, EPS, normalize, window)
-        grads: tuple[Any, ...] = (parents, None)
-        inputs, saved = (*inputs, norm, norm), (*inputs, norm, wide)
-    elif subject == "pooling":
-        settings, grads, needs = (0.5, True, window), (parents, None), 0b111
-        saved = (*inputs, parents, each)
-    else:
-        betas = isinstance(workload.routing, HeinsenRouting)
-        beta = made(workload.children if workload.matrices > 1 else 1, many, kind=torch.float32) if betas else None
-        inputs = (children, weight, wide, wide, each, None, made(*children.shape[:4]), beta, beta)
-        settings, grads, needs = (EPS, window), (each, wide, wide, each if betas else None), 0b111011111
-        saved = (*inputs, each, wide, wide)
+    own = PRECISIONS[precision].dtype
+    types = (batch, *(workload.grid or (1, 1)), workload.types)
+    each = (batch, *(workload.output_grid or (1, 1)), many)
+    children, pose = made(*types, rows, inner, dtype=own), made(*each, rows, columns, dtype=own)
+    weight = made(workload.matrices, many, inner, columns, dtype=own) if workload.matrices else None
+    gate = made(*types, dtype=own) if subject == "gaussian" else None
+    votes = (children, weight, None, gate, many, window)
     found: list[Launch] = []
     with module.watched(lambda kernel, programs, arguments: found.append(Launch(kernel, programs, arguments))):
-        if backward:
-            getattr(module, f"{subject}_pass_backward")(*grads, *saved, *settings, needs, allow_tf32=tf32)
+        if subject == "attention":
+            normalize = getattr(workload.routing, "normalize", False)
+            rule, scale = (Rule.LAYER_NORM, (rows * columns) ** -0.5) if normalize else (Rule.SQUASH, 1.0)
+            norm = made(rows * columns, dtype=own) if normalize else None
+            if backward:
+                sums = made(1, *each, rows, columns) if normalize else None
+                back(pose[None], *votes, pose[None], norm, sums, scale, EPS, EVERY, options)
+            else:
+                forward(*votes, pose, norm, norm, scale, EPS, rule, 1, options)
+        elif subject == "pooling":
+            if backward:
+                back(pose[None], *votes, pose[None], pose[None], made(1, *each), 0.5, True, EVERY, options)
+            else:
+                forward(*votes, pose, 0.5, True, Rule.UNIT, 1, options)
         else:
-            getattr(module, f"{subject}_pass")(*inputs, *settings, allow_tf32=tf32)
+            heinsen = isinstance(workload.routing, HeinsenRouting)
+            beta = made(workload.matrices if heinsen and workload.matrices > 1 else 1, many)
+            mean, score = made(1, *each, rows, columns), made(1, *each)
+            if backward:
+                betas, evidence = ((beta, beta), score) if heinsen else ((None, None), None)
+                kept, state = (score, mean, mean), (mean, mean, score)
+                back(*kept, evidence, *votes, *state, *betas, *kept, EPS, EVERY, options)
+            else:
+                rule = Rule.HEINSEN if heinsen else Rule.EM
+                forward(*votes, mean[0], mean[0], score[0], beta, beta, [1.0], rule, EPS, options)
     return found
 
 
@@ -175,13 +194,13 @@ HEAD = (
 
 
 def _cells(made: Made) -> list[str]:
-    arguments, usage = made.launch.arguments, made.usage
-    tile = "×".join(str(arguments[name]) for name in ("BL", "BM", "BC", "BE") if name in arguments)
+    usage = made.usage
+    tile = made.launch.tile
     fits = H200.occupancy(32 * made.warps, usage.registers, made.shared)
     counted = sass.mix(made.slots)
     return [
         made.launch.name,
-        tile,
+        f"{tile.BL}×{tile.BM}×{tile.BC}×{tile.BE}",
         str(made.warps),
         str(usage.registers),
         f"{usage.stack} B" if usage.local else "",
@@ -203,13 +222,12 @@ def table(workloads: Sequence[Workload], precisions: Sequence[str], batch: int =
                 for backward in (False, True):
                     size = batch if workload.copies == 1 else workload.batch
                     for launch in launches(workload, size, precision, backward):
-                        if "per_split" not in launch.arguments or "KW" not in launch.arguments:
-                            continue
-                        lines.append([workload.name, precision, *_cells(make(launch, Path(folder)))])
+                        if launch.walks_children:
+                            lines.append([workload.name, precision, *_cells(make(launch, Path(folder)))])
     return lines
 
 
-def _with_parents() -> list[Workload]:
+def with_parents() -> list[Workload]:
     """Return the workloads that have a pass with parents."""
     return [one for one in WORKLOADS.values() if not getattr(one.routing, "uniform", False)]
 
@@ -219,7 +237,7 @@ def markdown(workloads: Sequence[Workload], precisions: Sequence[str]) -> str:
     import triton
 
     legend = (
-        f"Triton {triton.__version__}, batch {BATCH} (vocabulary and million: 1), one pass with parents, compiled for "
+        f"Triton {triton.__version__}, batch {BATCH} (vocabulary and million: 1), one turn with parents, compiled for "
         f"compute capability {CAPABILITY / 10:.1f}. *Tile*: "
         "positions × parents × rows × columns of a program. *Slots*: of a warp for one child. "
         "*Issue-bound*: all programs' trips at one instruction a cycle and "
@@ -240,7 +258,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(f"triton_report: {reason}", file=sys.stderr)
         return 2
     try:
-        text = markdown([find(name) for name in given.workload] or _with_parents(), given.precision)
+        text = markdown([find(name) for name in given.workload] or with_parents(), given.precision)
         if given.into is None:
             print(text)
         else:

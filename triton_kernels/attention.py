@@ -12,8 +12,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .attention_kernels import ATTENTION, PLAIN, Attention, _norm_backward_kernel
-from .call import DETACH, Call, Routing, current, processors, watched
+from fastcaps.reference import DETACH, Rule
+
+from .attention_kernels import ATTENTION, Attention, _norm_backward_kernel
+from .call import Call, Routing, current, processors, watched
 from .launches import Gradients, answer, forward
 from .schedule import LIMITS, Limits
 
@@ -23,7 +25,7 @@ ROUTING = Routing("attention", ATTENTION, sums=("pose",), gradients=("pose",), s
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 
 
-def own_of(
+def turn_of(
     query: Tensor | None,
     affine: Sequence[Tensor | None],
     scale: float,
@@ -32,16 +34,16 @@ def own_of(
     detach: bool = False,
     unit_keys: bool = False,
 ) -> Attention:
-    """Return an attention or pooling routing's own tensors and numbers as the kernels take them."""
+    """Return what a turn of attention or pooling starts from, and its numbers, as the kernels take them."""
     tensors = (None if tensor is None else tensor.contiguous() for tensor in (query, *affine))
-    return Attention(*tensors, scale, eps, *(tl.constexpr(number) for number in (rule, detach, unit_keys)))  # type: ignore[arg-type, call-arg]
+    return Attention(*tensors, scale, eps, *(tl.constexpr(number) for number in (int(rule), detach, unit_keys)))  # type: ignore[arg-type, call-arg]
 
 
-def of_turn(tensor: Tensor | None, turn: int, turns: int) -> Tensor | None:
-    """Return what a turn starts from, of a tensor of all turns, or of all but the first."""
-    if tensor is None or turn + len(tensor) < turns:
+def start_of(tensor: Tensor | None, k: int, turns: int) -> Tensor | None:
+    """Return what turn k starts from, of a tensor of all turns, or of all but the first."""
+    if tensor is None or k + len(tensor) < turns:
         return None
-    return tensor[turn - turns]
+    return tensor[k - turns]
 
 
 def one_turn(turns: int) -> None:
@@ -77,8 +79,8 @@ def attention_routing(
     result, sums = children.new_empty(call.shape), call.empty(1, *call.shape)
     if call.poses:
         with current(call.device):
-            own = own_of(query, (norm_weight, norm_bias), scale, eps, rule)
-            forward(call, own, (result, sums), query is not None)
+            turn = turn_of(query, (norm_weight, norm_bias), scale, eps, rule)
+            forward(call, turn, (result, sums), query is not None)
     return result, sums
 
 
@@ -133,7 +135,7 @@ def attention_routing_backward(
     """
     detach, turns = bool(needs & DETACH), len(grad)
     call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)
-    first = of_turn(query, 0, turns)
+    first = start_of(query, 0, turns)
     affine_shape = None if sums is None else (call.pose[0] * call.pose[2],)
     shapes = [None if tensor is None else tensor.shape for tensor in (children, weight, bias, gate, first)]
     shapes += [affine_shape] * 2  # type: ignore[list-item]
@@ -141,21 +143,13 @@ def attention_routing_backward(
     dtypes = [call.dtype] * 7
     if call.poses == 0:
         return answer(call, wanted, shapes, [None] * 7, dtypes)
-    made = Gradients(
-        call,
-        children=wanted[0],
-        weight=wanted[1],
-        bias=bias if wanted[2] else None,
-        gate=wanted[3],
-        own=[wanted[4] and not detach],
-        turns=turns,
-    )
+    made = Gradients(call, wanted[:4], [wanted[4] and not detach], turns=turns)
     slope, affine = grad.contiguous(), None
     with current(call.device):
         if sums is not None:
             slope, affine = _slope(call, slope, sums, norm_weight, eps, wanted[5] or wanted[6])
-        for turn in range(turns):
-            asked = of_turn(query, turn, turns)
-            made.add(own_of(asked, (None, None), scale, eps, PLAIN.value, detach), (slope[turn],), asked is not None)
-    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("own", [None])]
-    return answer(call, wanted, shapes, [*found, *([None] * 2 if affine is None else affine.unbind(0))], dtypes)
+        for k in range(turns):
+            asked = start_of(query, k, turns)
+            made.add(turn_of(asked, (None, None), scale, eps, Rule.PLAIN, detach), (slope[k],), asked is not None)
+    found = [*made.all(), *([None] * 2 if affine is None else affine.unbind(0))]
+    return answer(call, wanted, shapes, found, dtypes)

@@ -14,15 +14,29 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .forward import Algebra
-from .tiles import equal_shares, inner_product, kernel, place, put, shares_of, spread, squash
+from fastcaps.reference import Rule
 
-LAYER_NORM, PLAIN, SQUASH, UNIT = (tl.constexpr(rule) for rule in range(4))
-"""What parents are: LayerNorm(S), S, squash(S); S of pooling, whose directions add up."""
+from .forward import Algebra
+from .tiles import (
+    STORE,
+    equal_shares,
+    inner_product,
+    kernel,
+    load_pose,
+    place,
+    pose_offsets,
+    put_pose,
+    shares_of,
+    spread,
+    squash,
+)
+
+LAYER_NORM, SQUASH = tl.constexpr(Rule.LAYER_NORM.value), tl.constexpr(Rule.SQUASH.value)
+"""What parents are: LayerNorm(S), squash(S); by any other rule they are S."""
 
 
 class Attention(NamedTuple):
-    """The tensors and numbers of an attention or pooling routing."""
+    """The tensors and numbers of an attention or pooling turn."""
 
     query: Any
     norm_weight: Any
@@ -35,43 +49,43 @@ class Attention(NamedTuple):
 
 
 @triton.jit
-def load(routing, at, tile):
+def load(turn, at, tile):
     """Return the query's tile."""
     query = 0.0
-    if routing.query is not None:
-        query = tl.load(routing.query + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
+    if turn.query is not None:
+        query = load_pose(turn.query, at)
     return (query,)
 
 
 @triton.jit
-def score(routing, own, votes, tile):
+def score(turn, parents, vote, tile):
     """Return ``a_im = scale <Q_m, V_im>``; without a query all are 0."""
-    if routing.query is not None:
-        return inner_product(own[0], votes) * routing.scale
+    if turn.query is not None:
+        return inner_product(parents[0], vote) * turn.scale
     else:
         return tl.zeros([tile.BL, tile.BM], tl.float32)
 
 
 @triton.jit
-def start(routing, tile):
+def start(turn, tile):
     """Return S of no children."""
     return (tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32),)
 
 
 @triton.jit
-def add(routing, own, state, votes, child, known, at, tile):
+def add(turn, parents, state, vote, child, normalizer, at, tile):
     """Add ``g_i r_im V_im`` to S; without a query ``g_i V_im / M``."""
-    if routing.query is not None:
-        shares = shares_of(score(routing, own, votes, tile), known, at, tile)
+    if turn.query is not None:
+        shares = shares_of(score(turn, parents, vote, tile), normalizer, at, tile)
     else:
         shares = equal_shares(at, tile)
-    if child.gates is not None:
-        shares *= child.gates[:, None]
-    return (state[0] + spread(shares) * votes,)
+    if child.gate is not None:
+        shares *= child.gate[:, None]
+    return (state[0] + spread(shares) * vote,)
 
 
 @triton.jit
-def join(routing, state, other):
+def join(turn, state, other):
     """Return S of two ranges of children."""
     return (state[0] + other[0],)
 
@@ -89,57 +103,62 @@ def standardise(sums, inside, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def finish(routing, state, results, at, tile):
+def load_affine(pointer, tile):
+    """Return a number of LayerNorm's affine for each number of a pose."""
+    offsets, mask = pose_offsets(tile)
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def finish(turn, state, results, at, tile):
     """Store S and the parents in whatever dtype each has."""
     parents = state[0]
-    tl.store(results[1] + at.pose, parents, mask=at.pose_mask)
-    if routing.RULE == SQUASH:
+    put_pose(results[1], parents, at, STORE)
+    if turn.RULE == SQUASH:
         parents = squash(parents)
-    if routing.RULE == LAYER_NORM:
-        parents, _ = standardise(parents, at.inside, routing.eps, tile.C * tile.E)
-        c, e = tl.arange(0, tile.BC)[:, None, None, None], tl.arange(0, tile.BE)[None, :, None, None]
-        mask = (c < tile.C) & (e < tile.E)
-        if routing.norm_weight is not None:
-            parents *= tl.load(routing.norm_weight + c * tile.E + e, mask=mask, other=0.0).to(tl.float32)
-        if routing.norm_bias is not None:
-            parents += tl.load(routing.norm_bias + c * tile.E + e, mask=mask, other=0.0).to(tl.float32)
-    tl.store(results[0] + at.pose, parents, mask=at.pose_mask)
+    if turn.RULE == LAYER_NORM:
+        parents, _ = standardise(parents, at.inside, turn.eps, tile.C * tile.E)
+        if turn.norm_weight is not None:
+            parents *= load_affine(turn.norm_weight, tile)
+        if turn.norm_bias is not None:
+            parents += load_affine(turn.norm_bias, tile)
+    put_pose(results[0], parents, at, STORE)
 
 
 @triton.jit
 def load_grads(grads, at):
     """Return the tile of dS."""
-    return (tl.load(grads[0] + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32),)
+    return (load_pose(grads[0], at),)
 
 
 @triton.jit
-def dshare(routing, grads, held, votes, i, at, tile):
+def dshare(turn, grads, given, vote, i, at, tile):
     """Return ``h_im = <dS_m, V_im>``."""
-    return inner_product(held[0], votes)
+    return inner_product(given[0], vote)
 
 
 @triton.jit
-def dscore(routing, own, grads, held, votes, child, known, heard, at, tile):
-    """Return g_i r_im, da_im, dg_i, and nothing for betas. ``heard``: hbar_i where the tile has not all parents."""
-    gain = dshare(routing, grads, held, votes, child.i, at, tile)
-    if routing.query is not None:
-        shares = shares_of(score(routing, own, votes, tile), known, at, tile)
+def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+    """Return g_i r_im, da_im, dg_i, and nothing for betas."""
+    dshares = dshare(turn, grads, given, vote, child.i, at, tile)
+    if turn.query is not None:
+        shares = shares_of(score(turn, parents, vote, tile), normalizer, at, tile)
     else:
         shares = equal_shares(at, tile)
-    mean_gain = heard
-    if heard is None:
-        mean_gain = tl.sum(shares * gain, axis=1)
-    if child.gates is not None:
-        shares *= child.gates[:, None]
-    return shares, shares * (gain - mean_gain[:, None]), mean_gain, None, None
+    dgate = mean_dshare
+    if mean_dshare is None:
+        dgate = tl.sum(shares * dshares, axis=1)
+    if child.gate is not None:
+        shares *= child.gate[:, None]
+    return shares, shares * (dshares - dgate[:, None]), dgate, None, None
 
 
 @triton.jit
-def dvote(routing, own, held, votes, weights, dscores):
+def dvote(turn, parents, given, vote, weights, dscores):
     """Return dV_im as a tile."""
-    result = spread(weights) * held[0]
-    if routing.query is not None and not routing.DETACH:
-        result += spread(dscores * routing.scale) * own[0]
+    result = spread(weights) * given[0]
+    if turn.query is not None and not turn.DETACH:
+        result += spread(dscores * turn.scale) * parents[0]
     return result
 
 
@@ -153,20 +172,20 @@ def dstart(results, tile):
 
 
 @triton.jit
-def dadd(routing, own, state, results, votes, dscores):
+def dadd(turn, parents, state, results, vote, dscores):
     """Add ``scale da_im V_im`` to dQ."""
     dquery = state[0]
     if results[0] is not None:
-        dquery += spread(dscores * routing.scale) * votes
+        dquery += spread(dscores * turn.scale) * vote
     return (dquery,)
 
 
 @triton.jit
-def dfinish(routing, state, results, part, at, poses, tile, HOW: tl.constexpr):
+def dfinish(turn, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Put dQ of a range of children where it belongs."""
     if results[0] is not None:
         begin = part.to(tl.int64) * poses * (tile.C * tile.E)
-        put(results[0] + begin + at.pose, state[0], at.pose_mask, HOW)
+        put_pose(results[0] + begin, state[0], at, HOW)
 
 
 ATTENTION = Algebra(
@@ -184,26 +203,24 @@ def _norm_backward_kernel(
     ``affine[program, 2, C * E]``; they are added up in that order.
     """
     size = tile.C * tile.E
-    c, e = tl.arange(0, tile.BC)[:, None, None, None], tl.arange(0, tile.BE)[None, :, None, None]
-    affine_mask = (c < tile.C) & (e < tile.E)
     weight_sum = tl.zeros([tile.BC, tile.BE, 1, 1], tl.float32)
     bias_sum = tl.zeros([tile.BC, tile.BE, 1, 1], tl.float32)
     for block in range(tl.program_id(0) * per_split, (tl.program_id(0) + 1) * per_split):
         p = tl.cast(block, tl.int64) * tile.BL + tl.arange(0, tile.BL)
         at = place(tile, p, p < poses, 0, 1)
-        grad = tl.load(grad_parents + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
-        standard, inverse = standardise(tl.load(sums + at.pose, mask=at.pose_mask, other=0.0), at.inside, eps, size)
+        grad = load_pose(grad_parents, at)
+        standard, inverse = standardise(load_pose(sums, at), at.inside, eps, size)
         standard = tl.where(at.pose_mask, standard, 0.0)  # without eps poses beyond the last are no numbers
         if affine is not None:
             weight_sum += tl.sum(grad * standard, axis=2, keep_dims=True)
             bias_sum += tl.sum(grad, axis=2, keep_dims=True)
         if norm_weight is not None:
-            grad *= tl.load(norm_weight + c * tile.E + e, mask=affine_mask, other=0.0).to(tl.float32)
+            grad *= load_affine(norm_weight, tile)
         mean = tl.sum(tl.sum(grad, axis=0), axis=0) / size
-        slant = inner_product(grad, standard) / size
-        result = (grad - spread(mean) - standard * spread(slant)) * spread(inverse)
-        tl.store(slope + at.pose, result, mask=at.pose_mask)
+        along = inner_product(grad, standard) / size
+        put_pose(slope, (grad - spread(mean) - standard * spread(along)) * spread(inverse), at, STORE)
     if affine is not None:
-        there = affine + tl.program_id(0).to(tl.int64) * (2 * size) + c * tile.E + e
-        tl.store(there, weight_sum, mask=affine_mask)
-        tl.store(there + size, bias_sum, mask=affine_mask)
+        offsets, mask = pose_offsets(tile)
+        offsets = tl.program_id(0).to(tl.int64) * (2 * size) + offsets
+        tl.store(affine + offsets, weight_sum, mask=mask)
+        tl.store(affine + size + offsets, bias_sum, mask=mask)

@@ -12,14 +12,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fastcaps.backends import ALLOW_TF32, DETERMINISTIC
+
 from .forward import Algebra
 from .schedule import CROWD, LIMITS, Crowd, Facts, Limits, Schedule, largest_pose, power_of_two, schedule
 from .tiles import INTERPRETED, Tile, Votes
 
 __all__ = [
-    "DETERMINISTIC",
-    "DETACH",
-    "TF32",
     "Call",
     "Routing",
     "current",
@@ -29,10 +28,6 @@ __all__ = [
     "watched",
 ]
 
-DETERMINISTIC, TF32 = 1, 2
-"""Bits of ``options``: add everything up in one order; products may be rounded to TF32."""
-DETACH = 1 << 30
-"""Bit of ``needs`` that takes the coefficients for constants."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSE_NUMBERS = 2048  # of a tile in the kernels that walk over poses
 
@@ -128,8 +123,8 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
 
 
 def kernel_name(kernel: Any, arguments: dict[str, Any]) -> str:
-    """Return the name of a kernel with that of the routing that it is launched for."""
-    return f"_{arguments['ROUTING']}{kernel.__name__}"
+    """Return the name of a kernel as compiled for the routing that it is launched for: ``attention_forward_kernel``."""
+    return f"{arguments['ROUTING']}{kernel.__name__}"
 
 
 _watcher: Callable[[Any, int, dict[str, Any]], None] | None = None
@@ -151,6 +146,13 @@ def watched(watcher: Callable[[Any, int, dict[str, Any]], None]) -> Iterator[Non
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if tensor is None else tensor.stride()
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of children and of parents in a bias; 0 where all share one."""
+    if bias is None:
+        return 0, 0
+    return tuple(0 if bias.shape[k] == 1 else bias.stride(k) for k in (0, 1))
 
 
 class Call:
@@ -181,19 +183,17 @@ class Call:
         self.deterministic = bool(options & DETERMINISTIC)
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
-        own, per_parent = (False, False) if bias is None else (bias.shape[0] > 1, bias.shape[1] > 1)
-        size = rows * columns
         silent = routing.silent and gate is not None
         self.votes = Votes(
-            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4)),  # type: ignore[arg-type]
-            *(bias.shape[1] * size if bias is not None and own else 0, size if per_parent else 0, *_strides(gate, 4)),
+            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *_bias_strides(bias)),  # type: ignore[arg-type]
+            *_strides(gate, 4),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw, silent)),
         )
         self.sizes = {
             "positions": self.positions, "H": height, "W": width, "N": types, "Ho": ho, "Wo": wo,
             "I": self.children, "M": parents, "G": self.groups,
         }  # fmt: skip
-        tensor_cores = bool(options & TF32) or self.dtype != torch.float32
+        tensor_cores = bool(options & ALLOW_TF32) or self.dtype != torch.float32
         self.precision = "tf32" if tensor_cores and torch.version.hip is None else "ieee"
         self.facts = Facts(
             *(self.positions, self.children, parents, self.pose, self.groups, None if weight is not None else False),
@@ -234,5 +234,4 @@ class Call:
 
     def launch(self, kernel: Any, programs: int, **arguments: Any) -> None:
         """Start a kernel of this call."""
-        algebra = {"algebra": self.routing.algebra} if "algebra" in kernel.arg_names else {}
-        launch(kernel, programs, **arguments, **algebra, ROUTING=self.routing.name)
+        launch(kernel, programs, **arguments, ROUTING=self.routing.name)

@@ -1,17 +1,17 @@
 """The forward kernels of every routing: sums over children, the first of two sweeps, and the finish.
 
-A routing's own part is its *algebra*: ``@triton.jit`` functions that take ``routing``, the routing's own tensors and
-numbers (a named tuple), and of a tile what they need.
+A routing's own part is its *algebra*: ``@triton.jit`` functions that take ``turn``, what a turn of the routing starts
+from and its numbers (a named tuple), and of a tile what they need.
 
-``load(routing, at, tile)``
-    The parents' tiles that stay on chip, a tuple; a number where one is absent.
-``score(routing, own, votes, tile)``
+``load(turn, at, tile)``
+    ``parents``: the tiles of the parents that a turn starts from, a tuple; a number where one is absent.
+``score(turn, parents, vote, tile)``
     What the softmax over parents runs over, ``[BL, BM]``.
-``start(routing, tile)``, ``add(routing, own, state, votes, child, known, at, tile)``, ``join(routing, state, other)``
+``start(turn, tile)``, ``add(turn, parents, state, vote, child, normalizer, at, tile)``, ``join(turn, state, other)``
     The sums of a range of children: a tuple of tiles; what one child's votes add; how ranges of children meet.
-``finish(routing, state, results, at, tile)``
+``finish(turn, state, results, at, tile)``
     What is stored in the end.
-``idle(routing, own)``
+``idle(turn, parents)``
     Whether a program has nothing to sum up; None if it always has.
 
 :mod:`.backward` tells of the rest.
@@ -24,7 +24,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import Sizes, kernel, look, make_votes, place, real_parents, see_block
+from .tiles import (
+    STORE,
+    Sizes,
+    block_of,
+    child_of,
+    kernel,
+    load_each,
+    load_pose,
+    make_vote,
+    place,
+    put_each,
+    put_pose,
+    real_parents,
+)
 
 
 class Algebra(NamedTuple):
@@ -54,10 +67,10 @@ def range_of(first, last, split, per_split):
 
 
 @triton.jit
-def load_of_child(pointer, p, exists, i, children):
+def load_of_child(pointer, block, i, children):
     """Return a number for each position of one child, from ``[positions, I]``; None if there are none."""
     if pointer is not None:
-        return tl.load(pointer + p * children + i, mask=exists, other=0.0)
+        return tl.load(pointer + block.positions * children + i, mask=block.windows.exists, other=0.0)
     else:
         return None
 
@@ -68,9 +81,9 @@ def save(parts, part, state, at, poses, tile):
     begin = part.to(tl.int64) * poses
     for k in tl.static_range(len(parts)):
         if len(state[k].shape) == 4:
-            tl.store(parts[k] + begin * (tile.C * tile.E) + at.pose, state[k], mask=at.pose_mask)
+            put_pose(parts[k] + begin * (tile.C * tile.E), state[k], at, STORE)
         else:
-            tl.store(parts[k] + begin + at.each, state[k], mask=at.each_mask)
+            put_each(parts[k] + begin, state[k], at, STORE)
 
 
 @triton.jit
@@ -80,86 +93,87 @@ def restore(parts, part, like, at, poses, tile):
     state = ()
     for k in tl.static_range(len(parts)):
         if len(like[k].shape) == 4:
-            one = tl.load(parts[k] + begin * (tile.C * tile.E) + at.pose, mask=at.pose_mask, other=0.0)
+            state = state + (load_pose(parts[k] + begin * (tile.C * tile.E), at),)
         else:
-            one = tl.load(parts[k] + begin + at.each, mask=at.each_mask, other=0.0)
-        state = state + (one,)
+            state = state + (load_each(parts[k] + begin, at),)
     return state
 
 
 @kernel
 def _forward_kernel(
-    votes, routing, results, normalizer, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
+    votes, turn, results, normalizers, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
     tile, algebra, WHOLE: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """Walk a range of the children of ``BL`` positions with ``BM`` parents, whose sums stay on chip.
 
     Blocks of positions, tiles of parents and ranges of children are told apart by the program's number. Where its
-    parents are not all and compete, ``normalizer`` holds the log-sum-exp over all of them. A program that is ``WHOLE``
+    parents are not all and compete, ``normalizers`` hold the log-sum-exps over all of them. A program that is ``WHOLE``
     (walks all children) finishes; others leave their sums in ``results`` for :func:`_finish_kernel`.
     """
     sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
     split = program // blocks // tiles
-    p, sight, rows = see_block(votes, sizes, tile, program % blocks)
-    at = place(tile, p, sight.exists, (program // blocks) % tiles * tile.BM, M)
-    own = algebra.load(routing, at, tile)
-    state = algebra.start(routing, tile)
+    block = block_of(votes, sizes, tile, program % blocks)
+    at = place(tile, block.positions, block.windows.exists, (program // blocks) % tiles * tile.BM, M)
+    parents = algebra.load(turn, at, tile)
+    state = algebra.start(turn, tile)
     begin, end = range_of(0, I, split, per_split)
     if algebra.idle is not None:
-        end = tl.where(algebra.idle(routing, own), begin, end)
+        end = tl.where(algebra.idle(turn, parents), begin, end)
     for i in range(begin, end):
-        child = look(votes, sizes, sight, i)
-        made = make_votes(votes, sizes, tile, sight, rows, child, at, child.opened)
-        known = load_of_child(normalizer, p, sight.exists, i, I)
-        state = algebra.add(routing, own, state, made, child, known, at, tile)
+        child = child_of(votes, sizes, block.windows, i)
+        vote = make_vote(votes, sizes, tile, block, child, at, child.opened)
+        normalizer = load_of_child(normalizers, block, i, I)
+        state = algebra.add(turn, parents, state, vote, child, normalizer, at, tile)
     if WHOLE:
-        algebra.finish(routing, state, results, at, tile)
+        algebra.finish(turn, state, results, at, tile)
     else:
         save(results, split, state, at, tl.cast(positions, tl.int64) * M, tile)
 
 
 @kernel
 def _normalizer_kernel(
-    votes, routing, grads, normalizer, heard, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
+    votes, turn, grads, normalizers, mean_dshares, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
     tile, algebra, ROUTING: tl.constexpr,
 ):  # fmt: skip
-    """normalizer_i = log sum_m exp(a_im) of the logits a; heard_i = sum_m r_im t_im with gradients ``grads``.
+    """normalizers_i = log sum_m exp(a_im) of the logits a; mean_dshares_i = sum_m r_im t_im with gradients ``grads``.
 
     The first of two sweeps, for parents that compete and do not fit on chip: tiles of parents one after the other, with
     the running maximum of FlashAttention.
     """
     sizes = Sizes(positions, H, W, N, Ho, Wo, I, M, G)
     program = tl.program_id(0)
-    p, sight, rows = see_block(votes, sizes, tile, program % blocks)
+    block = block_of(votes, sizes, tile, program % blocks)
     begin, end = range_of(0, I, program // blocks, per_split)
     for i in range(begin, end):
-        child = look(votes, sizes, sight, i)
+        child = child_of(votes, sizes, block.windows, i)
         top = tl.full([tile.BL], float("-inf"), tl.float32)
         total = tl.zeros([tile.BL], tl.float32)
-        gain = tl.zeros([tile.BL], tl.float32)
+        dshares = tl.zeros([tile.BL], tl.float32)
         for k in range(tiles):
-            at = place(tile, p, sight.exists, tl.cast(k, tl.int32) * tile.BM, M)
-            made = make_votes(votes, sizes, tile, sight, rows, child, at, child.seen)
-            logits = algebra.score(routing, algebra.load(routing, at, tile), made, tile)
+            first = tl.cast(k, tl.int32) * tile.BM
+            at = place(tile, block.positions, block.windows.exists, first, M)
+            vote = make_vote(votes, sizes, tile, block, child, at, child.seen)
+            logits = algebra.score(turn, algebra.load(turn, at, tile), vote, tile)
             logits = tl.where(real_parents(at, tile), logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, axis=1))
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of -inf alone must not make NaN
             fade = tl.exp(top - shift)
             shares = tl.exp(logits - shift[:, None])
             total = total * fade + tl.sum(shares, axis=1)
-            if heard is not None:
-                held = algebra.load_grads(grads, at)
-                gain = gain * fade + tl.sum(shares * algebra.dshare(routing, grads, held, made, i, at, tile), axis=1)
+            if mean_dshares is not None:
+                given = algebra.load_grads(grads, at)
+                dshare = algebra.dshare(turn, grads, given, vote, i, at, tile)
+                dshares = dshares * fade + tl.sum(shares * dshare, axis=1)
             top = higher
-        there = p * I + i
-        tl.store(normalizer + there, top + tl.log(total), mask=sight.exists)
-        if heard is not None:
-            tl.store(heard + there, gain / total, mask=sight.exists)
+        offsets = block.positions * I + i
+        tl.store(normalizers + offsets, top + tl.log(total), mask=block.windows.exists)
+        if mean_dshares is not None:
+            tl.store(mean_dshares + offsets, dshares / total, mask=block.windows.exists)
 
 
 @kernel
-def _finish_kernel(parts, routing, results, poses, splits, tile, algebra, ROUTING: tl.constexpr):
+def _finish_kernel(parts, turn, results, poses, splits, tile, algebra, ROUTING: tl.constexpr):
     """Join the sums of the ranges of children in their order, and finish.
 
     ``parts`` hold those of every range and pose; a program finishes ``BL`` poses, whichever positions and parents they
@@ -167,8 +181,8 @@ def _finish_kernel(parts, routing, results, poses, splits, tile, algebra, ROUTIN
     """
     p = tl.program_id(0).to(tl.int64) * tile.BL + tl.arange(0, tile.BL)
     at = place(tile, p, p < poses, 0, 1)
-    like = algebra.start(routing, tile)
+    like = algebra.start(turn, tile)
     state = restore(parts, 0, like, at, poses, tile)
     for split in range(1, splits):
-        state = algebra.join(routing, state, restore(parts, split, like, at, poses, tile))
-    algebra.finish(routing, state, results, at, tile)
+        state = algebra.join(turn, state, restore(parts, split, like, at, poses, tile))
+    algebra.finish(turn, state, results, at, tile)

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from .attention import of_turn, one_turn
+from fastcaps.reference import Rule
+
+from .attention import one_turn, start_of
 from .call import Call, Routing, current, watched
 from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
 from .launches import Gradients, answer, forward
@@ -27,7 +29,7 @@ ROUTING = Routing(
     GAUSSIAN,
     sums=("pose", "pose", "each", "each"),
     gradients=("pose", "pose", "each"),
-    crowd=Crowd(forward=2, products=4, backward=2, pose=4),
+    crowd=Crowd(forward=2, products=4, backward=2, pose=8),
     same_votes=True,  # differences from means and between votes may be all that is left
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
@@ -35,16 +37,15 @@ FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
 MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
 """Rest and count of a turn."""
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
-EM = 4  # the rule
 
 
-def own_of(
+def turn_of(
     state: Sequence[Tensor | None],
     betas: Sequence[Tensor | None],
     eps: float,
     results: Sequence[Tensor | None] = (None, None, None),
 ) -> Gaussian:
-    """Return the routing's own tensors and numbers as the kernels take them."""
+    """Return what a turn starts from, and its numbers, as the kernels take them."""
     mean, variance, log_weight = state
     tensors = (mean, None if mean is None else variance, log_weight, *betas, *results)
     forms = [size > 1 for beta in betas for size in ((1, 1) if beta is None else beta.shape)]
@@ -81,14 +82,14 @@ def gaussian_routing(
     first = mean is None
     call = Call(FIRST if first else ROUTING, children, weight, bias, gate, parents, window, options, limits)
     each, pose = (1, *call.shape[:4]), (1, *call.shape)
-    betas = (None, None) if rule == EM else (beta_use, beta_ignore)
+    betas = (None, None) if rule == Rule.EM else (beta_use, beta_ignore)
     counts, means, variances, scores = call.empty(*each), call.empty(*pose), call.empty(*pose), call.zeros(*each)
     if call.poses:
         with current(call.device):
-            own = own_of((mean, variance, log_weight), betas, eps)
-            forward(call, own, (counts, means, variances, scores), not first or log_weight is not None)
+            turn = turn_of((mean, variance, log_weight), betas, eps)
+            forward(call, turn, (counts, means, variances, scores), not first or log_weight is not None)
     wide = variances + eps
-    if rule == EM and beta_use is not None and beta_ignore is not None:
+    if rule == Rule.EM and beta_use is not None and beta_ignore is not None:
         cost = (call.pose[0] * call.pose[2] * beta_use + 0.5 * wide.log().sum((-2, -1))) * counts
         scores = schedule[0] * (beta_ignore - cost)
     return scores[0].clone(), means[0].clone(), wide[0], counts, means, variances, scores
@@ -159,7 +160,7 @@ def gaussian_routing_backward(
     turns = len(counts)
     call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)
     state = (mean, None if mean is None else variance, log_weight)
-    inputs = (children, weight, bias, gate, *(of_turn(tensor, 0, turns) for tensor in state), beta_use, beta_ignore)
+    inputs = (children, weight, bias, gate, *(start_of(tensor, 0, turns) for tensor in state), beta_use, beta_ignore)
     devidence = None if beta_use is None else grad_evidence
     wanted = [bool(needs >> k & 1) and tensor is not None for k, tensor in enumerate(inputs)]
     wanted[7:] = [want and devidence is not None for want in wanted[7:]]
@@ -167,24 +168,22 @@ def gaussian_routing_backward(
     dtypes = [call.dtype] * 4 + [torch.float32] * 5
     if call.poses == 0:
         return answer(call, wanted, shapes, [None] * 9, dtypes)
-    grads = [None if t is None else t.contiguous() for t in (grad_counts, grad_means, grad_variances, devidence)]
+    grads = [None if t is None else t.contiguous() for t in (grad_counts, grad_means, grad_variances)]
+    devidence = None if devidence is None else devidence.contiguous()
     counts, means, variances = (tensor.contiguous() for tensor in (counts, means, variances))
     betas = [beta if want else None for beta, want in zip(inputs[7:], wanted[7:], strict=True)]
-    made = Gradients(
-        call, children=wanted[0], weight=wanted[1], bias=bias if wanted[2] else None, gate=wanted[3], own=wanted[4:7],
-        betas=any(beta is not None and beta.shape[0] > 1 for beta in betas), each_tile=devidence is not None,
-        turns=turns,
-    )  # fmt: skip
-    states = [[of_turn(tensor, turn, turns) for tensor in state] for turn in range(turns)]
-    scored = [own[0] is not None or own[2] is not None for own in states]
+    own_betas = any(beta is not None and beta.shape[0] > 1 for beta in betas)
+    made = Gradients(call, wanted[:4], wanted[4:7], own_betas, each_tile=devidence is not None, turns=turns)
+    starts = [[start_of(tensor, k, turns) for tensor in state] for k in range(turns)]
+    scored = [start[0] is not None or start[2] is not None for start in starts]
     with current(call.device):
         rest, measured_counts = None, counts
         if grads[2] is not None:
             rest, measured_counts = torch.empty_like(means), torch.empty_like(counts)
             measured = Call(MEASURED, children, weight, bias, gate, parents, window, options, limits)
-            for turn in range(turns):
-                own = own_of(states[turn], (None, None), eps, (counts[turn], means[turn], variances[turn]))
-                forward(measured, own, (rest[turn], measured_counts[turn]), scored[turn])
+            for k in range(turns):
+                turn = turn_of(starts[k], (None, None), eps, (counts[k], means[k], variances[k]))
+                forward(measured, turn, (rest[k], measured_counts[k]), scored[k])
         tile, blocks = call.pose_tile(turns * call.poses)
         slope, bend, offset = torch.empty_like(means), torch.empty_like(means), torch.empty_like(counts)
         call.launch(
@@ -203,10 +202,10 @@ def gaussian_routing_backward(
             eps=eps,
             **tile,
         )
-        for turn in range(turns):
-            given = (slope[turn], bend[turn], offset[turn], means[turn], None if devidence is None else grads[3][turn])  # type: ignore[index]
-            made.add(own_of(states[turn], (beta_use, beta_ignore), eps), given, scored[turn])
-    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("own", [None] * 3)]
+        for k in range(turns):
+            given = (slope[k], bend[k], offset[k], means[k], None if devidence is None else devidence[k])
+            made.add(turn_of(starts[k], (beta_use, beta_ignore), eps), given, scored[k])
+    found = made.all()
     if devidence is None:
         found += [None, None]
     else:

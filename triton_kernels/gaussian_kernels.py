@@ -27,7 +27,20 @@ import triton
 import triton.language as tl
 
 from .forward import Algebra
-from .tiles import equal_shares, inner_product, kernel, place, put, shares_of, spread, unbroken
+from .tiles import (
+    STORE,
+    equal_shares,
+    inner_product,
+    kernel,
+    load_each,
+    load_pose,
+    place,
+    put_each,
+    put_pose,
+    shares_of,
+    spread,
+    unbroken,
+)
 
 NARROW = tl.constexpr(2.0**-6)
 """A parent is narrow, and its rest measured, where a variance is below this share of its squared mean."""
@@ -52,17 +65,17 @@ class Gaussian(NamedTuple):
 
 
 @triton.jit
-def load(routing, at, tile):
+def load(turn, at, tile):
     """Return the tiles of mean and p, and the log-weights."""
     mean = 0.0
     precision = 1.0
     log_weight = 0.0
-    if routing.mean is not None:
-        mean = tl.load(routing.mean + at.pose, mask=at.pose_mask, other=0.0)
-        if routing.variance is not None:
-            precision = 0.5 / tl.load(routing.variance + at.pose, mask=at.pose_mask, other=1.0)
-    if routing.log_weight is not None:
-        log_weight = tl.load(routing.log_weight + at.each, mask=at.each_mask, other=0.0)
+    if turn.mean is not None:
+        mean = load_pose(turn.mean, at)
+        if turn.variance is not None:
+            precision = 0.5 / load_pose(turn.variance, at, 1.0)
+    if turn.log_weight is not None:
+        log_weight = load_each(turn.log_weight, at)
     return mean, precision, log_weight
 
 
@@ -70,98 +83,98 @@ def load(routing, at, tile):
 def beta(pointer, i, at, OWN: tl.constexpr, EACH: tl.constexpr, tile):
     """Return the betas of child i, ``[1, BM]``."""
     m = at.first + tl.arange(0, tile.BM)
-    there = m * 0
+    offsets = m * 0
     if EACH:
-        there = m
+        offsets = m
     if OWN and EACH:
-        there = tl.cast(i, tl.int64) * at.M + m
+        offsets = tl.cast(i, tl.int64) * at.M + m
     elif OWN:
-        there = m * 0 + i
-    return tl.load(pointer + there, mask=m < at.M, other=0.0)[None, :]
+        offsets = m * 0 + i
+    return tl.load(pointer + offsets, mask=m < at.M, other=0.0)[None, :]
 
 
 @triton.jit
-def beta_use(routing, i, at, tile):
+def beta_use(turn, i, at, tile):
     """Return beta_use of child i."""
-    return beta(routing.beta_use, i, at, routing.USE_OWN, routing.USE_EACH, tile)
+    return beta(turn.beta_use, i, at, turn.USE_OWN, turn.USE_EACH, tile)
 
 
 @triton.jit
-def beta_ignore(routing, i, at, tile):
+def beta_ignore(turn, i, at, tile):
     """Return beta_ignore of child i."""
-    return beta(routing.beta_ignore, i, at, routing.IGNORE_OWN, routing.IGNORE_EACH, tile)
+    return beta(turn.beta_ignore, i, at, turn.IGNORE_OWN, turn.IGNORE_EACH, tile)
 
 
 @triton.jit
-def score(routing, own, votes, tile):
-    """Return a_im; the same for all parents where they are nothing yet."""
+def score(turn, parents, vote, tile):
+    """Return a_im; in a first turn, without parents, all are the same."""
     result = tl.zeros([tile.BL, tile.BM], tl.float32)
-    if routing.mean is not None:
-        apart = votes - own[0]
-        result -= inner_product(apart, apart * own[1])
-    if routing.log_weight is not None:
-        result += own[2]
+    if turn.mean is not None:
+        apart = vote - parents[0]
+        result -= inner_product(apart, apart * parents[1])
+    if turn.log_weight is not None:
+        result += parents[2]
     return result
 
 
 @triton.jit
-def responsibilities(routing, own, votes, known, at, tile):
-    """Return ``r_im = softmax_m a_im``, 1 / M in the first turn; ``known``: the log-sum-exp if it is known."""
-    if routing.mean is not None or routing.log_weight is not None:
-        return shares_of(score(routing, own, votes, tile), known, at, tile)
+def responsibilities(turn, parents, vote, normalizer, at, tile):
+    """Return ``r_im = softmax_m a_im``, 1 / M in the first turn; ``normalizer``: see :func:`shares_of`."""
+    if turn.mean is not None or turn.log_weight is not None:
+        return shares_of(score(turn, parents, vote, tile), normalizer, at, tile)
     else:
         return equal_shares(at, tile)
 
 
 @triton.jit
-def whole_gate(child):
+def gate_of(child):
     """Return g_i as ``[BL, 1]``, 0 of an absent child."""
-    if child.gates is None:
+    if child.gate is None:
         return tl.where(child.opened, 1.0, 0.0)[:, None]
     else:
-        return tl.where(child.opened, child.gates, 0.0)[:, None]
+        return tl.where(child.opened, child.gate, 0.0)[:, None]
 
 
 @triton.jit
-def start(routing, tile):
+def start(turn, tile):
     """Return (lo, sum of squares, count, evidence) of no children, and the base if there is no mean."""
     pose = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
     each = tl.zeros([tile.BL, tile.BM], tl.float32)
-    if routing.mean is not None:
+    if turn.mean is not None:
         return pose, pose, each, each
     else:
         return pose, pose, each, each, pose
 
 
 @triton.jit
-def add(routing, own, state, votes, child, known, at, tile):
+def add(turn, parents, state, vote, child, normalizer, at, tile):
     """Add one vote of weight w_im to the moments."""
     mean, squares, count, evidence = state[0], state[1], state[2], state[3]
-    base = own[0]
-    if routing.mean is None:
-        base = tl.where(spread(count == 0.0), votes, state[4])
-    whole = whole_gate(child)
-    weight = tl.where(child.opened[:, None], responsibilities(routing, own, votes, known, at, tile) * whole, 0.0)
+    base = parents[0]
+    if turn.mean is None:
+        base = tl.where(spread(count == 0.0), vote, state[4])
+    gate = gate_of(child)
+    weight = tl.where(child.opened[:, None], responsibilities(turn, parents, vote, normalizer, at, tile) * gate, 0.0)
     total = count + weight
     ratio = tl.where(total == 0.0, 0.0, weight / total)
-    apart = (votes - base) - mean
+    apart = (vote - base) - mean
     mean += spread(ratio) * apart
     squares += spread(count * ratio) * (apart * apart)
-    if routing.beta_use is not None:
-        ignore = beta_ignore(routing, child.i, at, tile)
-        evidence += (beta_use(routing, child.i, at, tile) + ignore) * weight - ignore * whole
-    if routing.mean is not None:
+    if turn.beta_use is not None:
+        ignore = beta_ignore(turn, child.i, at, tile)
+        evidence += (beta_use(turn, child.i, at, tile) + ignore) * weight - ignore * gate
+    if turn.mean is not None:
         return mean, squares, total, evidence
     else:
         return mean, squares, total, evidence, base
 
 
 @triton.jit
-def join(routing, state, other):
+def join(turn, state, other):
     """Return the moments of two ranges of children (Chan et al. 1979)."""
     mean, squares, count = state[0], state[1], state[2]
     apart = other[0]
-    if routing.mean is None:
+    if turn.mean is None:
         base = tl.where(spread(count == 0.0), other[4], state[4])
         apart += other[4] - base
     total = count + other[2]
@@ -169,86 +182,86 @@ def join(routing, state, other):
     apart -= mean
     mean += spread(ratio) * apart
     squares += other[1] + spread(count * ratio) * (apart * apart)
-    if routing.mean is not None:
+    if turn.mean is not None:
         return mean, squares, total, state[3] + other[3]
     else:
         return mean, squares, total, state[3] + other[3], base
 
 
 @triton.jit
-def finish(routing, state, results, at, tile):
+def finish(turn, state, results, at, tile):
     """Store count, mean, variance, evidence: moments of the weights and ``eps`` of weight at 0; 0 of no weight."""
     mean, squares, count = state[0], state[1], state[2]
-    if routing.mean is not None:
-        mean += tl.load(routing.mean + at.pose, mask=at.pose_mask, other=0.0)
+    if turn.mean is not None:
+        mean += load_pose(turn.mean, at)
     else:
         mean += state[4]
-    inverse = tl.where(count + routing.eps == 0.0, 0.0, 1.0 / (count + routing.eps))
-    toward = mean * spread(routing.eps * inverse)
-    tl.store(results[0] + at.each, count, mask=at.each_mask)
-    tl.store(results[1] + at.pose, mean * spread(count * inverse), mask=at.pose_mask)
+    inverse = tl.where(count + turn.eps == 0.0, 0.0, 1.0 / (count + turn.eps))
+    toward = mean * spread(turn.eps * inverse)
+    put_each(results[0], count, at, STORE)
+    put_pose(results[1], mean * spread(count * inverse), at, STORE)
     variance = (squares + spread(count) * (toward * toward)) * spread(inverse)
-    tl.store(results[2] + at.pose, variance, mask=at.pose_mask)
-    if routing.beta_use is not None:
-        tl.store(results[3] + at.each, state[3], mask=at.each_mask)
+    put_pose(results[2], variance, at, STORE)
+    if turn.beta_use is not None:
+        put_each(results[3], state[3], at, STORE)
 
 
 @triton.jit
 def load_grads(grads, at):
     """Return the tiles of A, B and the new means, and K and the evidence's gradient."""
-    slope = tl.load(grads[0] + at.pose, mask=at.pose_mask, other=0.0)
-    bend = tl.load(grads[1] + at.pose, mask=at.pose_mask, other=0.0)
-    offset = tl.load(grads[2] + at.each, mask=at.each_mask, other=0.0)
-    means = tl.load(grads[3] + at.pose, mask=at.pose_mask, other=0.0)
+    slope = load_pose(grads[0], at)
+    bend = load_pose(grads[1], at)
+    offset = load_each(grads[2], at)
+    means = load_pose(grads[3], at)
     devidence = 0.0
     if grads[4] is not None:
-        devidence = tl.load(grads[4] + at.each, mask=at.each_mask, other=0.0)
+        devidence = load_each(grads[4], at)
     return slope, bend, offset, means, devidence
 
 
 @triton.jit
-def dshare(routing, grads, held, votes, i, at, tile):
+def dshare(turn, grads, given, vote, i, at, tile):
     """Return t_im."""
-    apart = votes - held[3]
-    result = held[2] + inner_product(held[0] + held[1] * apart, apart)
+    apart = vote - given[3]
+    result = given[2] + inner_product(given[0] + given[1] * apart, apart)
     if grads[4] is not None:
-        result += (beta_use(routing, i, at, tile) + beta_ignore(routing, i, at, tile)) * held[4]
+        result += (beta_use(turn, i, at, tile) + beta_ignore(turn, i, at, tile)) * given[4]
     return result
 
 
 @triton.jit
-def dscore(routing, own, grads, held, votes, child, known, heard, at, tile):
-    """Return w_im, da_im, dg_i, and what the betas get.
+def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+    """Return w_im, da_im, dg_i, and the gradients of the betas.
 
     With betas dg_i is this tile's part alone; the first tile's has what the softmax over all parents gives.
     """
-    gain = dshare(routing, grads, held, votes, child.i, at, tile)
-    shares = responsibilities(routing, own, votes, known, at, tile)
-    mean_gain = heard
-    if heard is None:
-        mean_gain = tl.sum(shares * gain, axis=1)
-    dgate = mean_gain
-    here = child.opened[:, None]
-    whole = whole_gate(child)
-    weights = tl.where(here, shares * whole, 0.0)
-    dscores = tl.where(here, weights * (gain - mean_gain[:, None]), 0.0)
-    used = dscores  # of a form that Triton can return; nobody asks without betas
-    ignored = dscores
+    dshares = dshare(turn, grads, given, vote, child.i, at, tile)
+    shares = responsibilities(turn, parents, vote, normalizer, at, tile)
+    mean = mean_dshare
+    if mean_dshare is None:
+        mean = tl.sum(shares * dshares, axis=1)
+    opened = child.opened[:, None]
+    gate = gate_of(child)
+    weights = tl.where(opened, shares * gate, 0.0)
+    dscores = tl.where(opened, weights * (dshares - mean[:, None]), 0.0)
+    dgate = mean
+    duse = dscores  # of a form that Triton can return; nobody asks without betas
+    dignore = dscores
     if grads[4] is not None:
-        used = weights * held[4]
-        ignored = (weights - whole) * held[4]
+        duse = weights * given[4]
+        dignore = (weights - gate) * given[4]
         if at.first > 0:
-            dgate = mean_gain * 0.0
-        dgate -= tl.sum(beta_ignore(routing, child.i, at, tile) * held[4], axis=1)
-    return weights, dscores, unbroken(dgate, mean_gain, child.opened), used, ignored
+            dgate = mean * 0.0
+        dgate -= tl.sum(beta_ignore(turn, child.i, at, tile) * given[4], axis=1)
+    return weights, dscores, unbroken(dgate, mean, child.opened), duse, dignore
 
 
 @triton.jit
-def dvote(routing, own, held, votes, weights, dscores):
+def dvote(turn, parents, given, vote, weights, dscores):
     """Return dV_im as a tile."""
-    result = spread(weights) * (held[0] + 2.0 * held[1] * (votes - held[3]))
-    if routing.mean is not None:
-        result -= spread(2.0 * dscores) * (votes - own[0]) * own[1]
+    result = spread(weights) * (given[0] + 2.0 * given[1] * (vote - given[3]))
+    if turn.mean is not None:
+        result -= spread(2.0 * dscores) * (vote - parents[0]) * parents[1]
     return result
 
 
@@ -268,32 +281,32 @@ def dstart(results, tile):
 
 
 @triton.jit
-def dadd(routing, own, state, results, votes, dscores):
+def dadd(turn, parents, state, results, vote, dscores):
     """Add one child's share."""
     first, second, zeroth = state
     if results[0] is not None:
-        first += spread(dscores) * (votes - own[0])
+        first += spread(dscores) * (vote - parents[0])
     if results[1] is not None:
-        second += spread(dscores) * ((votes - own[0]) * (votes - own[0]))
+        second += spread(dscores) * ((vote - parents[0]) * (vote - parents[0]))
     if results[2] is not None:
         zeroth += dscores
     return first, second, zeroth
 
 
 @triton.jit
-def dfinish(routing, state, results, part, at, poses, tile, HOW: tl.constexpr):
+def dfinish(turn, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Put dmean, dvariance and dlog_weight of a range of children where they belong."""
     begin = part.to(tl.int64) * poses
-    pose = begin * (tile.C * tile.E) + at.pose
+    begin_pose = begin * (tile.C * tile.E)
     precision = 1.0
-    if routing.variance is not None:
-        precision = 0.5 / tl.load(routing.variance + at.pose, mask=at.pose_mask, other=1.0)
+    if turn.variance is not None:
+        precision = 0.5 / load_pose(turn.variance, at, 1.0)
     if results[0] is not None:
-        put(results[0] + pose, 2.0 * precision * state[0], at.pose_mask, HOW)
+        put_pose(results[0] + begin_pose, 2.0 * precision * state[0], at, HOW)
     if results[1] is not None:
-        put(results[1] + pose, 2.0 * precision * precision * state[1], at.pose_mask, HOW)
+        put_pose(results[1] + begin_pose, 2.0 * precision * precision * state[1], at, HOW)
     if results[2] is not None:
-        put(results[2] + begin + at.each, state[2], at.each_mask, HOW)
+        put_each(results[2] + begin, state[2], at, HOW)
 
 
 GAUSSIAN = Algebra(
@@ -302,57 +315,55 @@ GAUSSIAN = Algebra(
 
 
 @triton.jit
-def narrow(routing, at):
+def narrow_parents(turn, at):
     """Return which parents ``[BL, BM]`` have a variance that is nothing beside its squared mean, and the means."""
-    means = tl.load(routing.means + at.pose, mask=at.pose_mask, other=0.0)
-    variances = tl.load(routing.variances + at.pose, mask=at.pose_mask, other=0.0)
-    there = (at.pose_mask & (variances < means * means * NARROW)).to(tl.int32)
-    return tl.max(tl.max(there, axis=0), axis=0) > 0, means
+    means = load_pose(turn.means, at)
+    narrow = (at.pose_mask & (load_pose(turn.variances, at) < means * means * NARROW)).to(tl.int32)
+    return tl.max(tl.max(narrow, axis=0), axis=0) > 0, means
 
 
 @triton.jit
-def load_rest(routing, at, tile):
+def load_rest(turn, at, tile):
     """Return the tiles of mean and p, the log-weights; the new means, and whether no parent is narrow."""
-    mean, precision, log_weight = load(routing, at, tile)
-    there, means = narrow(routing, at)
-    return mean, precision, log_weight, means, tl.max(tl.max(there.to(tl.int32), axis=0), axis=0) == 0
+    mean, precision, log_weight = load(turn, at, tile)
+    narrow, means = narrow_parents(turn, at)
+    return mean, precision, log_weight, means, tl.max(tl.max(narrow.to(tl.int32), axis=0), axis=0) == 0
 
 
 @triton.jit
-def idle_rest(routing, own):
+def idle_rest(turn, parents):
     """Return whether no parent of the tile is narrow."""
-    return own[4]
+    return parents[4]
 
 
 @triton.jit
-def start_rest(routing, tile):
+def start_rest(turn, tile):
     """Return rest and count of no children."""
     pose = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
     return pose, tl.zeros([tile.BL, tile.BM], tl.float32)
 
 
 @triton.jit
-def add_rest(routing, own, state, votes, child, known, at, tile):
+def add_rest(turn, parents, state, vote, child, normalizer, at, tile):
     """Add ``w_im d_im`` and ``w_im``."""
-    shares = responsibilities(routing, own, votes, known, at, tile) * whole_gate(child)
+    shares = responsibilities(turn, parents, vote, normalizer, at, tile) * gate_of(child)
     weight = tl.where(child.opened[:, None], shares, 0.0)
-    apart = tl.where(child.opened[None, None, :, None], votes - own[3], 0.0)
+    apart = tl.where(child.opened[None, None, :, None], vote - parents[3], 0.0)
     return state[0] + spread(weight) * apart, state[1] + weight
 
 
 @triton.jit
-def join_rest(routing, state, other):
+def join_rest(turn, state, other):
     """Return rest and count of two ranges of children."""
     return state[0] + other[0], state[1] + other[1]
 
 
 @triton.jit
-def finish_rest(routing, state, results, at, tile):
+def finish_rest(turn, state, results, at, tile):
     """Store rest and count: what was measured of narrow parents, and of others what they are on paper."""
-    there, means = narrow(routing, at)
-    counts = tl.load(routing.counts + at.each, mask=at.each_mask, other=0.0)
-    tl.store(results[0] + at.pose, tl.where(spread(there), state[0], routing.eps * means), mask=at.pose_mask)
-    tl.store(results[1] + at.each, tl.where(there, state[1], counts), mask=at.each_mask)
+    narrow, means = narrow_parents(turn, at)
+    put_pose(results[0], tl.where(spread(narrow), state[0], turn.eps * means), at, STORE)
+    put_each(results[1], tl.where(narrow, state[1], load_each(turn.counts, at)), at, STORE)
 
 
 REST = Algebra(load_rest, score, start_rest, add_rest, join_rest, finish_rest, idle_rest)
@@ -369,19 +380,19 @@ def _prepare_kernel(
     """
     p = tl.program_id(0).to(tl.int64) * tile.BL + tl.arange(0, tile.BL)
     at = place(tile, p, p < poses, 0, 1)
-    whole = tl.load(counts + at.each, mask=at.each_mask, other=0.0) + eps
-    inverse = tl.where(whole == 0.0, 0.0, 1.0 / whole)
+    total = load_each(counts, at) + eps
+    inverse = tl.where(total == 0.0, 0.0, 1.0 / total)
     constant = tl.zeros([tile.BL, 1], tl.float32)
     if grad_counts is not None:
-        constant += tl.load(grad_counts + at.each, mask=at.each_mask, other=0.0)
+        constant += load_each(grad_counts, at)
     first = tl.zeros([tile.BC, tile.BE, tile.BL, 1], tl.float32)
     second = tl.zeros([tile.BC, tile.BE, tile.BL, 1], tl.float32)
     if grad_means is not None:
-        first += tl.load(grad_means + at.pose, mask=at.pose_mask, other=0.0)
+        first += load_pose(grad_means, at)
     if grad_variances is not None:
-        second += tl.load(grad_variances + at.pose, mask=at.pose_mask, other=0.0) * spread(inverse)
-        first -= 2.0 * tl.load(rest + at.pose, mask=at.pose_mask, other=0.0) * second
-        constant -= inner_product(second, tl.load(variances + at.pose, mask=at.pose_mask, other=0.0))
-    tl.store(slope + at.pose, first * spread(inverse), mask=at.pose_mask)
-    tl.store(bend + at.pose, second, mask=at.pose_mask)
-    tl.store(offset + at.each, constant, mask=at.each_mask)
+        second += load_pose(grad_variances, at) * spread(inverse)
+        first -= 2.0 * load_pose(rest, at) * second
+        constant -= inner_product(second, load_pose(variances, at))
+    put_pose(slope, first * spread(inverse), at, STORE)
+    put_pose(bend, second, at, STORE)
+    put_each(offset, constant, at, STORE)

@@ -30,56 +30,61 @@ _CROWDED = 64  # children that share their matrices
 _ALONE = (1, 1, 1, 1, 0, 0, 1, 1)  # every child is seen once, by one position
 
 
-def _normalizer(call: Call, own: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
-    """Sweep over all parents once: log-sum-exp of every (position, child), and what is heard of given gradients."""
-    normalizer = call.empty(call.positions, call.children)
-    heard = None if grads is None else torch.empty_like(normalizer)
+def _normalizers(call: Call, turn: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
+    """Sweep over all parents once: for every (position, child) the log-sum-exp of its scores.
+
+    With given gradients also the mean of its shares' gradients, weighed by the shares.
+    """
+    normalizers = call.empty(call.positions, call.children)
+    mean_dshares = None if grads is None else torch.empty_like(normalizers)
     wanted = call.facts.limits.resident * processors(call.device) // (chosen.blocks * chosen.warps)
     per_split = -(-call.children // min(call.children, max(1, wanted)))
     call.launch(
         _normalizer_kernel,
         chosen.blocks * -(-call.children // per_split),
         votes=call.votes,
-        routing=own,
+        turn=turn,
         grads=grads,
-        normalizer=normalizer,
-        heard=heard,
+        normalizers=normalizers,
+        mean_dshares=mean_dshares,
         blocks=chosen.blocks,
         tiles=chosen.tiles,
         per_split=per_split,
+        algebra=call.routing.algebra,
         **call.sizes,
         **call.tile(chosen),
     )
-    return normalizer, heard
+    return normalizers, mean_dshares
 
 
-def forward(call: Call, own: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
+def forward(call: Call, turn: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
     """Run a turn into its ``results``.
 
     Parameters
     ----------
-    own
-        The routing's own tensors and numbers.
+    turn
+        What the turn starts from, and its numbers.
     scored
         Whether a child's parents differ before its votes are summed; else nobody's softmax need be known.
     """
     chosen = call.schedule(backward=False)
-    normalizer = None
+    normalizers = None
     if call.routing.competing and chosen.tiles > 1 and scored:
-        normalizer, _ = _normalizer(call, own, chosen, None)
+        normalizers, _ = _normalizers(call, turn, chosen, None)
     whole = chosen.splits == 1
     parts = () if whole else tuple(call.empty(*call.parts(kind, chosen.splits)) for kind in call.routing.sums)
     call.launch(
         _forward_kernel,
         chosen.blocks * chosen.tiles * chosen.splits,
         votes=call.votes,
-        routing=own,
+        turn=turn,
         results=results if whole else parts,
-        normalizer=normalizer,
+        normalizers=normalizers,
         blocks=chosen.blocks,
         tiles=chosen.tiles,
         per_split=chosen.per_split,
         WHOLE=whole,
+        algebra=call.routing.algebra,
         **call.sizes,
         **call.tile(chosen),
     )
@@ -89,10 +94,11 @@ def forward(call: Call, own: Any, results: tuple[Tensor | None, ...], scored: bo
             _finish_kernel,
             blocks,
             parts=parts,
-            routing=own,
+            turn=turn,
             results=results,
             poses=call.poses,
             splits=chosen.splits,
+            algebra=call.routing.algebra,
             **tile,
         )
 
@@ -105,11 +111,9 @@ class Gradients:
     ----------
     call
         The call.
-    children, weight, gate
-        Whether they are wanted.
-    bias
-        The bias if its gradient is.
-    own
+    wanted
+        Which of the gradients of children, weight, bias and gate.
+    parents
         Which of the gradients that the parents have (:attr:`fastcaps.triton_kernels.call.Routing.gradients`).
     betas
         Whether every child and parent has its own pair of numbers in the gradients of the betas.
@@ -118,31 +122,32 @@ class Gradients:
     turns
         How many there are.
     found
-        By name, tensors that were made; ``own`` is a list.
+        By name, tensors that were made; ``parents`` is a list.
     """
 
     call: Call
-    children: bool
-    weight: bool
-    bias: Tensor | None
-    gate: bool
-    own: Sequence[bool]
+    wanted: Sequence[bool]
+    parents: Sequence[bool]
     betas: bool = False
     each_tile: bool = False
     turns: int = 1
     found: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, own: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
+    def __post_init__(self) -> None:
+        self.children, self.weight, with_bias, self.gate = self.wanted
+        self.bias = self.call.tensors[2] if with_bias else None
+
+    def add(self, turn: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
         """Add the gradients of a turn, from those of its sums and whatever else its algebra wants."""
         call = self.call
-        shared = {"votes": call.votes, "routing": own, "grads": grads, **call.sizes}
+        shared = {"votes": call.votes, "turn": turn, "grads": grads, "algebra": call.routing.algebra, **call.sizes}
         swept: list[tuple[Tensor, Tensor | None]] = []
 
         def sweep(chosen: Schedule) -> tuple[Tensor | None, Tensor | None]:
             if not call.routing.competing or chosen.tiles == 1 or not (scored or self.gate):
                 return None, None
-            if not swept:  # what it finds is the same for all tiles
-                swept.append(_normalizer(call, own, chosen, grads))
+            if not swept:  # both kernels can use what it finds, whatever their tiles
+                swept.append(_normalizers(call, turn, chosen, grads))
             return swept[0]
 
         matrices = self.weight or self.bias is not None or self.betas
@@ -150,8 +155,8 @@ class Gradients:
         apart = call.deterministic or _CROWDED * call.groups <= call.children
         if apart and matrices:
             self._add_matrices(shared, sweep)
-        if self.children or self.gate or any(self.own) or (matrices and not apart):
-            self._add_rest(shared, sweep, apart)
+        if self.children or self.gate or any(self.parents) or (matrices and not apart):
+            self._add_others(shared, sweep, apart)
 
     def _sum(self, name: str, *shape: int) -> Tensor:
         """Return the sum of a gradient so far."""
@@ -165,22 +170,22 @@ class Gradients:
         chosen, (rows, inner, columns) = matrix_schedule(call.facts), call.pose
         tile, parts = chosen.tile, (chosen.position_splits, chosen.splits)
         depth = chosen.depth if self.weight else power_of_two(inner)
-        own = bias is not None and bias.shape[0] > 1
+        own_bias = bias is not None and bias.shape[0] > 1
         made: dict[str, Tensor | None] = {"weight": None, "bias": None, "betas": None}
         if self.weight:
             made["weight"] = call.empty(*parts, call.groups, call.parents, inner, columns)
         if bias is not None:
-            lead = (parts[0], call.children) if own else (parts[0] * parts[1] * call.groups, 1)
+            lead = (parts[0], call.children) if own_bias else (parts[0] * parts[1] * call.groups, 1)
             made["bias"] = call.empty(*lead, call.parents, rows, columns)
         if self.betas:
             made["betas"] = call.empty(parts[0], 2, call.children, call.parents)
-        normalizer, heard = sweep(tile)
+        normalizers, mean_dshares = sweep(tile)
         call.launch(
             _matrix_backward_kernel,
             call.groups * tile.tiles * -(-inner // depth) * chosen.splits * chosen.position_splits,
             **shared,
-            normalizer=normalizer,
-            heard=heard,
+            normalizers=normalizers,
+            mean_dshares=mean_dshares,
             dweight=made["weight"],
             dbias=made["bias"],
             dbetas=made["betas"],
@@ -189,7 +194,7 @@ class Gradients:
             splits=chosen.splits,
             per_split=chosen.per_split,
             group_children=chosen.group_children,
-            OWN_BIAS=own,
+            OWN_BIAS=own_bias,
             **call.tile(tile, depth),
         )
         for name, part in made.items():
@@ -197,7 +202,7 @@ class Gradients:
                 total = part.sum((0, 1)) if name == "weight" else part.sum(0)
                 self.found[name] = self.found[name].add_(total) if name in self.found else total
 
-    def _add_rest(self, shared: dict[str, Any], sweep: Any, apart: bool) -> None:
+    def _add_others(self, shared: dict[str, Any], sweep: Any, apart: bool) -> None:
         """Add dP, dg, the gradients of the parents, and those of matrices unless they are made ``apart``."""
         call, bias, found = self.call, self.bias, self.found
         children, (rows, inner, columns) = call.tensors[0], call.pose
@@ -217,11 +222,11 @@ class Gradients:
             dtype = call.dtype if self.turns == 1 else torch.float32
             found.setdefault("children", torch.empty(children.shape, device=call.device, dtype=dtype))
         make = call.zeros if ordered else call.empty
-        own = tuple(
+        parents = tuple(
             make(*call.parts(kind, chosen.splits)) if want else None
-            for kind, want in zip(call.routing.gradients, self.own, strict=True)
+            for kind, want in zip(call.routing.gradients, self.parents, strict=True)
         )
-        normalizer, heard = sweep(chosen)
+        normalizers, mean_dshares = sweep(chosen)
         launches = [(0, chosen.tiles, 0, call.children)]
         if ordered:
             launches = [
@@ -234,14 +239,14 @@ class Gradients:
                 _backward_kernel,
                 chosen.blocks * tiles * chosen.splits,
                 **shared,
-                normalizer=normalizer,
-                heard=heard,
+                normalizers=normalizers,
+                mean_dshares=mean_dshares,
                 dchildren=self._sum("children", *children.shape) if self.children else None,
                 dweight=dweight,
                 dbias=dbias,
                 dgate=self._sum("gate", *children.shape[:4]) if self.gate else None,
                 dbetas=dbetas,
-                results=own,
+                results=parents,
                 blocks=chosen.blocks,
                 tiles=tiles,
                 first_tile=first_tile,
@@ -254,14 +259,15 @@ class Gradients:
                 EACH_TILE=self.each_tile,
                 **call.tile(chosen),
             )
-        found["own"] = [t if t is None else t.sum(0) if chosen.splits > 1 else t[0] for t in own]
+        found["parents"] = [t if t is None else t.sum(0) if chosen.splits > 1 else t[0] for t in parents]
 
-    def ordered_as(self, names: Sequence[str]) -> list[Tensor | None]:
-        """Return what was found by name; the bias in its own shape."""
+    def all(self) -> list[Tensor | None]:
+        """Return those of children, weight, bias (in its own shape), gate, and of the parents."""
         bias = self.found.get("bias")
         if bias is not None and self.bias is not None:
-            self.found["bias"] = bias.sum_to_size(self.bias.shape)
-        return [self.found.get(name) for name in names]
+            bias = bias.sum_to_size(self.bias.shape)
+        parents = self.found.get("parents", [None] * len(self.parents))
+        return [self.found.get("children"), self.found.get("weight"), bias, self.found.get("gate"), *parents]
 
 
 def answer(

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attention import of_turn, one_turn, own_of
-from .attention_kernels import UNIT
-from .call import DETACH, Call, Routing, current, watched
+from fastcaps.reference import DETACH, Rule
+
+from .attention import one_turn, start_of, turn_of
+from .call import Call, Routing, current, watched
 from .launches import Gradients, answer, forward
 from .pooling_kernels import POOLING
 from .schedule import LIMITS, Crowd, Limits
@@ -55,8 +56,8 @@ def pooling_routing(
     logsumexp = call.empty(1, *call.shape[:4])
     if call.poses:
         with current(call.device):
-            own = own_of(query, (None, None), scale, 0.0, rule, unit_keys=normalize)
-            forward(call, own, (result, sums, logsumexp), query is not None)
+            turn = turn_of(query, (None, None), scale, 0.0, rule, unit_keys=normalize)
+            forward(call, turn, (result, sums, logsumexp), query is not None)
     return result, sums, logsumexp
 
 
@@ -84,27 +85,18 @@ def pooling_routing_backward(
     """
     detach, turns = bool(needs & DETACH), len(grad)
     call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)
-    inputs = (children, weight, bias, gate, of_turn(query, 0, turns))
+    inputs = (children, weight, bias, gate, start_of(query, 0, turns))
     wanted = [bool(needs >> k & 1) and tensor is not None for k, tensor in enumerate(inputs)]
     shapes = [None if tensor is None else tensor.shape for tensor in inputs]
     dtypes = [call.dtype] * 5
     if call.poses == 0:
         return answer(call, wanted, shapes, [None] * 5, dtypes)
-    made = Gradients(
-        call,
-        children=wanted[0],
-        weight=wanted[1],
-        bias=bias if wanted[2] else None,
-        gate=wanted[3] and not detach,
-        own=[wanted[4] and not detach],
-        each_tile=True,
-        turns=turns,
-    )
+    found_for = [*wanted[:3], wanted[3] and not detach]  # a gate acts through coefficients alone
+    made = Gradients(call, found_for, [wanted[4] and not detach], each_tile=True, turns=turns)
     given = [tensor.contiguous() for tensor in (grad, sums, logsumexp)]
     with current(call.device):
-        for turn in range(turns):
-            asked = of_turn(query, turn, turns)
-            own = own_of(asked, (None, None), scale, 0.0, UNIT.value, detach, normalize)
-            made.add(own, tuple(tensor[turn] for tensor in given), asked is not None)
-    found = [*made.ordered_as(("children", "weight", "bias", "gate")), *made.found.get("own", [None])]
-    return answer(call, wanted, shapes, found, dtypes)
+        for k in range(turns):
+            asked = start_of(query, k, turns)
+            turn = turn_of(asked, (None, None), scale, 0.0, Rule.UNIT, detach, normalize)
+            made.add(turn, tuple(tensor[k] for tensor in given), asked is not None)
+    return answer(call, wanted, shapes, made.all(), dtypes)

@@ -19,26 +19,26 @@ import triton.language as tl
 
 from .attention_kernels import SQUASH, dfinish, dstart, load  # the query's, as there
 from .forward import Algebra
-from .tiles import directions, inner_product, spread, squash, unbroken
+from .tiles import STORE, directions, inner_product, load_each, load_pose, put_each, put_pose, spread, squash, unbroken
 
 
 @triton.jit
-def score(routing, own, votes, tile):
+def score(turn, parents, vote, tile):
     """Return ``a_im = scale <Q_m, K_im>``; without a query all are 0."""
-    if routing.query is None:
+    if turn.query is None:
         return tl.zeros([tile.BL, tile.BM], tl.float32)
-    elif routing.UNIT_KEYS:
-        scaled, inverse, _ = directions(votes)
-        return inner_product(own[0], scaled) * inverse * routing.scale
+    elif turn.UNIT_KEYS:
+        scaled, inverse, _ = directions(vote)
+        return inner_product(parents[0], scaled) * inverse * turn.scale
     else:
-        return inner_product(own[0], votes) * routing.scale
+        return inner_product(parents[0], vote) * turn.scale
 
 
 @triton.jit
-def start(routing, tile):
+def start(turn, tile):
     """Return (S, Z, top) of no children: S and Z about exp(top), which without a query is 1."""
     top = tl.zeros([tile.BL, tile.BM], tl.float32)
-    if routing.query is not None:
+    if turn.query is not None:
         top = tl.full([tile.BL, tile.BM], float("-inf"), tl.float32)
     return tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32), tl.zeros([tile.BL, tile.BM], tl.float32), top
 
@@ -50,30 +50,30 @@ def finite(top):
 
 
 @triton.jit
-def add(routing, own, state, votes, child, known, at, tile):
+def add(turn, parents, state, vote, child, normalizer, at, tile):
     """Add ``g_i exp(a_im)`` to Z and as many V_im to S; top rises to the largest a."""
     sums, total, top = state
     here = child.opened[:, None]
-    if routing.query is not None:
-        logits = tl.where(here, score(routing, own, votes, tile), float("-inf"))
+    if turn.query is not None:
+        logits = tl.where(here, score(turn, parents, vote, tile), float("-inf"))
         higher = tl.maximum(top, logits)
         shift = finite(higher)
         fade = tl.exp(top - shift)
         shares = tl.exp(logits - shift)
-        if child.gates is not None:
-            shares = tl.where(here, shares * child.gates[:, None], 0.0)
+        if child.gate is not None:
+            shares = tl.where(here, shares * child.gate[:, None], 0.0)
         sums *= spread(fade)
         total *= fade
         top = higher
     else:
         shares = tl.where(here, 1.0, 0.0)
-        if child.gates is not None:
-            shares = tl.where(here, child.gates[:, None], 0.0)
-    return sums + spread(shares) * votes, total + shares, top
+        if child.gate is not None:
+            shares = tl.where(here, child.gate[:, None], 0.0)
+    return sums + spread(shares) * vote, total + shares, top
 
 
 @triton.jit
-def join(routing, state, other):
+def join(turn, state, other):
     """Return the sums of two ranges of children, about the higher top."""
     higher = tl.maximum(state[2], other[2])
     shift = finite(higher)
@@ -82,70 +82,68 @@ def join(routing, state, other):
 
 
 @triton.jit
-def finish(routing, state, results, at, tile):
+def finish(turn, state, results, at, tile):
     """Store the parents, S and log Z; 0 and -infinity where nobody is there."""
     sums, total, top = state
     empty = total == 0.0
     sums *= spread(tl.where(empty, 0.0, 1.0 / total))
-    tl.store(results[1] + at.pose, sums, mask=at.pose_mask)
-    if routing.RULE == SQUASH:
+    put_pose(results[1], sums, at, STORE)
+    if turn.RULE == SQUASH:
         sums = squash(sums)
-    tl.store(results[0] + at.pose, sums, mask=at.pose_mask)
+    put_pose(results[0], sums, at, STORE)
     logarithm = tl.log(tl.where(empty, 1.0, total)) + top
-    tl.store(results[2] + at.each, tl.where(empty, float("-inf"), logarithm), mask=at.each_mask)
+    put_each(results[2], tl.where(empty, float("-inf"), logarithm), at, STORE)
 
 
 @triton.jit
 def load_grads(grads, at):
     """Return the tile of dS, ``-<dS, S>``, log Z (0 where nobody is there), and where that is."""
-    slope = tl.load(grads[0] + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
-    sums = tl.load(grads[1] + at.pose, mask=at.pose_mask, other=0.0).to(tl.float32)
-    normalizer = tl.load(grads[2] + at.each, mask=at.each_mask, other=0.0)
-    empty = normalizer == float("-inf")
-    return slope, -inner_product(slope, sums), tl.where(empty, 0.0, normalizer), empty
+    slope, log_total = load_pose(grads[0], at), load_each(grads[2], at)
+    empty = log_total == float("-inf")
+    return slope, -inner_product(slope, load_pose(grads[1], at)), tl.where(empty, 0.0, log_total), empty
 
 
 @triton.jit
-def dscore(routing, own, grads, held, votes, child, known, heard, at, tile):
+def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
     """Return r_im, da_im, what this tile adds to dg_i, and nothing for betas."""
-    slope, offset, normalizer, empty = held
+    slope, offset, log_total, empty = given
     here = child.opened[:, None]
-    gain = inner_product(slope, votes) + offset
-    free = tl.where(empty, 0.0, tl.exp(score(routing, own, votes, tile) - normalizer))
-    dgate = tl.sum(free * gain, axis=1)
+    dshares = inner_product(slope, vote) + offset
+    free = tl.where(empty, 0.0, tl.exp(score(turn, parents, vote, tile) - log_total))
+    dgate = tl.sum(free * dshares, axis=1)
     shares = free
-    if child.gates is not None:
+    if child.gate is not None:
         dgate = unbroken(dgate, dgate, child.opened)
-        shares *= child.gates[:, None]
+        shares *= child.gate[:, None]
     shares = tl.where(here, shares, 0.0)
-    return shares, tl.where(here, shares * gain, 0.0), dgate, None, None
+    return shares, tl.where(here, shares * dshares, 0.0), dgate, None, None
 
 
 @triton.jit
-def dvote(routing, own, held, votes, weights, dscores):
+def dvote(turn, parents, given, vote, weights, dscores):
     """Return dV_im as a tile."""
-    result = spread(weights) * held[0]
-    if routing.query is not None and not routing.DETACH:
-        pull = dscores * routing.scale
-        if routing.UNIT_KEYS:
-            scaled, inverse, inverse_length = directions(votes)
-            along = inner_product(own[0], scaled) * inverse * inverse
-            result += spread(pull * inverse_length) * (own[0] - spread(along) * scaled)
+    result = spread(weights) * given[0]
+    if turn.query is not None and not turn.DETACH:
+        pull = dscores * turn.scale
+        if turn.UNIT_KEYS:
+            scaled, inverse, inverse_length = directions(vote)
+            along = inner_product(parents[0], scaled) * inverse * inverse
+            result += spread(pull * inverse_length) * (parents[0] - spread(along) * scaled)
         else:
-            result += spread(pull) * own[0]
+            result += spread(pull) * parents[0]
     return result
 
 
 @triton.jit
-def dadd(routing, own, state, results, votes, dscores):
+def dadd(turn, parents, state, results, vote, dscores):
     """Add ``scale da_im K_im`` to dQ."""
     dquery = state[0]
     if results[0] is not None:
-        if routing.UNIT_KEYS:
-            scaled, inverse, _ = directions(votes)
-            dquery += spread(dscores * routing.scale * inverse) * scaled
+        if turn.UNIT_KEYS:
+            scaled, inverse, _ = directions(vote)
+            dquery += spread(dscores * turn.scale * inverse) * scaled
         else:
-            dquery += spread(dscores * routing.scale) * votes
+            dquery += spread(dscores * turn.scale) * vote
     return (dquery,)
 
 

@@ -252,8 +252,8 @@ def matrix_schedule(facts: Facts) -> MatrixSchedule:
     part = 4 * facts.groups * parents * facts.pose[2] * max(inner, facts.pose[0])
     wanted = limits.resident * facts.processors // (programs * tile.warps)
     parts = max(1, min(wanted, limits.part_bytes // part))
-    own = facts.children // facts.groups
+    in_group = facts.children // facts.groups
     per_split = _ceil(blocks, min(parts, blocks))
     position_splits = _ceil(blocks, per_split)
-    group_children = _ceil(own, max(1, min(parts // position_splits, own)))
-    return MatrixSchedule(tile, depth, _ceil(own, group_children), group_children, position_splits, per_split)
+    group_children = _ceil(in_group, max(1, min(parts // position_splits, in_group)))
+    return MatrixSchedule(tile, depth, _ceil(in_group, group_children), group_children, position_splits, per_split)

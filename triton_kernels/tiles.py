@@ -13,6 +13,7 @@ Named tuples carry what belongs together through the kernels. Numbers in them th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ COUNTS = (
     "positions", "H", "W", "N", "Ho", "Wo", "I", "M", "G", "blocks", "tiles", "first_tile", "first_child", "last_child",
     "per_split", "poses", "splits", "group_children",
 )  # fmt: skip
-"""Arguments of kernels that never get a kernel compiled for their value, as Triton does for 1 and multiples of 16."""
+"""Arguments whose values no kernel is compiled for. Triton else compiles anew for 1 and for multiples of 16."""
 STORE, ADD, ATOMIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Ways to :func:`put` numbers: over what is there; added to it, where nobody else adds; added while others do."""
 
@@ -58,7 +59,7 @@ class Votes(NamedTuple):
     PW: tl.constexpr
     DH: tl.constexpr
     DW: tl.constexpr
-    SILENT: tl.constexpr  # whether a child whose gate is 0 is taken for absent
+    SILENT: tl.constexpr  # whether a gate of 0 hides a child
 
 
 class Sizes(NamedTuple):
@@ -93,10 +94,14 @@ class Tile(NamedTuple):
     PRECISION: tl.constexpr
 
 
-class Sight(NamedTuple):
-    """Where the windows of positions begin: in the grid, and in children, gates and gradients of children."""
+class Windows(NamedTuple):
+    """Where the windows of positions begin.
 
-    exists: Any
+    ``row``, ``column``: in the grid; ``child``, ``gate``, ``cell``: in the memory of children, of gates, and of the
+    gradients of both, which are contiguous.
+    """
+
+    exists: Any  # whether there is such a position
     row: Any
     column: Any
     child: Any
@@ -104,27 +109,42 @@ class Sight(NamedTuple):
     cell: Any
 
 
+class Block(NamedTuple):
+    """The positions of a program, their windows, and the windows of every row of their poses, ``[BL * BC]``."""
+
+    positions: Any
+    windows: Any
+    rows: Any
+
+
 class Child(NamedTuple):
     """One child, as positions see it.
 
-    ``at``: a pointer to it from where a window begins; ``opened``: whether it is there and not silent; ``cell``: where
-    its gradients lie from where a window begins.
+    ``at``: a pointer to it, to which a position adds where its window begins; ``seen``: whether it is there, not in the
+    padding; ``opened``: and its gate is not 0, where that hides a child; ``cell``: where its gradients lie, likewise
+    from where a window begins.
     """
 
     i: Any
     at: Any
     seen: Any
-    gates: Any
+    gate: Any
     opened: Any
     cell: Any
 
 
 class At(NamedTuple):
-    """Where a tile lies: offsets and masks in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``."""
+    """Where a tile lies in a parents tensor ``[positions, M, C, E]``, and in ``[positions, M]``.
+
+    ``base`` leads to a position, in 64 bits; ``pose`` from there to a number, in 32 bits: a tile of offsets fills
+    registers. That is enough, since one position's parents have fewer than 2**31 numbers (``Routing.refusal``). Offsets
+    of parents behind the last may overflow; their mask keeps them from being used.
+    """
 
     first: Any
     M: Any
     inside: Any
+    base: Any
     pose: Any
     pose_mask: Any
     each: Any
@@ -134,22 +154,21 @@ class At(NamedTuple):
 def kernel(function: Callable[..., None]) -> triton.JITFunction:
     """Compile a kernel; what varies from call to call (see :data:`COUNTS`) does not compile it anew.
 
-    Compiled code has the name of the routing that the kernel is compiled for: ``attention_forward``.
+    Compiled code has the name of the routing that the kernel is compiled for: ``attention_forward_kernel``.
     """
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    own = function.__name__.strip("_")
 
-    def name(specialization: Any) -> str:
-        return f"{specialization.constants['ROUTING']}_{own}"
+    def title(specialization: Any) -> str:
+        return f"{specialization.constants['ROUTING']}{function.__name__}"
 
-    return triton.jit(function, do_not_specialize=[name for name in names if name in COUNTS], repr=name)
+    counts = [name for name in inspect.signature(function).parameters if name in COUNTS]
+    return triton.jit(function, do_not_specialize=counts, repr=title)
 
 
 @triton.jit
-def see(votes, sizes, p):
+def windows_of(votes, sizes, p):
     """Return where the windows of flat positions ``p`` begin; row and column may be below 0.
 
-    Positions beyond the last get its place: their addresses stay small, and masks do the rest.
+    Positions beyond the last get the last one's windows, so that their addresses stay within memory; masks do the rest.
     """
     inside = tl.minimum(p, sizes.positions - 1).to(sizes.positions.dtype)
     area = sizes.Ho.to(sizes.positions.dtype) * sizes.Wo
@@ -162,37 +181,38 @@ def see(votes, sizes, p):
     child = sample * votes.cs_b + row * votes.cs_h + column * votes.cs_w
     gate = sample * votes.gs_b + row * votes.gs_h + column * votes.gs_w
     cell = ((sample * sizes.H + row) * sizes.W + column) * sizes.N
-    return Sight(p < sizes.positions, row.to(tl.int32), column.to(tl.int32), child, gate, cell)
+    return Windows(p < sizes.positions, row.to(tl.int32), column.to(tl.int32), child, gate, cell)
 
 
 @triton.jit
-def see_block(votes, sizes, tile, block):
-    """Return positions of a block, where their windows begin, and the same for every row of their poses."""
-    p = tl.cast(block, tl.int64) * tile.BL + tl.arange(0, tile.BL)
-    row_p = tl.cast(block, tl.int64) * tile.BL + tl.arange(0, tile.BL * tile.BC) // tile.BC
-    return p, see(votes, sizes, p), see(votes, sizes, row_p)
+def block_of(votes, sizes, tile, number):
+    """Return a block of positions."""
+    first = tl.cast(number, tl.int64) * tile.BL
+    p = first + tl.arange(0, tile.BL)
+    row_p = first + tl.arange(0, tile.BL * tile.BC) // tile.BC
+    return Block(p, windows_of(votes, sizes, p), windows_of(votes, sizes, row_p))
 
 
 @triton.jit
-def look(votes, sizes, sight, i):
+def child_of(votes, sizes, windows, i):
     """Return child ``i`` of every window."""
     slot = i // sizes.N
     n = (i - slot * sizes.N).to(tl.int64)
     dy, dx = slot // votes.KW * votes.DH, slot % votes.KW * votes.DW
-    seen = sight.exists
+    seen = windows.exists
     if votes.PH > 0 or votes.PW > 0:
-        down, right = sight.row + dy, sight.column + dx
+        down, right = windows.row + dy, windows.column + dx
         seen = seen & (down >= 0) & (down < sizes.H) & (right >= 0) & (right < sizes.W)
     dy, dx = dy.to(tl.int64), dx.to(tl.int64)
     at = votes.children + (dy * votes.cs_h + dx * votes.cs_w + n * votes.cs_n)
-    gates = votes.gate
+    gate = votes.gate
     opened = seen
     if votes.gate is not None:
-        place = sight.gate + (dy * votes.gs_h + dx * votes.gs_w + n * votes.gs_n)
-        gates = tl.load(votes.gate + place, mask=seen, other=0.0).to(tl.float32)
+        gates = votes.gate + (dy * votes.gs_h + dx * votes.gs_w + n * votes.gs_n) + windows.gate
+        gate = tl.load(gates, mask=seen, other=0.0).to(tl.float32)
         if votes.SILENT:
-            opened = seen & (gates != 0.0)
-    return Child(i, at, seen, gates, opened, (dy * sizes.W + dx) * sizes.N + n)
+            opened = seen & (gate != 0.0)
+    return Child(i, at, seen, gate, opened, (dy * sizes.W + dx) * sizes.N + n)
 
 
 @triton.jit
@@ -205,16 +225,52 @@ def matrices_of(votes, sizes, i):
 
 
 @triton.jit
+def pose_offsets(tile):
+    """Return where the numbers of one parent's pose lie, as ``[BC, BE, 1, 1]``, and which of these are there."""
+    c, e = tl.arange(0, tile.BC)[:, None, None, None], tl.arange(0, tile.BE)[None, :, None, None]
+    return c * tile.E + e, (c < tile.C) & (e < tile.E)
+
+
+@triton.jit
+def parent_offsets(tile, first, M):
+    """Return where the parents from ``first`` on lie in ``[M, C, E]``, and which of their numbers are there."""
+    offsets, mask = pose_offsets(tile)
+    m = first + tl.arange(0, tile.BM)[None, None, None, :]
+    return m * (tile.C * tile.E) + offsets, mask & (m < M)
+
+
+@triton.jit
 def place(tile, p, exists, first, M):
     """Return where the tile of positions ``p`` and of the parents from ``first`` on lies."""
-    c = tl.arange(0, tile.BC)[:, None, None, None]
-    e = tl.arange(0, tile.BE)[None, :, None, None]
-    m = first + tl.arange(0, tile.BM)
-    inside = (c < tile.C) & (m < M)[None, None, None, :] & (e < tile.E)
-    pose = p[None, None, :, None] * (tl.cast(M, tl.int64) * (tile.C * tile.E))
-    pose += (m[None, None, None, :] * tile.C + c) * tile.E + e
+    base = p[None, None, :, None] * (tl.cast(M, tl.int64) * (tile.C * tile.E))
+    pose, inside = parent_offsets(tile, first, M)
     pose_mask = inside & exists[None, None, :, None]
-    return At(first, M, inside, pose, pose_mask, p[:, None] * M + m[None, :], exists[:, None] & (m < M)[None, :])
+    m = first + tl.arange(0, tile.BM)
+    return At(first, M, inside, base, pose, pose_mask, p[:, None] * M + m[None, :], exists[:, None] & (m < M)[None, :])
+
+
+@triton.jit
+def load_pose(pointer, at, other=0.0):
+    """Return a tile of a parents tensor, in float32; ``other`` where nothing is."""
+    return tl.load(pointer + at.base + at.pose, mask=at.pose_mask, other=other).to(tl.float32)
+
+
+@triton.jit
+def load_each(pointer, at):
+    """Return a number for each parent of a tile; 0 where nothing is."""
+    return tl.load(pointer + at.each, mask=at.each_mask, other=0.0)
+
+
+@triton.jit
+def put_pose(pointer, tile, at, HOW: tl.constexpr):
+    """:func:`put` a tile into a parents tensor."""
+    put(pointer + at.base + at.pose, tile, at.pose_mask, HOW)
+
+
+@triton.jit
+def put_each(pointer, values, at, HOW: tl.constexpr):
+    """:func:`put` a number for each parent of a tile."""
+    put(pointer + at.each, values, at.each_mask, HOW)
 
 
 INTERPRETED = tl.constexpr(not isinstance(place, triton.JITFunction))
@@ -222,12 +278,12 @@ INTERPRETED = tl.constexpr(not isinstance(place, triton.JITFunction))
 
 
 @triton.jit
-def load_poses(votes, tile, child, origin, seen, k, BK: tl.constexpr):
+def load_poses(votes, tile, child, rows, seen, k, BK: tl.constexpr):
     """Return columns k to k + BK of the poses of one child, ``[BL * BC, BK]``: row l * BC + c."""
     c = (tl.arange(0, tile.BL * tile.BC) % tile.BC).to(tl.int64)
     d = (k + tl.arange(0, BK)).to(tl.int64)
-    at = child + origin[:, None] + (c * votes.cs_c)[:, None] + (d * votes.cs_d)[None, :]
-    return tl.load(at, mask=(seen & (c < tile.C))[:, None] & (d < tile.D)[None, :], other=0.0)
+    poses = child.at + rows.child[:, None] + (c * votes.cs_c)[:, None] + (d * votes.cs_d)[None, :]
+    return tl.load(poses, mask=(seen & (c < tile.C))[:, None] & (d < tile.D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -249,52 +305,51 @@ def matrix_rows(votes, tile, matrices, at):
 
 
 @triton.jit
-def pose_rows(votes, tile, child, sight, seen):
+def pose_rows(votes, tile, child, windows, seen):
     """Return pointers to column 0 of the poses of one child, ``[BC, 1, BL, 1]``, and which of them are there."""
     c = tl.arange(0, tile.BC)[:, None, None, None].to(tl.int64)
-    return child.at + sight.child[None, None, :, None] + c * votes.cs_c, seen[None, None, :, None] & (c < tile.C)
+    return child.at + windows.child[None, None, :, None] + c * votes.cs_c, seen[None, None, :, None] & (c < tile.C)
 
 
 @triton.jit
-def make_votes(votes, sizes, tile, sight, rows, child, at, seen):
+def make_vote(votes, sizes, tile, block, child, at, seen):
     """Return the votes of one child as a tile, zero where it is not ``seen`` or the tile is padding.
 
     By matrix products (positions times rows against parents times columns), else one column of the pose times one row
     of the matrix after the other. Absent children are not a product with a mask: a bias or a weight of infinity must
-    not turn one into NaN. ``rows`` are the windows of every row of the poses.
+    not turn one into NaN.
     """
     matrices = matrices_of(votes, sizes, child.i)
     if votes.weight is None:
-        poses, there = pose_rows(votes, tile, child, sight, seen)
+        poses, pose_mask = pose_rows(votes, tile, child, block.windows, seen)
         e = tl.arange(0, tile.BE)[None, :, None, None].to(tl.int64)
-        result = tl.load(poses + e * votes.cs_d, mask=there & (e < tile.E), other=0.0).to(tl.float32)
+        vote = tl.load(poses + e * votes.cs_d, mask=pose_mask & (e < tile.E), other=0.0).to(tl.float32)
     elif tile.BK > 0:
         flat = tl.zeros([tile.BL * tile.BC, tile.BM * tile.BE], tl.float32)
-        row_seen = look(votes, sizes, rows, child.i).seen
+        row_seen = child_of(votes, sizes, block.rows, child.i).seen
         for k in range(0, tile.D, tile.BK):
-            poses = load_poses(votes, tile, child.at, rows.child, row_seen, k, tile.BK)
+            poses = load_poses(votes, tile, child, block.rows, row_seen, k, tile.BK)
             columns = load_matrices(votes, tile, matrices, at, k, tile.BK)
             if INTERPRETED:
                 poses, columns = poses.to(tl.float32), columns.to(tl.float32)
             flat = tl.dot(poses, columns, flat, input_precision=tile.PRECISION)
-        result = tl.permute(tl.reshape(flat, [tile.BL, tile.BC, tile.BM, tile.BE]), (1, 3, 0, 2))
+        vote = tl.permute(tl.reshape(flat, [tile.BL, tile.BC, tile.BM, tile.BE]), (1, 3, 0, 2))
     else:
-        poses, there = pose_rows(votes, tile, child, sight, seen)
-        columns, known = matrix_rows(votes, tile, matrices, at)
-        result = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
+        poses, pose_mask = pose_rows(votes, tile, child, block.windows, seen)
+        columns, column_mask = matrix_rows(votes, tile, matrices, at)
+        vote = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
         for d in range(tile.D):
             column = tl.cast(d, tl.int64)
-            pose = tl.load(poses + column * votes.cs_d, mask=there, other=0.0).to(tl.float32)
-            result += pose * tl.load(columns + column * votes.ws_d, mask=known, other=0.0).to(tl.float32)
+            pose = tl.load(poses + column * votes.cs_d, mask=pose_mask, other=0.0).to(tl.float32)
+            vote += pose * tl.load(columns + column * votes.ws_d, mask=column_mask, other=0.0).to(tl.float32)
     if votes.bias is not None:
-        c = tl.arange(0, tile.BC)[:, None, None, None]
+        offsets, _ = pose_offsets(tile)
         m = (at.first + tl.arange(0, tile.BM))[None, None, None, :]
-        e = tl.arange(0, tile.BE)[None, :, None, None]
-        bias = votes.bias + tl.cast(child.i, tl.int64) * votes.bs_i + (m.to(tl.int64) * votes.bs_m + c * tile.E + e)
-        result += tl.load(bias, mask=at.inside, other=0.0).to(tl.float32)
+        bias = votes.bias + tl.cast(child.i, tl.int64) * votes.bs_i + (m.to(tl.int64) * votes.bs_m + offsets)
+        vote += tl.load(bias, mask=at.inside, other=0.0).to(tl.float32)
     if votes.weight is not None or votes.bias is not None:
-        result = tl.where(at.inside & seen[None, None, :, None], result, 0.0)
-    return result
+        vote = tl.where(at.inside & seen[None, None, :, None], vote, 0.0)
+    return vote
 
 
 @triton.jit
@@ -338,14 +393,14 @@ def real_parents(at, tile):
 
 
 @triton.jit
-def shares_of(logits, known, at, tile):
+def shares_of(logits, normalizer, at, tile):
     """Return ``r = softmax over m`` of logits ``[BL, BM]``.
 
-    With ``known`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
+    With ``normalizer`` (log-sum-exp over all parents, ``[BL]``) the tile need not hold all of them.
     """
     logits = tl.where(real_parents(at, tile), logits, float("-inf"))
-    if known is not None:
-        return tl.exp(logits - known[:, None])
+    if normalizer is not None:
+        return tl.exp(logits - normalizer[:, None])
     shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     return shares / tl.sum(shares, axis=1)[:, None]
 
@@ -357,12 +412,12 @@ def equal_shares(at, tile):
 
 
 @triton.jit
-def unbroken(gain, known, opened):
-    """Return the gain of a gate, 0 where a child behind a gate of 0 is broken: ``known``, of all parents, is no number.
+def unbroken(dgate, witness, opened):
+    """Return the gradient of a gate, but 0 where a gate of 0 hides a child that is NaN or infinite.
 
-    Such a child gets no gradient; any other behind a closed gate may learn to open it.
+    ``witness`` tells: a sum over the child's votes. Any other hidden child may learn to open its gate.
     """
-    return tl.where(opened | (tl.abs(known) < float("inf")), gain, 0.0)
+    return tl.where(opened | (tl.abs(witness) < float("inf")), dgate, 0.0)
 
 
 @triton.jit
