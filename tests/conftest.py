@@ -103,14 +103,3 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
         torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-KNOWN_SHORTFALLS: dict[str, str] = {}
-"""Tests that fail and are to be cured, those of CUDA and Triton kernels above all: each with what is wrong."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Expect the known shortfalls; one that is cured may pass, and leaves the list."""
-    for item in items:
-        if item.name in KNOWN_SHORTFALLS:
-            item.add_marker(pytest.mark.xfail(reason=KNOWN_SHORTFALLS[item.name], strict=False))
