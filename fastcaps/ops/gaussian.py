@@ -11,7 +11,8 @@ from torch import Tensor
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.query import check_like
-from fastcaps.ops.routing import Gradients, Reverse, Routing
+from fastcaps.ops.reverse import Reverse
+from fastcaps.ops.routing import Gradients, Routing
 from fastcaps.reference import Rule
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.reference.seen import POSE

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.routing import Gradients, Reverse, Routing
+from fastcaps.ops.reverse import Reverse
+from fastcaps.ops.routing import Gradients, Routing
 from fastcaps.reference import DETACH, Rule
 from fastcaps.reference.seen import POSE
 from fastcaps.vectors import scaled
