@@ -68,12 +68,9 @@ def run(
 def test_exchanges_between_lanes(option: int) -> None:
     given = torch.rand(BLOCKS, THREADS // 32, 32) * 2
     given[0, 0], given[0, 1], given[0, 1, 5] = 1.5, 0.5, 1.5
-    found = run("exchange", given, *given.shape, 4, blocks=BLOCKS, threads=THREADS, option=option)
-    lanes = torch.arange(32)
-    assert torch.equal(found[..., 0], given[..., lanes ^ option])
-    assert torch.equal(found[..., 1], given[..., (lanes + option) % 32])
-    assert torch.equal(found[..., 2] > 0, (given > 1).any(-1, keepdim=True).expand(given.shape))
-    assert torch.equal(found[..., 3] > 0, (given > 1).all(-1, keepdim=True).expand(given.shape))
+    found = run("exchange", given, *given.shape, 2, blocks=BLOCKS, threads=THREADS, option=option)
+    assert torch.equal(found[..., 0], given[..., torch.arange(32) ^ option])
+    assert torch.equal(found[..., 1] > 0, (given > 1).any(-1, keepdim=True).expand(given.shape))
 
 
 def _tf32(values: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ FASTCAPS_FORMULA X distance(X from_mean, Y p) {
 // ---- moments about a base near the votes: the running mean, and the squares about it (West 1979)
 // ---------------------
 
-// A vote joins: `moved` is w / n with the vote counted, `counts` is the n before times that.
-template <class X>
-FASTCAPS_FORMULA void add(X from_base, X moved, X counts, X& mean, X& square) {
+// A vote joins: `moved` is w / n with the vote counted, `counts` is the n before times that. The mean may be a sum of
+// another kind, which loses less.
+template <class X, class Mean>
+FASTCAPS_FORMULA void add(X from_base, X moved, X counts, Mean& mean, X& square) {
   const X d = from_base - mean;
   mean += moved * d;
   square += counts * d * d;

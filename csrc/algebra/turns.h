@@ -18,10 +18,16 @@ FASTCAPS_FORMULA X length(const X* v, int64_t count) {
   return Number<X>::sqrt(sum) * by;
 }
 
-// S |S| / (1 + |S|^2), safe from overflow
+// |S| / (1 + |S|^2), safe from overflow
+template <class X>
+FASTCAPS_FORMULA X squash_share(X size) {
+  return size < 1 ? size / (1 + size * size) : 1 / (1 / size + size);
+}
+
+// S |S| / (1 + |S|^2)
 template <class X>
 FASTCAPS_FORMULA void squash(X* S, int64_t count) {
-  const X size = length(S, count), share = size < 1 ? size / (1 + size * size) : 1 / (1 / size + size);
+  const X share = squash_share(length(S, count));
   for (int64_t k = 0; k < count; ++k) S[k] *= share;
 }
 

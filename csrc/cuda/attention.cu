@@ -25,13 +25,11 @@ std::vector<Tensor> attention_routing(Stack stack) {
   Tensor sums = call.empty(call.poses(op.iterations));
   if (v.positions() == 0) return {result, sums};
   call.take(c);
-  EndArgs end = end_args(call);
-  end.rule = op.rule;
   Tensor norms[2];
   if (op.norm_weight && op.rule == Rule::kLayerNorm)
-    a.norm_weight = end.norm_weight = data_of(norms[0] = torch::stable::contiguous(*op.norm_weight));
+    a.norm_weight = data_of(norms[0] = torch::stable::contiguous(*op.norm_weight));
   if (op.norm_bias && op.rule == Rule::kLayerNorm)
-    a.norm_bias = end.norm_bias = data_of(norms[1] = torch::stable::contiguous(*op.norm_bias));
+    a.norm_bias = data_of(norms[1] = torch::stable::contiguous(*op.norm_bias));
   const Tensor statistics = op.query ? call.collect(c, 2) : Tensor();
   if (op.iterations > 1) {
     a.turns = int(op.iterations), a.sums = floats(sums), a.result = data_of(result);
@@ -41,6 +39,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
   const Tensor parts = c.chunks == 1 ? sums : call.empty(call.parts(c, true));
   a.sums = floats(parts);
   call.launch(c, 0, c.parent_blocks);
+  EndArgs end = end_args(call);
   end.parts = floats(parts), end.chunks = c.chunks, end.sums = c.chunks == 1 ? nullptr : floats(sums);
   end.parents = data_of(result);
   launch_end(&finish_kernel<4>, &finish_kernel<16>, end, end_blocks(end, 1 << 20), 0);
@@ -91,6 +90,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   }
   if (wants_query && !direct && !empty) {
     EndArgs add = end_args(call);
+    add.rule = Rule::kPlain;
     add.parts = floats(dqueries), add.chunks = c.chunks, add.parents = data_of(dquery);
     launch_end(&finish_kernel<4>, &finish_kernel<16>, add, end_blocks(add, 1 << 20), 0);
   }

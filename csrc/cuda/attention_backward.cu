@@ -6,10 +6,7 @@ namespace fastcaps::gpu {
 namespace {
 
 template <class Pose, int R, int THREADS, int BLOCKS>
-PassKernel kernel() {
-  return describe<Pose>(R, THREADS, BLOCKS, &backward_kernel<AttentionBackward, Pose, R, false, THREADS, BLOCKS>,
-                        &backward_kernel<AttentionBackward, Pose, R, true, THREADS, BLOCKS>);
-}
+constexpr auto kernel = backward<AttentionBackward, true, Pose, R, THREADS, BLOCKS>;
 
 }  // namespace
 

@@ -1,8 +1,9 @@
 // The attention pass, backward. Votes are made again; with h_im = <dS_m, V_im>:
-//   da_im = g_i r_im (h_im - sum_m' r_im' h_im')      dV_im = g_i r_im dS_m + scale da_im Q_m
-//   dQ_m = scale sum_i da_im V_im    dg_i = sum_m r_im h_im    dP_i = sum_m dV_im W_m^T    dW_m = sum P_i^T dV_im
+//   da_im = scale g_i r_im (h_im - sum_m' r_im' h_im')      dV_im = g_i r_im dS_m + da_im Q_m
+//   dQ_m = sum_i da_im V_im    dg_i = sum_m r_im h_im    dP_i = sum_m dV_im W_m^T    dW_m = sum P_i^T dV_im
 #pragma once
 
+#include "../algebra/attention.h"
 #include "backward.h"
 #include "softmax.h"
 
@@ -12,12 +13,12 @@ template <class Pose, int R, bool PLAIN>
 struct AttentionBackward {
   static constexpr bool kHushes = false, kIdentity = !PLAIN, kGates = false, kMeasures = false;
   using Numbers = float[R][Pose::kEach];
-  Tiles<Pose, R> query, dsums, dquery;  // query carries the scale
+  Tiles<Pose, R> query, dsums, dquery;
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
-      load_query<Pose>(a, lane, seat, p, a.scale, query[r][p]);
+      load_query<Pose>(a, lane, seat, p, 1.0f, query[r][p]);
       load_parent<Pose>(a, lane, a.dsums, seat, p, dsums[r][p]);
       each_number<Pose>([&](int i, int j) { dquery[r][p][i][j] = 0.0f; });
     });
@@ -28,7 +29,7 @@ struct AttentionBackward {
                               char* shared, const Tiles<Pose, R>& votes, Numbers& share, Numbers& h, float (&mean)[R]) {
     Numbers logit;
     each_tile<Pose, R>([&](int r, int p) {
-      logit[r][p] = PLAIN || a.query.data ? kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
+      logit[r][p] = PLAIN || a.query.data ? a.scale * kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
       h[r][p] = dot<Pose>(a, dsums[r][p], votes[r][p]);
     });
     return compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, h, share, mean);
@@ -47,11 +48,12 @@ struct AttentionBackward {
       if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
         add(a.dgate + Child(a, stage.t).cell(a, seats[at]), mean[r], a.alone_with_children);
       const float weight = counts ? share[r][p] * seen.gate : 0.0f;
-      const float dlogit = counts && asks && !a.detach ? weight * (h[r][p] - mean[r]) : 0.0f;
+      const bool pulls = counts && asks && !a.detach;
+      const float da = pulls ? attention::dlogit(weight, h[r][p], mean[r], a.scale) : 0.0f;
       each_number<Pose>([&](int i, int j) {
         float& vote = votes[r][p][i][j];
-        if (PLAIN || counts) dquery[r][p][i][j] += dlogit * vote;
-        vote = PLAIN || counts ? weight * dsums[r][p][i][j] + dlogit * query[r][p][i][j] : 0.0f;  // now dL/dV
+        if (PLAIN || counts) dquery[r][p][i][j] += da * vote;
+        vote = PLAIN || counts ? attention::dvote(weight, dsums[r][p][i][j], da, query[r][p][i][j]) : 0.0f;
       });
     });
     return true;
@@ -60,9 +62,8 @@ struct AttentionBackward {
   FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) const {
     if (!a.dquery) return;
     float* to = a.dquery + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
-    each_tile<Pose, R>([&](int r, int p) {
-      store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, dquery[r][p], a.scale);
-    });
+    each_tile<Pose, R>(
+        [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, dquery[r][p]); });
   }
 };
 

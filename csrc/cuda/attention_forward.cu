@@ -6,10 +6,7 @@ namespace fastcaps::gpu {
 namespace {
 
 template <class Pose, int R, int THREADS, int BLOCKS>
-PassKernel kernel() {
-  return describe<Pose>(R, THREADS, BLOCKS, &forward_kernel<AttentionForward, Pose, R, false, THREADS, BLOCKS>,
-                        &forward_kernel<AttentionForward, Pose, R, true, THREADS, BLOCKS>);
-}
+constexpr auto kernel = forward<AttentionForward, true, Pose, R, THREADS, BLOCKS>;
 
 }  // namespace
 

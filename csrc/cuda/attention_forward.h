@@ -48,7 +48,7 @@ struct AttentionForward {
   FASTCAPS_DEVICE void store(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int chunk) const {
     float* to = a.sums + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
     each_tile<Pose, R>(
-        [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, sums[r][p], 1.0f); });
+        [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, sums[r][p]); });
   }
 
   FASTCAPS_DEVICE void finish(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats, int turn) {

@@ -431,4 +431,11 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
   }
 }
 
+// An instantiation for the host, as `forward` is.
+template <template <class, int, bool> class Policy, bool HAS_PLAIN, class Pose, int R, int THREADS, int BLOCKS>
+PassKernel backward() {
+  return describe<Pose>(R, THREADS, BLOCKS, &backward_kernel<Policy, Pose, R, false, THREADS, BLOCKS>,
+                        &backward_kernel<Policy, Pose, R, HAS_PLAIN, THREADS, BLOCKS>);
+}
+
 }  // namespace fastcaps::gpu

@@ -106,11 +106,9 @@ void Call::take_ranges(const Schedule& c) {
 
 void Call::take(const Schedule& c) {
   STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
-  take_ranges(c);
   PassArgs& a = args;
-  a.columns = c.columns, a.rows = c.rows, a.parents = c.parents;
-  a.warps_parents = c.warps_parents;
-  a.tile = c.tile, a.stage = c.stage, a.parts_by_chunk = c.parts_by_chunk;
+  static_cast<Cut&>(a) = c;
+  a.by_chunk = Divider(c.chunks);
   a.by_tile = Divider(c.tile);
   a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
   a.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
@@ -121,9 +119,6 @@ void Call::take(const Schedule& c) {
     a.weight = floats(rounded);
   }
   a.children_copy = copies_in_vectors(children, c.kernel->vector, votes.D);
-  a.shared_weight = c.shared_weight, a.shared_seen = c.shared_seen, a.shared_seat = c.shared_seat;
-  a.shared_offset = c.shared_offset, a.shared_exchange = c.shared_exchange, a.shared_dchildren = c.shared_dchildren;
-  a.shared_dweight = c.shared_dweight, a.shared_dgate = c.shared_dgate, a.shared_stage = c.shared_stage;
 }
 
 void Call::launch(const Schedule& c, int first_block, int parent_blocks, int colours_y, int colours_x, int colour_y,
@@ -202,11 +197,11 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   a.alone_with_weights = ordered_;
 }
 
-void VoteGradients::measure(int statistics, float* linear, const float* narrow) {
+void VoteGradients::measure(int statistics, float* u, const float* narrow) {
   PassArgs& a = call_.args;
   a.narrow = narrow;
   const Tensor kept = call_.collect(schedule, statistics);
-  a.measured = linear;
+  a.measured = u;
   Schedule whole = schedule;  // a sum over all children, made by one block
   whole.groups = schedule.tiles;
   whole.chunks = 1, whole.chunk_children = int(ceil_div(call_.votes.I, schedule.stage) * schedule.stage);

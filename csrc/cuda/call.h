@@ -95,8 +95,8 @@ class VoteGradients {
 
   bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
 
-  // A launch before the others, for narrow positions alone: puts `linear` right (see gaussian_backward.h).
-  void measure(int statistics, float* linear, const float* narrow);
+  // A launch before the others, for narrow positions alone: puts `u` right (see gaussian_backward.h).
+  void measure(int statistics, float* u, const float* narrow);
   // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
   void run(int statistics);
 

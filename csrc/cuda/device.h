@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #define FASTCAPS_DEVICE __device__ __forceinline__
-#define FASTCAPS_SHARED_DEVICE __host__ __device__ __forceinline__  // policy that host code uses too
 #define FASTCAPS_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define FASTCAPS_CONSTANT __grid_constant__  // an argument that threads read where it lies
 #define FASTCAPS_UNROLL _Pragma("unroll")
@@ -45,9 +44,7 @@ FASTCAPS_DEVICE void barrier_part(int id, int threads) {
 
 // ---- between the lanes of a warp: all 32 take part ------------------------------------------------------------------
 FASTCAPS_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-FASTCAPS_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 FASTCAPS_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
-FASTCAPS_DEVICE bool all_lanes(bool x) { return __all_sync(0xffffffffu, x); }
 
 // ---- copies from global to shared memory that nobody waits for yet --------------------------------------------------
 // BYTES is 4, 8 or 16, and both addresses are multiples of it; with valid = false the target becomes zero and the

@@ -2,6 +2,7 @@
 // parents; and the parents' gradient becomes that of the sums. A few lanes hold one parent's pose.
 #pragma once
 
+#include "../algebra/turns.h"
 #include "call.h"
 #include "stage.h"
 
@@ -9,15 +10,9 @@ namespace fastcaps::gpu {
 
 constexpr int kLargestPose = 512;  // numbers of a parent: 16 in each of 32 lanes
 
-struct EndArgs {
-  int M, C, E, Ho, Wo;
+struct EndArgs : ParentArgs {
   int lanes;      // of a parent: a power of two
   int64_t count;  // parents in all: B * Ho * Wo * M
-  Rule rule;
-  float eps;
-  Storage storage;          // of parents, stored, grad, norm_weight, norm_bias
-  const void* norm_weight;  // [C * E] or null
-  const void* norm_bias;
 
   // forward
   const float* parts;       // [chunks, count, C * E]
@@ -37,14 +32,11 @@ struct EndArgs {
 };
 
 inline EndArgs end_args(const Call& call) {
-  const Votes& v = call.votes;
   EndArgs a{};
-  a.M = int(v.M), a.C = int(v.C), a.E = int(v.E), a.Ho = int(v.Ho), a.Wo = int(v.Wo);
-  a.count = v.positions() * v.M;
-  a.rule = Rule::kPlain;
-  a.eps = call.args.eps, a.storage = call.args.storage;
+  static_cast<ParentArgs&>(a) = call.args;
+  a.count = call.votes.positions() * a.M;
   a.chunks = 1, a.lanes = 1;
-  while (a.lanes < 32 && a.lanes * 4 < v.parent_size()) a.lanes *= 2;
+  while (a.lanes < 32 && a.lanes * 4 < a.C * a.E) a.lanes *= 2;
   return a;
 }
 inline int64_t end_blocks(const EndArgs& a, int64_t most) {
@@ -87,11 +79,10 @@ struct HeldPose {
       if (inside(k)) largest = fmaxf(largest, fabsf(x[k]));
     FASTCAPS_NO_UNROLL
     for (int mask = 1; mask < lanes; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
-    const float one = largest > 0.0f ? largest : 1.0f;
-    const float squares = sum([&](int k) { return (x[k] / one) * (x[k] / one); });
-    const float factor = squash_factor(squares == 0.0f ? 0.0f : reciprocal_sqrt(squares) / one);
+    const float by = largest > 0.0f && largest < INFINITY ? largest : 1.0f;
+    const float share = squash_share(sqrtf(sum([&](int k) { return (x[k] / by) * (x[k] / by); })) * by);
     FASTCAPS_UNROLL
-    for (int k = 0; k < PER; ++k) x[k] *= factor;
+    for (int k = 0; k < PER; ++k) x[k] *= share;
   }
   // To mean 0 and variance 1; returns 1 / sqrt(variance + eps). Centred twice: the backward formula wants a mean of 0
   // to the last place of the differences.

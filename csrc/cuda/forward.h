@@ -90,4 +90,34 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
   }
 }
 
+template <class Pose>
+constexpr PassKernel describe(int positions, int threads, int blocks, void (*run)(const PassArgs),
+                              void (*run_plain)(const PassArgs)) {
+  return {Pose::kC,
+          Pose::kD,
+          Pose::kE,
+          Pose::kTileRows,
+          Pose::kTileColumns,
+          Pose::kColumns,
+          Pose::kParents,
+          Pose::kEach,
+          Pose::kTensor,
+          Pose::kVector,
+          Pose::kRowStride,
+          Pose::kWeightCopy,
+          Pose::kWeightStride,
+          positions,
+          threads,
+          blocks,
+          run,
+          run_plain};
+}
+
+// An instantiation for the host; HAS_PLAIN: and one for plain calls.
+template <template <class, int, bool> class Policy, bool HAS_PLAIN, class Pose, int R, int THREADS, int BLOCKS>
+PassKernel forward() {
+  return describe<Pose>(R, THREADS, BLOCKS, &forward_kernel<Policy, Pose, R, false, THREADS, BLOCKS>,
+                        &forward_kernel<Policy, Pose, R, HAS_PLAIN, THREADS, BLOCKS>);
+}
+
 }  // namespace fastcaps::gpu

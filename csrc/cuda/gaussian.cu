@@ -1,5 +1,4 @@
 // The ops of routings whose parents are Gaussians: check, schedule, allocate, launch.
-#include "../algebra/gaussian.h"
 #include "call.h"
 #include "gaussian_forward.h"
 
@@ -8,35 +7,31 @@ namespace {
 
 // ---- behind the forward kernel: the moments of several ranges of children, joined; a few lanes hold one parent ------
 struct JoinArgs {
+  PassArgs pass;  // of the launch before: its counts, evidence, base, offsets and spread are of ranges
   int64_t count;  // parents in all: B * Ho * Wo * M
-  int numbers, chunks, M;
-  int lanes;  // of a parent: a power of two
-  Rule rule;
-  float eps, temperature;
-  const float *cost_of_numbers, *activation;  // EM routing: [M]
-  const float* mean;                          // [count, numbers], the base of all; or null
-  const float *parts, *evidences;             // [chunks, count]
-  const float *bases, *offsets, *spreads;     // [chunks, count, numbers]; bases null if there is a mean
-  float *counts, *means, *variances, *scores, *score, *last_mean, *last_variance;
+  int numbers;    // of a parent
+  int lanes;      // of a parent: a power of two
+  float *counts, *scores;
 };
 
 FASTCAPS_KERNEL(256, 1)
-gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs a) {
-  const int64_t step = blocks_x() * (block_threads() / a.lanes);
-  const int64_t mine = block_x() * (block_threads() / a.lanes) + thread_index() / a.lanes;
-  const int first = thread_index() % a.lanes;
-  for (int64_t start = 0; start < a.count; start += step) {  // lanes speak to each other: all go round equally often
+gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
+  const PassArgs& a = join.pass;
+  const int64_t step = blocks_x() * (block_threads() / join.lanes);
+  const int64_t mine = block_x() * (block_threads() / join.lanes) + thread_index() / join.lanes;
+  const int first = thread_index() % join.lanes;
+  for (int64_t start = 0; start < join.count; start += step) {  // lanes speak to each other: all go round equally often
     const int64_t parent = start + mine;
-    const bool exists = parent < a.count;
+    const bool exists = parent < join.count;
     float count = 0.0f, evidence = 0.0f, log_sigma = 0.0f;
-    for (int number = first; number < a.numbers && exists; number += a.lanes) {
-      const int64_t k = parent * a.numbers + number;
+    for (int number = first; number < join.numbers && exists; number += join.lanes) {
+      const int64_t k = parent * join.numbers + number;
       double n = 0, mean = 0, square = 0;  // ranges follow one another: each would round the mean of all before it
       for (int chunk = 0; chunk < a.chunks; ++chunk) {
-        const int64_t part = chunk * a.count * a.numbers + k;
-        const double more = a.parts[chunk * a.count + parent], sum = n + more, share = more * inverse_or_zero(sum);
-        const double base = a.mean ? a.mean[k] : a.bases[part];
-        gaussian::join(base + a.offsets[part], double(a.spreads[part]), share, n * share, mean, square);
+        const int64_t part = chunk * join.count * join.numbers + k;
+        const double more = a.counts[chunk * join.count + parent], sum = n + more, share = more * inverse_or_zero(sum);
+        const double base = a.mean ? a.mean[k] : a.base[part];
+        gaussian::join(base + a.offsets[part], double(a.spread[part]), share, n * share, mean, square);
         n = sum;
       }
       const double eps = a.eps;
@@ -47,52 +42,53 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs a) {
       count = float(n);
     }
     FASTCAPS_NO_UNROLL
-    for (int mask = 1; mask < a.lanes; mask *= 2) log_sigma += shuffle_xor(log_sigma, mask);
+    for (int mask = 1; mask < join.lanes; mask *= 2) log_sigma += shuffle_xor(log_sigma, mask);
     if (!exists || first != 0) continue;
-    for (int chunk = 0; chunk < a.chunks; ++chunk) evidence += a.evidences[chunk * a.count + parent];
+    for (int chunk = 0; chunk < a.chunks; ++chunk) evidence += a.evidence[chunk * join.count + parent];
     const int m = int(parent % a.M);
     if (a.rule == Rule::kEM)
-      evidence = score_of(a.temperature, a.cost_of_numbers[m], a.activation[m], a.numbers, log_sigma, count);
-    a.counts[parent] = count, a.scores[parent] = a.score[parent] = evidence;
+      evidence = gaussian::em_score(a.temperatures[0], a.activation[m], float(join.numbers) * a.cost_of_numbers[m],
+                                    log_sigma, count);
+    join.counts[parent] = count, join.scores[parent] = a.score[parent] = evidence;
   }
 }
 
 // ---- before the backward kernel: what a vote's weight gains, as a parabola in the vote ------------------------------
 struct PrepareArgs {
+  PassArgs pass;  // of the launch to come; of which u, s and the constant are made here
   int64_t count;
-  int M, C, E, Ho, Wo;
-  float eps;
   const float* dcounts;     // [count] or null
   View dmeans, dvariances;  // [B, Ho, Wo, M, C, E] or null
-  const float *counts, *means, *variances;
-  float *dconstant, *linear, *square;
-  float*
-      narrow;  // [B * Ho * Wo], zeros: counts parents whose variance is small beside the square of their mean; or null
+  const float* variances;
+  float *u, *s, *constant;
+  float* narrow;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
 };
 
 FASTCAPS_KERNEL(256, 1)
-gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs a) {
-  for (int64_t parent = block_x() * block_threads() + thread_index(); parent < a.count;
+gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
+  const PassArgs& a = prepare.pass;
+  for (int64_t parent = block_x() * block_threads() + thread_index(); parent < prepare.count;
        parent += blocks_x() * block_threads()) {
-    const int64_t from_means = offset_of_parent(a.dmeans, parent, a.M, a.Ho, a.Wo);
-    const int64_t from_variances = offset_of_parent(a.dvariances, parent, a.M, a.Ho, a.Wo);
-    const float all = a.counts[parent] + a.eps, inverse = all == 0.0f ? 0.0f : 1.0f / all;
+    const int64_t from_means = offset_of_parent(prepare.dmeans, parent, a.M, a.Ho, a.Wo);
+    const int64_t from_variances = offset_of_parent(prepare.dvariances, parent, a.M, a.Ho, a.Wo);
+    const float inverse = inverse_or_zero(a.counts[parent] + a.eps);
     const auto number = [&](const View& view, int64_t from, int c, int e) {
       return view.data ? static_cast<const float*>(view.data)[from + c * view.stride[4] + e * view.stride[5]] : 0.0f;
     };
-    float constant = a.dcounts ? a.dcounts[parent] : 0.0f;
+    float constant = prepare.dcounts ? prepare.dcounts[parent] : 0.0f;
     bool narrow = false;
     for (int c = 0; c < a.C; ++c)
       for (int e = 0; e < a.E; ++e) {
         const int64_t at = (parent * a.C + c) * a.E + e;
-        const float square = number(a.dvariances, from_variances, c, e) * inverse;
-        a.square[at] = square;
-        a.linear[at] = number(a.dmeans, from_means, c, e) * inverse - 2.0f * (a.eps * inverse) * a.means[at] * square;
-        constant -= square * a.variances[at];
-        narrow = narrow || 64.0f * a.variances[at] < a.means[at] * a.means[at];
+        const float mean = a.means[at], variance = prepare.variances[at];
+        const float s = number(prepare.dvariances, from_variances, c, e) * inverse;
+        prepare.s[at] = s;
+        prepare.u[at] = number(prepare.dmeans, from_means, c, e) * inverse - 2.0f * (a.eps * inverse) * mean * s;
+        constant -= s * variance;
+        narrow = narrow || 64.0f * variance < mean * mean;
       }
-    a.dconstant[parent] = constant;
-    if (narrow && a.narrow) atomic_add(a.narrow + parent / a.M, 1.0f);
+    prepare.constant[parent] = constant;
+    if (narrow && prepare.narrow) atomic_add(prepare.narrow + parent / a.M, 1.0f);
   }
 }
 
@@ -126,10 +122,11 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   if (v.positions() == 0) return results;
   call.take(c);
   const Tensor statistics = op.mean || op.log_weight ? call.collect(c, 2) : Tensor();
+  a.score = floats(score), a.last_mean = floats(last_mean), a.last_variance = floats(last_variance);
+  a.means = floats(means), a.variances = floats(variances);
   if (c.chunks == 1) {
     a.turns = int(turns);
-    a.score = floats(score), a.last_mean = floats(last_mean), a.last_variance = floats(last_variance);
-    a.counts = floats(counts), a.means = floats(means), a.variances = floats(variances), a.evidence = floats(scores);
+    a.counts = floats(counts), a.evidence = floats(scores);
     call.launch(c, 0, c.parent_blocks);
     return results;
   }
@@ -139,29 +136,7 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   a.counts = floats(parts), a.evidence = floats(evidences);
   a.offsets = floats(offsets), a.spread = floats(spreads), a.base = floats(bases);
   call.launch(c, 0, c.parent_blocks);
-  JoinArgs join{.count = v.positions() * v.M,
-                .numbers = int(v.parent_size()),
-                .chunks = c.chunks,
-                .M = a.M,
-                .lanes = 1,
-                .rule = a.rule,
-                .eps = a.eps,
-                .temperature = a.temperatures[0],
-                .cost_of_numbers = a.cost_of_numbers,
-                .activation = a.activation,
-                .mean = a.mean,
-                .parts = floats(parts),
-                .evidences = floats(evidences),
-                .bases = floats(bases),
-                .offsets = floats(offsets),
-                .spreads = floats(spreads),
-                .counts = floats(counts),
-                .means = floats(means),
-                .variances = floats(variances),
-                .scores = floats(scores),
-                .score = floats(score),
-                .last_mean = floats(last_mean),
-                .last_variance = floats(last_variance)};
+  JoinArgs join{a, v.positions() * v.M, int(v.parent_size()), 1, floats(counts), floats(scores)};
   while (join.lanes < 32 && join.lanes < join.numbers) join.lanes *= 2;
   launch(&gaussian_join_kernel, blocks_for(join.count * join.lanes), join);
   return results;
@@ -210,9 +185,9 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const Tensor shared_use = room(wants_use && !a.use_stride_i, false);
   const Tensor shared_ignore = room(wants_ignore && !a.ignore_stride_i, false);
   const int64_t count = v.positions() * v.M, slots = call.parts(gradients.schedule, false)[0] * count;
-  const Tensor linear = call.empty({count * v.parent_size()}), square = call.empty({count * v.parent_size()});
+  const Tensor u = call.empty({count * v.parent_size()}), s = call.empty({count * v.parent_size()});
   const Tensor constant = call.empty({count});
-  a.dsums = floats(linear), a.dsquares = floats(square), a.dconstant = floats(constant);
+  a.dsums = floats(u), a.dsquares = floats(s), a.dconstant = floats(constant);
   a.dquery = floats(dmean), a.dvariance = floats(dvariance), a.dlog_weight = floats(dlog_weight);
   const size_t kept = call.kept.size();
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
@@ -223,13 +198,12 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     a.means = call.dense(of(op.means)), a.counts = call.dense(of(op.counts));
     const float *spread = call.dense(of(op.variances)), *dcounts = call.dense(of(op.grad_counts));
     launch(&gaussian_prepare_kernel, blocks_for(count),
-           PrepareArgs{count, a.M, a.C, a.E, a.Ho, a.Wo, a.eps, dcounts, viewed(of(op.grad_means)),
-                       viewed(of(op.grad_variances)), a.counts, a.means, spread, floats(constant), floats(linear),
-                       floats(square), floats(narrow)});
+           PrepareArgs{a, count, dcounts, viewed(of(op.grad_means)), viewed(of(op.grad_variances)), spread, floats(u),
+                       floats(s), floats(constant), floats(narrow)});
     if (listens) a.devidence = call.dense(of(op.grad_evidence));
     if (wants_use && !a.use_stride_i) a.duse = floats(shared_use) + turn * slots;
     if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore) + turn * slots;
-    if (op.grad_variances) gradients.measure(3, floats(linear), floats(narrow));
+    if (op.grad_variances) gradients.measure(3, floats(u), floats(narrow));
     gradients.run(3);
     call.kept.resize(kept);
   }

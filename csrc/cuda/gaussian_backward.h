@@ -1,15 +1,15 @@
 // The Gaussian pass, backward. With d_im = V_im - means_m, d'_im = V_im - mean_m and what the kernel is given,
-//   A_m = dmu_m / N_m     B_m = dvariances_m / N_m     c_m = dcounts_m - <B_m, variances_m>
+//   u_m = dmu_m / N_m     s_m = dvariances_m / N_m     c_m = dcounts_m - <s_m, variances_m>
 // (docs/algebra.md has dmu and N), the gain from a vote's weight is a parabola in the vote:
-//   t_im = dL/dw_im = c_m + <A_m + B_m d_im, d_im> + (beta_use_im + beta_ignore_im) devidence_m
+//   t_im = dL/dw_im = c_m + <u_m + s_m d_im, d_im> + (beta_use_im + beta_ignore_im) devidence_m
 //   da_im = w_im (t_im - sum_m' r_im' t_im')     dg_i = sum_m r_im t_im - sum_m beta_ignore_im devidence_m
-//   dV_im = w_im (A_m + 2 B_m d_im) - da_im d'_im / variance_m
+//   dV_im = w_im (u_m + 2 s_m d_im) - da_im d'_im / variance_m
 //   dlog_weight_m = sum_i da_im     dmean_m = sum_i da_im d'_im / variance_m
 //   dvariance_m = sum_i da_im d'_im^2 / (2 variance_m^2)
 //
 // dmu holds -2 dvariances rest / N with rest_m = sum_i w_im d_im. On paper that is eps means_m; but means are rounded,
-// and where a parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in A + 2 B
-// d. So where it may be (at `narrow` positions), a launch before the others measures the rest and puts A right.
+// and where a parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in u + 2 s
+// d. So where it may be (at `narrow` positions), a launch before the others measures the rest and puts u right.
 #pragma once
 
 #include "backward.h"
@@ -21,8 +21,8 @@ template <class Pose, int R, bool PLAIN>
 struct GaussianBackward {
   static constexpr bool kHushes = true, kIdentity = true, kGates = true, kMeasures = true;
   using Numbers = float[R][Pose::kEach];
-  Tiles<Pose, R> mean, precision, means, linear, square;  // linear: A, square: B
-  Tiles<Pose, R> first, second;                           // sums of da d' and of da d'^2
+  Tiles<Pose, R> mean, precision, means, u, s;  // precision: p = 1 / (2 variance)
+  Tiles<Pose, R> first, second;                 // sums of da d' and of da d'^2
   Numbers log_weight, constant, devidence, dlog_weight, duse, dignore;
   LaneBetas<Pose> betas;
 
@@ -33,8 +33,8 @@ struct GaussianBackward {
       if (a.mean) load_parent<Pose>(a, lane, a.mean, seat, p, mean[r][p]);
       load_precision<Pose>(a, lane, seat, p, precision[r][p]);
       load_parent<Pose>(a, lane, a.means, seat, p, means[r][p]);
-      load_parent<Pose>(a, lane, a.dsums, seat, p, linear[r][p]);
-      load_parent<Pose>(a, lane, a.dsquares, seat, p, square[r][p]);
+      load_parent<Pose>(a, lane, a.dsums, seat, p, u[r][p]);
+      load_parent<Pose>(a, lane, a.dsquares, seat, p, s[r][p]);
       log_weight[r][p] = load_scalar<Pose>(a, lane, a.log_weight, seat, p, 0.0f);
       constant[r][p] = load_scalar<Pose>(a, lane, a.dconstant, seat, p, 0.0f);
       devidence[r][p] = load_scalar<Pose>(a, lane, a.devidence, seat, p, 0.0f);
@@ -52,14 +52,11 @@ struct GaussianBackward {
     each_tile<Pose, R>([&](int r, int p) {
       float distance = 0.0f, sum = 0.0f;
       each_number<Pose>([&](int i, int j) {
-        const float from_mean = votes[r][p][i][j] - mean[r][p][i][j], d = votes[r][p][i][j] - means[r][p][i][j];
-        distance += from_mean * precision[r][p][i][j] * from_mean;
-        sum += (linear[r][p][i][j] + square[r][p][i][j] * d) * d;
+        distance += gaussian::distance(votes[r][p][i][j] - mean[r][p][i][j], precision[r][p][i][j]);
+        sum += gaussian::gain(u[r][p][i][j], s[r][p][i][j], votes[r][p][i][j] - means[r][p][i][j]);
       });
-      if (a.mean) distance = sum_rows<Pose>(a, sum_columns<Pose>(a, distance));
-      logit[r][p] = kLog2E * (log_weight[r][p] - (a.mean ? 0.5f * distance : 0.0f));
-      gain[r][p] = constant[r][p] + sum_rows<Pose>(a, sum_columns<Pose>(a, sum)) +
-                   (betas.use[p] + betas.ignore[p]) * devidence[r][p];
+      logit[r][p] = kLog2E * (log_weight[r][p] - (a.mean ? sum_pose<Pose>(a, distance) : 0.0f));
+      gain[r][p] = constant[r][p] + sum_pose<Pose>(a, sum) + (betas.use[p] + betas.ignore[p]) * devidence[r][p];
     });
     return compete<Pose, R, 1, PLAIN>(a, lane, stage, seats, shared, logit, gain, share, average);
   }
@@ -89,19 +86,18 @@ struct GaussianBackward {
       for (int p = 0; p < Pose::kEach; ++p) {
         const bool counts = exists && seen.gate != 0.0f && lane.alive(a, p);
         const float w = counts ? share[r][p] * seen.gate : 0.0f;
-        const float dlogit = counts && asks ? w * (gain[r][p] - average[r]) : 0.0f;
+        const float da = counts && asks ? w * (gain[r][p] - average[r]) : 0.0f;
         weight[r][p] = w;
         open += (lane.m(p) == 0 ? average[r] : 0.0f) - betas.ignore[p] * devidence[r][p];
-        dlog_weight[r][p] += dlogit;
+        dlog_weight[r][p] += da;
         duse[r][p] += w * devidence[r][p];
         dignore[r][p] += exists ? (w - seen.gate) * devidence[r][p] : 0.0f;
         each_number<Pose>([&](int i, int j) {
           float& vote = votes[r][p][i][j];
-          const float from_mean = vote - mean[r][p][i][j], pull = dlogit * from_mean;
-          if (counts) first[r][p][i][j] += pull, second[r][p][i][j] += pull * from_mean;
-          const float d = vote - means[r][p][i][j];
-          vote = counts ? w * (linear[r][p][i][j] + 2.0f * square[r][p][i][j] * d) - pull * precision[r][p][i][j]
-                        : 0.0f;  // now dL/dV
+          const float from_mean = vote - mean[r][p][i][j], d = vote - means[r][p][i][j];
+          if (counts) first[r][p][i][j] += da * from_mean, second[r][p][i][j] += da * from_mean * from_mean;
+          vote = !counts ? 0.0f
+                         : gaussian::dvote(w, u[r][p][i][j], s[r][p][i][j], d, da, precision[r][p][i][j], from_mean);
         });
       }
       if (a.dgate) put_gate<Pose, R>(a, lane, found, r, open);
@@ -133,16 +129,16 @@ struct GaussianBackward {
     }
   }
 
-  // Put A right by the rest that was measured.
+  // Put u right by the rest that was measured.
   FASTCAPS_DEVICE void correct(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       const float all = load_scalar<Pose>(a, lane, a.counts, seat, p, 0.0f) + a.eps;
-      const float two = all == 0.0f ? 0.0f : 2.0f / all;
+      const float two = 2.0f * inverse_or_zero(all);
       each_number<Pose>([&](int i, int j) {
-        linear[r][p][i][j] += two * square[r][p][i][j] * (a.eps * means[r][p][i][j] - first[r][p][i][j]);
+        u[r][p][i][j] += two * s[r][p][i][j] * (a.eps * means[r][p][i][j] - first[r][p][i][j]);
       });
-      store_parent<Pose>(a, lane, a.measured, seat, p, linear[r][p], 1.0f);
+      store_parent<Pose>(a, lane, a.measured, seat, p, u[r][p]);
     });
   }
 
@@ -155,12 +151,12 @@ struct GaussianBackward {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       each_number<Pose>([&](int i, int j) {
-        const float one = precision[r][p][i][j];
-        first[r][p][i][j] *= one;
-        second[r][p][i][j] *= 0.5f * one * one;
+        const float two = 2.0f * precision[r][p][i][j];
+        first[r][p][i][j] *= two;
+        second[r][p][i][j] *= 0.5f * two * two;
       });
-      if (a.dquery) store_parent<Pose>(a, lane, a.dquery + numbers, seat, p, first[r][p], 1.0f);
-      if (a.dvariance) store_parent<Pose>(a, lane, a.dvariance + numbers, seat, p, second[r][p], 1.0f);
+      if (a.dquery) store_parent<Pose>(a, lane, a.dquery + numbers, seat, p, first[r][p]);
+      if (a.dvariance) store_parent<Pose>(a, lane, a.dvariance + numbers, seat, p, second[r][p]);
       if (a.dlog_weight) store_scalar<Pose>(a, lane, a.dlog_weight + parents, seat, p, dlog_weight[r][p]);
       if (a.duse && !a.use_stride_i) store_scalar<Pose>(a, lane, a.duse + parents, seat, p, duse[r][p]);
       if (a.dignore && !a.ignore_stride_i) store_scalar<Pose>(a, lane, a.dignore + parents, seat, p, dignore[r][p]);

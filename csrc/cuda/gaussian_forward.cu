@@ -7,10 +7,7 @@ namespace fastcaps::gpu {
 namespace {
 
 template <class Pose, int R, int THREADS, int BLOCKS>
-PassKernel kernel() {
-  constexpr auto kRun = &forward_kernel<GaussianForward, Pose, R, false, THREADS, BLOCKS>;
-  return describe<Pose>(R, THREADS, BLOCKS, kRun, kRun);
-}
+constexpr auto kernel = forward<GaussianForward, false, Pose, R, THREADS, BLOCKS>;
 
 }  // namespace
 

@@ -4,55 +4,24 @@
 
 #include <cfloat>
 
+#include "../algebra/gaussian.h"
 #include "forward.h"
 #include "softmax.h"
 #include "turns.h"
 
 namespace fastcaps::gpu {
 
-// Adds x to a sum and keeps what rounding takes from it (Kahan 1965).
-FASTCAPS_DEVICE void add_compensated(float& sum, float x, float& lost) {
-  const float whole = x - lost, next = sum + whole;
-  lost = (next - sum) - whole;
-  sum = next;
-}
+// A sum that gives back with the next number what rounding took from it (Kahan 1965).
+struct Compensated {
+  float &sum, &lost;
 
-// A weighed mean and the sum of squares about it, both seen from a base near the votes, so that no digit is lost to
-// what they have in common: mean = base + offset. One vote at a time (West 1979), or another's moments (Chan 1979).
-struct Moments {
-  float offset = 0.0f, spread = 0.0f;
-
-  // `ratio` is the vote's share of the weight so far, `step` = ratio times the weight before it. COMPENSATED: what
-  // rounding takes from the offset is `lost`, and given back with the next vote.
-  template <bool COMPENSATED>
-  FASTCAPS_DEVICE void add(float from_base, float ratio, float step, float& lost) {
-    const float delta = from_base - offset;
-    if constexpr (COMPENSATED)
-      add_compensated(offset, ratio * delta, lost);
-    else
-      offset += ratio * delta;
-    spread += step * delta * delta;
-  }
-  FASTCAPS_DEVICE void join(const Moments& other, float n, float more) {
-    const float all = n + more, ratio = all == 0.0f ? 0.0f : more / all, delta = other.offset - offset;
-    if (more == 0.0f) return;
-    offset += ratio * delta;
-    spread += other.spread + n * ratio * delta * delta;
-  }
-  // The numbers that a parent gets of it: the weight below the moments is n + eps.
-  FASTCAPS_DEVICE void conclude(float base, float n, float eps, float& mean, float& variance) const {
-    const float all = n + eps, whole = base + offset, off = whole * (eps / all);
-    const bool nobody = n == 0.0f || all == 0.0f;  // whatever the base is then
-    mean = nobody ? 0.0f : whole * (n / all);
-    variance = nobody ? 0.0f : (spread + n * off * off) / all;
+  FASTCAPS_FORMULA operator float() const { return sum; }
+  FASTCAPS_FORMULA void operator+=(float x) {
+    const float whole = x - lost, next = sum + whole;
+    lost = (next - sum) - whole;
+    sum = next;
   }
 };
-
-// EM routing's score of a parent of `numbers` numbers: inverse temperature times (beta_a - cost).
-FASTCAPS_DEVICE float score_of(float temperature, float beta_use, float beta_ignore, int numbers, float log_sigma,
-                               float n) {
-  return temperature * (beta_ignore - (float(numbers) * beta_use + log_sigma) * n);
-}
 
 // What a child brings, and what it costs to leave it, at the lane's parents.
 template <class Pose>
@@ -72,7 +41,7 @@ struct LaneBetas {
   }
 };
 
-// One over the variance: 2 where there is none, and the exponent is a plain squared distance; 0 without a mean.
+// p = 1 / (2 variance): 1 where there is none, and the exponent is a plain squared distance; 0 without a mean.
 template <class Pose>
 FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p,
                                     Tile<Pose>& to) {
@@ -80,7 +49,7 @@ FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, c
   const bool exists = seat.position >= 0 && lane.alive(a, p);
   each_number<Pose>([&](int i, int j) {
     const bool inside = a.mean && exists && lane.inside(a, i, j);
-    to[i][j] = !inside ? 0.0f : a.variance ? 1.0f / to[i][j] : 2.0f;
+    to[i][j] = !inside ? 0.0f : a.variance ? 0.5f / to[i][j] : 1.0f;
   });
 }
 
@@ -88,7 +57,8 @@ template <class Pose, int R, bool PLAIN>
 struct GaussianForward {
   static constexpr bool kHushes = false, kIdentity = true;
   using Numbers = float[R][Pose::kEach];
-  Tiles<Pose, R> base, precision, offset, spread;  // base: the mean, or else the first vote
+  Tiles<Pose, R> base, precision;  // base: the mean, or else the first vote; precision: p
+  Tiles<Pose, R> offset, spread;   // of the votes so far: their mean, seen from the base, and the squares about it
   Numbers log_weight, count, lost, evidence;
   // Where a base is far from the votes, its digits are lost to theirs; free poses have registers to make up for it.
   static constexpr bool kCompensated = !Pose::kFixed;
@@ -125,10 +95,10 @@ struct GaussianForward {
       float distance = 0.0f;
       if (placed) {
         each_number<Pose>(
-            [&](int i, int j) { distance += votes[r][p][i][j] * precision[r][p][i][j] * votes[r][p][i][j]; });
-        distance = sum_rows<Pose>(a, sum_columns<Pose>(a, distance));
+            [&](int i, int j) { distance += gaussian::distance(votes[r][p][i][j], precision[r][p][i][j]); });
+        distance = sum_pose<Pose>(a, distance);
       }
-      logit[r][p] = kLog2E * (log_weight[r][p] - 0.5f * distance);
+      logit[r][p] = kLog2E * (log_weight[r][p] - distance);
     });
     return compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none);
   }
@@ -149,11 +119,14 @@ struct GaussianForward {
           offset[r][p][i][j] = (old - base[r][p][i][j]) + offset[r][p][i][j];
           votes[r][p][i][j] -= base[r][p][i][j];
         });
-      add_compensated(count[r][p], weight, lost[r][p]);
+      Compensated{count[r][p], lost[r][p]} += weight;
       each_number<Pose>([&](int i, int j) {
-        Moments moments{offset[r][p][i][j], spread[r][p][i][j]};
-        moments.add<kCompensated>(votes[r][p][i][j], ratio, step, lost_offset[kCompensated ? r : 0][p][i][j]);
-        offset[r][p][i][j] = moments.offset, spread[r][p][i][j] = moments.spread;
+        if constexpr (kCompensated) {
+          Compensated mean{offset[r][p][i][j], lost_offset[r][p][i][j]};
+          gaussian::add(votes[r][p][i][j], ratio, step, mean, spread[r][p][i][j]);
+        } else {
+          gaussian::add(votes[r][p][i][j], ratio, step, offset[r][p][i][j], spread[r][p][i][j]);
+        }
       });
     });
   }
@@ -165,9 +138,9 @@ struct GaussianForward {
       const Seat& seat = seats[lane.template seat<R>(r)];
       store_scalar<Pose>(a, lane, a.counts + parents, seat, p, count[r][p]);
       store_scalar<Pose>(a, lane, a.evidence + parents, seat, p, evidence[r][p]);
-      store_parent<Pose>(a, lane, a.offsets + numbers, seat, p, offset[r][p], 1.0f);
-      store_parent<Pose>(a, lane, a.spread + numbers, seat, p, spread[r][p], 1.0f);
-      if (!a.mean) store_parent<Pose>(a, lane, a.base + numbers, seat, p, base[r][p], 1.0f);
+      store_parent<Pose>(a, lane, a.offsets + numbers, seat, p, offset[r][p]);
+      store_parent<Pose>(a, lane, a.spread + numbers, seat, p, spread[r][p]);
+      if (!a.mean) store_parent<Pose>(a, lane, a.base + numbers, seat, p, base[r][p]);
     });
   }
 
@@ -176,14 +149,14 @@ struct GaussianForward {
     const int64_t parents = turn * a.positions * a.M, numbers = parents * Pose::C_(a) * Pose::E_(a);
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
-      const float n = count[r][p];
+      const float n = count[r][p], one = inverse_or_zero(n + a.eps);
       each_number<Pose>([&](int i, int j) {
-        const Moments moments{offset[r][p][i][j], spread[r][p][i][j]};
-        moments.conclude(base[r][p][i][j], n, a.eps, base[r][p][i][j], spread[r][p][i][j]);
+        gaussian::finish(base[r][p][i][j], n, a.eps, one, offset[r][p][i][j], spread[r][p][i][j]);
+        base[r][p][i][j] = offset[r][p][i][j];
       });
       store_scalar<Pose>(a, lane, a.counts + parents, seat, p, n);
-      store_parent<Pose>(a, lane, a.means + numbers, seat, p, base[r][p], 1.0f);
-      store_parent<Pose>(a, lane, a.variances + numbers, seat, p, spread[r][p], 1.0f);
+      store_parent<Pose>(a, lane, a.means + numbers, seat, p, base[r][p]);
+      store_parent<Pose>(a, lane, a.variances + numbers, seat, p, spread[r][p]);
       float log_sigma = 0.0f;
       each_number<Pose>([&](int i, int j) {
         spread[r][p][i][j] += a.eps;
@@ -192,20 +165,19 @@ struct GaussianForward {
       log_sigma = 0.5f * sum_pose<Pose>(a, log_sigma);
       float score = evidence[r][p];
       if (a.rule == Rule::kEM && lane.alive(a, p))
-        score = score_of(a.temperatures[turn], a.cost_of_numbers[lane.m(p)], a.activation[lane.m(p)],
-                         Pose::C_(a) * Pose::E_(a), log_sigma, n);
+        score = gaussian::em_score(a.temperatures[turn], a.activation[lane.m(p)],
+                                   float(Pose::C_(a) * Pose::E_(a)) * a.cost_of_numbers[lane.m(p)], log_sigma, n);
       store_scalar<Pose>(a, lane, a.evidence + parents, seat, p, score);
       if (last) {
         store_scalar<Pose>(a, lane, a.score, seat, p, score);
-        store_parent<Pose>(a, lane, a.last_mean, seat, p, base[r][p], 1.0f);
-        store_parent<Pose>(a, lane, a.last_variance, seat, p, spread[r][p], 1.0f);
+        store_parent<Pose>(a, lane, a.last_mean, seat, p, base[r][p]);
+        store_parent<Pose>(a, lane, a.last_variance, seat, p, spread[r][p]);
       }
-      const float log_sigmoid = fminf(score, 0.0f) - log1pf(expf(-fabsf(score)));
-      log_weight[r][p] = log_sigmoid - (a.rule == Rule::kKMeans ? 0.0f : log_sigma);
+      log_weight[r][p] = Number<float>::log_sigmoid(score) - (a.rule == Rule::kKMeans ? 0.0f : log_sigma);
       count[r][p] = lost[r][p] = evidence[r][p] = 0.0f;
       each_number<Pose>([&](int i, int j) {
-        const float one = a.rule == Rule::kKMeans ? 2.0f : 1.0f / spread[r][p][i][j];
-        precision[r][p][i][j] = lane.inside(a, i, j) ? one : 0.0f;
+        const float p_of_it = a.rule == Rule::kKMeans ? 1.0f : 0.5f / spread[r][p][i][j];
+        precision[r][p][i][j] = lane.inside(a, i, j) ? p_of_it : 0.0f;
         offset[r][p][i][j] = spread[r][p][i][j] = 0.0f;
         if constexpr (kCompensated) lost_offset[r][p][i][j] = 0.0f;
       });

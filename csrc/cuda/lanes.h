@@ -184,13 +184,14 @@ FASTCAPS_DEVICE float sum_rows(const PassArgs& a, float x) {
   return sum_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
 }
 
+// Over all lanes that hold the same pose.
 template <class Pose>
-FASTCAPS_DEVICE float max_columns(const PassArgs& a, float x) {
-  return max_lanes(x, 1, Pose::columns(a));
+FASTCAPS_DEVICE float sum_pose(const PassArgs& a, float x) {
+  return sum_rows<Pose>(a, sum_columns<Pose>(a, x));
 }
 template <class Pose>
-FASTCAPS_DEVICE float max_rows(const PassArgs& a, float x) {
-  return max_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
+FASTCAPS_DEVICE float max_pose(const PassArgs& a, float x) {
+  return max_lanes(max_lanes(x, 1, Pose::columns(a)), kWarp / Pose::rows(a), Pose::rows(a));
 }
 
 // How many lanes end with the same sums, as neighbours, when N are scattered over `span`.

@@ -93,7 +93,7 @@ template <class Pose>
 FASTCAPS_DEVICE float dot(const PassArgs& a, const Tile<Pose>& x, const Tile<Pose>& y) {
   float sum = 0.0f;
   each_number<Pose>([&](int i, int j) { sum += x[i][j] * y[i][j]; });
-  return sum_rows<Pose>(a, sum_columns<Pose>(a, sum));
+  return sum_pose<Pose>(a, sum);
 }
 
 // A tile of a parent's pose, in dense memory [positions, M, C, E]; zero where there is none.
@@ -118,15 +118,12 @@ FASTCAPS_DEVICE void load_parent(const PassArgs& a, const Lane<Pose>& lane, cons
 
 template <class Pose>
 FASTCAPS_DEVICE void store_parent(const PassArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat, int p,
-                                  const Tile<Pose>& from, float factor) {
+                                  const Tile<Pose>& from) {
   constexpr int V = Pose::kWeightVector;
   if (seat.position < 0 || !lane.alive(a, p)) return;
   const int64_t at = parent_offset(a, lane, seat.position, p);
   each_vector<Pose>([&](int i, int j) {
-    float part[V];
-    FASTCAPS_UNROLL
-    for (int v = 0; v < V; ++v) part[v] = factor * from[i][j + v];
-    if (lane.inside(a, i, j)) store_vector<V>(to + at + lane.number(a, i, j), part);
+    if (lane.inside(a, i, j)) store_vector<V>(to + at + lane.number(a, i, j), &from[i][j]);
   });
 }
 

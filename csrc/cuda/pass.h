@@ -33,9 +33,31 @@ constexpr int kMostTurns = 16;    // of a routing in one launch
 // children would lose more digits than torch's does, and all blocks would wait for each other there.
 constexpr int kSharedSums = 8;
 
-struct PassArgs {
+// How a call is cut: what the schedule decides and kernels read.
+struct Cut {
+  int columns, rows, parents;  // lanes (the rest of the 32 are positions); parents: of a warp
+  int warps_parents;           // that share the parents of a position; the rest of the block takes other positions
+  int tile;                    // positions of a block at a time
+  int stage;                   // children in shared memory at a time
+  int chunks, chunk_children;  // ranges of children, and the children of one
+  bool parts_by_chunk;         // parts of dW: one for each group and chunk, not for each group
+  // byte offsets in shared memory; shared_stage: from one of the two stages to the other
+  int shared_weight, shared_seen, shared_stage, shared_seat, shared_offset, shared_exchange, shared_dchildren,
+      shared_dweight, shared_dgate;
+};
+
+// What all kernels of a call know of its parents, and of what lies between two turns.
+struct ParentArgs {
+  int M, C, E, Ho, Wo;
+  Storage storage;  // of what is in the children's type
+  Rule rule;
+  float eps;
+  const void *norm_weight, *norm_bias;  // [C * E], in the children's type; or null
+};
+
+struct PassArgs : Cut, ParentArgs {
   // who sees whom
-  int M, C, D, E, N, I, G, H, W, Ho, Wo;
+  int D, N, I, G, H, W;
   Window window;
   int64_t positions;         // B * Ho * Wo
   int64_t seats;             // those of this launch: all, or those of one colour (see Seat)
@@ -47,21 +69,15 @@ struct PassArgs {
 
   // tensors; strides in elements
   View children, query, gate;  // query, gate: data may be null
-  Storage storage;             // of those three
   bool children_copy;          // children may be copied in vectors of the pose's kVector floats
   const float* weight;         // [G, M, D, E]; null: votes are the children themselves
   const float* bias;           // [I or 1, M or 1, C, E] or null
   int64_t bias_stride_i, bias_stride_m;
   float scale;
 
-  // how the call is cut
-  int columns, rows, parents;  // lanes (the rest of the 32 are positions)
-  int warps_parents;  // warps that share the parents of a position; the rest of the block takes other positions
-  int tile;           // positions of a block at a time
-  int tiles, groups;  // block (group, chunk) takes tiles group, group + groups, ...
-  int chunks, chunk_children;
-  int first_parent;                              // of this launch; block y is added
-  int stage;                                     // children in shared memory at a time
+  // this launch
+  int tiles, groups;                             // block (group, chunk) takes tiles group, group + groups, ...
+  int first_parent;                              // block y is added
   Divider by_chunk, by_tile, by_rows, by_depth;  // chunks; tile; padded rows; vectors of a row
 
   // Where parents do not fit into a block: what the softmax over all of them needs, [positions, I, 2 or 3], kept while
@@ -81,16 +97,13 @@ struct PassArgs {
   const float *mean, *variance, *log_weight;
   const float *beta_use, *beta_ignore;
   int64_t use_stride_i, use_stride_m, ignore_stride_i, ignore_stride_m;
-  float eps;
   float *counts, *evidence;        // forward: [..]; backward: counts are given
-  float *base, *offsets, *spread;  // forward, in parts: see Moments; base where there is no mean
+  float *base, *offsets, *spread;  // forward, in parts: see GaussianForward; base where there is no mean
   float *means, *variances;        // turns in this launch: [.., C, E]; backward: given
 
   // All turns in this launch: results (sums or history, log-sum-exp; counts, means, variances, evidence) lie one turn
   // after the other. See turns.h and gaussian_forward.h.
-  int turns;  // 0: one turn, which other kernels finish
-  Rule rule;
-  const void *norm_weight, *norm_bias;        // [C * E], in the children's type
+  int turns;                                  // 0: one turn, which other kernels finish
   void* history;                              // pooling: the sums, in the children's type
   void* result;                               // attention, pooling: the last parents, in the children's type
   const float *cost_of_numbers, *activation;  // EM routing: [M]
@@ -113,13 +126,7 @@ struct PassArgs {
   float* dweight;          // [parts, G, M, D, E]
   float* dbias;            // [parts, I or kSharedSums, M, C, E]
   int64_t dweight_part, dbias_part, dbeta_part;  // from part to part; 0 where all blocks add to one
-  bool parts_by_chunk;                           // a part for each group and chunk, not for each group
   bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics
-
-  // byte offsets in shared memory
-  int shared_weight, shared_seen, shared_seat, shared_offset, shared_exchange, shared_dchildren, shared_dweight,
-      shared_dgate;
-  int shared_stage;  // from one of the two stages to the other
 };
 
 // One instantiation of the kernels, as the host that cuts the call sees it.

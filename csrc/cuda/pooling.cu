@@ -41,7 +41,6 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   a.sums = floats(parts), a.logsumexp = floats(logsumexps);
   call.launch(c, 0, c.parent_blocks);
   EndArgs end = end_args(call);
-  end.rule = op.rule;
   end.parts = floats(parts), end.logsumexps = floats(logsumexps), end.chunks = c.chunks;
   end.stored = data_of(sums), end.logsumexp = floats(logsumexp), end.parents = data_of(result);
   launch_end(&finish_kernel<4>, &finish_kernel<16>, end, end_blocks(end, 1 << 20), 0);

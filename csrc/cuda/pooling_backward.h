@@ -1,7 +1,7 @@
 // The pooling pass, backward. With e_im = exp(a_im - logsumexp_m), r = g e, t_im = <dS_m, V_im> - <dS_m, S_m> +
 // dlogsumexp_m, of which the kernel is given what does not depend on the child:
-//   f_im = scale r_im t_im / |V_im|     dQ_m = sum_i f_im V_im     dg_i = sum_m e_im t_im
-//   dV_im = r_im dS_m + f_im (Q_m - K_im <K_im, Q_m>)
+//   c_im = scale r_im t_im / |V_im|     dQ_m = sum_i c_im V_im     dg_i = sum_m e_im t_im
+//   dV_im = r_im dS_m + c_im (Q_m - K_im <K_im, Q_m>)
 // (without normalised keys both / |V| and - K <K, Q> fall away).
 #pragma once
 
@@ -47,12 +47,12 @@ struct PoolingBackward {
         const float free = exists ? exp2_fast(a.scale * kLog2E * along - shift[r][p]) : 0.0f;
         const float share = counts ? seen.gate * free : 0.0f;
         if (exists) gain += free * t;
-        const float f = counts && asks && !a.detach ? a.scale * share * t * inverse : 0.0f;
-        const float back = a.normalize ? f * along * inverse : 0.0f;
+        const float c = counts && asks && !a.detach ? a.scale * share * t * inverse : 0.0f;
+        const float d = a.normalize ? c * along * inverse : 0.0f;
         each_number<Pose>([&](int i, int j) {
           float& vote = votes[r][p][i][j];
-          if (counts) dquery[r][p][i][j] += f * vote;
-          vote = counts ? share * dsums[r][p][i][j] + f * query[r][p][i][j] - back * vote : 0.0f;  // now dL/dV
+          if (counts) dquery[r][p][i][j] += c * vote;
+          vote = counts ? pooling::dvote(share, dsums[r][p][i][j], c, query[r][p][i][j], d, vote) : 0.0f;
         });
       }
       if (a.dgate) put_gate<Pose, R>(a, lane, found, r, gain);
@@ -64,7 +64,7 @@ struct PoolingBackward {
     if (!a.dquery) return;
     float* to = a.dquery + chunk * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
     each_tile<Pose, R>(
-        [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, dquery[r][p], 1.0f); });
+        [&](int r, int p) { store_parent<Pose>(a, lane, to, seats[lane.template seat<R>(r)], p, dquery[r][p]); });
   }
 };
 

@@ -7,10 +7,7 @@ namespace fastcaps::gpu {
 namespace {
 
 template <class Pose, int R, int THREADS, int BLOCKS>
-PassKernel kernel() {
-  constexpr auto kRun = &forward_kernel<PoolingForward, Pose, R, false, THREADS, BLOCKS>;
-  return describe<Pose>(R, THREADS, BLOCKS, kRun, kRun);
-}
+constexpr auto kernel = forward<PoolingForward, false, Pose, R, THREADS, BLOCKS>;
 
 }  // namespace
 

@@ -82,7 +82,7 @@ struct PoolingForward {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
       conclude(a, lane, a.logsumexp + parents, seat, r, p);
-      store_parent<Pose>(a, lane, a.sums + parents * Pose::C_(a) * Pose::E_(a), seat, p, sums[r][p], 1.0f);
+      store_parent<Pose>(a, lane, a.sums + parents * Pose::C_(a) * Pose::E_(a), seat, p, sums[r][p]);
     });
   }
 

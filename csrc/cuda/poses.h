@@ -34,28 +34,4 @@ using Tensor1x64 = TensorPose1x64;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;
 
-using Kernel = void (*)(const PassArgs);
-
-template <class Pose>
-constexpr PassKernel describe(int positions, int threads, int blocks, Kernel run, Kernel run_plain) {
-  return {Pose::kC,
-          Pose::kD,
-          Pose::kE,
-          Pose::kTileRows,
-          Pose::kTileColumns,
-          Pose::kColumns,
-          Pose::kParents,
-          Pose::kEach,
-          Pose::kTensor,
-          Pose::kVector,
-          Pose::kRowStride,
-          Pose::kWeightCopy,
-          Pose::kWeightStride,
-          positions,
-          threads,
-          blocks,
-          run,
-          run_plain};
-}
-
 }  // namespace fastcaps::gpu

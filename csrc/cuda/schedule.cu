@@ -182,7 +182,7 @@ std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
 }
 
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine) {
-  Schedule c;
+  Schedule c{};
   c.kernel = choose(kernels_of(task.pass, task.backward), v, task);
   const PassKernel& kernel = *c.kernel;
   const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);

@@ -19,20 +19,13 @@ struct Bias {
   static Bias of(const Votes& v, bool shared) { return {(shared ? kSharedSums : v.I) * v.parents_size(), shared}; }
 };
 
-struct Schedule {
-  const PassKernel* kernel = nullptr;
-  int columns, rows;  // lanes
-  int parents;        // of a warp
-  int warps_parents, warps_positions;
-  int tile;  // positions of a block at a time
+struct Schedule : Cut {
+  const PassKernel* kernel;
+  int warps_positions;
   int64_t tiles, groups;
   int parent_blocks;  // more than one: the softmax takes launches of its own
-  int stage, chunks, chunk_children;
-  bool parts_by_chunk = false;  // parts of dW: one for each group and chunk, not for each group
-  double cost;                  // how long it takes, about: a warp's trip through one child is 1
+  double cost;        // how long it takes, about: a warp's trip through one child is 1
   int64_t shared_bytes;
-  int shared_weight, shared_seen, shared_stage, shared_seat, shared_offset, shared_exchange, shared_dchildren,
-      shared_dweight, shared_dgate;
 
   int threads() const { return 32 * warps_parents * warps_positions; }
 };

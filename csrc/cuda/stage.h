@@ -29,13 +29,6 @@ FASTCAPS_DEVICE float rounded(float x, Storage storage) {
   }
 }
 
-// |x| / (1 + |x|^2) by 1 / |x|, which is 0 for a pose of zeros. The square of neither is ever taken where it overflows.
-FASTCAPS_DEVICE float squash_factor(float inverse) {
-  if (inverse == 0.0f) return 0.0f;
-  const float short_one = inverse > 1.0f ? 1.0f / inverse : inverse;
-  return short_one / (1.0f + short_one * short_one);
-}
-
 // Where a parent's numbers begin, that has number `parent` of [B, Ho, Wo, M].
 FASTCAPS_DEVICE int64_t offset_of_parent(const View& view, int64_t parent, int M, int Ho, int Wo) {
   const int64_t q = parent / M, row = q / Wo, b = row / Ho;

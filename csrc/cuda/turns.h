@@ -4,32 +4,37 @@
 
 #include <cfloat>
 
+#include "../algebra/pooling.h"
+#include "../algebra/turns.h"
 #include "make_votes.h"
 
 namespace fastcaps::gpu {
 
+// The length of a pose that lies in several lanes: as in algebra/turns.h, no square overflows or vanishes. All lanes of
+// a warp come here together.
 template <class Pose>
-FASTCAPS_DEVICE float sum_pose(const PassArgs& a, float x) {
-  return sum_rows<Pose>(a, sum_columns<Pose>(a, x));
+FASTCAPS_DEVICE float length(const PassArgs& a, const Tile<Pose>& x) {
+  float largest = 0.0f, sum = 0.0f;
+  each_number<Pose>([&](int i, int j) { largest = fmaxf(largest, fabsf(x[i][j])); });
+  largest = max_pose<Pose>(a, largest);
+  const float by = largest > 0.0f && largest < INFINITY ? largest : 1.0f;
+  each_number<Pose>([&](int i, int j) { sum += (x[i][j] / by) * (x[i][j] / by); });
+  return sqrtf(sum_pose<Pose>(a, sum)) * by;
 }
 
-// 1 / |x| over the whole pose, 0 for a pose of zeros. Neither the squares of very long vectors overflow nor those of
-// very short ones vanish; `counts` says that anybody wants to know. All lanes of a warp come here together.
+// 1 / |x|, and 0 where that is more than a number can be.
+FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.0f : 1.0f / size; }
+
+// The same of a pose. `counts`: this lane wants to know. All lanes of a warp come here together; what a pose gets does
+// not depend on the others', not even in its last digit.
 template <class Pose>
 FASTCAPS_DEVICE float inverse_length(const PassArgs& a, const Tile<Pose>& x, bool counts) {
   const float squares = dot<Pose>(a, x, x);
-  float inverse = squares > 0.0f ? reciprocal_sqrt(squares) : 0.0f;
-  if (any_lane(counts && !(squares > 1e-30f && squares < 1e30f))) {
-    float largest = 0.0f;
-    each_number<Pose>([&](int i, int j) { largest = fmaxf(largest, fabsf(x[i][j])); });
-    largest = max_rows<Pose>(a, max_columns<Pose>(a, largest));
-    float sum = 0.0f;
-    each_number<Pose>([&](int i, int j) {
-      const float part = x[i][j] / largest;
-      sum += part * part;
-    });
-    sum = sum_pose<Pose>(a, sum);
-    inverse = largest < FLT_MIN && squares == 0.0f ? 0.0f : reciprocal_sqrt(sum) / largest;
+  const bool within = squares > 1e-30f && squares < 1e30f;
+  float inverse = pooling::inverse_length(squares);
+  if (any_lane(counts && !within)) {
+    const float safe = inverse_of_length(length<Pose>(a, x));  // by all lanes, for those whose squares are lost
+    inverse = within ? inverse : safe;
   }
   return inverse;
 }
@@ -76,13 +81,13 @@ FASTCAPS_DEVICE void take_turn(const PassArgs& a, const Lane<Pose>& lane, const 
     if (a.rule == Rule::kUnit)  // parents are what was stored
       each_number<Pose>([&](int i, int j) { sums[i][j] = rounded(sums[i][j], a.storage); });
   } else {
-    store_parent<Pose>(a, lane, a.sums + at, seat, p, sums, 1.0f);
+    store_parent<Pose>(a, lane, a.sums + at, seat, p, sums);
   }
   if (a.rule == Rule::kLayerNorm) {
     layer_norm<Pose>(a, lane, sums);
   } else if (a.rule == Rule::kSquash || (a.rule == Rule::kUnit && !last)) {
-    const float inverse = inverse_length<Pose>(a, sums, true);
-    const float factor = a.rule == Rule::kSquash ? squash_factor(inverse) : inverse;
+    const float size = length<Pose>(a, sums);
+    const float factor = a.rule == Rule::kSquash ? squash_share(size) : inverse_of_length(size);
     each_number<Pose>([&](int i, int j) { sums[i][j] *= factor; });
   }
   if (last) store_rounded<Pose>(a, lane, seat, p, a.result, 0, sums);

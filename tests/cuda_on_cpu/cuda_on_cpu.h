@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #define FASTCAPS_DEVICE inline
-#define FASTCAPS_SHARED_DEVICE inline
 #define FASTCAPS_KERNEL(threads, blocks) __attribute__((visibility("default"))) void  // errors say its name
 #define FASTCAPS_CONSTANT
 #if defined(__clang__)
@@ -62,9 +61,7 @@ void barrier_part(int id, int threads);
 
 // ---- between the lanes of a warp ------------------------------------------------------------------------------------
 float shuffle_xor(float x, int mask);
-float shuffle(float x, int lane);
 bool any_lane(bool x);
-bool all_lanes(bool x);
 
 // ---- copies that nobody waits for yet: made when they are waited for, not earlier -----------------------------------
 void copy_async_bytes(void* shared, const void* global, bool valid, int bytes);

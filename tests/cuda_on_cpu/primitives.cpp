@@ -61,25 +61,14 @@ void finish_xor(void* const* parts) {
     own.result = of<Exchange<float>>(parts[k ^ own.with]).value;
   }
 }
-void finish_shuffle(void* const* parts) {
-  for (int k = 0; k < kWarp; ++k) {
-    auto& own = of<Exchange<float>>(parts[k]);
-    own.result = of<Exchange<float>>(parts[own.with]).value;
-  }
-}
-template <bool ALL>
-void finish_vote(void* const* parts) {
-  bool result = ALL;
-  for (int k = 0; k < kWarp; ++k) {
-    const bool value = of<Exchange<bool>>(parts[k]).value;
-    result = ALL ? result && value : result || value;
-  }
+void finish_any(void* const* parts) {
+  bool result = false;
+  for (int k = 0; k < kWarp; ++k) result = result || of<Exchange<bool>>(parts[k]).value;
   for (int k = 0; k < kWarp; ++k) of<Exchange<bool>>(parts[k]).result = result;
 }
 void finish_barrier(void* const*) { cuda_on_cpu::watch_barrier(1u << block.warp()); }
 
-constexpr Collective kXor{"shuffle_xor", finish_xor}, kShuffle{"shuffle", finish_shuffle},
-    kAny{"any_lane", finish_vote<false>}, kAll{"all_lanes", finish_vote<true>},
+constexpr Collective kXor{"shuffle_xor", finish_xor}, kAny{"any_lane", finish_any},
     kBarrier{"barrier_warp", finish_barrier};
 
 // ---- tensor cores ---------------------------------------------------------------------------------------------------
@@ -140,20 +129,9 @@ float shuffle_xor(float x, int mask) {
   meet_warp(kXor, &own);
   return own.result;
 }
-float shuffle(float x, int lane) {
-  if (lane < 0 || lane >= kWarp) fail("calls shuffle with lane " + std::to_string(lane));
-  Exchange<float> own{x, lane, 0};
-  meet_warp(kShuffle, &own);
-  return own.result;
-}
 bool any_lane(bool x) {
   Exchange<bool> own{x, 0, false};
   meet_warp(kAny, &own);
-  return own.result;
-}
-bool all_lanes(bool x) {
-  Exchange<bool> own{x, 0, false};
-  meet_warp(kAll, &own);
   return own.result;
 }
 
