@@ -52,7 +52,7 @@ class Gate(Bar):
     the eager error, for processes that judge the same inputs.
     """
 
-    most_draws = 3  # a layer takes longer than a test's case
+    most_draws = 10  # a layer takes longer than a test's case
 
     def __init__(self, workload: Workload, inputs: Inputs, tf32: bool = False, shared: Path | None = None) -> None:
         self.workload, self._shared, self._batch = workload, shared, inputs.children.shape[0]
