@@ -80,7 +80,8 @@ struct PoolingBackward {
   int64_t needs = from.number(), options = from.number();
 };
 
-// What the parents of a Gaussian pass are: mean, variance, log_weight, beta_use, beta_ignore.
+// Parents are Gaussians: mean, variance, log_weight. The betas of EM are a number a parent (beta_u and beta_a in the
+// paper), those of Heinsen a table over children and parents.
 struct GaussianRouting {
   Stack& from;
   VoteArguments votes{from};
