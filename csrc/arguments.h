@@ -118,7 +118,7 @@ class Turns {
   void check(const MaybeTensor& x, const char* name, const Shape& of_turn, ScalarType type, bool first = true) const {
     if (!x) return;
     Shape shape = of_turn;
-    shape.insert(shape.begin(), !first && x->dim() > 0 && x->size(0) == count - 1 ? count - 1 : count);
+    shape.insert(shape.begin(), !first && count > 1 && x->dim() > 0 && x->size(0) == count - 1 ? count - 1 : count);
     check_tensor(*x, name, shape, type, children_);
   }
   // What turn k has of a tensor, read in place; no data where it has none.

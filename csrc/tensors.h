@@ -156,6 +156,8 @@ struct VoteTensors {
     STD_TORCH_CHECK(
         w.kh >= 1 && w.kw >= 1 && w.sh >= 1 && w.sw >= 1 && w.ph >= 0 && w.pw >= 0 && w.dh >= 1 && w.dw >= 1,
         "fastcaps: window is not valid: ", text(window));
+    for (const int64_t number : window)
+      STD_TORCH_CHECK(number <= int64_t(1) << 31, "fastcaps: window has numbers above 2**31: ", text(window));
     STD_TORCH_CHECK(v.H >= 1 && v.W >= 1 && v.N >= 1 && v.C >= 1 && v.D >= 1 && v.G >= 1 && v.M >= 1 && v.E >= 1,
                     "fastcaps: children ", text(shape_of(children)), " and weight ",
                     weight ? text(shape_of(*weight)) : "None", " must not have empty dimensions but the batch");

@@ -35,10 +35,10 @@ __all__ = [
     "Call",
     "backend",
     "choose",
-    "cuda_facts",
     "forced",
     "listing",
     "native_capability",
+    "native_facts",
     "native_serves",
     "refusal",
     "refuse_unless_reference",
@@ -279,7 +279,10 @@ def _chosen(name: str | None, call: Call) -> str:
     if call.device.type == "cpu" and "FASTCAPS_CPU_CAPABILITY" in os.environ and _cpu_problem():
         raise BackendError(_cpu_problem())  # a level was asked for by name
     preferred = [one for one in NAMES if not (one == "triton" and _interprets())]  # the interpreter is slow: on demand
-    return next(one for one in preferred if refusal(one, call) is None)
+    for one in preferred:
+        if refusal(one, call) is None:
+            return one
+    raise TypeError(f"children must be a floating-point tensor, got {call.dtype}")
 
 
 def choose(call: Call) -> str:
@@ -317,16 +320,21 @@ def takes_turns(name: str, call: Call, routing: Any, arguments: Sequence[Any]) -
     if turns == 1:
         return True
     votes = Votes(*arguments[:6])
-    facts = cuda_facts(call, votes, turns, routing.first(given)[0] is not None)
+    facts = native_facts(call, votes, turns, routing.first(given)[0] is not None)
     return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
 
 
-def cuda_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward: bool = False) -> Any:
-    """Return what the CUDA library wants to know of a call besides its sizes (csrc/cuda), as an array of C."""
-    machine: Any = torch.cuda.get_device_properties(call.device)
+def native_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward: bool = False, own: int = 0) -> Any:
+    """Return what a native library wants to know of a call besides its sizes (csrc), as an array of C.
+
+    ``own``: the numbers of bias and betas, whose gradients every part of a backward on the CPU has a copy of.
+    """
     bias = 0 if votes.bias is None else 1 if votes.bias.shape[0] == 1 else 2
     element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(call.dtype)
-    limits = (machine.multi_processor_count, machine.shared_memory_per_block_optin)
+    limits = (own, 0)
+    if call.device.type == "cuda":
+        machine: Any = torch.cuda.get_device_properties(call.device)
+        limits = (machine.multi_processor_count, machine.shared_memory_per_block_optin)
     facts = (int(backward), element, bias, int(has_state), turns, call.options, *limits)
     return (ctypes.c_int64 * len(facts))(*facts)
 

@@ -143,11 +143,11 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
     return copied
 
 
-def tell(routing: Routing, votes: Votes, turns: int) -> None:
+def tell(routing: Routing, votes: Votes, given: Any) -> None:
     """Tell :func:`explain`, if it listens in this thread, of a call of an op."""
     found = _told.get()
     if found is not None:
-        found.append(_explain_op(routing, votes, turns))
+        found.append(_explain_op(routing, votes, given))
 
 
 def tell_library(votes: Votes) -> None:
@@ -186,8 +186,8 @@ def _call_of(stem: str, votes: Votes) -> backends.Call:
     return call._replace(dtype=autocast_dtype(call.device.type) or call.dtype)
 
 
-def _explain_op(routing: Routing, votes: Votes, turns: int) -> Explanation:
-    call = _call_of(routing.stem, votes)
+def _explain_op(routing: Routing, votes: Votes, given: Any) -> Explanation:
+    call, turns = _call_of(routing.stem, votes), routing.turns(given)
     described = _describe(votes, call) + (f", {turns} turns" if turns > 1 else "")
     refusals = {name: backends.refusal(name, call) for name in backends.NAMES}
     chosen = backends.forced()
@@ -197,21 +197,20 @@ def _explain_op(routing: Routing, votes: Votes, turns: int) -> Explanation:
     how = "forced" if chosen else next(entry.detail for entry in backends.listing() if entry.name == runs)
     after = f"{chosen!r} is forced" if chosen else f"{runs} comes first"
     reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
-    forward, backward = (_schedule(runs, call, votes, turns, half) for half in (False, True))
+    own = sum(table.numel() for table in (votes.bias, *routing.tables(given)) if table is not None)
+    facts = (turns, routing.first(given)[0] is not None)
+    forward, backward = (_schedule(runs, call, votes, (*facts, half, own)) for half in (False, True))
     return Explanation(runs, how, reasons, forward, backward, described)
 
 
-def _schedule(name: str, call: backends.Call, votes: Votes, turns: int, backward: bool) -> str:
-    """Return what a backend says of its kernel and schedule, in one line."""
-    if name == "cpu":
-        how = (int(backward), int(call.dtype == torch.float64))
-        return libraries.library("cpu").ask("fastcaps_cpu_schedule", call.stem, votes.sizes_in_c(), *how) or ""
-    if name == "cuda":
-        facts = backends.cuda_facts(call, votes, turns, True, backward)
-        told = libraries.library("cuda").ask("fastcaps_cuda_schedule", call.stem, votes.sizes_in_c(), facts) or ""
+def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bool, bool, int]) -> str:
+    """Return what a backend says of its kernel and schedule, in one line. ``facts``: turns, start, backward, own."""
+    if name in ("cpu", "cuda"):
+        asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))
+        told = libraries.library(name).ask(f"fastcaps_{name}_schedule", *asked) or ""
         return told.split("text=")[-1]
     if name == "triton":
-        return str(backends.triton_kernels(call.stem).schedule_call(votes, call, backward))
+        return str(backends.triton_kernels(call.stem).schedule_call(votes, call, facts[2]))
     return ""
 
 

@@ -251,6 +251,7 @@ class Votes(NamedTuple):
         TypeError, ValueError
             Naming the argument, what came and what is wanted.
         """
+        parents = None if parents is None else check_count("parents", parents)
         many = once(_check, (children, weight, bias, gate), window, parents, gate_name)
         return cls.unchecked(children, weight, bias, gate, window, many)
 
@@ -292,14 +293,14 @@ def once(check: Callable[..., int], tensors: Sequence[Any], *settings: Any) -> i
     A check may ask for the tensors' shapes, dtypes, devices and layouts, for the settings and for autocast.
     """
     key: Any = None
-    if not is_tracing():  # a compiler would guard every entry
+    if not (is_tracing() or torch._C._is_tracing()):  # a compiler would guard every entry
         try:
-            kinds = [t if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors]
+            kinds = [t if t is None else (type(t), t.shape, t.dtype, t.device, t.layout) for t in tensors]
             key = (check, *settings, autocast_dtype(tensors[0].device.type), *kinds)
             found = _found_right.get(key)
             if found is not None:
                 return found
-        except (AttributeError, TypeError):  # not a tensor, or a setting of a wrong kind: the check will say so
+        except (AttributeError, TypeError, RuntimeError):  # not a tensor, or a setting of a wrong kind: checks say so
             key = None
     found = check(tensors, *settings)
     if key is not None and len(_found_right) < 4096:

@@ -97,7 +97,7 @@ def serve(
         monkeypatch.setattr(torch.ops, "fastcaps_cuda", SimpleNamespace(**overloads), raising=False)
         library = SimpleNamespace(ask=lambda function, *_: refusal() if function.endswith("routing_refusal") else None)
         monkeypatch.setattr(libraries, "library", lambda _: library)
-        monkeypatch.setattr(backends, "cuda_facts", lambda *_: None)
+        monkeypatch.setattr(backends, "native_facts", lambda *_: None)
     monkeypatch.setattr(backends, "triton_kernels", lambda _: SimpleNamespace(**functions))
     monkeypatch.setattr(backends, "choose", lambda _: name)
     monkeypatch.setattr(backends, "sums_turns", lambda _: False)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import features
 import numpy as np
@@ -234,6 +235,20 @@ def test_numpy_numbers_are_numbers() -> None:
     for wrong in (np.float64(2), np.bool_(True)):
         with pytest.raises(TypeError, match="iterations must be an int"):
             call({**good, "iterations": wrong})
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "1"], ids=repr)
+def test_a_right_call_does_not_let_a_wrong_one_pass(wrong: object) -> None:
+    """What was found right is remembered: a setting that equals it is not, nor is what looks like a tensor."""
+    children = torch.randn(2, 4, 1, 3)
+    assert functional.routing_pool(children, parents=1).shape == (2, 1, 1, 3)
+    with pytest.raises(TypeError, match="parents must be an int >= 1, got"):
+        functional.routing_pool(children, parents=wrong)  # type: ignore[arg-type]
+    look_alike = SimpleNamespace(
+        shape=children.shape, dtype=torch.float32, device=children.device, layout=torch.strided
+    )
+    with pytest.raises(TypeError, match=r"children must be a torch\.Tensor, got SimpleNamespace"):
+        functional.routing_pool(look_alike, parents=1)  # type: ignore[arg-type]
 
 
 def test_the_largest_numbers_of_a_window_overflow_nothing() -> None:

@@ -15,7 +15,8 @@ from registry import ROUTINGS, Routing, votes_of
 from suite import every_routing, native_only
 
 import fastcaps
-from fastcaps import libraries
+from fastcaps import backends, libraries
+from fastcaps.backends import Call
 
 KERNELS = Path(fastcaps.__file__).parents[1] / "csrc" / "cpu" / "kernels.h"
 SENTENCE = re.compile(
@@ -30,13 +31,8 @@ def schedules(routing: Routing) -> list[tuple[bool, torch.dtype, str, re.Match[s
     for case in routing.cases:
         votes = votes_of(routing.call(case).given)
         for backward in (False, True):
-            told = ask(
-                "fastcaps_cpu_schedule",
-                routing.stem,
-                votes.sizes_in_c(),
-                int(backward),
-                int(case.dtype == torch.float64),
-            )
+            facts = backends.native_facts(Call.of(routing.stem, votes), votes, case.turns, case.start, backward)
+            told = ask("fastcaps_cpu_schedule", routing.stem, votes.sizes_in_c(), facts)
             assert told is not None
             match = SENTENCE.match(told)
             assert match is not None, told
@@ -50,12 +46,15 @@ def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
     met: dict[tuple[str, bool], set[str]] = defaultdict(set)
     for backward, dtype, weights, how in schedules(routing):
         kind = "double" if dtype == torch.float64 else "float"
-        folded = "folded" in (how["how"] or "")
-        votes = "folded" if folded else "twice" if how["how"] else "kept"
+        said = how["how"] or ""
+        votes = "folded" if "folded" in said else "twice" if "twice" in said else "kept"
+        if "stay" in said:
+            met["stay", backward].add(how["lanes"])
         met["lanes", backward].add(f"{kind} {how['lanes']} {weights}")
         met["votes", backward].add(f"{kind} {how['lanes']} {votes}")
         met["rows", backward].add(f"{kind} {'one' if how['rows'] == '1' else 'several'}")
         met["ranges", backward].add("several" if how["ranges"] else "one")
+    assert met["stay", False] == {"positions", "children"} and not met["stay", True]
     for backward in (False, True):
         both = [f"{kind} {lanes}" for kind in ("float", "double") for lanes in ("positions", "children")]
         assert met["lanes", backward] >= {f"{one} {weights}" for one in both for weights in ("own", "shared")}

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from features import BY_NAME, ROUTINGS, WINDOWS, Routing
+from suite import native_only
 
 from fastcaps import Window, backend
 from fastcaps.functional import dynamic_routing, inverted_attention_routing, routing_pool
@@ -163,3 +164,20 @@ def test_such_windows_are_right_in_every_dtype() -> None:
         window = Window((3, 1), (3, 3), (5, 2), (2, 2))
         found = inverted_attention_routing(children, weight, window=window, normalize=False)
         assert found.shape == (2, 3, 4, 2, 2, 2) and math.isclose(found.abs().sum().item(), 0.0)
+
+
+@native_only
+@pytest.mark.parametrize("number", [0.0, 1e-30, 1e30, math.nan])
+def test_an_odd_vote_changes_no_bit_of_other_samples(number: float) -> None:
+    """Samples share the lanes of a vector; a vote whose square leaves the range of float32 is measured apart."""
+    weight, children = torch.randn(6, 3, 4, 4), torch.randn(16, 6, 4, 4)
+    found = []
+    for odd in (False, True):
+        given = children.clone()
+        if odd:
+            given[0, 2] = number
+        given.requires_grad_()
+        routed = routing_pool(given, weight=weight, sharpness=1.5)
+        (gradient,) = torch.autograd.grad(routed.square().sum(), given)
+        found.append((routed[1:], gradient[1:]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -16,6 +16,7 @@ from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number
 from torch import Tensor, func
 from torch.utils.checkpoint import checkpoint
 
+import fastcaps
 from fastcaps import Window
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
@@ -258,3 +259,17 @@ def test_saved_tensor_hooks_see_each_tensor_once(routing: Routing) -> None:
         loss = number(routing.ours(leaves))
     loss.backward()
     assert len(unpacked) == len(set(unpacked))
+
+
+def test_an_ensemble_of_primary_capsules() -> None:
+    """The recipe of torch.func for several models at once: their parameters stacked, and vmap over them."""
+    models = [fastcaps.PrimaryCapsules(3, 4, 8, kernel_size=3, activations=True) for _ in range(3)]
+    features = torch.randn(2, 3, 6, 5)
+
+    def run(state: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Any:
+        return func.functional_call(models[0], state, (features,))
+
+    for found, wanted in zip(
+        func.vmap(run)(func.stack_module_state(models)), zip(*(m(features) for m in models), strict=True), strict=True
+    ):
+        torch.testing.assert_close(found, torch.stack(wanted))

@@ -14,8 +14,7 @@ FASTCAPS_FORMULA X distance(X from_mean, Y p) {
   return p * from_mean * from_mean;
 }
 
-// ---- moments about a base near the votes: the running mean, and the squares about it (West 1979)
-// ---------------------
+// ---- moments about a base near the votes: the running mean, and the squares about it (West 1979) ----
 
 // A vote joins: `moved` is w / n with the vote counted, `counts` is the n before times that. The mean may be a sum of
 // another kind, which loses less.
@@ -43,8 +42,7 @@ FASTCAPS_FORMULA void finish(X base, X n, X eps, X one, X& mean, X& square) {
   square = n == 0 ? X{} : (square + n * short_of * short_of) * one;
 }
 
-// ---- between turns
-// -----------------------------------------------------------------------------------------------------
+// ---- between turns ----
 
 // EM (Hinton et al. 2018): how much it pays to be active, before the sigmoid.
 template <class X>
@@ -52,8 +50,8 @@ FASTCAPS_FORMULA X em_score(Scalar<X> heat, Scalar<X> beta_a, Scalar<X> cost, X 
   return heat * (beta_a - (cost + log_sigma) * n);
 }
 
-// ---- backward: d = V - means, u = (dmeans - 2 rest s) / N, s = dvariances / N, N = n + eps
-// --------------------------------
+// ---- backward ----
+// d = V - means, u = (dmeans - 2 rest s) / N, s = dvariances / N, N = n + eps
 
 // A number's part of  t = dL/dw.
 template <class X, class Y>

@@ -105,7 +105,7 @@ struct BackwardCall {
   Schedule schedule{};
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
-  Parts dweight{};            // cut.weight_parts of [G, M, D, E], zeroed unless G = I
+  Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
   Parts dbias{};              // of every item, zeroed
   void* state = nullptr;      // [rows, turns, numbers]: the parents and their gradients, made by backward_prepare
   void* partial = nullptr;    // [chunks, rows, numbers]: the parents' gradients of each item, of a single turn

@@ -1,4 +1,4 @@
-/* Which instruction set the CPU kernels use. C interface: the introspection module reads it too. */
+/* What the CPU library tells of itself. C interface: the introspection module reads it too. */
 #pragma once
 
 #include <stdint.h>
@@ -22,9 +22,10 @@ FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
 FASTCAPS_EXPORT const char* fastcaps_ops(void);
 
 /* One line for people: how a call of a routing ("attention", "pooling", "gaussian") would be cut up, and by which
-   kernel. `numbers`: B H W N C D Ho Wo M E G and the window's 8. The text lives until the thread's next call. */
-FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_t* numbers, int64_t backward,
-                                                  int64_t wide);
+   kernel. `sizes`: B H W N C D Ho Wo M E G and the window's 8. `facts`, as for the CUDA library: backward or not, the
+   children's Storage, the bias (0 none, 1 one for all children, 2 one each), whether there are parents to start from,
+   turns, nothing here, and how many numbers bias and betas have. The text lives until the thread's next call. */
+FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_t* sizes, const int64_t* facts);
 
 #ifdef __cplusplus
 }

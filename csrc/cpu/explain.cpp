@@ -8,13 +8,23 @@
 namespace fastcaps {
 namespace {
 
-// `with` has a query, or whatever parents its pass has: how many numbers they are is all that counts here.
+// What a schedule depends on besides the sizes of the votes.
+struct Facts {
+  bool backward, is_double, has_state;
+  int64_t turns, own;
+};
+
+// `with` has parents where the call starts from some: how many numbers they are is all that counts here. A backward of
+// several turns is told of as it comes last, where what is summed over turns is made in one.
 template <class Operands>
-std::string describe(const Votes& in, bool backward, bool is_double, const Operands& with) {
+std::string describe(const Votes& in, const Facts& facts, const Operands& with) {
+  const bool is_double = facts.is_double;
   ForwardCall<Operands> call{in, with};
-  BackwardCall<Operands> back{in, {with}};
+  call.total = facts.turns;
+  const BackwardCall<Operands> back{in, std::vector<Operands>(size_t(facts.turns), with)};
+  const bool dparents = facts.turns == 1 && facts.has_state;
   const Schedule schedule = call.schedule =
-      backward ? schedule_of(back, is_double, true) : schedule_of(call, is_double);
+      facts.backward ? schedule_of(back, is_double, dparents, facts.own) : schedule_of(call, is_double);
   const Kernels<Operands>& table = kernels<Operands>(in, is_double);
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(in.C) + "x" + n(columns); };
@@ -25,6 +35,7 @@ std::string describe(const Votes& in, bool backward, bool is_double, const Opera
       n(schedule.block_rows) + (schedule.child_lanes ? " positions x " : " vectors x ") + n(schedule.block_children);
   text += (schedule.child_lanes ? " vectors at a time, " : " children at a time, ") + n(schedule.items()) + " items";
   if (schedule.chunks > 1) text += " (" + n(schedule.chunks) + " ranges of children)";
+  if (schedule.stay) text += ", children stay from turn to turn";
   if (schedule.folded) return text + ", weights folded into the parents";
   return text + (schedule.keep_votes ? "" : ", votes made twice");
 }
@@ -32,7 +43,7 @@ std::string describe(const Votes& in, bool backward, bool is_double, const Opera
 }  // namespace
 }  // namespace fastcaps
 
-extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n, int64_t backward, int64_t is_double) {
+extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n, const int64_t* facts) {
   using namespace fastcaps;
   static thread_local std::string text;
   Votes in{n[0],
@@ -49,14 +60,17 @@ extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n,
            std::max<int64_t>(n[10], 1),
            {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
   if (n[10] > 0) in.weight = &in;  // some weights
-  const View some{&in, {}};
+  if (facts[2] > 0) in.bias = &in;
+  if (facts[2] > 1) in.bias_stride_i = in.parents_size();
+  const Facts of_call{facts[0] != 0, Storage(facts[1]) == Storage::kFloat64, facts[3] != 0, facts[4], facts[6]};
+  const View some{of_call.has_state ? &in : nullptr, {}};
   const std::string pass = stem;
   Attention attention;
   Pooling pooling;
   Gaussian gaussian;
   attention.query = pooling.query = gaussian.mean = some;
-  text = pass == "attention" ? describe(in, backward, is_double, attention)
-         : pass == "pooling" ? describe(in, backward, is_double, pooling)
-                             : describe(in, backward, is_double, gaussian);
+  text = pass == "attention" ? describe(in, of_call, attention)
+         : pass == "pooling" ? describe(in, of_call, pooling)
+                             : describe(in, of_call, gaussian);
   return text.c_str();
 }

@@ -25,20 +25,25 @@ struct UnitKey {
     constexpr bool kDouble = sizeof(T) == 8;
     constexpr T kLeast = T(kDouble ? 1e-280 : 1e-28), kMost = T(kDouble ? 1e300 : 1e36);
     V unit = broadcast(T(1));
-    if (__builtin_expect(!all((square > kLeast) & (square < kMost)), false)) {
+    const auto within = (square > kLeast) & (square < kMost);
+    if (__builtin_expect(!all(within), false)) {
       V largest{};
       each_vote([&](int, V v) FASTCAPS_LAMBDA {
         const V size = v < 0 ? -v : v;
         largest = size > largest ? size : largest;
       });
-      const V one = unit;
-      unit = largest == 0 ? one : (largest - largest) == 0 ? largest : one;
-      dot = square = V{};
-      each_vote([&](int k, V v) FASTCAPS_LAMBDA {
-        const V scaled = v / unit;
-        dot += q[k] * scaled;
-        square += scaled * scaled;
-      });
+      const auto good = within | (largest == 0) | ((largest - largest) != 0);  // idle lanes and broken ones too
+      if (!all(good)) {  // a lane's numbers depend on no other lane
+        unit = good ? unit : largest;
+        V dots{}, squares{};
+        each_vote([&](int k, V v) FASTCAPS_LAMBDA {
+          const V scaled = v / unit;
+          dots += q[k] * scaled;
+          squares += scaled * scaled;
+        });
+        dot = good ? dot : dots;
+        square = good ? square : squares;
+      }
     }
     inverse = pooling::inverse_length(square);
     cosine = dot * inverse;

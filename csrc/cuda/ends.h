@@ -8,8 +8,6 @@
 
 namespace fastcaps::gpu {
 
-constexpr int kLargestPose = 512;  // numbers of a parent: 16 in each of 32 lanes
-
 struct EndArgs : ParentArgs {
   int lanes;      // of a parent: a power of two
   int64_t count;  // parents in all: B * Ho * Wo * M

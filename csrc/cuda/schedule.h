@@ -38,8 +38,8 @@ struct Task {
   Pass pass = Pass::kAttention;
   bool backward = false;
   bool tensor = false;  // products may be rounded to tf32
-  bool ordered =
-      false;  // backward: gradients must not be added to by many blocks at once, at the price of fewer blocks
+  // Backward: gradients must not be added to by many blocks at once, at the price of fewer blocks.
+  bool ordered = false;
   bool identity = false;  // votes are the children: there are no weights
   bool whole = false;     // children must not be split over blocks
 };

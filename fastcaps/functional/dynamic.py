@@ -117,6 +117,7 @@ def dynamic_routing(
         votes = _with_leak(votes)
     eps = check_eps(eps)
     results: Any
+    turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
     if prior is not None or eps > 0:
         if prior is not None:
             check_table("prior", prior, children, [(votes.seen, 1), (many,)], "I or 1, M", votes.autocasts)
@@ -124,16 +125,11 @@ def dynamic_routing(
                 raise ValueError("leaky must be False with a prior: the prior has no column for the leak")
         results = _turn_by_turn(votes, prior, iterations, eps, compete, detach, return_coefficients)
     elif compete == "parents":
-        turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
         results = ops.attention_routing(votes, None, None, None, 1.0, 0.0, *turns)
     else:
-        turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
         results = ops.pooling_routing(votes, None, 1.0, False, *turns)
-    poses, shares = results[0], results[-1]
-    if leaky:
-        poses, shares = poses[:, :, :, :many], shares[..., :many]
-    routed = from_op(poses, window)
-    return Routed(routed, shares_from_op(shares, window)) if return_coefficients else routed
+    routed = from_op(results[0][:, :, :, :many] if leaky else results[0], window)
+    return Routed(routed, shares_from_op(results[-1][..., :many], window)) if return_coefficients else routed
 
 
 def _turn_by_turn(

@@ -127,7 +127,7 @@ class PrimaryCapsules(nn.Module):
             raise ValueError(
                 f"features {shape_of(features)} are smaller than the window of kernel_size {self.conv.kernel_size}"
             )
-        features = features.contiguous(memory_format=torch.channels_last)
+        features = features.movedim(1, -1).contiguous().movedim(-1, 1)  # channels last, in words that vmap knows
         stored = self.conv(features).permute(0, 2, 3, 1)  # [B, H, W, N*d]; contiguous unless the convolution chose not
         poses = stored.contiguous().unflatten(-1, (self.capsules, self.dim)).permute(0, 3, 1, 2, 4)
         if self.norm is not None:

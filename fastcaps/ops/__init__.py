@@ -13,9 +13,10 @@ Coefficients, if asked for, are B * L * I * M numbers; some 16 MB (attention), o
 them. Besides, the CPU kernels use
 
 ``attention_routing``: partial sums where positions are too few to keep the threads busy, all together a 64th of what
-the votes would take (but 1 to 32 MiB), and about 0.5 MiB for each thread (the parents and votes of one block; with very
-many parents, the parents of 16 positions a few times). ``pooling_routing`` and ``gaussian_routing``: the same; what a
-range of children leaves is one parents and two numbers for each parent, or two parents and as many numbers.
+the votes would take (but 1 to 32 MiB), and 0.5 to 1.5 MiB for each thread (the parents and votes of one block, or the
+children of a row where they stay for all turns; with very many parents, the parents of 16 positions a few times).
+``pooling_routing`` and ``gaussian_routing``: the same; what a range of children leaves is one parents and two numbers
+for each parent, or two parents and as many numbers.
 
 ``attention_routing_backward``: two parents a turn (the query and dL/dS, turned to lanes), one parents more for each
 range of children and one ``dweight`` and ``dbias`` for each group of samples that the call is cut into (kept small by

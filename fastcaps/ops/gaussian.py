@@ -55,6 +55,9 @@ class Gaussian(Routing):
     def turns(self, given: Any) -> int:
         return len(given.schedule)
 
+    def tables(self, given: Any) -> tuple[Tensor | None, ...]:
+        return () if given.rule == Rule.EM else (given.beta_use, given.beta_ignore)
+
     def first(self, given: Any) -> tuple[Any, ...]:
         return given.mean, given.variance, given.log_weight
 
@@ -128,8 +131,8 @@ class Gaussian(Routing):
         own = (*state, *betas, counts, means, narrow, given.eps)
 
         def ask(turn: int | None, bits: int = 0) -> Sequence[Tensor]:
-            of_turn = heads if turn is None else heads[:1]
-            return reverse.ask(turn, [_stacked(kind) for kind in zip(*of_turn, strict=True)], votes, own, bits)
+            wanted = heads if turn is None else heads[:1]
+            return reverse.ask(turn, [_stacked(kind) for kind in zip(*wanted, strict=True)], votes, own, bits)
 
         for turn in range(-1, -turns - 1, -1):
             heat = d_counts = None

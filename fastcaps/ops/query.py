@@ -128,7 +128,7 @@ class Steps:
         # 1 / f: where that is infinite, nothing is left
         self.divisor = size + size.reciprocal() if squashes else size.masked_fill(zero, torch.inf)
         self.bend = 2 / (1 + size.square()) - 1 if squashes else -1.0
-        self.vectors = self.direction / self.divisor if squashes else self.direction
+        self.vectors = self.direction * (size / self.divisor) if squashes else self.direction
 
     def backward(self, grad: Tensor, turn: int) -> Tensor:
         """Return dL/ds of a turn from dL/dv."""

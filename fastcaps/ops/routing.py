@@ -34,7 +34,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 Gradients = Sequence[Tensor | None]
 
 
-_PLAIN = {type(None), Tensor, torch.nn.Parameter}
+_PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
 
 
 def _is_watched(children: Tensor) -> bool:
@@ -89,6 +89,8 @@ class Routing(ABC):
         How many sums over the votes a turn leaves.
     wide
         The names of tensors that are in the accumulation dtype of the children.
+    stacked
+        The names of what the backward takes after the votes that has a leading dimension of turns.
     """
 
     stem: str
@@ -101,6 +103,7 @@ class Routing(ABC):
     gradients: str
     moments = 1
     wide: frozenset[str] = frozenset()
+    stacked: frozenset[str]
 
     # ---- what a routing says of itself -------------------------------------------------------------------------------
 
@@ -142,6 +145,10 @@ class Routing(ABC):
         the other, ``given.needed`` names the gradients that are wanted.
         """
 
+    def tables(self, given: Any) -> tuple[Tensor | None, ...]:
+        """Return the tables, one number for each child and parent, of which a backward makes gradients."""
+        return ()
+
     @abstractmethod
     def check(self, votes: Votes, given: Any) -> None:
         """Raise unless what the op takes besides its votes fits them: kernels in Python would broadcast in silence."""
@@ -182,7 +189,7 @@ class Routing(ABC):
             LIBRARY.impl(name, run, "CompositeExplicitAutograd")
             torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
         torch.library.register_autograd(
-            f"fastcaps::{self.name}", self.differentiate, setup_context=self._setup, lib=LIBRARY
+            f"fastcaps::{self.name}", self.differentiate, setup_context=self.save, lib=LIBRARY
         )
         register_decomposition(self.op)(self.by_reference)  # which an ONNX export takes
         register_decomposition(self.op, type="meta")(self.fake)  # else fakes of free sizes would run the formulas
@@ -289,15 +296,11 @@ class Routing(ABC):
         heads = arguments[: self.heads]
         votes, own = Votes(*arguments[self.heads : self.heads + _COUNT]), arguments[self.heads + _COUNT :]
         turns = len(next(head for head in heads if head is not None))
-        stacked = {
-            k
-            for k, name in enumerate(self.backward_names[self.heads + _COUNT :])
-            if name in self.stacked and own[k] is not None
-        }
+        *own, needs = own
         total: Any = None
         for turn in range(-turns, 0):  # counted from the last, which every stack has
-            part = [of_turn(x, turn) if k in stacked else x for k, x in enumerate(own)]
-            found = backward(*(of_turn(head, turn) for head in heads), votes, *part)
+            part = [of_turn(x, turn) if stacked else x for x, stacked in zip(own, self.own_is_stacked, strict=True)]
+            found = backward(*(of_turn(head, turn) for head in heads), votes, *part, needs)
             total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
         return tuple(total)
 
@@ -315,13 +318,10 @@ class Routing(ABC):
         return turns * turn if self.first(given)[0] is not None else first + (turns - 1) * turn
 
     def _backward_flops(self, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
-        """Return the same of a backward: votes made again, agreement, two dot products and two sums of each."""
+        """Return the same of a backward: votes made again, agreement, gain, and the two terms of dV; not that of dQ."""
         votes, one = _flops(shapes[self.heads :])
         turns, needs = next(head for head in shapes[: self.heads] if head is not None)[0], shapes[-1]
         return turns * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
-
-    stacked: frozenset[str] = frozenset()
-    """The names of what a backward takes after the votes that has a leading dimension of turns."""
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Routing(ABC):
         for k in self.tensors:  # one tensor without memory among others brings a call here
             if arguments[k] is not None and arguments[k].device != votes.children.device:
                 raise ValueError(f"{self.names[k]} must be on {votes.children.device}, got {arguments[k].device}")
-        explanation.tell(self, votes, self.turns(given))
+        explanation.tell(self, votes, given)
         wide = accumulation_dtype(votes.children.dtype)
         shape = (votes.children.shape[0], *votes.grid, votes.seen, votes.parents) if given.coefficients else (0,)
         return (*self.fakes(votes, given), votes.children.new_empty(shape, dtype=wide))
@@ -353,11 +353,9 @@ class Routing(ABC):
             return None
         return tensor.shape[1:] if name in self.stacked else tensor.shape
 
-    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        self.save(ctx, inputs, output)
-
-    def save(self, ctx: Any, arguments: Sequence[Any], results: Sequence[Tensor]) -> None:
+    def save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         """Keep in an autograd context what the backward will ask for."""
+        arguments, results = inputs, output  # torch calls them by name
         ctx.routing = self
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results[self.finals :] if x is not None))
