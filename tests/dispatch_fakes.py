@@ -10,7 +10,7 @@ import pytest
 import torch
 from registry import ROUTINGS, BackwardCall, Call, Routing
 
-from fastcaps import backends, libraries
+from fastcaps import backends, libraries, ops
 
 GPU = torch.device("cuda:0")
 POSE = (4, 4, 4)
@@ -93,8 +93,10 @@ def serve(
     functions = {routing.name: forward(routing) for routing in ROUTINGS}
     functions |= {f"{routing.name}_backward": backward(routing) for routing in ROUTINGS}
     if name == "cuda":
-        overloads = {function: SimpleNamespace(default=run) for function, run in functions.items()}
-        monkeypatch.setattr(torch.ops, "fastcaps_cuda", SimpleNamespace(**overloads), raising=False)
+        for routing in ROUTINGS:
+            border = getattr(ops, routing.name)
+            monkeypatch.setitem(border.native, "cuda", functions[routing.name])
+            monkeypatch.setitem(border.native_backward, "cuda", functions[f"{routing.name}_backward"])
         library = SimpleNamespace(ask=lambda function, *_: refusal() if function.endswith("routing_refusal") else None)
         monkeypatch.setattr(libraries, "library", lambda _: library)
         monkeypatch.setattr(backends, "native_facts", lambda *_: None)
