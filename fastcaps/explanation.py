@@ -207,8 +207,9 @@ def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bo
     """Return what a backend says of its kernel and schedule, in one line. ``facts``: turns, start, backward, own."""
     if name in ("cpu", "cuda"):
         asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))
-        told = libraries.library(name).ask(f"fastcaps_{name}_schedule", *asked) or ""
-        return told.split("text=")[-1]
+        ask = libraries.library(name).ask
+        told = ask("fastcaps_cpu_schedule", *asked) if name == "cpu" else ask("fastcaps_cuda_schedule", *asked)
+        return (told or "").split("text=")[-1]
     if name == "triton":
         return str(backends.triton_kernels(call.stem).schedule_call(votes, call, facts[2]))
     return ""

