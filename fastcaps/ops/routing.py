@@ -437,8 +437,8 @@ def _let_inductor_call(name: str) -> None:
     means for its own ops.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
-    if lowering is not None:
-        getattr(lowering, "FALLBACK_ALLOW_LIST", set()).add(name)
+    allowed: set[str] = getattr(lowering, "FALLBACK_ALLOW_LIST", set())
+    allowed.add(name)
 
 
 def _complete(found: tuple[Any, ...], children: Tensor) -> tuple[Tensor, ...]:
