@@ -335,7 +335,7 @@ struct GaussianBackward {
     }
     T sum{};
     add_lanes<T>(&narrow, 1, &sum);
-    return !(sum <= 0);  // a broken lane hides what the others hold
+    return sum > 0;
   }
 
   // A variance that is less of its squared mean than this.
