@@ -124,11 +124,7 @@ class Turns {
   // What turn k has of a tensor, read in place; no data where it has none.
   View view(const MaybeTensor& x, int64_t k) const {
     const int64_t which = x ? k - (count - x->size(0)) : -1;
-    if (which < 0) return {};
-    View view;
-    view.data = static_cast<const char*>(x->const_data_ptr()) + which * x->stride(0) * int64_t(x->element_size());
-    for (int64_t d = 1; d < x->dim(); ++d) view.stride[d - 1] = x->stride(d);
-    return view;
+    return which < 0 ? View{} : view_of(*x, children_.dim() == 4, which);
   }
   // The same as a tensor; nothing where it has none.
   MaybeTensor at(const MaybeTensor& x, int64_t k) const {

@@ -56,6 +56,7 @@ struct Given {
   ScalarType storage, compute;
   bool is_double;
   Tensor children;
+  Shape gate_shape;
   MaybeTensor weight, bias;  // in the compute type, contiguous: kept alive here
   bool has_gate;             // of an empty batch, whose memory is null, too
 
@@ -65,6 +66,7 @@ struct Given {
         compute(accumulation_type(tensors.children)),
         is_double(storage == ScalarType::Double),
         children(tensors.children),
+        gate_shape(tensors.gate_shape()),
         has_gate(tensors.gate.has_value()) {
     STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
     if (tensors.weight) votes.weight = dense(*tensors.weight, weight);
@@ -81,7 +83,7 @@ struct Given {
   View view(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
     if (!x) return {};
     check_tensor(*x, name, shape, type, children);
-    return view_of(*x);
+    return view_of(*x, votes.is_set);
   }
   const void* table(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type,
                     MaybeTensor& kept) const {
@@ -176,9 +178,8 @@ Gradients run_backward(const Given& given, BackwardCall<Operands>& call, int64_t
   const Kernels<Operands>& table = kernels<Operands>(in, given.is_double);
   const int64_t lanes = lanes_of(table, given.is_double);
   const bool dbias = needs & kBias && given.bias;
-  const MaybeTensor children =
-      given.maybe(needs & kChildren, {in.B, in.H, in.W, in.N, in.C, in.D}, call.dchildren, true);
-  const MaybeTensor gate = given.maybe(needs & kGate && given.has_gate, {in.B, in.H, in.W, in.N}, call.dgate, true);
+  const MaybeTensor children = given.maybe(needs & kChildren, shape_of(given.children), call.dchildren, true);
+  const MaybeTensor gate = given.maybe(needs & kGate && given.has_gate, given.gate_shape, call.dgate, true);
   const Partial weights = given.partial(needs & kWeight && given.weight, call.schedule.weight_parts,
                                         {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
   const Partial biases = given.partial(dbias, call.schedule.items(), dbias ? shape_of(*given.bias) : Shape{});

@@ -81,10 +81,13 @@ inline ScalarType accumulation_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline View view_of(const Tensor& x) {
+// A tensor that has positions, read as a grid's, [B, H, W, ...]; `turn`: of a stack of turns, that one.
+inline View view_of(const Tensor& x, bool is_set, int64_t turn = -1) {
   View view;
-  view.data = x.const_data_ptr();
-  for (int64_t k = 0; k < x.dim(); ++k) view.stride[k] = x.stride(k);
+  const int64_t first = turn >= 0 ? 1 : 0;  // the dimension of the batch
+  const int64_t begin = first ? turn * x.stride(0) * int64_t(x.element_size()) : 0;
+  view.data = static_cast<const char*>(x.const_data_ptr()) + begin;
+  for (int64_t k = first; k < x.dim(); ++k) view.stride[k - first + (is_set && k > first ? 2 : 0)] = x.stride(k);
   return view;
 }
 
@@ -112,6 +115,7 @@ inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType ty
 // One pose or one number for every parent at every position; of every turn where there are turns.
 inline Shape poses_shape(const Votes& votes, int64_t turns = 0) {
   Shape shape = {votes.B, votes.Ho, votes.Wo, votes.M, votes.C, votes.E};
+  if (votes.is_set) shape = {votes.B, votes.M, votes.C, votes.E};
   if (turns > 0) shape.insert(shape.begin(), turns);
   return shape;
 }
@@ -123,11 +127,17 @@ inline Shape numbers_shape(const Votes& votes, int64_t turns = 0) {
 
 // The six arguments with which every op begins.
 struct VoteTensors {
-  Tensor children;           // [B, H, W, N, C, D]
+  Tensor children;           // [B, H, W, N, C, D] or, of a set, [B, I, C, D]
   MaybeTensor weight, bias;  // [G, M, D, E], [I or 1, M or 1, C, E]
-  MaybeTensor gate;          // [B, H, W, N]
+  MaybeTensor gate;          // [B, H, W, N], [B, I]
   int64_t parents;
   Shape window;  // kh, kw, sh, sw, ph, pw, dh, dw
+
+  Shape gate_shape() const {
+    Shape shape = shape_of(children);
+    shape.resize(shape.size() - 2);
+    return shape;
+  }
 
   // A table with a row for every child or one for all, and a column for every parent or one for all.
   void check_table(const Tensor& x, const char* name, const Votes& votes, ScalarType type, Shape more = {}) const {
@@ -140,16 +150,18 @@ struct VoteTensors {
   // Everything is checked here; the Python layer says what is wrong in the user's own terms, this says it for direct
   // calls of the ops. `weight` and `bias` are left to the backend, which may want them in another type.
   Votes check() const {
-    STD_TORCH_CHECK(children.dim() == 6, "fastcaps: children must be [B, H, W, N, C, D], got ",
-                    text(shape_of(children)));
+    const bool is_set = children.dim() == 4;
+    STD_TORCH_CHECK(is_set || children.dim() == 6,
+                    "fastcaps: children must be [B, H, W, N, C, D] or [B, I, C, D], got ", text(shape_of(children)));
     STD_TORCH_CHECK(!weight || weight->dim() == 4, "fastcaps: weight must be [G, M, D, E], got ",
                     text(weight ? shape_of(*weight) : Shape{}));
     STD_TORCH_CHECK(!weight || weight->size(1) == parents, "fastcaps: weight is not for ", parents,
                     " parents: ", text(weight ? shape_of(*weight) : Shape{}));
     STD_TORCH_CHECK(window.size() == 8, "fastcaps: window must be [kh, kw, sh, sw, ph, pw, dh, dw]");
     Votes v{};
-    v.B = children.size(0), v.H = children.size(1), v.W = children.size(2), v.N = children.size(3);
-    v.C = children.size(4), v.D = children.size(5);
+    v.is_set = is_set;
+    v.B = children.size(0), v.H = is_set ? 1 : children.size(1), v.W = is_set ? 1 : children.size(2);
+    v.N = children.size(is_set ? 1 : 3), v.C = children.size(is_set ? 2 : 4), v.D = children.size(is_set ? 3 : 5);
     v.G = weight ? weight->size(0) : 1, v.M = parents, v.E = weight ? weight->size(3) : v.D;
     v.window = {window[0], window[1], window[2], window[3], window[4], window[5], window[6], window[7]};
     const Window& w = v.window;
@@ -158,6 +170,7 @@ struct VoteTensors {
         "fastcaps: window is not valid: ", text(window));
     for (const int64_t number : window)
       STD_TORCH_CHECK(number <= int64_t(1) << 31, "fastcaps: window has numbers above 2**31: ", text(window));
+    STD_TORCH_CHECK(!is_set || w.is_of_set(), "fastcaps: window must be 1 x 1 for a set, got ", text(window));
     STD_TORCH_CHECK(v.H >= 1 && v.W >= 1 && v.N >= 1 && v.C >= 1 && v.D >= 1 && v.G >= 1 && v.M >= 1 && v.E >= 1,
                     "fastcaps: children ", text(shape_of(children)), " and weight ",
                     weight ? text(shape_of(*weight)) : "None", " must not have empty dimensions but the batch");
@@ -168,11 +181,11 @@ struct VoteTensors {
     STD_TORCH_CHECK(v.I % v.G == 0, "fastcaps: weight has ", v.G, " groups, which do not divide ", v.I, " children");
     const ScalarType type = children.scalar_type();
     v.storage = storage_of(children);
-    v.children = view_of(children);
+    v.children = view_of(children, is_set);
     if (weight) check_tensor(*weight, "weight", {v.G, v.M, v.D, v.E}, type, children);
     if (gate) {
-      check_tensor(*gate, "gate", {v.B, v.H, v.W, v.N}, type, children);
-      v.gate = view_of(*gate);
+      check_tensor(*gate, "gate", gate_shape(), type, children);
+      v.gate = view_of(*gate, is_set);
     }
     if (bias) {
       check_table(*bias, "bias", v, type, {v.C, v.E});

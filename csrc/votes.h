@@ -8,6 +8,10 @@ namespace fastcaps {
 // A window over the grid of children, as in a convolution. A set is a 1 x 1 grid under a 1 x 1 window.
 struct Window {
   int64_t kh, kw, sh, sw, ph, pw, dh, dw;
+
+  bool is_of_set() const {
+    return kh == 1 && kw == 1 && sh == 1 && sw == 1 && ph == 0 && pw == 0 && dh == 1 && dw == 1;
+  }
 };
 
 // A tensor of six dimensions at most, read in place: no copy, any strides (in elements, int64 throughout).
@@ -30,11 +34,13 @@ enum class Rule : int {
 };
 
 // Children [B, H, W, N, C, D] vote for M parents [B, Ho, Wo, M, C, E], each position's window seeing I = kh kw N of
-// them, child i = (ky kw + kx) N + n:  V = P W[i mod G, m] + bias[i, m].
+// them, child i = (ky kw + kx) N + n:  V = P W[i mod G, m] + bias[i, m]. A set comes, and its parents leave, without
+// the two dimensions of a grid: [B, I, C, D], [B, M, C, E].
 struct Votes {
   int64_t B, H, W, N, C, D;
   int64_t Ho, Wo, I, M, E, G;
   Window window;
+  bool is_set = false;
   Storage storage = Storage::kFloat32;  // of children and gate, and of parents where they are not sums
   View children{}, gate{};              // gate: data may be null
   // Dense, in the type that a backend computes in:

@@ -40,10 +40,10 @@ __all__ = [
     "native_capability",
     "native_facts",
     "native_serves",
+    "on_cpu",
     "refusal",
     "refuse_unless_reference",
     "show",
-    "sums_turns",
     "takes_turns",
     "tf32_allowed",
     "triton_kernels",
@@ -119,12 +119,12 @@ class Call(NamedTuple):
     def of(cls, stem: str, arguments: Sequence[Any]) -> Call:
         """Describe a call by an op's arguments, of which the leading six are the votes'."""
         children, weight, parents = arguments[0], arguments[1], arguments[4]
-        if children.dim() != 6 or (weight is not None and weight.dim() != 4):
+        if children.dim() not in (4, 6) or (weight is not None and weight.dim() != 4):
             raise ValueError(
-                "fastcaps: children must be [B, H, W, N, C, D] and weight [G, M, D, E], got "
+                "fastcaps: children must be [B, H, W, N, C, D] or [B, I, C, D] and weight [G, M, D, E], got "
                 f"{list(children.shape)} and {None if weight is None else list(weight.shape)}"
             )
-        rows, depth = children.shape[4:]
+        rows, depth = children.shape[-2:]
         pose = (rows, depth, depth if weight is None else weight.shape[3])
         return cls(stem, children.device, children.dtype, pose, parents, weight is not None, _options(children.device))
 
@@ -311,10 +311,8 @@ def refuse_unless_reference(stem: str) -> None:
         )
 
 
-def takes_turns(name: str, call: Call, routing: Any, arguments: Sequence[Any]) -> bool:
-    """Return whether a native library runs all turns of a call in one."""
-    if name == "cpu":
-        return True
+def takes_turns(call: Call, routing: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether the CUDA library runs all turns of a call in one."""
     given = routing.given((*arguments, *(False for _ in routing.flags)))
     turns = routing.turns(given)
     if turns == 1:
@@ -339,13 +337,12 @@ def native_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward
     return (ctypes.c_int64 * len(facts))(*facts)
 
 
-def sums_turns(children: Tensor) -> bool:
-    """Return whether the backend of a call makes gradients that are summed over turns cheaper in one backward.
+def on_cpu(children: Tensor) -> bool:
+    """Return whether the compiled kernels for the CPU run a call: all that :func:`choose` would ask of it there.
 
-    Its sizes may be symbols, so that only what :func:`refusal` asks of a call on the CPU is looked at.
+    They take all turns in one call, forward and backward. Sizes may be symbols.
     """
-    on_cpu = children.device.type == "cpu" and children.dtype in _CPU_DTYPES and _forced in (None, "cpu")
-    return on_cpu and not _cpu_problem()
+    return children.is_cpu and children.dtype in _CPU_DTYPES and _forced in (None, "cpu") and not _cpu_problem()
 
 
 def tf32_allowed() -> bool:

@@ -216,7 +216,7 @@ def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bo
 
 
 def _describe(votes: Votes, call: backends.Call) -> str:
-    batch, height, width, types = votes.children.shape[:4]
+    batch, height, width, types = votes.sizes[:4]
     (rows, depth, columns), (ho, wo), (kh, kw) = votes.pose, votes.grid, votes.window[:2]
     where = f"{types} children" if height * width * kh * kw == 1 else f"{height}x{width} x {types} children"
     seen = "" if kh * kw == 1 else f" by {kh}x{kw} windows"

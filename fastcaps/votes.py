@@ -1,8 +1,8 @@
 """What the votes of a call are made of: checked once, in the function that the user calls, and handed on.
 
 *Public layout* is what users see: a set of capsules is ``[B, I, C, D]``, a grid of them ``[B, N, H, W, C, D]``.
-*Op layout* is what kernels see: always a channels-last grid ``[B, H, W, N, C, D]``, in which a set is a grid of one
-position with ``N = I`` types under a 1 x 1 window. Going from one to the other is a view: no number moves.
+*Op layout* is what ops see: a set as it is, a grid with channels last, ``[B, H, W, N, C, D]``. Going from one to the
+other is a view: no number moves. To a kernel a set is a grid of one position with ``N = I`` types, and a 1 x 1 window.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ __all__ = [
     "SET_WINDOW",
     "Votes",
     "Window",
+    "as_grid",
+    "as_set",
     "autocast_dtype",
     "from_op",
     "once",
     "output_size",
-    "shares_from_op",
     "to_op",
     "window_extent",
 ]
@@ -121,21 +122,23 @@ def output_size(spec: Sequence[int], height: int, width: int) -> tuple[int, int]
 
 
 def to_op(tensor: Tensor, window: Window | None) -> Tensor:
-    """Return a public tensor of capsules, parents or gates as a view in op layout.
-
-    ``[B, I, ...]`` becomes ``[B, 1, 1, I, ...]``; with a window ``[B, N, H, W, ...]`` becomes ``[B, H, W, N, ...]``.
-    """
-    return tensor.unsqueeze(1).unsqueeze(1) if window is None else tensor.movedim(1, 3)
+    """Return a public tensor of capsules, parents or gates in op layout: a grid's is a view ``[B, H, W, N, ...]``."""
+    return tensor if window is None else tensor.movedim(1, 3)
 
 
 def from_op(tensor: Tensor, window: Window | None) -> Tensor:
-    """Return an op-layout tensor as a view in public layout; the inverse of :func:`to_op`."""
-    return tensor.squeeze(1).squeeze(1) if window is None else tensor.movedim(3, 1)
+    """Return an op-layout tensor in public layout; the inverse of :func:`to_op`."""
+    return tensor if window is None else tensor.movedim(3, 1)
 
 
-def shares_from_op(coefficients: Tensor, window: Window | None) -> Tensor:
-    """Return coefficients ``[B, Ho, Wo, I, M]`` as users see them: of a set ``[B, I, M]``."""
-    return coefficients.squeeze((1, 2)) if window is None else coefficients
+def as_grid(tensor: Tensor, dim: int = 1) -> Tensor:
+    """Return a tensor of a set as that of a grid of one position, whose H and W come from ``dim`` on."""
+    return tensor.unsqueeze(dim).unsqueeze(dim)
+
+
+def as_set(tensor: Tensor, dim: int = 1) -> Tensor:
+    """Return a tensor of a grid of one position as that of a set; the inverse of :func:`as_grid`."""
+    return tensor.squeeze(dim).squeeze(dim)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -159,13 +162,13 @@ class Votes(NamedTuple):
     Attributes
     ----------
     children
-        P, ``[B, H, W, N, C, D]``.
+        P, ``[B, H, W, N, C, D]``; of a set ``[B, I, C, D]``.
     weight
         W, ``[G, M, D, E]``, or None: the votes are the children's own poses, for each of ``parents``, and ``E = D``.
     bias
         ``[I or 1, M or 1, C, E]``, or None.
     gate
-        g, ``[B, H, W, N]``, or None for 1.
+        g, ``[B, H, W, N]`` or ``[B, I]``; None for 1.
     parents
         M.
     window
@@ -182,12 +185,12 @@ class Votes(NamedTuple):
     @property
     def grid(self) -> tuple[int, int]:
         """Ho, Wo."""
-        return output_size(self.window, self.children.shape[1], self.children.shape[2])
+        return (1, 1) if self.is_set else output_size(self.window, *self.children.shape[1:3])
 
     @property
     def seen(self) -> int:
         """I: the children that one position sees."""
-        return self.window[0] * self.window[1] * self.children.shape[3]
+        return self.window[0] * self.window[1] * self.children.shape[-3]
 
     @property
     def groups(self) -> int:
@@ -197,25 +200,51 @@ class Votes(NamedTuple):
     @property
     def pose(self) -> tuple[int, int, int]:
         """C, D, E: a child's pose is C x D numbers, a parent's C x E."""
-        rows, depth = self.children.shape[4:]
+        rows, depth = self.children.shape[-2:]
         return rows, depth, depth if self.weight is None else self.weight.shape[3]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The shape of a number for every parent, ``[B, Ho, Wo, M]``."""
-        return (self.children.shape[0], *self.grid, self.parents)
+        """The shape of a number for every parent, ``[B, Ho, Wo, M]`` or ``[B, M]``."""
+        return (*self._positions, self.parents)
 
     @property
     def poses(self) -> tuple[int, ...]:
-        """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]``."""
+        """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]`` or ``[B, M, C, E]``."""
         rows, _, columns = self.pose
-        return (*self.numbers, rows, columns)
+        return (*self._positions, self.parents, rows, columns)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The shape of the coefficients, ``[B, Ho, Wo, I, M]`` or ``[B, I, M]``."""
+        return (*self._positions, self.seen, self.parents)
+
+    @property
+    def _positions(self) -> tuple[int, ...]:
+        batch = self.children.shape[0]
+        return (batch,) if self.is_set else (batch, *self.grid)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the children are a set: nothing has positions then."""
+        return self.children.dim() == 4
+
+    def on_grid(self) -> Votes:
+        """Return the same votes with a set as a grid of one position."""
+        if not self.is_set:
+            return self
+        gate = None if self.gate is None else as_grid(self.gate)
+        return self._replace(children=as_grid(self.children), gate=gate)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """B H W N C D Ho Wo M E G and the window's eight, with a G of 0 for votes without matrices."""
         groups = 0 if self.weight is None else self.groups
-        return (*self.children.shape, *self.grid, self.parents, self.pose[2], groups, *self.window)
+        batch, *where = self.children.shape[:-3]
+        return (
+            *(batch, *(where or (1, 1)), *self.children.shape[-3:]),
+            *(*self.grid, self.parents, self.pose[2], groups, *self.window),
+        )
 
     def sizes_in_c(self) -> Any:
         """Return :attr:`sizes` as native libraries take them when they are asked about a call."""
@@ -271,17 +300,17 @@ class Votes(NamedTuple):
 
     def check(self) -> None:
         """Raise unless the parts fit together: for raw calls of the ops, whose kernels in Python would broadcast."""
-        gate = self.gate if self.gate is None or self.gate.dim() != 4 else self.gate.movedim(3, 1)
+        votes = self.on_grid()
+        gate = votes.gate if votes.gate is None or votes.gate.dim() != 4 else votes.gate.movedim(3, 1)
         pairs = [tuple(self.window[k : k + 2]) for k in range(0, 8, 2)]
         window = Window(*pairs)  # type: ignore[arg-type]
-        Votes.of(self.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
+        Votes.of(votes.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
 
     def check_poses(self, name: str, poses: Tensor, window: Window | None) -> None:
         """Raise unless parents' poses, given in public layout, fit."""
         check_tensor(name, poses, self.children, self.autocasts)
-        batch, ho, wo, many, rows, columns = self.poses
-        grid, symbols = ((), "B, M, C, E") if window is None else ((ho, wo), "B, M, Ho, Wo, C, E")
-        check_shape(name, poses, (batch, many, *grid, rows, columns), symbols)
+        batch, *grid, many, rows, columns = self.poses
+        check_shape(name, poses, (batch, many, *grid, rows, columns), "B, M, Ho, Wo, C, E" if grid else "B, M, C, E")
 
 
 _found_right: dict[Any, int] = {}

@@ -102,5 +102,5 @@ def serve(
         monkeypatch.setattr(backends, "native_facts", lambda *_: None)
     monkeypatch.setattr(backends, "triton_kernels", lambda _: SimpleNamespace(**functions))
     monkeypatch.setattr(backends, "choose", lambda _: name)
-    monkeypatch.setattr(backends, "sums_turns", lambda _: False)
+    monkeypatch.setattr(backends, "on_cpu", lambda _: False)
     return seen

@@ -9,7 +9,7 @@ from oracle_routings import Child, positions
 from torch import Tensor
 
 from fastcaps import Window
-from fastcaps.votes import SET_WINDOW, to_op
+from fastcaps.votes import SET_WINDOW, as_grid, to_op
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 WINDOWS = {"set": None, "conv": Window((3, 2), (2, 1)), "padded": Window(3, (1, 2), 1)}
@@ -37,7 +37,8 @@ def seen_by(
     window: Window | None, children: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None
 ) -> Iterator[tuple[tuple[int, int, int], list[Child]]]:
     """Yield every position with its children, as the oracle wants them."""
-    given = [to_op(children, window), weight, bias, None if gate is None else to_op(gate, window)]
+    place = as_grid if window is None else lambda tensor: to_op(tensor, window)
+    given = [place(children), weight, bias, None if gate is None else place(gate)]
     lists = [None if tensor is None else tensor.tolist() for tensor in given]
     yield from positions(*lists, SET_WINDOW if window is None else window.spec)
 
@@ -48,9 +49,9 @@ def expect(found: Tensor, expected: list) -> None:
 
 def at(result: Tensor, window: Window | None, place: tuple[int, int, int], coefficients: bool = False) -> Tensor:
     """Return one position of a public result."""
-    if coefficients:
-        return (result[:, None, None] if window is None else result)[place]
-    return to_op(result, window)[place]
+    if window is None:
+        return as_grid(result)[place]
+    return (result if coefficients else to_op(result, window))[place]
 
 
 def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from fastcaps import reference
 from fastcaps.reference import DETACH, Rule
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.vectors import unit
-from fastcaps.votes import Votes
+from fastcaps.votes import Votes, as_set
 from tools.judge import Bar
 
 __all__ = ["ROUTINGS", "BackwardCall", "Call", "Routing", "routing_of"]
@@ -246,6 +246,13 @@ class Routing:
         return self.backward_call(case, seed).bar(tf32)
 
 
+def _as_set(name: str, value: Any, place: int = 0) -> Any:
+    """Return an argument without the two dimensions of a grid, which children and gate have behind the batch, other
+    tensors at ``place``; 0 says that they have none."""
+    place = 1 if name in ("children", "gate") else place
+    return as_set(value, place) if place and isinstance(value, Tensor) else value
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a routing's op: its arguments by name, in order, and gradients of the results that have some."""
@@ -270,6 +277,11 @@ class Call:
         count = len(self.names)
         given = {**self.given, **dict(zip(self.names, tensors[:count], strict=True))}
         return Call(self.routing, given, dict(zip(self.grads, tensors[count:], strict=True)), self.detach)
+
+    def as_set(self) -> Call:
+        """Return this call, on a grid of one position, as one on a set."""
+        given = {n: _as_set(n, x, 1) if n in self.routing.state else _as_set(n, x) for n, x in self.given.items()}
+        return Call(self.routing, given, {n: as_set(x) for n, x in self.grads.items()}, self.detach)
 
     def arguments(self, coefficients: bool = False) -> list[Any]:
         """Return the arguments of the op."""
@@ -341,6 +353,12 @@ class BackwardCall:
 
     routing: Routing
     given: Given
+
+    def as_set(self) -> BackwardCall:
+        """Return this call, on a grid of one position, as one on a set."""
+        stacks = set(self.given) - {"weight", "bias", "norm_weight", "beta_use", "beta_ignore"}
+        given = {n: _as_set(n, x, 2) if n in stacks else x for n, x in self.given.items()}
+        return BackwardCall(self.routing, given)
 
     def results(self, run: Callable[..., Sequence[Tensor]], *options: int) -> dict[str, Tensor]:
         """Return the gradients that a backward makes, by name; what is not there is left out.

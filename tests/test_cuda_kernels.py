@@ -60,6 +60,25 @@ def test_half_precision(routing: Routing, case: Case, dtype: torch.dtype, target
     target.check(routing, replace(case, dtype=dtype))
 
 
+@on_every_target
+@pytest.mark.parametrize("groups", ["own", "none"])
+@every_routing
+def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: Target) -> None:
+    """In every bit, forward and backward; where votes are the children, poses are seen as vectors on the way."""
+    case = Case(
+        "set", Rule({"attention": 2, "pooling": 2, "gaussian": 4}[routing.stem]), batch=3, types=7, parents=5,
+        pose=(4, 4, 4), groups=groups, bias="IM", gate="some", turns=2, layout="transposed",
+    )  # fmt: skip
+    one = taken(routing, case, "ordered")
+    call, back = routing.call(one), routing.backward_call(case)
+    pairs = [(target.forward(call, "ordered"), target.forward(call.as_set(), "ordered"))]
+    pairs += [(target.backward(back, "ordered"), target.backward(back.as_set(), "ordered"))]
+    for wanted, found in pairs:
+        for key, value in wanted.items():
+            assert torch.equal(found[key].reshape(value.shape), value), key
+    assert pairs[0][1][routing.results[0]].dim() in (2, 4)
+
+
 @st.composite
 def random_cases(draw: st.DrawFn) -> tuple[Routing, Case]:
     """Draw small calls of every kind."""

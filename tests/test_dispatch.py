@@ -157,6 +157,7 @@ def test_the_question_tells_every_fact_of_a_call(routing: Routing, monkeypatch: 
     """Asked once for the forward and once for every backward."""
     heard: list[backends.Call] = []
     monkeypatch.setattr(backends, "choose", lambda call: heard.append(call) or "reference")
+    monkeypatch.setattr(backends, "on_cpu", lambda _: False)
     case = replace(routing.case("padded"), turns=1)
     routing.call(case).training(Call.by_op)
     wanted = backends.Call(routing.stem, torch.device("cpu"), torch.float32, case.pose, case.parents, True, 0)
@@ -305,11 +306,10 @@ def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
         votes = Votes(torch.empty(2, 1, 1, 5, 4, 4), None, torch.empty(1, 3, 4, 4), None, 3, SET_WINDOW)
     call = backends.Call("attention", GPU, torch.bfloat16, POSE, 3, False, backends.ALLOW_TF32)
     own = (None, None, None, 1.0, 0.0, 2)
-    assert backends.takes_turns("cuda", call, routing, (*votes, *own, 1)) and not heard
-    assert not backends.takes_turns("cuda", call, routing, (*votes, *own, 3))
+    assert backends.takes_turns(call, routing, (*votes, *own, 1)) and not heard
+    assert not backends.takes_turns(call, routing, (*votes, *own, 3))
     sizes = [2, 1, 1, 5, 4, 4, 1, 1, 3, 4, 0, *SET_WINDOW]
     assert heard == [("fastcaps_cuda_routing_refusal", "attention", sizes, [0, 2, 1, 0, 3, 2, 132, 232448])]
-    assert backends.takes_turns("cpu", call, routing, (*votes, *own, 3))
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
@@ -340,6 +340,10 @@ def test_the_triton_kernels_serve_a_call_through_the_choice(routing: Routing) ->
         bar = routing.bar(case)
         with fastcaps.backend("triton"):
             bar.hold(routing.call(case).training(Call.by_op))
+            case = replace(routing.case("children-float32"), types=5, turns=2)
+            wanted, found = (one.training(Call.by_op) for one in (routing.call(case), routing.call(case).as_set()))
+            assert found["dchildren"].dim() == 4
+            assert all(found[key].reshape(value.shape).equal(value) for key, value in wanted.items())
         print("served")
     """
     path = os.pathsep.join([str(Path(fastcaps.__file__).parents[1]), str(Path(__file__).parent)])

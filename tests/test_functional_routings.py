@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastcaps import Window, functional, vectors
 from fastcaps.reference.seen import make_votes, see
-from fastcaps.votes import SET_WINDOW, Votes, to_op
+from fastcaps.votes import SET_WINDOW, Votes, as_grid
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -181,7 +181,7 @@ def test_detached_coefficients_are_constants() -> None:
         found, r = functional.dynamic_routing(
             children, weight, bias=bias, detach=True, compete=compete, return_coefficients=True
         )
-        votes = make_votes(see(Votes(to_op(children, None), weight, bias, None, 3, SET_WINDOW)))[:, 0, 0]
+        votes = make_votes(see(Votes(as_grid(children), weight, bias, None, 3, SET_WINDOW)))[:, 0, 0]
         wanted = vectors.squash(torch.einsum("bim,bimce->bmce", r, votes), (-2, -1))
         grad = draw(*found.shape, seed=3)
         leaves = [children, weight, bias]

@@ -16,8 +16,10 @@ from suite import cases_named, every_routing, native_only
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fastcaps
 from fastcaps import Window, backends, functional, ops, reference
 from fastcaps.reference import DETACH, Rule
+from fastcaps.votes import SET_WINDOW
 
 FEW = ["padded", "primes", "stay-float32", "same-any-float64", "sharing-float64"]
 
@@ -207,6 +209,28 @@ def test_a_backward_asks_for_no_more_than_is_needed(routing: Routing, turns: int
         em = routing is GAUSSIAN and name.startswith("beta")
         assert silent or em or together & own, (name, asked.needs)
         assert len(asked.needs) <= (turns + 1 if between else 1)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@every_routing
+def test_a_set_is_a_grid_of_one_position(routing: Routing, name: str, turns: int) -> None:
+    """In every bit, whatever its strides, with coefficients and every gradient."""
+    if name == "cpu" and not backends.native_serves():
+        pytest.skip("no native library here")
+    case = replace(routing.case("children-float32"), turns=turns, bias="IM", layout="transposed", parents=1 + turns)
+    call = routing.call(case)
+    with fastcaps.backend(name):
+        wanted, found = (one.training(Call.by_op) for one in (call, call.as_set()))
+        arguments, shares = (one.arguments(coefficients=True) for one in (call, call.as_set()))
+        wanted["r"], found["r"] = routing.op(*arguments)[-1], routing.op(*shares)[-1]
+    assert found["r"].shape == (case.batch, case.seen, case.parents)
+    for key, value in wanted.items():
+        leading = value.dim() - found[key].dim()
+        assert leading in (0, 2), key
+        assert torch.equal(found[key].reshape(value.shape), value), key
+    with pytest.raises((ValueError, RuntimeError), match="window"), fastcaps.backend(name):
+        routing.op(*(list(SET_WINDOW[:4]) + [1, 1, 1, 1] if k == 5 else x for k, x in enumerate(shares)))
 
 
 # ---- autocast --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
   call.check(op.norm_weight, "norm_weight", {v.parent_size()}, storage);
   call.check(op.norm_bias, "norm_bias", {v.parent_size()}, storage);
   PassArgs& a = call.args;
-  if (op.query) a.query = view_of(*op.query);
+  if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.eps = float(op.eps), a.rule = op.rule;
   const Schedule c = call.schedule_forward(op.iterations);
   Tensor result = torch::stable::new_empty(children, call.poses());
@@ -78,10 +78,10 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   a.dsums = end.dsums = floats(dsums);
   if (wants_query) a.dquery = static_cast<float*>(data_of(dqueries));
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
-    const MaybeTensor asked = turns.at(op.query, turn), given = turns.at(op.sums, turn);
+    const MaybeTensor given = turns.at(op.sums, turn);
     const Tensor kept = given ? torch::stable::contiguous(*given) : Tensor();
-    a.query = asked ? view_of(*asked) : View{};
-    end.grad = view_of(*turns.at(op.grad, turn));
+    a.query = turns.view(op.query, turn);
+    end.grad = turns.view(op.grad, turn);
     end.given_sums = given ? floats(kept) : nullptr;
     end.dnorm = wants_norm ? floats(dnorms) + turn * blocks * 2 * numbers : nullptr;
     launch_end(&prepare_kernel<4>, &prepare_kernel<16>, end, blocks,

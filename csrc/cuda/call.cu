@@ -19,11 +19,12 @@ round_kernel(const FASTCAPS_CONSTANT RoundArgs a) {
 }
 
 // May rows of children be copied in vectors of so many floats?
-bool copies_in_vectors(const Tensor& x, int floats_each, int64_t depth) {
-  if (x.scalar_type() != ScalarType::Float || x.stride(5) != 1 || depth % floats_each != 0) return false;
-  for (int64_t k = 0; k < 5; ++k)
-    if (x.stride(k) % floats_each != 0) return false;
-  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % (4 * size_t(floats_each)) == 0;
+bool copies_in_vectors(const Votes& v, int floats_each) {
+  const View& x = v.children;
+  if (v.storage != Storage::kFloat32 || x.stride[5] != 1 || v.D % floats_each != 0) return false;
+  for (int k = 0; k < 5; ++k)
+    if (x.stride[k] % floats_each != 0) return false;
+  return reinterpret_cast<uintptr_t>(x.data) % (4 * size_t(floats_each)) == 0;
 }
 
 // How many colours keep positions apart that see the same child, along one axis.
@@ -118,7 +119,7 @@ void Call::take(const Schedule& c) {
                 RoundArgs{a.weight, floats(rounded), weight.numel()});
     a.weight = floats(rounded);
   }
-  a.children_copy = copies_in_vectors(children, c.kernel->vector, votes.D);
+  a.children_copy = copies_in_vectors(votes, c.kernel->vector);
 }
 
 void Call::launch(const Schedule& c, int first_block, int parent_blocks, int colours_y, int colours_x, int colour_y,
@@ -235,8 +236,9 @@ Tensor VoteGradients::finished(bool wanted, const Tensor& x, const Shape& shape)
 }
 
 Tensor VoteGradients::gate() const {
-  const Votes& v = call_.votes;
-  return finished(wanted_.gate, dgate_, {v.B, v.H, v.W, v.N});
+  Shape shape = shape_of(call_.children);
+  shape.resize(shape.size() - 2);
+  return finished(wanted_.gate, dgate_, shape);
 }
 
 Tensor VoteGradients::weight() const {

@@ -21,8 +21,9 @@ inline MaybeTensor flat(const MaybeTensor& x) { return x ? MaybeTensor(flat(*x))
 // Makes vectors of the poses of such votes, and of the query's; returns whether it did.
 inline bool flatten(VoteTensors& votes, MaybeTensor& query) {
   const Tensor& x = votes.children;
-  if (votes.weight || x.dim() != 6 || x.size(4) == 1 || x.size(4) * x.size(5) != kFlat ||
-      x.stride(4) != x.size(5) * x.stride(5))
+  const int64_t rows = x.dim() - 2, columns = x.dim() - 1;
+  if (votes.weight || (x.dim() != 4 && x.dim() != 6) || x.size(rows) == 1 || x.size(rows) * x.size(columns) != kFlat ||
+      x.stride(rows) != x.size(columns) * x.stride(columns))
     return false;
   votes.children = flat(votes.children), votes.bias = flat(votes.bias), query = flat(query);
   return true;
@@ -32,7 +33,8 @@ inline bool flatten(VoteTensors& votes, MaybeTensor& query) {
 inline Tensor unflat(const Tensor& x, const Tensor& children) {
   Shape shape = shape_of(x);
   if (shape.size() < 2) return x;
-  shape[shape.size() - 2] = children.size(4), shape[shape.size() - 1] = children.size(5);
+  shape[shape.size() - 2] = children.size(children.dim() - 2);
+  shape[shape.size() - 1] = children.size(children.dim() - 1);
   return torch::stable::view(x, shape);
 }
 

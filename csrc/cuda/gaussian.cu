@@ -192,14 +192,13 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const size_t kept = call.kept.size();
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
     const auto of = [&](const MaybeTensor& x) { return turns.at(x, turn); };
-    const auto viewed = [&](const MaybeTensor& x) { return x ? view_of(*x) : View{}; };
     const Tensor narrow = call.zeros({op.grad_variances ? v.positions() : 0});
     call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
     a.means = call.dense(of(op.means)), a.counts = call.dense(of(op.counts));
     const float *spread = call.dense(of(op.variances)), *dcounts = call.dense(of(op.grad_counts));
     launch(&gaussian_prepare_kernel, blocks_for(count),
-           PrepareArgs{a, count, dcounts, viewed(of(op.grad_means)), viewed(of(op.grad_variances)), spread, floats(u),
-                       floats(s), floats(constant), floats(narrow)});
+           PrepareArgs{a, count, dcounts, turns.view(op.grad_means, turn), turns.view(op.grad_variances, turn), spread,
+                       floats(u), floats(s), floats(constant), floats(narrow)});
     if (listens) a.devidence = call.dense(of(op.grad_evidence));
     if (wants_use && !a.use_stride_i) a.duse = floats(shared_use) + turn * slots;
     if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore) + turn * slots;

@@ -19,7 +19,7 @@ std::vector<Tensor> pooling_routing(Stack stack) {
                   int(op.rule));
   call.check(op.query, "query", call.poses(), children.scalar_type());
   PassArgs& a = call.args;
-  if (op.query) a.query = view_of(*op.query);
+  if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.normalize = op.normalize, a.rule = op.rule;
   const Schedule c = call.schedule_forward(op.iterations);
   const Tensor result = torch::stable::new_empty(children, call.poses());
@@ -74,12 +74,11 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
   const Tensor dsums = call.empty({v.positions() * v.parents_size()}), dconstant = call.empty({end.count});
   a.dsums = end.dsums = floats(dsums), a.dconstant = end.dconstant = floats(dconstant), a.dquery = floats(dquery);
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
-    const MaybeTensor asked = turns.at(op.query, turn);
     const Tensor stored = torch::stable::contiguous(*turns.at(op.sums, turn));
     const Tensor shift = torch::stable::contiguous(*turns.at(op.logsumexp, turn));
-    a.query = asked ? view_of(*asked) : View{};
+    a.query = turns.view(op.query, turn);
     a.logsumexp = floats(shift);
-    end.grad = view_of(*turns.at(op.grad, turn)), end.stored = data_of(stored);
+    end.grad = turns.view(op.grad, turn), end.stored = data_of(stored);
     launch_end(&prepare_kernel<4>, &prepare_kernel<16>, end, end_blocks(end, 1 << 20), 0);
     gradients.run(0);
   }

@@ -13,7 +13,7 @@ from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.reference import Rule
 from fastcaps.results import Routed
 from fastcaps.vectors import squash
-from fastcaps.votes import Votes, Window, from_op, shares_from_op
+from fastcaps.votes import Votes, Window, from_op
 
 __all__ = ["dynamic_routing"]
 
@@ -128,8 +128,8 @@ def dynamic_routing(
         results = ops.attention_routing(votes, None, None, None, 1.0, 0.0, *turns)
     else:
         results = ops.pooling_routing(votes, None, 1.0, False, *turns)
-    routed = from_op(results[0][:, :, :, :many] if leaky else results[0], window)
-    return Routed(routed, shares_from_op(results[-1][..., :many], window)) if return_coefficients else routed
+    routed = from_op(results[0].narrow(-3, 0, many) if leaky else results[0], window)
+    return Routed(routed, results[-1][..., :many]) if return_coefficients else routed
 
 
 def _turn_by_turn(
@@ -143,7 +143,7 @@ def _turn_by_turn(
     query: Tensor | None = None
     if prior is not None:
         votes = _with_prior(votes, prior)
-        one = torch.zeros(votes.poses[4:], dtype=votes.children.dtype, device=votes.children.device)
+        one = torch.zeros(votes.poses[-2:], dtype=votes.children.dtype, device=votes.children.device)
         one[0, -1] = 1.0
         query = one.expand(votes.poses)
     parents: Tensor = votes.children

@@ -11,7 +11,7 @@ from fastcaps import ops
 from fastcaps.checks import accumulation_dtype, check_count, check_eps, check_finite, check_table
 from fastcaps.reference import Rule
 from fastcaps.results import Capsules, RoutedCapsules
-from fastcaps.votes import Votes, Window, autocast_dtype, from_op, shares_from_op
+from fastcaps.votes import Votes, Window, autocast_dtype, from_op
 
 __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "schedule"]
 
@@ -148,7 +148,7 @@ def em_routing(
     )
     dtype = result_dtype(votes)
     result = Capsules(from_op(poses, window).to(dtype), from_op(scores.sigmoid(), window).to(dtype))
-    return RoutedCapsules(*result, shares_from_op(coefficients, window)) if return_coefficients else result
+    return RoutedCapsules(*result, coefficients) if return_coefficients else result
 
 
 def widened(tensor: Tensor, votes: Votes) -> Tensor:

@@ -9,7 +9,7 @@ from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.functional.em import result_dtype, widened
 from fastcaps.reference import Rule
 from fastcaps.results import Gaussians, RoutedGaussians
-from fastcaps.votes import Votes, Window, from_op, shares_from_op
+from fastcaps.votes import Votes, Window, from_op
 
 __all__ = ["heinsen_routing"]
 
@@ -110,4 +110,4 @@ def heinsen_routing(
     )
     dtype = result_dtype(votes)
     result = Gaussians(*(from_op(tensor, window).to(dtype) for tensor in (means, found, variances)))
-    return RoutedGaussians(*result, shares_from_op(coefficients, window)) if return_coefficients else result
+    return RoutedGaussians(*result, coefficients) if return_coefficients else result

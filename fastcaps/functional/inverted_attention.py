@@ -12,7 +12,7 @@ from fastcaps.checks import check_count, check_eps, check_finite, check_shape, c
 from fastcaps.functional import uniform
 from fastcaps.reference import Rule
 from fastcaps.results import Routed
-from fastcaps.votes import Votes, Window, from_op, once, shares_from_op, to_op
+from fastcaps.votes import Votes, Window, from_op, once, to_op
 
 __all__ = ["inverted_attention_routing"]
 
@@ -101,14 +101,14 @@ def inverted_attention_routing(
     if query is None and not uniform.kernel_beats_library(votes):
         routed = uniform.uniform_turn(votes, norm_weight, norm_bias, eps, rule == Rule.LAYER_NORM)
         if iterations == 1 and return_coefficients:
-            return Routed(from_op(routed, window), shares_from_op(uniform.uniform_coefficients(votes), window))
+            return Routed(from_op(routed, window), uniform.uniform_coefficients(votes))
         if iterations == 1:
             return from_op(routed, window)
         query, iterations = routed, iterations - 1
     own = (query, norm_weight, norm_bias, scale, eps, int(rule), iterations)
     routed, _, coefficients = ops.attention_routing(votes, *own, False, return_coefficients)
     routed = from_op(routed, window)
-    return Routed(routed, shares_from_op(coefficients, window)) if return_coefficients else routed
+    return Routed(routed, coefficients) if return_coefficients else routed
 
 
 def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:

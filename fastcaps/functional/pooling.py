@@ -13,7 +13,7 @@ from fastcaps.checks import check_choice, check_count, check_finite
 from fastcaps.reference import Rule
 from fastcaps.results import Routed
 from fastcaps.vectors import squash
-from fastcaps.votes import Votes, Window, from_op, shares_from_op
+from fastcaps.votes import Votes, Window, from_op
 
 __all__ = ["ACTIVATIONS", "activation_function", "routing_pool"]
 
@@ -118,4 +118,4 @@ def routing_pool(
     )
     routed = from_op(routed, window)
     routed = routed if function is None else function(routed)
-    return Routed(routed, shares_from_op(coefficients, window)) if return_coefficients else routed
+    return Routed(routed, coefficients) if return_coefficients else routed

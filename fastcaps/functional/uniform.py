@@ -12,7 +12,7 @@ from torch import Tensor
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.reference.seen import windows
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size
+from fastcaps.votes import SET_WINDOW, Votes, as_set, autocast_dtype, output_size
 
 __all__ = ["kernel_beats_library", "uniform_coefficients", "uniform_turn"]
 
@@ -56,7 +56,7 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
     Returns
     -------
     Tensor
-        Parents, contiguous ``[B, Ho, Wo, M, C, E]``.
+        Parents, contiguous ``[B, Ho, Wo, M, C, E]`` or ``[B, M, C, E]``.
     """
     explanation.tell_library(votes)
     device_type = votes.children.device.type
@@ -71,7 +71,7 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
 
 
 def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
-    children, weight, bias, gate, many, window = votes
+    children, weight, bias, gate, many, window = votes.on_grid()
     assert weight is not None
     gated = children if gate is None else children * gate[..., None, None]
     if tuple(window) == SET_WINDOW or children.shape[3] % weight.shape[0] == 0:
@@ -80,6 +80,7 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
         sums = _uniform_convolution(gated, weight, window)
     if bias is not None:
         sums = sums + _uniform_bias(children, bias, gate, window)
+    sums = as_set(sums) if votes.is_set else sums
     if not norm:
         return (sums / many).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
@@ -88,10 +89,9 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
 
 
 def uniform_coefficients(votes: Votes) -> Tensor:
-    """Return the coefficients of a first turn, ``[B, Ho, Wo, I, M]``: 1 / M, and 0 of an absent (padded) child."""
+    """Return the coefficients of a first turn: 1 / M, and 0 of an absent (padded) child."""
     children, window = votes.children, votes.window
-    shape = (children.shape[0], *votes.grid, votes.seen, votes.parents)
-    shares = children.new_full(shape, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
+    shares = children.new_full(votes.shares, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
     if not (window[4] or window[5]):
         return shares
     present = windows(children.new_ones((1, *children.shape[1:4])), window)

@@ -23,17 +23,13 @@ class Attention(QueryRouting):
     """See :func:`fastcaps.reference.attention_routing` for one turn."""
 
     stem = "attention"
+    state = ("query",)
     own = (
         "Tensor? query, Tensor? norm_weight, Tensor? norm_bias, float scale, float eps, SymInt rule, SymInt iterations"
     )
     results = "Tensor parents, Tensor sums"
     own_backward = "Tensor? query, Tensor? norm_weight, Tensor? sums, float scale, float eps"
-    gradients = (
-        "Tensor dchildren, Tensor dweight, Tensor dbias, Tensor dgate, Tensor dquery, Tensor dnorm_weight, "
-        "Tensor dnorm_bias"
-    )
     stacked = frozenset(("query", "sums"))
-    constant = frozenset(("query",))
 
     def start(self, given: Any, turn: int, state: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*state, given.norm_weight, given.norm_bias, given.scale, given.eps, given.rule, 1)

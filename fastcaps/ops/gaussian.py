@@ -20,18 +20,15 @@ from fastcaps.votes import Votes
 
 __all__ = ["gaussian_routing"]
 
-NAMES = (
-    "children", "weight", "bias", "gate", "mean", "variance", "log_weight", "beta_use", "beta_ignore",
-)  # fmt: skip
-STATE = NAMES[4:7]
-MEAN, VARIANCE, LOG_WEIGHT = 16, 32, 64
-"""The bits of the state's gradients."""
+MEAN, VARIANCE, LOG_WEIGHT, BETA_USE, BETA_IGNORE = range(4, 9)
+"""The places of gradients, in the order of the op's tensors."""
 
 
 class Gaussian(Routing):
     """See :func:`fastcaps.reference.gaussian_routing` for one turn."""
 
     stem = "gaussian"
+    state = ("mean", "variance", "log_weight")
     own = (
         "Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? beta_use, Tensor? beta_ignore, "
         "float[] schedule, SymInt rule, float eps"
@@ -47,10 +44,9 @@ class Gaussian(Routing):
         "Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? beta_use, Tensor? beta_ignore, Tensor counts, "
         "Tensor means, Tensor variances, float eps"
     )
-    gradients = ", ".join(f"Tensor d{name}" for name in NAMES)
     moments = 2
-    wide = frozenset((*STATE, "beta_use", "beta_ignore"))
-    stacked = frozenset((*STATE, "counts", "means", "variances"))
+    wide = frozenset((*state, "beta_use", "beta_ignore"))
+    stacked = frozenset((*state, "counts", "means", "variances"))
 
     def turns(self, given: Any) -> int:
         return len(given.schedule)
@@ -98,9 +94,7 @@ class Gaussian(Routing):
             state = self.advance(given, state, (scores, means, narrow + given.eps))
         return reference.gaussian_coefficients(votes, *state)
 
-    def backward(
-        self, run: Callable[..., Any], together: bool, grads: Gradients, votes: Votes, given: Any, history: Any
-    ) -> dict[str, Tensor | None]:
+    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, given: Any, history: Any) -> None:
         counts, means, narrow, scores = history
         rule, turns, (beta_u, beta_a) = given.rule, len(given.schedule), (given.beta_use, given.beta_ignore)
         em, kmeans = rule == Rule.EM, rule == Rule.KMEANS
@@ -115,13 +109,12 @@ class Gaussian(Routing):
         ]
         state = [None if x is None or len(x) == 0 else x for x in state]
         betas = (None, None) if em else (beta_u, beta_a)
-        own_bits = MEAN | LOG_WEIGHT | (0 if kmeans else VARIANCE)
-        first_bits = sum(1 << 4 + k for k, name in enumerate(STATE) if name in given.needed)
+        state_bits = 1 << MEAN | 1 << VARIANCE | 1 << LOG_WEIGHT
         d_score, d_mean, d_variance = grads
         if not em and d_score is None and turns > 1:
             d_score = torch.zeros_like(scores[-1])  # the betas count for the turns before
-        silent = {"beta_use", "beta_ignore"} if em or d_score is None else set()
-        reverse = Reverse(self, run, together, turns, given.needed - silent - set(STATE))
+        silent = 1 << BETA_USE | 1 << BETA_IGNORE if em or d_score is None else 0
+        reverse.summed = reverse.needs & ~(silent | state_bits)
 
         heads: list[tuple[Tensor | None, ...]] = []  # the gradients of what the passes return, from the turn asked on
         heats: list[Tensor | None] = []
@@ -130,7 +123,7 @@ class Gaussian(Routing):
 
         own = (*state, *betas, counts, means, narrow, given.eps)
 
-        def ask(turn: int | None, bits: int = 0) -> Sequence[Tensor]:
+        def ask(turn: int | None, bits: int) -> Sequence[Tensor]:
             wanted = heads if turn is None else heads[:1]
             return reverse.ask(turn, [_stacked(kind) for kind in zip(*wanted, strict=True)], votes, own, bits)
 
@@ -145,19 +138,19 @@ class Gaussian(Routing):
             heats.insert(0, heat)
             heads.insert(0, (d_counts, d_mean, d_variance, None if em else d_score))
             last = turn == -turns
-            found = ask(turn, first_bits if last else own_bits)
+            found = ask(turn, reverse.needs & state_bits if last else state_bits & ~(kmeans << VARIANCE))
             if not last:
-                d_mean, d_variance, d_log_weight = found[4], None if kmeans else found[5], found[6]
+                d_mean, d_variance, d_log_weight = found[MEAN], None if kmeans else found[VARIANCE], found[LOG_WEIGHT]
                 d_score = d_log_weight * (-scores[turn - 1]).sigmoid()
                 d_log_sigma = None if kmeans else -d_log_weight
-        if together:
-            ask(None)
-        total = dict(reverse.total)
-        total |= {name: found[4 + k] for k, name in enumerate(STATE) if first_bits >> 4 + k & 1}
+        for k in (MEAN, VARIANCE, LOG_WEIGHT):
+            if reverse.needs >> k & 1:
+                reverse.gradients[k] = found[k]
+        if reverse.together:
+            ask(None, 0)
         if (heat := _stacked(heats)) is not None:
-            total["beta_use"] = -numbers * (heat * counts).sum((0, 1, 2, 3))
-            total["beta_ignore"] = heat.sum((0, 1, 2, 3))
-        return total
+            reverse.gradients[BETA_USE] = -numbers * (heat * counts).flatten(0, -2).sum(0)
+            reverse.gradients[BETA_IGNORE] = heat.flatten(0, -2).sum(0)
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.query import QueryRouting, check_like
+from fastcaps.ops.query import GATE, QUERY, QueryRouting, check_like
 from fastcaps.reference import Rule
 from fastcaps.reference.seen import POSE
 from fastcaps.vectors import squash, unit
@@ -22,12 +22,12 @@ class Pooling(QueryRouting):
     """See :func:`fastcaps.reference.pooling_routing` for one turn."""
 
     stem = "pooling"
+    state = ("query",)
     own = "Tensor? query, float scale, bool normalize, SymInt rule, SymInt iterations"
     results = "Tensor parents, Tensor sums, Tensor logsumexp"
     own_backward = "Tensor? query, Tensor sums, Tensor logsumexp, float scale, bool normalize"
-    gradients = "Tensor dchildren, Tensor dweight, Tensor dbias, Tensor dgate, Tensor dquery"
     stacked = frozenset(("query", "sums", "logsumexp"))
-    constant = frozenset(("query", "gate"))
+    constant = GATE | QUERY
 
     def start(self, given: Any, turn: int, state: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*state, given.scale, given.normalize, given.rule, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from fastcaps.votes import Votes
 
 __all__ = ["QueryRouting", "check_like"]
 
-DQUERY = 4
-"""Which of the backward's results is dquery, and which bit of ``needs``."""
+GATE, QUERY = 1 << 3, 1 << 4
+"""Bits of gradients, in the order of the op's tensors."""
 
 
 class QueryRouting(Routing):
@@ -29,8 +29,8 @@ class QueryRouting(Routing):
     flags = ("detach", "coefficients")
     finals = 1
     grads = "Tensor grad"
-    constant: frozenset[str]
-    """The names of what has no gradient where coefficients are detached."""
+    constant = QUERY
+    """The bits of what has no gradient where coefficients are detached."""
 
     def turns(self, given: Any) -> int:
         return given.iterations
@@ -62,9 +62,7 @@ class QueryRouting(Routing):
             return queries[0][None] if queries else None
         return torch.stack(queries)
 
-    def backward(
-        self, run: Callable[..., Any], together: bool, grads: Gradients, votes: Votes, given: Any, history: Any
-    ) -> dict[str, Tensor | None]:
+    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, given: Any, history: Any) -> None:
         (grad,), sums, turns = grads, history[0], given.iterations
         dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), given.rule == Rule.SQUASH
         steps = Steps(sums.to(wide), squashes) if self.adds(given) and (squashes or turns > 1) else None
@@ -73,12 +71,11 @@ class QueryRouting(Routing):
             left = (self.left(given, sums[:-1]) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
         own = self.own_of(given, self.queries(given, left), history)
         each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the turn that is asked on
-        together = together and not given.detach
-        constant = self.constant if given.detach else {"query"}
-        reverse = Reverse(self, run, together, turns, given.needed - constant)
+        reverse.together = reverse.together and not given.detach
+        reverse.summed = reverse.needs & ~(self.constant if given.detach else QUERY)
 
-        def ask(turn: int | None, bits: int = 0) -> Sequence[Tensor]:
-            return reverse.ask(turn, (torch.stack(each) if turn is None else each[0][None],), votes, own, bits)
+        def ask(turn: int | None, bits: int) -> Sequence[Tensor]:
+            return reverse.ask(turn, (torch.stack(each) if turn is None else each[0].unsqueeze(0),), votes, own, bits)
 
         def reach(turn: int, gradient: Tensor) -> None:
             if steps is not None and (squashes or turn != -1):  # else S itself is the result
@@ -88,22 +85,22 @@ class QueryRouting(Routing):
         assert grad is not None
         reach(-1, grad)
         if given.detach:
-            if reverse.needs:
-                reverse.needs |= DETACH
-                ask(-1)
-            return reverse.total
+            if reverse.summed:
+                ask(-1, DETACH)
+            return
         carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
         for turn in range(-1, -turns - 1, -1):
-            bits = 1 << DQUERY if turn > -turns or "query" in given.needed else 0
+            bits = QUERY if turn > -turns else reverse.needs & QUERY
             found = ask(turn, bits)
             if bits:
-                carried = carried + found[DQUERY] if carried is not None and self.adds(given) else found[DQUERY]
+                dquery = found[4]
+                carried = carried + dquery if carried is not None and self.adds(given) else dquery
             if turn > -turns:
                 assert carried is not None
                 reach(turn - 1, carried)
-        if together:
-            ask(None)
-        return {**reverse.total, "query": carried}
+        if reverse.together:
+            ask(None, 0)
+        reverse.gradients[4] = carried
 
 
 class Steps:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fastcaps.ops.routing import Gradients, Routing
-from fastcaps.votes import Votes
+if TYPE_CHECKING:
+    from fastcaps.ops.routing import Gradients, Routing
+    from fastcaps.votes import Votes
 
-__all__ = ["Reverse"]
+__all__ = ["Reverse", "of_turn"]
 
 
-def stack_of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
+def of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
     """Return the part of a stack of turns that one turn, counted from the last, has; None where that has none."""
     return None if stack is None or len(stack) < -turn else stack[turn : turn + 1 or None]
 
@@ -35,34 +36,39 @@ class Reverse:
         Whether the sum over turns is one call at the end.
     turns
         How many there are.
-    needed
-        The names of the gradients that are summed.
+    needs
+        The gradients that are wanted, as bits in the order of the op's tensors.
+
+    Attributes
+    ----------
+    summed
+        Those among them that are summed over turns: the routing leaves out what it makes otherwise.
+    gradients
+        What was found, in the order of the op's tensors.
     """
 
-    def __init__(self, routing: Routing, run: Callable[..., Any], together: bool, turns: int, needed: set[str]) -> None:
-        self.routing, self.run, self.together, self.turns = routing, run, together, turns
-        self.needs = sum(1 << k for k, name in enumerate(routing.gradient_names) if name in needed)
-        self.total: dict[str, Tensor | None] = {}
+    def __init__(self, routing: Routing, run: Callable[..., Any], together: bool, turns: int, needs: int) -> None:
+        self.routing, self.run, self.together, self.turns, self.needs = routing, run, together, turns, needs
+        self.summed = needs
+        self.gradients: list[Tensor | None] = [None] * len(routing.tensors)
 
-    def ask(
-        self, turn: int | None, heads: Gradients, votes: Votes, own: Sequence[Any], bits: int = 0
-    ) -> Sequence[Tensor]:
+    def ask(self, turn: int | None, heads: Gradients, votes: Votes, own: Sequence[Any], bits: int) -> Sequence[Tensor]:
         """Return the gradients of a turn's own parents whose ``bits`` are set, among others.
 
         ``heads`` are those of the turn's results, ``own`` the op's other arguments, of all turns. A turn of None asks
         for what is summed over all of them.
         """
-        wanted = self.needs if turn is None else bits if self.together else bits | self.needs
+        last = turn is None or not self.together
+        wanted = bits | self.summed if last else bits
         if not wanted:
             return ()
         part = own
         if turn is not None and self.turns > 1:
-            flags = self.routing.own_is_stacked
-            part = [stack_of_turn(x, turn) if stacked else x for x, stacked in zip(own, flags, strict=True)]
+            part = [of_turn(x, turn) if k else x for x, k in zip(own, self.routing.own_is_stacked, strict=True)]
         found: Sequence[Tensor] = self.run(*heads, *votes, *part, wanted)
-        if turn is None or not self.together:
-            for k, (name, gradient) in enumerate(zip(self.routing.gradient_names, found, strict=True)):
-                if self.needs >> k & 1:
-                    before = self.total.get(name)
-                    self.total[name] = gradient if before is None else before.add_(gradient)
+        if last:
+            for k, gradient in enumerate(found):
+                if self.summed >> k & 1:
+                    before = self.gradients[k]
+                    self.gradients[k] = gradient if before is None else before.add_(gradient)
         return found

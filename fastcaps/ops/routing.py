@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
-from fastcaps.votes import Votes, autocast_dtype, output_size
+from fastcaps.ops.flops import backward_flops, forward_flops
+from fastcaps.ops.reverse import Reverse, of_turn
+from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
 __all__ = ["LIBRARY", "Gradients", "Routing"]
 
@@ -34,15 +38,20 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 Gradients = Sequence[Tensor | None]
 
+_named: Any = namedtuple
+
 
 _PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
 
 
-def _is_watched(children: Tensor) -> bool:
+def _is_watched() -> bool:
     """Return whether somebody must see a call as an op: a compiler, a dispatch mode, a trace, autocast."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
-        return True
-    return autocast_dtype(children.device.type) is not None
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or torch._C._is_any_autocast_enabled()
+    )
 
 
 def _is_transformed() -> bool:
@@ -50,8 +59,6 @@ def _is_transformed() -> bool:
 
     The ops have no rules for those: the reference, which is ordinary code, is right under all of them.
     """
-    if torch.compiler.is_compiling():
-        return False
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -59,7 +66,7 @@ class _Recorded(torch.autograd.Function):
     """An eager call with a graph. It does what the op's registered autograd does, in a sixth of the time."""
 
     @staticmethod
-    def forward(ctx: Any, routing: Routing, *arguments: Any) -> Any:
+    def forward(ctx: Any, routing: Routing, arguments: Sequence[Any], *tensors: Tensor | None) -> Any:
         results = routing.compute(arguments)
         routing.save(ctx, arguments, results)
         return results
@@ -67,7 +74,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         routing: Routing = ctx.routing
-        return None, *routing.differentiate(ctx, *grads)
+        return None, None, *routing.differentiate(ctx, ctx.needs_input_grad[2:], grads)
 
 
 class Routing(ABC):
@@ -79,13 +86,16 @@ class Routing(ABC):
         The name of the routing's files, everywhere; ``stem + "_routing"`` is the op.
     own
         The schema of what the op takes after the votes.
+    state
+        The names of the tensors among it that belong to parents: what the first turn starts from.
     flags
         The names of boolean arguments at the end, which backends never see: ``detach``, ``coefficients``.
     results, finals
         The schema of the results (without coefficients), and how many of them have gradients: the others are history,
         with a leading dimension of turns.
-    grads, own_backward, gradients
-        The backward's schema: what it takes before the votes, after them, and what it returns.
+    grads, own_backward
+        The backward's schema: what it takes before the votes, and after them. It returns the gradients of the op's
+        tensors, in their order.
     moments
         How many sums over the votes a turn leaves.
     wide
@@ -96,12 +106,12 @@ class Routing(ABC):
 
     stem: str
     own: str
+    state: tuple[str, ...]
     flags: tuple[str, ...]
     results: str
     finals: int
     grads: str
     own_backward: str
-    gradients: str
     moments = 1
     wide: frozenset[str] = frozenset()
     stacked: frozenset[str]
@@ -137,14 +147,8 @@ class Routing(ABC):
         """Return the coefficients that the last turn used, from the results of all turns."""
 
     @abstractmethod
-    def backward(
-        self, run: Callable[..., Any], together: bool, grads: Gradients, votes: Votes, given: Any, history: Any
-    ) -> dict[str, Tensor | None]:
-        """Return the gradients of a call by name, from those of its final results.
-
-        ``run`` is the backward op, ``together`` says whether it makes the sum over turns cheaper than one turn after
-        the other, ``given.needed`` names the gradients that are wanted.
-        """
+    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, given: Any, history: Any) -> None:
+        """Have ``reverse`` make the gradients of a call, from those of its final results."""
 
     def tables(self, given: Any) -> tuple[Tensor | None, ...]:
         """Return the tables, one number for each child and parent, of which a backward makes gradients."""
@@ -165,24 +169,27 @@ class Routing(ABC):
         """Define both ops: schemas, fake kernels, autograd, autocast, and the kernel that asks which backend runs."""
         flags = "".join(f", bool {flag}" for flag in self.flags)
         forward, results = f"({_VOTES}{self.own}", f"({self.results}"
-        backward, gradients = f"({self.grads}, {_VOTES}{self.own_backward}, int needs", f"-> ({self.gradients})"
         LIBRARY.define(f"{self.name}{forward}{flags}) -> {results}, Tensor coefficients)", tags=_TAGS)
+        self.op = getattr(torch.ops.fastcaps, self.name).default
+        taken = self.op._schema.arguments
+        self.names = [argument.name for argument in taken]
+        self.tensors = [k for k, argument in enumerate(taken) if "Tensor" in str(argument.type)]  # their positions
+        self.tensor_names = [self.names[k] for k in self.tensors]
+        gradients = ", ".join(f"Tensor d{name}" for name in self.tensor_names)
+        backward, gradients = f"({self.grads}, {_VOTES}{self.own_backward}, int needs", f"-> ({gradients})"
         LIBRARY.define(f"{self.name}_backward{backward}) {gradients}", tags=_TAGS)
         for library in _NATIVE.values():
             library.define(f"{self.name}{forward}, int options) -> {results})".replace("SymInt", "int"))
             library.define(f"{self.name}_backward{backward}, int options) {gradients}".replace("SymInt", "int"))
         self.native = {name: _native(name, self.name) for name in _NATIVE}
         self.native_backward = {name: _native(name, f"{self.name}_backward") for name in _NATIVE}
-        self.op = getattr(torch.ops.fastcaps, self.name).default
         self.backward_op = getattr(torch.ops.fastcaps, f"{self.name}_backward").default
-        self.names = [argument.name for argument in self.op._schema.arguments]
         self.backward_names = [argument.name for argument in self.backward_op._schema.arguments]
         self.heads = self.backward_names.index("children")
-        self.gradient_names = [result.name[1:] for result in self.backward_op._schema.returns]
         self.own_is_stacked = [name in self.stacked for name in self.backward_names[self.heads + _COUNT : -1]]
-        self.tensors = [
-            k for k, argument in enumerate(self.op._schema.arguments) if "Tensor" in str(argument.type)
-        ]  # their positions
+        self._named = _named("arguments", self.names)
+        self._tensors_of = itemgetter(*self.tensors)
+        self._lay_out()
         for name, run, fake in (
             (self.name, self.run, self.fake),
             (f"{self.name}_backward", self.run_backward, self.fake_backward),
@@ -190,31 +197,35 @@ class Routing(ABC):
             LIBRARY.impl(name, run, "CompositeExplicitAutograd")
             torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
         torch.library.register_autograd(
-            f"fastcaps::{self.name}", self.differentiate, setup_context=self.save, lib=LIBRARY
+            f"fastcaps::{self.name}", self._differentiate_op, setup_context=self.save, lib=LIBRARY
         )
         register_decomposition(self.op)(self.by_reference)  # which an ONNX export takes
         register_decomposition(self.op, type="meta")(self.fake)  # else fakes of free sizes would run the formulas
-        register_flop_formula(self.op.overloadpacket)(self._forward_flops)
-        register_flop_formula(self.backward_op.overloadpacket)(self._backward_flops)
+        register_flop_formula(self.op.overloadpacket)(partial(forward_flops, self))
+        register_flop_formula(self.backward_op.overloadpacket)(partial(backward_flops, self))
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             LIBRARY.impl(self.name, self._autocast_kernel(device_type, key), key)
 
     def __call__(self, votes: Votes, *own: Any) -> Any:
         """Run the op on votes and its own arguments: the only entrance that functions use."""
         arguments = (*votes, *own)
+        if torch.compiler.is_compiling():
+            return self.op(*arguments)
         if _is_transformed():
             backends.refuse_unless_reference(self.stem)
             return self.by_reference(*arguments)
-        tensors = [arguments[k] for k in self.tensors]
-        if _is_watched(votes[0]) or not _PLAIN.issuperset(map(type, tensors)):
+        tensors = self._tensors_of(arguments)
+        if _is_watched() or not _PLAIN.issuperset(map(type, tensors)):
             return self.op(*arguments)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            return _Recorded.apply(self, *arguments)
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor is not None and tensor.requires_grad:
+                    return _Recorded.apply(self, arguments, *tensors)
         return self.compute(arguments)
 
-    def given(self, arguments: Sequence[Any]) -> SimpleNamespace:
+    def given(self, arguments: Sequence[Any]) -> Any:
         """Return the arguments of the op by name."""
-        return SimpleNamespace(**dict(zip(self.names, arguments, strict=True)))
+        return self._named._make(arguments)
 
     # ---- below the border --------------------------------------------------------------------------------------------
 
@@ -224,13 +235,19 @@ class Routing(ABC):
 
     def compute(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Run a call by the backend that is forced, or comes first among those that can."""
+        taken = arguments[: -len(self.flags)]
+        if backends.on_cpu(arguments[0]):
+            results = self.native["cpu"](*taken, 0)
+            return (*results, self._coefficients(arguments, results))
         call = backends.Call.of(self.stem, arguments)
         chosen = backends.choose(call)
-        taken = arguments[: -len(self.flags)]
-        if chosen in _NATIVE and backends.takes_turns(chosen, call, self, taken):
+        if chosen == "cuda" and backends.takes_turns(call, self, taken):
             results = self.native[chosen](*taken, call.options)
-        else:
+        elif chosen in _NATIVE:
             results = self.chain(self._kernel(chosen, call, arguments), arguments)
+        else:
+            placed = self._on_grid(arguments)
+            results = self._from_grid(self.chain(self._kernel(chosen, call, placed), placed), arguments)
         return (*results, self._coefficients(arguments, results))
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -238,14 +255,43 @@ class Routing(ABC):
 
         A backward is chosen anew: all backends keep the same, so one may differentiate what another computed.
         """
+        if backends.on_cpu(arguments[self.heads]):
+            return tuple(self.native_backward["cpu"](*arguments, 0))
         call = backends.Call.of(self.stem, arguments[self.heads :])
         chosen = backends.choose(call)
         if chosen in _NATIVE:
             return tuple(self.native_backward[chosen](*arguments, call.options))
+        is_set = arguments[self.heads].dim() == 4
+        placed = _views(as_grid, arguments, self._backward_places) if is_set else arguments
         if chosen == "triton":
             kernels = backends.triton_kernels(self.stem)
-            return tuple(getattr(kernels, f"{self.name}_backward")(*arguments, call.options))
-        return self._turn_after_turn(arguments)
+            found = getattr(kernels, f"{self.name}_backward")(*placed, call.options)
+        else:
+            found = self._turn_after_turn(placed)
+        return tuple(_views(as_set, found, self._gradient_places) if is_set else found)
+
+    def _lay_out(self) -> None:
+        """Note which tensors have positions, and at which dimension these begin: 0 says none."""
+        positioned = {"children", "gate", *self.state}
+        self._places = [int(name in positioned) for name in self.names]
+        self._result_places = [1 if k < self.finals else 2 for k in range(len(self.op._schema.returns) - 1)]
+        self._backward_places = [
+            2 if k < self.heads or name in self.stacked else int(name in positioned)
+            for k, name in enumerate(self.backward_names)
+        ]
+        self._gradient_places = [self._places[k] for k in self.tensors]
+
+    def _on_grid(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments of a call on a set as on a grid of one position: kernels in Python know no other."""
+        if arguments[0].dim() != 4:
+            return arguments
+        if tuple(arguments[5]) != SET_WINDOW:
+            raise ValueError(f"window must be {list(SET_WINDOW)} for a set, got {list(arguments[5])}")
+        return _views(as_grid, arguments, self._places)
+
+    def _from_grid(self, results: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return the results of such a call as those of a call with ``arguments``."""
+        return _views(as_set, results, self._result_places) if arguments[0].dim() == 4 else results
 
     def _kernel(self, chosen: str, call: backends.Call, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs one turn: called with votes and the op's own arguments, without flags."""
@@ -267,8 +313,9 @@ class Routing(ABC):
 
     def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a call as a loop of the reference's turns: differentiable code."""
-        self.check(Votes(*arguments[:_COUNT]), self.given(arguments))
-        results = self.chain(self._reference_of(arguments), arguments)
+        placed = self._on_grid(arguments)
+        self.check(Votes(*placed[:_COUNT]), self.given(placed))
+        results = self._from_grid(self.chain(self._reference_of(placed), placed), arguments)
         return _complete((*results, self._coefficients(arguments, results)), arguments[0])
 
     def chain(self, run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -288,8 +335,12 @@ class Routing(ABC):
     def _coefficients(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> Tensor | None:
         if not arguments[-1]:
             return None
+        placed = self._on_grid(arguments)
+        if placed is not arguments:
+            results = _views(as_grid, results, self._result_places)
         with torch.no_grad():
-            return self.coefficients(Votes(*arguments[:_COUNT]), self.given(arguments), results)
+            found = self.coefficients(Votes(*placed[:_COUNT]), self.given(placed), results)
+        return found if placed is arguments else as_set(found)
 
     def _turn_after_turn(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         """Run a backward of several turns as the sum of the reference's backwards of one."""
@@ -299,30 +350,16 @@ class Routing(ABC):
         turns = len(next(head for head in heads if head is not None))
         *own, needs = own
         total: Any = None
+
+        def of(turn: int, stack: Tensor | None) -> Tensor | None:
+            part = of_turn(stack, turn)
+            return None if part is None else part[0]
+
         for turn in range(-turns, 0):  # counted from the last, which every stack has
-            part = [of_turn(x, turn) if stacked else x for x, stacked in zip(own, self.own_is_stacked, strict=True)]
-            found = backward(*(of_turn(head, turn) for head in heads), votes, *part, needs)
+            part = [of(turn, x) if stacked else x for x, stacked in zip(own, self.own_is_stacked, strict=True)]
+            found = backward(*(of(turn, head) for head in heads), votes, *part, needs)
             total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
         return tuple(total)
-
-    def _forward_flops(self, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
-        """Return the multiplications and additions of a call: tensors come as their shapes.
-
-        A turn makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a
-        first turn without a state is linear in the children where there is one moment: it is one product.
-        """
-        given = self.given(shapes)
-        votes, one = _flops(shapes)
-        first = votes + (0 if self.moments == 1 else self.moments * one)
-        turn = votes + (1 + self.moments) * one
-        turns = self.turns(given)
-        return turns * turn if self.first(given)[0] is not None else first + (turns - 1) * turn
-
-    def _backward_flops(self, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
-        """Return the same of a backward: votes made again, agreement, gain, and the two terms of dV; not that of dQ."""
-        votes, one = _flops(shapes[self.heads :])
-        turns, needs = next(head for head in shapes[: self.heads] if head is not None)[0], shapes[-1]
-        return turns * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
@@ -335,12 +372,12 @@ class Routing(ABC):
         explanation.tell(self, votes, given)
         _let_inductor_call(f"fastcaps::{self.name}")
         wide = accumulation_dtype(votes.children.dtype)
-        shape = (votes.children.shape[0], *votes.grid, votes.seen, votes.parents) if given.coefficients else (0,)
+        shape = votes.shares if given.coefficients else (0,)
         return (*self.fakes(votes, given), votes.children.new_empty(shape, dtype=wide))
 
     def fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return empty tensors as the backward would."""
-        given = SimpleNamespace(**dict(zip(self.backward_names, arguments, strict=True)))
+        given = _named("arguments", self.backward_names)._make(arguments)
         results = []
         for k, result in enumerate(self.backward_op._schema.returns):
             shape: Any = self.shape_of(result.name[1:], given) if given.needs >> k & 1 else None
@@ -361,34 +398,40 @@ class Routing(ABC):
         ctx.routing = self
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results[self.finals :] if x is not None))
-        ctx.save_for_backward(*(arguments[k] for k in self.tensors), *results[self.finals : -1])
-        ctx.others = [None if k in self.tensors else argument for k, argument in enumerate(arguments)]
+        ctx.save_for_backward(*self._tensors_of(arguments), *results[self.finals : -1])
+        ctx.others = others = list(arguments)
+        for k in self.tensors:
+            others[k] = None
 
-    def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def _differentiate_op(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of all arguments of the op."""
-        saved = ctx.saved_tensors  # once: a checkpoint hands them out once
-        arguments, history = list(ctx.others), saved[len(self.tensors) :]
-        for k, tensor in zip(self.tensors, saved, strict=False):
-            arguments[k] = tensor
-        needs_grad = ctx.needs_input_grad[-len(arguments) :]
-        needed = [k for k in self.tensors if needs_grad[k]]
-        finals = grads[: self.finals]
-        gradients: list[Any] = [None] * len(arguments)
-        if not needed or all(grad is None for grad in finals):
-            return tuple(gradients)
-        if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
-            return tuple(self._through_reference(arguments, finals, needed))
-        votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
-        given.needed = {self.names[k] for k in needed}
-        run = self.backward_op if _is_watched(arguments[0]) else self.run_backward
-        together = backends.sums_turns(arguments[0]) and self.turns(given) > 1
-        found = self.backward(run, together, finals, votes, given, history)
-        for k in needed:
-            gradients[k] = found.get(self.names[k])
+        gradients: list[Any] = [None] * len(self.names)
+        found = self.differentiate(ctx, self._tensors_of(ctx.needs_input_grad), grads)
+        for k, gradient in zip(self.tensors, found, strict=True):
+            gradients[k] = gradient
         return tuple(gradients)
 
-    def _through_reference(self, arguments: list[Any], finals: Gradients, needed: list[int]) -> list[Any]:
-        gradients: list[Any] = [None] * len(arguments)
+    def differentiate(self, ctx: Any, needed: Sequence[bool], grads: Gradients) -> Gradients:
+        """Return the gradients of the op's tensors, of which ``needed`` are wanted, from those of its results."""
+        saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        arguments, history = ctx.others.copy(), saved[len(self.tensors) :]
+        for k, tensor in zip(self.tensors, saved, strict=False):
+            arguments[k] = tensor
+        finals = grads[: self.finals]
+        if not any(grad is not None for grad in finals):
+            return [None] * len(self.tensors)
+        if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
+            return self._through_reference(arguments, finals, needed)
+        given = self.given(arguments)
+        run = self.backward_op if _is_watched() else self.run_backward
+        turns, needs = self.turns(given), sum(1 << k for k, want in enumerate(needed) if want)
+        reverse = Reverse(self, run, turns > 1 and backends.on_cpu(arguments[0]), turns, needs)
+        self.backward(reverse, finals, Votes(*arguments[:_COUNT]), given, history)
+        return [gradient if want else None for gradient, want in zip(reverse.gradients, needed, strict=True)]
+
+    def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:
+        wanted = [k for k, want in zip(self.tensors, needed, strict=True) if want]
+        gradients: dict[int, Tensor | None] = {}
         with torch.enable_grad(), torch.autocast(arguments[0].device.type, enabled=False):
             # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
             inputs = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
@@ -398,14 +441,13 @@ class Routing(ABC):
             if pairs:
                 found = torch.autograd.grad(
                     [r for r, _ in pairs],
-                    [inputs[k] for k in needed],
+                    [inputs[k] for k in wanted],
                     [g for _, g in pairs],
                     create_graph=True,
                     allow_unused=True,
                 )
-                for k, gradient in zip(needed, found, strict=True):
-                    gradients[k] = gradient
-        return gradients
+                gradients = dict(zip(wanted, found, strict=True))
+        return [gradients.get(k) for k in self.tensors]
 
     def _autocast_kernel(self, device_type: str, key: str) -> Callable[..., Any]:
         """Return the op's kernel under autocast: tensors to :func:`autocast_dtype`, float64 left alone."""
@@ -441,21 +483,15 @@ def _let_inductor_call(name: str) -> None:
     allowed.add(name)
 
 
+def _views(view: Callable[[Tensor, int], Tensor], tensors: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Return a view of each tensor that has positions, which begin at a dimension ``places`` tells."""
+    return [
+        view(x, place) if place and x is not None and x.dim() > place else x
+        for x, place in zip(tensors, places, strict=True)
+    ]
+
+
 def _complete(found: tuple[Any, ...], children: Tensor) -> tuple[Tensor, ...]:
     """Return what an op has to return: an empty tensor in place of coefficients that nobody wants."""
     *results, shares = found
     return (*results, children.new_empty(0, dtype=accumulation_dtype(children.dtype)) if shares is None else shares)
-
-
-def _flops(shapes: Sequence[Any]) -> tuple[int, int]:
-    """Return the operations of making all votes once, and of one sum over all of them, from the shapes of a call."""
-    (batch, height, width, types, rows, depth), weight, _, _, parents, window = shapes[:_COUNT]
-    ho, wo = output_size(window, height, width)
-    pairs = batch * ho * wo * window[0] * window[1] * types * parents
-    columns = depth if weight is None else weight[3]
-    return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns
-
-
-def of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
-    """Return what belongs to a turn, counted from the last, of a stack of turns; None where that has none."""
-    return None if stack is None or len(stack) < -turn else stack[turn]

@@ -1,0 +1,43 @@
+"""How many operations a call makes, for torch's FLOP counter: tensors come as their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastcaps.votes import output_size
+
+if TYPE_CHECKING:
+    from fastcaps.ops.routing import Routing
+
+__all__ = ["backward_flops", "forward_flops"]
+
+
+def forward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+    """Return the multiplications and additions of a call.
+
+    A turn makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a first
+    turn without a state is linear in the children where there is one moment: it is one product.
+    """
+    given = routing.given(shapes)
+    votes, one = _votes_and_sum(shapes)
+    first = votes + (0 if routing.moments == 1 else routing.moments * one)
+    turn = votes + (1 + routing.moments) * one
+    turns = routing.turns(given)
+    return turns * turn if routing.first(given)[0] is not None else first + (turns - 1) * turn
+
+
+def backward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+    """Return the same of a backward: votes made again, agreement, gain, and the two terms of dV; not that of dQ."""
+    votes, one = _votes_and_sum(shapes[routing.heads :])
+    turns, needs = next(head for head in shapes[: routing.heads] if head is not None)[0], shapes[-1]
+    return turns * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
+
+
+def _votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:
+    """Return the operations of making all votes once, and of one sum over all of them."""
+    (batch, *grid, types, rows, depth), weight, _, _, parents, window = shapes[:6]
+    ho, wo = output_size(window, *(grid or (1, 1)))
+    pairs = batch * ho * wo * window[0] * window[1] * types * parents
+    columns = depth if weight is None else weight[3]
+    return 0 if weight is None else 2 * pairs * rows * depth * columns, 2 * pairs * rows * columns
