@@ -149,8 +149,9 @@ class Gaussian(Routing):
         if reverse.together:
             ask(None, 0)
         if (heat := _stacked(heats)) is not None:
-            reverse.gradients[BETA_USE] = -numbers * (heat * counts).flatten(0, -2).sum(0)
-            reverse.gradients[BETA_IGNORE] = heat.flatten(0, -2).sum(0)
+            for k, part in ((BETA_USE, -numbers * (heat * counts)), (BETA_IGNORE, heat)):
+                if reverse.needs >> k & 1:
+                    reverse.gradients[k] = part.flatten(0, -2).sum(0)
 
 
 def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -14,7 +14,6 @@ from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Gradients, Routing
 from fastcaps.reference import DETACH, Rule
 from fastcaps.reference.seen import POSE
-from fastcaps.vectors import scaled
 from fastcaps.votes import Votes
 
 __all__ = ["QueryRouting", "check_like"]
@@ -59,7 +58,7 @@ class QueryRouting(Routing):
         for step in left:
             queries.append(queries[-1] + step if self.adds(given) and queries else step)
         if len(queries) < 2:
-            return queries[0][None] if queries else None
+            return queries[0].unsqueeze(0) if queries else None
         return torch.stack(queries)
 
     def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, given: Any, history: Any) -> None:
@@ -100,7 +99,8 @@ class QueryRouting(Routing):
                 reach(turn - 1, carried)
         if reverse.together:
             ask(None, 0)
-        reverse.gradients[4] = carried
+        if reverse.needs & QUERY:
+            reverse.gradients[4] = carried
 
 
 class Steps:
@@ -119,20 +119,26 @@ class Steps:
     """
 
     def __init__(self, sums: Tensor, squashes: bool) -> None:
-        largest, ratio, shrunk, zero = scaled(sums, POSE)
-        size = ratio * largest
-        self.direction = shrunk / ratio.masked_fill(zero, 1.0)
+        tiny = torch.finfo(sums.dtype).tiny  # under what a zero vector is divided by
+        largest = sums.abs().amax(POSE, keepdim=True).clamp(min=tiny)
+        shrunk = sums / largest  # whose squares neither overflow nor vanish
+        ratio = shrunk.square().sum(POSE, keepdim=True).sqrt()
+        size, self.vectors = ratio * largest, shrunk / ratio.clamp(min=tiny)
+        self.directions = self.vectors.unbind()
+        self.bends: Sequence[Tensor | float] = [-1.0] * len(sums)
         # 1 / f: where that is infinite, nothing is left
-        self.divisor = size + size.reciprocal() if squashes else size.masked_fill(zero, torch.inf)
-        self.bend = 2 / (1 + size.square()) - 1 if squashes else -1.0
-        self.vectors = self.direction * (size / self.divisor) if squashes else self.direction
+        divisor = size + size.reciprocal() if squashes else size.masked_fill(size == 0, torch.inf)
+        self.divisors = divisor.unbind()
+        if squashes:
+            length = size / divisor  # n^2 / (1 + n^2)
+            self.bends = (1 - 2 * length).unbind()
+            self.vectors = self.vectors * length
 
     def backward(self, grad: Tensor, turn: int) -> Tensor:
         """Return dL/ds of a turn from dL/dv."""
-        direction = self.direction[turn]
+        direction = self.directions[turn]
         along = (direction * grad).sum(POSE, keepdim=True)
-        bend = self.bend if isinstance(self.bend, float) else self.bend[turn]
-        return (grad + bend * along * direction) / self.divisor[turn]
+        return torch.addcmul(grad, direction, self.bends[turn] * along) / self.divisors[turn]
 
 
 def check_like(votes: Votes, given: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:
