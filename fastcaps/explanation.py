@@ -65,7 +65,7 @@ class Explanations(tuple[Explanation, ...]):
     """The explanations of a module's routing calls, in the order in which it makes them."""
 
     def __str__(self) -> str:
-        return "\n".join(f"[{k}] {one}" for k, one in enumerate(self))
+        return "\n".join(f"[{k}] {one}" for k, one in enumerate(self)) or "no routing call"
 
 
 _told: ContextVar[list[Explanation] | None] = ContextVar("fastcaps_explanations", default=None)

@@ -162,7 +162,7 @@ WRONG = [
     (ValueError, r"beta_u must have shape \[M\] = \[7\], got \[3\]", "em_routing", {"beta_u": torch.zeros(3)}),
     (TypeError, r"beta_a must be a torch\.Tensor, got float", "em_routing", {"beta_a": 0.0}),
     (ValueError, "inverse_temperature must have a number for each of the 3 iterations, got 2", "em_routing",
-     {"inverse_temperature": [0.1, 0.2]}),
+     {"inverse_temperature": torch.tensor([0.1, 0.2])}),
     (ValueError, "inverse_temperature must be a finite number >= 0, got nan", "em_routing",
      {"inverse_temperature": math.nan}),
     (TypeError, "inverse_temperature must be a number", "em_routing", {"inverse_temperature": lambda turn: "hot"}),

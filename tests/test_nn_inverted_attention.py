@@ -331,6 +331,8 @@ def test_extra_repr_names_what_is_not_default():
         ((6, 3, 0, 16), {}, ValueError, "in_dim must be at least 1"),
         ((6, 3.0, 16, 16), {}, TypeError, "out_capsules must be an int"),
         ((6, 3, 16, 16), {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\)"),
+        ((6, 3, 16, 16), {"dropout": "a"}, TypeError, "dropout must be a number, got 'a'"),
+        ((6, 3, 16, 16), {"dtype": torch.int32}, TypeError, "dtype must be a floating-point type, got torch.int32"),
         ((6, 3, 16, 16), {"stride": 2}, ValueError, "stride.*kernel_size"),
         ((6, 3, 16, 16), {"kernel_size": 0}, ValueError, "kernel_size"),
         ((6, 3, 16, 16), {"kernel_size": 2, "padding": -1}, ValueError, "padding"),

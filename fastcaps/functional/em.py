@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,9 @@ def schedule(inverse_temperature: InverseTemperature | None, iterations: int) ->
     >>> schedule(lambda turn: 0.5 * turn, 3)
     [0.0, 0.5, 1.0]
     """
-    given = default_inverse_temperature if inverse_temperature is None else inverse_temperature
+    given: Any = default_inverse_temperature if inverse_temperature is None else inverse_temperature
+    if hasattr(given, "tolist"):  # an array's or a tensor's numbers
+        given = given.tolist()
     if callable(given):
         values = [given(turn) for turn in range(iterations)]
     elif isinstance(given, Sequence):

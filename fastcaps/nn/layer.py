@@ -154,6 +154,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self.in_capsules = None if in_capsules is None else positive(in_capsules, "in_capsules")
         self.out_capsules = None if out_capsules is None else positive(out_capsules, "out_capsules")
         self.in_dim, self.out_dim = positive(in_dim, "in_dim"), positive(out_dim, "out_dim")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         self.pose = pose
         self.pose_shape = pose_shape(self.in_dim, self.out_dim, pose)
         self.share = bool(share) or in_capsules is None

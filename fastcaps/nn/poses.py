@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps import functional
+from fastcaps.checks import check_finite
 
 if TYPE_CHECKING:
     from fastcaps.nn.layer import Call
@@ -35,7 +36,7 @@ def positive(value: object, name: str) -> int:
 
 def probability(value: float, name: str) -> float:
     """Return ``value`` as a float if it lies in [0, 1); raise ValueError naming ``name`` otherwise."""
-    value = float(value)
+    value = check_finite(name, value)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
     return value
