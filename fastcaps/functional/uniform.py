@@ -12,7 +12,7 @@ from torch import Tensor
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.reference.seen import windows
-from fastcaps.votes import SET_WINDOW, Votes, as_set, autocast_dtype, output_size
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size
 
 __all__ = ["kernel_beats_library", "uniform_coefficients", "uniform_turn"]
 
@@ -71,16 +71,15 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
 
 
 def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
-    children, weight, bias, gate, many, window = votes.on_grid()
+    children, weight, bias, gate, many, window = votes
     assert weight is not None
     gated = children if gate is None else children * gate[..., None, None]
-    if tuple(window) == SET_WINDOW or children.shape[3] % weight.shape[0] == 0:
+    if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
         sums = _uniform_matmul(gated, weight, window)
     else:
         sums = _uniform_convolution(gated, weight, window)
     if bias is not None:
         sums = sums + _uniform_bias(children, bias, gate, window)
-    sums = as_set(sums) if votes.is_set else sums
     if not norm:
         return (sums / many).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
@@ -123,16 +122,16 @@ def _window_sum(grid: Tensor, window: Sequence[int]) -> Tensor:
 
 
 def _uniform_matmul(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
-    """Return ``sum_i P_i W_im`` ``[B, Ho, Wo, M, C, E]`` where G divides N: children summed by group, then a matmul."""
+    """Return ``sum_i P_i W_im``, the parents' sums, where G divides N: children summed by group, then a matmul."""
     groups, many, depth, columns = weight.shape
-    types = children.shape[3]
+    types = children.shape[-3]
     if types != groups:
-        children = children.unflatten(3, (types // groups, groups)).sum(3)
+        children = children.unflatten(-3, (types // groups, groups)).sum(-4)
     if tuple(window) != SET_WINDOW:
         children = _window_sum(children, window)
-    left = children.transpose(3, 4).flatten(-2)  # [B, Ho, Wo, C, G * D]
+    left = children.transpose(-3, -2).flatten(-2)  # [..., C, G * D]
     right = weight.transpose(1, 2).reshape(groups * depth, many * columns)
-    return (left @ right).unflatten(-1, (many, columns)).transpose(3, 4)
+    return (left @ right).unflatten(-1, (many, columns)).transpose(-3, -2)
 
 
 def _uniform_convolution(children: Tensor, weight: Tensor, window: Sequence[int]) -> Tensor:
@@ -153,15 +152,17 @@ def _uniform_convolution(children: Tensor, weight: Tensor, window: Sequence[int]
 
 
 def _uniform_bias(children: Tensor, bias: Tensor, gate: Tensor | None, window: Sequence[int]) -> Tensor:
-    """Return ``sum_i g_i b_im`` over the children that exist, to be added to ``[B, Ho, Wo, M, C, E]``."""
+    """Return ``sum_i g_i b_im`` over the children that exist, to be added to the parents' sums."""
     kh, kw = window[:2]
-    types = children.shape[3]
+    types = children.shape[-3]
     if gate is None and not (window[4] or window[5]):
         return bias.sum(0) if bias.shape[0] > 1 else bias[0] * (kh * kw * types)
     if gate is None:
         gate = children.new_ones((1, *children.shape[1:4]))
     if bias.shape[0] == 1:
-        return _window_sum(gate.sum(-1), window)[..., None, None, None] * bias[0]
+        total = gate.sum(-1)
+        total = total if tuple(window) == SET_WINDOW else _window_sum(total, window)
+        return total[..., None, None, None] * bias[0]
     if tuple(window) == SET_WINDOW:
         return torch.tensordot(gate, bias, dims=1)
     kernel = bias.unflatten(0, (kh, kw, types)).flatten(3).permute(3, 2, 0, 1)  # [M * C * E, N, kh, kw]
