@@ -12,7 +12,7 @@ from fastcaps import ops
 from fastcaps.checks import accumulation_dtype, check_count, check_eps, check_finite, check_table
 from fastcaps.reference import Rule
 from fastcaps.results import Capsules, RoutedCapsules
-from fastcaps.votes import Votes, Window, autocast_dtype, from_op
+from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once
 
 __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "schedule"]
 
@@ -139,10 +139,8 @@ def em_routing(
     >>> poses.shape, activations.shape
     (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
     """
-    many = beta_u.shape[0] if weight is None and isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
-    votes = Votes.of(children, weight, bias, activations, window, many, "activations")
-    for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
-        check_table(name, beta, children, [(votes.parents,)], "M", votes.autocasts)
+    many = once(_check, (children, weight, bias, activations, beta_u, beta_a), window)
+    votes = Votes.unchecked(children, weight, bias, activations, window, many)
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
     temperatures = schedule(inverse_temperature, iterations)
     betas = (widened(beta_u, votes), widened(beta_a, votes))
@@ -152,6 +150,16 @@ def em_routing(
     dtype = result_dtype(votes)
     result = Capsules(from_op(poses, window).to(dtype), from_op(scores.sigmoid(), window).to(dtype))
     return RoutedCapsules(*result, coefficients) if return_coefficients else result
+
+
+def _check(tensors: Sequence[Any], window: Any) -> int:
+    """Check what the user gave; return M."""
+    children, weight, bias, activations, beta_u, beta_a = tensors
+    many = beta_u.shape[0] if weight is None and isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
+    votes = Votes.of(children, weight, bias, activations, window, many, "activations")
+    for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
+        check_table(name, beta, children, [(votes.parents,)], "M", votes.autocasts)
+    return votes.parents
 
 
 def widened(tensor: Tensor, votes: Votes) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from fastcaps import ops
@@ -9,7 +12,7 @@ from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.functional.em import result_dtype, widened
 from fastcaps.reference import Rule
 from fastcaps.results import Gaussians, RoutedGaussians
-from fastcaps.votes import Votes, Window, from_op
+from fastcaps.votes import Votes, Window, from_op, once
 
 __all__ = ["heinsen_routing"]
 
@@ -95,11 +98,8 @@ def heinsen_routing(
     >>> scores.shape, poses.shape
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
     """
-    many = beta_use.shape[1] if weight is None and isinstance(beta_use, Tensor) and beta_use.dim() == 2 else None
-    votes = Votes.of(children, weight, bias, scores, window, many, "scores")
-    for name, beta in (("beta_use", beta_use), ("beta_ignore", beta_ignore)):
-        sizes = [(votes.seen, 1), (votes.parents, 1)]
-        check_table(name, beta, children, sizes, "I or 1, M or 1", votes.autocasts)
+    many = once(_check, (children, weight, bias, scores, beta_use, beta_ignore), window)
+    votes = Votes.unchecked(children, weight, bias, scores, window, many)
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
     check_choice("model", model, tuple(MODELS))
     if votes.gate is not None:  # scores, until here
@@ -111,3 +111,14 @@ def heinsen_routing(
     dtype = result_dtype(votes)
     result = Gaussians(*(from_op(tensor, window).to(dtype) for tensor in (means, found, variances)))
     return RoutedGaussians(*result, coefficients) if return_coefficients else result
+
+
+def _check(tensors: Sequence[Any], window: Any) -> int:
+    """Check what the user gave; return M."""
+    children, weight, bias, scores, beta_use, beta_ignore = tensors
+    many = beta_use.shape[1] if weight is None and isinstance(beta_use, Tensor) and beta_use.dim() == 2 else None
+    votes = Votes.of(children, weight, bias, scores, window, many, "scores")
+    for name, beta in (("beta_use", beta_use), ("beta_ignore", beta_ignore)):
+        sizes = [(votes.seen, 1), (votes.parents, 1)]
+        check_table(name, beta, children, sizes, "I or 1, M or 1", votes.autocasts)
+    return votes.parents
