@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -30,8 +30,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+import torch  # noqa: E402
+
+import fastcaps  # noqa: E402
+from bench.alternatives import OURS, build, runner  # noqa: E402
 from bench.goals import place  # noqa: E402
 from bench.runner import Case, Remote, WorkerError  # noqa: E402
+from bench.timing import time_calls  # noqa: E402
 from bench.workloads import TINY, WORKLOADS  # noqa: E402
 
 _SECONDS = 300.0
@@ -44,19 +49,51 @@ _AGREE = 1e-3
 """The most that the two sides' results may differ by, as a share of the largest number."""
 
 
+class Side:
+    """One of the two packages, in a process of its own."""
+
+    def __init__(self) -> None:
+        self._ready: Callable[[], Any] = dict
+
+    def package(self) -> str:
+        """Return the file that this process has the package from."""
+        return str(fastcaps.__file__)
+
+    def prepare(self, case: Case, graph: bool) -> dict[str, Any]:
+        """Make a call ready for :meth:`time`; with ``graph``, one that keeps a graph for gradients.
+
+        Returns the ``seconds`` of its second call, and ``some`` numbers of every result with the largest of all.
+        """
+        inputs, run = case.workload.inputs(case.batch), build(OURS, case.workload)
+        self._ready = runner(run, inputs, case.training)
+        if graph:
+            given = inputs.require_grad().arguments
+            self._ready = lambda: dict(zip(inputs.grads, run(**given), strict=True))
+        seconds = time_calls(self._ready, 1, 1)[0]
+        with torch.no_grad():
+            some = {
+                name: (tensor.flatten()[:: 1 + tensor.numel() // 64].tolist(), tensor.abs().max().item())
+                for name, tensor in self._ready().items()
+            }
+        return {"seconds": seconds, "some": some}
+
+    def time(self, calls: int, warm: int) -> list[float]:
+        """Return the seconds of calls of the case that was prepared last."""
+        return time_calls(self._ready, calls, warm)
+
+
 @contextmanager
 def sides(trees: Sequence[Path], threads: int) -> Iterator[list[Remote]]:
     """Start a process for each tree's package; rows and inputs are this checkout's for all of them."""
     with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
         for room in ("bench", "tools"):
             (Path(scratch) / room).symlink_to(ROOT / room)
-        found = [Remote(Path(scratch) / f"side{k}.log", threads, "cpu") for k in range(len(trees))]
+        found = [Remote(threads, Side) for _ in trees]
         before = sys.path[:]
         try:
             for tree, side in zip(trees, found, strict=True):
                 sys.path[:] = [scratch, str(tree), *before]  # what a process starts with
-                side.begin("package")
-                came = Path(side.finish(_SECONDS))
+                came = Path(side.call(_SECONDS, "package"))
                 if not came.is_relative_to(tree):
                     raise RuntimeError(f"fastcaps came from {came}, not from {tree}")
             sys.path[:] = before
@@ -82,7 +119,7 @@ def disagreement(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, rounds: int) -> dict[str, Any]:
-    """Time one row in rounds of blocks, old, new, new, old; return all seconds, and each round's ratio of medians."""
+    """Time one row in rounds of blocks, old, new, new, old; return the medians, and those of the rounds' ratios."""
     row = {"workload": case.workload.name, "batch": case.batch, "mode": mode}
     try:
         answers = [side.call(_SECONDS, "prepare", case, mode == "graph") for side in pair]
@@ -104,17 +141,8 @@ def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, round
                 break  # calls of seconds each: two rounds say enough
     except WorkerError as error:
         return row | {"failed": str(error)}
-    return row | {"old": samples[0], "new": samples[1], "ratios": ratios}
-
-
-def combined(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row from those of every start of the processes: medians over all calls, and over all rounds."""
-    for one in found:
-        if "ratios" not in one:
-            return one
-    ratios = [ratio for one in found for ratio in one["ratios"]]
-    times = {side: median([seconds for one in found for seconds in one[side]]) for side in ("old", "new")}
-    return found[0] | times | {"ratio": median(ratios), "least": min(ratios), "most": max(ratios), "ratios": ratios}
+    spread = {"ratio": median(ratios), "least": min(ratios), "most": max(ratios), "ratios": ratios}
+    return row | {"old": median(samples[0]), "new": median(samples[1])} | spread
 
 
 def tree_of(given: str) -> Path:
@@ -191,7 +219,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--mode", action="append", default=[], choices=MODES, help="only these")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a row's timed calls (default 4)")
     parser.add_argument("--rounds", type=int, default=9, help="of a row (default 9)")
-    parser.add_argument("--starts", type=int, default=1, help="times that both processes start afresh (default 1)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--limit", type=float, default=0.03, help="how much slower the median may be (default 0.03)")
     parser.add_argument("--output", type=Path, help="a JSON file for all rows")
@@ -202,17 +229,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(f"compare: {error}", file=sys.stderr)
         return 2
     print(f"old {trees[0]}\nnew {trees[1]}\n{'row':<52} {'old ms':>10} {'new ms':>10}  ratio (over rounds)")
-    words = [word for word in given.workload.split(",") if word]
-    starts: list[list[dict[str, Any]]] = []
-    for _ in range(given.starts):
-        with sides(trees, given.threads) as pair:
-            starts.append([])
-            for case, mode in rows_of(words, given.mode):
-                starts[-1].append(measure(pair, case, mode, given.seconds, given.rounds))
-                print(_line(combined(starts[-1][-1:])), flush=True)
-    rows = [combined(found) for found in zip(*starts, strict=True)]
-    if given.starts > 1:
-        print("\nover all starts\n" + "\n".join(_line(row) for row in rows))
+    rows = []
+    with sides(trees, given.threads) as pair:
+        for case, mode in rows_of([word for word in given.workload.split(",") if word], given.mode):
+            rows.append(measure(pair, case, mode, given.seconds, given.rounds))
+            print(_line(rows[-1]), flush=True)
     if given.output is not None:
         given.output.write_text(json.dumps({"old": str(trees[0]), "new": str(trees[1]), "rows": rows}, indent=1) + "\n")
     lines, passed = summary(rows, given.limit)

@@ -10,28 +10,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import time
+import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+import fastcaps
+from bench.inputs import size_of
 from bench.timing import quantiles, time_calls
 
-__all__ = ["latency", "measure_rates", "peak", "replayed", "three_launches", "timed"]
+__all__ = ["describe", "latency", "measure", "peak", "replayed", "timed"]
 
 Call = Callable[[], Any]
 
 _SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}
 """Bytes of the copied tensor, and the matrices' size."""
 
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+_SMALL = 5e-4
+"""Seconds below which a call on a GPU is also timed by graph replay: a launch's own time is a part of it."""
 
 
 def timed(device: torch.device, call: Call, seconds: float) -> dict[str, float]:
@@ -45,55 +44,65 @@ def timed(device: torch.device, call: Call, seconds: float) -> dict[str, float]:
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def replayed(device: torch.device, call: Call, seconds: float) -> dict[str, float]:
-    """Return quantiles of a call's share of a CUDA graph that holds several.
-
-    Raises RuntimeError if the device has no graphs, or the call cannot be captured.
-    """
-    if device.type != "cuda":
-        raise RuntimeError("no graphs on this device")
+def replayed(call: Call, seconds: float) -> dict[str, Any]:
+    """Return quantiles of a call's share of a CUDA graph that holds several, or why it ``failed`` to be captured."""
     from triton.testing import do_bench_cudagraph
 
-    milliseconds = do_bench_cudagraph(call, rep=max(1, int(100 * seconds)), return_mode="all")
+    try:
+        milliseconds = do_bench_cudagraph(call, rep=max(1, int(100 * seconds)), return_mode="all")
+    except RuntimeError as error:
+        return {"failed": str(error).partition("\n")[0][:300]}
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def latency(device: torch.device, call: Call, calls: int = 20) -> dict[str, float]:
-    """Return quantiles of the time from a call to the end of the device's work, one call at a time."""
-    seconds = []
-    for index in range(calls + 3):
-        _synchronize(device)
-        start = time.perf_counter()
+def latency(device: torch.device, call: Call, calls: int = 20) -> float:
+    """Return the median of the seconds from a call to the end of the device's work, one call at a time."""
+
+    def waited() -> None:
         call()
-        _synchronize(device)
-        if index >= 3:
-            seconds.append(time.perf_counter() - start)
-    return quantiles(seconds)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return quantiles(time_calls(waited, calls, 3))["median"]
 
 
-def peak(device: torch.device, call: Call) -> dict[str, int] | None:
-    """Return what one call takes of the device's memory beside its inputs, in bytes; None where it is not counted.
-
-    ``peak`` counts the results, ``beyond`` does not.
-    """
-    if device.type != "cuda":
-        return None
+def peak(device: torch.device, call: Call) -> dict[str, int]:
+    """Return what one call takes of a GPU's memory beside its inputs, in bytes: ``beyond`` does not count results."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    found = call()
+    results = size_of(call().values())
     torch.cuda.synchronize(device)
     growth = torch.cuda.max_memory_allocated(device) - before
-    results = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
     return {"peak": growth, "results": results, "beyond": max(0, growth - results)}
 
 
-def measure_rates(device: torch.device, seconds: float, precisions: dict[str, Any]) -> dict[str, float]:
-    """Return ``copy`` in bytes a second (read and written), and the operations a second of a product by precision.
+def measure(device: torch.device, call: Call, seconds: float, alone: bool) -> dict[str, Any]:
+    """Return a call's quantiles; for one sample ``alone`` its ``latency``; on a GPU its ``memory`` and, if it is short,
+    ``graph``: quantiles by graph replay."""
+    found: dict[str, Any] = dict(timed(device, call, seconds))
+    if alone:
+        found["latency"] = latency(device, call)
+    if device.type == "cuda":
+        found["memory"] = peak(device, call)
+        if found["median"] < _SMALL:
+            found["graph"] = replayed(call, seconds)
+    return found
 
-    Random numbers, never zeros: the device's clock depends on them.
+
+def describe(device: torch.device, seconds: float, precisions: dict[str, Any]) -> dict[str, Any]:
+    """Return the device, its ``rates``, and the latency of ``three_launches`` of the smallest kernels.
+
+    Rates are ``copy`` in bytes a second (read and written), and the operations a second of a product by precision. They
+    are measured with random numbers, never zeros: the device's clock depends on them.
     """
+    about: dict[str, Any] = {"device": platform.processor() or platform.machine()}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        about = {"device": found.name, "multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda}
+        about |= {"capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
+    about["backends"] = {entry.name: entry.detail for entry in fastcaps.backends.listing()}
     count, size = _SIZES[device.type]
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)
@@ -104,17 +113,5 @@ def measure_rates(device: torch.device, seconds: float, precisions: dict[str, An
         with precision.active():
             took = timed(device, partial(torch.mm, left, right, out=torch.empty_like(left)), seconds)
         rates[name] = 2 * size**3 / took["median"]
-    return rates
-
-
-def three_launches(device: torch.device, seconds: float) -> dict[str, float]:
-    """Return what three of the smallest launches take in a row: until the device is done, and in a graph's replay."""
     x = torch.zeros(32, device=device)
-
-    def launches() -> torch.Tensor:
-        return x.add_(1).add_(1).add_(1)
-
-    found = {"latency": latency(device, launches)["median"]}
-    with contextlib.suppress(RuntimeError):  # no graphs here
-        found["graph"] = replayed(device, launches, seconds)["median"]
-    return found
+    return about | {"rates": rates, "three_launches": latency(device, lambda: x.add_(1).add_(1).add_(1))}

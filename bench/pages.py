@@ -174,7 +174,7 @@ def _pairs(rows: Sequence[Row], field: str) -> list[tuple[str, list[float | None
     found: dict[str, list[float | None]] = {}
     for row in rows:
         if row["default"] and row.get(field):
-            name = row["workload"] + ("" if row.get("precision", "fp32") == "fp32" else f", {row['precision']}")
+            name = row["workload"] + ("" if row["precision"] == "fp32" else f", {row['precision']}")
             found.setdefault(name, [None, None])[row["mode"] != "forward"] = row[field]
     return sorted(found.items(), key=lambda item: -max(value or 0.0 for value in item[1]))
 
@@ -209,15 +209,12 @@ def _machine(rows: Sequence[Row]) -> str:
     about = max(timed, key=lambda row: row["machine"]["date"])["machine"]
     dates = sorted({row["machine"]["date"][:10] for row in timed})
     commits = ", ".join(sorted({row["machine"]["commit"] for row in timed}))
-    share = "sgemm_share" if "rates" not in about else "product_share"
-    if share == "product_share":
-        timed = [row | {share: row["tflops"] * 1e12 / about["rates"][row["precision"]]} for row in timed]
     modes = _legend(("forward", _OURS), ("training step", _TRAINING))
     sides = _legend(("fastcaps", _OURS), ("fastest alternative", _OTHER))
     stores = _legend(("fastcaps", _OURS), ("batched matmul, eager", _OTHER))
     lines: dict[tuple[str, str, str], list[Row]] = {}
     for row in timed:
-        lines.setdefault((row["workload"], row["mode"], row.get("precision", "fp32")), []).append(row)
+        lines.setdefault((row["workload"], row["mode"], row["precision"]), []).append(row)
     several = [(name, part) for name, part in lines.items() if len({row["batch"] for row in part}) > 1]
     precise = len({name[2] for name in lines}) > 1
     small = "".join(
@@ -235,7 +232,7 @@ torch {about["versions"]["torch"]}. {len(timed)} rows; touch or point at a mark 
 {bars(_pairs(timed, "speedup"), "×", 1.0)}</section>
 <section><h2>Share of the machine's peak</h2>
 <p>Useful operations a second, as a share of a large matrix product by the library.{modes}</p>
-{bars(_pairs(timed, share), "%")}</section>
+{bars(_pairs(timed, "sgemm_share"), "%")}</section>
 <section><h2>Memory against votes</h2>
 <p>What a call takes beside its inputs and results. Filled: forward; hollow: training step. On the dashed line the
 votes are stored once.{stores}</p>

@@ -24,20 +24,16 @@ from bench.goals import device_seconds, means, number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.workloads import WORKLOADS
 
-__all__ = ["into", "main", "markdown", "of_run", "summary"]
+__all__ = ["into", "main", "markdown", "summary"]
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]
 
-SHORT = {
-    "reference": "einsum",
-    "einsum": "einsum",
-    "batched-matmul": "bmm",
-    "reference-compiled": "einsum, compiled",
-    "einsum-compiled": "einsum, compiled",
-    "batched-matmul-compiled": "bmm, compiled",
-}
 DOCS = record.ROOT / "docs" / "performance"
+
+
+def _short(name: str) -> str:
+    return name.replace("batched-matmul", "bmm").replace("-compiled", ", compiled")
 
 
 def _milliseconds(entry: Row | None) -> str:
@@ -56,7 +52,7 @@ def _fastest(row: Row) -> str:
     name = row["fastest"]
     if name is None:
         return "none"
-    return SHORT.get(name, name) + ("*" if "note" in row["alternatives"][name] else "")
+    return _short(name) + ("*" if "note" in row["alternatives"][name] else "")
 
 
 def _memory(row: Row, name: str) -> str:
@@ -102,8 +98,8 @@ _DEVICE: Columns = {
     **_TIMES,
     "graph, ms": _graph,
     "Triton, ms": lambda row: number(device_seconds(row["triton"]) * 1e3) if "median" in row["triton"] else "failed",
-    "TFLOP/s": lambda row: number(row["tflops"]),
-    "of product": lambda row: f"{row['tflops'] * 1e12 / row['machine']['rates'][row['precision']]:.0%}",
+    "TFLOP/s": lambda row: number(row["gflops"] / 1e3),
+    "of product": lambda row: f"{row['sgemm_share']:.0%}",
     "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
     "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
 }
@@ -143,13 +139,13 @@ def about(rows: Sequence[Row]) -> str:
     )
     rates = sorted(row["sgemm_gflops"] for row in rows if "sgemm_gflops" in row)
     speed = ""
-    if rates:  # a wide spread says that something else ran meanwhile
+    if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
         middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-        speed = f"; sgemm of {newest['sgemm_size']}³: {middle} GFLOP/s ({least} to {most} over the rows)"
+        speed = f"; sgemm of {found['sgemm_size']}³: {middle} GFLOP/s ({least} to {most} over the rows)"
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
-        speed += f"; three of the smallest launches {found['three_launches']['latency'] * 1e6:.0f} us"
+        speed += f"; three of the smallest launches {found['three_launches'] * 1e6:.0f} us"
     threads = f", {found['threads']} threads on {found['cores']} cores" if "rates" not in found else ""
     capability = f" ({found['capability']})" if found["capability"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
@@ -161,12 +157,12 @@ def about(rows: Sequence[Row]) -> str:
 def tables(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart, then whole layers."""
     parts: dict[tuple[str, bool, str], list[Row]] = {}
-    precisions = dict.fromkeys(row.get("precision", "fp32") for row in rows)
+    precisions = dict.fromkeys(row["precision"] for row in rows)
     for key in itertools.product(precisions, (False, True), ("forward", "training step")):
         parts[key] = []
     for row in rows:
-        single = row["batch"] == 1 and not row.get("default", False)
-        parts[row.get("precision", "fp32"), single, row["mode"]].append(row)
+        single = row["batch"] == 1 and not row["default"]
+        parts[row["precision"], single, row["mode"]].append(row)
     columns = _DEVICE if "rates" in rows[0]["machine"] else _CPU
     return [
         (f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}", table(part, columns))
@@ -179,15 +175,15 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each way in which an alternative gave no figure, or gave one only after a crash."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        entries = {**row.get("alternatives", {}), "fastcaps by Triton": row.get("triton", {})}
+        entries = {**row["alternatives"], "fastcaps by Triton": row.get("triton", {})}
         for name, entry in entries.items():
             what = entry.get("failed") or entry.get("note") or entry.get("left_out")
             if what:
-                found.setdefault(f"{SHORT.get(name, name)}: {what}", []).append(place(row))
+                found.setdefault(f"{_short(name)}: {what}", []).append(place(row))
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
 
 
-def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
     legend = LEGEND + (DEVICE_LEGEND if "rates" in rows[0]["machine"] else "")
     lines = [about(rows), "", legend, ""]
@@ -201,17 +197,10 @@ def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
         ("Geometric means of the speed-ups:", goals),
         ("Below the goal:", shortfalls(rows)),
         ("Alternatives without a figure, and those marked *:", _without_figures(rows)),
-        ("Left out, as the time was used up:", left_out),
     ):
         if sentences:
             lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
     return "\n".join(lines).rstrip()
-
-
-def of_run(document: dict[str, Any]) -> str:
-    """Return the tables of one run."""
-    extra = {"machine": document["machine"], "sgemm_size": document["sgemm_size"]}
-    return markdown([extra | row for row in document["rows"]], document.get("left_out", ()))
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -289,8 +278,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if given.prune:
             print("\n".join(record.prune()) or "nothing is superseded")
             return 0
-        files = [one for path in given.files for one in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
-        rows = record.merge(record.load(files))
+        rows = record.merge(record.load(*given.files))
         if not rows:
             raise ValueError("no results to report")
         if given.write:

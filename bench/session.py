@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 
 from bench import record
 from bench.alternatives import ALTERNATIVES, OURS, bytes_needed, is_compiled
-from bench.goals import lost
-from bench.memory_probe import peak_supported
-from bench.runner import PRECISIONS, Case, Remote, WorkerError
+from bench.device import goal_of
+from bench.goals import device_seconds, lost
+from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
 from bench.timing import FULL, Contender, Plan, quantiles, take_turns
 
-__all__ = ["Session", "Settings"]
+__all__ = ["LeftOut", "Session", "Settings"]
 
 _MEMORY_ALTERNATIVE = "batched-matmul"
 """The alternative whose peak memory is measured beside ours, at default batches."""
@@ -28,6 +29,10 @@ _PREPARE, _BLOCK = 240.0, 120.0
 """Seconds after which a process is given up: making ready, compilation included, and one block of calls."""
 
 
+class LeftOut(Exception):
+    """The time is used up: this row has no figures."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the command line asked for; see ``pytest bench --help``."""
@@ -37,180 +42,190 @@ class Settings:
     plan: Plan = FULL
     quick: bool = False
     compiled: bool = True
-    alternatives: bool = True
-    memory: bool = True
     available: float = field(default_factory=record.memory)  # bytes
     device: str = "cpu"
-    seconds: float = 270.0  # a GPU's run, all of it
+    clock: bool = True  # whether a row is timed in turns by the host's clock, as on a CPU
+    seconds: float = float("inf")  # for the whole run
     slice: float = 0.06  # seconds that the timed calls of one measurement on a GPU take together
-    processes: int | None = None  # that compile at a time there; by default two fewer than cores, twelve at most
 
     @property
     def names(self) -> tuple[str, ...]:
         """The alternatives that take part."""
-        return tuple(n for n in ALTERNATIVES if self.alternatives and (self.compiled or not is_compiled(n)))
+        return tuple(name for name in ALTERNATIVES if self.compiled or not is_compiled(name))
 
 
 class Session:
-    """Processes, machine and rows of one run. ``document`` is what is written as JSON, ``files`` what was written."""
-
-    kind = "full"
+    """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        self.settings, self.names = settings, settings.names
+        self.rows: list[dict[str, Any]] = []
+        self.file: Path | None = None
+        self._until = time.monotonic() + settings.seconds
         self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
-        folder = Path(self._scratch.name)
-        self._log, self._gates = folder / "processes.log", folder
-        self.document: dict[str, Any] = {
-            "format": 2,
-            "kind": "quick" if settings.quick else self.kind,
-            "machine": record.describe(settings.threads),
-            "sgemm_size": settings.plan.sgemm,
-            "rows": [],
-        }
-        self.files: list[Path] = []
-        self.names = settings.names
-        self._remotes = {name: self._remote() for name in (OURS, *self.names)} if settings.device == "cpu" else {}
-        self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS.glob("*.json")))}
+        self._gates = Path(self._scratch.name)
+        ours = (OURS,) if settings.clock else (OURS, TRITON)
+        self._remotes = {name: self._remote() for name in (*ours, *self.names)}
+        self._available = settings.available
+        self.machine = record.describe(settings.threads) | {"kind": "quick" if settings.quick else "full"}
+        if settings.clock:
+            self.machine["sgemm_size"] = settings.plan.sgemm
+        else:
+            self.machine |= self._remotes[OURS].call(_PREPARE, "describe")
+            self._available = self.machine["memory"]
+        self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS))}
         self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None
 
     def _remote(self) -> Remote:
-        return Remote(self._log, self.settings.threads, "cpu", 0.0, self.settings.plan.sgemm, self._gates)
+        return Remote(self.settings.threads, Runner, self.settings.device, self.settings.slice, self._gates)
 
     def run(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """Check, time and write down one row; return it, and the seconds of every contender's calls.
 
         A row whose own result disagrees with the float64 reference is ``refused`` and has no figures. The last row is
-        kept: asking for it again costs nothing.
+        kept: asking for it again costs nothing. Raises LeftOut if the time of the run is used up.
         """
         if self._last is None or self._last[0] != case:
-            self._last = (case, *self._measure(case))
+            if time.monotonic() > self._until:
+                raise LeftOut(f"{case}: the time is used up")
+            row, samples = self._measure(case)
+            before = self._before.get(record.key(row))
+            row["lost"] = lost(row, before, quick=self.settings.quick)
+            self.rows.append(row)
+            self.file = record.write(self.settings.results, self.rows)  # a run that is stopped leaves what it has
+            self._last = case, row, samples
         return self._last[1:]
 
     def row(self, case: Case) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
         work = case.workload
+        goal = None if self.settings.quick else work.goal_at(case.batch, case.training)
         return {
+            "machine": self.machine,
             "workload": work.name,
             "source": work.source,
             "batch": case.batch,
             "default": case.batch == work.batch,
             "mode": case.mode,
             "precision": case.precision,
+            "complete": False,
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
-            "inputs_bytes": work.inputs_bytes(case.batch),
             "operations": work.operations(case.batch, case.training),
-            "goal": None if self.settings.quick else work.goal_at(case.batch, case.training),
+            "goal": goal if self.settings.clock else goal_of(case, self.machine["three_launches"]),
             "alternatives": {},
         }
 
     def _measure(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        row = self.row(case)
-        failures = self._left_out(case)
-        ours = self._remotes[OURS]
+        row, entries = self.row(case), self._left_out(case)
+        ready = self._check(case, entries)
+        if OURS not in ready:
+            return row | {"refused": entries[OURS]["failed"]}, {}
+        row["gate"] = {name: ready[OURS][name] for name in ("errors", "allowed")}
+        samples: dict[str, list[float]] = {}
+        if self.settings.clock:
+            samples = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
+            rate = 2 * self.settings.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
+            memory = self._memory(case, entries)
+        else:
+            for name in ready:
+                entries[name] = self._told(name, "measure", case)
+            rate = self.machine["rates"][case.precision]
+            memory = {name: entry["memory"] for name, entry in entries.items() if "memory" in entry}
+            row["triton"] = entries[TRITON]
+        if "median" not in entries[OURS]:
+            return row | {"refused": entries[OURS]["failed"]}, {}
+        row["fastcaps"] = entries[OURS]
+        row["alternatives"] = {name: entries[name] for name in self.names}
+        timed = {name: device_seconds(one) for name, one in row["alternatives"].items() if "median" in one}
+        own, fastest = device_seconds(row["fastcaps"]), min(timed, key=lambda name: timed[name], default=None)
+        reached = row["operations"] / own
+        row |= {"fastest": fastest, "speedup": timed[fastest] / own if fastest else None}
+        row |= {"gflops": reached / 1e9, "sgemm_gflops": rate / 1e9, "sgemm_share": reached / rate}
+        return row | {"complete": self.names == ALTERNATIVES, "memory": memory}, samples
+
+    def _check(self, case: Case, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Bring all to where they can be timed; return their verdicts, and add to ``entries`` those that failed."""
         for stale in self._gates.glob("*.pt"):
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
-        try:
-            verdict = ours.call(_PREPARE, "check", case, OURS)
-        except WorkerError as error:
-            verdict = {"complaint": str(error), "errors": {}, "allowed": {}}
-        row["gate"] = {name: verdict[name] for name in ("errors", "allowed")}
-        if verdict["complaint"]:
-            return self._write(row | {"refused": verdict["complaint"]}), {}
-        notes, contenders = self._prepare(case, failures)
-        subject = Contender(OURS, partial(self._time, ours), self.settings.plan.own, fewest=2)
-        sgemm = Contender("sgemm", partial(self._time, ours, method="time_sgemm"), self.settings.plan.budget)
-        take_turns([subject, sgemm, *contenders], self.settings.plan)
-        samples = {contender.name: contender.samples for contender in (subject, *contenders) if contender.samples}
-        if subject.error or not samples.get(OURS):
-            return self._write(row | {"refused": subject.error or "no calls were timed"}), {}
-        errors = {contender.name: {"failed": contender.error} for contender in contenders if contender.error}
-        for name in self.names:
-            entry = failures.get(name) or errors.get(name) or quantiles(samples[name])
-            row["alternatives"][name] = entry | ({"note": notes[name]} if name in notes else {})
-            if name in notes:  # a process that had to be restarted for a case is not kept for the next
-                self._remotes[name].safe = False
-                self._remotes[name].close()
-        row["fastcaps"] = quantiles(samples[OURS])
-        sgemm_rate = 2 * self.settings.plan.sgemm**3 / quantiles(sgemm.samples)["median"]
-        rate = row["operations"] / row["fastcaps"]["median"]
-        row |= {"gflops": rate / 1e9, "sgemm_gflops": sgemm_rate / 1e9, "sgemm_share": rate / sgemm_rate}
-        compare(row, lambda entry: entry["median"])
-        row["memory"] = self._memory(case, failures)
-        return self._write(row), samples
+        others = [name for name in self._remotes if name not in entries and name != OURS]
+        needed = sum(self._needs(name, case) for name in others if name in ALTERNATIVES)
+        together = others if needed < _TOGETHER * self._available else []
+        ready = {}
+        for name in (OURS, *others):
+            if name not in together:
+                self._remotes[name].begin("check", case, name)
+            verdict, complaint = self._verdict(name)
+            if complaint and is_compiled(name) and self.settings.clock:  # a second chance
+                self._remotes[name].begin("check", case, name, True)
+                note = f"{complaint}; run again without vectorised loop tails"
+                verdict, complaint = self._verdict(name)
+                entries[name] = {"note": note}
+            if complaint:
+                entries[name] = entries.get(name, {}) | {"failed": complaint}
+            else:
+                ready[name] = verdict
+            if name == OURS:
+                if complaint:
+                    break
+                for one in together:  # they find the float64 result that has been made
+                    self._remotes[one].begin("check", case, one)
+        return ready
 
-    def _prepare(self, case: Case, failures: dict[str, dict[str, str]]) -> tuple[dict[str, str], list[Contender]]:
-        """Bring the alternatives to where they can be timed, and add to ``failures``; return notes and contenders."""
-        taking_part = [name for name in self.names if name not in failures]
-        needed = sum(bytes_needed(name, case.workload, case.batch, case.training) for name in taking_part)
-        at_once = needed < _TOGETHER * self.settings.available
-        notes: dict[str, str] = {}
-        contenders = []
-        for name in taking_part if at_once else ():
-            self._remotes[name].begin("check", case, name)
-        for name in taking_part:
-            remote = self._remotes[name]
-            try:
-                if not at_once:
-                    remote.begin("check", case, name)
-                verdict = self._again(case, name, notes, lambda remote=remote: remote.finish(_PREPARE))
-            except WorkerError as error:
-                failures[name] = {"failed": str(error)}
-                continue
-            if verdict["complaint"]:
-                failures[name] = {"failed": f"disagrees with the reference: {verdict['complaint']}"}
-                continue
-            contender = Contender(name, partial(self._time, remote), self.settings.plan.budget)
-            if not is_compiled(name) and verdict["seconds"] > contender.budget:
-                # a call that used up its time already is not made again
-                contender.samples, contender.spent, contender.turns = [verdict["seconds"]], verdict["seconds"], 1
-                contender.estimate = verdict["seconds"]
-            contenders.append(contender)
-        return notes, contenders
-
-    def _again(self, case: Case, name: str, notes: dict[str, str], answer: Callable[[], Any]) -> dict[str, Any]:
-        """Return a verdict; a compiled process that dies or errs has a second chance without vectorised loop tails."""
-        remote = self._remotes[name]
+    def _verdict(self, name: str) -> tuple[dict[str, Any], str]:
+        """Wait for a process to check a case; return what it says, and what is wrong."""
         try:
-            verdict: dict[str, Any] = answer()
-            reason = f"wrong result: {verdict['complaint']}" if verdict["complaint"] else ""
+            verdict = self._remotes[name].finish(_PREPARE)
         except WorkerError as error:
-            if remote.alive or not is_compiled(name):
-                raise
-            reason = str(error)
-        if not reason or not is_compiled(name):
-            return verdict
-        notes[name] = f"{reason}; run again without vectorised loop tails"
-        remote.close()
-        remote.safe = True
-        return remote.call(_PREPARE, "check", case, name)
+            return {}, _brief(str(error))
+        wrong = verdict["complaint"]
+        return verdict, f"wrong result: {wrong}" if wrong and name in ALTERNATIVES else wrong
+
+    def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """Time all in turns, and a large matrix product with them; return the seconds of their calls."""
+        plan = self.settings.plan
+        sgemm = partial(self._remotes[OURS].call, _BLOCK, "time_sgemm", plan.sgemm)
+        contenders = [Contender("sgemm", sgemm, sgemm(1, 1), plan.budget)]
+        for name, took in seconds.items():
+            timer = partial(self._remotes[name].call, _BLOCK, "time")
+            contenders.append(Contender(name, timer, [took], plan.own if name == OURS else plan.budget))
+        take_turns(contenders, plan)
+        for one in contenders:
+            found = quantiles(one.samples) if one.samples else {"failed": one.error}
+            entries[one.name] = entries.get(one.name, {}) | found
+        return {one.name: one.samples for one in contenders if one.samples}
+
+    def _told(self, name: str, method: str, *given: Any) -> dict[str, Any]:
+        """Return what a process says, or why it failed."""
+        try:
+            told: dict[str, Any] = self._remotes[name].call(_PREPARE, method, *given)
+        except WorkerError as error:
+            return {"failed": _brief(str(error))}
+        return told
 
     @staticmethod
-    def _time(remote: Remote, calls: int, warm: int, method: str = "time") -> list[float]:
-        return remote.call(_BLOCK, method, calls, warm)
+    def _needs(name: str, case: Case) -> float:
+        return bytes_needed(name, case.workload, case.batch, case.training)
 
-    def _left_out(self, case: Case) -> dict[str, dict[str, str]]:
+    def _left_out(self, case: Case) -> dict[str, dict[str, Any]]:
         """Return the alternatives that do not fit into memory, with the reason."""
-        found = {}
+        found, votes = {}, case.workload.votes_bytes(case.batch)
         for name in self.names:
-            needed = bytes_needed(name, case.workload, case.batch, case.training)
-            if needed > _FITS * self.settings.available:
-                times = needed / case.workload.votes_bytes(case.batch)
-                machine = self.settings.available / 1e9
+            needed = self._needs(name, case)
+            if needed > _FITS * self._available:
+                have = f"of {self._available / 1e9:.0f} GB"
                 found[name] = {
-                    "left_out": f"would need {needed / 1e9:.0f} GB, {times:.0f} times the votes, of {machine:.0f} GB"
+                    "left_out": f"would need {needed / 1e9:.0f} GB, {needed / votes:.0f} times the votes, {have}"
                 }
         return found
 
-    def _memory(self, case: Case, left_out: dict[str, Any]) -> dict[str, Any]:
+    def _memory(self, case: Case, entries: dict[str, Any]) -> dict[str, Any]:
         """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
-        why_not = "not asked for" if not self.settings.memory else peak_supported()
-        if why_not:
-            return {"left_out": why_not}
-        names = [OURS]
-        if case.batch == case.workload.batch and _MEMORY_ALTERNATIVE in self.names:
-            names += [] if _MEMORY_ALTERNATIVE in left_out else [_MEMORY_ALTERNATIVE]
+        if self.settings.quick:
+            return {}
+        names: Sequence[str] = (OURS,)
+        if case.batch == case.workload.batch and "left_out" not in entries[_MEMORY_ALTERNATIVE]:
+            names = (OURS, _MEMORY_ALTERNATIVE)
         found: dict[str, Any] = {}
         for name in names:
             fresh = self._remote()
@@ -222,14 +237,6 @@ class Session:
                 fresh.close()
         return found
 
-    def _write(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add a row, with what it lost, and write everything so far: a run that is stopped leaves what it has."""
-        before = self._before.get(record.key({"machine": self.document["machine"], **row}))
-        row["lost"] = lost(row, before, quick=self.settings.quick)
-        self.document["rows"].append(row)
-        self.files = [record.write(self.settings.results, self.document)]
-        return row
-
     def close(self) -> None:
         """End the processes."""
         for remote in self._remotes.values():
@@ -237,8 +244,6 @@ class Session:
         self._scratch.cleanup()
 
 
-def compare(row: dict[str, Any], seconds: Callable[[dict[str, Any]], float]) -> None:
-    """Name the fastest alternative of a row so far, and how much faster the package is."""
-    timed = {name: seconds(entry) for name, entry in row["alternatives"].items() if "median" in entry}
-    row["fastest"] = min(timed, key=lambda name: timed[name]) if timed else None
-    row["speedup"] = timed[row["fastest"]] / seconds(row["fastcaps"]) if timed else None
+def _brief(error: str) -> str:
+    """Return an error as a table can hold it; running out of memory in three words."""
+    return "out of memory" if "OutOfMemory" in error or "out of memory" in error else error

@@ -16,9 +16,6 @@ import numpy as np
 
 __all__ = ["FULL", "QUICK", "Contender", "Plan", "quantiles", "take_turns", "time_calls"]
 
-Timer = Callable[[int, int], list[float]]
-"""``timer(calls, warm)`` returns the seconds of each of ``calls`` calls, after ``warm`` that are not counted."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -26,8 +23,8 @@ class Plan:
 
     rounds: int = 7  # turns that each contender takes at most
     block: float = 0.08  # seconds that a turn ought to take at least
-    budget: float = 3.0  # seconds of an alternative over all its turns; it has at least one, however slow it is
-    own: float = 12.0  # seconds of the package over all its turns; it has at least two
+    budget: float = 3.0  # seconds of an alternative over all its turns; it has one call at least, however slow it is
+    own: float = 20.0  # seconds of the package over all its turns
     sgemm: int = 2048  # size of the square matrices by which the machine is measured
 
 
@@ -56,41 +53,36 @@ def time_calls(call: Callable[[], Any], calls: int, warm: int) -> list[float]:
 
 @dataclass
 class Contender:
-    """One that is timed, and what was measured of it."""
+    """One that is timed, and the seconds of its calls: at first of one call that was made anyway."""
 
     name: str
-    timer: Timer
-    budget: float  # seconds over all turns
-    fewest: int = 1  # turns that it has however slow it is
-    samples: list[float] = field(default_factory=list)  # seconds of its calls so far
-    estimate: float = 0.0  # seconds of a call, 0 while they are not known
-    error: str = ""  # why it was given up
-    turns: int = 0
+    timer: Callable[[int, int], list[float]]  # (calls, warm): seconds of each call, after those that are not counted
+    samples: list[float]
+    budget: float  # seconds over all turns; a first call that takes more is the only one
     spent: float = 0.0
+    error: str = ""  # why it was given up
+    estimate: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.estimate = self.samples[0]
+        if self.estimate > self.budget / 3:  # too slow to throw a call away
+            self.spent = self.estimate
+        else:
+            self.samples = []
 
     def turn(self, plan: Plan) -> None:
-        """Run one block, unless the contender's budget is used up or it has failed."""
-        if self.error:
+        """Run one block, unless the budget is used up or a call has failed."""
+        calls = max(1, min(40, math.ceil(plan.block / self.estimate)))
+        warm = int(self.estimate < self.budget / 10)
+        if self.error or (self.samples and self.spent + self.estimate * (calls + warm) > self.budget):
             return
         start = time.perf_counter()
         try:
-            if not self.estimate:
-                first = self.timer(1, 0)
-                self.estimate = first[0]
-                if self.estimate > self.budget / 3:
-                    self.samples += first  # too slow to throw a call away
-                    self.turns += 1
-                    return
-            calls = max(1, min(40, math.ceil(plan.block / self.estimate)))
-            warm = 1 if self.estimate < self.budget / 10 else 0
-            if self.turns < self.fewest or self.spent + self.estimate * (calls + warm) <= self.budget:
-                self.samples += self.timer(calls, warm)
-                self.turns += 1
+            self.samples += self.timer(calls, warm)
         except Exception as error:  # it is one row's column that is lost, not the run
             self.error = str(error) or type(error).__name__
-            self.samples.clear()
-        finally:
-            self.spent += time.perf_counter() - start
+            self.samples = []
+        self.spent += time.perf_counter() - start
 
 
 def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
