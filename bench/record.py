@@ -66,7 +66,7 @@ def write(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write a run's rows into a folder, under a name made of machine, date and commit; return the file."""
     about = rows[0]["machine"]
     device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
-    stamp = about["date"][:16].replace(":", "")
+    stamp = about["date"][:19].replace(":", "")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"bench-{device}-{about['threads']}t-{stamp}-{about['commit']}.json"
     _dump(path, rows)

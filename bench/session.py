@@ -25,8 +25,8 @@ _MEMORY_ALTERNATIVE = "batched-matmul"
 _FITS, _TOGETHER = 0.6, 0.4
 """Shares of the machine's memory: what one alternative may need, and what all may need that are prepared at once."""
 
-_PREPARE, _BLOCK = 240.0, 120.0
-"""Seconds after which a process is given up: making ready, compilation included, and one block of calls."""
+_PATIENCE = 240.0
+"""Seconds after which a process is given up; a quarter of them on a GPU, where time is dear."""
 
 
 class LeftOut(Exception):
@@ -61,6 +61,7 @@ class Session:
         self.settings, self.names = settings, settings.names
         self.rows: list[dict[str, Any]] = []
         self.file: Path | None = None
+        self._patience = _PATIENCE if settings.clock else _PATIENCE / 4
         self._until = time.monotonic() + settings.seconds
         self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
         self._gates = Path(self._scratch.name)
@@ -71,7 +72,7 @@ class Session:
         if settings.clock:
             self.machine["sgemm_size"] = settings.plan.sgemm
         else:
-            self.machine |= self._remotes[OURS].call(_PREPARE, "describe")
+            self.machine |= self._remotes[OURS].call(self._patience, "describe")
             self._available = self.machine["memory"]
         self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS))}
         self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None
@@ -175,7 +176,7 @@ class Session:
     def _verdict(self, name: str) -> tuple[dict[str, Any], str]:
         """Wait for a process to check a case; return what it says, and what is wrong."""
         try:
-            verdict = self._remotes[name].finish(_PREPARE)
+            verdict = self._remotes[name].finish(self._patience)
         except WorkerError as error:
             return {}, _brief(str(error))
         wrong = verdict["complaint"]
@@ -184,11 +185,11 @@ class Session:
     def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
         """Time all in turns, and a large matrix product with them; return the seconds of their calls."""
         plan = self.settings.plan
-        sgemm = partial(self._remotes[OURS].call, _BLOCK, "time_sgemm", plan.sgemm)
-        contenders = [Contender("sgemm", sgemm, sgemm(1, 1), plan.budget)]
+        sgemm = partial(self._remotes[OURS].call, self._patience, "time_sgemm", plan.sgemm)
+        contenders = [Contender("sgemm", sgemm, sgemm(1, 1)[0], plan.budget)]
         for name, took in seconds.items():
-            timer = partial(self._remotes[name].call, _BLOCK, "time")
-            contenders.append(Contender(name, timer, [took], plan.own if name == OURS else plan.budget))
+            timer = partial(self._remotes[name].call, self._patience, "time")
+            contenders.append(Contender(name, timer, took, plan.own if name == OURS else plan.budget))
         take_turns(contenders, plan)
         for one in contenders:
             found = quantiles(one.samples) if one.samples else {"failed": one.error}
@@ -198,7 +199,7 @@ class Session:
     def _told(self, name: str, method: str, *given: Any) -> dict[str, Any]:
         """Return what a process says, or why it failed."""
         try:
-            told: dict[str, Any] = self._remotes[name].call(_PREPARE, method, *given)
+            told: dict[str, Any] = self._remotes[name].call(self._patience, method, *given)
         except WorkerError as error:
             return {"failed": _brief(str(error))}
         return told
@@ -230,7 +231,7 @@ class Session:
         for name in names:
             fresh = self._remote()
             try:
-                found[name] = fresh.call(_PREPARE, "memory", case, name)
+                found[name] = fresh.call(self._patience, "memory", case, name)
             except WorkerError as error:
                 found[name] = {"failed": str(error)}
             finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,42 +53,29 @@ def time_calls(call: Callable[[], Any], calls: int, warm: int) -> list[float]:
 
 @dataclass
 class Contender:
-    """One that is timed, and the seconds of its calls: at first of one call that was made anyway."""
+    """One that is timed, and the seconds of its calls. A first call that was made anyway counts if it was slow."""
 
     name: str
     timer: Callable[[int, int], list[float]]  # (calls, warm): seconds of each call, after those that are not counted
-    samples: list[float]
-    budget: float  # seconds over all turns; a first call that takes more is the only one
-    spent: float = 0.0
+    estimate: float  # seconds of a call
+    budget: float  # seconds over all turns
     error: str = ""  # why it was given up
-    estimate: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.estimate = self.samples[0]
-        if self.estimate > self.budget / 3:  # too slow to throw a call away
-            self.spent = self.estimate
-        else:
-            self.samples = []
-
-    def turn(self, plan: Plan) -> None:
-        """Run one block, unless the budget is used up or a call has failed."""
-        calls = max(1, min(40, math.ceil(plan.block / self.estimate)))
-        warm = int(self.estimate < self.budget / 10)
-        if self.error or (self.samples and self.spent + self.estimate * (calls + warm) > self.budget):
-            return
-        start = time.perf_counter()
-        try:
-            self.samples += self.timer(calls, warm)
-        except Exception as error:  # it is one row's column that is lost, not the run
-            self.error = str(error) or type(error).__name__
-            self.samples = []
-        self.spent += time.perf_counter() - start
+        self.samples = [self.estimate] if self.estimate > self.budget / 3 else []
 
 
 def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
     """Let contenders take their turns; who goes first changes from round to round."""
     for turn in range(plan.rounds):
         first = turn % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
+        for one in (*contenders[first:], *contenders[:first]):
+            calls = max(1, min(40, math.ceil(plan.block / one.estimate)))
+            warm = int(one.estimate < one.budget / 10)
+            if one.error or (one.samples and sum(one.samples) + one.estimate * (calls + warm) > one.budget):
+                continue
             time.sleep(0.002)  # let the threads of other processes stop spinning
-            contender.turn(plan)
+            try:
+                one.samples += one.timer(calls, warm)
+            except Exception as error:  # it is one row's column that is lost, not the run
+                one.error, one.samples = str(error) or type(error).__name__, []

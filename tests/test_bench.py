@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,7 +270,7 @@ def test_contenders_take_turns() -> None:
             order.append(name)
             return [0.02] * calls
 
-        return Contender(name, timer, [0.02], budget=10.0)
+        return Contender(name, timer, 0.02, budget=10.0)
 
     one, two = contender("one"), contender("two")
     take_turns([one, two], Plan(rounds=2, block=0.04))
@@ -284,16 +283,15 @@ def test_a_slow_contender_has_few_turns_and_a_broken_one_none() -> None:
 
     def slow(calls: int, warm: int) -> list[float]:
         made.append(calls + warm)
-        time.sleep(0.05)
         return [0.05] * calls
 
     def broken(calls: int, warm: int) -> list[float]:
         raise WorkerError("it died")
 
     contenders = [
-        Contender("slowest", slow, [9.0], 1.0),  # its first call used up its time
-        Contender("slow", slow, [0.05], 0.12),
-        Contender("broken", broken, [0.05], 1.0),
+        Contender("slowest", slow, 9.0, 1.0),  # its first call used up its time
+        Contender("slow", slow, 0.05, 0.12),
+        Contender("broken", broken, 0.05, 1.0),
     ]
     take_turns(contenders, Plan(rounds=9, block=0.01))
     assert [one.samples for one in contenders] == [[9.0], [0.05, 0.05], []] and made == [1]

@@ -251,7 +251,7 @@ STAGES = {
     "build": "pip install --quiet --no-build-isolation --no-deps --no-index --editable",
     "test": "-m pytest tests",
     "sanitize": "compute-sanitizer --tool racecheck",
-    "bench": "-m pytest bench -q --device cuda --seconds 260",
+    "bench": "-m pytest bench -q --device cuda --seconds 130",
     "profile": "ncu --clock-control none",
 }
 
