@@ -12,7 +12,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,82 +27,7 @@ from bench.workloads import WORKLOADS
 __all__ = ["into", "main", "markdown", "summary"]
 
 Row = dict[str, Any]
-Columns = dict[str, Callable[[Row], str]]
-
 DOCS = record.ROOT / "docs" / "performance"
-
-
-def _short(name: str) -> str:
-    return name.replace("batched-matmul", "bmm").replace("-compiled", ", compiled")
-
-
-def _milliseconds(entry: Row | None) -> str:
-    if not entry:
-        return ""
-    if "median" not in entry:
-        return "failed"
-    return "{} ({}-{})".format(*(number(entry[key] * 1e3) for key in ("median", "p20", "p80")))
-
-
-def _megabytes(count: float) -> str:
-    return number(max(count, 1e4) / 1e6)
-
-
-def _fastest(row: Row) -> str:
-    name = row["fastest"]
-    if name is None:
-        return "none"
-    return _short(name) + ("*" if "note" in row["alternatives"][name] else "")
-
-
-def _memory(row: Row, name: str) -> str:
-    entry = (row.get("memory") or {}).get(name)
-    if not isinstance(entry, dict) or "failed" in entry:
-        return "failed" if entry else ""
-    share = entry["beyond"] / row["votes_bytes"]
-    return _megabytes(entry["beyond"]) + (f" ({share:.1%})" if name == "fastcaps" and share < 0.995 else "")
-
-
-def _total(row: Row) -> str:
-    total = (row.get("memory") or {}).get("fastcaps", {}).get("total")
-    return "" if total is None else _megabytes(total)
-
-
-def _graph(row: Row) -> str:
-    entry = row["fastcaps"].get("graph", {})
-    return number(entry["median"] * 1e3) if "median" in entry else "failed" if entry else ""
-
-
-_HEAD: Columns = {
-    "workload": lambda row: row["workload"],
-    "batch": lambda row: str(row["batch"]),
-    "votes, MB": lambda row: _megabytes(row["votes_bytes"]),
-}
-_TIMES: Columns = {
-    "fastcaps, ms (p20-p80)": lambda row: _milliseconds(row["fastcaps"]),
-    "fastest alternative": _fastest,
-    "its ms (p20-p80)": lambda row: _milliseconds(row["alternatives"].get(row["fastest"])),
-    "speed-up": lambda row: f"{number(row['speedup'])}×" if row["speedup"] else "",
-}
-_CPU: Columns = {
-    **_HEAD,
-    **_TIMES,
-    "GFLOP/s": lambda row: number(row["gflops"]),
-    "of sgemm": lambda row: f"{row['sgemm_share']:.0%}",
-    "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
-    "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
-    "all tensors, MB": _total,
-}
-_DEVICE: Columns = {
-    **_HEAD,
-    **_TIMES,
-    "graph, ms": _graph,
-    "Triton, ms": lambda row: number(device_seconds(row["triton"]) * 1e3) if "median" in row["triton"] else "failed",
-    "TFLOP/s": lambda row: number(row["gflops"] / 1e3),
-    "of product": lambda row: f"{row['sgemm_share']:.0%}",
-    "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
-    "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
-}
 LEGEND = (
     "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
@@ -111,21 +36,54 @@ LEGEND = (
 )
 DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
-    "replayed graph, which the speed-up then goes by. Of product: of this device's own large matrix product."
+    "replayed graph, which the speed-up then goes by. Of sgemm: of this device's own large matrix product."
 )
 
 
-def table(rows: Sequence[Row], columns: Columns) -> list[str]:
+def _short(name: str) -> str:
+    return name.replace("batched-matmul", "bmm").replace("-compiled", ", compiled")
+
+
+def _milliseconds(entry: Row | None) -> str:
+    return "{} ({}-{})".format(*(number(entry[key] * 1e3) for key in ("median", "p20", "p80"))) if entry else ""
+
+
+def _megabytes(count: float) -> str:
+    return number(max(count, 1e4) / 1e6)
+
+
+def cells(row: Row) -> dict[str, str]:
+    """Return what a table says of a row, by column."""
+    found = {"workload": row["workload"], "batch": str(row["batch"]), "votes, MB": _megabytes(row["votes_bytes"])}
+    if "refused" in row:
+        return found | {"fastcaps, ms (p20-p80)": f"refused: {row['refused']}"}
+    entry, rival = row["fastcaps"], row["alternatives"].get(row["fastest"])
+    found |= {
+        "fastcaps, ms (p20-p80)": _milliseconds(entry),
+        "fastest alternative": _short(row["fastest"]) + ("*" if "note" in rival else "") if rival else "none",
+        "its ms (p20-p80)": _milliseconds(rival),
+        "speed-up": f"{number(row['speedup'])}×" if rival else "",
+    }
+    if "triton" in row:
+        for name, one in (("graph, ms", entry.get("graph")), ("Triton, ms", row["triton"])):
+            found[name] = "" if one is None else number(device_seconds(one) * 1e3) if "median" in one else "failed"
+    found |= {"GFLOP/s": number(row["gflops"]), "of sgemm": f"{row['sgemm_share']:.0%}"}
+    memory = row.get("memory") or {}
+    for title, name in (("own MB (of votes)", "fastcaps"), ("bmm's own MB", "batched-matmul")):
+        beyond = memory.get(name, {}).get("beyond")
+        found[title] = "" if beyond is None else _megabytes(beyond)
+        if name == "fastcaps" and beyond is not None and beyond < 0.995 * row["votes_bytes"]:
+            found[title] += f" ({beyond / row['votes_bytes']:.1%})"
+    total = memory.get("fastcaps", {}).get("total")
+    return found | {"all tensors, MB": "" if total is None else _megabytes(total)}
+
+
+def table(rows: Sequence[Row]) -> list[str]:
     """Return a markdown table, a line each."""
+    made = [cells(row) for row in rows]
+    columns = max(made, key=len)
     lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
-    for row in rows:
-        if "refused" in row:
-            cells = [cell(row) for cell in _HEAD.values()] + [f"refused: {row['refused']}"]
-            cells += [""] * (len(columns) - len(cells))
-        else:
-            cells = [cell(row) for cell in columns.values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return lines + [f"| {' | '.join(one.get(name, '') for name in columns)} |" for one in made]
 
 
 def about(rows: Sequence[Row]) -> str:
@@ -163,9 +121,8 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     for row in rows:
         single = row["batch"] == 1 and not row["default"]
         parts[row["precision"], single, row["mode"]].append(row)
-    columns = _DEVICE if "rates" in rows[0]["machine"] else _CPU
     return [
-        (f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}", table(part, columns))
+        (f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}", table(part))
         for (precision, single, mode), part in parts.items()
         if part
     ]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -382,13 +383,13 @@ def test_a_comparison_is_judged_by_its_medians() -> None:
     tiny = row | {"workload": "tiny-em", "ratio": 0.5}
     lines, passed = compare.summary([row | {"ratio": 1.02}, row | {"ratio": 1.2, "least": 1.1}, tiny], 0.03)
     assert not passed and "workloads, all modes: median ratio 1.110 over 2 rows" in lines
-    assert any(line.startswith("slower in every round: barham batch 1 forward, 1.200") for line in lines)
+    assert any(line.startswith("slower in every round: barham batch 1 forward") for line in lines)
     assert compare.summary([row | {"ratio": 1.02}, tiny], 0.03)[1]
     differs = {"workload": "barham", "batch": 1, "mode": "forward", "differs": "parents differs by 1"}
     assert not compare.summary([row | {"ratio": 1.0}, differs], 0.03)[1]
-    same = {"parents": [[1.0, 2.0], 2.0]}
+    same = {"parents": np.array([1.0, 2.0])}
     assert compare.disagreement(same, same) == ""
-    assert "differs by 1" in compare.disagreement(same, {"parents": [[1.0, 3.0], 3.0]})
-    assert "differs by nan" in compare.disagreement(same, {"parents": [[1.0, float("nan")], 3.0]})
+    assert "differs by 1" in compare.disagreement(same, {"parents": np.array([1.0, 3.0])})
+    assert "differs by nan" in compare.disagreement(same, {"parents": np.array([1.0, np.nan])})
     with pytest.raises(ValueError, match="neither a tree"):
         compare.tree_of("no-such-revision")
