@@ -24,7 +24,7 @@ from bench.inputs import Inputs
 from bench.stored import Layout
 from bench.workload import Implementation, Workload
 
-__all__ = ["ALTERNATIVES", "OURS", "build", "bytes_needed", "eager", "is_compiled", "reference", "runner"]
+__all__ = ["ALTERNATIVES", "OURS", "build", "eager", "is_compiled", "reference", "runner"]
 
 OURS = "fastcaps"
 ALTERNATIVES = ("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled")
@@ -61,11 +61,6 @@ def build(name: str, workload: Workload, safe: bool = False) -> Implementation:
     """
     run, options = eager(name, workload), _SAFE if safe else None
     return torch.compile(run, dynamic=False, fullgraph=True, options=options) if is_compiled(name) else run
-
-
-def bytes_needed(name: str, workload: Workload, batch: int, training: bool) -> float:
-    """Return the bytes that an alternative needs for one call, as far as its votes go; see ``Routing.stored``."""
-    return workload.routing.stored[name][training] * workload.votes_bytes(batch)
 
 
 def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], dict[str, Tensor]]:

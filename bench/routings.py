@@ -22,11 +22,6 @@ __all__ = ["AttentionPass", "DynamicRouting", "EMRouting", "HeinsenRouting", "Ro
 _LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5
 
 
-def _times(*stored: tuple[float, float]) -> dict[str, tuple[float, float]]:
-    """Return by alternative how many times its votes it needs, forward and in a training step."""
-    return dict(zip(("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled"), stored, strict=True))
-
-
 def _gaussian_operations(work: Workload, iterations: int) -> int:
     """Count operations for a vote: ``2 C D E`` for itself, once; ``6 C E`` a turn for the moments (weighted sum 2,
     difference from the mean 1, weighted sum of squares 3), ``2 C E`` more in every turn but the first for the distance,
@@ -42,7 +37,6 @@ class AttentionPass(Routing):
     normalize: bool = True  # whether LayerNorm over the C * E numbers of a parent, with affine, ends the pass
 
     function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.2, 3.5), (2.2, 4.3), (2.2, 3.5), (2.2, 4.3))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
@@ -103,7 +97,6 @@ class DynamicRouting(Routing):
     iterations: int = 3
 
     function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.4, 8.5), (2.2, 4.7), (1.4, 2.6), (1.2, 2.5))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children that are shorter than 1, as squashing leaves them, and weights that make votes of some length,
@@ -138,7 +131,6 @@ class EMRouting(Routing):
     results: ClassVar[tuple[str, ...]] = ("poses", "activations")
     fixed: ClassVar[tuple[str, ...]] = ("bias",)
     subject: ClassVar[str] = "gaussian"
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.5), (4.6, 11.0), (2.9, 12.5), (1.2, 9.1))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses from N(0, 1), weights that keep that scale, activations between 0 and 1, betas near 1."""
@@ -200,7 +192,6 @@ class HeinsenRouting(Routing):
     function: ClassVar[Callable[..., Any]] = functional.heinsen_routing
     results: ClassVar[tuple[str, ...]] = ("scores", "means", "variances")
     subject: ClassVar[str] = "gaussian"
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.6), (4.6, 15.6), (3.4, 14.8), (1.5, 12.9))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses and scores from N(0, 1), weights that keep that scale, and betas that keep the sum over all
@@ -264,7 +255,6 @@ class RoutingPool(Routing):
 
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.9, 18.9), (1.8, 8.7), (2.9, 18.9), (1.8, 8.7))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""

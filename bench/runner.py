@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -167,18 +168,21 @@ class Runner:
         return peak_of(runner(build(name, case.workload), inputs, case.training), inputs, case.training)
 
 
+_FULL = re.compile("OutOfMemory|out of memory|can't allocate memory|bad_alloc|MemoryError")
 _SERVED: list[Any] = []
 """In a process: the one object whose methods are called."""
 
 
-def _start(threads: int) -> None:
-    """Make a process quiet, and keep it to its threads. Runs in the process."""
+def _start(threads: int, memory: float | None) -> None:
+    """Make a process quiet, and keep it to its threads and to so many bytes. Runs in the process."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes themselves are side by side
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     torch.set_num_threads(threads)
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
 
 
 def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str, given: tuple[Any, ...]) -> Any:
@@ -188,15 +192,18 @@ def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str,
             _SERVED.append(served(*arguments))
         return getattr(_SERVED[0], method)(*given)
     except Exception as error:  # as words: not every exception travels, and each one holds tensors
-        lines = str(error).strip().splitlines()
-        raise WorkerError(f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]) from None
+        said = f"{type(error).__name__}: {str(error).strip()}"
+        raise WorkerError("out of memory" if _FULL.search(said) else said.partition("\n")[0][:300]) from None
 
 
 class Remote:
-    """An object in a process of its own, started when first needed and again after it died or an error ended it."""
+    """An object in a process of its own, started when first needed and again after it died or an error ended it.
 
-    def __init__(self, threads: int, served: Callable[..., Any], *arguments: Any) -> None:
-        self._threads, self._made = threads, (served, arguments)
+    ``memory`` are the bytes that the process may use.
+    """
+
+    def __init__(self, threads: int, served: Callable[..., Any], *arguments: Any, memory: float | None = None) -> None:
+        self._start, self._made = (threads, memory), (served, arguments)
         self._pool: ProcessPoolExecutor | None = None
         self._answer: Future[Any] = Future()
 
@@ -204,7 +211,7 @@ class Remote:
         """Send a call off; :meth:`finish` waits for it."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=(self._threads,))
+            self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=self._start)
         try:
             self._answer = self._pool.submit(_answer, *self._made, method, given)
         except BrokenProcessPool as error:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.alternatives import ALTERNATIVES, OURS, bytes_needed, is_compiled
+from bench.alternatives import ALTERNATIVES, OURS, is_compiled
 from bench.device import goal_of
 from bench.goals import device_seconds, lost
 from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
@@ -22,8 +21,8 @@ __all__ = ["LeftOut", "Session", "Settings"]
 _MEMORY_ALTERNATIVE = "batched-matmul"
 """The alternative whose peak memory is measured beside ours, at default batches."""
 
-_FITS, _TOGETHER = 0.6, 0.4
-"""Shares of the machine's memory: what one alternative may need, and what all may need that are prepared at once."""
+_FITS, _TOGETHER = 0.6, 0.01
+"""Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""
 
 _PATIENCE = 240.0
 """Seconds after which a process is given up; a quarter of them on a GPU, where time is dear."""
@@ -42,7 +41,7 @@ class Settings:
     plan: Plan = FULL
     quick: bool = False
     compiled: bool = True
-    available: float = field(default_factory=record.memory)  # bytes
+    memory: float = field(default_factory=record.memory)  # bytes that there are
     device: str = "cpu"
     clock: bool = True  # whether a row is timed in turns by the host's clock, as on a CPU
     seconds: float = float("inf")  # for the whole run
@@ -67,18 +66,18 @@ class Session:
         self._gates = Path(self._scratch.name)
         ours = (OURS,) if settings.clock else (OURS, TRITON)
         self._remotes = {name: self._remote() for name in (*ours, *self.names)}
-        self._available = settings.available
         self.machine = record.describe(settings.threads) | {"kind": "quick" if settings.quick else "full"}
         if settings.clock:
             self.machine["sgemm_size"] = settings.plan.sgemm
         else:
             self.machine |= self._remotes[OURS].call(self._patience, "describe")
-            self._available = self.machine["memory"]
         self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS))}
         self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None
 
     def _remote(self) -> Remote:
-        return Remote(self.settings.threads, Runner, self.settings.device, self.settings.slice, self._gates)
+        limit = _FITS * self.settings.memory if self.settings.clock else None
+        made = Runner, self.settings.device, self.settings.slice, self._gates
+        return Remote(self.settings.threads, *made, memory=limit)
 
     def run(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """Check, time and write down one row; return it, and the seconds of every contender's calls.
@@ -117,7 +116,7 @@ class Session:
         }
 
     def _measure(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        row, entries = self.row(case), self._left_out(case)
+        row, entries = self.row(case), {}
         ready = self._check(case, entries)
         if OURS not in ready:
             return row | {"refused": entries[OURS]["failed"]}, {}
@@ -149,9 +148,9 @@ class Session:
         for stale in self._gates.glob("*.pt"):
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
-        others = [name for name in self._remotes if name not in entries and name != OURS]
-        needed = sum(self._needs(name, case) for name in others if name in ALTERNATIVES)
-        together = others if needed < _TOGETHER * self._available else []
+        others = [name for name in self._remotes if name != OURS]
+        votes = case.workload.votes_bytes(case.batch)
+        together = others if votes < _TOGETHER * self.machine["memory"] else []
         ready = {}
         for name in (OURS, *others):
             if name not in together:
@@ -178,7 +177,7 @@ class Session:
         try:
             verdict = self._remotes[name].finish(self._patience)
         except WorkerError as error:
-            return {}, _brief(str(error))
+            return {}, str(error)
         wrong = verdict["complaint"]
         return verdict, f"wrong result: {wrong}" if wrong and name in ALTERNATIVES else wrong
 
@@ -201,34 +200,16 @@ class Session:
         try:
             told: dict[str, Any] = self._remotes[name].call(self._patience, method, *given)
         except WorkerError as error:
-            return {"failed": _brief(str(error))}
+            return {"failed": str(error)}
         return told
-
-    @staticmethod
-    def _needs(name: str, case: Case) -> float:
-        return bytes_needed(name, case.workload, case.batch, case.training)
-
-    def _left_out(self, case: Case) -> dict[str, dict[str, Any]]:
-        """Return the alternatives that do not fit into memory, with the reason."""
-        found, votes = {}, case.workload.votes_bytes(case.batch)
-        for name in self.names:
-            needed = self._needs(name, case)
-            if needed > _FITS * self._available:
-                have = f"of {self._available / 1e9:.0f} GB"
-                found[name] = {
-                    "left_out": f"would need {needed / 1e9:.0f} GB, {needed / votes:.0f} times the votes, {have}"
-                }
-        return found
 
     def _memory(self, case: Case, entries: dict[str, Any]) -> dict[str, Any]:
         """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
         if self.settings.quick:
             return {}
-        names: Sequence[str] = (OURS,)
-        if case.batch == case.workload.batch and "left_out" not in entries[_MEMORY_ALTERNATIVE]:
-            names = (OURS, _MEMORY_ALTERNATIVE)
         found: dict[str, Any] = {}
-        for name in names:
+        also = case.batch == case.workload.batch and "median" in entries[_MEMORY_ALTERNATIVE]
+        for name in (OURS, *[_MEMORY_ALTERNATIVE] * also):
             fresh = self._remote()
             try:
                 found[name] = fresh.call(self._patience, "memory", case, name)
@@ -243,8 +224,3 @@ class Session:
         for remote in self._remotes.values():
             remote.close()
         self._scratch.cleanup()
-
-
-def _brief(error: str) -> str:
-    """Return an error as a table can hold it; running out of memory in three words."""
-    return "out of memory" if "OutOfMemory" in error or "out of memory" in error else error

@@ -32,9 +32,6 @@ class Routing(ABC):
     fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
     subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
     iterations: int = 1
-    # How many times the bytes of its votes each alternative needs: a forward call, and a training step. Measured for
-    # poses of 16 numbers, and rounded up; small layers and poses need more.
-    stored: ClassVar[dict[str, tuple[float, float]]]
 
     @abstractmethod
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:

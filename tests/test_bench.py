@@ -344,6 +344,16 @@ def test_peak_of_a_pass_in_a_fresh_process() -> None:
 # Processes
 
 
+def test_what_does_not_fit_into_memory_fails_and_takes_nothing_with_it() -> None:
+    remote = Remote(1, Runner, "cpu", memory=2**30)
+    try:
+        with pytest.raises(WorkerError, match="out of memory"):
+            remote.call(60, "check", Case(find("barham"), 64, False), "einsum")
+        assert remote.call(60, "check", Case(find("zhao-pool"), 1, False), "einsum")["complaint"] == ""
+    finally:
+        remote.close()
+
+
 def test_a_process_checks_times_and_survives_errors(tmp_path: Path) -> None:
     case = Case(find("tsai-c10-fc"), 1, True)
     remote = Remote(1, Runner, "cpu", 0.01, tmp_path)
