@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 import fastcaps
-from bench.inputs import Inputs
 from bench.stored import Layout
-from bench.workload import Implementation, Workload
+from bench.workload import Implementation, Inputs, Workload
 
 __all__ = ["ALTERNATIVES", "OURS", "build", "eager", "is_compiled", "reference", "runner"]
 

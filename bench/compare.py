@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 """This package at two commits, in turns on one machine: a ratio for every row, and their median.
 
-python bench/compare.py main                          # this checkout against a commit: every workload, some 10 minutes
-python bench/compare.py main --workload tiny,barham   # rows whose names hold one of these words
-python bench/compare.py ../base .                     # two trees that have their libraries: nothing is built
+python -m bench.compare main                          # this checkout against a commit: every workload, some 10 minutes
+python -m bench.compare main --workload tiny,barham   # rows whose names hold one of these words
+python -m bench.compare ../base .                     # two trees that have their libraries: nothing is built
 
 Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
 the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once,
@@ -26,18 +25,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-import fastcaps  # noqa: E402
-from bench.alternatives import OURS, build, runner  # noqa: E402
-from bench.goals import place  # noqa: E402
-from bench.runner import Case, Remote, WorkerError  # noqa: E402
-from bench.timing import time_calls  # noqa: E402
-from bench.workloads import TINY, WORKLOADS  # noqa: E402
+import fastcaps
+from bench.alternatives import OURS, build, runner
+from bench.goals import place
+from bench.record import ROOT
+from bench.runner import Case, Remote, WorkerError
+from bench.timing import time_calls
+from bench.workloads import TINY, WORKLOADS
 
 _SECONDS = 300.0
 """After which a process is given up."""

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-_ROOT = Path(__file__).resolve().parents[1]
-if str(_ROOT) not in sys.path:
-    sys.path.append(str(_ROOT))  # last, so that an installed fastcaps comes before the checkout's
-
-from bench import record, report  # noqa: E402
-from bench.alternatives import OURS  # noqa: E402
-from bench.device import cases  # noqa: E402
-from bench.runner import PRECISIONS, Case  # noqa: E402
-from bench.session import Session, Settings  # noqa: E402
-from bench.timing import FULL, QUICK  # noqa: E402
-from bench.workloads import QUICK as QUICK_ROWS  # noqa: E402
-from bench.workloads import WORKLOADS, find  # noqa: E402
+from bench import record, report
+from bench.alternatives import OURS
+from bench.device import cases
+from bench.runner import PRECISIONS, Case
+from bench.session import Session, Settings
+from bench.timing import FULL, QUICK
+from bench.workloads import QUICK as QUICK_ROWS
+from bench.workloads import WORKLOADS, find
 
 _SETTINGS, _SESSION = pytest.StashKey[Settings](), pytest.StashKey[Session]()
 
@@ -65,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(option(f"benchmark_{name}", None) for name in ("verbose", "compare", "histogram", "autosave")):
         config.option.benchmark_quiet = True  # one table at the end, ours, is enough
     config.stash[_SETTINGS] = Settings(
-        results=Path(option("results") or (record.RESULTS if option("record") else _ROOT / ".cache" / "bench")),
+        results=Path(option("results") or (record.RESULTS if option("record") else record.ROOT / ".cache" / "bench")),
         threads=option("threads"),
         plan=QUICK if quick else FULL,
         quick=quick,

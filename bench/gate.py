@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bench.alternatives import reference, runner
-from bench.inputs import Inputs, is_batched
 from bench.routings import AttentionPass
 from bench.stored import Layout
-from bench.workload import Implementation, Workload
+from bench.workload import Implementation, Inputs, Workload, is_batched
 from tools.judge import Bar, Verdict
 
 __all__ = ["SAME", "Gate"]

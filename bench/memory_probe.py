@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.inputs import Inputs, size_of
+from bench.workload import Inputs, size_of
 
 __all__ = ["kept_by", "measure", "peak_of"]
 

@@ -16,9 +16,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench import pages, record
 from bench.goals import device_seconds, means, number, place, shortfalls
 from bench.routings import AttentionPass

@@ -25,12 +25,10 @@ import torch
 
 import fastcaps
 from bench.alternatives import OURS, build, is_compiled, runner
-from bench.device_timing import describe, measure
 from bench.gate import SAME, Gate
-from bench.inputs import Inputs
 from bench.memory_probe import peak_of
-from bench.timing import time_calls
-from bench.workload import Workload
+from bench.timing import describe, measure, time_calls
+from bench.workload import Inputs, Workload
 
 __all__ = ["PRECISIONS", "TRITON", "Case", "Precision", "Remote", "Runner", "WorkerError"]
 
@@ -106,7 +104,7 @@ class Runner:
         self._ready: Callable[[], Any] = dict
 
     def describe(self) -> dict[str, Any]:
-        """Return the device and its own rates; see :mod:`bench.device_timing`."""
+        """Return the device and its own rates; see :mod:`bench.timing`."""
         return describe(self.device, 5 * self._seconds, PRECISIONS)
 
     def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
@@ -156,7 +154,7 @@ class Runner:
         return time_calls(partial(torch.mm, left, right, out=out), calls, warm)
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Time the call that was checked last, and count its memory; see :mod:`bench.device_timing`."""
+        """Time the call that was checked last, and count its memory; see :mod:`bench.timing`."""
         with PRECISIONS[case.precision].active():
             return measure(self.device, self._ready, self._seconds, alone=case.batch == 1)
 

@@ -1,9 +1,9 @@
-"""What a workload is: the sizes of one layer, the kind of its routing, what it costs, what it ought to reach."""
+"""What a workload is: the sizes of one layer, the kind of its routing, its inputs, cost, and what it ought to reach."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.inputs import Inputs
 from bench.stored import Layout
 from fastcaps.functional import Window
 
-__all__ = ["Draw", "Goal", "Implementation", "Routing", "Workload"]
+__all__ = ["Draw", "Goal", "Implementation", "Inputs", "Routing", "Workload", "is_batched", "size_of"]
 
 Implementation = Callable[..., tuple[Tensor, ...]]
 """Takes a routing's arguments by name, in public layout; returns its results in the order of ``Routing.results``."""
@@ -210,6 +209,60 @@ class Workload:
         grid = None if self.grid is None else (self.kernel_size, self.kernel_size)
         small: dict[str, Any] = {"batches": (1,), "types": 1, "parents": min(2, self.parents), "copies": 1}
         return replace(self, **small, grid=grid, groups=self.groups and 1)
+
+
+_OF_SAMPLES = {"children", "parents", "activations", "scores", "poses", "means", "variances"}
+
+
+def is_batched(name: str) -> bool:
+    """Tell whether an argument or a result, or its gradient ``d`` + name, has the batch as its first dimension."""
+    return name in _OF_SAMPLES or (name[0] == "d" and name[1:] in _OF_SAMPLES)
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the numbers in tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one routing, and the cotangents of its results for the training step, in public layout.
+
+    Grids lie in memory with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
+    """
+
+    arguments: dict[str, Tensor]  # by name; what is absent is not there
+    grads: dict[str, Tensor]  # a cotangent for each result, by the result's name, in order
+    fixed: tuple[str, ...] = ()  # arguments that no training step differentiates
+
+    @property
+    def children(self) -> Tensor:
+        """The children's poses."""
+        return self.arguments["children"]
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The arguments that a training step differentiates."""
+        return {name: tensor for name, tensor in self.arguments.items() if name not in self.fixed}
+
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:
+        """Return the same with every tensor changed."""
+        arguments, grads = ({n: change(n, t) for n, t in given.items()} for given in (self.arguments, self.grads))
+        return replace(self, arguments=arguments, grads=grads)
+
+    def to(self, target: torch.dtype | torch.device) -> Inputs:
+        """Return the same numbers in another dtype or on another device, cut off from any graph."""
+        return self.each(lambda _, tensor: tensor.detach().to(target))
+
+    def samples(self, part: slice | Sequence[int]) -> Inputs:
+        """Return the samples ``part`` of the batch; what has no batch stays whole."""
+        return self.each(lambda name, tensor: tensor[part] if is_batched(name) else tensor)
+
+    def require_grad(self) -> Inputs:
+        """Let every argument that is learned require its gradient, in place; return self."""
+        for tensor in self.learned.values():
+            tensor.requires_grad_()
+        return self
 
 
 class Draw:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,21 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
-
-from bench.alternatives import ALTERNATIVES, OURS, build, eager, reference, runner  # noqa: E402
-from bench.gate import SAME, Gate, convolution  # noqa: E402
-from bench.inputs import is_batched  # noqa: E402
-from bench.memory_probe import kept_by, measure  # noqa: E402
-from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool  # noqa: E402
-from bench.runner import Case, Remote, Runner, WorkerError  # noqa: E402
-from bench.stored import Layout  # noqa: E402
-from bench.timing import Contender, Plan, quantiles, take_turns  # noqa: E402
-from bench.workload import Workload  # noqa: E402
-from bench.workloads import TINY as TINY_CALLS  # noqa: E402
-from bench.workloads import WORKLOADS, find  # noqa: E402
+from bench.alternatives import ALTERNATIVES, OURS, build, eager, reference, runner
+from bench.gate import SAME, Gate, convolution
+from bench.memory_probe import kept_by, measure
+from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
+from bench.runner import Case, Remote, Runner, WorkerError
+from bench.stored import Layout
+from bench.timing import Contender, Plan, quantiles, take_turns
+from bench.workload import Workload, is_batched
+from bench.workloads import TINY as TINY_CALLS
+from bench.workloads import WORKLOADS, find
 
 MEGABYTES = {
     "tsai-c10-conv1": 231,

@@ -15,21 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
-
-from bench import goals, report  # noqa: E402
-from bench.alternatives import OURS, build, runner  # noqa: E402
-from bench.device import cases, goal_of  # noqa: E402
-from bench.device_timing import latency, measure, timed  # noqa: E402
-from bench.gate import Gate  # noqa: E402
-from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError  # noqa: E402
-from bench.session import LeftOut, Session, Settings  # noqa: E402
-from bench.workload import Workload  # noqa: E402
-from bench.workloads import WORKLOADS, find  # noqa: E402
-from fastcaps import backends  # noqa: E402
-from tools import profile_target, sanitize  # noqa: E402
+from bench import goals, report
+from bench.alternatives import OURS, build, runner
+from bench.device import cases, goal_of
+from bench.gate import Gate
+from bench.record import ROOT
+from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
+from bench.session import LeftOut, Session, Settings
+from bench.timing import latency, measure, timed
+from bench.workload import Workload
+from bench.workloads import WORKLOADS, find
+from fastcaps import backends
+from tools import profile_target, sanitize
 
 DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
 TINY = replace(find("tsai-c10-fc"), types=8)

@@ -14,16 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
-
-from bench import compare, goals, pages, record, report  # noqa: E402
-from bench.alternatives import OURS  # noqa: E402
-from bench.runner import Case, WorkerError  # noqa: E402
-from bench.session import Session, Settings  # noqa: E402
-from bench.timing import Plan  # noqa: E402
-from bench.workloads import QUICK, WORKLOADS, find  # noqa: E402
+from bench import compare, goals, pages, record, report
+from bench.alternatives import OURS
+from bench.record import ROOT
+from bench.runner import Case, WorkerError
+from bench.session import Session, Settings
+from bench.timing import Plan
+from bench.workloads import QUICK, WORKLOADS, find
 
 MACHINE = {
     "device": "Test Processor",
@@ -209,10 +206,10 @@ def test_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
     rows = record.merge(record.load(record.RESULTS))
     copy = tmp_path / "performance"
     copy.mkdir()
-    for path in (record.ROOT / "docs" / "performance.md", *report.DOCS.glob("*")):
-        (tmp_path / path.relative_to(record.ROOT / "docs")).write_text(path.read_text())
+    for path in (ROOT / "docs" / "performance.md", *report.DOCS.glob("*")):
+        (tmp_path / path.relative_to(ROOT / "docs")).write_text(path.read_text())
     for path in report.write(rows, copy):
-        assert path.read_text() == (record.ROOT / "docs" / path.relative_to(tmp_path)).read_text(), path.name
+        assert path.read_text() == (ROOT / "docs" / path.relative_to(tmp_path)).read_text(), path.name
     assert {row["workload"] for row in rows} == set(WORKLOADS)
 
 
@@ -357,9 +354,9 @@ def test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders(
 def test_two_trees_are_compared(tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
     arguments = [str(ROOT), str(ROOT), "--workload", "tiny-uniform", "--mode", "forward", "--threads", "1"]
-    command = [sys.executable, str(ROOT / "bench/compare.py"), *arguments, "--seconds", "0.05", "--rounds", "2"]
+    command = [sys.executable, "-m", "bench.compare", *arguments, "--seconds", "0.05", "--rounds", "2"]
     done = subprocess.run(
-        [*command, "--limit", "9", "--output", str(output)], capture_output=True, text=True, timeout=240
+        [*command, "--limit", "9", "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(output.read_text())["rows"]
