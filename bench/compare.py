@@ -160,15 +160,12 @@ def tree_of(given: str) -> Path:
     return target
 
 
-def rows_of(words: Sequence[str], modes: Sequence[str]) -> list[tuple[Case, str]]:
+def rows_of(words: Sequence[str]) -> list[tuple[Case, str]]:
     """Return the rows to measure: tiny calls in every mode, workloads at all their batches, forward and training."""
     tiny = [(work, 1, mode) for work in TINY.values() for mode in MODES]
     rest = [(work, batch, mode) for work in WORKLOADS.values() for batch in work.batches for mode in MODES[::2]]
-    return [
-        (Case(work, batch, mode == "training step"), mode)
-        for work, batch, mode in (*tiny, *rest)
-        if (not words or any(word in work.name for word in words)) and (not modes or mode in modes)
-    ]
+    rows = [(Case(work, batch, mode == "training step"), mode) for work, batch, mode in (*tiny, *rest)]
+    return [(case, mode) for case, mode in rows if any(word in case.workload.name for word in words)]
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -199,7 +196,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("old", help="a commit, or a tree with its library")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="likewise (default: this checkout)")
     parser.add_argument("--workload", default="", help="words, commas between: rows whose names hold one of them")
-    parser.add_argument("--mode", action="append", default=[], choices=MODES, help="only these")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a row's timed calls (default 4)")
     parser.add_argument("--rounds", type=int, default=9, help="of a row (default 9)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -214,7 +210,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     print(f"old {trees[0]}\nnew {trees[1]}\n{'row':<52} {'old ms':>10} {'new ms':>10}  ratio (over rounds)")
     rows = []
     with sides(trees, given.threads) as pair:
-        for case, mode in rows_of([word for word in given.workload.split(",") if word], given.mode):
+        for case, mode in rows_of(given.workload.split(",")):
             rows.append(measure(pair, case, mode, given.seconds, given.rounds))
             print(_line(rows[-1]), flush=True)
     if given.output is not None:

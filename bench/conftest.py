@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from bench import record, report
-from bench.alternatives import OURS
+from bench.alternatives import ALTERNATIVES, OURS, is_compiled
 from bench.device import cases
 from bench.runner import PRECISIONS, Case
-from bench.session import Session, Settings
+from bench.session import Session
 from bench.timing import FULL, QUICK
 from bench.workloads import QUICK as QUICK_ROWS
 from bench.workloads import WORKLOADS, find
 
-_SETTINGS, _SESSION = pytest.StashKey[Settings](), pytest.StashKey[Session]()
+_SESSION = pytest.StashKey[Session]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,27 +54,21 @@ def _cases(config: pytest.Config) -> list[Case]:
     return [Case(one, batch, mode) for one in workloads for batch in batches[one.name] for mode in (False, True)]
 
 
+def _names(config: pytest.Config) -> list[str]:
+    eager = _quick(config) or config.getoption("no_compile")
+    return [name for name in ALTERNATIVES if not (eager and is_compiled(name))]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    option, quick = config.getoption, _quick(config)
-    if not any(option(f"benchmark_{name}", None) for name in ("verbose", "compare", "histogram", "autosave")):
+    shown = ("verbose", "compare", "histogram", "autosave")
+    if not any(config.getoption(f"benchmark_{name}", None) for name in shown):
         config.option.benchmark_quiet = True  # one table at the end, ours, is enough
-    config.stash[_SETTINGS] = Settings(
-        results=Path(option("results") or (record.RESULTS if option("record") else record.ROOT / ".cache" / "bench")),
-        threads=option("threads"),
-        plan=QUICK if quick else FULL,
-        quick=quick,
-        compiled=not (quick or option("no_compile")),
-        device=option("device"),
-        clock=option("device") == "cpu",
-        seconds=option("seconds"),
-    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        names = (OURS, *metafunc.config.stash[_SETTINGS].names)
-        wanted = [(case, name) for case in _cases(metafunc.config) for name in names]
+        wanted = [(case, name) for case in _cases(metafunc.config) for name in (OURS, *_names(metafunc.config))]
         ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
         metafunc.parametrize(("case", "contender"), wanted, ids=ids)
 
@@ -82,10 +76,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """The one session that all rows share: processes, machine, results."""
-    settings = request.config.stash[_SETTINGS]
-    if settings.device == "cuda" and not torch.cuda.is_available():
+    config, option = request.config, request.config.getoption
+    device = option("device")
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
-    request.config.stash[_SESSION] = made = Session(settings)
+    results = Path(option("results") or (record.RESULTS if option("record") else record.ROOT / ".cache" / "bench"))
+    plan, threads = QUICK if _quick(config) else FULL, option("threads")
+    made = Session(results, _names(config), plan, threads, device, device == "cpu", option("seconds"))
+    config.stash[_SESSION] = made
     yield made
     made.close()
 

@@ -47,16 +47,13 @@ def goal_of(case: Case, launches: float) -> dict[str, float]:
 
     ``launches`` are the seconds of three of the smallest launches.
     """
-    goal: dict[str, float] = {}
-    workload = case.workload
-    if case.batch == BATCHES[0] or workload.copies > 1:
-        wanted = SECONDS.get((workload.name, case.training, case.precision))
-        if isinstance(workload.routing, AttentionPass) or workload.outweighs(case.batch):
-            goal["memory_share"] = _MEMORY_SHARE
-        if wanted is not None:
-            goal["seconds"] = wanted
-        if workload.name == "tsai-c10-conv1" and case.precision == "fp32":
-            goal["speedup"] = _SPEEDUP[case.training]
-    elif case.batch == 1 and not case.training:
-        goal = {"latency": launches}
+    work, goal = case.workload, {}
+    if case.batch != BATCHES[0] and work.copies == 1:
+        return {"latency": launches} if case.batch == 1 and not case.training else {}
+    if isinstance(work.routing, AttentionPass) or work.outweighs(case.batch):
+        goal["memory_share"] = _MEMORY_SHARE
+    if (work.name, case.training, case.precision) in SECONDS:
+        goal["seconds"] = SECONDS[work.name, case.training, case.precision]
+    if work.name == "tsai-c10-conv1" and case.precision == "fp32":
+        goal["speedup"] = _SPEEDUP[case.training]
     return goal

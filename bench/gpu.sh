@@ -15,7 +15,6 @@
 #   TORCH_CUDA_ARCH_LIST    what to build for (this device's capability)
 set -uo pipefail
 
-readonly STAGES="build test sanitize bench profile"
 PYTHON=${PYTHON:-python3}
 SECONDS_IN_ALL=${FASTCAPS_GPU_SECONDS:-580}
 DRY_RUN=0
@@ -25,10 +24,10 @@ for argument in "$@"; do
     build | test | sanitize | bench | profile) chosen+=("$argument") ;;
     --dry-run) DRY_RUN=1 ;;
     -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu.sh: no stage $argument; there are: $STAGES" >&2; exit 64 ;;
+    *) echo "gpu.sh: no stage $argument; there are: build test sanitize bench profile" >&2; exit 64 ;;
   esac
 done
-[ ${#chosen[@]} -gt 0 ] || read -r -a chosen <<<"$STAGES"
+[ ${#chosen[@]} -gt 0 ] || chosen=(build test sanitize bench profile)
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 ROOT=$PWD
@@ -37,9 +36,7 @@ case "$OUT" in /*) ;; *) OUT="$ROOT/$OUT" ;; esac
 
 export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PIP_DISABLE_PIP_VERSION_CHECK=1
 export TRITON_CACHE_DIR="$ROOT/.cache/triton" TORCHINDUCTOR_CACHE_DIR="$ROOT/.cache/torchinductor"
-export FASTCAPS_CUDA=1
-FASTCAPS_COMMIT=${FASTCAPS_COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || true)}
-export FASTCAPS_COMMIT
+export FASTCAPS_CUDA=1 FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null)}"
 
 # Print a command; run it too, unless this is a dry run, within the given seconds. Output goes to the stage's log.
 run() {
@@ -67,9 +64,9 @@ stage_build() {
     TORCH_CUDA_ARCH_LIST=$("$PYTHON" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || return 1
     export TORCH_CUDA_ARCH_LIST
   fi
-  if ! run 240 "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .; then
-    run 240 "$PYTHON" setup.py --quiet build_ext --inplace || return 1 # an environment that cannot be written to
-  fi
+  # the second where the environment cannot be written to
+  run 240 "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --no-index --editable . ||
+    run 240 "$PYTHON" setup.py --quiet build_ext --inplace || return 1
   run 60 "$PYTHON" -c 'import fastcaps; fastcaps.backends.show(); assert fastcaps.backends.listing()[0].available' ||
     return 1
   ! command -v cuobjdump >/dev/null || run 60 "$PYTHON" tools/static_report.py
@@ -112,11 +109,9 @@ stage_bench() {
 
 stage_profile() {
   local worst=0 target
-  local sections=(--section SpeedOfLight --section Occupancy --section LaunchStats --section WarpStateStats)
-  sections+=(--section InstructionStats --section MemoryWorkloadAnalysis --section SchedulerStats)
   # workload, and which of its kernels; the first launch of each is warming up
   for target in "tsai-c10-conv1 forward_kernel" "tsai-c10-conv1 backward_kernel" "hinton-conv forward_kernel"; do
-    run 45 ncu --clock-control none --target-processes all "${sections[@]}" --kernel-name "regex:${target#* }" \
+    run 45 ncu --clock-control none --target-processes all --set detailed --kernel-name "regex:${target#* }" \
       --launch-skip 1 --launch-count 1 "$PYTHON" tools/profile_target.py --device cuda --workload "${target% *}" ||
       worst=1
   done

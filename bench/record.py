@@ -54,11 +54,7 @@ def describe(threads: int) -> dict[str, Any]:
         # a copy without its history (an archive, say) is told which commit it is
         "commit": _git("rev-parse", "--short=12", "HEAD") or os.environ.get("FASTCAPS_COMMIT") or "unknown",
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "fastcaps", "csrc", "bench")),
-        "versions": {
-            "fastcaps": fastcaps.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {n.__name__: n.__version__ for n in (fastcaps, torch)} | {"python": platform.python_version()},
     }
 
 

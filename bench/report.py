@@ -20,8 +20,9 @@ from bench import pages, record
 from bench.goals import device_seconds, means, number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.workloads import WORKLOADS
+from tools.markdown import as_markdown, into
 
-__all__ = ["into", "main", "markdown", "summary"]
+__all__ = ["main", "markdown", "summary"]
 
 Row = dict[str, Any]
 DOCS = record.ROOT / "docs" / "performance"
@@ -75,12 +76,11 @@ def cells(row: Row) -> dict[str, str]:
     return found | {"all tensors, MB": "" if total is None else _megabytes(total)}
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return a markdown table, a line each."""
+def table(rows: Sequence[Row]) -> str:
+    """Return a markdown table."""
     made = [cells(row) for row in rows]
-    columns = max(made, key=len)
-    lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
-    return lines + [f"| {' | '.join(one.get(name, '') for name in columns)} |" for one in made]
+    columns = list(max(made, key=len))
+    return as_markdown([columns, *[[one.get(name, "") for name in columns] for one in made]])
 
 
 def about(rows: Sequence[Row]) -> str:
@@ -109,20 +109,17 @@ def about(rows: Sequence[Row]) -> str:
     return f"{found['device']}{threads}{speed}. {versions}{backend}. Commits: {told}."
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart, then whole layers."""
-    parts: dict[tuple[str, bool, str], list[Row]] = {}
-    precisions = dict.fromkeys(row["precision"] for row in rows)
-    for key in itertools.product(precisions, (False, True), ("forward", "training step")):
-        parts[key] = []
-    for row in rows:
-        single = row["batch"] == 1 and not row["default"]
-        parts[row["precision"], single, row["mode"]].append(row)
-    return [
-        (f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}", table(part))
-        for (precision, single, mode), part in parts.items()
-        if part
-    ]
+def tables(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return (title, table) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
+    found = []
+    for precision, single, mode in itertools.product(precisions, (False, True), ("forward", "training step")):
+        title = f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}"
+        wanted = precision, single, mode
+        part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
+        if part:
+            found.append((title, table(part)))
+    return found
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:
@@ -142,7 +139,7 @@ def markdown(rows: Sequence[Row]) -> str:
     legend = LEGEND + (DEVICE_LEGEND if "rates" in rows[0]["machine"] else "")
     lines = [about(rows), "", legend, ""]
     for title, made in tables(rows):
-        lines += [f"**{title}**", "", *made, ""]
+        lines += [f"**{title}**", "", made, ""]
     goals = [
         f"{mode}: {number(middle)}×, over {count} rows (goal {number(goal)}×)"
         for mode, middle, count, goal in means(rows)
@@ -163,40 +160,21 @@ def summary(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["default"] and "fastcaps" in row and row["speedup"]:
             by_name.setdefault(row["workload"], {})[row["mode"]] = row
-    lines = ["| layer | batch | forward, ms | speed-up | training step, ms | speed-up | own MB of the votes' MB |"]
-    lines.append("| --- |" + " ---: |" * 6)
+    lines = [
+        ["layer", "batch", *["forward, ms", "speed-up"], *["training step, ms", "speed-up"], "own MB of the votes' MB"]
+    ]
     for name in pages.CHOSEN:
         both = by_name.get(name, {})
-        cells = [f"`{name}`", str(WORKLOADS[name].batch)]
+        line = [f"`{name}`", str(WORKLOADS[name].batch)]
         for mode in ("forward", "training step"):
             row = both.get(mode)
-            cells += [number(row["fastcaps"]["median"] * 1e3), f"{number(row['speedup'])}×"] if row else ["", ""]
+            line += [number(row["fastcaps"]["median"] * 1e3), f"{number(row['speedup'])}×"] if row else ["", ""]
         row = both.get("training step", both.get("forward"))
-        if row is None:
-            continue
-        own = (row.get("memory") or {}).get("fastcaps", {}).get("beyond")
-        cells.append(f"{_megabytes(own)} of {_megabytes(row['votes_bytes'])}" if own is not None else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([about(rows), "", *lines])
-
-
-def into(page: str, text: str, name: str) -> str:
-    """Return ``page`` with ``text`` between its markers ``<!-- name:begin -->`` and ``<!-- name:end -->``.
-
-    Raises
-    ------
-    ValueError
-        If the page does not have each marker once, in order, or would lose lines of its tables.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f"the page needs one {begin} and, after it, one {end}")
-    before, rest = page.split(begin)
-    old, after = rest.split(end)
-    had, has = (sum(line.startswith("| ") for line in part.splitlines()) for part in (old, text))
-    if has < had:
-        raise ValueError(f"{name}: the new tables have {has} lines, the page has {had}; is a record missing?")
-    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
+        if row is not None:
+            own = (row.get("memory") or {}).get("fastcaps", {}).get("beyond")
+            of_votes = f"{_megabytes(own)} of {_megabytes(row['votes_bytes'])}" if own is not None else ""
+            lines.append([*line, of_votes])
+    return f"{about(rows)}\n\n{as_markdown(lines)}"
 
 
 def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:

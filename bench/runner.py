@@ -47,7 +47,6 @@ class WorkerError(RuntimeError):
 class Precision:
     """A dtype, and what matrix products may round to."""
 
-    name: str
     dtype: torch.dtype  # of all tensors
     tf32: bool  # whether float32 matrix products may round their operands to 10 bits of mantissa
     epsilon: float  # one unit in the last place of what is multiplied
@@ -66,9 +65,9 @@ class Precision:
 
 
 PRECISIONS: dict[str, Precision] = {
-    "fp32": Precision("fp32", torch.float32, False, torch.finfo(torch.float32).eps),
-    "tf32": Precision("tf32", torch.float32, True, 2.0**-10),
-    "bf16": Precision("bf16", torch.bfloat16, False, torch.finfo(torch.bfloat16).eps),
+    "fp32": Precision(torch.float32, False, torch.finfo(torch.float32).eps),
+    "tf32": Precision(torch.float32, True, 2.0**-10),
+    "bf16": Precision(torch.bfloat16, False, torch.finfo(torch.bfloat16).eps),
 }
 
 

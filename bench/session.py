@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from bench.alternatives import ALTERNATIVES, OURS, is_compiled
 from bench.device import goal_of
 from bench.goals import device_seconds, lost
 from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
-from bench.timing import FULL, Contender, Plan, quantiles, take_turns
+from bench.timing import FULL, QUICK, Contender, Plan, quantiles, take_turns
 
-__all__ = ["LeftOut", "Session", "Settings"]
+__all__ = ["LeftOut", "Session"]
 
 _MEMORY_ALTERNATIVE = "batched-matmul"
 """The alternative whose peak memory is measured beside ours, at default batches."""
@@ -32,52 +33,50 @@ class LeftOut(Exception):
     """The time is used up: this row has no figures."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the command line asked for; see ``pytest bench --help``."""
-
-    results: Path
-    threads: int = 1
-    plan: Plan = FULL
-    quick: bool = False
-    compiled: bool = True
-    memory: float = field(default_factory=record.memory)  # bytes that there are
-    device: str = "cpu"
-    clock: bool = True  # whether a row is timed in turns by the host's clock, as on a CPU
-    seconds: float = float("inf")  # for the whole run
-    slice: float = 0.06  # seconds that the timed calls of one measurement on a GPU take together
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The alternatives that take part."""
-        return tuple(name for name in ALTERNATIVES if self.compiled or not is_compiled(name))
-
-
 class Session:
-    """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``."""
+    """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.names = settings, settings.names
+    Parameters
+    ----------
+    results : Path
+        The folder to write to.
+    names : sequence of str
+        The alternatives that take part.
+    plan : Plan
+        How much to measure; with ``QUICK`` no memory, and no goals but those of quick runs.
+    clock : bool
+        Whether contenders are timed in turns by the host's clock, as on a CPU, or one by one by the device's events.
+    seconds, slice : float
+        Of the whole run, after which no row starts; and of the timed calls of one measurement by events.
+    """
+
+    def __init__(
+        self,
+        results: Path,
+        names: Sequence[str] = ALTERNATIVES,
+        plan: Plan = FULL,
+        threads: int = 1,
+        device: str = "cpu",
+        clock: bool = True,
+        seconds: float = math.inf,
+        slice: float = 0.06,
+    ) -> None:
+        self.results, self.names, self.plan, self.clock, self.quick = results, names, plan, clock, plan is QUICK
         self.rows: list[dict[str, Any]] = []
         self.file: Path | None = None
-        self._patience = _PATIENCE if settings.clock else _PATIENCE / 4
-        self._until = time.monotonic() + settings.seconds
+        self._until, self._patience = time.monotonic() + seconds, _PATIENCE if clock else _PATIENCE / 4
         self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
         self._gates = Path(self._scratch.name)
-        ours = (OURS,) if settings.clock else (OURS, TRITON)
-        self._remotes = {name: self._remote() for name in (*ours, *self.names)}
-        self.machine = record.describe(settings.threads) | {"kind": "quick" if settings.quick else "full"}
-        if settings.clock:
-            self.machine["sgemm_size"] = settings.plan.sgemm
+        self.machine = record.describe(threads) | {"kind": "quick" if self.quick else "full"}
+        limit = _FITS * self.machine["memory"] if clock else None
+        self._remote = partial(Remote, threads, Runner, device, slice, self._gates, memory=limit)
+        self._remotes = {name: self._remote() for name in (OURS, *[TRITON] * (not clock), *names)}
+        if clock:
+            self.machine["sgemm_size"] = plan.sgemm
         else:
             self.machine |= self._remotes[OURS].call(self._patience, "describe")
         self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS))}
         self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None
-
-    def _remote(self) -> Remote:
-        limit = _FITS * self.settings.memory if self.settings.clock else None
-        made = Runner, self.settings.device, self.settings.slice, self._gates
-        return Remote(self.settings.threads, *made, memory=limit)
 
     def run(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """Check, time and write down one row; return it, and the seconds of every contender's calls.
@@ -90,16 +89,16 @@ class Session:
                 raise LeftOut(f"{case}: the time is used up")
             row, samples = self._measure(case)
             before = self._before.get(record.key(row))
-            row["lost"] = lost(row, before, quick=self.settings.quick)
+            row["lost"] = lost(row, before, quick=self.quick)
             self.rows.append(row)
-            self.file = record.write(self.settings.results, self.rows)  # a run that is stopped leaves what it has
+            self.file = record.write(self.results, self.rows)  # a run that is stopped leaves what it has
             self._last = case, row, samples
         return self._last[1:]
 
     def row(self, case: Case) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
         work = case.workload
-        goal = None if self.settings.quick else work.goal_at(case.batch, case.training)
+        goal = None if self.quick else work.goal_at(case.batch, case.training)
         return {
             "machine": self.machine,
             "workload": work.name,
@@ -111,7 +110,7 @@ class Session:
             "complete": False,
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
             "operations": work.operations(case.batch, case.training),
-            "goal": goal if self.settings.clock else goal_of(case, self.machine["three_launches"]),
+            "goal": goal if self.clock else goal_of(case, self.machine["three_launches"]),
             "alternatives": {},
         }
 
@@ -122,13 +121,16 @@ class Session:
             return row | {"refused": entries[OURS]["failed"]}, {}
         row["gate"] = {name: ready[OURS][name] for name in ("errors", "allowed")}
         samples: dict[str, list[float]] = {}
-        if self.settings.clock:
+        if self.clock:
             samples = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
-            rate = 2 * self.settings.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
+            rate = 2 * self.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
             memory = self._memory(case, entries)
         else:
             for name in ready:
-                entries[name] = self._told(name, "measure", case)
+                try:
+                    entries[name] = self._remotes[name].call(self._patience, "measure", case)
+                except WorkerError as error:
+                    entries[name] = {"failed": str(error)}
             rate = self.machine["rates"][case.precision]
             memory = {name: entry["memory"] for name, entry in entries.items() if "memory" in entry}
             row["triton"] = entries[TRITON]
@@ -141,7 +143,7 @@ class Session:
         reached = row["operations"] / own
         row |= {"fastest": fastest, "speedup": timed[fastest] / own if fastest else None}
         row |= {"gflops": reached / 1e9, "sgemm_gflops": rate / 1e9, "sgemm_share": reached / rate}
-        return row | {"complete": self.names == ALTERNATIVES, "memory": memory}, samples
+        return row | {"complete": tuple(self.names) == ALTERNATIVES, "memory": memory}, samples
 
     def _check(self, case: Case, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Bring all to where they can be timed; return their verdicts, and add to ``entries`` those that failed."""
@@ -156,7 +158,7 @@ class Session:
             if name not in together:
                 self._remotes[name].begin("check", case, name)
             verdict, complaint = self._verdict(name)
-            if complaint and is_compiled(name) and self.settings.clock:  # a second chance
+            if complaint and is_compiled(name) and self.clock:  # a second chance
                 self._remotes[name].begin("check", case, name, True)
                 note = f"{complaint}; run again without vectorised loop tails"
                 verdict, complaint = self._verdict(name)
@@ -183,29 +185,20 @@ class Session:
 
     def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
         """Time all in turns, and a large matrix product with them; return the seconds of their calls."""
-        plan = self.settings.plan
-        sgemm = partial(self._remotes[OURS].call, self._patience, "time_sgemm", plan.sgemm)
-        contenders = [Contender("sgemm", sgemm, sgemm(1, 1)[0], plan.budget)]
+        sgemm = partial(self._remotes[OURS].call, self._patience, "time_sgemm", self.plan.sgemm)
+        contenders = [Contender("sgemm", sgemm, sgemm(1, 1)[0], self.plan.budget)]
         for name, took in seconds.items():
             timer = partial(self._remotes[name].call, self._patience, "time")
-            contenders.append(Contender(name, timer, took, plan.own if name == OURS else plan.budget))
-        take_turns(contenders, plan)
+            contenders.append(Contender(name, timer, took, self.plan.own if name == OURS else self.plan.budget))
+        take_turns(contenders, self.plan)
         for one in contenders:
             found = quantiles(one.samples) if one.samples else {"failed": one.error}
             entries[one.name] = entries.get(one.name, {}) | found
         return {one.name: one.samples for one in contenders if one.samples}
 
-    def _told(self, name: str, method: str, *given: Any) -> dict[str, Any]:
-        """Return what a process says, or why it failed."""
-        try:
-            told: dict[str, Any] = self._remotes[name].call(self._patience, method, *given)
-        except WorkerError as error:
-            return {"failed": str(error)}
-        return told
-
     def _memory(self, case: Case, entries: dict[str, Any]) -> dict[str, Any]:
         """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
-        if self.settings.quick:
+        if self.quick:
             return {}
         found: dict[str, Any] = {}
         also = case.batch == case.workload.batch and "median" in entries[_MEMORY_ALTERNATIVE]

@@ -3,8 +3,8 @@
 A block is a call that is not counted, then as many as fill the block's time. Within a block a contender finds its own
 data in the caches, as it would in a network's training loop that it has to itself.
 
-A GPU is measured by :func:`measure`: each call alone, with a cold cache; short ones by graph replay too. On the CPU that
-goes by the clock, so that it can be tested there.
+A GPU is measured by :func:`measure`: each call alone, with a cold cache; short ones by graph replay too. On the CPU
+that goes by the clock, so that it can be tested there.
 """
 
 from __future__ import annotations

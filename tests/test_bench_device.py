@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from bench import goals, report
-from bench.alternatives import OURS, build, runner
+from bench.alternatives import ALTERNATIVES, OURS, build, runner
 from bench.device import cases, goal_of
 from bench.gate import Gate
 from bench.record import ROOT
 from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
-from bench.session import LeftOut, Session, Settings
+from bench.session import LeftOut, Session
 from bench.timing import latency, measure, timed
 from bench.workload import Workload
 from bench.workloads import WORKLOADS, find
@@ -182,7 +182,7 @@ class _Served:
 def test_a_session_compares_writes_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.session.Remote", _Served)
     rows = cases([find("tsai-c10-conv1")], [128, 1], ["fp32"])
-    session = Session(Settings(tmp_path, device="cuda", clock=False, seconds=1000.0))
+    session = Session(tmp_path, device="cuda", clock=False, seconds=1000.0)
     row = session.run(rows[0])[0]
     assert row["fastest"] == "batched-matmul-compiled" and row["speedup"] == pytest.approx(2e-3 / 8e-5)
     assert row["alternatives"]["einsum"] == {"failed": "out of memory"}
@@ -203,7 +203,7 @@ def test_a_session_compares_writes_and_says_what_failed(tmp_path: Path, monkeypa
 
 
 def test_a_session_in_earnest(tmp_path: Path) -> None:
-    session = Session(Settings(tmp_path, slice=0.005, compiled=False, clock=False))
+    session = Session(tmp_path, ALTERNATIVES[:2], slice=0.005, clock=False)
     try:
         for case in cases([find("tsai-c10-fc")], [1], ["fp32"]):
             row = session.run(case)[0]

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from bench import compare, goals, pages, record, report
-from bench.alternatives import OURS
+from bench.alternatives import ALTERNATIVES, OURS
 from bench.record import ROOT
 from bench.runner import Case, WorkerError
-from bench.session import Session, Settings
+from bench.session import Session
 from bench.timing import Plan
 from bench.workloads import QUICK, WORKLOADS, find
+from tools.markdown import into
 
 MACHINE = {
     "device": "Test Processor",
@@ -193,13 +194,13 @@ def test_rows_of_two_machines_are_kept_apart(tmp_path: Path, capsys: pytest.Capt
 
 def test_tables_go_into_a_page_and_never_lose_a_line() -> None:
     page = "before\n<!-- t:begin -->\n| a |\n| b |\n<!-- t:end -->\nafter\n"
-    made = report.into(page, "| a |\n| b |\n| c |", "t")
+    made = into(page, "| a |\n| b |\n| c |", "t")
     assert made == "before\n<!-- t:begin -->\n| a |\n| b |\n| c |\n<!-- t:end -->\nafter\n"
-    assert report.into(made, "| a |\n| b |\n| c |", "t") == made
+    assert into(made, "| a |\n| b |\n| c |", "t") == made
     with pytest.raises(ValueError, match="have 1 lines, the page has 3"):
-        report.into(made, "| a |", "t")
+        into(made, "| a |", "t")
     with pytest.raises(ValueError, match="needs one"):
-        report.into("no markers", "| a |", "t")
+        into("no markers", "| a |", "t")
 
 
 def test_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
@@ -259,7 +260,7 @@ class _Served:
 def _session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str = "", **changes: Any) -> Session:
     monkeypatch.setattr("bench.session.Remote", _Served)
     monkeypatch.setattr(_Served, "wrong", wrong)
-    return Session(Settings(tmp_path, 1, Plan(rounds=2, block=0.001, budget=1.0, sgemm=32), **changes))
+    return Session(tmp_path, plan=Plan(rounds=2, block=0.001, budget=1.0, sgemm=32), **changes)
 
 
 def test_goals_are_those_of_the_default_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_a_row_that_disagrees_is_refused_and_one_that_agrees_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = replace(find("tsai-c10-fc"), types=8)
-    session = _session(tmp_path, monkeypatch, compiled=False)
+    session = _session(tmp_path, monkeypatch, names=ALTERNATIVES[:2])
     row, samples = session.run(Case(workload, 1, False))
     assert row["gflops"] == pytest.approx(workload.operations(1) / 0.25 / 1e9) and not row["complete"]
     assert row["speedup"] == 1.0 and set(samples) == {OURS, "einsum", "batched-matmul"}
@@ -353,14 +354,17 @@ def test_a_quick_run_writes_where_it_is_told_and_its_groups_hold_all_contenders(
 
 def test_two_trees_are_compared(tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
-    arguments = [str(ROOT), str(ROOT), "--workload", "tiny-uniform", "--mode", "forward", "--threads", "1"]
+    arguments = [str(ROOT), str(ROOT), "--workload", "tiny-uniform", "--threads", "1"]
     command = [sys.executable, "-m", "bench.compare", *arguments, "--seconds", "0.05", "--rounds", "2"]
     done = subprocess.run(
         [*command, "--limit", "9", "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(output.read_text())["rows"]
-    assert row["workload"] == "tiny-uniform" and 0.1 < row["ratio"] < 10 and len(row["ratios"]) == 2
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["mode"] for row in rows] == list(compare.MODES) and {row["workload"] for row in rows} == {
+        "tiny-uniform"
+    }
+    assert all(0.1 < row["ratio"] < 10 and len(row["ratios"]) == 2 for row in rows)
 
 
 def test_a_comparison_is_judged_by_its_medians() -> None:

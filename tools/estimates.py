@@ -19,8 +19,9 @@ from bench.workloads import WORKLOADS, attention_passes, find
 from fastcaps import libraries
 from fastcaps.backends import ALLOW_TF32
 from tools import sass
+from tools.markdown import as_markdown
 from tools.sass import H200, macs, wavefronts
-from tools.static_report import Compiled, Identity, as_markdown
+from tools.static_report import Compiled, Identity
 
 __all__ = ["Estimate", "choose", "estimate", "markdown", "supported", "training"]
 
