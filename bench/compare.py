@@ -51,9 +51,8 @@ class Side:
     def __init__(self) -> None:
         self._ready: Callable[[], Any] = dict
 
-    def package(self) -> str:
-        """Return the file that this process has the package from."""
-        return str(fastcaps.__file__)
+    def package(self) -> Path:
+        return Path(fastcaps.__file__)
 
     def prepare(self, case: Case, graph: bool) -> dict[str, Any]:
         """Make a call ready for :meth:`time`; with ``graph``, one that keeps a graph for gradients.
@@ -88,7 +87,7 @@ def sides(trees: Sequence[Path], threads: int) -> Iterator[list[Remote]]:
         try:
             for tree, side in zip(trees, found, strict=True):
                 sys.path[:] = [scratch, str(tree), *before]  # what a process starts with
-                came = Path(side.call(_SECONDS, "package"))
+                came = side.call(_SECONDS, "package")
                 if not came.is_relative_to(tree):
                     raise RuntimeError(f"fastcaps came from {came}, not from {tree}")
             sys.path[:] = before

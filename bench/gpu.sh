@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in under ten minutes: build, test, sanitize, bench, profile.
 #
-#   bench/gpu.sh                    # all stages
-#   bench/gpu.sh build test         # some of them
-#   bench/gpu.sh --dry-run bench    # what would run
+#   bench/gpu.sh [--dry-run] [stage...]    # all stages, or some of them; or only what would run
 #
 # Wants Python with torch (CUDA) and Triton, setuptools, CMake, Ninja, pybind11, pytest-benchmark, nvcc; no network and
 # no virtual environment. Results go to $OUT (bench/results/gpu-<date>): logs, JSON files, summary.md, to be committed.
@@ -23,7 +21,7 @@ for argument in "$@"; do
   case "$argument" in
     build | test | sanitize | bench | profile) chosen+=("$argument") ;;
     --dry-run) DRY_RUN=1 ;;
-    -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "gpu.sh: no stage $argument; there are: build test sanitize bench profile" >&2; exit 64 ;;
   esac
 done

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.goals import number, place
 
@@ -76,9 +76,10 @@ def bars(rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, mark: fl
             if value is None:
                 continue
             width, y = (right - left) * value / most, top + 13 * j
-            what = f"{name}, {'training step' if j else 'forward'}: {_label(value, unit)}"
+            label = f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
+            what = f"{name}, {'training step' if j else 'forward'}: {label}"
             parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="11" fill="{colour}">')
-            parts.append(f"<title>{escape(what)}</title></rect>{_text(left + width + 4, y + 10, _label(value, unit))}")
+            parts.append(f"<title>{escape(what)}</title></rect>{_text(left + width + 4, y + 10, label)}")
     height = 32 * len(rows)
     if mark is not None:
         x = left + (right - left) * mark / most
@@ -86,17 +87,8 @@ def bars(rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, mark: fl
     return _svg(_WIDTH, height, parts, f"bars of {len(rows)} rows")
 
 
-def _label(value: float, unit: str) -> str:
-    return f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
-
-
-class Series(NamedTuple):
-    """Points of one colour: x, y, and what is said of each."""
-
-    points: list[tuple[float, float, str]]
-    colour: str
-    dash: str | None = None  # of the line through the points; None: there is no line
-    hollow: bool = False
+Series = tuple[list[tuple[float, float, str]], str, str | None, bool]
+"""Points (x, y, what is said), a colour, the dashes of a line through them (None: no line), whether they are hollow."""
 
 
 def log_chart(series: Sequence[Series], box: tuple[float, float, float, float], radius: float) -> tuple[Any, list[str]]:
@@ -106,7 +98,7 @@ def log_chart(series: Sequence[Series], box: tuple[float, float, float, float], 
     """
     scales: list[tuple[float, float, int, int]] = []
     for k in (0, 1):
-        values = [math.log10(point[k]) for one in series for point in one.points]
+        values = [math.log10(point[k]) for one in series for point in one[0]]
         least, most = math.floor(min(values)), math.ceil(max(values))
         scales.append((box[2 * k], box[2 * k + 1], least, max(most, least + 1)))
 
@@ -136,17 +128,18 @@ def log_chart(series: Sequence[Series], box: tuple[float, float, float, float], 
 
 def memory_chart(rows: Sequence[Row]) -> str:
     """Return own memory against votes, both in MB: the package's, and the eager batched matmul's."""
-    series = []
+    every, series = [], []
     for name, colour in (("batched-matmul", _OTHER), ("fastcaps", _OURS)):
         for mode in ("forward", "training step"):
-            series.append(Series([], colour, hollow=mode != "forward"))
+            points = []
             for row in rows:
                 own = ((row.get("memory") or {}).get(name) or {}).get("beyond")
                 if own is not None and row["mode"] == mode:
                     votes, own = row["votes_bytes"] / 1e6, max(own, 1e5) / 1e6
                     said = f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes"
-                    series[-1].points.append((votes, own, said))
-    every = [point for one in series for point in one.points]
+                    points.append((votes, own, said))
+            series.append((points, colour, None, mode != "forward"))
+            every += points
     if not every:
         return ""
     at, parts = log_chart(series, (36, _WIDTH - 4, 300, 24), 4)
@@ -159,13 +152,13 @@ def memory_chart(rows: Sequence[Row]) -> str:
 
 def latency_chart(rows: Sequence[Row]) -> str:
     """Return milliseconds against batch of one workload and mode: the package, and the fastest alternative (dashed)."""
-    ours, other = Series([], _OURS, ""), Series([], _OTHER, "4 3")
+    ours, other = [], []
     for row in sorted(rows, key=lambda row: row["batch"]):
         own = row["fastcaps"]["median"] * 1e3
-        for one, value in ((ours, own), (other, own * (row["speedup"] or 0.0))):
+        for points, value in ((ours, own), (other, own * (row["speedup"] or 0.0))):
             if value:
-                one.points.append((row["batch"], value, f"batch {row['batch']}: {number(value)} ms"))
-    _, parts = log_chart((other, ours), (34, 194, 112, 8), 3)
+                points.append((row["batch"], value, f"batch {row['batch']}: {number(value)} ms"))
+    _, parts = log_chart(((other, _OTHER, "4 3", False), (ours, _OURS, "", False)), (34, 194, 112, 8), 3)
     return _svg(200, 132, parts, f"latency of {rows[0]['workload']}")
 
 

@@ -18,7 +18,7 @@ import torch
 import fastcaps
 from bench.workloads import WORKLOADS
 
-__all__ = ["RESULTS", "ROOT", "describe", "key", "load", "memory", "merge", "prune", "write"]
+__all__ = ["RESULTS", "ROOT", "describe", "key", "load", "merge", "prune", "write"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -33,11 +33,6 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def memory() -> int:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def describe(threads: int) -> dict[str, Any]:
     """Return what a figure is measured on: device, versions, commit and date."""
     native = {entry.name: entry for entry in fastcaps.backends.listing()}["cpu"]
@@ -46,7 +41,7 @@ def describe(threads: int) -> dict[str, Any]:
         "device": cpuinfo.get_cpu_info().get("brand_raw") or platform.machine(),
         "cores": cores,
         "threads": threads,
-        "memory": memory(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),  # bytes
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "backend": fastcaps.backends.forced() or ("cpu" if native.available else "reference"),
         "capability": native.detail.split()[-1] if native.available else None,

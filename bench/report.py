@@ -26,12 +26,14 @@ __all__ = ["main", "markdown", "summary"]
 
 Row = dict[str, Any]
 DOCS = record.ROOT / "docs" / "performance"
+_OWN = "own MB of the votes' MB"
 LEGEND = (
     "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
     "beside its inputs and results, and its share of the votes; bmm's is that of the eager batched matmul. All "
     "tensors: that with inputs, parameters, results and gradients. * ran again without vectorised loop tails."
 )
+
 DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
     "replayed graph, which the speed-up then goes by. Of sgemm: of this device's own large matrix product."
@@ -160,13 +162,12 @@ def summary(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["default"] and "fastcaps" in row and row["speedup"]:
             by_name.setdefault(row["workload"], {})[row["mode"]] = row
-    lines = [
-        ["layer", "batch", *["forward, ms", "speed-up"], *["training step, ms", "speed-up"], "own MB of the votes' MB"]
-    ]
+    modes = ("forward", "training step")
+    lines = [["layer", "batch", *[name for mode in modes for name in (f"{mode}, ms", "speed-up")], _OWN]]
     for name in pages.CHOSEN:
         both = by_name.get(name, {})
         line = [f"`{name}`", str(WORKLOADS[name].batch)]
-        for mode in ("forward", "training step"):
+        for mode in modes:
             row = both.get(mode)
             line += [number(row["fastcaps"]["median"] * 1e3), f"{number(row['speedup'])}×"] if row else ["", ""]
         row = both.get("training step", both.get("forward"))

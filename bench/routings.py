@@ -19,7 +19,7 @@ from fastcaps import functional
 
 __all__ = ["AttentionPass", "DynamicRouting", "EMRouting", "HeinsenRouting", "RoutingPool"]
 
-_LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5
+_LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5  # what the public functions use where nothing is said
 
 
 def _gaussian_operations(work: Workload, iterations: int) -> int:
@@ -53,7 +53,7 @@ class AttentionPass(Routing):
         return made
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        return {"eps": _LAYER_NORM_EPS, "window": work.window, "normalize": self.normalize}
+        return {"window": work.window, "normalize": self.normalize}
 
     def operations(self, work: Workload) -> int:
         """Count ``2 (C D E + 2 C E)``: the vote itself, its agreement with the parent, and its share of the sum.
@@ -150,9 +150,6 @@ class EMRouting(Routing):
             made["bias"] = bias.flatten(0, 2)
         return made
 
-    def settings(self, work: Workload) -> dict[str, Any]:
-        return super().settings(work) | {"eps": _EM_EPS}
-
     def operations(self, work: Workload) -> int:
         return _gaussian_operations(work, self.iterations)
 
@@ -210,9 +207,6 @@ class HeinsenRouting(Routing):
             "beta_use": draw.normal(*betas) * (2 / work.children),
             "beta_ignore": draw.normal(*betas) * (2 / work.children),
         }
-
-    def settings(self, work: Workload) -> dict[str, Any]:
-        return super().settings(work) | {"eps": _HEINSEN_EPS}
 
     def unpack(self, found: Any) -> tuple[Tensor, ...]:
         """Return scores, means and variances, whichever of them comes first."""

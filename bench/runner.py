@@ -11,11 +11,10 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as Late  # Python's own only from 3.11 on
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,17 +50,10 @@ class Precision:
     tf32: bool  # whether float32 matrix products may round their operands to 10 bits of mantissa
     epsilon: float  # one unit in the last place of what is multiplied
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Let matrix products and convolutions of this process run so inside a ``with`` block."""
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    def use(self) -> None:
+        """Let matrix products and convolutions of this process run so."""
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.tf32
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before[0])
-            torch.backends.cudnn.allow_tf32 = before[1]
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -115,18 +107,18 @@ class Runner:
         precision = PRECISIONS[case.precision]
         if is_compiled(name):
             torch._dynamo.reset()
-        with precision.active():
-            gate, inputs = self._gate(case)
-            call = runner(build(OURS if name == TRITON else name, case.workload, safe), inputs, case.training)
-            if name == TRITON:  # the whole step: the backward pass chooses for itself
-                call = fastcaps.backend("triton")(call)  # type: ignore[operator]
-            start = time.perf_counter()
-            found = call()
-            seconds = time.perf_counter() - start
-            verdict = gate.judge(found, 0.0 if name.startswith(OURS) else max(SAME, precision.epsilon))
-            del found
-            if is_compiled(name) or seconds < _SHORT:
-                seconds = time_calls(call, 1, 0)[0]
+        precision.use()
+        gate, inputs = self._gate(case)
+        call = runner(build(OURS if name == TRITON else name, case.workload, safe), inputs, case.training)
+        if name == TRITON:  # the whole step: the backward pass chooses for itself
+            call = fastcaps.backend("triton")(call)  # type: ignore[operator]
+        start = time.perf_counter()
+        found = call()
+        seconds = time.perf_counter() - start
+        verdict = gate.judge(found, 0.0 if name.startswith(OURS) else max(SAME, precision.epsilon))
+        del found
+        if is_compiled(name) or seconds < _SHORT:
+            seconds = time_calls(call, 1, 0)[0]
         self._ready = call
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what this process need not keep, others need
@@ -154,8 +146,7 @@ class Runner:
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Time the call that was checked last, and count its memory; see :mod:`bench.timing`."""
-        with PRECISIONS[case.precision].active():
-            return measure(self.device, self._ready, self._seconds, alone=case.batch == 1)
+        return measure(self.device, self._ready, self._seconds, alone=case.batch == 1)
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
         """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""

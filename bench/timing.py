@@ -179,8 +179,8 @@ def describe(device: torch.device, seconds: float, precisions: dict[str, Any]) -
     del source, target
     for name, precision in precisions.items():
         left, right = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
-        with precision.active():
-            took = timed(device, partial(torch.mm, left, right, out=torch.empty_like(left)), seconds)
+        precision.use()
+        took = timed(device, partial(torch.mm, left, right, out=torch.empty_like(left)), seconds)
         rates[name] = 2 * size**3 / took["median"]
     x = torch.zeros(32, device=device)
     return about | {"rates": rates, "three_launches": latency(device, lambda: x.add_(1).add_(1).add_(1))}

@@ -193,15 +193,14 @@ class Workload:
         goal = self.goal
         if goal is None:
             return None
-        wanted: dict[str, float | None] = {}
-        if batch == self.batch:
-            wanted["speedup"] = goal.training if training else goal.forward
-            wanted["sgemm_share"] = None if training else goal.sgemm_share
-            wanted["mean"] = goal.means and goal.means[training]
-        elif batch == 1:
-            wanted["speedup"] = 1.0
-        wanted["memory_share"] = goal.memory_share if self.outweighs(batch) else None
-        wanted["total"] = goal.total[1] if goal.total and training and batch == goal.total[0] else None
+        own, single = batch == self.batch, batch == 1
+        wanted = {
+            "speedup": (goal.forward, goal.training)[training] if own else 1.0 if single else None,
+            "sgemm_share": goal.sgemm_share if own and not training else None,
+            "mean": goal.means[training] if own and goal.means else None,
+            "memory_share": goal.memory_share if self.outweighs(batch) else None,
+            "total": goal.total[1] if goal.total and training and batch == goal.total[0] else None,
+        }
         return {name: value for name, value in wanted.items() if value is not None} or None
 
     def miniature(self) -> Workload:

@@ -39,15 +39,6 @@ def _case(workload: Workload = TINY, batch: int = 2, training: bool = False, pre
 # Precision and gate
 
 
-def test_precisions_set_and_restore_what_products_may_round() -> None:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    for precision in PRECISIONS.values():
-        with precision.active():
-            assert (torch.get_float32_matmul_precision() == "high") == precision.tf32
-            assert torch.backends.cudnn.allow_tf32 == precision.tf32
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
-
-
 def test_the_gate_scales_with_the_unit_of_what_is_multiplied() -> None:
     inputs = TINY.inputs(2)
     found = runner(build("batched-matmul", TINY), TINY.inputs(2), False)()
