@@ -1,14 +1,9 @@
 """What a PyTorch user would run instead: four alternatives, and this package itself, under one signature.
 
-``einsum``
-    Votes and sums by ``torch.einsum`` over stored votes, eager.
-``batched-matmul``
-    Votes once by one ``torch.bmm``, in the layout that the steps that follow like best (``bench/stored.py``).
-``einsum-compiled``, ``batched-matmul-compiled``
-    ``torch.compile`` of each, with static shapes and without graph breaks.
-
-Every one takes a routing's arguments by name, in public layout, and returns a tuple of its results. ``reference`` is
-this package's own eager code, which the gate judges by; it is no alternative.
+``einsum`` makes votes and sums by ``torch.einsum``; ``batched-matmul`` makes the votes by one product, in the layout
+that the steps that follow like best (``bench/stored.py``). ``-compiled`` is ``torch.compile`` of each, with static
+shapes and without graph breaks. Every one takes a routing's arguments by name, in public layout, and returns a tuple of
+its results.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ def is_compiled(name: str) -> bool:
 
 
 def reference(workload: Workload) -> Implementation:
-    """Return this package's eager reference, by which the gate judges; votes are stored."""
+    """Return this package's own eager code, by which the gate judges; it is no alternative."""
     return fastcaps.backend("reference")(workload.routing.ours(workload))  # type: ignore[operator, no-any-return]
 
 

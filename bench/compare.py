@@ -5,9 +5,9 @@ python -m bench.compare main --workload tiny,barham   # rows whose names hold on
 python -m bench.compare ../base .                     # two trees that have their libraries: nothing is built
 
 Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
-the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once,
-through a git worktree, and kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03
-is 3 % slower. The exit status is 1 if the median over rows is above `--limit`, or if two sides disagree in a result.
+the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once and
+kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 % slower. The exit
+status is 1 if the median over rows is above `--limit`, or if two sides disagree in a result.
 """
 
 from __future__ import annotations
@@ -65,11 +65,8 @@ class Side:
             given = inputs.require_grad().arguments
             self._ready = lambda: dict(zip(inputs.grads, run(**given), strict=True))
         seconds = time_calls(self._ready, 1, 1)[0]
-        some = {
-            name: tensor.detach().flatten()[:: 1 + tensor.numel() // 64].numpy()
-            for name, tensor in self._ready().items()
-        }
-        return {"seconds": seconds, "some": some}
+        found = {name: tensor.detach().flatten() for name, tensor in self._ready().items()}
+        return {"seconds": seconds, "some": {n: t[:: 1 + t.numel() // 64].numpy() for n, t in found.items()}}
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of calls of the case that was prepared last."""
@@ -136,26 +133,19 @@ def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, round
 
 
 def tree_of(given: str) -> Path:
-    """Return a folder with the package and its library: a tree that exists, or a commit built through a worktree."""
+    """Return a folder with the package and its library: a tree that exists, or a commit that is built."""
     if (Path(given) / "fastcaps" / "__init__.py").is_file():
         return Path(given).resolve()
-    git = ["git", "-C", str(ROOT)]
-    named = subprocess.run([*git, "rev-parse", "--verify", f"{given}^{{commit}}"], capture_output=True, text=True)
+    git = ["git", "-C", str(ROOT), "rev-parse", "--verify", f"{given}^{{commit}}"]
+    named = subprocess.run(git, capture_output=True, text=True)
     if named.returncode:
         raise ValueError(f"{given!r} is neither a tree with fastcaps/ in it nor a commit")
     commit = named.stdout.strip()
     target = ROOT / "build" / "compare" / commit[:12]
-    if (target / "fastcaps" / "__init__.py").is_file():
-        return target
-    with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
-        work = Path(scratch) / "tree"
-        subprocess.run([*git, "worktree", "add", "--quiet", "--detach", str(work), commit], check=True)
-        try:
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-            environment = {"FASTCAPS_CUDA": "0", **os.environ}
-            subprocess.run([*install, "--target", str(target), str(work)], check=True, env=environment)
-        finally:
-            subprocess.run([*git, "worktree", "remove", "--force", str(work)], check=False)
+    if not (target / "fastcaps" / "__init__.py").is_file():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+        command = [*install, str(target), f"git+file://{ROOT}@{commit}"]
+        subprocess.run(command, check=True, env={"FASTCAPS_CUDA": "0", **os.environ})
     return target
 
 

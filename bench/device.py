@@ -21,11 +21,6 @@ SECONDS = {
 }
 """What was aimed at on an H200, batch 128: of a workload, whether it is a training step, and the precision."""
 
-_SPEEDUP = {False: 10.0, True: 6.0}
-"""Of ``tsai-c10-conv1``, batch 128, float32, against the fastest alternative: forward, and a training step."""
-
-_MEMORY_SHARE = 0.05
-
 
 def cases(workloads: Sequence[Workload], batches: Sequence[int] = (), precisions: Sequence[str] = ()) -> list[Case]:
     """Return the rows of a run in order of importance.
@@ -51,9 +46,9 @@ def goal_of(case: Case, launches: float) -> dict[str, float]:
     if case.batch != BATCHES[0] and work.copies == 1:
         return {"latency": launches} if case.batch == 1 and not case.training else {}
     if isinstance(work.routing, AttentionPass) or work.outweighs(case.batch):
-        goal["memory_share"] = _MEMORY_SHARE
+        goal["memory_share"] = 0.05
     if (work.name, case.training, case.precision) in SECONDS:
         goal["seconds"] = SECONDS[work.name, case.training, case.precision]
     if work.name == "tsai-c10-conv1" and case.precision == "fp32":
-        goal["speedup"] = _SPEEDUP[case.training]
+        goal["speedup"] = 6.0 if case.training else 10.0
     return goal

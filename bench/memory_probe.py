@@ -1,10 +1,9 @@
 """Peak memory of one call, really measured: in a process of its own, by the operating system's count.
 
 What is counted is resident memory (RSS). The baseline is taken when the inputs lie in memory, and a miniature of the
-layer and then the call itself have run once, so that code is loaded and threads are up; what they left to the allocator
-was given back. The peak is the highest RSS that the kernel saw during the second call; what the first one keeps for
-good, by the count of memory without a file behind it, is added. Either is exact to about 1 MB, by which the system's
-counters may lag.
+layer and then the call itself have run once, so that code is loaded and threads are up. The peak is the highest RSS
+that the kernel saw during the second call; what the first one keeps for good is added. Either is exact to about 1 MB,
+by which the system's counters may lag.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,17 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 
 
-def _git(*arguments: str) -> str:
-    """Return what git says about this checkout, or an empty string where there is none."""
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def describe(threads: int) -> dict[str, Any]:
     """Return what a figure is measured on: device, versions, commit and date."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     native = {entry.name: entry for entry in fastcaps.backends.listing()}["cpu"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -47,8 +41,8 @@ def describe(threads: int) -> dict[str, Any]:
         "capability": native.detail.split()[-1] if native.available else None,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         # a copy without its history (an archive, say) is told which commit it is
-        "commit": _git("rev-parse", "--short=12", "HEAD") or os.environ.get("FASTCAPS_COMMIT") or "unknown",
-        "modified": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "fastcaps", "csrc", "bench")),
+        "commit": commit.removesuffix("-dirty") or os.environ.get("FASTCAPS_COMMIT") or "unknown",
+        "modified": commit.endswith("-dirty"),
         "versions": {n.__name__: n.__version__ for n in (fastcaps, torch)} | {"python": platform.python_version()},
     }
 

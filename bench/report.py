@@ -104,11 +104,10 @@ def about(rows: Sequence[Row]) -> str:
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
         speed += f"; three of the smallest launches {found['three_launches'] * 1e6:.0f} us"
     threads = f", {found['threads']} threads on {found['cores']} cores" if "rates" not in found else ""
-    capability = f" ({found['capability']})" if found["capability"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    backend = f", backend {found['backend']}{capability}" if found["backend"] else ""
+    backend = found["backend"] + (f" ({found['capability']})" if found["capability"] else "")
     told = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
-    return f"{found['device']}{threads}{speed}. {versions}{backend}. Commits: {told}."
+    return f"{found['device']}{threads}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -249,6 +249,7 @@ class RoutingPool(Routing):
 
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
+    last: ClassVar[int] = 1
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""
@@ -256,11 +257,6 @@ class RoutingPool(Routing):
 
     def settings(self, work: Workload) -> dict[str, Any]:
         return super().settings(work) | {"sharpness": self.sharpness}
-
-    @property
-    def passes(self) -> int:
-        """A pass a turn, and the sum that follows."""
-        return self.iterations + 1
 
     def operations(self, work: Workload) -> int:
         """Count ``3 C E`` for a key of length 1, ``C E`` for the first turn's average, and ``4 C E`` for agreement and

@@ -36,18 +36,9 @@ class LeftOut(Exception):
 class Session:
     """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
-    Parameters
-    ----------
-    results : Path
-        The folder to write to.
-    names : sequence of str
-        The alternatives that take part.
-    plan : Plan
-        How much to measure; with ``QUICK`` no memory, and no goals but those of quick runs.
-    clock : bool
-        Whether contenders are timed in turns by the host's clock, as on a CPU, or one by one by the device's events.
-    seconds, slice : float
-        Of the whole run, after which no row starts; and of the timed calls of one measurement by events.
+    ``names`` are the alternatives that take part. With ``clock`` contenders are timed in turns by the host's clock, as
+    on a CPU, else one by one by the device's events, in ``slice`` seconds each. No row starts after ``seconds``. The
+    plan ``QUICK`` measures no memory, and has goals of its own.
     """
 
     def __init__(

@@ -19,9 +19,6 @@ __all__ = ["Draw", "Goal", "Implementation", "Inputs", "Routing", "Workload", "i
 Implementation = Callable[..., tuple[Tensor, ...]]
 """Takes a routing's arguments by name, in public layout; returns its results in the order of ``Routing.results``."""
 
-_OUTWEIGH = 10
-"""Votes that take so many times the bytes of inputs and parameters ought not to be stored."""
-
 
 class Routing(ABC):
     """A kind of routing: all turns of it are one call."""
@@ -31,6 +28,12 @@ class Routing(ABC):
     fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
     subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
     iterations: int = 1
+    last: ClassVar[int] = 0  # passes over the votes that follow the turns
+
+    @property
+    def passes(self) -> int:
+        """How many passes over the votes it is."""
+        return self.iterations + self.last
 
     @abstractmethod
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
@@ -42,15 +45,8 @@ class Routing(ABC):
 
     def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Return a cotangent of each result, by name and in order; those of one number a parent are named here."""
-        numbers = {"activations", "scores"}
-        return {
-            name: draw.parents(*(() if name in numbers else (work.rows, work.columns_out))) for name in self.results
-        }
-
-    @property
-    def passes(self) -> int:
-        """How many passes over the votes it is."""
-        return self.iterations
+        pose, numbers = (work.rows, work.columns_out), {"activations", "scores"}
+        return {name: draw.parents(*(() if name in numbers else pose)) for name in self.results}
 
     @abstractmethod
     def operations(self, work: Workload) -> int:
@@ -164,7 +160,7 @@ class Workload:
 
     def outweighs(self, batch: int) -> bool:
         """Tell whether the votes take ten times the bytes of inputs and parameters, or more."""
-        return self.votes_bytes(batch) >= _OUTWEIGH * self.inputs_bytes(batch)
+        return self.votes_bytes(batch) >= 10 * self.inputs_bytes(batch)
 
     def operations(self, batch: int, training: bool = False) -> int:
         """Count useful operations, recomputation left out; a training step counts three times the forward pass."""
