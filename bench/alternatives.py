@@ -23,7 +23,6 @@ __all__ = ["ALTERNATIVES", "OURS", "build", "eager", "is_compiled", "reference",
 OURS = "fastcaps"
 ALTERNATIVES = ("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled")
 _SUFFIX = "-compiled"
-_SAFE = {"cpp.enable_loop_tail_vec": False}
 
 
 def is_compiled(name: str) -> bool:
@@ -53,7 +52,7 @@ def build(name: str, workload: Workload, safe: bool = False) -> Implementation:
     ``safe`` leaves out the vectorised loop tails of torch.compile's C++ code (torch 2.13), which write past their
     buffers on some of these shapes: gradients are wrong, or the process dies. Elsewhere they gain up to a tenth.
     """
-    run, options = eager(name, workload), _SAFE if safe else None
+    run, options = eager(name, workload), {"cpp.enable_loop_tail_vec": False} if safe else None
     return torch.compile(run, dynamic=False, fullgraph=True, options=options) if is_compiled(name) else run
 
 

@@ -35,14 +35,12 @@ from bench.runner import Case, Remote, WorkerError
 from bench.timing import time_calls
 from bench.workloads import TINY, WORKLOADS
 
-_SECONDS = 300.0
-"""After which a process is given up."""
+_SECONDS = 300.0  # after which a process is given up
 
 MODES = ("forward", "graph", "training step")
 """Without gradients; with a graph for them, and no backward; with the backward."""
 
-_AGREE = 1e-3
-"""The most that the two sides' results may differ by, as a share of the largest number."""
+_AGREE = 1e-3  # the most that results may differ by, as a share of the largest number
 
 
 class Side:

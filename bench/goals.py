@@ -10,8 +10,7 @@ from bench.workloads import QUICK
 
 __all__ = ["device_seconds", "lost", "means", "missed", "number", "place", "shortfalls"]
 
-NOISE = 0.1
-"""A goal that was held counts as lost if it is missed by more than this share; two runs differ so much."""
+NOISE = 0.1  # a goal that was held is lost if missed by more than this share; two runs differ so much
 
 
 def number(value: float) -> str:

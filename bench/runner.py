@@ -31,11 +31,8 @@ from bench.workload import Inputs, Workload
 
 __all__ = ["PRECISIONS", "TRITON", "Case", "Precision", "Remote", "Runner", "WorkerError"]
 
-TRITON = f"{OURS}-triton"
-"""This package by its Triton kernels, whatever else it has."""
-
-_SHORT = 0.5
-"""Seconds: a first call that took longer is not made again only to see how long a call takes when all is loaded."""
+TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
+_SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
 
 
 class WorkerError(RuntimeError):

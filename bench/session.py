@@ -19,8 +19,7 @@ from bench.timing import FULL, QUICK, Contender, Plan, quantiles, take_turns
 
 __all__ = ["LeftOut", "Session"]
 
-_MEMORY_ALTERNATIVE = "batched-matmul"
-"""The alternative whose peak memory is measured beside ours, at default batches."""
+_MEMORY_ALTERNATIVE = "batched-matmul"  # whose peak memory is measured beside ours
 
 _FITS, _TOGETHER = 0.6, 0.01
 """Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""

@@ -93,11 +93,8 @@ def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
                 one.error, one.samples = str(error) or type(error).__name__, []
 
 
-_SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}
-"""Bytes of the copied tensor, and the matrices' size."""
-
-_SMALL = 5e-4
-"""Seconds below which a call on a GPU is also timed by graph replay: a launch's own time is a part of it."""
+_SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}  # bytes of the copied tensor, and the matrices' size
+_SMALL = 5e-4  # seconds below which a call on a GPU is also timed by graph replay: without the host
 
 
 def timed(device: torch.device, call: Call, seconds: float) -> dict[str, float]:
