@@ -1,14 +1,13 @@
-#!/usr/bin/env python
 """This package at two commits, in turns on one machine: a ratio for every row, and their median.
 
-python bench/compare.py main                          # this checkout against a commit: every workload, some 10 minutes
-python bench/compare.py main --workload tiny,barham   # rows whose names hold one of these words
-python bench/compare.py ../base .                     # two trees that have their libraries: nothing is built
+python -m bench.compare main                          # this checkout against a commit: every workload, some 10 minutes
+python -m bench.compare main --workload tiny,barham   # rows whose names hold one of these words
+python -m bench.compare ../base .                     # two trees that have their libraries: nothing is built
 
 Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
-the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once,
-through a git worktree, and kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03
-is 3 % slower. The exit status is 1 if the median over rows is above `--limit`, or if two sides disagree in a result.
+the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once and
+kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 % slower. The exit
+status is 1 if the median over rows is above `--limit`, or if two sides disagree in a result.
 """
 
 from __future__ import annotations
@@ -20,28 +19,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
+import numpy as np
 
-from bench.goals import place  # noqa: E402
-from bench.runner import Case, Remote, WorkerError  # noqa: E402
-from bench.workloads import TINY, WORKLOADS  # noqa: E402
+import fastcaps
+from bench.alternatives import OURS, build, runner
+from bench.goals import place
+from bench.record import ROOT
+from bench.runner import Case, Remote, WorkerError
+from bench.timing import time_calls
+from bench.workloads import TINY, WORKLOADS
 
-_SECONDS = 300.0
-"""After which a process is given up."""
+_SECONDS = 300.0  # after which a process is given up
 
 MODES = ("forward", "graph", "training step")
 """Without gradients; with a graph for them, and no backward; with the backward."""
 
-_AGREE = 1e-3
-"""The most that the two sides' results may differ by, as a share of the largest number."""
+_AGREE = 1e-3  # the most that results may differ by, as a share of the largest number
+
+
+class Side:
+    """One of the two packages, in a process of its own."""
+
+    def __init__(self) -> None:
+        self._ready: Callable[[], Any] = dict
+
+    def package(self) -> Path:
+        return Path(fastcaps.__file__)
+
+    def prepare(self, case: Case, graph: bool) -> dict[str, Any]:
+        """Make a call ready for :meth:`time`; with ``graph``, one that keeps a graph for gradients.
+
+        Returns the ``seconds`` of its second call, and ``some`` numbers of every result.
+        """
+        inputs, run = case.workload.inputs(case.batch), build(OURS, case.workload)
+        self._ready = runner(run, inputs, case.training)
+        if graph:
+            given = inputs.require_grad().arguments
+            self._ready = lambda: dict(zip(inputs.grads, run(**given), strict=True))
+        seconds = time_calls(self._ready, 1, 1)[0]
+        found = {name: tensor.detach().flatten() for name, tensor in self._ready().items()}
+        return {"seconds": seconds, "some": {n: t[:: 1 + t.numel() // 64].numpy() for n, t in found.items()}}
+
+    def time(self, calls: int, warm: int) -> list[float]:
+        """Return the seconds of calls of the case that was prepared last."""
+        return time_calls(self._ready, calls, warm)
 
 
 @contextmanager
@@ -50,13 +77,12 @@ def sides(trees: Sequence[Path], threads: int) -> Iterator[list[Remote]]:
     with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
         for room in ("bench", "tools"):
             (Path(scratch) / room).symlink_to(ROOT / room)
-        found = [Remote(Path(scratch) / f"side{k}.log", threads, "cpu") for k in range(len(trees))]
+        found = [Remote(threads, Side) for _ in trees]
         before = sys.path[:]
         try:
             for tree, side in zip(trees, found, strict=True):
                 sys.path[:] = [scratch, str(tree), *before]  # what a process starts with
-                side.begin("package")
-                came = Path(side.finish(_SECONDS))
+                came = side.call(_SECONDS, "package")
                 if not came.is_relative_to(tree):
                     raise RuntimeError(f"fastcaps came from {came}, not from {tree}")
             sys.path[:] = before
@@ -71,19 +97,18 @@ def disagreement(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Return what two sides' results differ in, or an empty string."""
     if old.keys() != new.keys():
         return f"results are {sorted(old)} and {sorted(new)}"
-    for name, (numbers, top) in old.items():
-        others = new[name][0]
-        if len(others) != len(numbers):
-            return f"{name} differs in size"
-        for one, other in zip(numbers, others, strict=True):
-            if not abs(one - other) <= _AGREE * max(top, 1e-30):  # NaN too
-                return f"{name} differs by {abs(one - other):.3g}, its largest number is {top:.3g}"
+    for name, numbers in old.items():
+        far = np.abs(new[name] - numbers).max() if new[name].shape == numbers.shape else np.inf
+        if not far <= _AGREE * np.abs(numbers).max():  # NaN too
+            return f"{name} differs by {far:.3g}, its largest number is {np.abs(numbers).max():.3g}"
     return ""
 
 
 def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, rounds: int) -> dict[str, Any]:
-    """Time one row in rounds of blocks, old, new, new, old; return all seconds, and each round's ratio of medians."""
+    """Time one row in rounds of blocks, old, new, new, old; return the medians, and those of the rounds' ratios."""
     row = {"workload": case.workload.name, "batch": case.batch, "mode": mode}
+    samples: list[list[float]] = [[], []]
+    ratios: list[float] = []
     try:
         answers = [side.call(_SECONDS, "prepare", case, mode == "graph") for side in pair]
         differs = disagreement(answers[0]["some"], answers[1]["some"])
@@ -91,88 +116,43 @@ def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, round
             return row | {"differs": differs}
         longest = max(answer["seconds"] for answer in answers)
         calls = max(1, min(2000, int(seconds / (4 * rounds * longest))))
-        samples: list[list[float]] = [[], []]
-        ratios: list[float] = []
-        for _ in range(rounds):
+        # calls of seconds each: two rounds say enough
+        for _ in range(max(2, min(rounds, int(3 * seconds / (4 * calls * longest))))):
             blocks: list[list[float]] = [[], []]
             for k in (0, 1, 1, 0):
                 time.sleep(0.002)  # let the threads of the other process stop spinning
                 blocks[k] += pair[k].call(_SECONDS, "time", calls, int(calls > 1))
             ratios.append(median(blocks[1]) / median(blocks[0]))
             samples = [before + block for before, block in zip(samples, blocks, strict=True)]
-            if 4 * calls * longest * (len(ratios) + 1) > 3 * seconds and len(ratios) > 1:
-                break  # calls of seconds each: two rounds say enough
     except WorkerError as error:
         return row | {"failed": str(error)}
-    return row | {"old": samples[0], "new": samples[1], "ratios": ratios}
-
-
-def combined(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row from those of every start of the processes: medians over all calls, and over all rounds."""
-    for one in found:
-        if "ratios" not in one:
-            return one
-    ratios = [ratio for one in found for ratio in one["ratios"]]
-    times = {side: median([seconds for one in found for seconds in one[side]]) for side in ("old", "new")}
-    return found[0] | times | {"ratio": median(ratios), "least": min(ratios), "most": max(ratios), "ratios": ratios}
+    spread = {"ratio": median(ratios), "least": min(ratios), "most": max(ratios), "ratios": ratios}
+    return row | {"old": median(samples[0]), "new": median(samples[1])} | spread
 
 
 def tree_of(given: str) -> Path:
-    """Return a folder with the package and its library: a tree that exists, or a commit built through a worktree."""
+    """Return a folder with the package and its library: a tree that exists, or a commit that is built."""
     if (Path(given) / "fastcaps" / "__init__.py").is_file():
         return Path(given).resolve()
-    name = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--verify", f"{given}^{{commit}}"], capture_output=True, text=True
-    )
-    if name.returncode:
+    git = ["git", "-C", str(ROOT), "rev-parse", "--verify", f"{given}^{{commit}}"]
+    named = subprocess.run(git, capture_output=True, text=True)
+    if named.returncode:
         raise ValueError(f"{given!r} is neither a tree with fastcaps/ in it nor a commit")
-    commit = name.stdout.strip()
+    commit = named.stdout.strip()
     target = ROOT / "build" / "compare" / commit[:12]
-    if (target / "fastcaps" / "__init__.py").is_file():
-        return target
-    with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
-        work = Path(scratch) / "tree"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(work), commit], check=True)
-        try:
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-            environment = {"FASTCAPS_CUDA": "0", **os.environ}
-            subprocess.run([*install, "--target", str(target), str(work)], check=True, env=environment)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(work)], check=False)
+    if not (target / "fastcaps" / "__init__.py").is_file():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+        command = [*install, str(target), f"git+file://{ROOT}@{commit}"]
+        subprocess.run(command, check=True, env={"FASTCAPS_CUDA": "0", **os.environ})
     return target
 
 
-def rows_of(words: Sequence[str], modes: Sequence[str]) -> list[tuple[Case, str]]:
+def rows_of(words: Sequence[str]) -> list[tuple[Case, str]]:
     """Return the rows to measure: tiny calls in every mode, workloads at all their batches, forward and training."""
     tiny = [(work, 1, mode) for work in TINY.values() for mode in MODES]
     rest = [(work, batch, mode) for work in WORKLOADS.values() for batch in work.batches for mode in MODES[::2]]
-    return [
-        (Case(work, batch, mode == "training step"), mode)
-        for work, batch, mode in (*tiny, *rest)
-        if (not words or any(word in work.name for word in words)) and (not modes or mode in modes)
-    ]
-
-
-def summary(rows: Sequence[dict[str, Any]], limit: float) -> tuple[list[str], bool]:
-    """Return what is to be said of all rows, and whether the newer side passes: tiny calls are counted apart."""
-    lines, passed = [], True
-    measured = [row for row in rows if "ratio" in row]
-    for title, part in (
-        ("workloads", [row for row in measured if not row["workload"].startswith("tiny")]),
-        ("tiny calls", [row for row in measured if row["workload"].startswith("tiny")]),
-    ):
-        for mode in (None, *MODES):
-            ratios = [row["ratio"] for row in part if mode in (None, row["mode"])]
-            if ratios:
-                what = f"{title}, {mode or 'all modes'}"
-                lines.append(f"{what}: median ratio {median(ratios):.3f} over {len(ratios)} rows")
-                passed &= mode is not None or median(ratios) <= 1 + limit
-    slower = [row for row in measured if row["least"] > 1 + limit]
-    lines += [f"slower in every round: {place(row)}, {row['ratio']:.3f}" for row in slower]
-    broken = [row for row in rows if "ratio" not in row]
-    lines += [f"no ratio: {place(row)}: {row.get('differs') or row.get('failed')}" for row in broken]
-    return lines, passed and not any("differs" in row for row in rows)
+    rows = [(Case(work, batch, mode == "training step"), mode) for work, batch, mode in (*tiny, *rest)]
+    return [(case, mode) for case, mode in rows if any(word in case.workload.name for word in words)]
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -182,16 +162,29 @@ def _line(row: dict[str, Any]) -> str:
     return f"{place(row):<52} {row['old'] * 1e3:10.3f} {row['new'] * 1e3:10.3f}  {spread}"
 
 
+def summary(rows: Sequence[dict[str, Any]], limit: float) -> tuple[list[str], bool]:
+    """Return what is to be said of all rows, and whether the newer side passes: tiny calls are counted apart."""
+    lines, passed = [], not any("differs" in row for row in rows)
+    measured = [row for row in rows if "ratio" in row]
+    for title, tiny in (("workloads", False), ("tiny calls", True)):
+        for mode in ("all modes", *MODES):
+            part = [row for row in measured if row["workload"].startswith("tiny") == tiny]
+            ratios = [row["ratio"] for row in part if mode in ("all modes", row["mode"])]
+            if ratios:
+                lines.append(f"{title}, {mode}: median ratio {median(ratios):.3f} over {len(ratios)} rows")
+                passed &= mode != "all modes" or median(ratios) <= 1 + limit
+    lines += [f"slower in every round: {_line(row)}" for row in measured if row["least"] > 1 + limit]
+    return lines + [f"no ratio: {_line(row)}" for row in rows if "ratio" not in row], passed
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Compare this package at two commits, in turns.")
     parser.add_argument("old", help="a commit, or a tree with its library")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="likewise (default: this checkout)")
     parser.add_argument("--workload", default="", help="words, commas between: rows whose names hold one of them")
-    parser.add_argument("--mode", action="append", default=[], choices=MODES, help="only these")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a row's timed calls (default 4)")
     parser.add_argument("--rounds", type=int, default=9, help="of a row (default 9)")
-    parser.add_argument("--starts", type=int, default=1, help="times that both processes start afresh (default 1)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--limit", type=float, default=0.03, help="how much slower the median may be (default 0.03)")
     parser.add_argument("--output", type=Path, help="a JSON file for all rows")
@@ -202,17 +195,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         print(f"compare: {error}", file=sys.stderr)
         return 2
     print(f"old {trees[0]}\nnew {trees[1]}\n{'row':<52} {'old ms':>10} {'new ms':>10}  ratio (over rounds)")
-    words = [word for word in given.workload.split(",") if word]
-    starts: list[list[dict[str, Any]]] = []
-    for _ in range(given.starts):
-        with sides(trees, given.threads) as pair:
-            starts.append([])
-            for case, mode in rows_of(words, given.mode):
-                starts[-1].append(measure(pair, case, mode, given.seconds, given.rounds))
-                print(_line(combined(starts[-1][-1:])), flush=True)
-    rows = [combined(found) for found in zip(*starts, strict=True)]
-    if given.starts > 1:
-        print("\nover all starts\n" + "\n".join(_line(row) for row in rows))
+    rows = []
+    with sides(trees, given.threads) as pair:
+        for case, mode in rows_of(given.workload.split(",")):
+            rows.append(measure(pair, case, mode, given.seconds, given.rounds))
+            print(_line(rows[-1]), flush=True)
     if given.output is not None:
         given.output.write_text(json.dumps({"old": str(trees[0]), "new": str(trees[1]), "rows": rows}, indent=1) + "\n")
     lines, passed = summary(rows, given.limit)

@@ -3,72 +3,45 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-_ROOT = Path(__file__).resolve().parents[1]
-if str(_ROOT) not in sys.path:
-    sys.path.append(str(_ROOT))  # last, so that an installed fastcaps comes before the checkout's
-
-from bench import record, report  # noqa: E402
-from bench.alternatives import OURS  # noqa: E402
-from bench.device import COMPILED, DeviceSession, cases  # noqa: E402
-from bench.runner import PRECISIONS, Case  # noqa: E402
-from bench.session import Session, Settings  # noqa: E402
-from bench.timing import FULL, QUICK  # noqa: E402
-from bench.workloads import QUICK as QUICK_ROWS  # noqa: E402
-from bench.workloads import WORKLOADS, find  # noqa: E402
+from bench import record, report
+from bench.alternatives import ALTERNATIVES, OURS, is_compiled
+from bench.device import cases
+from bench.runner import PRECISIONS, Case
+from bench.session import Session
+from bench.timing import FULL, QUICK
+from bench.workloads import QUICK as QUICK_ROWS
+from bench.workloads import WORKLOADS, find
 
 _SESSION = pytest.StashKey[Session]()
-_BATCH_SECONDS = 270.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastcaps bench")
     group.addoption("--full", action="store_true", help="every row, torch.compile too (default: a few, in two minutes)")
     group.addoption("--record", action="store_true", help="write to bench/results (default: .cache/bench)")
-    group.addoption("--no-goals", action="store_true", help="do not fail where a goal that was held is lost")
     group.addoption("--results", default=None, help="write to this folder instead")
+    group.addoption("--no-goals", action="store_true", help="do not fail where a goal that was held is lost")
+    group.addoption("--no-compile", action="store_true", help="leave the torch.compile alternatives out")
     group.addoption("--workload", action="append", default=[], help="only these workloads (repeat, or commas between)")
     group.addoption("--batch", type=int, action="append", default=[], help="these batches instead of a workload's own")
     group.addoption("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads (default 2)")
-    group.addoption("--no-compile", action="store_true", help="leave the torch.compile alternatives out")
-    group.addoption("--no-alternatives", action="store_true", help="time fastcaps and sgemm only")
-    group.addoption("--no-memory", action="store_true", help="leave the measurements of peak memory out")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure on (default cpu)")
     group.addoption("--precision", action="append", default=[], choices=tuple(PRECISIONS), help="cuda: only these")
-    group.addoption("--seconds", type=float, default=_BATCH_SECONDS, help="cuda: time for everything (default 270)")
+    group.addoption("--seconds", type=float, default=float("inf"), help="start no row later than this")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
-    asked = any(config.getoption(f"benchmark_{name}", None) for name in ("verbose", "compare", "histogram", "autosave"))
-    if not asked:
-        config.option.benchmark_quiet = True  # one table at the end, ours, is enough
-
-
-def _settings(config: pytest.Config) -> Settings:
-    option = config.getoption
-    quick = not option("full") and option("device") == "cpu"
-    return Settings(
-        results=Path(option("results") or (record.RESULTS if option("record") else _ROOT / ".cache" / "bench")),
-        threads=option("threads"),
-        plan=QUICK if quick else FULL,
-        quick=quick,
-        compiled=not (quick or option("no_compile") or option("no_alternatives")),
-        alternatives=not option("no_alternatives"),
-        memory=not (quick or option("no_memory")),
-        device=option("device"),
-        seconds=option("seconds"),
-    )
+def _quick(config: pytest.Config) -> bool:
+    return not config.getoption("full") and config.getoption("device") == "cpu"
 
 
 def _cases(config: pytest.Config) -> list[Case]:
-    option, quick = config.getoption, _settings(config).quick
+    option, quick = config.getoption, _quick(config)
     names = [name for given in option("workload") for name in given.split(",")]
     try:
         workloads = [find(name) for name in names or (QUICK_ROWS if quick else WORKLOADS)]
@@ -81,25 +54,35 @@ def _cases(config: pytest.Config) -> list[Case]:
     return [Case(one, batch, mode) for one in workloads for batch in batches[one.name] for mode in (False, True)]
 
 
+def _names(config: pytest.Config) -> list[str]:
+    eager = _quick(config) or config.getoption("no_compile")
+    return [name for name in ALTERNATIVES if not (eager and is_compiled(name))]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    shown = ("verbose", "compare", "histogram", "autosave")
+    if not any(config.getoption(f"benchmark_{name}", None) for name in shown):
+        config.option.benchmark_quiet = True  # one table at the end, ours, is enough
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" not in metafunc.fixturenames:
-        return
-    settings, rows = _settings(metafunc.config), _cases(metafunc.config)
-    wanted = [(case, name) for case in rows for name in (OURS, *settings.names)]
-    if settings.device == "cuda":  # all rows once, and then what has to be compiled first
-        wanted = [(case, name) for name in (OURS, *[COMPILED] * settings.compiled) for case in rows]
-    ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
-    metafunc.parametrize(("case", "contender"), wanted, ids=ids)
+    if "case" in metafunc.fixturenames:
+        wanted = [(case, name) for case in _cases(metafunc.config) for name in (OURS, *_names(metafunc.config))]
+        ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
+        metafunc.parametrize(("case", "contender"), wanted, ids=ids)
 
 
 @pytest.fixture(scope="session")
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """The one session that all rows share: processes, machine, results."""
-    config = request.config
-    settings = _settings(config)
-    if settings.device == "cuda" and not torch.cuda.is_available():
+    config, option = request.config, request.config.getoption
+    device = option("device")
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
-    made = Session(settings) if settings.device == "cpu" else DeviceSession(settings, _cases(config))
+    results = Path(option("results") or (record.RESULTS if option("record") else record.ROOT / ".cache" / "bench"))
+    plan, threads = QUICK if _quick(config) else FULL, option("threads")
+    made = Session(results, _names(config), plan, threads, device, device == "cpu", option("seconds"))
     config.stash[_SESSION] = made
     yield made
     made.close()
@@ -107,9 +90,8 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     measured = config.stash.get(_SESSION, None)
-    if measured is None or not measured.document["rows"]:
+    if measured is None or measured.file is None:
         return
     terminalreporter.section("fastcaps benchmark")
-    terminalreporter.write_line(report.of_run(measured.document))
-    for path in measured.files:
-        terminalreporter.write_line(f"written: {os.path.relpath(path)}")
+    terminalreporter.write_line(report.markdown(measured.rows))
+    terminalreporter.write_line(f"written: {os.path.relpath(measured.file)}")

@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bench.alternatives import reference, runner
-from bench.inputs import Inputs, is_batched
 from bench.routings import AttentionPass
 from bench.stored import Layout
-from bench.workload import Implementation, Workload
+from bench.workload import Implementation, Inputs, Workload, is_batched
 from tools.judge import Bar, Verdict
 
 __all__ = ["SAME", "Gate"]
@@ -94,12 +93,11 @@ class Gate(Bar):
 
     def judge(self, found: dict[str, Tensor], share: float = 0.0) -> Verdict:
         """Hold what :func:`bench.alternatives.runner` returns, of a forward pass or a training step, to the rule."""
-        odd = [
-            f"{name} has numbers that are not finite" for name, tensor in found.items() if not tensor.isfinite().all()
-        ]
-        if odd or found.keys() != {*self.workload.routing.results}:
-            return Verdict({}, {}, odd) if odd else super().judge(found, share)
-        return self._judge(found, share)
+        odd = [f"{name} has numbers that are not finite" for name in found if not found[name].isfinite().all()]
+        if odd:
+            return Verdict({}, {}, odd)
+        forward = found.keys() == {*self.workload.routing.results}
+        return self._judge(found, share) if forward else super().judge(found, share)
 
     def _in_parts(self, run: Implementation, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Run a training step in parts of the batch, and put the parts together."""
@@ -117,12 +115,11 @@ class Gate(Bar):
                 runner(run, inputs.to(inputs.children.dtype).samples(slice(first, first + step)), training=True)()
                 for first in range(0, tensors[0].shape[0], step)
             ]
-        return {
-            name: torch.cat([part[name] for part in parts])
-            if is_batched(name)
-            else torch.stack([part[name] for part in parts]).sum(0)
-            for name in parts[0]
-        }
+        return {name: (torch.cat if is_batched(name) else _sum)([part[name] for part in parts]) for name in parts[0]}
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*parts]).sum(0)
 
 
 def convolution(workload: Workload) -> Implementation:

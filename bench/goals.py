@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.workloads import QUICK
 
 __all__ = ["device_seconds", "lost", "means", "missed", "number", "place", "shortfalls"]
 
-NOISE = 0.1
-"""A goal that was held counts as lost if it is missed by more than this share; two runs differ so much."""
+NOISE = 0.1  # a goal that was held is lost if missed by more than this share; two runs differ so much
 
 
 def number(value: float) -> str:
@@ -23,7 +22,7 @@ def number(value: float) -> str:
 
 def place(row: dict[str, Any]) -> str:
     """Return which row it is."""
-    precision = row.get("precision", "fp32")
+    precision = row.get("precision", "fp32")  # a comparison of two commits names none
     return f"{row['workload']} batch {row['batch']} {row['mode']}" + ("" if precision == "fp32" else f" {precision}")
 
 
@@ -32,33 +31,38 @@ def device_seconds(entry: dict[str, Any]) -> float:
     return float(entry.get("graph", {}).get("median", entry["median"]))
 
 
+_SAID: dict[str, Callable[[float, float], str]] = {
+    "speedup": lambda is_, goal: f"{number(is_)}× of the fastest alternative, goal {number(goal)}×",
+    "sgemm_share": lambda is_, goal: f"{is_:.0%} of sgemm, goal {goal:.0%}",
+    "seconds": lambda is_, goal: f"{number(is_ * 1e3)} ms, goal {number(goal * 1e3)} ms",
+    "latency": lambda is_, goal: f"{is_ * 1e6:.0f} us to the end, three smallest launches take {goal * 1e6:.0f} us",
+    "memory_share": lambda is_, goal: f"{is_:.1%} of the votes' bytes beside the results, goal {goal:.0%}",
+    "total": lambda is_, goal: f"{number(is_ / 1e6)} MB in all tensors, goal {number(goal / 1e6)} MB",
+}
+_MORE_IS_BETTER = ("speedup", "sgemm_share")
+
+
 def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
     """Return the goals of a row that it misses by more than a share ``noise``, each with a sentence."""
-    goal, found = row.get("goal") or {}, {}
+    goal = row.get("goal") or {}
     if "refused" in row:
         return dict.fromkeys(goal, f"refused, {row['refused']}")
-    above, below = 1 + noise, 1 - noise
     own = (row.get("memory") or {}).get("fastcaps", {})
-    wanted = goal.get("speedup")
-    if wanted is not None and row["speedup"] is not None and row["speedup"] < below * wanted:
-        found["speedup"] = f"{number(row['speedup'])}× of the fastest alternative, goal {number(wanted)}×"
-    wanted = goal.get("sgemm_share")
-    if wanted is not None and row["sgemm_share"] < below * wanted:
-        found["sgemm_share"] = f"{row['sgemm_share']:.0%} of sgemm, goal {wanted:.0%}"
-    wanted = goal.get("seconds")
-    if wanted is not None and device_seconds(row["fastcaps"]) > above * wanted:
-        found["seconds"] = f"{number(device_seconds(row['fastcaps']) * 1e3)} ms, goal {number(wanted * 1e3)} ms"
-    wanted = goal.get("latency")
-    if wanted is not None and row["fastcaps"]["latency"] > above * wanted:
-        took = row["fastcaps"]["latency"]
-        found["latency"] = f"{took * 1e6:.0f} us to the end, three of the smallest launches take {wanted * 1e6:.0f} us"
-    wanted = goal.get("memory_share")
-    if wanted is not None and own.get("beyond", 0) > above * wanted * row["votes_bytes"]:
-        share = own["beyond"] / row["votes_bytes"]
-        found["memory_share"] = f"{share:.1%} of the votes' bytes beside the results, goal {wanted:.0%}"
-    wanted = goal.get("total")
-    if wanted is not None and own.get("total", 0) > above * wanted:
-        found["total"] = f"{number(own['total'] / 1e6)} MB in all tensors, goal {number(wanted / 1e6)} MB"
+    reached = {
+        "speedup": row["speedup"],
+        "sgemm_share": row["sgemm_share"],
+        "seconds": device_seconds(row["fastcaps"]),
+        "latency": row["fastcaps"].get("latency"),
+        "memory_share": own["beyond"] / row["votes_bytes"] if "beyond" in own else None,
+        "total": own.get("total"),
+    }
+    found = {}
+    for name, say in _SAID.items():
+        value, wanted = reached[name], goal.get(name)
+        if value is None or wanted is None:
+            continue
+        if value < (1 - noise) * wanted if name in _MORE_IS_BETTER else value > (1 + noise) * wanted:
+            found[name] = say(value, wanted)
     return found
 
 

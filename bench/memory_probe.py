@@ -1,26 +1,23 @@
 """Peak memory of one call, really measured: in a process of its own, by the operating system's count.
 
 What is counted is resident memory (RSS). The baseline is taken when the inputs lie in memory, and a miniature of the
-layer and then the call itself have run once, so that code is loaded and threads are up; what they left to the allocator
-was given back. The peak is the highest RSS that the kernel saw during the second call; what the first one keeps for
-good, by the count of memory without a file behind it, is added. Either is exact to about 1 MB, by which the system's
-counters may lag.
+layer and then the call itself have run once, so that code is loaded and threads are up. The peak is the highest RSS
+that the kernel saw during the second call; what the first one keeps for good is added. Either is exact to about 1 MB,
+by which the system's counters may lag.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from bench.inputs import Inputs, size_of
+from bench.workload import Inputs, size_of
 
-__all__ = ["kept_by", "measure", "peak_of", "peak_supported"]
+__all__ = ["kept_by", "measure", "peak_of"]
 
 _STATUS, _RESET = "/proc/self/status", "/proc/self/clear_refs"
 _MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
@@ -29,23 +26,6 @@ _MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
 def _status(field: str) -> int:
     with open(_STATUS) as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
-def _reset_peak() -> None:
-    """Make the present size the peak so far."""
-    with open(_RESET, "w") as reset:
-        reset.write("5")
-
-
-def peak_supported() -> str:
-    """Return an empty string if this system can measure a peak, or why it cannot."""
-    if not os.path.exists(_STATUS):
-        return f"no {_STATUS} on {sys.platform}"
-    try:
-        _reset_peak()
-    except OSError as error:
-        return f"{_RESET}: {error}"
-    return ""
 
 
 def _give_back() -> None:
@@ -60,6 +40,18 @@ def _give_back() -> None:
         library.malloc_trim(0)
 
 
+def measure(call: Callable[[], Any]) -> int:
+    """Return by how many bytes the resident memory of this process grows at its peak during ``call()``."""
+    _give_back()
+    with open(_RESET, "w") as reset:
+        reset.write("5")  # the present size is the peak so far
+    before = _status("VmRSS")
+    kept = call()
+    peak = _status("VmHWM")
+    del kept
+    return max(0, peak - before)
+
+
 def kept_by(call: Callable[[], Any]) -> int:
     """Return by how many bytes a call leaves the process larger, code not counted."""
     _give_back()
@@ -69,32 +61,21 @@ def kept_by(call: Callable[[], Any]) -> int:
     return max(0, _status("RssAnon") - before)
 
 
-def measure(call: Callable[[], Any]) -> int:
-    """Return by how many bytes the resident memory of this process grows at its peak during ``call()``."""
-    _give_back()
-    _reset_peak()
-    before = _status("VmRSS")
-    kept = call()
-    peak = _status("VmHWM")
-    del kept
-    return max(0, peak - before)
-
-
-def peak_of(call: Callable[[], dict[str, Tensor]], inputs: Inputs, training: bool, kept: int = 0) -> dict[str, int]:
-    """Return the bytes of one call, of which it is known what it keeps for good.
+def peak_of(call: Callable[[], dict[str, Tensor]], inputs: Inputs, training: bool) -> dict[str, int]:
+    """Return the bytes of one call, the second.
 
     ``peak`` is the growth, ``results`` its part that the call returned, ``beyond`` the rest: what the call needed for
     itself. ``inputs`` lay in memory before; ``total`` counts all tensors of the layer, ``resident`` the whole process.
     """
-    results = 0
+    kept = kept_by(call)
+    results: list[int] = []
 
     def counted() -> Any:
-        nonlocal results
         found = call()
-        results = size_of(found.values())
+        results.append(size_of(found.values()))
         return found
 
     growth = measure(counted) + kept
     given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if training else ())])
-    found = {"peak": growth, "results": results, "beyond": max(0, growth - results)}
+    found = {"peak": growth, "results": results[0], "beyond": max(0, growth - results[0])}
     return found | {"inputs": given, "total": given + growth, "resident": _status("VmHWM")}

@@ -17,21 +17,10 @@ __all__ = ["CHOSEN", "html", "speedup_picture"]
 
 Row = dict[str, Any]
 
-CHOSEN = (
-    "tsai-c10-conv1",
-    "tsai-c10-fc",
-    "tsai-c100-fc1",
-    "tsai-dmm-matrix-conv",
-    "tsai-dmm-vector-set",
-    "sabour-mnist",
-    "tsai-dr-c100",
-    "hinton-conv",
-    "hinton-fc",
-    "heinsen-norb-1",
-    "heinsen-sst-1",
-    "zhao-pool",
-    "li-capnet-em",
-)
+CHOSEN = (  # noqa: SIM905
+    "tsai-c10-conv1 tsai-c10-fc tsai-c100-fc1 tsai-dmm-matrix-conv tsai-dmm-vector-set sabour-mnist tsai-dr-c100 "
+    "hinton-conv hinton-fc heinsen-norb-1 heinsen-sst-1 zhao-pool li-capnet-em"
+).split()
 """The layers of the first table and picture, one or two of every kind."""
 
 _WIDTH = 400
@@ -60,8 +49,13 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0; ba
 """
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(words)}</text>'
+def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, dashed: bool = False, inside: str = "") -> str:
+    stroke = 'stroke="var(--ink)" stroke-dasharray="3 3"' if dashed else 'stroke="var(--faint)"'
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" {stroke}>{inside}</line>'
 
 
 def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
@@ -82,90 +76,89 @@ def bars(rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, mark: fl
             if value is None:
                 continue
             width, y = (right - left) * value / most, top + 13 * j
-            what = f"{name}, {'training step' if j else 'forward'}: {_label(value, unit)}"
+            label = f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
+            what = f"{name}, {'training step' if j else 'forward'}: {label}"
             parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="11" fill="{colour}">')
-            parts.append(f"<title>{escape(what)}</title></rect>{_text(left + width + 4, y + 10, _label(value, unit))}")
+            parts.append(f"<title>{escape(what)}</title></rect>{_text(left + width + 4, y + 10, label)}")
     height = 32 * len(rows)
     if mark is not None:
         x = left + (right - left) * mark / most
-        line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" stroke="var(--ink)" stroke-dasharray="3 3"/>'
-        parts.append(line)
+        parts.append(_line(x, x, 0, height, dashed=True))
     return _svg(_WIDTH, height, parts, f"bars of {len(rows)} rows")
 
 
-def _label(value: float, unit: str) -> str:
-    return f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
+Series = tuple[list[tuple[float, float, str]], str, str | None, bool]
+"""Points (x, y, what is said), a colour, the dashes of a line through them (None: no line), whether they are hollow."""
 
 
-def _axes(
-    points: Sequence[Sequence[Any]], box: tuple[float, float, float, float]
-) -> tuple[Any, list[str], list[float]]:
-    """Return where a point (x, y) of two logarithmic axes lies, lines at powers of ten, and what both axes reach.
+def log_chart(series: Sequence[Series], box: tuple[float, float, float, float], radius: float) -> tuple[Any, list[str]]:
+    """Return where a point of two logarithmic axes lies, and marks with lines at powers of ten.
 
     ``box`` is left, right, bottom and top of what is drawn.
     """
     scales: list[tuple[float, float, int, int]] = []
     for k in (0, 1):
-        least, most = (
-            edge(math.log10(pick(p[k] for p in points))) for edge, pick in ((math.floor, min), (math.ceil, max))
-        )
+        values = [math.log10(point[k]) for one in series for point in one[0]]
+        least, most = math.floor(min(values)), math.ceil(max(values))
         scales.append((box[2 * k], box[2 * k + 1], least, max(most, least + 1)))
 
-    def place_of(x: float, y: float) -> list[float]:
-        return [
-            start + (end - start) * (math.log10(value) - least) / (most - least)
-            for value, (start, end, least, most) in zip((x, y), scales, strict=True)
-        ]
+    def at(k: int, value: float) -> float:
+        start, end, least, most = scales[k]
+        return start + (end - start) * (math.log10(value) - least) / (most - least)
 
     parts = []
-    for k, (start, end, least, most) in enumerate(scales):
+    for k, (_, end, least, most) in enumerate(scales):
         for power in range(least, most + 1, 1 if most - least < 6 else 2):
-            at = start + (end - start) * (power - least) / (most - least)
+            here = at(k, 10.0**power)
             words = f"{10.0**power / 1000:g}k" if power >= 3 else f"{10.0**power:g}"
-            x1, x2, y1, y2 = (box[0], box[1], at, at) if k else (at, at, box[2], box[3])
-            parts.append(f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" stroke="var(--faint)"/>')
-            side = "end" if at > end - 9 else "middle"
-            parts.append(_text(box[0] - 5, at + 4, words, "end") if k else _text(at, box[2] + 15, words, side))
-    reach = [10.0 ** pick(scale[n] for scale in scales) for n, pick in ((2, max), (3, min))]
-    return place_of, parts, reach
+            parts.append(_line(*((box[0], box[1], here, here) if k else (here, here, box[2], box[3]))))
+            side = "end" if here > end - 9 else "middle"
+            parts.append(_text(box[0] - 5, here + 4, words, "end") if k else _text(here, box[2] + 15, words, side))
+    for points, colour, dash, hollow in series:
+        if dash is not None:
+            path = " ".join(f"{at(0, x):.1f},{at(1, y):.1f}" for x, y, _ in points)
+            line = f'stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
+            parts.append(f'<polyline points="{path}" fill="none" {line}/>')
+        paint = f'fill="{"none" if hollow else colour}" stroke="{colour}" stroke-width="1.5"'
+        for x, y, said in points:
+            title = f"<title>{escape(said)}</title>"
+            parts.append(f'<circle cx="{at(0, x):.1f}" cy="{at(1, y):.1f}" r="{radius}" {paint}>{title}</circle>')
+    return at, parts
 
 
 def memory_chart(rows: Sequence[Row]) -> str:
     """Return own memory against votes, both in MB: the package's, and the eager batched matmul's."""
-    points = [
-        (row["votes_bytes"] / 1e6, max(row["memory"][name]["beyond"], 1e5) / 1e6, row, name, colour)
-        for row in rows
-        for name, colour in (("batched-matmul", _OTHER), ("fastcaps", _OURS))
-        if "beyond" in ((row.get("memory") or {}).get(name) or {})
-    ]
-    if not points:
+    every, series = [], []
+    for name, colour in (("batched-matmul", _OTHER), ("fastcaps", _OURS)):
+        for mode in ("forward", "training step"):
+            points = []
+            for row in rows:
+                own = ((row.get("memory") or {}).get(name) or {}).get("beyond")
+                if own is not None and row["mode"] == mode:
+                    votes, own = row["votes_bytes"] / 1e6, max(own, 1e5) / 1e6
+                    said = f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes"
+                    points.append((votes, own, said))
+            series.append((points, colour, None, mode != "forward"))
+            every += points
+    if not every:
         return ""
-    place_of, parts, reach = _axes(points, (36, _WIDTH - 4, 300, 24))
-    (x1, y1), (x2, y2) = (place_of(end, end) for end in reach)
-    line = f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="var(--ink)" stroke-dasharray="3 3">'
-    parts.append(line + "<title>as much memory as the votes take</title></line>")
-    for votes, own, row, name, colour in points:
-        x, y = place_of(votes, own)
-        paint = f'fill="{colour if row["mode"] == "forward" else "none"}" stroke="{colour}" stroke-width="1.5"'
-        title = escape(f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes")
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {paint}><title>{title}</title></circle>')
+    at, parts = log_chart(series, (36, _WIDTH - 4, 300, 24), 4)
+    ends = max(min(point[k] for point in every) for k in (0, 1)), min(max(point[k] for point in every) for k in (0, 1))
+    title = "<title>as much memory as the votes take</title>"
+    parts.append(_line(*(at(0, end) for end in ends), *(at(1, end) for end in ends), dashed=True, inside=title))
     parts += [_text(_WIDTH - 4, 332, "votes, MB", "end"), _text(2, 12, "own memory, MB")]
     return _svg(_WIDTH, 336, parts, "own memory against votes")
 
 
 def latency_chart(rows: Sequence[Row]) -> str:
     """Return milliseconds against batch of one workload and mode: the package, and the fastest alternative (dashed)."""
-    rows = sorted(rows, key=lambda row: row["batch"])
-    ours = [(row["batch"], row["fastcaps"]["median"] * 1e3) for row in rows]
-    other = [(row["batch"], row["speedup"] * row["fastcaps"]["median"] * 1e3) for row in rows if row["speedup"]]
-    place_of, parts, _ = _axes(ours + other, (34, 194, 112, 8))
-    for points, colour, dash in ((other, _OTHER, ' stroke-dasharray="4 3"'), (ours, _OURS, "")):
-        path = " ".join("{:.1f},{:.1f}".format(*place_of(*point)) for point in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        for batch, value in points:
-            x, y = place_of(batch, value)
-            title = f"<title>batch {batch}: {number(value)} ms</title>"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">{title}</circle>')
+    ours, other = [], []
+    for row in sorted(rows, key=lambda row: row["batch"]):
+        own = row["fastcaps"]["median"] * 1e3
+        for points, value in ((ours, own), (other, own * (row["speedup"] or 0.0))):
+            if value:
+                points.append((row["batch"], value, f"batch {row['batch']}: {number(value)} ms"))
+    _, parts = log_chart(((other, _OTHER, "4 3", False), (ours, _OURS, "", False)), (34, 194, 112, 8), 3)
     return _svg(200, 132, parts, f"latency of {rows[0]['workload']}")
 
 
@@ -174,56 +167,47 @@ def _pairs(rows: Sequence[Row], field: str) -> list[tuple[str, list[float | None
     found: dict[str, list[float | None]] = {}
     for row in rows:
         if row["default"] and row.get(field):
-            name = row["workload"] + ("" if row.get("precision", "fp32") == "fp32" else f", {row['precision']}")
+            name = row["workload"] + ("" if row["precision"] == "fp32" else f", {row['precision']}")
             found.setdefault(name, [None, None])[row["mode"] != "forward"] = row[field]
     return sorted(found.items(), key=lambda item: -max(value or 0.0 for value in item[1]))
-
-
-def _legend(*entries: tuple[str, str]) -> str:
-    keys = (f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in entries)
-    return f'</p><p class="keys">{" ".join(keys)}'
 
 
 def speedup_picture(rows: Sequence[Row]) -> str:
     """Return the speed-ups of the chosen layers as an SVG file of its own."""
     pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in CHOSEN]
-    inner = bars(pairs, "×", 1.0)
-    height = 32 * len(pairs)
-    key = f'<rect x="150" y="6" width="11" height="11" fill="{_OURS}"/>' + _text(165, 16, "forward")
-    key += f'<rect x="230" y="6" width="11" height="11" fill="{_TRAINING}"/>' + _text(245, 16, "training step")
-    title = _text(10, 16, "times faster")
-    body = inner.partition(">")[2].removesuffix("</svg>")
+    body = bars(pairs, "×", 1.0).partition(">")[2].removesuffix("</svg>")
+    key = _text(10, 16, "times faster")
+    for x, name, colour in ((150, "forward", _OURS), (230, "training step", _TRAINING)):
+        key += f'<rect x="{x}" y="6" width="11" height="11" fill="{colour}"/>' + _text(x + 15, 16, name)
     made = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height + 30}" width="720">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {32 * len(pairs) + 30}" width="720">'
         f'<rect width="100%" height="100%" fill="#fff"/><style>text{{fill:#222;font:12px system-ui,sans-serif}}</style>'
-        f'{title}{key}<g transform="translate(0 26)">{body}</g></svg>\n'
+        f'{key}<g transform="translate(0 26)">{body}</g></svg>\n'
     )
     for name, colour in _COLOURS.items():
         made = made.replace(f"var({name})", colour)
     return made
 
 
+def _legend(first: str, second: str, colour: str) -> str:
+    keys = (f'<span><i style="background:{one}"></i>{name}</span>' for name, one in ((first, _OURS), (second, colour)))
+    return f'</p><p class="keys">{" ".join(keys)}</p>'
+
+
 def _machine(rows: Sequence[Row]) -> str:
     """Return the charts of one machine's rows."""
     timed = [row for row in rows if "fastcaps" in row]
-    about = max(timed, key=lambda row: row["machine"]["date"])["machine"]
+    about = max((row["machine"] for row in timed), key=lambda machine: machine["date"])
     dates = sorted({row["machine"]["date"][:10] for row in timed})
     commits = ", ".join(sorted({row["machine"]["commit"] for row in timed}))
-    share = "sgemm_share" if "rates" not in about else "product_share"
-    if share == "product_share":
-        timed = [row | {share: row["tflops"] * 1e12 / about["rates"][row["precision"]]} for row in timed]
-    modes = _legend(("forward", _OURS), ("training step", _TRAINING))
-    sides = _legend(("fastcaps", _OURS), ("fastest alternative", _OTHER))
-    stores = _legend(("fastcaps", _OURS), ("batched matmul, eager", _OTHER))
-    lines: dict[tuple[str, str, str], list[Row]] = {}
+    modes = _legend("forward", "training step", _TRAINING)
+    lines: dict[str, list[Row]] = {}
     for row in timed:
-        lines.setdefault((row["workload"], row["mode"], row.get("precision", "fp32")), []).append(row)
-    several = [(name, part) for name, part in lines.items() if len({row["batch"] for row in part}) > 1]
-    precise = len({name[2] for name in lines}) > 1
+        lines.setdefault(place(row).replace(f" batch {row['batch']} ", ", "), []).append(row)
     small = "".join(
-        f"<figure><figcaption>{escape(name)}, {mode}{f', {precision}' if precise else ''}</figcaption>"
-        f"{latency_chart(part)}</figure>"
-        for (name, mode, precision), part in several
+        f"<figure><figcaption>{escape(name)}</figcaption>{latency_chart(part)}</figure>"
+        for name, part in lines.items()
+        if len(part) > 1
     )
     return f"""
 <h1>fastcaps on {escape(about["device"])}</h1>
@@ -231,17 +215,18 @@ def _machine(rows: Sequence[Row]) -> str:
 torch {about["versions"]["torch"]}. {len(timed)} rows; touch or point at a mark for its number.</p>
 <div class="wide">
 <section><h2>Speed-up against the fastest alternative</h2>
-<p>einsum and batched matmul, eager and under torch.compile, at the default batch. The dashed line is 1.{modes}</p>
+<p>einsum and batched matmul, eager and under torch.compile, at the default batch. The dashed line is 1.{modes}
 {bars(_pairs(timed, "speedup"), "×", 1.0)}</section>
 <section><h2>Share of the machine's peak</h2>
-<p>Useful operations a second, as a share of a large matrix product by the library.{modes}</p>
-{bars(_pairs(timed, share), "%")}</section>
+<p>Useful operations a second, as a share of a large matrix product by the library.{modes}
+{bars(_pairs(timed, "sgemm_share"), "%")}</section>
 <section><h2>Memory against votes</h2>
 <p>What a call takes beside its inputs and results. Filled: forward; hollow: training step. On the dashed line the
-votes are stored once.{stores}</p>
+votes are stored once.{_legend("fastcaps", "batched matmul, eager", _OTHER)}
 {memory_chart(timed)}</section>
 </div>
-<section><h2>Latency against batch</h2><p>Milliseconds of a call; both axes are logarithmic.{sides}</p>
+<section><h2>Latency against batch</h2>
+<p>Milliseconds of a call; both axes are logarithmic.{_legend("fastcaps", "fastest alternative", _OTHER)}
 <div class="small">{small}</div></section>
 <section><h2>All rows</h2><div class="scroll">{_table(timed)}</div></section>
 """

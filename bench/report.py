@@ -12,124 +12,77 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__" and not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import pages, record
 from bench.goals import device_seconds, means, number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.workloads import WORKLOADS
+from tools.markdown import as_markdown, into
 
-__all__ = ["into", "main", "markdown", "of_run", "summary"]
+__all__ = ["main", "markdown", "summary"]
 
 Row = dict[str, Any]
-Columns = dict[str, Callable[[Row], str]]
-
-SHORT = {
-    "reference": "einsum",
-    "einsum": "einsum",
-    "batched-matmul": "bmm",
-    "reference-compiled": "einsum, compiled",
-    "einsum-compiled": "einsum, compiled",
-    "batched-matmul-compiled": "bmm, compiled",
-}
 DOCS = record.ROOT / "docs" / "performance"
-
-
-def _milliseconds(entry: Row | None) -> str:
-    if not entry:
-        return ""
-    if "median" not in entry:
-        return "failed"
-    return "{} ({}-{})".format(*(number(entry[key] * 1e3) for key in ("median", "p20", "p80")))
-
-
-def _megabytes(count: float) -> str:
-    return number(max(count, 1e4) / 1e6)
-
-
-def _fastest(row: Row) -> str:
-    name = row["fastest"]
-    if name is None:
-        return "none"
-    return SHORT.get(name, name) + ("*" if "note" in row["alternatives"][name] else "")
-
-
-def _memory(row: Row, name: str) -> str:
-    entry = (row.get("memory") or {}).get(name)
-    if not isinstance(entry, dict) or "failed" in entry:
-        return "failed" if entry else ""
-    share = entry["beyond"] / row["votes_bytes"]
-    return _megabytes(entry["beyond"]) + (f" ({share:.1%})" if name == "fastcaps" and share < 0.995 else "")
-
-
-def _total(row: Row) -> str:
-    total = (row.get("memory") or {}).get("fastcaps", {}).get("total")
-    return "" if total is None else _megabytes(total)
-
-
-def _graph(row: Row) -> str:
-    entry = row["fastcaps"].get("graph", {})
-    return number(entry["median"] * 1e3) if "median" in entry else "failed" if entry else ""
-
-
-_HEAD: Columns = {
-    "workload": lambda row: row["workload"],
-    "batch": lambda row: str(row["batch"]),
-    "votes, MB": lambda row: _megabytes(row["votes_bytes"]),
-}
-_TIMES: Columns = {
-    "fastcaps, ms (p20-p80)": lambda row: _milliseconds(row["fastcaps"]),
-    "fastest alternative": _fastest,
-    "its ms (p20-p80)": lambda row: _milliseconds(row["alternatives"].get(row["fastest"])),
-    "speed-up": lambda row: f"{number(row['speedup'])}×" if row["speedup"] else "",
-}
-_CPU: Columns = {
-    **_HEAD,
-    **_TIMES,
-    "GFLOP/s": lambda row: number(row["gflops"]),
-    "of sgemm": lambda row: f"{row['sgemm_share']:.0%}",
-    "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
-    "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
-    "all tensors, MB": _total,
-}
-_DEVICE: Columns = {
-    **_HEAD,
-    **_TIMES,
-    "graph, ms": _graph,
-    "Triton, ms": lambda row: number(device_seconds(row["triton"]) * 1e3) if "median" in row["triton"] else "failed",
-    "TFLOP/s": lambda row: number(row["tflops"]),
-    "of product": lambda row: f"{row['tflops'] * 1e12 / row['machine']['rates'][row['precision']]:.0%}",
-    "own MB (of votes)": lambda row: _memory(row, "fastcaps"),
-    "bmm's own MB": lambda row: _memory(row, "batched-matmul"),
-}
+_OWN = "own MB of the votes' MB"
 LEGEND = (
     "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
     "beside its inputs and results, and its share of the votes; bmm's is that of the eager batched matmul. All "
     "tensors: that with inputs, parameters, results and gradients. * ran again without vectorised loop tails."
 )
+
 DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
-    "replayed graph, which the speed-up then goes by. Of product: of this device's own large matrix product."
+    "replayed graph, which the speed-up then goes by. Of sgemm: of this device's own large matrix product."
 )
 
 
-def table(rows: Sequence[Row], columns: Columns) -> list[str]:
-    """Return a markdown table, a line each."""
-    lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
-    for row in rows:
-        if "refused" in row:
-            cells = [cell(row) for cell in _HEAD.values()] + [f"refused: {row['refused']}"]
-            cells += [""] * (len(columns) - len(cells))
-        else:
-            cells = [cell(row) for cell in columns.values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def _short(name: str) -> str:
+    return name.replace("batched-matmul", "bmm").replace("-compiled", ", compiled")
+
+
+def _milliseconds(entry: Row | None) -> str:
+    return "{} ({}-{})".format(*(number(entry[key] * 1e3) for key in ("median", "p20", "p80"))) if entry else ""
+
+
+def _megabytes(count: float) -> str:
+    return number(max(count, 1e4) / 1e6)
+
+
+def cells(row: Row) -> dict[str, str]:
+    """Return what a table says of a row, by column."""
+    found = {"workload": row["workload"], "batch": str(row["batch"]), "votes, MB": _megabytes(row["votes_bytes"])}
+    if "refused" in row:
+        return found | {"fastcaps, ms (p20-p80)": f"refused: {row['refused']}"}
+    entry, rival = row["fastcaps"], row["alternatives"].get(row["fastest"])
+    found |= {
+        "fastcaps, ms (p20-p80)": _milliseconds(entry),
+        "fastest alternative": _short(row["fastest"]) + ("*" if "note" in rival else "") if rival else "none",
+        "its ms (p20-p80)": _milliseconds(rival),
+        "speed-up": f"{number(row['speedup'])}×" if rival else "",
+    }
+    if "triton" in row:
+        for name, one in (("graph, ms", entry.get("graph")), ("Triton, ms", row["triton"])):
+            found[name] = "" if one is None else number(device_seconds(one) * 1e3) if "median" in one else "failed"
+    found |= {"GFLOP/s": number(row["gflops"]), "of sgemm": f"{row['sgemm_share']:.0%}"}
+    memory = row.get("memory") or {}
+    for title, name in (("own MB (of votes)", "fastcaps"), ("bmm's own MB", "batched-matmul")):
+        beyond = memory.get(name, {}).get("beyond")
+        found[title] = "" if beyond is None else _megabytes(beyond)
+        if name == "fastcaps" and beyond is not None and beyond < 0.995 * row["votes_bytes"]:
+            found[title] += f" ({beyond / row['votes_bytes']:.1%})"
+    total = memory.get("fastcaps", {}).get("total")
+    return found | {"all tensors, MB": "" if total is None else _megabytes(total)}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a markdown table."""
+    made = [cells(row) for row in rows]
+    columns = list(max(made, key=len))
+    return as_markdown([columns, *[[one.get(name, "") for name in columns] for one in made]])
 
 
 def about(rows: Sequence[Row]) -> str:
@@ -143,56 +96,51 @@ def about(rows: Sequence[Row]) -> str:
     )
     rates = sorted(row["sgemm_gflops"] for row in rows if "sgemm_gflops" in row)
     speed = ""
-    if rates:  # a wide spread says that something else ran meanwhile
+    if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
         middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-        speed = f"; sgemm of {newest['sgemm_size']}³: {middle} GFLOP/s ({least} to {most} over the rows)"
+        speed = f"; sgemm of {found['sgemm_size']}³: {middle} GFLOP/s ({least} to {most} over the rows)"
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
-        speed += f"; three of the smallest launches {found['three_launches']['latency'] * 1e6:.0f} us"
+        speed += f"; three of the smallest launches {found['three_launches'] * 1e6:.0f} us"
     threads = f", {found['threads']} threads on {found['cores']} cores" if "rates" not in found else ""
-    capability = f" ({found['capability']})" if found["capability"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    backend = f", backend {found['backend']}{capability}" if found["backend"] else ""
+    backend = found["backend"] + (f" ({found['capability']})" if found["capability"] else "")
     told = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
-    return f"{found['device']}{threads}{speed}. {versions}{backend}. Commits: {told}."
+    return f"{found['device']}{threads}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart, then whole layers."""
-    parts: dict[tuple[str, bool, str], list[Row]] = {}
-    precisions = dict.fromkeys(row.get("precision", "fp32") for row in rows)
-    for key in itertools.product(precisions, (False, True), ("forward", "training step")):
-        parts[key] = []
-    for row in rows:
-        single = row["batch"] == 1 and not row.get("default", False)
-        parts[row.get("precision", "fp32"), single, row["mode"]].append(row)
-    columns = _DEVICE if "rates" in rows[0]["machine"] else _CPU
-    return [
-        (f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}", table(part, columns))
-        for (precision, single, mode), part in parts.items()
-        if part
-    ]
+def tables(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return (title, table) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
+    found = []
+    for precision, single, mode in itertools.product(precisions, (False, True), ("forward", "training step")):
+        title = f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}"
+        wanted = precision, single, mode
+        part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
+        if part:
+            found.append((title, table(part)))
+    return found
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each way in which an alternative gave no figure, or gave one only after a crash."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        entries = {**row.get("alternatives", {}), "fastcaps by Triton": row.get("triton", {})}
+        entries = {**row["alternatives"], "fastcaps by Triton": row.get("triton", {})}
         for name, entry in entries.items():
             what = entry.get("failed") or entry.get("note") or entry.get("left_out")
             if what:
-                found.setdefault(f"{SHORT.get(name, name)}: {what}", []).append(place(row))
+                found.setdefault(f"{_short(name)}: {what}", []).append(place(row))
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]
 
 
-def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
     legend = LEGEND + (DEVICE_LEGEND if "rates" in rows[0]["machine"] else "")
     lines = [about(rows), "", legend, ""]
     for title, made in tables(rows):
-        lines += [f"**{title}**", "", *made, ""]
+        lines += [f"**{title}**", "", made, ""]
     goals = [
         f"{mode}: {number(middle)}×, over {count} rows (goal {number(goal)}×)"
         for mode, middle, count, goal in means(rows)
@@ -201,17 +149,10 @@ def markdown(rows: Sequence[Row], left_out: Sequence[str] = ()) -> str:
         ("Geometric means of the speed-ups:", goals),
         ("Below the goal:", shortfalls(rows)),
         ("Alternatives without a figure, and those marked *:", _without_figures(rows)),
-        ("Left out, as the time was used up:", left_out),
     ):
         if sentences:
             lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
     return "\n".join(lines).rstrip()
-
-
-def of_run(document: dict[str, Any]) -> str:
-    """Return the tables of one run."""
-    extra = {"machine": document["machine"], "sgemm_size": document["sgemm_size"]}
-    return markdown([extra | row for row in document["rows"]], document.get("left_out", ()))
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -220,40 +161,20 @@ def summary(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["default"] and "fastcaps" in row and row["speedup"]:
             by_name.setdefault(row["workload"], {})[row["mode"]] = row
-    lines = ["| layer | batch | forward, ms | speed-up | training step, ms | speed-up | own MB of the votes' MB |"]
-    lines.append("| --- |" + " ---: |" * 6)
+    modes = ("forward", "training step")
+    lines = [["layer", "batch", *[name for mode in modes for name in (f"{mode}, ms", "speed-up")], _OWN]]
     for name in pages.CHOSEN:
         both = by_name.get(name, {})
-        cells = [f"`{name}`", str(WORKLOADS[name].batch)]
-        for mode in ("forward", "training step"):
+        line = [f"`{name}`", str(WORKLOADS[name].batch)]
+        for mode in modes:
             row = both.get(mode)
-            cells += [number(row["fastcaps"]["median"] * 1e3), f"{number(row['speedup'])}×"] if row else ["", ""]
+            line += [number(row["fastcaps"]["median"] * 1e3), f"{number(row['speedup'])}×"] if row else ["", ""]
         row = both.get("training step", both.get("forward"))
-        if row is None:
-            continue
-        own = (row.get("memory") or {}).get("fastcaps", {}).get("beyond")
-        cells.append(f"{_megabytes(own)} of {_megabytes(row['votes_bytes'])}" if own is not None else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([about(rows), "", *lines])
-
-
-def into(page: str, text: str, name: str) -> str:
-    """Return ``page`` with ``text`` between its markers ``<!-- name:begin -->`` and ``<!-- name:end -->``.
-
-    Raises
-    ------
-    ValueError
-        If the page does not have each marker once, in order, or would lose lines of its tables.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f"the page needs one {begin} and, after it, one {end}")
-    before, rest = page.split(begin)
-    old, after = rest.split(end)
-    had, has = (sum(line.startswith("| ") for line in part.splitlines()) for part in (old, text))
-    if has < had:
-        raise ValueError(f"{name}: the new tables have {has} lines, the page has {had}; is a record missing?")
-    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
+        if row is not None:
+            own = (row.get("memory") or {}).get("fastcaps", {}).get("beyond")
+            of_votes = f"{_megabytes(own)} of {_megabytes(row['votes_bytes'])}" if own is not None else ""
+            lines.append([*line, of_votes])
+    return f"{about(rows)}\n\n{as_markdown(lines)}"
 
 
 def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
@@ -289,8 +210,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if given.prune:
             print("\n".join(record.prune()) or "nothing is superseded")
             return 0
-        files = [one for path in given.files for one in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
-        rows = record.merge(record.load(files))
+        rows = record.merge(record.load(*given.files))
         if not rows:
             raise ValueError("no results to report")
         if given.write:

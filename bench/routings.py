@@ -19,12 +19,7 @@ from fastcaps import functional
 
 __all__ = ["AttentionPass", "DynamicRouting", "EMRouting", "HeinsenRouting", "RoutingPool"]
 
-_LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5
-
-
-def _times(*stored: tuple[float, float]) -> dict[str, tuple[float, float]]:
-    """Return by alternative how many times its votes it needs, forward and in a training step."""
-    return dict(zip(("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled"), stored, strict=True))
+_LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5  # what the public functions use where nothing is said
 
 
 def _gaussian_operations(work: Workload, iterations: int) -> int:
@@ -42,7 +37,6 @@ class AttentionPass(Routing):
     normalize: bool = True  # whether LayerNorm over the C * E numbers of a parent, with affine, ends the pass
 
     function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.2, 3.5), (2.2, 4.3), (2.2, 3.5), (2.2, 4.3))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
@@ -59,7 +53,7 @@ class AttentionPass(Routing):
         return made
 
     def settings(self, work: Workload) -> dict[str, Any]:
-        return {"eps": _LAYER_NORM_EPS, "window": work.window, "normalize": self.normalize}
+        return {"window": work.window, "normalize": self.normalize}
 
     def operations(self, work: Workload) -> int:
         """Count ``2 (C D E + 2 C E)``: the vote itself, its agreement with the parent, and its share of the sum.
@@ -103,7 +97,6 @@ class DynamicRouting(Routing):
     iterations: int = 3
 
     function: ClassVar[Callable[..., Any]] = functional.dynamic_routing
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.4, 8.5), (2.2, 4.7), (1.4, 2.6), (1.2, 2.5))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children that are shorter than 1, as squashing leaves them, and weights that make votes of some length,
@@ -138,7 +131,6 @@ class EMRouting(Routing):
     results: ClassVar[tuple[str, ...]] = ("poses", "activations")
     fixed: ClassVar[tuple[str, ...]] = ("bias",)
     subject: ClassVar[str] = "gaussian"
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.5), (4.6, 11.0), (2.9, 12.5), (1.2, 9.1))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses from N(0, 1), weights that keep that scale, activations between 0 and 1, betas near 1."""
@@ -157,9 +149,6 @@ class EMRouting(Routing):
             bias[..., 0, -1] = places.view(side, 1, 1)
             made["bias"] = bias.flatten(0, 2)
         return made
-
-    def settings(self, work: Workload) -> dict[str, Any]:
-        return super().settings(work) | {"eps": _EM_EPS}
 
     def operations(self, work: Workload) -> int:
         return _gaussian_operations(work, self.iterations)
@@ -200,7 +189,6 @@ class HeinsenRouting(Routing):
     function: ClassVar[Callable[..., Any]] = functional.heinsen_routing
     results: ClassVar[tuple[str, ...]] = ("scores", "means", "variances")
     subject: ClassVar[str] = "gaussian"
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((4.7, 18.6), (4.6, 15.6), (3.4, 14.8), (1.5, 12.9))
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses and scores from N(0, 1), weights that keep that scale, and betas that keep the sum over all
@@ -219,9 +207,6 @@ class HeinsenRouting(Routing):
             "beta_use": draw.normal(*betas) * (2 / work.children),
             "beta_ignore": draw.normal(*betas) * (2 / work.children),
         }
-
-    def settings(self, work: Workload) -> dict[str, Any]:
-        return super().settings(work) | {"eps": _HEINSEN_EPS}
 
     def unpack(self, found: Any) -> tuple[Tensor, ...]:
         """Return scores, means and variances, whichever of them comes first."""
@@ -264,7 +249,7 @@ class RoutingPool(Routing):
 
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
-    stored: ClassVar[dict[str, tuple[float, float]]] = _times((2.9, 18.9), (1.8, 8.7), (2.9, 18.9), (1.8, 8.7))
+    last: ClassVar[int] = 1
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""
@@ -272,11 +257,6 @@ class RoutingPool(Routing):
 
     def settings(self, work: Workload) -> dict[str, Any]:
         return super().settings(work) | {"sharpness": self.sharpness}
-
-    @property
-    def passes(self) -> int:
-        """A pass a turn, and the sum that follows."""
-        return self.iterations + 1
 
     def operations(self, work: Workload) -> int:
         """Count ``3 C E`` for a key of length 1, ``C E`` for the first turn's average, and ``4 C E`` for agreement and

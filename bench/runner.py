@@ -1,23 +1,22 @@
 """Implementations run in processes of their own, and are checked there.
 
-One that crashes, hangs or swells must not take the benchmark with it. It does happen: vectorised loop tails of
-torch.compile's C++ code (torch 2.13) write past their buffers on some of these shapes and the allocator aborts the
-process; a kernel that fails on a GPU takes its process's hold of the device with it.
+One that crashes, hangs or swells must not take the benchmark with it. It does happen: code that torch.compile makes may
+write past its buffers; a kernel that fails on a GPU takes its process's hold of the device with it.
 """
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
-import platform
+import re
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as Late  # Python's own only from 3.11 on
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,15 @@ import torch
 
 import fastcaps
 from bench.alternatives import OURS, build, is_compiled, runner
-from bench.device_timing import latency, measure_rates, peak, replayed, three_launches, timed
 from bench.gate import SAME, Gate
-from bench.inputs import Inputs
-from bench.memory_probe import kept_by, peak_of
-from bench.timing import time_calls
-from bench.workload import Workload
+from bench.memory_probe import peak_of
+from bench.timing import describe, measure, time_calls
+from bench.workload import Inputs, Workload
 
 __all__ = ["PRECISIONS", "TRITON", "Case", "Precision", "Remote", "Runner", "WorkerError"]
 
-TRITON = f"{OURS}-triton"
-"""This package by its Triton kernels, whatever else it has."""
-
-_SMALL = 5e-4
-"""Seconds below which a call on a GPU is also timed by graph replay: a launch's own time is a part of it."""
+TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
+_SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
 
 
 class WorkerError(RuntimeError):
@@ -49,28 +43,20 @@ class WorkerError(RuntimeError):
 class Precision:
     """A dtype, and what matrix products may round to."""
 
-    name: str
     dtype: torch.dtype  # of all tensors
     tf32: bool  # whether float32 matrix products may round their operands to 10 bits of mantissa
     epsilon: float  # one unit in the last place of what is multiplied
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Let matrix products and convolutions of this process run so inside a ``with`` block."""
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    def use(self) -> None:
+        """Let matrix products and convolutions of this process run so."""
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.tf32
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before[0])
-            torch.backends.cudnn.allow_tf32 = before[1]
 
 
 PRECISIONS: dict[str, Precision] = {
-    "fp32": Precision("fp32", torch.float32, False, torch.finfo(torch.float32).eps),
-    "tf32": Precision("tf32", torch.float32, True, 2.0**-10),
-    "bf16": Precision("bf16", torch.bfloat16, False, torch.finfo(torch.bfloat16).eps),
+    "fp32": Precision(torch.float32, False, torch.finfo(torch.float32).eps),
+    "tf32": Precision(torch.float32, True, 2.0**-10),
+    "bf16": Precision(torch.bfloat16, False, torch.finfo(torch.bfloat16).eps),
 }
 
 
@@ -96,269 +82,149 @@ class Case:
 class Runner:
     """Runs, checks and times implementations of cases on one device, in this process.
 
-    ``seconds`` are what the timed calls of one measurement on a GPU ought to take together, ``sgemm`` is the size of
-    the square product by which a CPU is measured, ``gates`` a folder through which processes share float64 results.
+    ``seconds`` are what the timed calls of one measurement on a GPU ought to take together, ``gates`` is a folder
+    through which processes share float64 results.
     """
 
-    def __init__(self, device: str, seconds: float = 0.06, sgemm: int = 2048, gates: Path | None = None) -> None:
-        self.device = torch.device(device)
-        self._seconds, self._sgemm_size, self._gates = seconds, sgemm, gates
-        self._sgemm: Callable[[], Any] | None = None
-        self._inputs: tuple[tuple[str, int], Inputs] | None = None
-        self._gate: tuple[tuple[str, int, str], Gate] | None = None
-        self._built: dict[tuple[str, Case], Callable[..., Any]] = {}
+    def __init__(self, device: str, seconds: float = 0.06, gates: Path | None = None) -> None:
+        self.device, self._seconds, self._gates = torch.device(device), seconds, gates
+        self._judged: tuple[tuple[Any, ...], Gate, Inputs] | None = None  # of the last workload, batch and precision
         self._ready: Callable[[], Any] = dict
 
-    def describe(self, seconds: float) -> dict[str, Any]:
-        """Return the device and its own rates; see :mod:`bench.device_timing`."""
-        about: dict[str, Any] = {"device": platform.processor() or platform.machine(), "kind": self.device.type}
-        if self.device.type == "cuda":
-            found = torch.cuda.get_device_properties(self.device)
-            about |= {"device": found.name, "multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda}
-            about |= {"capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
-        about["backends"] = {entry.name: entry.detail for entry in fastcaps.backends.listing()}
-        rates = measure_rates(self.device, seconds, PRECISIONS)
-        return about | {"rates": rates, "three_launches": three_launches(self.device, seconds)}
+    def describe(self) -> dict[str, Any]:
+        """Return the device and its own rates; see :mod:`bench.timing`."""
+        return describe(self.device, 5 * self._seconds, PRECISIONS)
 
-    def _inputs_of(self, case: Case) -> Inputs:
-        """Return fresh tensors for a case; the numbers of the last workload and batch are kept on the device."""
-        key = (case.workload.name, case.batch)
-        if self._inputs is None or self._inputs[0] != key:
-            self._inputs = self._gate = None
-            self._inputs = (key, case.workload.inputs(case.batch).to(self.device))
-        return self._inputs[1].to(PRECISIONS[case.precision].dtype)
-
-    def _gate_of(self, case: Case) -> Gate:
-        key = (case.workload.name, case.batch, case.precision)
-        if self._gate is None or self._gate[0] != key:
-            self._gate = None
-            shared = None if self._gates is None else self._gates / f"{'-'.join(map(str, key))}.pt"
-            self._gate = (key, Gate(case.workload, self._inputs_of(case), PRECISIONS[case.precision].tf32, shared))
-        return self._gate[1]
-
-    def _call(self, case: Case, name: str) -> Callable[[], Any]:
-        """Return the timed call, compiled only once for a case."""
-        if (name, case) not in self._built:
-            self._built[name, case] = build(OURS if name == TRITON else name, case.workload)
-        call = runner(self._built[name, case], self._inputs_of(case), case.training)
-        # the whole step: the backward pass chooses for itself
-        return fastcaps.backend("triton")(call) if name == TRITON else call  # type: ignore[operator, no-any-return]
-
-    def check(self, case: Case, name: str) -> dict[str, Any]:
+    def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
 
-        Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, and the call's ``seconds``,
-        compilation included. The call is then ready for :meth:`time`.
+        Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, and the ``seconds`` of a call.
+        The call is then ready for :meth:`time` or :meth:`measure`.
         """
         precision = PRECISIONS[case.precision]
-        self._ready = dict
-        self._built.clear()
         if is_compiled(name):
             torch._dynamo.reset()
-        with precision.active():
-            gate = self._gate_of(case)
-            call = self._call(case, name)
-            start = time.perf_counter()
-            found = call()
-            seconds = time.perf_counter() - start
-            verdict = gate.judge(found, 0.0 if name.startswith(OURS) else max(SAME, precision.epsilon))
-        self._ready = call
-        if self.device.type == "cuda" and is_compiled(name):  # a process among many: what it need not keep, others need
-            del found, gate, call
-            self._let_go()
-        told = {"complaint": "; ".join(verdict.complaints), "errors": verdict.errors, "allowed": verdict.allowed}
-        return told | {"seconds": seconds}
-
-    def package(self) -> str:
-        """Return the file that this process has the package from."""
-        return str(fastcaps.__file__)
-
-    def prepare(self, case: Case, graph: bool) -> dict[str, Any]:
-        """Make the package's call ready for :meth:`time`, unchecked; with ``graph``, one that keeps a graph.
-
-        Returns the ``seconds`` of its second call, and ``some`` numbers of every result with the largest of all.
-        """
-        inputs, run = case.workload.inputs(case.batch), build(OURS, case.workload)
-        call = runner(run, inputs, case.training)
-        if graph:
-            given = inputs.require_grad().arguments
-            call = lambda: dict(zip(inputs.grads, run(**given), strict=True))  # noqa: E731
-        call()
+        precision.use()
+        gate, inputs = self._gate(case)
+        call = runner(build(OURS if name == TRITON else name, case.workload, safe), inputs, case.training)
+        if name == TRITON:  # the whole step: the backward pass chooses for itself
+            call = fastcaps.backend("triton")(call)  # type: ignore[operator]
         start = time.perf_counter()
         found = call()
         seconds = time.perf_counter() - start
+        verdict = gate.judge(found, 0.0 if name.startswith(OURS) else max(SAME, precision.epsilon))
+        del found
+        if is_compiled(name) or seconds < _SHORT:
+            seconds = time_calls(call, 1, 0)[0]
         self._ready = call
-        with torch.no_grad():
-            some = {
-                name: (tensor.flatten()[:: 1 + tensor.numel() // 64].tolist(), tensor.abs().max().item())
-                for name, tensor in found.items()
-            }
-        return {"seconds": seconds, "some": some}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what this process need not keep, others need
+        told = {"complaint": "; ".join(verdict.complaints), "errors": verdict.errors, "allowed": verdict.allowed}
+        return told | {"seconds": seconds}
+
+    def _gate(self, case: Case) -> tuple[Gate, Inputs]:
+        """Return the gate of a case, and tensors of its own for one call."""
+        key, precision = (case.workload.name, case.batch, case.precision), PRECISIONS[case.precision]
+        if self._judged is None or self._judged[0] != key:
+            self._judged, self._ready = None, dict
+            inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
+            shared = None if self._gates is None else self._gates / f"{'-'.join(map(str, key))}.pt"
+            self._judged = key, Gate(case.workload, inputs, precision.tf32, shared), inputs
+        return self._judged[1], self._judged[2].to(self.device)
 
     def time(self, calls: int, warm: int) -> list[float]:
-        """Return the seconds of calls of the case that was checked or prepared last."""
+        """Return the seconds of calls of the case that was checked last."""
         return time_calls(self._ready, calls, warm)
 
-    def time_sgemm(self, calls: int, warm: int) -> list[float]:
+    def time_sgemm(self, size: int, calls: int, warm: int) -> list[float]:
         """Return the seconds of a square matrix product by the library: what this machine reaches."""
-        if self._sgemm is None:
-            left, right, out = torch.randn(3, self._sgemm_size, self._sgemm_size)
-            self._sgemm = partial(torch.mm, left, right, out=out)
-        return time_calls(self._sgemm, calls, warm)
+        left, right, out = torch.randn(3, size, size)
+        return time_calls(partial(torch.mm, left, right, out=out), calls, warm)
 
-    def measure(self, case: Case, name: str) -> dict[str, Any]:
-        """Time an implementation that :meth:`check` has seen, by the device's events, and count its memory.
-
-        Returns quantiles as :func:`bench.timing.quantiles`, ``latency`` where the batch is 1, ``memory``, and for small
-        launches ``graph``: quantiles by graph replay or why there are none.
-        """
-        with PRECISIONS[case.precision].active():
-            call = self._call(case, name)
-            found: dict[str, Any] = dict(timed(self.device, call, self._seconds))
-            if case.batch == 1:
-                found["latency"] = latency(self.device, call)["median"]
-            found["memory"] = peak(self.device, call)
-            if self.device.type == "cuda" and found["median"] < _SMALL:
-                try:
-                    found["graph"] = replayed(self.device, call, self._seconds)
-                except RuntimeError as error:
-                    found["graph"] = {"failed": _first_line(error)}
-        return found
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Time the call that was checked last, and count its memory; see :mod:`bench.timing`."""
+        return measure(self.device, self._ready, self._seconds, alone=case.batch == 1)
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
         """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""
-        work, training = case.workload, case.training
-        small = work.miniature()
-        runner(build(name, small), small.inputs(1), training)()
-        inputs = work.inputs(case.batch)
-        call = runner(build(name, work), inputs, training)
-        if is_compiled(name):
-            call()  # else what the compiler keeps would count
-        return peak_of(call, inputs, training, kept_by(call))
-
-    def release(self) -> None:
-        """Let go of everything of the last case."""
-        self._built.clear()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        self._ready, self._gate, self._inputs = dict, None, None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        small = case.workload.miniature()
+        runner(build(name, small), small.inputs(1), case.training)()
+        inputs = case.workload.inputs(case.batch)
+        return peak_of(runner(build(name, case.workload), inputs, case.training), inputs, case.training)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+_FULL = re.compile("OutOfMemory|out of memory|can't allocate memory|bad_alloc|MemoryError")
+_SERVED: list[Any] = []
+"""In a process: the one object whose methods are called."""
 
 
-def _serve(pipe: Connection, log: str, threads: int, safe: bool, arguments: tuple[Any, ...]) -> None:
-    """Answer calls of a :class:`Runner`'s methods until the pipe closes. Runs in the process."""
+def _start(threads: int, memory: float | None) -> None:
+    """Make a process quiet, and keep it to its threads and to so many bytes. Runs in the process."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes themselves are side by side
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(errors, 2)
-    os.dup2(errors, 1)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
     torch.set_num_threads(threads)
-    if safe:
-        import torch._inductor.config as inductor
+    if memory is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
 
-        inductor.cpp.enable_loop_tail_vec = False
+
+def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str, given: tuple[Any, ...]) -> Any:
+    """Call a method of the served object, which is made first where there is none. Runs in the process."""
     try:
-        served = Runner(*arguments)
-    except Exception as error:  # whatever it is, the parent reports it
-        pipe.recv()
-        pipe.send((False, _first_line(error), True))
-        return
-    while True:
-        try:
-            method, given = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = (True, getattr(served, method)(*given), False)
-        except Exception as error:
-            answer = (False, _first_line(error), _broken(served.device, error))
-            error.__traceback__ = None  # it holds tensors
-        if not answer[0] and not answer[2]:
-            served.release()
-        pipe.send(answer)
-
-
-def _broken(device: torch.device, error: BaseException) -> bool:
-    """Tell whether the process can do no more: after a fault in a kernel every later call fails."""
-    if device.type != "cuda" or isinstance(error, torch.OutOfMemoryError):
-        return False
-    try:
-        torch.cuda.synchronize(device)
-        return torch.ones(1, device=device).item() != 1.0
-    except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
-        return True
+        if not _SERVED:
+            _SERVED.append(served(*arguments))
+        return getattr(_SERVED[0], method)(*given)
+    except Exception as error:  # as words: not every exception travels, and each one holds tensors
+        said = f"{type(error).__name__}: {str(error).strip()}"
+        raise WorkerError("out of memory" if _FULL.search(said) else said.partition("\n")[0][:300]) from None
 
 
 class Remote:
-    """A :class:`Runner` in a process of its own, started when first needed and again after it died."""
+    """An object in a process of its own, started when first needed and again after it died or an error ended it.
 
-    def __init__(self, log: Path, threads: int, *arguments: Any) -> None:
-        self.safe = False  # whether a process leaves out the one optimisation of torch.compile that crashes
-        self._log, self._threads, self._arguments = log, threads, arguments
-        self._process: Any = None
-        self._pipe: Any = None
+    ``memory`` are the bytes that the process may use.
+    """
 
-    @property
-    def alive(self) -> bool:
-        """Whether there is a process."""
-        return self._process is not None
+    def __init__(self, threads: int, served: Callable[..., Any], *arguments: Any, memory: float | None = None) -> None:
+        self._start, self._made = (threads, memory), (served, arguments)
+        self._pool: ProcessPoolExecutor | None = None
+        self._answer: Future[Any] = Future()
 
-    def begin(self, method: str, *arguments: Any) -> None:
+    def begin(self, method: str, *given: Any) -> None:
         """Send a call off; :meth:`finish` waits for it."""
-        if self._process is None:
+        if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            given = (theirs, str(self._log), self._threads, self.safe, self._arguments)
-            self._process = context.Process(target=_serve, args=given, daemon=True)
-            self._process.start()
-            theirs.close()
+            self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=self._start)
         try:
-            self._pipe.send((method, arguments))
-        except (BrokenPipeError, ConnectionResetError):
-            self.close()
-            raise WorkerError("the process has died") from None
+            self._answer = self._pool.submit(_answer, *self._made, method, given)
+        except BrokenProcessPool as error:
+            self._answer = Future()
+            self._answer.set_exception(error)
 
     def finish(self, seconds: float) -> Any:
-        """Wait at most so many seconds for the answer.
-
-        Raises WorkerError if the call raised, the process died (a new one serves the next call), or none came in time.
-        """
+        """Wait at most so many seconds for the answer. Raises WorkerError if there is none; the process then ends."""
         try:
-            if not self._pipe.poll(max(0.0, seconds)):
-                self.close()
-                raise WorkerError("no answer in time")
-            good, answer, broken = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join(10)
-            code = self._process.exitcode
-            self.close()
-            raise WorkerError(f"the process died (exit code {code})") from None
-        if broken:
-            self.close()
-        if not good:
-            raise WorkerError(answer)
-        return answer
+            return self._answer.result(seconds)
+        except BrokenProcessPool:
+            reason = "the process died"
+        except WorkerError as error:
+            reason = str(error)
+        except Late:
+            reason = "no answer in time"
+        self.close()
+        raise WorkerError(reason)
 
-    def call(self, seconds: float, method: str, *arguments: Any) -> Any:
+    def call(self, seconds: float, method: str, *given: Any) -> Any:
         """Send a call off and wait at most so many seconds for the answer; see :meth:`finish`."""
-        self.begin(method, *arguments)
+        self.begin(method, *given)
         return self.finish(seconds)
 
     def close(self) -> None:
         """End the process."""
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
-            self._process.join(1)  # it ends by itself when the pipe closes
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(10)
-        self._process = self._pipe = None
+        if self._pool is not None:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = None

@@ -2,243 +2,208 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.alternatives import ALTERNATIVES, OURS, bytes_needed, is_compiled
-from bench.goals import lost
-from bench.memory_probe import peak_supported
-from bench.runner import PRECISIONS, Case, Remote, WorkerError
-from bench.timing import FULL, Contender, Plan, quantiles, take_turns
+from bench.alternatives import ALTERNATIVES, OURS, is_compiled
+from bench.device import goal_of
+from bench.goals import device_seconds, lost
+from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
+from bench.timing import FULL, QUICK, Contender, Plan, quantiles, take_turns
 
-__all__ = ["Session", "Settings"]
+__all__ = ["LeftOut", "Session"]
 
-_MEMORY_ALTERNATIVE = "batched-matmul"
-"""The alternative whose peak memory is measured beside ours, at default batches."""
+_MEMORY_ALTERNATIVE = "batched-matmul"  # whose peak memory is measured beside ours
 
-_FITS, _TOGETHER = 0.6, 0.4
-"""Shares of the machine's memory: what one alternative may need, and what all may need that are prepared at once."""
+_FITS, _TOGETHER = 0.6, 0.01
+"""Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""
 
-_PREPARE, _BLOCK = 240.0, 120.0
-"""Seconds after which a process is given up: making ready, compilation included, and one block of calls."""
+_PATIENCE = 240.0
+"""Seconds after which a process is given up; a quarter of them on a GPU, where time is dear."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the command line asked for; see ``pytest bench --help``."""
-
-    results: Path
-    threads: int = 1
-    plan: Plan = FULL
-    quick: bool = False
-    compiled: bool = True
-    alternatives: bool = True
-    memory: bool = True
-    available: float = field(default_factory=record.memory)  # bytes
-    device: str = "cpu"
-    seconds: float = 270.0  # a GPU's run, all of it
-    slice: float = 0.06  # seconds that the timed calls of one measurement on a GPU take together
-    processes: int | None = None  # that compile at a time there; by default two fewer than cores, twelve at most
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The alternatives that take part."""
-        return tuple(n for n in ALTERNATIVES if self.alternatives and (self.compiled or not is_compiled(n)))
+class LeftOut(Exception):
+    """The time is used up: this row has no figures."""
 
 
 class Session:
-    """Processes, machine and rows of one run. ``document`` is what is written as JSON, ``files`` what was written."""
+    """Processes, machine and rows of one run. ``rows`` are what is written as JSON, to ``file``.
 
-    kind = "full"
+    ``names`` are the alternatives that take part. With ``clock`` contenders are timed in turns by the host's clock, as
+    on a CPU, else one by one by the device's events, in ``slice`` seconds each. No row starts after ``seconds``. The
+    plan ``QUICK`` measures no memory, and has goals of its own.
+    """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        results: Path,
+        names: Sequence[str] = ALTERNATIVES,
+        plan: Plan = FULL,
+        threads: int = 1,
+        device: str = "cpu",
+        clock: bool = True,
+        seconds: float = math.inf,
+        slice: float = 0.06,
+    ) -> None:
+        self.results, self.names, self.plan, self.clock, self.quick = results, names, plan, clock, plan is QUICK
+        self.rows: list[dict[str, Any]] = []
+        self.file: Path | None = None
+        self._until, self._patience = time.monotonic() + seconds, _PATIENCE if clock else _PATIENCE / 4
         self._scratch = tempfile.TemporaryDirectory(prefix="fastcaps-bench-")
-        folder = Path(self._scratch.name)
-        self._log, self._gates = folder / "processes.log", folder
-        self.document: dict[str, Any] = {
-            "format": 2,
-            "kind": "quick" if settings.quick else self.kind,
-            "machine": record.describe(settings.threads),
-            "sgemm_size": settings.plan.sgemm,
-            "rows": [],
-        }
-        self.files: list[Path] = []
-        self.names = settings.names
-        self._remotes = {name: self._remote() for name in (OURS, *self.names)} if settings.device == "cpu" else {}
-        self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS.glob("*.json")))}
+        self._gates = Path(self._scratch.name)
+        self.machine = record.describe(threads) | {"kind": "quick" if self.quick else "full"}
+        limit = _FITS * self.machine["memory"] if clock else None
+        self._remote = partial(Remote, threads, Runner, device, slice, self._gates, memory=limit)
+        self._remotes = {name: self._remote() for name in (OURS, *[TRITON] * (not clock), *names)}
+        if clock:
+            self.machine["sgemm_size"] = plan.sgemm
+        else:
+            self.machine |= self._remotes[OURS].call(self._patience, "describe")
+        self._before = {record.key(row): row for row in record.merge(record.load(record.RESULTS))}
         self._last: tuple[Case, dict[str, Any], dict[str, list[float]]] | None = None
-
-    def _remote(self) -> Remote:
-        return Remote(self._log, self.settings.threads, "cpu", 0.0, self.settings.plan.sgemm, self._gates)
 
     def run(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """Check, time and write down one row; return it, and the seconds of every contender's calls.
 
         A row whose own result disagrees with the float64 reference is ``refused`` and has no figures. The last row is
-        kept: asking for it again costs nothing.
+        kept: asking for it again costs nothing. Raises LeftOut if the time of the run is used up.
         """
         if self._last is None or self._last[0] != case:
-            self._last = (case, *self._measure(case))
+            if time.monotonic() > self._until:
+                raise LeftOut(f"{case}: the time is used up")
+            row, samples = self._measure(case)
+            before = self._before.get(record.key(row))
+            row["lost"] = lost(row, before, quick=self.quick)
+            self.rows.append(row)
+            self.file = record.write(self.results, self.rows)  # a run that is stopped leaves what it has
+            self._last = case, row, samples
         return self._last[1:]
 
     def row(self, case: Case) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
         work = case.workload
+        goal = None if self.quick else work.goal_at(case.batch, case.training)
         return {
+            "machine": self.machine,
             "workload": work.name,
             "source": work.source,
             "batch": case.batch,
             "default": case.batch == work.batch,
             "mode": case.mode,
             "precision": case.precision,
+            "complete": False,
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
-            "inputs_bytes": work.inputs_bytes(case.batch),
             "operations": work.operations(case.batch, case.training),
-            "goal": None if self.settings.quick else work.goal_at(case.batch, case.training),
+            "goal": goal if self.clock else goal_of(case, self.machine["three_launches"]),
             "alternatives": {},
         }
 
     def _measure(self, case: Case) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        row = self.row(case)
-        failures = self._left_out(case)
-        ours = self._remotes[OURS]
+        row, entries = self.row(case), {}
+        ready = self._check(case, entries)
+        if OURS not in ready:
+            return row | {"refused": entries[OURS]["failed"]}, {}
+        row["gate"] = {name: ready[OURS][name] for name in ("errors", "allowed")}
+        samples: dict[str, list[float]] = {}
+        if self.clock:
+            samples = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
+            rate = 2 * self.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
+            memory = self._memory(case, entries)
+        else:
+            for name in ready:
+                try:
+                    entries[name] = self._remotes[name].call(self._patience, "measure", case)
+                except WorkerError as error:
+                    entries[name] = {"failed": str(error)}
+            rate = self.machine["rates"][case.precision]
+            memory = {name: entry["memory"] for name, entry in entries.items() if "memory" in entry}
+            row["triton"] = entries[TRITON]
+        if "median" not in entries[OURS]:
+            return row | {"refused": entries[OURS]["failed"]}, {}
+        row["fastcaps"] = entries[OURS]
+        row["alternatives"] = {name: entries[name] for name in self.names}
+        timed = {name: device_seconds(one) for name, one in row["alternatives"].items() if "median" in one}
+        own, fastest = device_seconds(row["fastcaps"]), min(timed, key=lambda name: timed[name], default=None)
+        reached = row["operations"] / own
+        row |= {"fastest": fastest, "speedup": timed[fastest] / own if fastest else None}
+        row |= {"gflops": reached / 1e9, "sgemm_gflops": rate / 1e9, "sgemm_share": reached / rate}
+        return row | {"complete": tuple(self.names) == ALTERNATIVES, "memory": memory}, samples
+
+    def _check(self, case: Case, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Bring all to where they can be timed; return their verdicts, and add to ``entries`` those that failed."""
         for stale in self._gates.glob("*.pt"):
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
+        others = [name for name in self._remotes if name != OURS]
+        votes = case.workload.votes_bytes(case.batch)
+        together = others if votes < _TOGETHER * self.machine["memory"] else []
+        ready = {}
+        for name in (OURS, *others):
+            if name not in together:
+                self._remotes[name].begin("check", case, name)
+            verdict, complaint = self._verdict(name)
+            if complaint and is_compiled(name) and self.clock:  # a second chance
+                self._remotes[name].begin("check", case, name, True)
+                note = f"{complaint}; run again without vectorised loop tails"
+                verdict, complaint = self._verdict(name)
+                entries[name] = {"note": note}
+            if complaint:
+                entries[name] = entries.get(name, {}) | {"failed": complaint}
+            else:
+                ready[name] = verdict
+            if name == OURS:
+                if complaint:
+                    break
+                for one in together:  # they find the float64 result that has been made
+                    self._remotes[one].begin("check", case, one)
+        return ready
+
+    def _verdict(self, name: str) -> tuple[dict[str, Any], str]:
+        """Wait for a process to check a case; return what it says, and what is wrong."""
         try:
-            verdict = ours.call(_PREPARE, "check", case, OURS)
+            verdict = self._remotes[name].finish(self._patience)
         except WorkerError as error:
-            verdict = {"complaint": str(error), "errors": {}, "allowed": {}}
-        row["gate"] = {name: verdict[name] for name in ("errors", "allowed")}
-        if verdict["complaint"]:
-            return self._write(row | {"refused": verdict["complaint"]}), {}
-        notes, contenders = self._prepare(case, failures)
-        subject = Contender(OURS, partial(self._time, ours), self.settings.plan.own, fewest=2)
-        sgemm = Contender("sgemm", partial(self._time, ours, method="time_sgemm"), self.settings.plan.budget)
-        take_turns([subject, sgemm, *contenders], self.settings.plan)
-        samples = {contender.name: contender.samples for contender in (subject, *contenders) if contender.samples}
-        if subject.error or not samples.get(OURS):
-            return self._write(row | {"refused": subject.error or "no calls were timed"}), {}
-        errors = {contender.name: {"failed": contender.error} for contender in contenders if contender.error}
-        for name in self.names:
-            entry = failures.get(name) or errors.get(name) or quantiles(samples[name])
-            row["alternatives"][name] = entry | ({"note": notes[name]} if name in notes else {})
-            if name in notes:  # a process that had to be restarted for a case is not kept for the next
-                self._remotes[name].safe = False
-                self._remotes[name].close()
-        row["fastcaps"] = quantiles(samples[OURS])
-        sgemm_rate = 2 * self.settings.plan.sgemm**3 / quantiles(sgemm.samples)["median"]
-        rate = row["operations"] / row["fastcaps"]["median"]
-        row |= {"gflops": rate / 1e9, "sgemm_gflops": sgemm_rate / 1e9, "sgemm_share": rate / sgemm_rate}
-        compare(row, lambda entry: entry["median"])
-        row["memory"] = self._memory(case, failures)
-        return self._write(row), samples
+            return {}, str(error)
+        wrong = verdict["complaint"]
+        return verdict, f"wrong result: {wrong}" if wrong and name in ALTERNATIVES else wrong
 
-    def _prepare(self, case: Case, failures: dict[str, dict[str, str]]) -> tuple[dict[str, str], list[Contender]]:
-        """Bring the alternatives to where they can be timed, and add to ``failures``; return notes and contenders."""
-        taking_part = [name for name in self.names if name not in failures]
-        needed = sum(bytes_needed(name, case.workload, case.batch, case.training) for name in taking_part)
-        at_once = needed < _TOGETHER * self.settings.available
-        notes: dict[str, str] = {}
-        contenders = []
-        for name in taking_part if at_once else ():
-            self._remotes[name].begin("check", case, name)
-        for name in taking_part:
-            remote = self._remotes[name]
-            try:
-                if not at_once:
-                    remote.begin("check", case, name)
-                verdict = self._again(case, name, notes, lambda remote=remote: remote.finish(_PREPARE))
-            except WorkerError as error:
-                failures[name] = {"failed": str(error)}
-                continue
-            if verdict["complaint"]:
-                failures[name] = {"failed": f"disagrees with the reference: {verdict['complaint']}"}
-                continue
-            contender = Contender(name, partial(self._time, remote), self.settings.plan.budget)
-            if not is_compiled(name) and verdict["seconds"] > contender.budget:
-                # a call that used up its time already is not made again
-                contender.samples, contender.spent, contender.turns = [verdict["seconds"]], verdict["seconds"], 1
-                contender.estimate = verdict["seconds"]
-            contenders.append(contender)
-        return notes, contenders
+    def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """Time all in turns, and a large matrix product with them; return the seconds of their calls."""
+        sgemm = partial(self._remotes[OURS].call, self._patience, "time_sgemm", self.plan.sgemm)
+        contenders = [Contender("sgemm", sgemm, sgemm(1, 1)[0], self.plan.budget)]
+        for name, took in seconds.items():
+            timer = partial(self._remotes[name].call, self._patience, "time")
+            contenders.append(Contender(name, timer, took, self.plan.own if name == OURS else self.plan.budget))
+        take_turns(contenders, self.plan)
+        for one in contenders:
+            found = quantiles(one.samples) if one.samples else {"failed": one.error}
+            entries[one.name] = entries.get(one.name, {}) | found
+        return {one.name: one.samples for one in contenders if one.samples}
 
-    def _again(self, case: Case, name: str, notes: dict[str, str], answer: Callable[[], Any]) -> dict[str, Any]:
-        """Return a verdict; a compiled process that dies or errs has a second chance without vectorised loop tails."""
-        remote = self._remotes[name]
-        try:
-            verdict: dict[str, Any] = answer()
-            reason = f"wrong result: {verdict['complaint']}" if verdict["complaint"] else ""
-        except WorkerError as error:
-            if remote.alive or not is_compiled(name):
-                raise
-            reason = str(error)
-        if not reason or not is_compiled(name):
-            return verdict
-        notes[name] = f"{reason}; run again without vectorised loop tails"
-        remote.close()
-        remote.safe = True
-        return remote.call(_PREPARE, "check", case, name)
-
-    @staticmethod
-    def _time(remote: Remote, calls: int, warm: int, method: str = "time") -> list[float]:
-        return remote.call(_BLOCK, method, calls, warm)
-
-    def _left_out(self, case: Case) -> dict[str, dict[str, str]]:
-        """Return the alternatives that do not fit into memory, with the reason."""
-        found = {}
-        for name in self.names:
-            needed = bytes_needed(name, case.workload, case.batch, case.training)
-            if needed > _FITS * self.settings.available:
-                times = needed / case.workload.votes_bytes(case.batch)
-                machine = self.settings.available / 1e9
-                found[name] = {
-                    "left_out": f"would need {needed / 1e9:.0f} GB, {times:.0f} times the votes, of {machine:.0f} GB"
-                }
-        return found
-
-    def _memory(self, case: Case, left_out: dict[str, Any]) -> dict[str, Any]:
+    def _memory(self, case: Case, entries: dict[str, Any]) -> dict[str, Any]:
         """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
-        why_not = "not asked for" if not self.settings.memory else peak_supported()
-        if why_not:
-            return {"left_out": why_not}
-        names = [OURS]
-        if case.batch == case.workload.batch and _MEMORY_ALTERNATIVE in self.names:
-            names += [] if _MEMORY_ALTERNATIVE in left_out else [_MEMORY_ALTERNATIVE]
+        if self.quick:
+            return {}
         found: dict[str, Any] = {}
-        for name in names:
+        also = case.batch == case.workload.batch and "median" in entries[_MEMORY_ALTERNATIVE]
+        for name in (OURS, *[_MEMORY_ALTERNATIVE] * also):
             fresh = self._remote()
             try:
-                found[name] = fresh.call(_PREPARE, "memory", case, name)
+                found[name] = fresh.call(self._patience, "memory", case, name)
             except WorkerError as error:
                 found[name] = {"failed": str(error)}
             finally:
                 fresh.close()
         return found
 
-    def _write(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add a row, with what it lost, and write everything so far: a run that is stopped leaves what it has."""
-        before = self._before.get(record.key({"machine": self.document["machine"], **row}))
-        row["lost"] = lost(row, before, quick=self.settings.quick)
-        self.document["rows"].append(row)
-        self.files = [record.write(self.settings.results, self.document)]
-        return row
-
     def close(self) -> None:
         """End the processes."""
         for remote in self._remotes.values():
             remote.close()
         self._scratch.cleanup()
-
-
-def compare(row: dict[str, Any], seconds: Callable[[dict[str, Any]], float]) -> None:
-    """Name the fastest alternative of a row so far, and how much faster the package is."""
-    timed = {name: seconds(entry) for name, entry in row["alternatives"].items() if "median" in entry}
-    row["fastest"] = min(timed, key=lambda name: timed[name]) if timed else None
-    row["speedup"] = timed[row["fastest"]] / seconds(row["fastcaps"]) if timed else None

@@ -102,14 +102,12 @@ class Layout:
         left = [axis for axis in self.axes if axis in "icp"]
         right = [axis for axis in self.axes if axis in "me"]
         poses_first = next(axis for axis in self.axes if axis != "i" or groups == 1) in "icp"
+        factor = split.permute(*["igpcd".index(axis) for axis in ("g", *left, "d")]).reshape(groups, -1, inner)
+        matrices = weight.permute(*["gmde".index(axis) for axis in ("g", "d", *right)]).reshape(groups, inner, -1)
         if poses_first:
-            factor = split.permute(*["igpcd".index(axis) for axis in ("g", *left, "d")]).reshape(groups, -1, inner)
-            matrices = weight.permute(*["gmde".index(axis) for axis in ("g", "d", *right)]).reshape(groups, inner, -1)
-            made, order = torch.bmm(factor, matrices), ["g", *left, *right]
+            made, order = factor @ matrices, ["g", *left, *right]
         else:
-            factor = split.permute(*["igpcd".index(axis) for axis in ("g", "d", *left)]).reshape(groups, inner, -1)
-            matrices = weight.permute(*["gmde".index(axis) for axis in ("g", *right, "d")]).reshape(groups, -1, inner)
-            made, order = torch.bmm(matrices, factor), ["g", *right, *left]
+            made, order = matrices.mT @ factor.mT, ["g", *right, *left]
         made = made.view([sizes[axis] for axis in order])
         made = made.permute([order.index(axis) for axis in wanted]).reshape(full)
         return made if bias is None else made + self.place(bias, "imce")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bench.alternatives import OURS
-from bench.device import COMPILED, LeftOut
 from bench.runner import Case
+from bench.session import LeftOut
 
 _now = [0.0]
 """A clock for pytest-benchmark: it goes on by what each call took when it was measured."""
@@ -22,27 +22,22 @@ _now = [0.0]
 def test_routing(case: Case, contender: str, session: Any, benchmark: Any, request: pytest.FixtureRequest) -> None:
     """Time one row; it fails, and no figure is kept, if a result disagrees with the float64 reference.
 
-    It fails, too, where a goal that was held is lost, unless ``--no-goals`` says not to; see :mod:`bench.goals`. On a
-    GPU torch.compile of the alternatives joins a row later, as far as the time goes.
+    It fails, too, where a goal that was held is lost, unless ``--no-goals`` says not to; see :mod:`bench.goals`.
     """
     try:
-        if contender == COMPILED:
-            row, samples = session.compile(case), {}
-            contender = OURS
-        else:
-            row, samples = session.run(case)
+        row, samples = session.run(case)
     except LeftOut as reason:
         pytest.skip(str(reason))
     if "refused" in row:
         pytest.fail(f"no speed figure: {row['refused']}", pytrace=False)
     entry = row["fastcaps"] if contender == OURS else row["alternatives"][contender]
     if "median" not in entry:
-        pytest.skip(entry.get("failed") or entry["left_out"])
+        pytest.skip(entry["failed"])
     benchmark.group = str(case)
     seconds = samples.get(contender, [entry["median"]])
     left = iter(seconds)
     benchmark.pedantic(lambda: _now.__setitem__(0, _now[0] + next(left)), rounds=len(seconds))
     if contender == OURS:
-        benchmark.extra_info.update({name: row.get(name) for name in ("speedup", "sgemm_share", "votes_bytes")})
+        benchmark.extra_info.update({name: row[name] for name in ("speedup", "sgemm_share", "votes_bytes")})
         held = request.config.getoption("no_goals") or not row["lost"]
         assert held, f"goals that were held are lost: {'; '.join(row['lost'])}"

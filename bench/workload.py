@@ -1,9 +1,9 @@
-"""What a workload is: the sizes of one layer, the kind of its routing, what it costs, what it ought to reach."""
+"""What a workload is: the sizes of one layer, the kind of its routing, its inputs, cost, and what it ought to reach."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
@@ -11,17 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.inputs import Inputs
 from bench.stored import Layout
 from fastcaps.functional import Window
 
-__all__ = ["Draw", "Goal", "Implementation", "Routing", "Workload"]
+__all__ = ["Draw", "Goal", "Implementation", "Inputs", "Routing", "Workload", "is_batched", "size_of"]
 
 Implementation = Callable[..., tuple[Tensor, ...]]
 """Takes a routing's arguments by name, in public layout; returns its results in the order of ``Routing.results``."""
-
-_OUTWEIGH = 10
-"""Votes that take so many times the bytes of inputs and parameters ought not to be stored."""
 
 
 class Routing(ABC):
@@ -32,9 +28,12 @@ class Routing(ABC):
     fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
     subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
     iterations: int = 1
-    # How many times the bytes of its votes each alternative needs: a forward call, and a training step. Measured for
-    # poses of 16 numbers, and rounded up; small layers and poses need more.
-    stored: ClassVar[dict[str, tuple[float, float]]]
+    last: ClassVar[int] = 0  # passes over the votes that follow the turns
+
+    @property
+    def passes(self) -> int:
+        """How many passes over the votes it is."""
+        return self.iterations + self.last
 
     @abstractmethod
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
@@ -46,15 +45,8 @@ class Routing(ABC):
 
     def grads(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Return a cotangent of each result, by name and in order; those of one number a parent are named here."""
-        numbers = {"activations", "scores"}
-        return {
-            name: draw.parents(*(() if name in numbers else (work.rows, work.columns_out))) for name in self.results
-        }
-
-    @property
-    def passes(self) -> int:
-        """How many passes over the votes it is."""
-        return self.iterations
+        pose, numbers = (work.rows, work.columns_out), {"activations", "scores"}
+        return {name: draw.parents(*(() if name in numbers else pose)) for name in self.results}
 
     @abstractmethod
     def operations(self, work: Workload) -> int:
@@ -168,7 +160,7 @@ class Workload:
 
     def outweighs(self, batch: int) -> bool:
         """Tell whether the votes take ten times the bytes of inputs and parameters, or more."""
-        return self.votes_bytes(batch) >= _OUTWEIGH * self.inputs_bytes(batch)
+        return self.votes_bytes(batch) >= 10 * self.inputs_bytes(batch)
 
     def operations(self, batch: int, training: bool = False) -> int:
         """Count useful operations, recomputation left out; a training step counts three times the forward pass."""
@@ -197,15 +189,14 @@ class Workload:
         goal = self.goal
         if goal is None:
             return None
-        wanted: dict[str, float | None] = {}
-        if batch == self.batch:
-            wanted["speedup"] = goal.training if training else goal.forward
-            wanted["sgemm_share"] = None if training else goal.sgemm_share
-            wanted["mean"] = goal.means and goal.means[training]
-        elif batch == 1:
-            wanted["speedup"] = 1.0
-        wanted["memory_share"] = goal.memory_share if self.outweighs(batch) else None
-        wanted["total"] = goal.total[1] if goal.total and training and batch == goal.total[0] else None
+        own, single = batch == self.batch, batch == 1
+        wanted = {
+            "speedup": (goal.forward, goal.training)[training] if own else 1.0 if single else None,
+            "sgemm_share": goal.sgemm_share if own and not training else None,
+            "mean": goal.means[training] if own and goal.means else None,
+            "memory_share": goal.memory_share if self.outweighs(batch) else None,
+            "total": goal.total[1] if goal.total and training and batch == goal.total[0] else None,
+        }
         return {name: value for name, value in wanted.items() if value is not None} or None
 
     def miniature(self) -> Workload:
@@ -213,6 +204,60 @@ class Workload:
         grid = None if self.grid is None else (self.kernel_size, self.kernel_size)
         small: dict[str, Any] = {"batches": (1,), "types": 1, "parents": min(2, self.parents), "copies": 1}
         return replace(self, **small, grid=grid, groups=self.groups and 1)
+
+
+_OF_SAMPLES = {"children", "parents", "activations", "scores", "poses", "means", "variances"}
+
+
+def is_batched(name: str) -> bool:
+    """Tell whether an argument or a result, or its gradient ``d`` + name, has the batch as its first dimension."""
+    return name in _OF_SAMPLES or (name[0] == "d" and name[1:] in _OF_SAMPLES)
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the numbers in tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one routing, and the cotangents of its results for the training step, in public layout.
+
+    Grids lie in memory with a position's capsules together (B, H, W, N, C, D), as the layer before leaves them.
+    """
+
+    arguments: dict[str, Tensor]  # by name; what is absent is not there
+    grads: dict[str, Tensor]  # a cotangent for each result, by the result's name, in order
+    fixed: tuple[str, ...] = ()  # arguments that no training step differentiates
+
+    @property
+    def children(self) -> Tensor:
+        """The children's poses."""
+        return self.arguments["children"]
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The arguments that a training step differentiates."""
+        return {name: tensor for name, tensor in self.arguments.items() if name not in self.fixed}
+
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:
+        """Return the same with every tensor changed."""
+        arguments, grads = ({n: change(n, t) for n, t in given.items()} for given in (self.arguments, self.grads))
+        return replace(self, arguments=arguments, grads=grads)
+
+    def to(self, target: torch.dtype | torch.device) -> Inputs:
+        """Return the same numbers in another dtype or on another device, cut off from any graph."""
+        return self.each(lambda _, tensor: tensor.detach().to(target))
+
+    def samples(self, part: slice | Sequence[int]) -> Inputs:
+        """Return the samples ``part`` of the batch; what has no batch stays whole."""
+        return self.each(lambda name, tensor: tensor[part] if is_batched(name) else tensor)
+
+    def require_grad(self) -> Inputs:
+        """Let every argument that is learned require its gradient, in place; return self."""
+        for tensor in self.learned.values():
+            tensor.requires_grad_()
+        return self
 
 
 class Draw:

@@ -12,7 +12,7 @@ from typing import Any
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
 from bench.workload import Goal, Workload
 
-__all__ = ["QUICK", "TINY", "WORKLOADS", "attention_passes", "find"]
+__all__ = ["QUICK", "TINY", "WORKLOADS", "find"]
 
 _TSAI = "Tsai et al. 2020, Table"
 _HEINSEN = "Heinsen 2019"
@@ -116,8 +116,3 @@ def find(name: str) -> Workload:
     if found is None:
         raise ValueError(f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}")
     return found
-
-
-def attention_passes() -> list[Workload]:
-    """Return the workloads that are one attention pass with parents and LayerNorm."""
-    return [work for work in WORKLOADS.values() if work.routing == AttentionPass()]

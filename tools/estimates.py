@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.device import SECONDS
+from bench.routings import AttentionPass
 from bench.workload import Workload
-from bench.workloads import WORKLOADS, attention_passes, find
+from bench.workloads import WORKLOADS, find
 from fastcaps import libraries
 from fastcaps.backends import ALLOW_TF32
 from tools import sass
+from tools.markdown import as_markdown
 from tools.sass import H200, macs, wavefronts
-from tools.static_report import Compiled, Identity, as_markdown
+from tools.static_report import Compiled, Identity
 
 __all__ = ["Estimate", "choose", "estimate", "markdown", "supported", "training"]
 
@@ -271,5 +273,6 @@ def markdown(found: Sequence[Compiled]) -> str:
         f"the device. The estimate is the longest of these, the schedulers filling {ISSUED:.0%} of their slots, and "
         f"{LAUNCH * 1e6:.0f} us for a launch's ends."
     )
-    parts = [assumed, as_markdown(table(found, attention_passes())), as_markdown(supported(found)), *_whole(found)]
+    passes = [work for work in WORKLOADS.values() if work.routing == AttentionPass()]  # with parents and LayerNorm
+    parts = [assumed, as_markdown(table(found, passes)), as_markdown(supported(found)), *_whole(found)]
     return "\n\n".join(parts)

@@ -43,16 +43,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if given.device == "cuda":
             torch.cuda.synchronize()
 
-    with precision.active():
-        if not given.table:
-            calls()
-            return 0
-        step()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if given.device == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profile:
-            calls()
+    precision.use()
+    if not given.table:
+        calls()
+        return 0
+    step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if given.device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        calls()
     by = "self_device_time_total" if given.device == "cuda" else "self_cpu_time_total"
     print(profile.key_averages().table(sort_by=by, row_limit=12, max_name_column_width=90))
     return 0

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 from fastcaps import libraries
 from tools import sass
+from tools.markdown import as_markdown, into
 from tools.sass import H200, Instruction, Kernel, Loop, Occupancy, Usage
 
 __all__ = ["ARCHITECTURES", "Compiled", "Identity", "collect", "identify", "main", "spilled"]
@@ -292,12 +293,6 @@ def loop_table(found: Sequence[Compiled]) -> list[list[str]]:
     return lines
 
 
-def as_markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines as a markdown table, the first being its head."""
-    right = ["---", *["---:"] * (len(lines[0]) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], right, *lines[1:]])
-
-
 def markdown(found: Sequence[Compiled]) -> str:
     """Return everything as markdown."""
     from tools import estimates
@@ -332,8 +327,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if given.into is None:
             print(text)
         else:
-            from bench.report import into
-
             given.into.write_text(into(given.into.read_text(), text, "static"))
     except (RuntimeError, ValueError, OSError) as error:
         print(f"static_report: {error}", file=sys.stderr)

@@ -30,8 +30,9 @@ from fastcaps import libraries
 from fastcaps.backends import ALLOW_TF32
 from fastcaps.reference import Rule
 from tools import sass
+from tools.markdown import as_markdown, into
 from tools.sass import H200, Instruction, Usage
-from tools.static_report import as_markdown, is_softmax
+from tools.static_report import is_softmax
 
 __all__ = ["Launch", "Made", "launches", "main", "make", "table", "unavailable", "with_parents"]
 
@@ -262,8 +263,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if given.into is None:
             print(text)
         else:
-            from bench.report import into
-
             given.into.write_text(into(given.into.read_text(), text, "static-triton"))
     except (ValueError, OSError) as error:
         print(f"triton_report: {error}", file=sys.stderr)
