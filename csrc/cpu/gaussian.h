@@ -335,7 +335,7 @@ struct GaussianBackward {
     }
     T sum{};
     add_lanes<T>(&narrow, 1, &sum);
-    return sum > 0;
+    return sum != 0;  // nor is NaN: a broken position may have a neighbour that is narrow
   }
 
   // A variance that is less of its squared mean than this.
