@@ -24,8 +24,6 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
 
 // A new tensor's memory. Large ones come straight from the system, which hands it out page by page as it is touched; in
@@ -121,6 +119,13 @@ inline Shape numbers_shape(const Votes& votes, int64_t turns = 0) {
   return shape;
 }
 
+// How far a table's numbers of neighbouring children and parents lie apart in dense memory, `each` of them together; 0
+// where they have the same.
+inline void table_strides(const Tensor& x, int64_t each, int64_t& i, int64_t& m) {
+  m = x.size(1) > 1 ? each : 0;
+  i = x.size(0) > 1 ? x.size(1) * each : 0;
+}
+
 // The six arguments with which every op begins.
 struct VoteTensors {
   Tensor children;           // [B, H, W, N, C, D]
@@ -129,6 +134,12 @@ struct VoteTensors {
   int64_t parents;
   Shape window;  // kh, kw, sh, sw, ph, pw, dh, dw
 
+  ScalarType storage() const { return children.scalar_type(); }
+  ScalarType wide() const { return accumulation_type(children); }
+
+  void check_maybe(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
+    if (x) check_tensor(*x, name, shape, type, children);
+  }
   // A table with a row for every child or one for all, and a column for every parent or one for all.
   void check_table(const Tensor& x, const char* name, const Votes& votes, ScalarType type, Shape more = {}) const {
     STD_TORCH_CHECK(x.dim() == int64_t(more.size()) + 2, "fastcaps: ", name, " must be [I or 1, M or 1",
@@ -176,8 +187,7 @@ struct VoteTensors {
     }
     if (bias) {
       check_table(*bias, "bias", v, type, {v.C, v.E});
-      v.bias_stride_m = bias->size(1) > 1 ? v.parent_size() : 0;
-      v.bias_stride_i = bias->size(0) > 1 ? bias->size(1) * v.parent_size() : 0;
+      table_strides(*bias, v.parent_size(), v.bias_stride_i, v.bias_stride_m);
     }
     return v;
   }
