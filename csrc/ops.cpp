@@ -1,8 +1,14 @@
 // Registration of the CPU kernels. The schemas are defined once, in fastcaps/ops; torch's stable ABI carries the
 // calls, so that a library built against one torch serves every later one.
-#include "ops.h"
-
+#include "arguments.h"
 #include "cpu/capability.h"
+
+namespace fastcaps {
+
+std::vector<Tensor> attention_routing(Stack), attention_routing_backward(Stack), pooling_routing(Stack),
+    pooling_routing_backward(Stack), gaussian_routing(Stack), gaussian_routing_backward(Stack);
+
+}  // namespace fastcaps
 
 namespace {
 

@@ -24,8 +24,6 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
 
 // A new tensor's memory. Large ones come straight from the system, which hands it out page by page as it is touched; in
@@ -125,6 +123,13 @@ inline Shape numbers_shape(const Votes& votes, int64_t turns = 0) {
   return shape;
 }
 
+// How far a table's numbers of neighbouring children and parents lie apart in dense memory, `each` of them together; 0
+// where they have the same.
+inline void table_strides(const Tensor& x, int64_t each, int64_t& i, int64_t& m) {
+  m = x.size(1) > 1 ? each : 0;
+  i = x.size(0) > 1 ? x.size(1) * each : 0;
+}
+
 // The six arguments with which every op begins.
 struct VoteTensors {
   Tensor children;           // [B, H, W, N, C, D] or, of a set, [B, I, C, D]
@@ -133,6 +138,12 @@ struct VoteTensors {
   int64_t parents;
   Shape window;  // kh, kw, sh, sw, ph, pw, dh, dw
 
+  ScalarType storage() const { return children.scalar_type(); }
+  ScalarType wide() const { return accumulation_type(children); }
+
+  void check_maybe(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
+    if (x) check_tensor(*x, name, shape, type, children);
+  }
   Shape gate_shape() const {
     Shape shape = shape_of(children);
     shape.resize(shape.size() - 2);
@@ -189,8 +200,7 @@ struct VoteTensors {
     }
     if (bias) {
       check_table(*bias, "bias", v, type, {v.C, v.E});
-      v.bias_stride_m = bias->size(1) > 1 ? v.parent_size() : 0;
-      v.bias_stride_i = bias->size(0) > 1 ? bias->size(1) * v.parent_size() : 0;
+      table_strides(*bias, v.parent_size(), v.bias_stride_i, v.bias_stride_m);
     }
     return v;
   }

@@ -5,6 +5,8 @@
 
 namespace fastcaps {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // A window over the grid of children, as in a convolution. A set is a 1 x 1 grid under a 1 x 1 window.
 struct Window {
   int64_t kh, kw, sh, sw, ph, pw, dh, dw;
@@ -48,10 +50,22 @@ struct Votes {
   const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 
+  bool is_double() const { return storage == Storage::kFloat64; }
   int64_t positions() const { return B * Ho * Wo; }
   int64_t child_size() const { return C * D; }        // numbers of a child's pose,
   int64_t parent_size() const { return C * E; }       // of a parent's,
   int64_t parents_size() const { return M * C * E; }  // of all parents' at one position
 };
+
+// A call's sizes as fastcaps.explain tells them: B H W N C D Ho Wo M E G (0: no weights) and the window's 8.
+inline Votes votes_of(const int64_t* n, Storage storage) {
+  Votes in{};
+  in.B = n[0], in.H = n[1], in.W = n[2], in.N = n[3], in.C = n[4], in.D = n[5], in.Ho = n[6], in.Wo = n[7];
+  in.M = n[8], in.E = n[9], in.G = n[10] > 0 ? n[10] : 1;
+  in.window = {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]};
+  in.I = in.window.kh * in.window.kw * in.N;
+  in.storage = storage;
+  return in;
+}
 
 }  // namespace fastcaps

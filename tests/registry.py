@@ -210,8 +210,7 @@ class Routing:
             results, _ = self.turn(given, 0, own, False)
             turns.append({**own, **{n: results[kept][0] for n, kept in self.saved.items()}})
         draw, shapes = case.generator(seed + 300), {"grad_counts": case.numbers, "grad_evidence": case.numbers}
-        dtype = case.wide if self.stem == "gaussian" else case.dtype
-        full: Given = {n: draw(case.turns, *shapes.get(n, case.poses), dtype=dtype) for n in self.grads}
+        full: Given = {n: draw(case.turns, *shapes.get(n, case.poses), dtype=case.wide) for n in self.grads}
         full.update({n: given[n] for n in VOTES})
         for name in (*self.state, *self.saved):
             each = [one[name] for one in turns if one[name] is not None]

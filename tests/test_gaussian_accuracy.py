@@ -110,3 +110,26 @@ def test_at_most_twice_the_error_of_eager(routing: str, shape: str, eps: float) 
         complaints = bar.judge(training(ours, routing, eps, given)).complaints
         wrong += [complaints] if complaints else []
     assert len(wrong) <= 1, wrong
+
+
+@native_only
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e30, 1e19], ids=str)
+@pytest.mark.parametrize("broken", [0, -1], ids=["children", "gradients"])
+@pytest.mark.parametrize("shape", ["one-child-16", "more-parents-19"])
+@pytest.mark.parametrize("routing", ["heinsen", "em"])
+def test_a_broken_sample_costs_its_neighbours_nothing(routing: str, shape: str, broken: int, number: float) -> None:
+    """The children of the other samples, which are a vector's other lanes, keep all their digits."""
+
+    def neighbours(run: Callable[..., tuple[Tensor | None, ...]], given: Tensors) -> dict[str, Tensor]:
+        found = training(run, routing, 1e-5, given)
+        own = found.keys() - {"dweight", "dfirst", "dsecond"}  # what belongs to a sample
+        return {name: torch.cat((found[name][:1], found[name][2:])) for name in own}
+
+    wrong = []
+    for seed in range(6):
+        given = tensors(shape, seed)
+        given[broken if routing == "heinsen" or broken == 0 else -2][1] = number  # EM returns no variances
+        bar = Bar(lambda numbers: neighbours(eager, numbers), given)
+        complaints = bar.judge(neighbours(ours, given)).complaints
+        wrong += [complaints] if complaints else []
+    assert len(wrong) <= 1, wrong

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LAYOUTS, Case
+from cases import LAYOUTS, WINDOWS, Case
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import GAUSSIAN, ROUTINGS, BackwardCall, Call, Routing
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 from suite import cases_named, cases_where, drawn, every_routing, is_named, native_only, random_cases
 from torch import Tensor
 
@@ -66,6 +66,38 @@ def test_the_backward_of_many_turns(routing: Routing, case: Case) -> None:
 def test_random_calls(routing: Routing, data: st.DataObject, seed: int) -> None:
     call = routing.call(data.draw(random_cases(routing)), seed)
     call.bar().hold(call.training(by_op))
+
+
+# ---- digits, and numbers that are none -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", [ATTENTION, POOLING], ids=lambda routing: routing.stem)
+@pytest.mark.parametrize(("parents", "turns"), [(1, 1), (3, 2)])
+def test_squash_in_bfloat16(routing: Routing, parents: int, turns: int) -> None:
+    """What is squashed, and the gradient of what was, is not rounded before: no other rounding hides it."""
+    options: dict[str, Any] = {"pose": (2, 3, 5), "gate": "some", "start": False, "scale": 3.0, "dtype": torch.bfloat16}
+    case = Case("few-votes", Rule.SQUASH, types=1, parents=parents, turns=turns, **options)
+    for seed in range(20):
+        call = routing.call(case, seed)
+        call.bar().hold(call.training(by_op))
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("rule", [Rule.UNIT, Rule.SQUASH], ids=lambda rule: rule.name)
+def test_the_first_turn_of_pooling_asks_no_broken_child(rule: Rule, turns: int, number: float) -> None:
+    call = POOLING.call(Case("broken", rule, start=False, turns=turns, normalize=rule == Rule.UNIT))
+    call.given["children"][0, 0, 0, 2, 0, 1] = number
+    for found, wanted in zip(call.by_op().values(), call.by_loop().values(), strict=True):
+        assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
+
+
+@pytest.mark.parametrize("bias", [None, "IM", "11"])
+@pytest.mark.parametrize("batch", [1, 20])
+def test_windows_that_see_padding_alone_and_no_eps(batch: int, bias: str | None) -> None:
+    """There is no LayerNorm of nothing; but no child's gradient knows of it."""
+    grid, window = WINDOWS["nobody"]
+    held(ATTENTION.call(Case("no-eps", Rule.LAYER_NORM, batch, grid, window=window, bias=bias, eps=0.0, turns=2)))
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

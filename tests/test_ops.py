@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, Call, Routing, every_case, votes_of
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, VOTES, Call, Routing, every_case, votes_of
 from suite import cases_named, every_routing, native_only
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -301,6 +301,17 @@ def test_wrong_arguments_of_a_backward_are_named(routing: Routing) -> None:
         for wrong in wrongs:
             with pytest.raises(RuntimeError, match=rf"\b{argument}\b"):
                 routing.backward_op(*{**call.given, argument: wrong}.values())
+
+
+@every_routing
+def test_a_backward_by_the_reference_names_what_has_another_dtype(routing: Routing) -> None:
+    call = routing.backward_call(replace(routing.case("padded"), turns=2, start=True))
+    with backends.backend("reference"):
+        for argument in (*VOTES, *routing.grads, *routing.state, *routing.saved):
+            if isinstance(right := call.given[argument], Tensor):
+                says = argument if argument != "children" else "|".join(call.given)
+                with pytest.raises((TypeError, ValueError), match=rf"\b({says})\b"):
+                    routing.backward_op(*{**call.given, argument: right.double()}.values())
 
 
 def test_bits_leave_room_for_the_flag() -> None:

@@ -72,8 +72,9 @@ def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
 @pytest.mark.skipif(not KERNELS.is_file(), reason="the sources are not here")
 def test_every_pose_with_a_kernel_of_its_own_has_a_case() -> None:
     """Whichever routing has one, in both directions, as the source of the kernels lists them."""
-    compiled = {f"{c}x{d}->{c}x{e}" for c, d, e in re.findall(r"\bis\((\d+), (\d+), (\d+)\)", KERNELS.read_text())}
-    compiled |= {f"{c}x{d}->" for c, d in re.findall(r"in\.C == (\d+) && in\.D == (\d+)", KERNELS.read_text())}
+    source = KERNELS.read_text()
+    compiled = {f"{c}x{d}->{c}x{e}" for c, d, e in re.findall(r"\bStaticPose<(\d+), (\d+), (\d+)>", source)}
+    compiled |= {f"{c}x{d}->" for c, d in re.findall(r"\bSameStaticPose<(\d+), (\d+)>", source)}
     assert len(compiled) > 5
     for backward in (False, True):
         met = {how[1] for routing in ROUTINGS for back, _, _, how in schedules(routing) if back == backward}

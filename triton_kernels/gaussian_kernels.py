@@ -42,8 +42,8 @@ from .tiles import (
     unbroken,
 )
 
-NARROW = tl.constexpr(2.0**-6)
-"""A parent is narrow, and its rest measured, where a variance is below this share of its squared mean."""
+TIGHT = tl.constexpr(2.0**-6)
+"""A parent is tight, and its rest measured, where a variance is below this share of its squared mean."""
 
 
 class Gaussian(NamedTuple):
@@ -315,24 +315,24 @@ GAUSSIAN = Algebra(
 
 
 @triton.jit
-def narrow_parents(turn, at):
+def tight_parents(turn, at):
     """Return which parents ``[BL, BM]`` have a variance that is nothing beside its squared mean, and the means."""
     means = load_pose(turn.means, at)
-    narrow = (at.pose_mask & (load_pose(turn.variances, at) < means * means * NARROW)).to(tl.int32)
-    return tl.max(tl.max(narrow, axis=0), axis=0) > 0, means
+    tight = (at.pose_mask & (load_pose(turn.variances, at) < means * means * TIGHT)).to(tl.int32)
+    return tl.max(tl.max(tight, axis=0), axis=0) > 0, means
 
 
 @triton.jit
 def load_rest(turn, at, tile):
-    """Return the tiles of mean and p, the log-weights; the new means, and whether no parent is narrow."""
+    """Return the tiles of mean and p, the log-weights; the new means, and whether no parent is tight."""
     mean, precision, log_weight = load(turn, at, tile)
-    narrow, means = narrow_parents(turn, at)
-    return mean, precision, log_weight, means, tl.max(tl.max(narrow.to(tl.int32), axis=0), axis=0) == 0
+    tight, means = tight_parents(turn, at)
+    return mean, precision, log_weight, means, tl.max(tl.max(tight.to(tl.int32), axis=0), axis=0) == 0
 
 
 @triton.jit
 def idle_rest(turn, parents):
-    """Return whether no parent of the tile is narrow."""
+    """Return whether no parent of the tile is tight."""
     return parents[4]
 
 
@@ -360,10 +360,10 @@ def join_rest(turn, state, other):
 
 @triton.jit
 def finish_rest(turn, state, results, at, tile):
-    """Store rest and count: what was measured of narrow parents, and of others what they are on paper."""
-    narrow, means = narrow_parents(turn, at)
-    put_pose(results[0], tl.where(spread(narrow), state[0], turn.eps * means), at, STORE)
-    put_each(results[1], tl.where(narrow, state[1], load_each(turn.counts, at)), at, STORE)
+    """Store rest and count: what was measured of tight parents, and of others what they are on paper."""
+    tight, means = tight_parents(turn, at)
+    put_pose(results[0], tl.where(spread(tight), state[0], turn.eps * means), at, STORE)
+    put_each(results[1], tl.where(tight, state[1], load_each(turn.counts, at)), at, STORE)
 
 
 REST = Algebra(load_rest, score, start_rest, add_rest, join_rest, finish_rest, idle_rest)

@@ -1,7 +1,4 @@
-// The attention pass: parents compete for every child.
-//   a = s <Q, V>, r = softmax over parents, S = sum_i g r V, parents = LayerNorm(S), S or squash(S)
-// Backward, from dS, by recomputation:
-//   h = <dS, V>, da = g r (h - sum_m r h), dV = g r dS + s da Q, dQ = s sum_i da V, dg = sum_m r h
+// The attention pass: parents compete for every child; formulas: ../algebra/attention.h, docs/algebra.md.
 #pragma once
 
 #include "../algebra/attention.h"
@@ -13,54 +10,31 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// What passes whose results are weighted sums of votes share: attention and pooling.
-template <class T>
-struct WeightedSums {
-  using V = Vec<T>;
-
-  // target += sum of share times vote; votes lie one after another, shares kShares apart.
-  static FASTCAPS_INLINE void add(const V* kept, const V* share, int64_t count, int64_t CE, V* S) {
-    constexpr int kBlock = 8;
-    int64_t k = 0;
-    for (; k + kBlock <= CE; k += kBlock) {
-      V sum[kBlock];
-      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] = S[k + u]; });
-      for (int64_t j = 0; j < count; ++j)
-        unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += share[j] * kept[j * CE + k + u]; });
-      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { S[k + u] = sum[u]; });
-    }
-    for (; k < CE; ++k) {
-      V sum = S[k];
-      for (int64_t j = 0; j < count; ++j) sum += share[j] * kept[j * CE + k];
-      S[k] = sum;
-    }
-  }
-};
-
-template <class T, class X>
-struct AttentionForward {
-  using Operands = Attention;
+// What attention and pooling share: parents ask with a query Q, and results are weighted sums of votes.
+template <class T, class X, class Operands_>
+struct QueryForward {
+  using Operands = Operands_;
   using V = Vec<T>;
   static constexpr int kShares = 1;
-  static constexpr bool kSilent = false, kBase = false, kFolds = false;
-  const ForwardCall<Attention>& call;
+  static constexpr bool kBase = false, kFolds = false;
+  const ForwardCall<Operands>& call;
   const Votes& in;
-  const Attention& with;
+  const Operands& with;
   const int64_t CE;
 
-  explicit AttentionForward(const ForwardCall<Attention>& call_)
+  explicit QueryForward(const ForwardCall<Operands>& call_)
       : call(call_), in(call.votes), with(call.with), CE(in.parent_size()) {}
 
-  // State: Q. Results: S.
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 1};
-  }
-  static int64_t state_numbers(const ForwardCall<Attention>& call) {
+  // State: Q. Results: the sums S.
+  static int64_t state_numbers(const ForwardCall<Operands>& call) {
     return call.with.query.data || call.total > 1 ? call.votes.parents_size() : 0;
   }
   static int64_t numbers_before(const Votes&) { return 0; }
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 1};
+  }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
     zero(result, result_numbers(in, many));
@@ -69,13 +43,72 @@ struct AttentionForward {
   bool equal(int64_t turn) const { return turn == 0 && !with.query.data; }
   void load(const Tile<T>& tile, X* Q) const {
     if (with.query.data)
-      gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, Q);
+      gather_parents<T>(in, tile, in.storage, with.query, in.M, in.C, in.E, Q);
     else
       zero(Q, state_numbers(call));
   }
 
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
+                           int64_t to_m) const {
+    constexpr int kBlock = 8;
+    V* S = to.pose(0, to_m);
+    int64_t k = 0;
+    for (; k + kBlock <= to.size; k += kBlock) {
+      V sum[kBlock];
+      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] = S[k + u]; });
+      for (int64_t j = 0; j < count; ++j)
+        unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += share[j] * kept[j * to.size + k + u]; });
+      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { S[k + u] = sum[u]; });
+    }
+    for (; k < to.size; ++k) {
+      V sum = S[k];
+      for (int64_t j = 0; j < count; ++j) sum += share[j] * kept[j * to.size + k];
+      S[k] = sum;
+    }
+  }
+  template <class Pose, class Weight>
+  FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
+                                 const V* share, Planes<V> to, int64_t m) const {
+    add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
+  }
+};
+
+template <class T, class X, class Operands_>
+struct QueryBackward {
+  using Operands = Operands_;
+  using V = Vec<T>;
+  static constexpr int kResultNumbers = 0;
+  static constexpr bool kBetas = false, kRest = false, kFolds = false;
+  const BackwardCall<Operands>& call;
+  const Votes& in;
+  const Operands& with;
+  const int64_t CE;
+
+  QueryBackward(const BackwardCall<Operands>& call_, const Operands& with_)
+      : call(call_), in(call.votes), with(with_), CE(in.parent_size()) {}
+
+  // Results: dQ.
+  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
+  template <class Y>
+  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
+    return {base, many, in.parent_size(), 1};
+  }
+  bool plain() const { return !with.query.data && !call.dgate; }
+
+  void finish(const Tile<T>& tile, const X*, X* dq) const {
+    write_row<T>(tile, static_cast<T*>(with.dquery), in.parents_size(), dq);
+  }
+};
+
+template <class T, class X>
+struct AttentionForward : QueryForward<T, X, Attention> {
+  using Base = QueryForward<T, X, Attention>;
+  using Base::Base, Base::call, Base::in, Base::with, Base::CE;
+  using V = Vec<T>;
+  static constexpr bool kSilent = false;
+
   template <class Each>
-  FASTCAPS_INLINE V score(const X* Q, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* Q, int64_t m, V, Each&& each_vote) const {
     return agreement(Q + m * CE, each_vote);
   }
   template <class Each>
@@ -86,20 +119,12 @@ struct AttentionForward {
   }
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const { softmax<T>(row, in.M, highest, gate); }
+  FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
   template <class Sits>
   FASTCAPS_INLINE void weigh(const V* row, const V*, Sits, const Range&, int64_t, int64_t count, int64_t, Planes<V>,
                              int64_t, V* share) const {
     for (int64_t j = 0; j < count; ++j) share[j] = row[j * in.M];
-  }
-  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                           int64_t to_m) const {
-    WeightedSums<T>::add(kept, share, count, CE, to.pose(0, to_m));
-  }
-  template <class Pose, class Weight>
-  FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                 const V* share, Planes<V> to, int64_t m) const {
-    add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
   }
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CE, result + m * CE);
@@ -118,35 +143,26 @@ struct AttentionForward {
       else if (with.rule == Rule::kLayerNorm)
         layer_norm(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
                    static_cast<const T*>(with.norm_bias));
-    if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
+    if (last) return write_parents<T>(tile, in.storage, with.parents, 0, MCE, S);
     for (int64_t k = 0; k < MCE; ++k) {
-      const X parent = rounded<T>(call.votes.storage, S[k]);
-      Q[k] = with.rule == Rule::kSquash ? rounded<T>(call.votes.storage, Q[k] + parent) : parent;
+      const X parent = rounded<T>(in.storage, S[k]);
+      Q[k] = with.rule == Rule::kSquash ? rounded<T>(in.storage, Q[k] + parent) : parent;
     }
   }
 };
 
 template <class T, class X>
-struct AttentionBackward {
-  using Operands = Attention;
+struct AttentionBackward : QueryBackward<T, X, Attention> {
+  using Base = QueryBackward<T, X, Attention>;
+  using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
   static constexpr int kRows = 2;  // a, then g r; h, then s da
-  static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = false, kBetas = false, kRest = false, kFolds = false;
-  const BackwardCall<Attention>& call;
-  const Votes& in;
-  const Attention& with;
-  const int64_t CE;
+  static constexpr bool kSilent = false;
 
-  AttentionBackward(const BackwardCall<Attention>& call_, const Attention& with_)
-      : call(call_), in(call.votes), with(with_), CE(in.parent_size()) {}
-
-  // State: dS and Q. Results: dQ.
+  // State: dS and Q.
   static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.votes.parents_size(); }
-  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
   bool needs_vote() const { return with.dquery; }
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 4 * in.parent_size(); }
-  bool plain() const { return !with.query.data && !call.dgate; }
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
   // Q, and the gradient of the sums S through LayerNorm.
@@ -154,10 +170,10 @@ struct AttentionBackward {
     const int64_t MCE = in.parents_size();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
     zero(state, 2 * MCE);
-    if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, state + MCE);
-    gather_parents<T>(in, tile, call.votes.storage, with.grad, in.M, in.C, in.E, ds);
-    if (!with.given_sums) return;
-    read_row<T>(tile, static_cast<const T*>(with.given_sums), MCE, sums);
+    if (with.query.data) gather_parents<T>(in, tile, in.storage, with.query, in.M, in.C, in.E, state + MCE);
+    gather_parents<T>(in, tile, compute_storage<T>, with.grad, in.M, in.C, in.E, ds);
+    if (!with.given_sums.data) return;
+    gather_parents<T>(in, tile, compute_storage<T>, with.given_sums, in.M, in.C, in.E, sums);
     X *dweight = with.dnorm ? dnorm : nullptr, *part = dnorm + 2 * CE;
     zero(dnorm, 4 * CE);
     // Sums in a lane without a position are 0: with eps = 0 they would divide by 0, and gradients add lanes up.
@@ -173,7 +189,7 @@ struct AttentionBackward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, V, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     score_with(state + m * CE, state + (in.M + m) * CE, m, each_vote, row, stride, highest);
   }
   template <class Each>
@@ -225,14 +241,6 @@ struct AttentionBackward {
       for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + attention::dvote(share, ds[k], da, q[k]);
     else
       for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k];
-  }
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 1};
-  }
-
-  void finish(const Tile<T>& tile, const X*, X* dq) const {
-    write_row<T>(tile, static_cast<T*>(with.dquery), in.parents_size(), dq);
   }
 };
 

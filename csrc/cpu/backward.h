@@ -55,6 +55,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   X* results = nullptr;
   bool needs_vote = false;  // any turn does
   bool kept = false;        // the votes of the block in hand are
+  bool unsafe = false;      // windows leave the grid, and the parents' gradients are no numbers: 0 times those is not 0
   int64_t item = 0;
 
   FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
@@ -152,6 +153,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     int64_t count = 0;
     while (count < schedule.rows_per_group && place(first_row + count, tiles[count])) ++count;
     if (results) zero(results, count * result_size);
+    unsafe = (in.window.ph > 0 || in.window.pw > 0) && !are_finite(states, count * turns * state_size);
     T* dW =
         call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.groups ? group : item) : nullptr;
     T* dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
@@ -262,7 +264,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int64_t t = 0; t < nt; ++t) {
       const int64_t first = t * schedule.block_children;
       if constexpr (Pass::kSilent)
-        if (call.votes.gate.data) silence<T>(P + first * CD, gates + first, count, CD);
+        if (in.gate.data) silence<T>(P + first * CD, gates + first, count, CD);
       for (int64_t slot = first; slot < first + count; ++slot)
         for (int64_t m = 0; m < in.M; ++m) {
           V* row = rows_of(k) + slot * in.M + m;
@@ -297,7 +299,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
           V* kept = Base::votes_of(m, slot);
           V* row = rows_of(k) + slot * in.M + m;
           passes[k].score(
-              state(t0 + t, k), m,
+              state(t0 + t, k), m, gates[slot],
               [&](auto&& sink) FASTCAPS_LAMBDA { each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink); },
               row, slots * in.M, highest[k * slots + slot]);
           if constexpr (Pass::kBetas)
@@ -311,24 +313,14 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     V dgate = passes[k].dscore(rows_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
     if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), Sits{}, range, q);
     if constexpr (Pass::kSilent) {
-      if (call.votes.gate.data) {  // a broken child behind a gate of 0 gets nothing and gives nothing
-        const auto broken = (gate == 0) & ((dgate - dgate) != 0);
-        T any[n];
-        store<T>(any, broken ? broadcast(T(1)) : V{});
-        bool some = false;
-        for (int r = 0; r < n; ++r) some = some || any[r] != 0;
-        if (some) {
-          dgate = broken ? V{} : dgate;
-          const V whole = broken ? V{} : broadcast(T(1));
-          for (int64_t d = 0; d < CD; ++d) P[slot * CD + d] = whole != 0 ? P[slot * CD + d] : V{};
-          for (int64_t m = 0; m < in.M; ++m) {
-            for (int r = 0; r < Pass::kRows; ++r) {
-              V& number = rows_of(k)[(r * slots + slot) * in.M + m];
-              number = whole != 0 ? number : V{};
-            }
-            V* kept = Base::votes_of(m, slot);
-            for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) kept[e] = whole != 0 ? kept[e] : V{};
-          }
+      const auto whole = (gate != 0) | ((dgate - dgate) == 0);
+      if (in.gate.data && !all(whole)) {  // a broken child behind a gate of 0 gets nothing and gives nothing
+        const auto hush = [&](V& number) { number = whole ? number : V{}; };
+        hush(dgate);
+        for (int64_t d = 0; d < CD; ++d) hush(P[slot * CD + d]);
+        for (int64_t m = 0; m < in.M; ++m) {
+          for (int r = 0; r < Pass::kRows; ++r) hush(rows_of(k)[(r * slots + slot) * in.M + m]);
+          for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) hush(Base::votes_of(m, slot)[e]);
         }
       }
     }
@@ -433,15 +425,34 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       const V* row = rows_of(k) + slot * in.M + m;
       const Planes<V> to = target(t0, t, k, which);
       if (kChildLanes && begins && has_results()) zero(to.base, target_numbers(1));
-      if (k == 0)
-        passes[k].template dvote<false>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
-                                        kChildLanes ? 0 : m);
-      else
-        passes[k].template dvote<true>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
+      const auto dvote = [&](auto adds) FASTCAPS_LAMBDA {
+        passes[k].template dvote<adds>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
                                        kChildLanes ? 0 : m);
+      };
+      if (k == 0)
+        dvote(std::false_type{});
+      else
+        dvote(std::true_type{});
       if constexpr (Pass::kBetas) passes[k].add_betas(state(t0 + t, k), m, *row, gates[slot], Sits{}, range, q, item);
     }
+    if (unsafe && call.wants_votes()) clear_absent(q, tiles[t0 + t], sum);
     if (dB) add_bias_gradient(q, m, sum, dB);
+  }
+
+  static bool are_finite(const X* numbers, int64_t count) {
+    X rest{};
+    for (int64_t k = 0; k < count; ++k) rest += numbers[k] - numbers[k];
+    T sum{};
+    add_lanes<T>(&rest, 1, &sum);
+    return sum == 0;
+  }
+  // The lanes of a vote's gradient whose window does not hold the child.
+  void clear_absent(int64_t q, const Tile<T>& tile, V* dvote) const {
+    const char* lane[n];
+    T found[n];
+    Sits::find(in, tile, static_cast<const char*>(in.children.data), in.children.stride, range, q, lane);
+    for (int r = 0; r < n; ++r) found[r] = lane[r] ? T(1) : T(0);
+    for (int64_t k = 0; k < CE; ++k) dvote[k] = load<T>(found) != 0 ? dvote[k] : V{};
   }
 
   void add_bias_gradient(int64_t q, int64_t m, const V* sum, T* dB) {

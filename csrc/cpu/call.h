@@ -49,8 +49,7 @@ struct Attention {
   void* parents = nullptr;                                  // of the last turn, [positions, M * C * E], storage type
   void* sums = nullptr;                                     // [turns, positions, M * C * E]
   // backward
-  View grad;                         // storage type
-  const void* given_sums = nullptr;  // [positions, M * C * E] under LayerNorm
+  View grad, given_sums;  // [B, Ho, Wo, M, C, E]; sums under LayerNorm alone
   bool detach = false;
   void* dquery = nullptr;  // [positions, M * C * E]
   Parts dnorm;             // of every row, [2, C * E], zeroed
@@ -65,7 +64,7 @@ struct Pooling {
   void* sums = nullptr;       // [turns, positions, M * C * E], storage type
   void* logsumexp = nullptr;  // [turns, positions, M]
   // backward
-  View grad, given_sums;  // storage type
+  View grad, given_sums;  // [B, Ho, Wo, M, C, E], compute type and storage type
   View given_logsumexp;   // [B, Ho, Wo, M], compute type
   bool detach = false;
   void* dquery = nullptr;
@@ -74,7 +73,7 @@ struct Pooling {
 struct Gaussian {
   double eps = 0;
   Rule rule = Rule::kHeinsen;
-  const double* schedule = nullptr;                 // [turns], of EM
+  const double* temperatures = nullptr;             // [turns], inverse, of EM
   const void *beta_u = nullptr, *beta_a = nullptr;  // [M], of EM
   View mean, variance, log_weight;                  // [B, Ho, Wo, M, C, E], [B, Ho, Wo, M]; compute type
   const void *beta_use = nullptr, *beta_ignore = nullptr;
@@ -120,22 +119,23 @@ struct Kernels {
   using Forward = ForwardCall<Operands>;
   using Backward = BackwardCall<Operands>;
   int lanes_float, lanes_double;
-  void (*forward)(const Forward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*forward_finish)(const Forward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*backward_prepare)(const Backward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*backward)(const Backward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  void (*backward_finish)(const Backward&, bool is_double, int64_t begin, int64_t end, void* scratch);
-  int64_t (*forward_scratch)(const Forward&, bool is_double);  // bytes
-  int64_t (*backward_scratch)(const Backward&, bool is_double);
+  int64_t lanes(const Votes& in) const { return in.is_double() ? lanes_double : lanes_float; }
+  void (*forward)(const Forward&, int64_t begin, int64_t end, void* scratch);
+  void (*forward_finish)(const Forward&, int64_t begin, int64_t end, void* scratch);
+  void (*backward_prepare)(const Backward&, int64_t begin, int64_t end, void* scratch);
+  void (*backward)(const Backward&, int64_t begin, int64_t end, void* scratch);
+  void (*backward_finish)(const Backward&, int64_t begin, int64_t end, void* scratch);
+  int64_t (*forward_scratch)(const Forward&);  // bytes
+  int64_t (*backward_scratch)(const Backward&);
   // Numbers of a row: its parents and results going forward, its parents and their gradients going backward.
   int64_t (*forward_state)(const Forward&), (*forward_results)(const Forward&);
   int64_t (*backward_state)(const Backward&), (*backward_results)(const Backward&);
-  bool (*own_pose)(const Forward&, bool is_double);  // whether the call's pose has kernels of its own
+  bool (*own_pose)(const Forward&);  // whether the call's pose has kernels of its own
 };
 
 // For this machine, and for a call of that many positions: vectors half as long where they would be half empty
 // (capability.cpp).
 template <class Operands>
-const Kernels<Operands>& kernels(const Votes& in, bool is_double);
+const Kernels<Operands>& kernels(const Votes& in);
 
 }  // namespace fastcaps

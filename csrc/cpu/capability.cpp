@@ -69,11 +69,10 @@ const Level* chosen() {
 namespace {
 
 template <class Operands>
-const Kernels<Operands>& choose_kernels(const Kernels<Operands>* const Level::* kernels, const Votes& in,
-                                        bool is_double) {
+const Kernels<Operands>& choose_kernels(const Kernels<Operands>* const Level::* kernels, const Votes& in) {
   const Level* level = chosen() ? chosen() : kLevels;
   const Kernels<Operands>& table = *(level->*kernels);
-  if (level == kLevels || is_double || forced()) return table;
+  if (level == kLevels || in.is_double() || forced()) return table;
   const Kernels<Operands>& below = *((level - 1)->*kernels);
   const bool half = 2 * below.lanes_float == table.lanes_float && below.lanes_float >= 8;
   const int64_t most = below.lanes_float, positions = in.positions();
@@ -83,16 +82,16 @@ const Kernels<Operands>& choose_kernels(const Kernels<Operands>* const Level::* 
 }  // namespace
 
 template <>
-const Kernels<Attention>& kernels(const Votes& in, bool is_double) {
-  return choose_kernels(&Level::attention, in, is_double);
+const Kernels<Attention>& kernels(const Votes& in) {
+  return choose_kernels(&Level::attention, in);
 }
 template <>
-const Kernels<Pooling>& kernels(const Votes& in, bool is_double) {
-  return choose_kernels(&Level::pooling, in, is_double);
+const Kernels<Pooling>& kernels(const Votes& in) {
+  return choose_kernels(&Level::pooling, in);
 }
 template <>
-const Kernels<Gaussian>& kernels(const Votes& in, bool is_double) {
-  return choose_kernels(&Level::gaussian, in, is_double);
+const Kernels<Gaussian>& kernels(const Votes& in) {
+  return choose_kernels(&Level::gaussian, in);
 }
 
 }  // namespace fastcaps

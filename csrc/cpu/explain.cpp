@@ -10,7 +10,7 @@ namespace {
 
 // What a schedule depends on besides the sizes of the votes.
 struct Facts {
-  bool backward, is_double, has_state;
+  bool backward, has_state;
   int64_t turns, own;
 };
 
@@ -18,19 +18,16 @@ struct Facts {
 // several turns is told of as it comes last, where what is summed over turns is made in one.
 template <class Operands>
 std::string describe(const Votes& in, const Facts& facts, const Operands& with) {
-  const bool is_double = facts.is_double;
   ForwardCall<Operands> call{in, with};
   call.total = facts.turns;
   const BackwardCall<Operands> back{in, std::vector<Operands>(size_t(facts.turns), with)};
   const bool dparents = facts.turns == 1 && facts.has_state;
-  const Schedule schedule = call.schedule =
-      facts.backward ? schedule_of(back, is_double, dparents, facts.own) : schedule_of(call, is_double);
-  const Kernels<Operands>& table = kernels<Operands>(in, is_double);
+  const Schedule schedule = call.schedule = facts.backward ? schedule_of(back, dparents, facts.own) : schedule_of(call);
+  const Kernels<Operands>& table = kernels<Operands>(in);
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(in.C) + "x" + n(columns); };
-  std::string text =
-      table.own_pose(call, is_double) ? "kernel " + pose(in.D) + "->" + pose(in.E) : "kernel for any pose";
-  text += ", " + n(lanes_of(table, is_double)) + (schedule.child_lanes ? " children" : " positions") + " a vector, ";
+  std::string text = table.own_pose(call) ? "kernel " + pose(in.D) + "->" + pose(in.E) : "kernel for any pose";
+  text += ", " + n(table.lanes(in)) + (schedule.child_lanes ? " children" : " positions") + " a vector, ";
   text +=
       n(schedule.block_rows) + (schedule.child_lanes ? " positions x " : " vectors x ") + n(schedule.block_children);
   text += (schedule.child_lanes ? " vectors at a time, " : " children at a time, ") + n(schedule.items()) + " items";
@@ -46,23 +43,11 @@ std::string describe(const Votes& in, const Facts& facts, const Operands& with) 
 extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n, const int64_t* facts) {
   using namespace fastcaps;
   static thread_local std::string text;
-  Votes in{n[0],
-           n[1],
-           n[2],
-           n[3],
-           n[4],
-           n[5],
-           n[6],
-           n[7],
-           n[11] * n[12] * n[3],
-           n[8],
-           n[9],
-           std::max<int64_t>(n[10], 1),
-           {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}};
+  Votes in = votes_of(n, Storage(facts[1]));
   if (n[10] > 0) in.weight = &in;  // some weights
   if (facts[2] > 0) in.bias = &in;
   if (facts[2] > 1) in.bias_stride_i = in.parents_size();
-  const Facts of_call{facts[0] != 0, Storage(facts[1]) == Storage::kFloat64, facts[3] != 0, facts[4], facts[6]};
+  const Facts of_call{facts[0] != 0, facts[3] != 0, facts[4], facts[6]};
   const View some{of_call.has_state ? &in : nullptr, {}};
   const std::string pass = stem;
   Attention attention;

@@ -125,12 +125,8 @@ struct FoldedForward : AttentionForward<T, X> {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V score(const X* state, int64_t m, Each&& each_pose) const {
+  FASTCAPS_INLINE V score(const X* state, int64_t m, V, Each&& each_pose) const {
     return Base::agreement(state + in.parents_size() + m * CD, each_pose);
-  }
-  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                           int64_t to_m) const {
-    WeightedSums<T>::add(kept, share, count, CD, to.pose(0, to_m));
   }
   void join_lanes(Planes<V> block, X* result, int64_t m) const {
     if constexpr (kOnePosition<T, X>) add_lane_sums<T>(block.base, CD, result + in.parents_size() + m * CD);
@@ -172,7 +168,7 @@ struct FoldedBackward : AttentionBackward<T, X> {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void score(const X* inner, int64_t m, Each&& each_pose, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* inner, int64_t m, V, Each&& each_pose, V* row, int64_t stride, V& highest) const {
     Base::score_with(inner + m * CD, inner + MCD + m * CD, m, each_pose, row, stride, highest);
   }
   template <bool kAdd, class Pose>

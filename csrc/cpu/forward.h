@@ -6,7 +6,8 @@
 // What a pass is, its policy says (attention.h, pooling.h, gaussian.h), with X the type of a row's numbers:
 //   load         the parents before the first turn
 //   score        a vote against a parent: its logit
-//   compete      the parents' competition for a child
+//   compete      the parents' competition for a child, and
+//   equal_share  its outcome where all their logits are alike
 //   weigh, add   what a block's votes for a parent weigh, and their way into its results
 //   join_lanes   the results of a block whose lanes are children, into the row's
 //   join         the results of two ranges of children
@@ -162,7 +163,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       for (int64_t slot = t * stride; slot < t * stride + count; ++slot) {
         V* row = a + slot * in.M;
         if (equal)
-          for (int64_t m = 0; m < in.M; ++m) row[m] = gates[slot] / T(in.M);
+          for (int64_t m = 0; m < in.M; ++m) row[m] = pass.equal_share(gates[slot]);
         else
           pass.compete(row, highest[slot], gates[slot]);
       }
@@ -199,7 +200,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children + j;
           V* kept = Base::votes_of(m, slot);
-          const V logit = pass.score(state(t), m, [&](auto&& sink) FASTCAPS_LAMBDA {
+          const V logit = pass.score(state(t), m, gates[slot], [&](auto&& sink) FASTCAPS_LAMBDA {
             each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink);
           });
           a[slot * in.M + m] = logit;

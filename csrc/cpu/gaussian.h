@@ -1,17 +1,11 @@
-// The Gaussian pass: parents explain the children's votes, each by a diagonal Gaussian.
-//   a = alpha - sum (V - mu)^2 p, p = 1 / (2 variance), r = softmax over parents, w = g r
-//   n = sum_i w, means = sum_i w V / (n + eps), variances = sum_i w (V - means)^2 / (n + eps)
-//   evidence = sum_i (beta_use + beta_ignore) w - beta_ignore g
+// The Gaussian pass: parents explain the children's votes, each by a diagonal Gaussian (../algebra/gaussian.h).
 // Sums are kept as the running mean and the squares about it (West 1979), both about a base near the votes: the mean of
 // the turn before, or some child's votes. No common offset of the votes and no distance from the base costs digits.
 //
-// Backward, with N = n + eps, d = V - means, u = (dmeans - 2 rest dvariances / N) / N, s = dvariances / N:
-//   t = dn - <s, variances> + <u + s d, d> + (beta_use + beta_ignore) devidence, da = g r (t - sum_m r t),
-//   dg = sum_m r t - beta_ignore devidence, dV = w (u + 2 s d) - 2 da p (V - mu),
-//   dmu = 2 p sum_i da (V - mu), dvariance = 2 p^2 sum_i da (V - mu)^2, dalpha = sum_i da
-// rest = sum_i w (V - means) would be eps means, and n the count given, if nothing were rounded. As rounded the means
-// are off, and every d by as much, and the weights made again are not quite those that were counted. Where a variance
-// is nothing beside its mean, rest and n are summed from the same d and w, so that both cancel as they should.
+// Backward (docs/algebra.md), rest = sum_i w (V - means) would be eps means, and n the count given, if nothing were
+// rounded. As rounded the means are off, and every d by as much, and the weights made again are not quite those that
+// were counted. Where a variance is nothing beside its mean, rest and n are summed from the same d and w, so that both
+// cancel as they should.
 #pragma once
 
 #include "../algebra/gaussian.h"
@@ -113,7 +107,7 @@ struct GaussianForward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE V score(const X* state, int64_t m, Each&& each_vote) const {
+  FASTCAPS_INLINE V score(const X* state, int64_t m, V, Each&& each_vote) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(0, m), *p = from.pose(1, m);
     V distance[2] = {};
@@ -123,9 +117,11 @@ struct GaussianForward {
 
   FASTCAPS_INLINE void compete(V* row, V highest, V gate) const {
     softmax<T>(row, in.M, highest, gate);
-    if (call.votes.gate.data)
+    if (in.gate.data)
       for (int64_t m = 0; m < in.M; ++m) row[m] = gate == 0 ? V{} : row[m];
   }
+
+  FASTCAPS_INLINE V equal_share(V gate) const { return gate / T(in.M); }
 
   // From a block's weights w to how far each child moves the mean, and how much its square counts.
   template <class Sits>
@@ -249,7 +245,7 @@ struct GaussianForward {
       }
       X& score = *result.number(1, m);  // the evidence
       if (with.rule == Rule::kEM)
-        score = gaussian::em_score(T(with.schedule[turn]), static_cast<const T*>(with.beta_a)[m],
+        score = gaussian::em_score(T(with.temperatures[turn]), static_cast<const T*>(with.beta_a)[m],
                                    T(CE) * static_cast<const T*>(with.beta_u)[m], log_sigma, *result.number(0, m));
       *state.number(0, m) = Number<X>::log_sigmoid(score) - log_sigma;
     }
@@ -317,7 +313,7 @@ struct GaussianBackward {
     poses(with.mean.data ? with.mean : with.given_means, to.pose(kBase, 0));
     X *p = to.pose(kPrecision, 0), *u = to.pose(kU, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
     if (with.variance.data) poses(with.variance, p);
-    X narrow{};
+    X tight{};
     zero(count(scratch), in.M);
     for (int64_t m = 0; m < in.M; ++m) {
       const X one = counts[m] = inverse_or_zero(counts[m] + T(with.eps));
@@ -325,7 +321,7 @@ struct GaussianBackward {
         s[k] *= one;
         u[k] = (u[k] - T(2 * with.eps) * means[k] * s[k]) * one;
         *to.number(kAlways, m) -= s[k] * variances[k];
-        narrow += variances[k] < means[k] * means[k] * kNarrow ? s[k] * s[k] : X{};
+        tight += variances[k] < means[k] * means[k] * kTight ? s[k] * s[k] : X{};
         variances[k] = X{};
       }
     }
@@ -334,12 +330,12 @@ struct GaussianBackward {
       if (with.mean.data) p[k] = with.variance.data ? T(0.5) / where_alive<T>(tile, p[k], T(1)) : X{} + 1;
     }
     T sum{};
-    add_lanes<T>(&narrow, 1, &sum);
-    return sum > 0;
+    add_lanes<T>(&tight, 1, &sum);
+    return sum != 0;  // nor is NaN: a broken position may have a neighbour that is tight
   }
 
   // A variance that is less of its squared mean than this.
-  static constexpr T kNarrow = T(1) / 64;
+  static constexpr T kTight = T(1) / 64;
 
   X* count(X* scratch) const { return scratch + in.M; }
   X* rest(X* scratch) const { return scratch + 2 * in.M; }
@@ -364,7 +360,7 @@ struct GaussianBackward {
   }
 
   template <class Each>
-  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V& highest) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, V, Each&& each_vote, V* row, int64_t stride, V& highest) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m), *means = from.pose(kMeans, m);
     const X *u = from.pose(kU, m), *s = from.pose(kS, m);

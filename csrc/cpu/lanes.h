@@ -186,17 +186,7 @@ FASTCAPS_INLINE X where_alive(const Tile<T>& tile, X x, T other) {
   return x;
 }
 
-// The same from and to contiguous rows of `length` numbers a position.
-template <class T, class S, class X>
-void read_row(const Tile<T>& tile, const S* data, int64_t length, X* out) {
-  const S* lane[kLanes<T>];
-  tile.row(data, length, lane);
-  if constexpr (kOnePosition<T, X>)
-    for (int64_t k = 0; k < length; ++k) out[k] = widen<T>(lane[0][k]);
-  else
-    gather_rows<T>(lane, length, out);
-}
-
+// To contiguous rows of `length` numbers a position.
 template <class T, class S, class X>
 void write_row(const Tile<T>& tile, S* data, int64_t length, const X* in) {
   S* lane[kLanes<T>];

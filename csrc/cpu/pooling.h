@@ -1,8 +1,5 @@
-// The pooling pass: children compete for every parent, in an online softmax.
-//   K = V or V / |V|, a = s <Q, K>, r = g exp(a) / sum_i g exp(a), S = sum_i r V
-// Backward is local once the log-sum-exp is known: with e = exp(a - logsumexp), r = g e,
-//   t = <dS, V> - <dS, S> + dlogsumexp, da = r t, dg = sum_m e t, dQ = s sum_i da K, dK = s da Q,
-//   dV = r dS + (dK - K <K, dK>) / |V|
+// The pooling pass: children compete for every parent, in an online softmax. Backward is local once the log-sum-exp is
+// known: e = exp(a - logsumexp), t = <dS, V> - <dS, S> + dlogsumexp, da = g e t, dg = sum_m e t (docs/algebra.md).
 #pragma once
 
 #include <cfloat>
@@ -14,25 +11,25 @@ namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
 // <Q, V> / |V| and 1 / |V| from <Q, V> and |V|^2. Where the square of a lane leaves the range of T, votes are measured
-// once more, in units of their largest number.
+// once more, in units of their largest number; not for the sake of lanes whose `counts` is 0.
 template <class T>
 struct UnitKey {
   using V = Vec<T>;
   V cosine, inverse;
 
   template <class X, class Each>
-  FASTCAPS_INLINE UnitKey(V dot, V square, const X* q, Each&& each_vote) {
+  FASTCAPS_INLINE UnitKey(V dot, V square, V counts, const X* q, Each&& each_vote) {
     constexpr bool kDouble = sizeof(T) == 8;
     constexpr T kLeast = T(kDouble ? 1e-280 : 1e-28), kMost = T(kDouble ? 1e300 : 1e36);
     V unit = broadcast(T(1));
-    const auto within = (square > kLeast) & (square < kMost);
+    const auto within = ((square > kLeast) & (square < kMost)) | (counts == 0);
     if (__builtin_expect(!all(within), false)) {
       V largest{};
       each_vote([&](int, V v) FASTCAPS_LAMBDA {
         const V size = v < 0 ? -v : v;
         largest = size > largest ? size : largest;
       });
-      const auto good = within | (largest == 0) | ((largest - largest) != 0);  // idle lanes and broken ones too
+      const auto good = within | (largest == 0) | ((largest - largest) != 0);  // and broken lanes
       if (!all(good)) {  // a lane's numbers depend on no other lane
         unit = good ? unit : largest;
         V dots{}, squares{};
@@ -56,28 +53,13 @@ template <class T>
 inline constexpr T kLowest = sizeof(T) == 4 ? T(-FLT_MAX) : T(-DBL_MAX);
 
 template <class T, class X>
-struct PoolingForward {
-  using Operands = Pooling;
+struct PoolingForward : QueryForward<T, X, Pooling> {
+  using Base = QueryForward<T, X, Pooling>;
+  using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::planes;
   using V = Vec<T>;
-  static constexpr int kShares = 1;
-  static constexpr bool kSilent = true, kBase = false, kFolds = false;
-  const ForwardCall<Pooling>& call;
-  const Votes& in;
-  const Pooling& with;
-  const int64_t CE;
+  static constexpr bool kSilent = true;
 
-  explicit PoolingForward(const ForwardCall<Pooling>& call_)
-      : call(call_), in(call.votes), with(call.with), CE(in.parent_size()) {}
-
-  // State: Q. Results: sums of e V, the largest logit, sums of e below it.
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 1};
-  }
-  static int64_t state_numbers(const ForwardCall<Pooling>& call) {
-    return call.with.query.data || call.total > 1 ? call.votes.parents_size() : 0;
-  }
-  static int64_t numbers_before(const Votes&) { return 0; }
+  // Results: sums of e V, the largest logit, sums of e below it.
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * (in.parent_size() + 2); }
   template <class Y>
   static FASTCAPS_INLINE void clear(Y* result, const Votes& in, int64_t many) {
@@ -86,20 +68,8 @@ struct PoolingForward {
     for (int64_t m = 0; m < many; ++m) top[m] += kLowest<T>;
   }
 
-  bool equal(int64_t) const { return false; }
-  void load(const Tile<T>& tile, X* Q) const {
-    if (with.query.data)
-      gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, Q);
-    else
-      zero(Q, state_numbers(call));
-  }
-
   template <class Each>
-  FASTCAPS_INLINE V score(const X* Q, int64_t m, Each&& each_vote) const {
-    if (state_numbers(call) == 0) {  // no query: all logits are 0
-      each_vote([](int, V) FASTCAPS_LAMBDA {});
-      return V{};
-    }
+  FASTCAPS_INLINE V score(const X* Q, int64_t m, V gate, Each&& each_vote) const {
     const X* q = Q + m * CE;
     V dot[2] = {}, square[2] = {};
     each_vote([&](int k, V v) FASTCAPS_LAMBDA {
@@ -107,11 +77,12 @@ struct PoolingForward {
       square[k & 1] += v * v;
     });
     if (!with.normalize) return (dot[0] + dot[1]) * T(with.scale);
-    const UnitKey<T> key(dot[0] + dot[1], square[0] + square[1], q, each_vote);
+    const UnitKey<T> key(dot[0] + dot[1], square[0] + square[1], gate, q, each_vote);
     return key.cosine * T(with.scale);
   }
 
   FASTCAPS_INLINE void compete(V*, V, V) const {}
+  FASTCAPS_INLINE V equal_share(V) const { return V{}; }  // a logit
 
   // Logits of a block's children to exp(a - top), with what was summed below an older top brought down to the new.
   template <class Sits>
@@ -128,15 +99,6 @@ struct PoolingForward {
     total *= rescale;
     for (int64_t j = 0; j < count; ++j) total += share[j] = exp_nonpositive(share[j] - high) * gates[j];
     top = high;
-  }
-  FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
-                           int64_t to_m) const {
-    WeightedSums<T>::add(kept, share, count, CE, to.pose(0, to_m));
-  }
-  template <class Pose, class Weight>
-  FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
-                                 const V* share, Planes<V> to, int64_t m) const {
-    add_weighted_votes<T>(pose, P, *share, W, bias, to.pose(0, m));
   }
 
   // The lanes' sums below the largest logit of all of them and of the row.
@@ -180,48 +142,39 @@ struct PoolingForward {
     X *S = from.pose(0, 0), *total = from.number(1, 0), *top = from.number(0, 0);
     for (int64_t m = 0; m < in.M; ++m) {
       const X one = inverse_or_zero(total[m]);
-      for (int64_t k = 0; k < CE; ++k) S[m * CE + k] = rounded<T>(call.votes.storage, S[m * CE + k] * one);
+      for (int64_t k = 0; k < CE; ++k) S[m * CE + k] *= one;
       const X nobody = X{} - T(__builtin_inf());
       total[m] = total[m] == 0 ? nobody : Number<X>::log(total[m]) + top[m];
     }
-    write_parents<T>(tile, call.votes.storage, with.sums, at, MCE, S);
+    write_parents<T>(tile, in.storage, with.sums, at, MCE, S);
     write_row<T>(tile, static_cast<T*>(with.logsumexp) + at * in.M, in.M, total);
-    for (int64_t m = 0; m < in.M; ++m)
-      if (with.rule == Rule::kSquash)
-        squash(S + m * CE, CE);
-      else if (!last)
-        unit(S + m * CE, CE);
-    if (last) return write_parents<T>(tile, call.votes.storage, with.parents, 0, MCE, S);
-    for (int64_t k = 0; k < MCE; ++k)
-      Q[k] = rounded<T>(call.votes.storage, Q[k] + rounded<T>(call.votes.storage, S[k]));
+    for (int64_t m = 0; m < in.M; ++m) {
+      X* s = S + m * CE;
+      if (with.rule == Rule::kSquash) {
+        squash(s, CE);
+      } else if (!last) {  // the direction of what was written
+        for (int64_t k = 0; k < CE; ++k) s[k] = rounded<T>(in.storage, s[k]);
+        unit(s, CE);
+      }
+    }
+    if (last) return write_parents<T>(tile, in.storage, with.parents, 0, MCE, S);
+    for (int64_t k = 0; k < MCE; ++k) Q[k] = rounded<T>(in.storage, Q[k] + rounded<T>(in.storage, S[k]));
   }
 };
 
 template <class T, class X>
-struct PoolingBackward {
-  using Operands = Pooling;
+struct PoolingBackward : QueryBackward<T, X, Pooling> {
+  using Base = QueryBackward<T, X, Pooling>;
+  using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
-  static constexpr int kRows =
-      4;  // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
-  static constexpr int kResultNumbers = 0;
-  static constexpr bool kSilent = true, kBetas = false, kRest = false, kFolds = false;
-  const BackwardCall<Pooling>& call;
-  const Votes& in;
-  const Pooling& with;
-  const int64_t CE;
+  // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
+  static constexpr int kRows = 4;
+  static constexpr bool kSilent = true;
 
-  PoolingBackward(const BackwardCall<Pooling>& call_, const Pooling& with_)
-      : call(call_), in(call.votes), with(with_), CE(in.parent_size()) {}
-
-  // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp. Results: dQ.
+  // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp.
   static int64_t state_numbers(const BackwardCall<Pooling>& call) {
     const Votes& in = call.votes;
     return 2 * in.M * (in.parent_size() + 1);
-  }
-  static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
-  template <class Y>
-  static FASTCAPS_INLINE Planes<Y> planes(Y* base, const Votes& in, int64_t many) {
-    return {base, many, in.parent_size(), 1};
   }
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
@@ -229,7 +182,6 @@ struct PoolingBackward {
   }
   bool needs_vote() const { return with.query.data; }
   static int64_t prepare_scratch(const Votes& in) { return in.parents_size(); }
-  bool plain() const { return !with.query.data && !call.dgate; }
   FASTCAPS_INLINE V plain_share(const X* state, int64_t m) const {
     const V all = V{} + *parents(state).number(0, m);
     return all == T(-__builtin_inf()) ? V{} : exp_any<T>(-all);
@@ -238,17 +190,17 @@ struct PoolingBackward {
   FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     const Planes<X> to = parents(state);
     zero(state, state_numbers(call));
-    if (with.query.data) gather_parents<T>(in, tile, call.votes.storage, with.query, in.M, in.C, in.E, to.pose(1, 0));
+    if (with.query.data) gather_parents<T>(in, tile, in.storage, with.query, in.M, in.C, in.E, to.pose(1, 0));
     gather_parents<T>(in, tile, compute_storage<T>, with.given_logsumexp, in.M, 1, 1, to.number(0, 0));
     X *ds = to.pose(0, 0), *known = to.number(1, 0);
-    gather_parents<T>(in, tile, call.votes.storage, with.grad, in.M, in.C, in.E, ds);
-    gather_parents<T>(in, tile, call.votes.storage, with.given_sums, in.M, in.C, in.E, scratch);
+    gather_parents<T>(in, tile, compute_storage<T>, with.grad, in.M, in.C, in.E, ds);
+    gather_parents<T>(in, tile, in.storage, with.given_sums, in.M, in.C, in.E, scratch);
     for (int64_t m = 0; m < in.M; ++m)
       for (int64_t k = 0; k < CE; ++k) known[m] += ds[m * CE + k] * scratch[m * CE + k];
   }
 
   template <class Each>
-  FASTCAPS_INLINE void score(const X* state, int64_t m, Each&& each_vote, V* row, int64_t stride, V&) const {
+  FASTCAPS_INLINE void score(const X* state, int64_t m, V gate, Each&& each_vote, V* row, int64_t stride, V&) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     V dot[2] = {}, gain[2] = {}, square[2] = {};
@@ -259,7 +211,8 @@ struct PoolingBackward {
     });
     V one = broadcast(T(1)), asked = dot[0] + dot[1];
     if (with.normalize) {
-      const UnitKey<T> key(asked, square[0] + square[1], q, each_vote);
+      const V counts = in.gate.data ? broadcast(T(1)) : gate;  // a gate that is shut has a gradient
+      const UnitKey<T> key(asked, square[0] + square[1], counts, q, each_vote);
       one = key.inverse, asked = key.cosine;
     }
     if (!with.query.data) asked = V{};
@@ -302,10 +255,6 @@ struct PoolingBackward {
       V* dq = to.pose(0, to_m);
       for (int k = 0; k < pose.C * pose.E; ++k) dq[k] += c * vote[k];
     }
-  }
-
-  void finish(const Tile<T>& tile, const X*, X* dq) const {
-    write_row<T>(tile, static_cast<T*>(with.dquery), in.parents_size(), dq);
   }
 };
 

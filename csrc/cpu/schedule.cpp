@@ -19,21 +19,19 @@ constexpr int64_t kWeightParts = 64 << 20;       // weight gradients of items th
 constexpr int64_t kItems = 32;                   // enough to keep the threads of a large machine busy
 constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-double votes_bytes(const Votes& in, const Load& load) {
-  return double(in.positions()) * double(in.I) * double(in.parents_size()) * double(load.number);
+double votes_bytes(const Votes& in, const Task& task) {
+  return double(in.positions()) * double(in.I) * double(in.parents_size()) * double(task.number);
 }
 
 // Bytes for partial results of a kind.
-int64_t partial_bytes(const Votes& in, const Load& load) {
-  return int64_t(std::clamp(votes_bytes(in, load) / kPartialShare, double(kPartialBytesLeast), double(kPartialBytes)));
+int64_t partial_bytes(const Votes& in, const Task& task) {
+  return int64_t(std::clamp(votes_bytes(in, task) / kPartialShare, double(kPartialBytesLeast), double(kPartialBytes)));
 }
 
-void schedule_block(const Votes& in, const Load& load, int64_t rows, int64_t per_child, Schedule& schedule) {
-  const int64_t vec = load.lanes * load.number, votes = in.parents_size() * vec;
-  const int64_t weights = in.M * in.D * in.E * load.number;
-  const int64_t parents = votes + (load.state + load.results) * vec;
+void schedule_block(const Votes& in, const Task& task, int64_t rows, int64_t per_child, Schedule& schedule) {
+  const int64_t vec = task.lanes * task.number, votes = in.parents_size() * vec;
+  const int64_t weights = in.M * in.D * in.E * task.number;
+  const int64_t parents = votes + (task.state + task.results) * vec;
   schedule.block_rows = weights > kWeightBytes ? std::clamp<int64_t>(kParentBytes / parents, 1, 4) : 1;
   schedule.block_rows = std::clamp<int64_t>(schedule.block_rows, 1, std::max<int64_t>(rows, 1));
   schedule.keep_votes = votes * schedule.block_rows <= kVoteBytesMost;
@@ -42,50 +40,50 @@ void schedule_block(const Votes& in, const Load& load, int64_t rows, int64_t per
 }
 
 // Bytes of what is kept of a unit of children, one row of positions: poses, votes, logits.
-int64_t unit_bytes(const Votes& in, const Load& load) {
-  return load.lanes * load.number *
-         (in.child_size() + (load.identity || load.folded ? 0 : in.parents_size()) + in.M + 2);
+int64_t unit_bytes(const Votes& in, const Task& task) {
+  return task.lanes * task.number *
+         (in.child_size() + (task.identity || task.folded ? 0 : in.parents_size()) + in.M + 2);
 }
 
-int64_t units(const Votes& in, const Load& load, bool child_lanes) {
-  return child_lanes ? ceil_div(in.I, load.lanes) : in.I;
+int64_t units(const Votes& in, const Task& task, bool child_lanes) {
+  return child_lanes ? ceil_div(in.I, task.lanes) : in.I;
 }
 
 // Every row's children fit in cache, for all turns.
-bool fit(const Votes& in, const Load& load, bool child_lanes) {
-  return load.turns > 1 && units(in, load, child_lanes) * unit_bytes(in, load) <= kStayBytes;
+bool fit(const Votes& in, const Task& task, bool child_lanes) {
+  return task.turns > 1 && units(in, task, child_lanes) * unit_bytes(in, task) <= kStayBytes;
 }
 
 // Children in the lanes that have all the same weights, which stay scalars: where positions are too few, or where the
 // votes of one position's children fit in cache and those of a whole tile do not.
-bool share_weights(const Votes& in, const Load& load) {
-  if (!load.shared || load.number == 8 || in.I / in.G < load.lanes) return false;  // float64 has no such kernels
-  const bool stays = in.G == 1 && in.I >= 4 * load.lanes && fit(in, load, true) && !fit(in, load, false);
-  return in.positions() * 2 <= load.lanes || stays;
+bool share_weights(const Votes& in, const Task& task) {
+  if (!task.shared || task.number == 8 || in.I / in.G < task.lanes) return false;  // float64 has no such kernels
+  const bool stays = in.G == 1 && in.I >= 4 * task.lanes && fit(in, task, true) && !fit(in, task, false);
+  return in.positions() * 2 <= task.lanes || stays;
 }
 
 // Too few positions to fill the lanes: children do. Where each has its own weights, that is at the price of turning
 // them to lanes as they are met.
-bool use_child_lanes(const Votes& in, const Load& load) {
-  return share_weights(in, load) || (!load.folded && in.positions() * 4 <= load.lanes && in.I >= load.lanes);
+bool use_child_lanes(const Votes& in, const Task& task) {
+  return share_weights(in, task) || (!task.folded && in.positions() * 4 <= task.lanes && in.I >= task.lanes);
 }
 
-void schedule_block_of_child_lanes(const Votes& in, const Load& load, Schedule& schedule) {
+void schedule_block_of_child_lanes(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.child_lanes = true;
-  schedule.shared_weights = share_weights(in, load);
+  schedule.shared_weights = share_weights(in, task);
   schedule.groups = in.positions() > 0 ? 1 : 0;
   schedule.rows_per_group = schedule.block_rows = std::max<int64_t>(in.positions(), 1);
-  const int64_t votes = in.parents_size() * load.lanes * load.number * schedule.block_rows;
+  const int64_t votes = in.parents_size() * task.lanes * task.number * schedule.block_rows;
   schedule.keep_votes = votes <= 2 * kVoteBytesMost;
   schedule.block_children = schedule.keep_votes ? std::clamp<int64_t>(kVoteBytes / votes, 1, 8) : 4;
 }
 
 // Children that share their weights: nothing is saved by meeting several rows at once, and results cost a sum over the
 // lanes at the end of every block, so that a block should be long, if need be too long to be kept.
-void schedule_block_of_sharing_lanes(const Votes& in, const Load& load, Schedule& schedule) {
+void schedule_block_of_sharing_lanes(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.child_lanes = schedule.shared_weights = true;
   schedule.block_rows = 1;
-  const int64_t vec = load.lanes * load.number, votes = in.parents_size() * vec, least = load.results > 0 ? 4 : 1;
+  const int64_t vec = task.lanes * task.number, votes = in.parents_size() * vec, least = task.results > 0 ? 4 : 1;
   schedule.keep_votes = least * votes <= kVoteBytesMost;
   schedule.block_children =
       std::clamp<int64_t>(schedule.keep_votes ? kVoteBytesMost / votes : kVoteBytes / (vec * in.M), least, 8);
@@ -93,17 +91,17 @@ void schedule_block_of_sharing_lanes(const Votes& in, const Load& load, Schedule
 
 // Where all children of a row fit, they are met once for all turns. Votes that are the children themselves, or that
 // nobody makes, are kept by nobody else.
-void let_children_stay(const Votes& in, const Load& load, Schedule& schedule) {
-  if (load.identity || load.folded) {
+void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
+  if (task.identity || task.folded) {
     schedule.keep_votes = false;
     schedule.block_children =
-        std::clamp<int64_t>(2 * kVoteBytes / std::max<int64_t>(schedule.block_rows * unit_bytes(in, load), 1), 1, 16);
+        std::clamp<int64_t>(2 * kVoteBytes / std::max<int64_t>(schedule.block_rows * unit_bytes(in, task), 1), 1, 16);
   }
-  schedule.stay = schedule.block_rows == 1 && fit(in, load, schedule.child_lanes) &&
-                  (in.G == 1 || !(schedule.shared_weights || load.folded));
+  schedule.stay = schedule.block_rows == 1 && fit(in, task, schedule.child_lanes) &&
+                  (in.G == 1 || !(schedule.shared_weights || task.folded));
   if (!schedule.stay) return;
-  schedule.keep_votes = !load.identity && !load.folded;
-  schedule.block_children = units(in, load, schedule.child_lanes);
+  schedule.keep_votes = !task.identity && !task.folded;
+  schedule.block_children = units(in, task, schedule.child_lanes);
 }
 
 int64_t operations(const Votes& in, int64_t positions, int64_t children) {
@@ -112,28 +110,28 @@ int64_t operations(const Votes& in, int64_t positions, int64_t children) {
 
 }  // namespace
 
-Schedule schedule_forward(const Votes& in, const Load& load) {
+Schedule schedule_forward(const Votes& in, const Task& task) {
   Schedule schedule;
-  schedule.folded = load.folded;
-  const int64_t tiles = ceil_div(in.positions(), load.lanes), I = in.I;
-  if (share_weights(in, load)) {
-    schedule_block_of_sharing_lanes(in, load, schedule);
+  schedule.folded = task.folded;
+  const int64_t tiles = ceil_div(in.positions(), task.lanes), I = in.I;
+  if (share_weights(in, task)) {
+    schedule_block_of_sharing_lanes(in, task, schedule);
     schedule.groups = in.positions();
-  } else if (use_child_lanes(in, load)) {
-    schedule_block_of_child_lanes(in, load, schedule);
+  } else if (use_child_lanes(in, task)) {
+    schedule_block_of_child_lanes(in, task, schedule);
   } else {
-    schedule_block(in, load, tiles, 0, schedule);
+    schedule_block(in, task, tiles, 0, schedule);
     schedule.groups = ceil_div(tiles, schedule.block_rows);
     schedule.rows_per_group = schedule.block_rows = ceil_div(tiles, std::max<int64_t>(schedule.groups, 1));
   }
-  let_children_stay(in, load, schedule);
-  const int64_t positions = schedule.rows_per_group * (schedule.child_lanes ? 1 : load.lanes);
-  const int64_t row_bytes = load.results * load.number * (schedule.child_lanes ? 1 : load.lanes);
+  let_children_stay(in, task, schedule);
+  const int64_t positions = schedule.rows_per_group * (schedule.child_lanes ? 1 : task.lanes);
+  const int64_t row_bytes = task.results * task.number * (schedule.child_lanes ? 1 : task.lanes);
   const int64_t most = std::min({
       ceil_div(kItems, std::max<int64_t>(schedule.groups, 1)),
-      schedule.child_lanes ? ceil_div(I, load.lanes) : I / std::max<int64_t>(schedule.block_children, 2 * load.lanes),
+      schedule.child_lanes ? ceil_div(I, task.lanes) : I / std::max<int64_t>(schedule.block_children, 2 * task.lanes),
       operations(in, positions, I) / kOperationsPerItem,
-      partial_bytes(in, load) / std::max<int64_t>(schedule.rows() * row_bytes, 1),
+      partial_bytes(in, task) / std::max<int64_t>(schedule.rows() * row_bytes, 1),
   });
   schedule.chunks = std::max<int64_t>(most, 1);
   if (schedule.chunks > 1) schedule.stay = false;
@@ -142,19 +140,19 @@ Schedule schedule_forward(const Votes& in, const Load& load) {
 
 // Groups of samples each need their own weight gradient, ranges of children their own parents' gradient: the cheapest
 // mix of both that makes enough items and wastes few lanes.
-Schedule schedule_backward(const Votes& in, const Load& load) {
-  const int64_t L = in.Ho * in.Wo, lanes = load.lanes, number = load.number;
+Schedule schedule_backward(const Votes& in, const Task& task) {
+  const int64_t L = in.Ho * in.Wo, lanes = task.lanes, number = task.number;
   const double weights = double(in.G * in.M * in.D * in.E) * double(number);
-  const int64_t partials = std::min(2 * partial_bytes(in, load), kPartialBytes);
-  const double own = std::max(1.0, double(load.own * number));
+  const int64_t partials = std::min(2 * partial_bytes(in, task), kPartialBytes);
+  const double own = std::max(1.0, double(task.own * number));
   const double work = 3.0 * double(operations(in, in.positions(), in.I));
-  const double weight_parts = std::min(double(kWeightParts), votes_bytes(in, load) / 32);
+  const double weight_parts = std::min(double(kWeightParts), votes_bytes(in, task) / 32);
   Schedule best;
   double best_cost = 0;
-  Load once = load;
+  Task once = task;
   once.turns = 1;                                      // nothing stays from turn to turn
   const bool child_lanes = use_child_lanes(in, once);  // then all positions are one group
-  const bool by_group = (load.folded || (child_lanes && share_weights(in, once))) && in.G > 1;
+  const bool by_group = (task.folded || (child_lanes && share_weights(in, once))) && in.G > 1;
   const bool owned = in.G % in.N == 0 || by_group;  // a range's weights are nobody else's
   const int64_t most_ranges = by_group ? in.G : child_lanes ? ceil_div(in.N, lanes) : in.N;
   const int64_t most_groups = child_lanes ? 1 : std::clamp<int64_t>(in.B, 1, kItems);
@@ -169,7 +167,7 @@ Schedule schedule_backward(const Votes& in, const Load& load) {
       schedule_block_of_child_lanes(in, once, schedule);
       if (schedule.shared_weights) schedule_block_of_sharing_lanes(in, once, schedule);
     }
-    const double row = double(load.results * number) * double(child_lanes ? 1 : lanes);
+    const double row = double(task.results * number) * double(child_lanes ? 1 : lanes);
     const double room = std::max(1.0, row * double(schedule.rows()));
     schedule.chunks = std::max<int64_t>(
         1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(schedule.groups, 1)), most_ranges,
@@ -186,13 +184,13 @@ Schedule schedule_backward(const Votes& in, const Load& load) {
       best = schedule;
     }
   }
-  if (!child_lanes) schedule_block(in, load, best.rows_per_group, in.M * in.D * in.E * number, best);
-  if (load.identity) best.keep_votes = false;
-  if (load.folded) {  // row by row, and no votes; what is kept of a unit of children is its shares, of every turn
+  if (!child_lanes) schedule_block(in, task, best.rows_per_group, in.M * in.D * in.E * number, best);
+  if (task.identity) best.keep_votes = false;
+  if (task.folded) {  // row by row, and no votes; what is kept of a unit of children is its shares, of every turn
     best.folded = true;
     best.keep_votes = false;
     best.block_rows = 1;
-    best.block_children = std::clamp<int64_t>(kVoteBytesMost / (in.M * lanes * number * 2 * load.turns), 1, 8);
+    best.block_children = std::clamp<int64_t>(kVoteBytesMost / (in.M * lanes * number * 2 * task.turns), 1, 8);
   }
   best.weight_parts = owned ? best.groups : best.items();
   return best;

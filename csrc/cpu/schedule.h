@@ -8,7 +8,7 @@
 namespace fastcaps {
 
 // What a schedule depends on besides the sizes of the votes.
-struct Load {
+struct Task {
   int64_t lanes;    // positions that make a tile
   int64_t number;   // bytes of the compute type
   int64_t state;    // numbers of a row's parents,
@@ -21,44 +21,39 @@ struct Load {
 
   // `folds`: the pass is linear in its votes, so it may be folded: where enough children share a matrix, or none has
   // one.
-  Load(const Votes& in, bool folds, int64_t lanes, bool is_double, int64_t state, int64_t results, int64_t turns)
+  Task(const Votes& in, bool folds, int64_t lanes, int64_t state, int64_t results, int64_t turns)
       : lanes(lanes),
-        number(is_double ? 8 : 4),
+        number(in.is_double() ? 8 : 4),
         state(state),
         results(results),
         turns(turns),
         shared(in.N % in.G == 0 && in.bias_stride_i == 0),
         identity(in.weight == nullptr),
-        folded(folds && !is_double && (identity || (shared && !in.bias && in.I / in.G >= 8))) {}
+        folded(folds && !in.is_double() && (identity || (shared && !in.bias && in.I / in.G >= 8))) {}
 };
 
-Schedule schedule_forward(const Votes& in, const Load& load);
-Schedule schedule_backward(const Votes& in, const Load& load);
+Schedule schedule_forward(const Votes& in, const Task& task);
+Schedule schedule_backward(const Votes& in, const Task& task);
 
 template <class Operands>
-int64_t lanes_of(const Kernels<Operands>& table, bool is_double) {
-  return is_double ? table.lanes_double : table.lanes_float;
-}
-
-template <class Operands>
-Schedule schedule_of(ForwardCall<Operands>& call, bool is_double) {
-  const Kernels<Operands>& table = kernels<Operands>(call.votes, is_double);
-  Load load(call.votes, std::is_same_v<Operands, Attention>, lanes_of(table, is_double), is_double, 0, 0, call.total);
-  call.schedule.folded = load.folded;
-  load.state = table.forward_state(call);
-  load.results = table.forward_results(call);
-  return schedule_forward(call.votes, load);
+Schedule schedule_of(ForwardCall<Operands>& call) {
+  const Kernels<Operands>& table = kernels<Operands>(call.votes);
+  Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes), 0, 0, call.total);
+  call.schedule.folded = task.folded;
+  task.state = table.forward_state(call);
+  task.results = table.forward_results(call);
+  return schedule_forward(call.votes, task);
 }
 
 // `dparents`: are there gradients of parents?
 template <class Operands>
-Schedule schedule_of(const BackwardCall<Operands>& call, bool is_double, bool dparents, int64_t own = 0) {
-  const Kernels<Operands>& table = kernels<Operands>(call.votes, is_double);
+Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t own = 0) {
+  const Kernels<Operands>& table = kernels<Operands>(call.votes);
   const int64_t turns = int64_t(call.with.size());
-  Load load(call.votes, std::is_same_v<Operands, Attention>, lanes_of(table, is_double), is_double,
+  Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes),
             turns * table.backward_state(call), dparents ? table.backward_results(call) : 0, turns);
-  load.own = own;
-  return schedule_backward(call.votes, load);
+  task.own = own;
+  return schedule_backward(call.votes, task);
 }
 
 }  // namespace fastcaps

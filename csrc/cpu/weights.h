@@ -37,30 +37,24 @@ struct WeightsOf {
 
   FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
 
-  FASTCAPS_INLINE const T* bias_at(int64_t i, int64_t m) const { return bias + i * bias_i + m * bias_m; }
-
   FASTCAPS_INLINE const Weight* matrix(const Range& range, int64_t q, int64_t m) const {
-    if (weight == nullptr) return nullptr;
-    if constexpr (kTurned) {
-      const T* lane[kLanes<T>];
-      for (int r = 0; r < kLanes<T>; ++r)
-        lane[r] = q + r < range.count ? weight + offset(range.child(q + r), m) : nullptr;
-      gather_rows<T>(lane, size, weight_lanes);
-      return weight_lanes;
-    } else {
-      return weight + offset(range.child(q), m);
-    }
+    return weight ? taken(range, q, size, weight_lanes, [&](int64_t i) { return weight + offset(i, m); }) : nullptr;
+  }
+  FASTCAPS_INLINE const Weight* bias_of(const Range& range, int64_t q, int64_t m) const {
+    const auto at = [&](int64_t i) { return bias + i * bias_i + m * bias_m; };
+    return bias ? taken(range, q, pose, bias_lanes, at) : nullptr;
   }
 
-  FASTCAPS_INLINE const Weight* bias_of(const Range& range, int64_t q, int64_t m) const {
-    if (bias == nullptr) return nullptr;
+ private:
+  template <class At>
+  FASTCAPS_INLINE const Weight* taken(const Range& range, int64_t q, int64_t numbers, Vec<T>* lanes, At&& at) const {
     if constexpr (kTurned) {
       const T* lane[kLanes<T>];
-      for (int r = 0; r < kLanes<T>; ++r) lane[r] = q + r < range.count ? bias_at(range.child(q + r), m) : nullptr;
-      gather_rows<T>(lane, pose, bias_lanes);
-      return bias_lanes;
+      for (int r = 0; r < kLanes<T>; ++r) lane[r] = q + r < range.count ? at(range.child(q + r)) : nullptr;
+      gather_rows<T>(lane, numbers, lanes);
+      return lanes;
     } else {
-      return bias_at(range.child(q), m);
+      return at(range.child(q));
     }
   }
 };
@@ -84,13 +78,9 @@ FASTCAPS_INLINE void softmax(Vec<T>* a, int64_t M, Vec<T> highest, Vec<T> gate) 
 template <class T>
 void silence(Vec<T>* P, const Vec<T>* gates, int64_t units, int64_t CD) {
   for (int64_t j = 0; j < units; ++j) {
-    const auto silent = gates[j] == 0;
-    T any[kLanes<T>];
-    store<T>(any, silent ? broadcast(T(1)) : Vec<T>{});
-    bool some = false;
-    for (int r = 0; r < kLanes<T>; ++r) some = some || any[r] != 0;
-    if (!some) continue;
-    for (int64_t k = 0; k < CD; ++k) P[j * CD + k] = silent ? Vec<T>{} : P[j * CD + k];
+    const auto open = gates[j] != 0;
+    if (all(open)) continue;
+    for (int64_t k = 0; k < CD; ++k) P[j * CD + k] = open ? P[j * CD + k] : Vec<T>{};
   }
 }
 

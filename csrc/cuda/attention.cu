@@ -12,11 +12,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
   Call call(Pass::kAttention, op.votes, op.options);
   const Votes& v = call.votes;
   const ScalarType storage = children.scalar_type();
-  STD_TORCH_CHECK(op.rule >= Rule::kLayerNorm && op.rule <= Rule::kSquash, "fastcaps: attention_routing has no rule ",
-                  int(op.rule));
-  call.check(op.query, "query", call.poses(), storage);
-  call.check(op.norm_weight, "norm_weight", {v.parent_size()}, storage);
-  call.check(op.norm_bias, "norm_bias", {v.parent_size()}, storage);
+  op.check(v);
   PassArgs& a = call.args;
   if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.eps = float(op.eps), a.rule = op.rule;
@@ -26,10 +22,8 @@ std::vector<Tensor> attention_routing(Stack stack) {
   if (v.positions() == 0) return {result, sums};
   call.take(c);
   Tensor norms[2];
-  if (op.norm_weight && op.rule == Rule::kLayerNorm)
-    a.norm_weight = data_of(norms[0] = torch::stable::contiguous(*op.norm_weight));
-  if (op.norm_bias && op.rule == Rule::kLayerNorm)
-    a.norm_bias = data_of(norms[1] = torch::stable::contiguous(*op.norm_bias));
+  if (op.norm_weight) a.norm_weight = data_of(norms[0] = torch::stable::contiguous(*op.norm_weight));
+  if (op.norm_bias) a.norm_bias = data_of(norms[1] = torch::stable::contiguous(*op.norm_bias));
   const Tensor statistics = op.query ? call.collect(c, 2) : Tensor();
   if (op.iterations > 1) {
     a.turns = int(op.iterations), a.sums = floats(sums), a.result = data_of(result);
@@ -53,14 +47,8 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   Call call(Pass::kAttention, op.votes, op.options);
   const Votes& v = call.votes;
   const ScalarType storage = children.scalar_type();
-  const Turns turns(op.votes, op.grad.dim() > 0 ? op.grad.size(0) : 0);
-  turns.check(op.grad, "grad", call.poses(), storage);
-  turns.check(op.query, "query", call.poses(), storage, false);
-  turns.check(op.sums, "sums", call.poses(), ScalarType::Float);
-  call.check(op.norm_weight, "norm_weight", {v.parent_size()}, storage);
-  const bool wants_query = op.query && (op.needs & kQuery), empty = v.positions() == 0;
-  const bool wants_norm = op.sums && (op.needs & (kNormWeight | kNormBias));
-  STD_TORCH_CHECK(!wants_query || turns.count == 1, "fastcaps: dquery is of one turn, got ", turns.count);
+  const Turns turns = op.check(v);
+  const bool wants_query = op.wants_query(), wants_norm = op.wants_norm(), empty = v.positions() == 0;
 
   PassArgs& a = call.args;
   a.scale = float(op.scale), a.eps = float(op.eps), a.detach = op.needs & kDetach;

@@ -1,23 +1,13 @@
-// The instantiations of the backward kernel.
+// The backward kernels of the attention pass.
 #include "attention_backward.h"
 #include "poses.h"
 
 namespace fastcaps::gpu {
-namespace {
-
-template <class Pose, int R, int THREADS, int BLOCKS>
-constexpr auto kernel = backward<AttentionBackward, true, Pose, R, THREADS, BLOCKS>;
-
-}  // namespace
 
 PassKernels attention_backward_kernels() {
-  static const PassKernel all[] = {
-      kernel<Pose4x4x8, 1, 256, 1>(),  kernel<Pose4x4x16, 1, 256, 1>(), kernel<Pose4x4x32Back, 1, 256, 1>(),
-      kernel<Pose6x6, 1, 256, 1>(),    kernel<Pose8x8, 1, 256, 1>(),    kernel<Pose1x8, 2, 256, 1>(),
-      kernel<Pose1x16, 2, 256, 1>(),   kernel<Pose1x64, 4, 256, 1>(),   kernel<Tensor4x4x16, 1, 256, 1>(),
-      kernel<Tensor1x64, 2, 256, 1>(), kernel<PoseMatrix, 1, 256, 1>(), kernel<PoseVector, 1, 256, 1>(),
-  };
-  return {all, sizeof(all) / sizeof(all[0])};
+  return backward_kernels<AttentionBackward, true, Built<Pose4x4x8>, Built<Pose4x4x16>, Built<Pose4x4x32Back>,
+                          Built<Pose6x6>, Built<Pose8x8>, Built<Pose1x8, 2>, Built<Pose1x16, 2>, Built<Pose1x64, 4>,
+                          Built<Tensor4x4x16>, Built<Tensor1x64, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

@@ -1,6 +1,4 @@
-// The attention pass, backward. Votes are made again; with h_im = <dS_m, V_im>:
-//   da_im = scale g_i r_im (h_im - sum_m' r_im' h_im')      dV_im = g_i r_im dS_m + da_im Q_m
-//   dQ_m = sum_i da_im V_im    dg_i = sum_m r_im h_im    dP_i = sum_m dV_im W_m^T    dW_m = sum P_i^T dV_im
+// The attention pass, backward: docs/algebra.md. Votes are made again; h_im = <dS_m, V_im>.
 #pragma once
 
 #include "../algebra/attention.h"

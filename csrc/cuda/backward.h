@@ -375,10 +375,10 @@ FASTCAPS_DEVICE void multiply_outer(const PassArgs& a, const Stage<Pose>& stage,
   }
 }
 
-// Is there a position in the tile that a launch for narrow ones is for? All threads find the same.
-FASTCAPS_DEVICE bool any_narrow(const PassArgs& a, const Seat* seats) {
+// Is there a position in the tile that a launch for tight ones is for? All threads find the same.
+FASTCAPS_DEVICE bool any_tight(const PassArgs& a, const Seat* seats) {
   bool any = false;
-  for (int k = 0; k < a.tile; ++k) any = any || (seats[k].position >= 0 && a.narrow[seats[k].position] != 0.0f);
+  for (int k = 0; k < a.tile; ++k) any = any || (seats[k].position >= 0 && a.tight[seats[k].position] != 0.0f);
   return any;
 }
 
@@ -395,7 +395,7 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
     make_offsets(a, shared, 0, range.first, range.last);
     barrier();
     if constexpr (Policy<Pose, R, PLAIN>::kMeasures) {
-      if (a.narrow && !any_narrow(a, seats)) {
+      if (a.tight && !any_tight(a, seats)) {
         barrier();  // the seats are read to the end
         continue;
       }
@@ -431,11 +431,12 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
   }
 }
 
-// An instantiation for the host, as `forward` is.
-template <template <class, int, bool> class Policy, bool HAS_PLAIN, class Pose, int R, int THREADS, int BLOCKS>
-PassKernel backward() {
-  return describe<Pose>(R, THREADS, BLOCKS, &backward_kernel<Policy, Pose, R, false, THREADS, BLOCKS>,
-                        &backward_kernel<Policy, Pose, R, HAS_PLAIN, THREADS, BLOCKS>);
+template <template <class, int, bool> class Policy, bool HAS_PLAIN, class... B>
+PassKernels backward_kernels() {
+  static const PassKernel all[] = {
+      B::kernel(&backward_kernel<Policy, typename B::Pose, B::kPositions, false, B::kThreads, B::kBlocks>,
+                &backward_kernel<Policy, typename B::Pose, B::kPositions, HAS_PLAIN, B::kThreads, B::kBlocks>)...};
+  return {all, sizeof...(B)};
 }
 
 }  // namespace fastcaps::gpu

@@ -68,22 +68,14 @@ float* Call::dense(const MaybeTensor& x) {
 }
 
 void Call::take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight) {
-  check(mean, "mean", poses(), ScalarType::Float), check(variance, "variance", poses(), ScalarType::Float);
-  check(log_weight, "log_weight", numbers(), ScalarType::Float);
-  STD_TORCH_CHECK(mean || !variance, "fastcaps: a variance wants a mean");
   args.mean = dense(mean), args.variance = dense(variance), args.log_weight = dense(log_weight);
 }
 
-void Call::take_betas(const VoteTensors& given, const MaybeTensor& use, const MaybeTensor& ignore) {
-  const auto stride = [](const MaybeTensor& x, int64_t dim) {  // of dense memory
-    return x->size(dim) == 1 ? 0 : dim == 1 ? 1 : x->size(1);
-  };
-  STD_TORCH_CHECK(use && ignore, "fastcaps: beta_use and beta_ignore come together");
-  given.check_table(*use, "beta_use", votes, ScalarType::Float);
-  given.check_table(*ignore, "beta_ignore", votes, ScalarType::Float);
+void Call::take_betas(const MaybeTensor& use, const MaybeTensor& ignore) {
+  if (!use) return;
   args.beta_use = dense(use), args.beta_ignore = dense(ignore);
-  args.use_stride_i = stride(use, 0), args.use_stride_m = stride(use, 1);
-  args.ignore_stride_i = stride(ignore, 0), args.ignore_stride_m = stride(ignore, 1);
+  table_strides(*use, 1, args.use_stride_i, args.use_stride_m);
+  table_strides(*ignore, 1, args.ignore_stride_i, args.ignore_stride_m);
 }
 
 Schedule Call::schedule_forward(int64_t turns) const {
@@ -198,9 +190,9 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   a.alone_with_weights = ordered_;
 }
 
-void VoteGradients::measure(int statistics, float* u, const float* narrow) {
+void VoteGradients::measure(int statistics, float* u, const float* tight) {
   PassArgs& a = call_.args;
-  a.narrow = narrow;
+  a.tight = tight;
   const Tensor kept = call_.collect(schedule, statistics);
   a.measured = u;
   Schedule whole = schedule;  // a sum over all children, made by one block
@@ -209,7 +201,7 @@ void VoteGradients::measure(int statistics, float* u, const float* narrow) {
   call_.take_ranges(whole);
   call_.launch(whole, 0, schedule.parent_blocks);
   call_.take_ranges(schedule);
-  a.measured = nullptr, a.narrow = nullptr;
+  a.measured = nullptr, a.tight = nullptr;
 }
 
 void VoteGradients::run(int statistics) {

@@ -52,10 +52,6 @@ struct Call {
 
   Shape poses(int64_t turns = 0) const { return poses_shape(votes, turns); }
   Shape numbers(int64_t turns = 0) const { return numbers_shape(votes, turns); }
-  // Raises unless a tensor fits that belongs to parents.
-  void check(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
-    if (x) check_tensor(*x, name, shape, type, children);
-  }
 
   Tensor empty(const Shape& shape) const { return torch::stable::new_empty(children, shape, ScalarType::Float); }
   Tensor zeros(const Shape& shape) const { return torch::stable::new_zeros(children, shape, ScalarType::Float); }
@@ -64,7 +60,7 @@ struct Call {
   // A Gaussian turn's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
   void take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight);
   // Betas [I or 1, M or 1].
-  void take_betas(const VoteTensors& given, const MaybeTensor& use, const MaybeTensor& ignore);
+  void take_betas(const MaybeTensor& use, const MaybeTensor& ignore);
 
   // The schedule of so many turns. One launch takes several, each of whose blocks sees all children of its positions.
   Schedule schedule_forward(int64_t turns) const;
@@ -95,8 +91,8 @@ class VoteGradients {
 
   bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
 
-  // A launch before the others, for narrow positions alone: puts `u` right (see gaussian_backward.h).
-  void measure(int statistics, float* u, const float* narrow);
+  // A launch before the others, for tight positions alone: puts `u` right (see gaussian_backward.h).
+  void measure(int statistics, float* u, const float* tight);
   // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
   void run(int statistics);
 

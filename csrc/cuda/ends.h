@@ -162,7 +162,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs a) {
     FASTCAPS_UNROLL
     for (int k = 0; k < PER; ++k) {
       const bool inside = exists && grad.inside(k);
-      grad.x[k] = inside ? load_number(a.grad.data, offset(grad.index(k)), a.storage) : 0.0f;
+      grad.x[k] = inside ? static_cast<const float*>(a.grad.data)[offset(grad.index(k))] : 0.0f;
       standard.x[k] = inside && a.given_sums ? a.given_sums[parent * grad.numbers + grad.index(k)] : 0.0f;
     }
     if (a.given_sums) {

@@ -90,34 +90,31 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
   }
 }
 
-template <class Pose>
-constexpr PassKernel describe(int positions, int threads, int blocks, void (*run)(const PassArgs),
-                              void (*run_plain)(const PassArgs)) {
-  return {Pose::kC,
-          Pose::kD,
-          Pose::kE,
-          Pose::kTileRows,
-          Pose::kTileColumns,
-          Pose::kColumns,
-          Pose::kParents,
-          Pose::kEach,
-          Pose::kTensor,
-          Pose::kVector,
-          Pose::kRowStride,
-          Pose::kWeightCopy,
-          Pose::kWeightStride,
-          positions,
-          threads,
-          blocks,
-          run,
-          run_plain};
-}
+// What a kernel is compiled for: a pose, positions of a lane, threads of a block and blocks of a multiprocessor.
+template <class Pose_, int R = 1, int THREADS = 256, int BLOCKS = 1>
+struct Built {
+  using Pose = Pose_;
+  static constexpr int kPositions = R, kThreads = THREADS, kBlocks = BLOCKS;
 
-// An instantiation for the host; HAS_PLAIN: and one for plain calls.
-template <template <class, int, bool> class Policy, bool HAS_PLAIN, class Pose, int R, int THREADS, int BLOCKS>
-PassKernel forward() {
-  return describe<Pose>(R, THREADS, BLOCKS, &forward_kernel<Policy, Pose, R, false, THREADS, BLOCKS>,
-                        &forward_kernel<Policy, Pose, R, HAS_PLAIN, THREADS, BLOCKS>);
+  // As the host sees it, with a kernel for all calls and one for plain ones.
+  static PassKernel kernel(void (*run)(const PassArgs), void (*run_plain)(const PassArgs)) {
+    PassKernel k{};
+    k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.tile_rows = Pose::kTileRows, k.tile_columns = Pose::kTileColumns;
+    k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.tensor = Pose::kTensor;
+    k.vector = Pose::kVector, k.row_stride = Pose::kRowStride, k.weight_copy = Pose::kWeightCopy;
+    k.weight_stride = Pose::kWeightStride, k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
+    k.run = run, k.run_plain = run_plain;
+    return k;
+  }
+};
+
+// HAS_PLAIN: there are kernels for plain calls.
+template <template <class, int, bool> class Policy, bool HAS_PLAIN, class... B>
+PassKernels forward_kernels() {
+  static const PassKernel all[] = {
+      B::kernel(&forward_kernel<Policy, typename B::Pose, B::kPositions, false, B::kThreads, B::kBlocks>,
+                &forward_kernel<Policy, typename B::Pose, B::kPositions, HAS_PLAIN, B::kThreads, B::kBlocks>)...};
+  return {all, sizeof...(B)};
 }
 
 }  // namespace fastcaps::gpu

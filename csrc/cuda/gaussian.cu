@@ -61,7 +61,7 @@ struct PrepareArgs {
   View dmeans, dvariances;  // [B, Ho, Wo, M, C, E] or null
   const float* variances;
   float *u, *s, *constant;
-  float* narrow;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
+  float* tight;  // [positions], zeros: counts parents whose variance is small beside the square of their mean; or null
 };
 
 FASTCAPS_KERNEL(256, 1)
@@ -76,7 +76,7 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
       return view.data ? static_cast<const float*>(view.data)[from + c * view.stride[4] + e * view.stride[5]] : 0.0f;
     };
     float constant = prepare.dcounts ? prepare.dcounts[parent] : 0.0f;
-    bool narrow = false;
+    bool tight = false;
     for (int c = 0; c < a.C; ++c)
       for (int e = 0; e < a.E; ++e) {
         const int64_t at = (parent * a.C + c) * a.E + e;
@@ -85,10 +85,10 @@ gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
         prepare.s[at] = s;
         prepare.u[at] = number(prepare.dmeans, from_means, c, e) * inverse - 2.0f * (a.eps * inverse) * mean * s;
         constant -= s * variance;
-        narrow = narrow || 64.0f * variance < mean * mean;
+        tight = tight || 64.0f * variance < mean * mean;
       }
     prepare.constant[parent] = constant;
-    if (narrow && prepare.narrow) atomic_add(prepare.narrow + parent / a.M, 1.0f);
+    if (tight && prepare.tight) atomic_add(prepare.tight + parent / a.M, 1.0f);
   }
 }
 
@@ -99,21 +99,17 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   Call call(Pass::kGaussian, op.votes, op.options);
   const Votes& v = call.votes;
   PassArgs& a = call.args;
-  const int64_t turns = int64_t(op.schedule.size());
-  STD_TORCH_CHECK(op.rule >= Rule::kEM && op.rule <= Rule::kKMeans, "fastcaps: gaussian_routing has no rule ",
-                  int(op.rule));
+  const int64_t turns = int64_t(op.temperatures.size());
+  op.check(v);
   a.eps = float(op.eps), a.rule = op.rule;
   call.take_state(op.mean, op.variance, op.log_weight);
   if (op.rule == Rule::kEM) {
-    STD_TORCH_CHECK(op.beta_use && op.beta_ignore, "fastcaps: EM routing wants beta_use and beta_ignore");
-    call.check(op.beta_use, "beta_use", {v.M}, ScalarType::Float);
-    call.check(op.beta_ignore, "beta_ignore", {v.M}, ScalarType::Float);
     a.cost_of_numbers = call.dense(op.beta_use), a.activation = call.dense(op.beta_ignore);
   } else {
-    call.take_betas(op.votes, op.beta_use, op.beta_ignore);
+    call.take_betas(op.beta_use, op.beta_ignore);
   }
   const Schedule c = call.schedule_forward(turns);
-  for (int64_t turn = 0; turn < turns; ++turn) a.temperatures[turn] = float(op.schedule[size_t(turn)]);
+  for (int64_t turn = 0; turn < turns; ++turn) a.temperatures[turn] = float(op.temperatures[size_t(turn)]);
   const Tensor score = call.empty(call.numbers()), last_mean = call.empty(call.poses());
   const Tensor last_variance = call.empty(call.poses()), counts = call.empty(call.numbers(turns));
   const Tensor means = call.empty(call.poses(turns)), variances = call.empty(call.poses(turns));
@@ -149,27 +145,12 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   Call call(Pass::kGaussian, op.votes, op.options);
   const Votes& v = call.votes;
   PassArgs& a = call.args;
-  const Turns turns(op.votes, op.counts.dim() > 0 ? op.counts.size(0) : 0);
-  const auto check = [&](const MaybeTensor& x, const char* name, const Shape& shape, bool first = true) {
-    turns.check(x, name, shape, ScalarType::Float, first);
-  };
-  check(op.grad_counts, "grad_counts", call.numbers()), check(op.grad_means, "grad_means", call.poses());
-  check(op.grad_variances, "grad_variances", call.poses()), check(op.counts, "counts", call.numbers());
-  check(op.means, "means", call.poses()), check(op.variances, "variances", call.poses());
-  check(op.mean, "mean", call.poses(), false), check(op.variance, "variance", call.poses(), false);
-  check(op.log_weight, "log_weight", call.numbers(), false);
-  const bool listens = op.beta_use && op.grad_evidence;
-  if (op.beta_use || op.beta_ignore) call.take_betas(op.votes, op.beta_use, op.beta_ignore);
-  if (listens) check(op.grad_evidence, "grad_evidence", call.numbers());
-  const bool empty = v.positions() == 0 || (!op.grad_counts && !op.grad_means && !op.grad_variances && !listens);
-
-  const auto wants = [&](int64_t bit, const MaybeTensor& given) { return given && (op.needs & bit) != 0; };
-  const bool wants_mean = wants(kMean, op.mean), wants_variance = wants(kVariance, op.variance);
-  const bool wants_log = wants(kLogWeight, op.log_weight);
-  STD_TORCH_CHECK(turns.count == 1 || !(wants_mean || wants_variance || wants_log),
-                  "fastcaps: gradients of the state are of one turn, got ", turns.count);
-  const bool wants_use = listens && wants(kBetaUse, op.beta_use),
-             wants_ignore = listens && wants(kBetaIgnore, op.beta_ignore);
+  const Turns turns = op.check(v);
+  const bool listens = op.has_evidence(), empty = v.positions() == 0 || !op.any();
+  call.take_betas(op.beta_use, op.beta_ignore);
+  const bool wants_mean = op.wants_mean(), wants_variance = op.wants_variance(), wants_log = op.wants_log_weight();
+  const bool wants_use = listens && op.wants(kBetaUse, op.beta_use);
+  const bool wants_ignore = listens && op.wants(kBetaIgnore, op.beta_ignore);
   const int64_t every = v.I * v.M;  // betas that every child has for itself; others are summed up by position
   a.eps = float(op.eps);
   VoteGradients gradients(call, op.votes, op.needs, wants_use && a.use_stride_i ? every : 0,
@@ -192,17 +173,17 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const size_t kept = call.kept.size();
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
     const auto of = [&](const MaybeTensor& x) { return turns.at(x, turn); };
-    const Tensor narrow = call.zeros({op.grad_variances ? v.positions() : 0});
+    const Tensor tight = call.zeros({op.grad_variances ? v.positions() : 0});
     call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
     a.means = call.dense(of(op.means)), a.counts = call.dense(of(op.counts));
     const float *spread = call.dense(of(op.variances)), *dcounts = call.dense(of(op.grad_counts));
     launch(&gaussian_prepare_kernel, blocks_for(count),
            PrepareArgs{a, count, dcounts, turns.view(op.grad_means, turn), turns.view(op.grad_variances, turn), spread,
-                       floats(u), floats(s), floats(constant), floats(narrow)});
+                       floats(u), floats(s), floats(constant), floats(tight)});
     if (listens) a.devidence = call.dense(of(op.grad_evidence));
     if (wants_use && !a.use_stride_i) a.duse = floats(shared_use) + turn * slots;
     if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore) + turn * slots;
-    if (op.grad_variances) gradients.measure(3, floats(u), floats(narrow));
+    if (op.grad_variances) gradients.measure(3, floats(u), floats(tight));
     gradients.run(3);
     call.kept.resize(kept);
   }

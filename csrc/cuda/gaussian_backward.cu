@@ -1,23 +1,12 @@
-// The instantiations of the backward kernel for the Gaussian pass.
+// The backward kernels of the Gaussian pass.
 #include "gaussian_backward.h"
-
 #include "poses.h"
 
 namespace fastcaps::gpu {
-namespace {
-
-template <class Pose, int R, int THREADS, int BLOCKS>
-constexpr auto kernel = backward<GaussianBackward, false, Pose, R, THREADS, BLOCKS>;
-
-}  // namespace
 
 PassKernels gaussian_backward_kernels() {
-  static const PassKernel all[] = {
-      kernel<Pose4x4x8One, 1, 256, 1>(), kernel<Pose4x4x16One, 1, 256, 1>(), kernel<Pose4x4x32One, 1, 256, 1>(),
-      kernel<Pose1x8, 2, 256, 1>(),      kernel<Pose1x16, 2, 256, 1>(),      kernel<PoseMatrix, 1, 256, 1>(),
-      kernel<PoseVector, 1, 256, 1>(),
-  };
-  return {all, sizeof(all) / sizeof(all[0])};
+  return backward_kernels<GaussianBackward, false, Built<Pose4x4x8One>, Built<Pose4x4x16One>, Built<Pose4x4x32One>,
+                          Built<Pose1x8, 2>, Built<Pose1x16, 2>, Built<PoseMatrix>, Built<PoseVector>>();
 }
 
 }  // namespace fastcaps::gpu

@@ -1,15 +1,10 @@
-// The Gaussian pass, backward. With d_im = V_im - means_m, d'_im = V_im - mean_m and what the kernel is given,
-//   u_m = dmu_m / N_m     s_m = dvariances_m / N_m     c_m = dcounts_m - <s_m, variances_m>
-// (docs/algebra.md has dmu and N), the gain from a vote's weight is a parabola in the vote:
-//   t_im = dL/dw_im = c_m + <u_m + s_m d_im, d_im> + (beta_use_im + beta_ignore_im) devidence_m
-//   da_im = w_im (t_im - sum_m' r_im' t_im')     dg_i = sum_m r_im t_im - sum_m beta_ignore_im devidence_m
-//   dV_im = w_im (u_m + 2 s_m d_im) - da_im d'_im / variance_m
-//   dlog_weight_m = sum_i da_im     dmean_m = sum_i da_im d'_im / variance_m
-//   dvariance_m = sum_i da_im d'_im^2 / (2 variance_m^2)
+// The Gaussian pass, backward: docs/algebra.md, ../algebra/gaussian.h. The gain from a vote's weight is a parabola in
+// the vote, of which the kernel is given u_m, s_m and c_m = dcounts_m - <s_m, variances_m>:
+//   t_im = c_m + <u_m + s_m d_im, d_im> + (beta_use_im + beta_ignore_im) devidence_m
 //
-// dmu holds -2 dvariances rest / N with rest_m = sum_i w_im d_im. On paper that is eps means_m; but means are rounded,
-// and where a parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in u + 2 s
-// d. So where it may be (at `narrow` positions), a launch before the others measures the rest and puts u right.
+// u holds -2 s rest / N with rest_m = sum_i w_im d_im. On paper that is eps means_m; but means are rounded, and where a
+// parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in u + 2 s d. So where
+// it may be (at `tight` positions), a launch before the others measures the rest and puts u right.
 #pragma once
 
 #include "backward.h"

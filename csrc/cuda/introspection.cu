@@ -31,19 +31,7 @@ struct Question {
   bool has_bias, starts;
 
   Question(const char* op, const int64_t* n, const int64_t* facts)
-      : v{n[0],
-          n[1],
-          n[2],
-          n[3],
-          n[4],
-          n[5],
-          n[6],
-          n[7],
-          n[11] * n[12] * n[3],
-          n[8],
-          n[9],
-          n[10],
-          {n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18]}},
+      : v(votes_of(n, Storage(facts[1]))),
         machine{facts[6], facts[7]},
         turns(facts[4]),
         has_bias(facts[2] != 0),
@@ -51,10 +39,9 @@ struct Question {
     const Storage half = facts[0] ? Storage::kBFloat16 : Storage::kFloat16;
     task = {.pass = pass_of(op),
             .backward = facts[0] != 0,
-            .tensor = rounds(facts[5], Storage(facts[1]), half),
+            .tensor = rounds(facts[5], v.storage, half),
             .ordered = (facts[5] & kDeterministic) != 0,
-            .identity = v.G == 0};
-    if (task.identity) v.G = 1;
+            .identity = n[10] == 0};
     if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);
   }
   std::string routing_refusal() const {

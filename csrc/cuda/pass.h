@@ -116,7 +116,7 @@ struct PassArgs : Cut, ParentArgs {
   const float* dconstant;  // pooling, Gaussian: and in any case, [..]
   const float* devidence;  // Gaussian: [..]
   float* measured;         // Gaussian: dsums, in a launch that only puts them right (see gaussian_backward.h); or null
-  const float* narrow;     // [positions]: tiles where all are 0 are passed over; or null
+  const float* tight;      // [positions]: tiles where all are 0 are passed over; or null
   float* dquery;           // [.., C, E]; Gaussian: of the mean
   float* dvariance;        // [.., C, E]
   float* dlog_weight;      // [..]

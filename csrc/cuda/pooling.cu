@@ -15,9 +15,7 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   const DeviceGuard guard(children);
   Call call(Pass::kPooling, op.votes, op.options);
   const Votes& v = call.votes;
-  STD_TORCH_CHECK(op.rule == Rule::kSquash || op.rule == Rule::kUnit, "fastcaps: pooling_routing has no rule ",
-                  int(op.rule));
-  call.check(op.query, "query", call.poses(), children.scalar_type());
+  op.check(v);
   PassArgs& a = call.args;
   if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.normalize = op.normalize, a.rule = op.rule;
@@ -56,14 +54,8 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
   const DeviceGuard guard(children);
   Call call(Pass::kPooling, op.votes, op.options);
   const Votes& v = call.votes;
-  const ScalarType storage = children.scalar_type();
-  const Turns turns(op.votes, op.grad.dim() > 0 ? op.grad.size(0) : 0);
-  turns.check(op.grad, "grad", call.poses(), storage);
-  turns.check(op.query, "query", call.poses(), storage, false);
-  turns.check(op.sums, "sums", call.poses(), storage);
-  turns.check(op.logsumexp, "logsumexp", call.numbers(), ScalarType::Float);
-  const bool wants_query = op.query && (op.needs & kQuery), empty = v.positions() == 0;
-  STD_TORCH_CHECK(!wants_query || turns.count == 1, "fastcaps: dquery is of one turn, got ", turns.count);
+  const Turns turns = op.check(v);
+  const bool wants_query = op.wants_query(), empty = v.positions() == 0;
 
   PassArgs& a = call.args;
   a.scale = float(op.scale), a.normalize = op.normalize, a.detach = op.needs & kDetach;

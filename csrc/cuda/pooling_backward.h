@@ -1,8 +1,5 @@
-// The pooling pass, backward. With e_im = exp(a_im - logsumexp_m), r = g e, t_im = <dS_m, V_im> - <dS_m, S_m> +
-// dlogsumexp_m, of which the kernel is given what does not depend on the child:
-//   c_im = scale r_im t_im / |V_im|     dQ_m = sum_i c_im V_im     dg_i = sum_m e_im t_im
-//   dV_im = r_im dS_m + c_im (Q_m - K_im <K_im, Q_m>)
-// (without normalised keys both / |V| and - K <K, Q> fall away).
+// The pooling pass, backward: docs/algebra.md. Of t_im the kernel is given what does not depend on the child;
+// c_im = scale r_im t_im / |V_im| (without normalised keys: without |V|).
 #pragma once
 
 #include "backward.h"

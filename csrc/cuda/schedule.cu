@@ -5,7 +5,6 @@
 namespace fastcaps::gpu {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t aligned(int64_t bytes) { return ceil_div(bytes, 16) * 16; }
 
 int64_t power_of_two(int64_t at_least) {

@@ -79,7 +79,7 @@ class QueryRouting(Routing):
         def reach(turn: int, gradient: Tensor) -> None:
             if steps is not None and (squashes or turn != -1):  # else S itself is the result
                 gradient = steps.backward(gradient.to(wide), turn)
-            each.insert(0, gradient.to(dtype).contiguous())
+            each.insert(0, gradient.to(wide).contiguous())  # parents' would be rounded to the children's dtype
 
         assert grad is not None
         reach(-1, grad)

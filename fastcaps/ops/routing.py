@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation
-from fastcaps.checks import accumulation_dtype
+from fastcaps.checks import accumulation_dtype, check_tensor
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse, of_turn
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
@@ -347,6 +347,10 @@ class Routing(ABC):
         _, backward = self.reference()
         heads = arguments[: self.heads]
         votes, own = Votes(*arguments[self.heads : self.heads + _COUNT]), arguments[self.heads + _COUNT :]
+        votes.check()
+        for name, value in zip(self.backward_names, arguments, strict=True):
+            if isinstance(value, Tensor):
+                check_tensor(name, value, votes.children, False, (accumulation_dtype(votes.children.dtype),))
         turns = len(next(head for head in heads if head is not None))
         *own, needs = own
         total: Any = None

@@ -128,6 +128,8 @@ def attention_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of one turn by explicit formulas; ``grad`` is that of LayerNorm(S), without sums that of S.
 
+    It is in the accumulation dtype, as what comes to S through squash must not be rounded on its way.
+
     With ``h_im = <dS_m, V_im>``: ``da_im = g_i r_im (h_im - sum_m' r_im' h_im')``,
     ``dV_im = g_i r_im dS_m + scale da_im Q_m``, ``dQ_m = scale sum_i da_im V_im``, ``dg_i = sum_m r_im h_im``,
     ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum over (b, l, i of group g) of P_i^T dV_im``, ``dbias = sum dV``.

@@ -131,7 +131,7 @@ def pooling_routing_backward(
     normalize: bool,
     needs: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of one turn by explicit formulas; ``grad`` is that of S.
+    """Return the gradients of one turn by explicit formulas; ``grad`` is that of S, in the accumulation dtype.
 
     With ``e_im = exp(a_im - logsumexp_m)``, ``r_im = g_i e_im`` and ``t_im = <dS_m, V_im> - <dS_m, S_m>``:
     ``da_im = r_im t_im``, ``dg_i = sum_m e_im t_im``, ``dQ_m = scale sum_i da_im K_im``, ``dK_im = scale da_im Q_m``,

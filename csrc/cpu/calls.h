@@ -3,9 +3,9 @@
 
 #include <cstring>
 
-#include "arguments.h"
-#include "cpu/schedule.h"
-#include "cpu/scratch.h"
+#include "../arguments.h"
+#include "schedule.h"
+#include "scratch.h"
 
 namespace fastcaps {
 
@@ -50,21 +50,19 @@ struct Partial {
   }
 };
 
-// The votes of a call as the kernels want them, checked, and what is made for a call.
-struct Given {
+// A call's votes as the kernels want them, checked, and what is made for it.
+struct CpuCall {
   Votes votes;
   ScalarType storage, compute;
-  bool is_double;
   Tensor children;
   Shape gate_shape;
   MaybeTensor weight, bias;  // in the compute type, contiguous: kept alive here
   bool has_gate;             // of an empty batch, whose memory is null, too
 
-  explicit Given(const VoteTensors& tensors)
+  explicit CpuCall(const VoteTensors& tensors)
       : votes(tensors.check()),
         storage(tensors.children.scalar_type()),
         compute(accumulation_type(tensors.children)),
-        is_double(storage == ScalarType::Double),
         children(tensors.children),
         gate_shape(tensors.gate_shape()),
         has_gate(tensors.gate.has_value()) {
@@ -79,18 +77,9 @@ struct Given {
     return data_of(*kept);
   }
 
-  // What is read in place of a tensor that a call may lack.
-  View view(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type) const {
-    if (!x) return {};
-    check_tensor(*x, name, shape, type, children);
-    return view_of(*x, votes.is_set);
-  }
-  const void* table(const MaybeTensor& x, const char* name, const Shape& shape, ScalarType type,
-                    MaybeTensor& kept) const {
-    if (!x) return nullptr;
-    check_tensor(*x, name, shape, type, children);
-    return dense(*x, kept);
-  }
+  // The same, and what is read in place, of a tensor that a call may lack.
+  const void* table(const MaybeTensor& x, MaybeTensor& kept) const { return x ? dense(*x, kept) : nullptr; }
+  View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
 
   // A result in the compute type, its address in `data`.
   Tensor result(const Shape& shape, void*& data, bool clear = false) const {
@@ -123,7 +112,7 @@ struct Given {
   MaybeTensor rows(bool wanted, const Schedule& schedule, int64_t copies, int64_t numbers, int64_t lanes,
                    void*& data) const {
     if (!wanted) return {};
-    const int64_t number = is_double ? 8 : 4;
+    const int64_t number = votes.is_double() ? 8 : 4;
     const int64_t count = copies * schedule.rows() * numbers * (schedule.child_lanes ? 1 : lanes) + 64 / number;
     Tensor out = result({count}, data);
     data = aligned(data);
@@ -140,28 +129,26 @@ struct Given {
 
 // Run a forward call whose operands and results are set, all turns of it.
 template <class Operands>
-void run_forward(const Given& given, ForwardCall<Operands>& call) {
+void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   const Votes& in = call.votes;
-  const Kernels<Operands>& table = kernels<Operands>(in, given.is_double);
-  const int64_t lanes = lanes_of(table, given.is_double);
-  call.schedule = schedule_of(call, given.is_double);
+  const Kernels<Operands>& table = kernels<Operands>(in);
+  const int64_t lanes = table.lanes(in);
+  call.schedule = schedule_of(call);
   if (in.positions() == 0) return;
   const bool ranges = call.schedule.chunks > 1;
   const MaybeTensor partial =
-      given.rows(ranges, call.schedule, call.schedule.chunks, table.forward_results(call), lanes, call.partial);
+      cpu.rows(ranges, call.schedule, call.schedule.chunks, table.forward_results(call), lanes, call.partial);
   const MaybeTensor state =
-      given.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
-  const int64_t scratch = table.forward_scratch(call, given.is_double);
+      cpu.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
+  const int64_t scratch = table.forward_scratch(call);
   call.turns = ranges ? 1 : call.total;  // where children are cut into ranges, turns wait for all of them
   for (call.turn = 0; call.turn < call.total; call.turn += call.turns) {
-    run_items(call.schedule.items(), scratch, [&](int64_t begin, int64_t end, void* memory) {
-      table.forward(call, given.is_double, begin, end, memory);
-    });
+    run_items(call.schedule.items(), scratch,
+              [&](int64_t begin, int64_t end, void* memory) { table.forward(call, begin, end, memory); });
     if (!ranges) continue;
     const int64_t rows = call.schedule.child_lanes ? in.positions() : ceil_div(in.positions(), lanes);
-    run_items(rows, scratch, [&](int64_t begin, int64_t end, void* memory) {
-      table.forward_finish(call, given.is_double, begin, end, memory);
-    });
+    run_items(rows, scratch,
+              [&](int64_t begin, int64_t end, void* memory) { table.forward_finish(call, begin, end, memory); });
   }
 }
 
@@ -173,32 +160,31 @@ struct Gradients {
 // Run a backward call whose operands are set and which has its schedule. `empty`: nothing reaches it, or there is
 // nothing.
 template <class Operands>
-Gradients run_backward(const Given& given, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
+Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
   const Votes& in = call.votes;
-  const Kernels<Operands>& table = kernels<Operands>(in, given.is_double);
-  const int64_t lanes = lanes_of(table, given.is_double);
-  const bool dbias = needs & kBias && given.bias;
-  const MaybeTensor children = given.maybe(needs & kChildren, shape_of(given.children), call.dchildren, true);
-  const MaybeTensor gate = given.maybe(needs & kGate && given.has_gate, given.gate_shape, call.dgate, true);
-  const Partial weights = given.partial(needs & kWeight && given.weight, call.schedule.weight_parts,
-                                        {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
-  const Partial biases = given.partial(dbias, call.schedule.items(), dbias ? shape_of(*given.bias) : Shape{});
+  const Kernels<Operands>& table = kernels<Operands>(in);
+  const int64_t lanes = table.lanes(in);
+  const bool dbias = needs & kBias && cpu.bias;
+  const MaybeTensor children = cpu.maybe(needs & kChildren, shape_of(cpu.children), call.dchildren, true);
+  const MaybeTensor gate = cpu.maybe(needs & kGate && cpu.has_gate, cpu.gate_shape, call.dgate, true);
+  const Partial weights = cpu.partial(needs & kWeight && cpu.weight, call.schedule.weight_parts,
+                                      {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
+  const Partial biases = cpu.partial(dbias, call.schedule.items(), dbias ? shape_of(*cpu.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
   if (!empty) {
     const MaybeTensor state =
-        given.rows(true, call.schedule, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
+        cpu.rows(true, call.schedule, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
     const MaybeTensor partial =
-        given.rows(dparents, call.schedule, call.schedule.chunks, table.backward_results(call), lanes, call.partial);
-    const int64_t scratch = table.backward_scratch(call, given.is_double);
+        cpu.rows(dparents, call.schedule, call.schedule.chunks, table.backward_results(call), lanes, call.partial);
+    const int64_t scratch = table.backward_scratch(call);
     const auto run = [&](int64_t items, auto kernel) {
-      run_items(items, scratch,
-                [&](int64_t begin, int64_t end, void* memory) { kernel(call, given.is_double, begin, end, memory); });
+      run_items(items, scratch, [&](int64_t begin, int64_t end, void* memory) { kernel(call, begin, end, memory); });
     };
     run(call.schedule.rows(), table.backward_prepare);
     run(call.schedule.items(), table.backward);
     if (dparents) run(call.schedule.rows(), table.backward_finish);
   }
-  return {given.stored(children), given.stored(weights.sum()), given.stored(biases.sum()), given.stored(gate)};
+  return {cpu.stored(children), cpu.stored(weights.sum()), cpu.stored(biases.sum()), cpu.stored(gate)};
 }
 
 }  // namespace fastcaps
