@@ -94,7 +94,7 @@ def test_resnet_blocks():
 
 
 def test_names():
-    assert models.names() == sorted([*TABLE_1, "digits", "mnist"])
+    assert {*TABLE_1, "digits", "mnist"} < set(models.names())
     assert fastcaps.models.create is models.create
 
 

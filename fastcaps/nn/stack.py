@@ -32,6 +32,9 @@ class CapsuleSpec:
         None makes a set layer, which reads a grid below it as one set.
     stride, padding, dilation, share
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
+    types : int, optional
+        For ``kernel_size="all"`` above a layer whose parents are a set: read them as so many types, slowest, at as many
+        places as that makes. The places of a type share its matrices.
     layer : type of RoutingLayer, optional
         Its class; None is what :meth:`RoutingStack.build` is told for all.
     options : mapping
@@ -45,6 +48,7 @@ class CapsuleSpec:
     padding: Pair = 0
     dilation: Pair = 1
     share: bool = False
+    types: int | None = None
     layer: type[RoutingLayer[Any, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,7 +89,8 @@ class RoutingStack(nn.Module):
     the iterations 2..t, the previous iteration's values of the layer below and of itself: all layers move at once.
     *Sequential* routing, the paper's ablation B, has each layer finish its t iterations before the next one starts.
 
-    Between a grid layer and a set layer the grid is flattened in the order n, h, w: types slowest.
+    Between a grid layer and a set layer the grid is flattened in the order n, h, w: types slowest. Above a set, a layer
+    of ``kernel_size="all"`` reads it the other way round, as ``in_capsules`` types at one place or several in a row.
 
     In concurrent routing the last layer's value after t iterations depends on the layer k below it only up to
     iteration t - k, so later updates of that layer cannot reach the result. They are left out unless ``return_trace``
@@ -173,7 +178,11 @@ class RoutingStack(nn.Module):
             if spec.kernel_size is None and size is not None:
                 in_capsules, size = in_capsules * size[0] * size[1], None
             elif spec.kernel_size is not None and size is None:
-                raise ValueError(f"{where} wants a grid of children, but what lies below it is a set")
+                if spec.kernel_size != "all" or spec.types is None:
+                    raise ValueError(f"{where} wants a grid of children, but what lies below it is a set")
+                if in_capsules % positive(spec.types, "types"):
+                    raise ValueError(f"{where}: types, {spec.types}, must divide the {in_capsules} capsules below it")
+                in_capsules = spec.types
             made = (spec.layer or layer)(
                 in_capsules,
                 spec.capsules,
@@ -299,6 +308,10 @@ class RoutingStack(nn.Module):
             numbers = as_scores(numbers) if scores else numbers.sigmoid()
         if not layer.on_grid and poses.dim() == 5:
             poses, numbers = flatten_grid(poses), None if numbers is None else numbers.flatten(1)
+        elif layer.on_grid and poses.dim() == 3:
+            row = (layer.in_capsules, 1, -1)
+            poses = poses.unflatten(1, row)  # type: ignore[arg-type]
+            numbers = None if numbers is None else numbers.unflatten(1, row)  # type: ignore[arg-type]
         return State(poses, numbers, scores, poses)
 
     def _step(
@@ -341,6 +354,12 @@ def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:
                 f"{where}.in_dim must be {below.out_dim}, the out_dim of the layer below it, got {layer.in_dim}"
             )
         if layer.on_grid and below.window is None:
+            if layer.whole_grid and None not in (layer.in_capsules, below.out_capsules):
+                if below.out_capsules % layer.in_capsules:  # type: ignore[operator]
+                    raise ValueError(
+                        f"{where}.in_capsules, {layer.in_capsules}, must divide the {below.out_capsules} capsules below"
+                    )
+                continue
             raise ValueError(
                 f"{where} routes a grid (kernel_size {layer.kernel_size}), but the layer below it makes a set"
             )
