@@ -111,8 +111,10 @@ class TextCapsNet(nn.Module):
             there = mask.bool().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
             certain = torch.full_like(poses[..., 0], torch.inf)
             scores = certain.where(there, -certain)
-        found = self.routing(poses, scores, return_trace=return_trace)
-        return (found[0].scores, found[1]) if return_trace else found.scores
+        if return_trace:
+            found, trace = self.routing(poses, scores, return_trace=True)
+            return found.scores, trace  # type: ignore[union-attr]
+        return self.routing(poses, scores).scores  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
         """The sizes of an input."""

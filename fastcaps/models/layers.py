@@ -190,9 +190,9 @@ class AppendCoordinates(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """``[B, channels, H, W]`` to ``[B, channels + 2, H, W]``."""
         batch, _, height, width = images.shape
-        place = {"device": images.device, "dtype": images.dtype}
-        across = torch.linspace(-1, 1, width, **place).expand(batch, 1, height, width)  # type: ignore[arg-type]
-        down = torch.linspace(-1, 1, height, **place)[:, None].expand(batch, 1, height, width)  # type: ignore[arg-type]
+        across = torch.linspace(-1, 1, width, device=images.device, dtype=images.dtype)
+        down = torch.linspace(-1, 1, height, device=images.device, dtype=images.dtype)[:, None]
+        across, down = (each.expand(batch, 1, height, width) for each in (across, down))
         return torch.cat([images, across, down], dim=1)
 
 
@@ -295,6 +295,6 @@ BACKBONES: dict[str, Any] = {
     "small": lambda channels: _small(channels, 2),
     "tiny": lambda channels: _small(channels, 1),
 }
-"""Backbones that have a name, as functions of the channels of their features: Tsai et al.'s single convolution (Tables 8
-and 9) and their ResNet backbone (appendix A.1), whose features are half the image's size; ours for small grey images, of
-a quarter of the image's size and of its own."""
+"""Backbones that have a name, as functions of the channels of their features: Tsai et al.'s single convolution (Tables
+8 and 9) and their ResNet backbone (appendix A.1), whose features are half the image's size; ours for small grey images,
+of a quarter of the image's size and of its own."""

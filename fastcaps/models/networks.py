@@ -57,11 +57,11 @@ class NetworkConfig:
         Channels of an image.
     layer : type of RoutingLayer
         Whose routing it is.
-    iterations : int
-        Turns of every layer.
+    iterations : int, optional
+        Turns of every layer; 2 if None, and with "equilibrium" the most that a layer may need, 32.
     routing : "concurrent", "sequential" or "equilibrium"
         Of inverted attention alone: the paper's, its ablation B, or as many turns as it takes
-        (:class:`fastcaps.nn.EquilibriumRouting`; ``iterations`` are then counted by that).
+        (:class:`fastcaps.nn.EquilibriumRouting`).
     pose : "matrix" or "vector"
         The poses' structure.
     primary, class_layer, options : mapping
@@ -86,7 +86,7 @@ class NetworkConfig:
     image_size: int | tuple[int, int]
     in_channels: int
     layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting
-    iterations: int = 2
+    iterations: int | None = None
     routing: str = "concurrent"
     pose: str = "matrix"
     primary: Mapping[str, Any] = field(default_factory=dict)
@@ -104,11 +104,13 @@ class NetworkConfig:
         attends = layer is InvertedAttentionRouting
         if not attends and self.routing != "concurrent":
             raise ValueError(f"routing must be left alone for {layer.__name__}, got {self.routing!r}")
-        if attends and self.routing == "equilibrium":
+        equilibrium = self.routing == "equilibrium"
+        if equilibrium:
             layer = EquilibriumRouting
+        turns = (32 if equilibrium else 2) if self.iterations is None else positive(self.iterations, "iterations")
         specs = [*self.hidden, CapsuleSpec(positive(self.classes, "classes"), **self.class_layer)]
-        if not attends:  # these make their turns by themselves
-            specs = [replace(spec, options={"iterations": self.iterations, **spec.options}) for spec in specs]
+        if equilibrium or not attends:  # these make their turns by themselves
+            specs = [replace(spec, options={"iterations": turns, **spec.options}) for spec in specs]
         primary = {} if self.primary_bias else {"bias": False}
         net = CapsNet.build(
             assemble(self.layers(), (channels, *size)),
@@ -118,8 +120,8 @@ class NetworkConfig:
             dim=self.dim,
             hidden=specs[:-1],
             classes=specs[-1],
-            iterations=self.iterations,
-            routing="sequential" if self.routing == "equilibrium" else self.routing,
+            iterations=turns,
+            routing="sequential" if equilibrium else self.routing,
             layer=layer,
             primary={**primary, **self.primary},
             head=HEADS.get(layer, "linear"),
@@ -192,7 +194,9 @@ class CNNConfig:
     def build(self) -> CNN:
         """Make the network, freshly drawn."""
         channels, size = positive(self.in_channels, "in_channels"), image_size(self.image_size)
-        return CNN(*assemble(self.layers, (channels, *size), positive(self.classes, "classes")), images=(channels, *size))
+        return CNN(
+            *assemble(self.layers, (channels, *size), positive(self.classes, "classes")), images=(channels, *size)
+        )
 
 
 class CNN(nn.Sequential):

@@ -66,9 +66,9 @@ def dmm(types: int = 16, **more: Any) -> NetworkConfig:
 
 def cnn(classes: int) -> CNNConfig:
     """Tables 2 and 3."""
-    shrinking = {"stride": 2, "padding": 1}
-    convs = (Conv(1024, 3, **shrinking), Conv(1024, 3, order="conv relu norm", **shrinking), Pool("average", 2))
-    return CNNConfig((*convs, *convs[1:], Flatten(), Linear()), classes, 32, 3)
+    first = Conv(1024, 3, stride=2, padding=1)
+    pair = (Conv(1024, 3, stride=2, padding=1, order="conv relu norm"), Pool("average", 2))
+    return CNNConfig((first, *pair, *pair, Flatten(), Linear()), classes, 32, 3)
 
 
 def dmm_cnn(*end: Layer) -> CNNConfig:

@@ -38,8 +38,9 @@ break_symmetry, iterations, device, dtype
         A child may also go to none of the parents (one more logit, of 0). For ``compete="parents"``.
     prior : "zero", "learned", "random" or bool
         The logits that every turn starts from, the paper's log prior probabilities, ``[I or 1, M or 1]``. "zero"
-        (False) is its choice; "learned" (True) learns them from zero; "random" draws them from N(0, 1), in
-        :meth:`reset_parameters`, and keeps them. All three are in Table 5 of Li et al. (2018), which does not say when they are drawn.
+        (False) is its choice; "learned" (True) learns them from zero; "random" draws them from N(0, 1) once and keeps
+        them. All three are in Table 5 of Li et al. (2018), which does not say when they are drawn: here in
+        :meth:`reset_parameters`, so that a network gives the same result twice.
     eps : float
         Under the root of squash's length: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 + eps)``, as many published codes have
         it. With a prior or an eps every turn is a call of its own.

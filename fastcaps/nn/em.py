@@ -52,10 +52,10 @@ break_symmetry, iterations, device, dtype
         (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it. Other coordinates may come
         with a call, as ``bias``.
     normalize_cost : bool
-        Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1 over
-        the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma` otherwise make it so
-        large that all activations are 1). Over whom, and that :math:`\lambda_t` of 1 is then the default, is our
-        reading. Every turn is then a call of its own.
+        Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1
+        over the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma`
+        otherwise make it so large that all activations are 1). Over whom, and that 1 is then the default of
+        :math:`\lambda_t`, is our reading. Every turn is then a call of its own. A layer of one parent cannot do so.
     eps : float
         Added to the variances, and to n under the moments.
 

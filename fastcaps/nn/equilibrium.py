@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from fastcaps import ops
 from fastcaps.checks import check_count, check_finite, is_tracing
-from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRouting
-from fastcaps.nn.layer import Call
+from fastcaps.nn.inverted_attention import InvertedAttentionRouting
+from fastcaps.nn.layer import Call, LayerOptions
 from fastcaps.nn.poses import route
 from fastcaps.reference import Rule
 from fastcaps.results import Capsules, Routed, RoutedCapsules
@@ -39,15 +40,16 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     In a stack of layers concurrent routing has the same fixed point as sequential routing: a layer's depends on those
     below it alone. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
 
-    Turns come closer to a fixed point where f contracts; large matrices or a large ``scale`` may leave them
-    wandering. Then the last of ``iterations`` turns is the result, and the gradient is that of as many turns back from there.
-    A compiled layer always makes ``iterations`` turns, since a graph cannot ask for the distance.
+    Turns come closer to a fixed point where f contracts; large matrices or a large ``scale`` may leave them wandering.
+    Then the last of ``iterations`` turns is the result, and the gradient is that of as many turns back from there. A
+    compiled layer always makes ``iterations`` turns, since a graph cannot ask for the distance.
 
     Parameters
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
 break_symmetry, layer_norm, activations, start, eps, device, dtype
-        As :class:`InvertedAttentionRouting` has them; there is no dropout.
+        As :class:`InvertedAttentionRouting` has them; there is no dropout, and no ``start`` is learned: a fixed point
+        has no gradient for it.
     iterations : int
         The most turns forward, and the most terms backward.
     tolerance : float
@@ -71,14 +73,16 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         *,
         iterations: int = 32,
         tolerance: float = 1e-5,
+        layer_norm: bool = True,
         activations: bool = False,
-        **options: Unpack[AttentionOptions],
+        start: str = "zero",
+        eps: float = 1e-5,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, activations=activations, **options
-        )  # type: ignore[call-overload, misc]
-        if self.dropout:
-            raise ValueError(f"dropout must be 0: turns that differ at random have no fixed point; got {self.dropout}")
+        own: Any = {"layer_norm": layer_norm, "activations": activations, "start": start, "eps": eps}
+        super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **own, **options)
+        if self.start == "learned":
+            raise ValueError("start must not be 'learned': a fixed point has no gradient for where its turns began")
         self.tolerance = check_finite("tolerance", tolerance, 0.0)
 
     def forward(  # type: ignore[override]
@@ -131,7 +135,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         parents = self.first_parents(call)
         if parents is None or limit == 1:
             parents, _ = route(call, parents, self.pose_shape, **options)
-        if is_tracing():
+        if _without_numbers(parents):
             if limit > 2:
                 parents, _ = route(call, parents, self.pose_shape, iterations=limit - 2, **options)
             return parents
@@ -141,6 +145,15 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             if _stands_still(before, parents, self.tolerance):
                 break
         return parents
+
+    def smallest_inputs(self) -> list[Tensor]:
+        """Children of the smallest call that this layer takes."""
+        return super().smallest_inputs()[:1]
+
+
+def _without_numbers(tensor: Tensor) -> bool:
+    """Return whether a call is traced or explained, so that nothing can be asked about numbers."""
+    return is_tracing() or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _stands_still(before: Tensor, after: Tensor, tolerance: float) -> bool:
@@ -172,12 +185,12 @@ class _Implicit(torch.autograd.Function):
         *tensors, query, norm_weight = cast
         assert query is not None
         own = (*tensors, parents, window, query.unsqueeze(0), norm_weight, ctx.saved_tensors[-1], scale, eps)
-        tracing = is_tracing()
+        blind = _without_numbers(grad)
         found = grad
         for _ in range(limit - 1):
             before = found
             heads = before.contiguous().unsqueeze(0)
             found = grad + ops.attention_routing.backward_op(heads, *own, 1 << DQUERY)[DQUERY]
-            if not tracing and _stands_still(before, found, tolerance):
+            if not blind and _stands_still(before, found, tolerance):
                 break
         return (found, *(None for _ in range(13)))

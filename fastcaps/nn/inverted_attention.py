@@ -60,8 +60,8 @@ break_symmetry, iterations, device, dtype
     start : "zero", "random" or "learned"
         What the parents are before the first iteration, when a call gives none. "zero" is the paper's: every child
         spreads evenly. The others are its footnote 1: poses drawn from N(0, 1) once and kept, or learned from there;
-        one per parent (of a grid, per parent type), the same for all samples. Where they are drawn anew is not told; here
-        it is in :meth:`reset_parameters`, so that a network gives the same result twice.
+        one per parent (of a grid, per parent type), the same for all samples. When they are drawn is not told: here
+        in :meth:`reset_parameters`, so that a network gives the same result twice.
     eps : float
         LayerNorm's.
 
@@ -175,8 +175,8 @@ break_symmetry, iterations, device, dtype
         Parameters
         ----------
         parents : Tensor, optional
-            The parents' last poses, shaped as the result. None is the first iteration, from ``start``. They tell the number of parents
-            for a layer that leaves it open.
+            The parents' last poses, shaped as the result. None is the first iteration, from ``start``. They tell the
+            number of parents for a layer that leaves it open.
         activations : Tensor, optional
             ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
         iterations : int, optional

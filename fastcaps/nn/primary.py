@@ -152,9 +152,7 @@ class PrimaryCapsules(nn.Module):
             raise ValueError(f"features must be [B, {self.in_channels}, H, W], got {shape_of(features)}")
         rows, columns = self.output_size((features.shape[2], features.shape[3]))
         if rows < 1 or columns < 1:
-            raise ValueError(
-                f"features {shape_of(features)} are smaller than the window of {self.window}"
-            )
+            raise ValueError(f"features {shape_of(features)} are smaller than the window of {self.window}")
         features = features.movedim(1, -1).contiguous().movedim(-1, 1)  # channels last, in words that vmap knows
         stored, active = self._convolve(features)
         poses = stored.contiguous().unflatten(-1, (self.capsules, self.dim)).permute(0, 3, 1, 2, 4)

@@ -309,9 +309,9 @@ class RoutingStack(nn.Module):
         if not layer.on_grid and poses.dim() == 5:
             poses, numbers = flatten_grid(poses), None if numbers is None else numbers.flatten(1)
         elif layer.on_grid and poses.dim() == 3:
-            row = (layer.in_capsules, 1, -1)
-            poses = poses.unflatten(1, row)  # type: ignore[arg-type]
-            numbers = None if numbers is None else numbers.unflatten(1, row)  # type: ignore[arg-type]
+            row: Any = (layer.in_capsules, 1, -1)
+            poses = poses.unflatten(1, row)
+            numbers = None if numbers is None else numbers.unflatten(1, row)
         return State(poses, numbers, scores, poses)
 
     def _step(
