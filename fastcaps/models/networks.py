@@ -99,14 +99,12 @@ class NetworkConfig:
     def build(self) -> CapsNet:
         """Make the network, freshly drawn."""
         size, channels = image_size(self.image_size), positive(self.in_channels, "in_channels")
-        layer, options = self.layer, {"pose": self.pose, **self.options}
+        options = {"pose": self.pose, **self.options}
         check_choice("routing", self.routing, ("concurrent", "sequential", "equilibrium"))
-        attends = layer is InvertedAttentionRouting
+        attends = self.layer is InvertedAttentionRouting
         if not attends and self.routing != "concurrent":
-            raise ValueError(f"routing must be left alone for {layer.__name__}, got {self.routing!r}")
-        equilibrium = self.routing == "equilibrium"
-        if equilibrium:
-            layer = EquilibriumRouting
+            raise ValueError(f"routing must be left alone for {self.layer.__name__}, got {self.routing!r}")
+        layer, equilibrium = self.routing_layer(), self.routing == "equilibrium"
         turns = (32 if equilibrium else 2) if self.iterations is None else positive(self.iterations, "iterations")
         specs = [*self.hidden, CapsuleSpec(positive(self.classes, "classes"), **self.class_layer)]
         if equilibrium or not attends:  # these make their turns by themselves
@@ -138,6 +136,11 @@ class NetworkConfig:
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         return net
 
+    def routing_layer(self) -> type[RoutingLayer[Any, Any]]:
+        """The class of the layers whose spec names none."""
+        attends = self.layer is InvertedAttentionRouting
+        return EquilibriumRouting if attends and self.routing == "equilibrium" else self.layer
+
     def layers(self) -> tuple[Layer, ...]:
         """The declarations of the backbone."""
         if not isinstance(self.backbone, str):
@@ -150,7 +153,7 @@ class NetworkConfig:
     def extras(self) -> list[str]:
         """The arguments that all routing layers of the network know, beside the fields: overrides too."""
         known = {each.name for each in fields(self)}
-        layers = {self.layer, *(spec.layer or self.layer for spec in self.hidden)}
+        layers = {self.routing_layer(), *(spec.layer or self.routing_layer() for spec in self.hidden)}
         every = [set(inspect.signature(layer).parameters) for layer in layers]
         return sorted(set.intersection(*every) - known - FOLLOWING)
 
@@ -236,15 +239,15 @@ def override(config: Some, overrides: Mapping[str, Any]) -> Some:
         If an override is neither a field nor, of a capsule network, an argument of its routing layers.
     """
     known = [each.name for each in fields(config)]  # type: ignore[arg-type]
+    config = replace(config, **{name: value for name, value in overrides.items() if name in known})  # type: ignore[type-var]
     extras = config.extras() if isinstance(config, NetworkConfig) else []
     unknown = sorted(set(overrides) - {*known, *extras})
     if unknown:
         raise TypeError(f"create() has no override {', '.join(unknown)}; there are: {', '.join([*known, *extras])}")
-    own = {name: value for name, value in overrides.items() if name in known}
     more = {name: value for name, value in overrides.items() if name in extras}
-    if more and isinstance(config, NetworkConfig):
-        own["options"] = {**own.get("options", config.options), **more}
-    return replace(config, **own)  # type: ignore[type-var]
+    if not more:
+        return config
+    return replace(config, options={**config.options, **more})  # type: ignore[attr-defined, type-var]
 
 
 def image_size(size: int | tuple[int, int]) -> tuple[int, int]:

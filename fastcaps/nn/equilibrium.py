@@ -40,9 +40,10 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     In a stack of layers concurrent routing has the same fixed point as sequential routing: a layer's depends on those
     below it alone. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
 
-    Turns come closer to a fixed point where f contracts; large matrices or a large ``scale`` may leave them wandering.
-    Then the last of ``iterations`` turns is the result, and the gradient is that of as many turns back from there. A
-    compiled layer always makes ``iterations`` turns, since a graph cannot ask for the distance.
+    How soon turns stand still depends on the matrices. Freshly drawn, the papers' class layers (800 to 10 of 4 x 4, 576
+    to 10 of 8 x 8) move by less than 1e-4 after 30 turns, some windows over a grid by 1e-2 even after 100. What has not
+    come to rest after ``iterations`` turns is the result as it is, its gradient that of as many turns back from there.
+    A compiled layer always makes ``iterations`` turns, since a graph cannot ask for the distance.
 
     Parameters
     ----------
@@ -81,6 +82,8 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
     ) -> None:
         own: Any = {"layer_norm": layer_norm, "activations": activations, "start": start, "eps": eps}
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **own, **options)
+        if self.dropout:
+            raise ValueError(f"dropout must be 0: turns that differ at random have no fixed point; got {self.dropout}")
         if self.start == "learned":
             raise ValueError("start must not be 'learned': a fixed point has no gradient for where its turns began")
         self.tolerance = check_finite("tolerance", tolerance, 0.0)
