@@ -3,7 +3,9 @@ compilers."""
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch.nn.functional as F
 
 from fastcaps import losses, models
 from fastcaps.nn import CapsuleSpec, EMRouting, EquilibriumRouting, RoutingPool2d
+
+PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
 
 
 def conv(before, after, size, bias=1):
@@ -177,6 +181,20 @@ def test_parameters_by_hand_and_as_published(name):
 
 def test_every_name_of_a_paper_has_its_parameters_tested():
     assert set(models.names()) == {*HAND, *OTHERS, "mnist", "digits"}
+
+
+def test_the_page_of_networks_tells_their_parameters_and_its_python_runs(capsys):
+    page = PAGE.read_text(encoding="utf-8")
+    for name, (exact, _, _) in HAND.items():
+        stem = re.sub(r"-(c100|max|average|routing)$", "", name)
+        rows = [row for row in page.splitlines() if row.startswith("|") and f"`{stem}" in row]
+        assert any(f"{exact:,}" in row for row in rows), name
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    try:
+        exec(compile(block, str(PAGE), "exec"), {})
+    finally:
+        models._NETWORKS.pop("small-dynamic", None)
+    assert capsys.readouterr().out.strip() == re.findall(r"# (torch.*)", block)[0]
 
 
 def test_counts_that_are_rounded_otherwise():

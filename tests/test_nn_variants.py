@@ -99,6 +99,18 @@ def test_priors_are_zero_learned_or_random(compete):
         DynamicRouting(6, 3, 4, 4, prior="one")
 
 
+@pytest.mark.parametrize("options", [{"kernel_size": "all"}, {"kernel_size": 2, "stride": 2}])
+def test_types_that_share_matrices_share_logits(options):
+    layer = DynamicRouting(2, 3, 4, 4, share=True, prior="random", compete="children", **options, **DOUBLE)
+    assert layer.prior.shape == (2, 3)
+    children = draw(1, 2, 2, 2, 4)
+    _, shares = layer(children, iterations=1, return_coefficients=True)
+    wanted = torch.stack([layer.prior[i % 2] for i in range(8)]).softmax(0)  # i = (y, x, n), n fastest
+    torch.testing.assert_close(shares.view(8, 3), wanted)
+    learned = DynamicRouting(2, 3, 4, 4, share=True, prior="learned", compete="children", **options, **DOUBLE)
+    assert torch.autograd.grad(learned(children).square().sum(), learned.prior)[0].any()
+
+
 # ---- pooling without a gradient through its coefficients -------------------------------------------------------------
 
 
@@ -172,6 +184,11 @@ def test_normalized_cost_against_the_procedure(temperatures):
         got, torch.autograd.grad(sum(t.square().sum() for t in wanted[:2]), layer.parameters()), strict=True
     ):
         torch.testing.assert_close(a, b)
+
+
+def test_one_parent_has_nobody_to_be_compared_with():
+    with pytest.raises(ValueError, match="normalize_cost must be False for one parent"):
+        EMRouting(3, 1, 4, 4, normalize_cost=True)
 
 
 def test_normalized_cost_on_grids_and_in_half_precision():

@@ -3,17 +3,17 @@
 A file a paper: each has its networks as data, in ``NETWORKS``, and says what is our reading. All of them, with their
 numbers of parameters, are in docs/networks.md.
 
-====================================================== =================================================================
-names                                                  source
-====================================================== =================================================================
-``tsai-iar-``, ``-dr-``, ``-em-``, ``-cnn-``, ``-dmm-`` Tsai et al. (2020), Table 1 and Figure 5; ``resnet18-`` too
-``sabour-``                                            Sabour et al. (2017)
-``hinton-norb``                                        Hinton et al. (2018)
-``heinsen-``                                           Heinsen (2019), Figures 3 and 5
-``zhao-``                                              Zhao and Huang (2019), Tables 1, 2 and 4
-``li-capnet-``                                         Li et al. (2018), Table 1 (a) and (b)
-``mnist``, ``digits``                                  ours, for two CPU cores
-====================================================== =================================================================
+====================================== ==========================================================
+names                                  source
+====================================== ==========================================================
+``tsai-``, ``resnet18-``               Tsai et al. (2020), Table 1 and Figure 5
+``sabour-``                            Sabour et al. (2017)
+``hinton-norb``                        Hinton et al. (2018)
+``heinsen-``                           Heinsen (2019), Figures 3 and 5
+``zhao-``                              Zhao and Huang (2019), Tables 1, 2 and 4
+``li-capnet-``                         Li et al. (2018), Table 1 (a) and (b)
+``mnist``, ``digits``                  ours, for two CPU cores
+====================================== ==========================================================
 """
 
 from __future__ import annotations

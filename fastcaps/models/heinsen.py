@@ -43,6 +43,7 @@ class TextCapsNet(nn.Module):
 
     Examples
     --------
+    >>> import torch
     >>> net = TextCapsNet(layers=3, embedding=20, classes=5)
     >>> mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])  # a sequence of four tokens, and one of two
     >>> net(torch.randn(2, 4, 3, 20), mask).shape

@@ -12,8 +12,8 @@ children (``compete="parents"`` is Sabour et al.'s), and EM's cost is normalised
 
 Ours, as the text does not say: channels of 32, 64, 128 and 256, strides of 2 in the last two; for EM, 32 channels more
 in the fourth convolution for the activations, and no ReLU there, which would keep them above a half. The table's sizes,
-151.24 and 152.44 "Mb", cannot be reached by this text: the parameters below take 9.9 and 10.2 MB as float32 (with 2,048
-capsules 35 MB).
+151.24 and 152.44 "Mb", cannot be reached by this text: the parameters below take 10.3 and 10.4 MB as float32 (with
+2,048 capsules 35 MB).
 """
 
 from __future__ import annotations

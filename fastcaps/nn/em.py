@@ -55,7 +55,7 @@ break_symmetry, iterations, device, dtype
         Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1
         over the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma`
         otherwise make it so large that all activations are 1). Over whom, and that 1 is then the default of
-        :math:`\lambda_t`, is our reading. Every turn is then a call of its own. A layer of one parent cannot do so.
+        :math:`\lambda_t`, is our reading. Every turn is then a call of its own.
     eps : float
         Added to the variances, and to n under the moments.
 
@@ -104,6 +104,8 @@ break_symmetry, iterations, device, dtype
         if self.coordinates and not self.whole_grid:
             raise ValueError("coordinates must be False without kernel_size='all': a small window says where it is")
         self.normalize_cost = bool(normalize_cost)
+        if self.normalize_cost and self.out_capsules == 1:
+            raise ValueError("normalize_cost must be False for one parent: there are no others to compare it with")
         self.eps = check_finite("eps", eps, 0.0)
         many = self.out_capsules or 1
         self.new_parameter("beta_u", (many,), options)

@@ -58,6 +58,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
 
     Examples
     --------
+    >>> import torch
     >>> layer = EquilibriumRouting(32, 10, 16, 16)
     >>> layer(torch.randn(2, 32, 16)).shape
     torch.Size([2, 10, 16])
