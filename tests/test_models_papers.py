@@ -346,6 +346,17 @@ def test_options_that_the_papers_vary():
     assert models.create("digits", routing="equilibrium", iterations=9).routing.layers[0].iterations == 9
 
 
+@pytest.mark.parametrize("name", ["sabour-mnist", "hinton-norb", "heinsen-norb", "zhao-affnist"])
+def test_a_call_may_ask_for_other_turns(name):
+    net, one = models.create(name).eval(), models.create(name, iterations=1).eval()
+    for parameter in net.routing.parameters():  # whose betas are zero at the start
+        torch.nn.init.normal_(parameter, std=0.3)
+    one.load_state_dict(net.state_dict())
+    images = inputs(net, 1)
+    torch.testing.assert_close(net(*images, iterations=1), one(*images))
+    assert not torch.equal(net(*images), one(*images))
+
+
 def test_reconstruction():
     net = models.create("sabour-mnist", image_size=20, decoder=(8,)).eval()
     (images,) = inputs(net)

@@ -241,7 +241,7 @@ class RoutingStack(nn.Module):
         activations : Tensor, optional
             Their activations, or scores if the lowest layer reads scores: ``[B, I]`` or ``[B, N, H, W]``.
         iterations : int, optional
-            Another t for this call.
+            Another t for this call; for layers that make all their own turns, another number of those.
         return_trace : bool
             Also return a :class:`RoutingTrace`: every layer's last poses, activations and coefficients.
 
@@ -254,20 +254,21 @@ class RoutingStack(nn.Module):
         turns = self.iterations if iterations is None else positive(iterations, "iterations")
         start = State(children, activations, self.layers[0].numbers == "scores", children)
         run = self._concurrent if self.routing == "concurrent" else self._sequential
-        states, coefficients = run(start, turns, return_trace)
+        own = None if iterations is None else turns
+        states, coefficients = run(start, turns, own, return_trace)
         if not return_trace:
             return states[-1].result
         every = [start, *states]
         poses, numbers = tuple(state.poses for state in every), tuple(state.numbers for state in every)
         return states[-1].result, RoutingTrace(poses, numbers, tuple(coefficients))
 
-    def _concurrent(self, start: State, turns: int, trace: bool) -> tuple[list[State], list[Tensor]]:
+    def _concurrent(self, start: State, turns: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
         count = len(self.layers)
         states: list[State] = []
         coefficients: list[Tensor] = []
         inputs = [self._read(0, start)]
         for index in range(count):
-            state, spread = self._step(index, inputs[index], None, trace and turns == 1)
+            state, spread = self._step(index, inputs[index], None, trace and turns == 1, own)
             states.append(state)
             coefficients += spread
             if index + 1 < count:
@@ -282,19 +283,19 @@ class RoutingStack(nn.Module):
                 same = read[index] is routed[index] and not self.layers[index].takes_parents
                 if same and not (trace and last):
                     continue
-                states[index], spread = self._step(index, read[index], before[index].poses, trace and last)
+                states[index], spread = self._step(index, read[index], before[index].poses, trace and last, own)
                 routed[index] = read[index]
                 coefficients += spread
                 if index + 1 < count and not last and not same:
                     inputs[index + 1] = self._read(index + 1, states[index])
         return states, coefficients
 
-    def _sequential(self, start: State, turns: int, trace: bool) -> tuple[list[State], list[Tensor]]:
+    def _sequential(self, start: State, turns: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
         states: list[State] = []
         coefficients: list[Tensor] = []
         for index in range(len(self.layers)):
             read = self._read(index, states[-1] if states else start)
-            state, spread = self._step(index, read, None, trace, turns)
+            state, spread = self._step(index, read, None, trace, own, turns)
             coefficients += spread
             states.append(state)
         return states, coefficients
@@ -315,13 +316,13 @@ class RoutingStack(nn.Module):
         return State(poses, numbers, scores, poses)
 
     def _step(
-        self, index: int, read: State, parents: Tensor | None, spread: bool, turns: int = 1
+        self, index: int, read: State, parents: Tensor | None, spread: bool, own: int | None, turns: int = 1
     ) -> tuple[State, list[Tensor]]:
         layer = self.layers[index]
         if layer.takes_parents:
             found = layer(read.poses, parents, read.numbers, iterations=turns, return_coefficients=spread)
         else:
-            found = layer(read.poses, read.numbers, return_coefficients=spread)
+            found = layer(read.poses, read.numbers, iterations=own, return_coefficients=spread)
         scores = isinstance(found, (Gaussians, RoutedGaussians))
         numbers = found[1] if scores or isinstance(found, (Capsules, RoutedCapsules)) else None
         result: Parents = found
