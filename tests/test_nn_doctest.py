@@ -18,6 +18,7 @@ MODULES = [
     "fastcaps.nn.convert",
     "fastcaps.nn.dynamic",
     "fastcaps.nn.em",
+    "fastcaps.nn.equilibrium",
     "fastcaps.nn.head",
     "fastcaps.nn.heinsen",
     "fastcaps.nn.inverted_attention",
@@ -29,6 +30,7 @@ MODULES = [
     "fastcaps.compat.heinsen_routing",
     "fastcaps.compat.ml_capsules",
     "fastcaps.models",
+    "fastcaps.models.heinsen",
 ]
 
 

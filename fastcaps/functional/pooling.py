@@ -46,6 +46,7 @@ def routing_pool(
     iterations: int = 3,
     sharpness: float = 0.5,
     activation: str | Callable[[Tensor], Tensor] | None = None,
+    detach: bool = False,
     window: Window | None = None,
     return_coefficients: bool = False,
 ) -> Tensor | Routed:
@@ -81,6 +82,8 @@ def routing_pool(
         :math:`\lambda`, at least 0.
     activation : str or callable, optional
         Applied to the sums, poses ``[..., C, E]``: a function, or one of "relu", "sigmoid", "squash", "tanh".
+    detach : bool
+        The coefficients are constants to the gradient: it flows through the last sum alone.
     window : Window, optional
         Makes the call one over a grid.
     return_coefficients : bool
@@ -114,7 +117,7 @@ def routing_pool(
     function = activation_function(activation)
     turns = 1 if sharpness == 0 else iterations + 1  # with λ = 0 no turn changes anything
     routed, _, _, coefficients = ops.pooling_routing(
-        votes, None, sharpness, True, int(Rule.UNIT), turns, False, return_coefficients
+        votes, None, sharpness, True, int(Rule.UNIT), turns, bool(detach), return_coefficients
     )
     routed = from_op(routed, window)
     routed = routed if function is None else function(routed)

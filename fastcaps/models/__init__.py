@@ -1,67 +1,98 @@
 """Networks by name: ``fastcaps.models.create("tsai-iar-resnet-c10")``.
 
-========================= ======== ===========================================================================
-name                      images   what it is
-========================= ======== ===========================================================================
-``tsai-iar-simple-c10``   32x32x3  Tsai et al. (2020), Table 8: 0.56M parameters
-``tsai-iar-simple-c100``  32x32x3  the same, Table 9: 1.46M
-``tsai-iar-resnet-c10``   32x32x3  Table 8 behind the ResNet backbone of appendix A.1: 1.83M
-``tsai-iar-resnet-c100``  32x32x3  Table 9 behind it: 2.80M
-``mnist``                 28x28x1  a small network of ours for MNIST and its kin
-``digits``                8x8x1    a smaller one for scikit-learn's digits
-========================= ======== ===========================================================================
+A file a paper: each has its networks as data, in ``NETWORKS``, and says what is our reading. All of them, with their
+numbers of parameters, are in docs/networks.md.
+
+====================================== ==========================================================
+names                                  source
+====================================== ==========================================================
+``tsai-``, ``resnet18-``               Tsai et al. (2020), Table 1 and Figure 5
+``sabour-``                            Sabour et al. (2017)
+``hinton-norb``                        Hinton et al. (2018)
+``heinsen-``                           Heinsen (2019), Figures 3 and 5
+``zhao-``                              Zhao and Huang (2019), Tables 1, 2 and 4
+``li-capnet-``                         Li et al. (2018), Table 1 (a) and (b)
+``mnist``, ``digits``                  ours, for two CPU cores
+====================================== ==========================================================
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import fields, replace
+from importlib import import_module
 from typing import Any
 
-from fastcaps.models.backbones import BasicBlock, ResNetBackbone, SimpleBackbone, SmallBackbone
-from fastcaps.models.networks import NETWORKS, NetworkConfig, build
-from fastcaps.nn.capsnet import CapsNet
+from torch import nn
+
+from fastcaps.models.layers import BasicBlock
+from fastcaps.models.networks import CNNConfig, Config, NetworkConfig, override
 
 __all__ = [
     "BasicBlock",
+    "CNNConfig",
+    "Config",
     "NetworkConfig",
-    "ResNetBackbone",
-    "SimpleBackbone",
-    "SmallBackbone",
-    "build",
     "config",
     "create",
     "names",
+    "register",
 ]
+
+PAPERS = ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "ours")
+"""Modules of this package with a ``NETWORKS``; a new file is entered here."""
+
+_NETWORKS: dict[str, Config] = {}
+
+
+def register(name: str, config: Config) -> None:
+    """Give a network a name.
+
+    Parameters
+    ----------
+    name : str
+        What :func:`create` shall know it by.
+    config : Config
+        A frozen dataclass with a method ``build``; its fields are the overrides.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken.
+    """
+    if name in _NETWORKS:
+        raise ValueError(f"name must be a new one, got {name!r}, which is taken")
+    _NETWORKS[name] = config
+
+
+for _paper in PAPERS:
+    for _name, _config in import_module(f"fastcaps.models.{_paper}").NETWORKS.items():
+        register(_name, _config)
 
 
 def names() -> list[str]:
     """The names that :func:`create` knows."""
-    return sorted(NETWORKS)
+    return sorted(_NETWORKS)
 
 
-def config(name: str, **overrides: Any) -> NetworkConfig:
-    """The configuration of the network ``name``, with ``overrides`` in place.
+def config(name: str, **overrides: Any) -> Any:
+    """The configuration of the network ``name``, with ``overrides`` in place: a :class:`NetworkConfig`, a
+    :class:`CNNConfig` or one of its own.
 
     Raises
     ------
     ValueError
         If there is no such network.
     TypeError
-        If an override is not a field of :class:`NetworkConfig`.
+        If it does not know an override.
     """
-    if name not in NETWORKS:
-        near = difflib.get_close_matches(name, NETWORKS, n=1, cutoff=0.4)
+    if name not in _NETWORKS:
+        near = difflib.get_close_matches(name, _NETWORKS, n=1, cutoff=0.4)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"no network is called {name!r}{hint}; there are: {', '.join(names())}")
-    known = [field.name for field in fields(NetworkConfig)]
-    unknown = sorted(set(overrides) - set(known))
-    if unknown:
-        raise TypeError(f"create() has no override {', '.join(unknown)}; there are: {', '.join(known)}")
-    return replace(NETWORKS[name], **overrides)
+    return override(_NETWORKS[name], overrides)
 
 
-def create(name: str, **overrides: Any) -> CapsNet:
+def create(name: str, **overrides: Any) -> nn.Module:
     """Build the network ``name``, freshly drawn.
 
     Parameters
@@ -69,12 +100,21 @@ def create(name: str, **overrides: Any) -> CapsNet:
     name : str
         One of :func:`names`.
     **overrides
-        Any field of :class:`NetworkConfig`: in_channels, image_size, classes, iterations, routing, layer_norm,
-        activations, dropout...
+        Any field of its configuration: in_channels, image_size, classes, iterations, routing... Of a capsule network,
+        any argument of its routing layers too: layer_norm, dropout, compete, prior, start...
 
     Returns
     -------
-    CapsNet
+    Module
+        A :class:`~fastcaps.nn.CapsNet`, where the network has capsules and reads images. It gives logits
+        ``[B, classes]``.
+
+    Raises
+    ------
+    ValueError
+        If there is no such network, or an override's value cannot be.
+    TypeError
+        If the network does not know an override.
 
     Examples
     --------
@@ -82,5 +122,9 @@ def create(name: str, **overrides: Any) -> CapsNet:
     >>> net = create("tsai-iar-simple-c10", in_channels=1, image_size=(28, 40), classes=7)
     >>> net(torch.randn(1, 1, 28, 40)).shape
     torch.Size([1, 7])
+    >>> net = create("sabour-mnist", image_size=20, compete="children")
+    >>> logits, images = net(torch.randn(1, 1, 20, 20), reconstruct=torch.tensor([3]))
+    >>> images.shape
+    torch.Size([1, 1, 20, 20])
     """
-    return build(config(name, **overrides))
+    return config(name, **overrides).build()

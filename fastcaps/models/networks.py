@@ -1,26 +1,50 @@
-"""The networks by name, each as a configuration from which it is built."""
+"""Networks as data: the configurations from which they are built."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from fastcaps.models.backbones import ResNetBackbone, SimpleBackbone, SmallBackbone
+from fastcaps.checks import check_choice
+from fastcaps.losses import ReconstructionDecoder
+from fastcaps.models.layers import BACKBONES, Layer, assemble
 from fastcaps.nn.capsnet import CapsNet
+from fastcaps.nn.dynamic import DynamicRouting
+from fastcaps.nn.em import EMRouting
+from fastcaps.nn.equilibrium import EquilibriumRouting
+from fastcaps.nn.heinsen import HeinsenRouting
+from fastcaps.nn.inverted_attention import InvertedAttentionRouting
+from fastcaps.nn.layer import RoutingLayer
+from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.routing_pool import RoutingPool
 from fastcaps.nn.stack import CapsuleSpec
+
+__all__ = ["CNN", "CNNConfig", "Config", "NetworkConfig", "override"]
+
+
+class Config(Protocol):
+    """What a name of :func:`fastcaps.models.create` stands for: a frozen dataclass, whose fields are the overrides."""
+
+    def build(self) -> nn.Module:
+        """Make the network, freshly drawn."""
+        ...
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Everything a network is built from.
+    """Everything a capsule network is built from: :class:`fastcaps.nn.CapsNet`.
 
     Attributes
     ----------
-    backbone : str
-        "simple", "resnet", "small" (quarter-size features) or "tiny" (features as large as the image).
-    channels : int
-        Channels of the backbone's features.
+    backbone : str or tuple of Layer
+        "simple", "resnet", "small" (quarter-size features), "tiny" (features as large as the image), or the layers
+        themselves (:mod:`fastcaps.models.layers`).
+    channels : int, optional
+        Channels of the features of a backbone that has a name.
     capsules, dim : int
         Primary capsule types, and the numbers in every capsule's pose.
     hidden : tuple of CapsuleSpec
@@ -31,82 +55,202 @@ class NetworkConfig:
         Height and width.
     in_channels : int
         Channels of an image.
-    iterations : int
-        Routing iterations t. The authors report 1 and 2, with 2 ahead.
-    routing : "concurrent" or "sequential"
-        "sequential" is the paper's ablation B.
-    layer_norm : bool
-        LayerNorm in the routing; False is ablation A.
-    activations : bool
-        Capsules with activations: ablation C.
-    dropout : float
-        In the routing layers, before LayerNorm.
+    layer : type of RoutingLayer
+        Whose routing it is.
+    iterations : int, optional
+        Turns of every layer; 2 if None, and with "equilibrium" the most that a layer may need, 32.
+    routing : "concurrent", "sequential" or "equilibrium"
+        Of inverted attention alone: the paper's, its ablation B, or as many turns as it takes
+        (:class:`fastcaps.nn.EquilibriumRouting`).
     pose : "matrix" or "vector"
         The poses' structure.
+    primary, class_layer, options : mapping
+        Further arguments of the primary capsules, of the class layer's :class:`~fastcaps.nn.CapsuleSpec`, and of all
+        routing layers.
     primary_bias : bool
-        Bias of the convolution that makes the primary capsules. The authors' code has none there; LayerNorm follows
+        Bias of the convolution that makes the primary capsules. Tsai et al.'s code has none there; LayerNorm follows
         either way.
+    decoder : bool or tuple of int
+        Whether class capsules can be drawn (:class:`fastcaps.losses.ReconstructionDecoder`); True is the hidden layers
+        of Sabour et al., 512 and 1024.
+    kaiming : bool
+        Draw convolutions from Kaiming's normal distribution, with biases of 0.
     """
 
-    backbone: str
-    channels: int
+    backbone: str | tuple[Layer, ...]
+    channels: int | None
     capsules: int
     dim: int
     hidden: tuple[CapsuleSpec, ...]
     classes: int
     image_size: int | tuple[int, int]
     in_channels: int
-    iterations: int = 2
+    layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting
+    iterations: int | None = None
     routing: str = "concurrent"
-    layer_norm: bool = True
-    activations: bool = False
-    dropout: float = 0.0
     pose: str = "matrix"
+    primary: Mapping[str, Any] = field(default_factory=dict)
+    class_layer: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     primary_bias: bool = True
+    decoder: bool | tuple[int, ...] = False
+    kaiming: bool = False
+
+    def build(self) -> CapsNet:
+        """Make the network, freshly drawn."""
+        size, channels = image_size(self.image_size), positive(self.in_channels, "in_channels")
+        options = {"pose": self.pose, **self.options}
+        check_choice("routing", self.routing, ("concurrent", "sequential", "equilibrium"))
+        attends = self.layer is InvertedAttentionRouting
+        if not attends and self.routing != "concurrent":
+            raise ValueError(f"routing must be left alone for {self.layer.__name__}, got {self.routing!r}")
+        layer, equilibrium = self.routing_layer(), self.routing == "equilibrium"
+        turns = (32 if equilibrium else 2) if self.iterations is None else positive(self.iterations, "iterations")
+        specs = [*self.hidden, CapsuleSpec(positive(self.classes, "classes"), **self.class_layer)]
+        if equilibrium or not attends:  # these make their turns by themselves
+            specs = [replace(spec, options={"iterations": turns, **spec.options}) for spec in specs]
+        primary = {} if self.primary_bias else {"bias": False}
+        net = CapsNet.build(
+            assemble(self.layers(), (channels, *size)),
+            in_channels=channels,
+            image_size=size,
+            capsules=self.capsules,
+            dim=self.dim,
+            hidden=specs[:-1],
+            classes=specs[-1],
+            iterations=turns,
+            routing="sequential" if equilibrium else self.routing,
+            layer=layer,
+            primary={**primary, **self.primary},
+            head=HEADS.get(layer, "linear"),
+            **options,
+        )
+        if self.decoder:
+            hidden = (512, 1024) if isinstance(self.decoder, bool) else self.decoder
+            dim = net.routing.layers[-1].out_dim
+            net.decoder = ReconstructionDecoder(self.classes, dim, (channels, *size), hidden=hidden)
+        if self.kaiming:
+            for module in net.modules():
+                if isinstance(module, nn.Conv2d):
+                    nn.init.kaiming_normal_(module.weight)
+                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        return net
+
+    def routing_layer(self) -> type[RoutingLayer[Any, Any]]:
+        """The class of the layers whose spec names none."""
+        attends = self.layer is InvertedAttentionRouting
+        return EquilibriumRouting if attends and self.routing == "equilibrium" else self.layer
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The declarations of the backbone."""
+        if not isinstance(self.backbone, str):
+            if self.channels is not None:
+                raise ValueError(f"channels must be None: this backbone's layers have theirs; got {self.channels}")
+            return tuple(self.backbone)
+        check_choice("backbone", self.backbone, tuple(BACKBONES))
+        return BACKBONES[self.backbone](positive(self.channels, "channels"))
+
+    def extras(self) -> list[str]:
+        """The arguments that all routing layers of the network know, beside the fields: overrides too."""
+        known = {each.name for each in fields(self)}
+        layers = {self.routing_layer(), *(spec.layer or self.routing_layer() for spec in self.hidden)}
+        every = [set(inspect.signature(layer).parameters) for layer in layers]
+        return sorted(set.intersection(*every) - known - FOLLOWING)
 
 
-CONV_PAIR = (CapsuleSpec(32, kernel_size=3, stride=2), CapsuleSpec(32, kernel_size=3))
+FOLLOWING = {
+    "in_capsules", "out_capsules", "in_dim", "out_dim", "kernel_size", "stride", "padding", "dilation", "share",
+    "device", "dtype",
+}  # fmt: skip
+"""Arguments of routing layers that follow from the network."""
 
-NETWORKS: dict[str, NetworkConfig] = {
-    # Table 8 and Table 9, and the ResNet backbone of appendix A.1 in place of the single convolution.
-    "tsai-iar-simple-c10": NetworkConfig("simple", 256, 32, 16, CONV_PAIR, 10, 32, 3),
-    "tsai-iar-simple-c100": NetworkConfig("simple", 128, 32, 36, (*CONV_PAIR, CapsuleSpec(20)), 100, 32, 3),
-    "tsai-iar-resnet-c10": NetworkConfig("resnet", 128, 32, 16, CONV_PAIR, 10, 32, 3),
-    "tsai-iar-resnet-c100": NetworkConfig("resnet", 128, 32, 36, (*CONV_PAIR, CapsuleSpec(20)), 100, 32, 3),
-    # Ours: small enough to train on two CPU cores while one watches.
-    "mnist": NetworkConfig("small", 64, 16, 16, (CapsuleSpec(16, kernel_size=3, stride=2),), 10, 28, 1),
-    "digits": NetworkConfig("tiny", 32, 8, 16, (CapsuleSpec(8, kernel_size=3),), 10, 8, 1),
+HEADS: dict[type[RoutingLayer[Any, Any]], str] = {
+    DynamicRouting: "length",
+    RoutingPool: "length",
+    EMRouting: "activations",
+    HeinsenRouting: "activations",
 }
+"""What is read of the class capsules of a routing that has the answer in them."""
 
 
-def make_backbone(name: str, in_channels: int, channels: int) -> nn.Module:
-    """The backbone ``name``; ValueError if there is none."""
-    if name == "simple":
-        return SimpleBackbone(in_channels, channels)
-    if name == "resnet":
-        return ResNetBackbone(in_channels, channels)
-    if name == "small":
-        return SmallBackbone(in_channels, channels)
-    if name == "tiny":
-        return SmallBackbone(in_channels, channels, stride=(1, 1))
-    raise ValueError(f"backbone must be 'simple', 'resnet', 'small' or 'tiny', got {name!r}")
+@dataclass(frozen=True)
+class CNNConfig:
+    """Everything a network without capsules is built from, one module after another.
+
+    Attributes
+    ----------
+    layers : tuple of Layer
+        See :mod:`fastcaps.models.layers`.
+    classes : int
+        Features of the last linear layer.
+    image_size : int or (int, int)
+        Height and width.
+    in_channels : int
+        Channels of an image.
+    """
+
+    layers: tuple[Layer, ...]
+    classes: int
+    image_size: int | tuple[int, int]
+    in_channels: int
+
+    def build(self) -> CNN:
+        """Make the network, freshly drawn."""
+        channels, size = positive(self.in_channels, "in_channels"), image_size(self.image_size)
+        return CNN(
+            *assemble(self.layers, (channels, *size), positive(self.classes, "classes")), images=(channels, *size)
+        )
 
 
-def build(config: NetworkConfig) -> CapsNet:
-    """The network of ``config``, freshly drawn."""
-    return CapsNet.build(
-        make_backbone(config.backbone, config.in_channels, config.channels),
-        in_channels=config.in_channels,
-        image_size=config.image_size,
-        capsules=config.capsules,
-        dim=config.dim,
-        hidden=config.hidden,
-        classes=config.classes,
-        iterations=config.iterations,
-        routing=config.routing,
-        primary={"bias": config.primary_bias},
-        pose=config.pose,
-        dropout=config.dropout,
-        layer_norm=config.layer_norm,
-        activations=config.activations,
-    )
+class CNN(nn.Sequential):
+    """A network without capsules, for images of a size.
+
+    Parameters
+    ----------
+    *modules : Module
+        The first first.
+    images : (int, int, int)
+        Channels, height and width.
+    """
+
+    def __init__(self, *modules: nn.Module, images: tuple[int, int, int]) -> None:
+        super().__init__(*modules)
+        self.in_channels, *size = images
+        self.image_size = tuple(size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[B, classes]`` of images ``[B, in_channels, H, W]``; ValueError for images of another shape."""
+        require_tensor(images, "images")
+        wanted = (self.in_channels, *self.image_size)
+        if images.dim() != 4 or tuple(images.shape[1:]) != wanted:
+            raise ValueError(f"images must be [B, {', '.join(map(str, wanted))}], got {shape_of(images)}")
+        return super().forward(images)
+
+
+Some = TypeVar("Some", bound=Config)
+
+
+def override(config: Some, overrides: Mapping[str, Any]) -> Some:
+    """Return a configuration with other values.
+
+    Raises
+    ------
+    TypeError
+        If an override is neither a field nor, of a capsule network, an argument of its routing layers.
+    """
+    known = [each.name for each in fields(config)]  # type: ignore[arg-type]
+    config = replace(config, **{name: value for name, value in overrides.items() if name in known})  # type: ignore[type-var]
+    extras = config.extras() if isinstance(config, NetworkConfig) else []
+    unknown = sorted(set(overrides) - {*known, *extras})
+    if unknown:
+        raise TypeError(f"create() has no override {', '.join(unknown)}; there are: {', '.join([*known, *extras])}")
+    more = {name: value for name, value in overrides.items() if name in extras}
+    if not more:
+        return config
+    return replace(config, options={**config.options, **more})  # type: ignore[attr-defined, type-var]
+
+
+def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return height and width; raise unless they are positive."""
+    height, width = (size, size) if isinstance(size, (int, SupportsIndex)) else size
+    return positive(height, "image_size"), positive(width, "image_size")

@@ -4,6 +4,7 @@ from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.convert import Conversion, ConversionReport, convert
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
+from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -20,6 +21,7 @@ __all__ = [
     "ConversionReport",
     "DynamicRouting",
     "EMRouting",
+    "EquilibriumRouting",
     "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",

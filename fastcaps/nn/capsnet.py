@@ -47,6 +47,8 @@ class CapsNet(nn.Module):
     head : ClassHead
     in_channels, image_size
         What the network was built for; for those who feed it.
+    decoder : Module, optional
+        Draws an image of the class capsules' poses: :class:`fastcaps.losses.ReconstructionDecoder`.
 
     Examples
     --------
@@ -73,6 +75,7 @@ class CapsNet(nn.Module):
         *,
         in_channels: int | None = None,
         image_size: tuple[int, int] | None = None,
+        decoder: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -81,6 +84,7 @@ class CapsNet(nn.Module):
         self.head = head
         self.in_channels = in_channels
         self.image_size = image_size
+        self.decoder = decoder
 
     @classmethod
     def build(
@@ -122,7 +126,7 @@ class CapsNet(nn.Module):
             As :meth:`RoutingStack.build` has them.
         primary : mapping, optional
             Further arguments of :class:`PrimaryCapsules`. They have activations if the first layer is told to (the
-            attention layer's ``activations=True``), or is one that lives on them (EM, Heinsen).
+            attention layer's ``activations=True``), or is one that lives on them (EM; Heinsen, where they are scores).
         head : str
             What :class:`ClassHead` reads.
         device, dtype
@@ -138,8 +142,10 @@ class CapsNet(nn.Module):
         channels, *features = feature_shape(backbone, positive(in_channels, "in_channels"), size)
         specs = [*hidden, classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(positive(classes, "classes"))]
         lowest = {**options, **specs[0].options}
-        active = bool(lowest.get("activations")) or issubclass(specs[0].layer or layer, (EMRouting, HeinsenRouting))
-        first = PrimaryCapsules(channels, capsules, dim, **{"activations": active, **place, **(primary or {})})
+        scores = issubclass(specs[0].layer or layer, HeinsenRouting)
+        active = bool(lowest.get("activations")) or scores or issubclass(specs[0].layer or layer, EMRouting)
+        own: dict[str, Any] = {"activations": active, **place, **(primary or {})}
+        first = PrimaryCapsules(channels, capsules, dim, **{"scores": scores and bool(own["activations"]), **own})
         grid = first.output_size((features[0], features[1]))
         if min(grid) < 1:
             raise ValueError(
@@ -166,17 +172,31 @@ class CapsNet(nn.Module):
 
         @overload
         def __call__(
-            self, images: Tensor, *, iterations: int | None = None, return_trace: Literal[False] = False
+            self,
+            images: Tensor,
+            *,
+            iterations: int | None = None,
+            return_trace: Literal[False] = False,
+            reconstruct: Literal[False] = False,
         ) -> Tensor: ...
         @overload
         def __call__(
             self, images: Tensor, *, iterations: int | None = None, return_trace: Literal[True]
         ) -> tuple[Tensor, RoutingTrace]: ...
+        @overload
+        def __call__(
+            self, images: Tensor, *, iterations: int | None = None, reconstruct: Literal[True] | Tensor
+        ) -> tuple[Tensor, Tensor]: ...
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
-        self, images: Tensor, *, iterations: int | None = None, return_trace: bool = False
-    ) -> Tensor | tuple[Tensor, RoutingTrace]:
+        self,
+        images: Tensor,
+        *,
+        iterations: int | None = None,
+        return_trace: bool = False,
+        reconstruct: bool | Tensor = False,
+    ) -> Tensor | tuple[Any, ...]:
         """Classify ``images``.
 
         Parameters
@@ -188,30 +208,44 @@ class CapsNet(nn.Module):
         return_trace : bool
             Also return the :class:`~fastcaps.nn.stack.RoutingTrace`, with the poses and the coefficients of every
             layer.
+        reconstruct : bool or Tensor
+            Also return the images that the decoder draws of the class capsules: of those of the labels ``[B]``, as in
+            training; with True, of the longest.
 
         Returns
         -------
-        Tensor or (Tensor, RoutingTrace)
-            Logits ``[B, classes]``.
+        Tensor or tuple
+            Logits ``[B, classes]``; then the reconstruction, shaped as the images; then the trace; those that were
+            asked for.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the images do not fit, or a network without a decoder is to reconstruct.
         """
         require_tensor(images, "images")
         if images.dim() != 4 or (self.in_channels is not None and images.shape[1] != self.in_channels):
             raise ValueError(f"images must be [B, {self.in_channels or 'channels'}, H, W], got {shape_of(images)}")
         made = self.primary(self.backbone(images.contiguous(memory_format=torch.channels_last)))
         children, numbers = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
-        if numbers is not None and self.routing.layers[0].numbers == "scores":
-            numbers = as_scores(numbers)
-        trace = None
+        wants_scores = self.routing.layers[0].numbers == "scores"
+        if numbers is not None and wants_scores != getattr(self.primary, "scores", False):
+            numbers = as_scores(numbers) if wants_scores else numbers.sigmoid()
+        more: list[Any] = []
         if return_trace:
             result, trace = self.routing(children, numbers, iterations=iterations, return_trace=True)
+            more.append(trace)
         else:
             result = self.routing(children, numbers, iterations=iterations)
+        poses = result if isinstance(result, Tensor) else result.poses
+        if isinstance(reconstruct, Tensor) or reconstruct:
+            if self.decoder is None:
+                raise ValueError("reconstruct must be False for a network without a decoder")
+            more.insert(0, self.decoder(poses, reconstruct if isinstance(reconstruct, Tensor) else None))
         if isinstance(result, Tensor):
-            logits = self.head(result)
+            logits = self.head(poses)
         elif isinstance(result, Capsules):
             logits = self.head(*result)
         else:  # scores count as activations for a linear read-out, and are logits themselves
-            logits = self.head(
-                result.poses, result.scores if self.head.read == "activations" else result.scores.sigmoid()
-            )
-        return logits if trace is None else (logits, trace)
+            logits = self.head(poses, result.scores if self.head.read == "activations" else result.scores.sigmoid())
+        return (logits, *more) if more else logits

@@ -36,9 +36,12 @@ break_symmetry, iterations, device, dtype
         No gradient through the coefficients: it flows through the last turn's sum alone.
     leaky : bool
         A child may also go to none of the parents (one more logit, of 0). For ``compete="parents"``.
-    prior : bool
-        Learn the logits that every turn starts from, the paper's log prior probabilities: ``[I or 1, M or 1]``, zero at
-        the start.
+    prior : "zero", "learned", "random" or bool
+        The logits that every turn starts from, the paper's log prior probabilities, one per child with matrices of its
+        own (type of child, where a grid's children share them) and parent: ``[G, M or 1]``. "zero"
+        (False) is its choice; "learned" (True) learns them from zero; "random" draws them from N(0, 1) once and keeps
+        them. All three are in Table 5 of Li et al. (2018), which does not say when they are drawn: here in
+        :meth:`reset_parameters`, so that a network gives the same result twice.
     eps : float
         Under the root of squash's length: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 + eps)``, as many published codes have
         it. With a prior or an eps every turn is a call of its own.
@@ -60,7 +63,7 @@ break_symmetry, iterations, device, dtype
     (torch.Size([2, 5, 3]), True)
     """
 
-    prior: nn.Parameter | None
+    prior: Tensor | None
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ break_symmetry, iterations, device, dtype
         compete: str = "parents",
         detach: bool = False,
         leaky: bool = False,
-        prior: bool = False,
+        prior: bool | str = False,
         eps: float = 0.0,
         std: float | None = None,
         **options: Unpack[LayerOptions],
@@ -86,13 +89,21 @@ break_symmetry, iterations, device, dtype
         if self.leaky and compete == "children":
             raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
         self.eps = check_finite("eps", eps, 0.0)
-        self.new_parameter("prior", (self.own_children, self.out_capsules or 1), options, prior)
+        start = ("learned" if prior else "zero") if isinstance(prior, bool) else prior
+        check_choice("prior", start, ("zero", "learned", "random"))
+        self.new_start("prior", (self.groups, self.out_capsules or 1), options, start)
         self.std = None if std is None else check_finite("std", std, 0.0)
         self.reset_parameters()
 
     def first_std(self) -> float:
         """``std``, or ``sqrt(M / (D * I))``."""
         return super().first_std() if self.std is None else self.std
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        super().reset_parameters()
+        if self.prior is not None and not isinstance(self.prior, nn.Parameter):
+            nn.init.normal_(self.prior)
 
     def forward(
         self,
@@ -117,6 +128,11 @@ break_symmetry, iterations, device, dtype
             The parents' poses; then the coefficients if asked for.
         """
         call = self.prepare(children, activations, out_capsules, bias)
+        prior = self.prior
+        if prior is not None:
+            seen = call.children.shape[1] * (1 if call.window is None else call.window.positions)
+            rows = 1 if len(prior) == 1 else seen // len(prior)  # child i has the logits of group i mod G
+            prior = prior.expand(-1, call.parents).repeat(rows, 1)
         found = functional.dynamic_routing(
             call.children,
             call.weight,
@@ -127,7 +143,7 @@ break_symmetry, iterations, device, dtype
             compete=self.compete,
             detach=self.detach,
             leaky=self.leaky,
-            prior=None if self.prior is None else self.prior.expand(-1, call.parents),
+            prior=prior,
             eps=self.eps,
             window=call.window,
             return_coefficients=return_coefficients,

@@ -6,14 +6,18 @@ import math
 import pickle
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps import functional
-from fastcaps.checks import check_finite
-from fastcaps.functional.em import InverseTemperature, schedule
-from fastcaps.nn.layer import LayerOptions, RoutingLayer
+from fastcaps import functional, ops
+from fastcaps.checks import accumulation_dtype, check_count, check_finite
+from fastcaps.functional.em import InverseTemperature, result_dtype, schedule
+from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
+from fastcaps.reference import Rule
 from fastcaps.results import Capsules, RoutedCapsules
+from fastcaps.votes import Votes, from_op, shares_from_op
 
 __all__ = ["EMRouting"]
 
@@ -47,6 +51,11 @@ break_symmetry, iterations, device, dtype
         Coordinate addition, for ``kernel_size="all"``: the child's place in the grid, in (0, 1), is added to its votes
         (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it. Other coordinates may come
         with a call, as ``bias``.
+    normalize_cost : bool
+        Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1
+        over the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma`
+        otherwise make it so large that all activations are 1). Over whom, and that 1 is then the default of
+        :math:`\lambda_t`, is our reading. Every turn is then a call of its own.
     eps : float
         Added to the variances, and to n under the moments.
 
@@ -84,6 +93,7 @@ break_symmetry, iterations, device, dtype
         iterations: int = 3,
         inverse_temperature: InverseTemperature | None = None,
         coordinates: bool = False,
+        normalize_cost: bool = False,
         eps: float = 1e-8,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -93,6 +103,9 @@ break_symmetry, iterations, device, dtype
         self.coordinates = bool(coordinates)
         if self.coordinates and not self.whole_grid:
             raise ValueError("coordinates must be False without kernel_size='all': a small window says where it is")
+        self.normalize_cost = bool(normalize_cost)
+        if self.normalize_cost and self.out_capsules == 1:
+            raise ValueError("normalize_cost must be False for one parent: there are no others to compare it with")
         self.eps = check_finite("eps", eps, 0.0)
         many = self.out_capsules or 1
         self.new_parameter("beta_u", (many,), options)
@@ -136,14 +149,19 @@ break_symmetry, iterations, device, dtype
             )
             bias = place if bias is None else bias + place
         call = self.prepare(children, activations, out_capsules, bias)
+        betas = self.beta_u.expand(call.parents), self.beta_a.expand(call.parents)
+        turns = self.iterations if iterations is None else iterations
+        given = self.inverse_temperature if inverse_temperature is None else inverse_temperature
+        if self.normalize_cost:
+            temperatures = schedule(1.0 if given is None else given, check_count("iterations", turns))
+            return self.flat(_with_normalized_cost(call, betas, temperatures, self.eps, return_coefficients))
         found = functional.em_routing(
             call.children,
             call.numbers,
             call.weight,
-            self.beta_u.expand(call.parents),
-            self.beta_a.expand(call.parents),
-            iterations=self.iterations if iterations is None else iterations,
-            inverse_temperature=self.inverse_temperature if inverse_temperature is None else inverse_temperature,
+            *betas,
+            iterations=turns,
+            inverse_temperature=given,
             bias=call.bias,
             eps=self.eps,
             window=call.window,
@@ -157,6 +175,37 @@ break_symmetry, iterations, device, dtype
     def __setstate__(self, state: dict[str, Any]) -> None:
         given = state["inverse_temperature"]
         super().__setstate__({**state, "inverse_temperature": given.given if isinstance(given, _Schedule) else given})
+
+
+def _with_normalized_cost(
+    call: Call, betas: tuple[Tensor, Tensor], temperatures: list[float], eps: float, return_coefficients: bool
+) -> Capsules | RoutedCapsules:
+    """Route by EM, turn by turn, the sigmoid's argument normalised over the parents: poses ``[..., C, E]``.
+
+    The moments of a turn are those of Heinsen's; with a benefit of 1 and a cost of 0 its scores are the counts n.
+    """
+    votes = Votes.of(call.children, call.weight, call.bias, call.numbers, call.window, call.parents, "activations")
+    wide = accumulation_dtype(votes.children.dtype)
+    beta_u, beta_a = (beta.to(wide) for beta in betas)
+    one = votes.children.new_ones((1, 1), dtype=wide)
+    state: tuple[Tensor | None, ...] = (None, None, None)
+    means = scores = coefficients = votes.children
+    for turn, temperature in enumerate(temperatures):
+        flags = (int(Rule.HEINSEN), eps, return_coefficients and turn + 1 == len(temperatures))
+        counts, means, variances, *_, coefficients = ops.gaussian_routing(
+            votes, *state, one, torch.zeros_like(one), [1.0], *flags
+        )
+        log_sigma = 0.5 * variances.log().sum((-2, -1))
+        numbers = means.shape[-2] * means.shape[-1]
+        benefit = beta_a - (numbers * beta_u + log_sigma) * counts
+        scores = temperature * F.layer_norm(benefit, benefit.shape[-1:])
+        state = (means, variances, F.logsigmoid(scores) - log_sigma)
+    dtype = result_dtype(votes)
+    active = from_op(scores.sigmoid(), call.window).to(dtype)
+    poses = from_op(means, call.window).to(dtype)
+    if not return_coefficients:
+        return Capsules(poses, active)
+    return RoutedCapsules(poses, active, shares_from_op(coefficients, call.window))
 
 
 class _Schedule:

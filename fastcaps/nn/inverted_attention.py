@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_finite
+from fastcaps.checks import check_choice, check_finite
 from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import probability, require_tensor, route, shape_of
 from fastcaps.results import Capsules, Routed, RoutedCapsules
@@ -26,6 +26,7 @@ class AttentionOptions(LayerOptions, total=False):
     iterations: int
     dropout: float
     layer_norm: bool
+    start: str
     eps: float
 
 
@@ -56,6 +57,11 @@ break_symmetry, iterations, device, dtype
         are "as in EM routing"; the choice here is ours: a parent's activation is ``sigmoid(<u_j, p_j> + c_j)``, u and
         c learned per parent type, and the activations that come with the children gate their votes (the g of the
         equation).
+    start : "zero", "random" or "learned"
+        What the parents are before the first iteration, when a call gives none. "zero" is the paper's: every child
+        spreads evenly. The others are its footnote 1: poses drawn from N(0, 1) once and kept, or learned from there;
+        one per parent (of a grid, per parent type), the same for all samples. When they are drawn is not told: here
+        in :meth:`reset_parameters`, so that a network gives the same result twice.
     eps : float
         LayerNorm's.
 
@@ -64,6 +70,8 @@ break_symmetry, iterations, device, dtype
     weight : Parameter
         ``[G, M, D, E]`` with G the number of weight groups; drawn from N(0, 1) times ``sqrt(M / (D * I))``, I the
         children that one position sees, as in the authors' code.
+    first_poses : Parameter, Tensor or None
+        ``[M or 1, d']``, where the parents start, unless that is at zero.
     scale : float
         ``1 / sqrt(d')``; may be set.
 
@@ -83,6 +91,7 @@ break_symmetry, iterations, device, dtype
     takes_parents = True
     activation_weight: nn.Parameter | None
     activation_bias: nn.Parameter | None
+    first_poses: Tensor | None
 
     @overload
     def __init__(
@@ -117,6 +126,7 @@ break_symmetry, iterations, device, dtype
         dropout: float = 0.0,
         layer_norm: bool = True,
         activations: bool = False,
+        start: str = "zero",
         eps: float = 1e-5,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -133,6 +143,9 @@ break_symmetry, iterations, device, dtype
         many = self.out_capsules or 1
         self.new_parameter("activation_weight", (many, self.out_dim), options, self.activations)
         self.new_parameter("activation_bias", (many,), options, self.activations)
+        check_choice("start", start, ("zero", "random", "learned"))
+        self.start = start
+        self.new_start("first_poses", (many, self.out_dim), options, start)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -143,6 +156,8 @@ break_symmetry, iterations, device, dtype
         if self.activation_weight is not None:
             bound = 1.0 / math.sqrt(self.out_dim)
             nn.init.uniform_(self.activation_weight, -bound, bound)
+        if self.first_poses is not None:
+            nn.init.normal_(self.first_poses)
 
     def forward(
         self,
@@ -160,8 +175,8 @@ break_symmetry, iterations, device, dtype
         Parameters
         ----------
         parents : Tensor, optional
-            The parents' last poses, shaped as the result. None is the first iteration. They tell the number of parents
-            for a layer that leaves it open.
+            The parents' last poses, shaped as the result. None is the first iteration, from ``start``. They tell the
+            number of parents for a layer that leaves it open.
         activations : Tensor, optional
             ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
         iterations : int, optional
@@ -177,10 +192,10 @@ break_symmetry, iterations, device, dtype
         if parents is not None:
             self._check_parents(parents)
         call: Call = self.prepare(children, activations, out_capsules, bias, parents)
-        if call.weight is None and parents is None:  # then the bias tells M
-            bias = call.children.new_zeros((1, 1, *call.children.shape[-2:])) if call.bias is None else call.bias
-            call = call._replace(bias=bias.expand(-1, call.parents, -1, -1))
-        if parents is not None and self.whole_grid:
+        if parents is None:
+            call = self.told_apart(call)
+            parents = self.first_parents(call)
+        elif self.whole_grid:
             parents = parents[:, :, None, None]
         poses, coefficients = route(
             call,
@@ -192,6 +207,27 @@ break_symmetry, iterations, device, dtype
             iterations=self.iterations if iterations is None else iterations,
             return_coefficients=return_coefficients,
         )
+        return self.finished(poses, coefficients)
+
+    def told_apart(self, call: Call) -> Call:
+        """Return a call without parents that says how many there are, where it has no weight that does."""
+        if call.weight is not None:
+            return call
+        bias = call.children.new_zeros((1, 1, *call.children.shape[-2:])) if call.bias is None else call.bias
+        return call._replace(bias=bias.expand(-1, call.parents, -1, -1))
+
+    def first_parents(self, call: Call) -> Tensor | None:
+        """Return where the parents of a call start, ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; None for zeros."""
+        if self.first_poses is None:
+            return None
+        poses, batch = self.first_poses.expand(call.parents, -1), call.children.shape[0]
+        if call.window is None:
+            return poses.expand(batch, -1, -1)
+        size = call.window.output_size(call.children.shape[2], call.children.shape[3])
+        return poses[:, None, None].expand(batch, -1, *size, -1)
+
+    def finished(self, poses: Tensor, coefficients: Tensor | None) -> Tensor | Capsules | Routed | RoutedCapsules:
+        """Return what a call returns, of the parents' poses."""
         if self.whole_grid:
             poses = poses.squeeze((2, 3))
             coefficients = None if coefficients is None else coefficients.squeeze((1, 2))

@@ -228,6 +228,14 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         place = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)) if wanted else None)  # type: ignore[arg-type]
 
+    def new_start(self, name: str, shape: tuple[int, ...], options: LayerOptions, start: str) -> None:
+        """Register where something starts: a parameter if it is "learned", a buffer if it is "random", else None."""
+        if start == "random":
+            place = {"device": options.get("device"), "dtype": options.get("dtype")}
+            self.register_buffer(name, torch.empty(shape, **place))  # type: ignore[arg-type]
+        else:
+            self.new_parameter(name, shape, options, start == "learned")
+
     def first_std(self) -> float:
         """The standard deviation of the matrices at the start."""
         return math.sqrt((self.out_capsules or 1) / (self.pose_shape[1] * self.children_per_position))

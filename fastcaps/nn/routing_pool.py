@@ -46,6 +46,8 @@ break_symmetry, iterations, device, dtype
         :math:`\lambda`, at least 0. 0 averages; a large one nearly takes the vote that agrees best with the others.
     activation : str or callable, optional
         Applied to the parents, ``[..., C, E]``: a function or module, or "relu", "sigmoid", "squash", "tanh".
+    detach : bool
+        No gradient through the coefficients: it flows through the last sum alone.
 
     Examples
     --------
@@ -67,12 +69,14 @@ break_symmetry, iterations, device, dtype
         iterations: int = 3,
         sharpness: float = 0.5,
         activation: Activation | None = None,
+        detach: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         self.sharpness = check_finite("sharpness", sharpness, 0.0)
         activation_function(activation)  # raises where it is wrong
         self.activation = activation
+        self.detach = bool(detach)
         self.reset_parameters()
 
     def first_std(self) -> float:
@@ -115,6 +119,7 @@ break_symmetry, iterations, device, dtype
             iterations=self.iterations if iterations is None else iterations,
             sharpness=self.sharpness if sharpness is None else sharpness,
             activation=self.activation,
+            detach=self.detach,
             window=call.window,
             return_coefficients=return_coefficients,
         )
@@ -154,6 +159,8 @@ class RoutingPool2d(nn.Module):
         group of channels and parent; then the result has ``parents * out_dim`` channels.
     activation : str or callable, optional
         Applied to the parents, ``[..., dim]``: a function or module, or "relu", "sigmoid", "squash", "tanh".
+    detach : bool
+        No gradient through the coefficients: it flows through the last sum alone.
     in_channels, out_dim : int, optional
         For several parents: channels of the map, and of a parent (``dim`` by default).
 
@@ -189,6 +196,7 @@ class RoutingPool2d(nn.Module):
         padding: int | tuple[int, int] = 0,
         parents: int | None = None,
         activation: str | Callable[[Tensor], Tensor] | None = None,
+        detach: bool = False,
         in_channels: int | None = None,
         out_dim: int | None = None,
         device: torch.device | str | None = None,
@@ -211,6 +219,7 @@ class RoutingPool2d(nn.Module):
         self.parents = None if parents is None else positive(parents, "parents")
         activation_function(activation)  # raises where it is wrong
         self.activation = activation
+        self.detach = bool(detach)
         self.in_channels = None if in_channels is None else positive(in_channels, "in_channels")
         self.out_dim = out_dim
         size = self.dim if out_dim is None else positive(out_dim, "out_dim")
@@ -299,6 +308,7 @@ class RoutingPool2d(nn.Module):
         options = {
             "iterations": self.iterations if iterations is None else iterations,
             "sharpness": self.sharpness if sharpness is None else sharpness,
+            "detach": self.detach,
             "return_coefficients": return_coefficients,
         }
         averages = options["sharpness"] == 0 and self.weight is None

@@ -32,6 +32,9 @@ class CapsuleSpec:
         None makes a set layer, which reads a grid below it as one set.
     stride, padding, dilation, share
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
+    types : int, optional
+        For ``kernel_size="all"`` above a layer whose parents are a set: read them as so many types, slowest, at as many
+        places as that makes. The places of a type share its matrices.
     layer : type of RoutingLayer, optional
         Its class; None is what :meth:`RoutingStack.build` is told for all.
     options : mapping
@@ -45,6 +48,7 @@ class CapsuleSpec:
     padding: Pair = 0
     dilation: Pair = 1
     share: bool = False
+    types: int | None = None
     layer: type[RoutingLayer[Any, Any]] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,7 +89,8 @@ class RoutingStack(nn.Module):
     the iterations 2..t, the previous iteration's values of the layer below and of itself: all layers move at once.
     *Sequential* routing, the paper's ablation B, has each layer finish its t iterations before the next one starts.
 
-    Between a grid layer and a set layer the grid is flattened in the order n, h, w: types slowest.
+    Between a grid layer and a set layer the grid is flattened in the order n, h, w: types slowest. Above a set, a layer
+    of ``kernel_size="all"`` reads it the other way round, as ``in_capsules`` types at one place or several in a row.
 
     In concurrent routing the last layer's value after t iterations depends on the layer k below it only up to
     iteration t - k, so later updates of that layer cannot reach the result. They are left out unless ``return_trace``
@@ -173,7 +178,11 @@ class RoutingStack(nn.Module):
             if spec.kernel_size is None and size is not None:
                 in_capsules, size = in_capsules * size[0] * size[1], None
             elif spec.kernel_size is not None and size is None:
-                raise ValueError(f"{where} wants a grid of children, but what lies below it is a set")
+                if spec.kernel_size != "all" or spec.types is None:
+                    raise ValueError(f"{where} wants a grid of children, but what lies below it is a set")
+                if in_capsules % positive(spec.types, "types"):
+                    raise ValueError(f"{where}: types, {spec.types}, must divide the {in_capsules} capsules below it")
+                in_capsules = spec.types
             made = (spec.layer or layer)(
                 in_capsules,
                 spec.capsules,
@@ -232,7 +241,7 @@ class RoutingStack(nn.Module):
         activations : Tensor, optional
             Their activations, or scores if the lowest layer reads scores: ``[B, I]`` or ``[B, N, H, W]``.
         iterations : int, optional
-            Another t for this call.
+            Another t for this call; for layers that make all their own turns, another number of those.
         return_trace : bool
             Also return a :class:`RoutingTrace`: every layer's last poses, activations and coefficients.
 
@@ -245,20 +254,21 @@ class RoutingStack(nn.Module):
         turns = self.iterations if iterations is None else positive(iterations, "iterations")
         start = State(children, activations, self.layers[0].numbers == "scores", children)
         run = self._concurrent if self.routing == "concurrent" else self._sequential
-        states, coefficients = run(start, turns, return_trace)
+        own = None if iterations is None else turns
+        states, coefficients = run(start, turns, own, return_trace)
         if not return_trace:
             return states[-1].result
         every = [start, *states]
         poses, numbers = tuple(state.poses for state in every), tuple(state.numbers for state in every)
         return states[-1].result, RoutingTrace(poses, numbers, tuple(coefficients))
 
-    def _concurrent(self, start: State, turns: int, trace: bool) -> tuple[list[State], list[Tensor]]:
+    def _concurrent(self, start: State, turns: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
         count = len(self.layers)
         states: list[State] = []
         coefficients: list[Tensor] = []
         inputs = [self._read(0, start)]
         for index in range(count):
-            state, spread = self._step(index, inputs[index], None, trace and turns == 1)
+            state, spread = self._step(index, inputs[index], None, trace and turns == 1, own)
             states.append(state)
             coefficients += spread
             if index + 1 < count:
@@ -273,19 +283,19 @@ class RoutingStack(nn.Module):
                 same = read[index] is routed[index] and not self.layers[index].takes_parents
                 if same and not (trace and last):
                     continue
-                states[index], spread = self._step(index, read[index], before[index].poses, trace and last)
+                states[index], spread = self._step(index, read[index], before[index].poses, trace and last, own)
                 routed[index] = read[index]
                 coefficients += spread
                 if index + 1 < count and not last and not same:
                     inputs[index + 1] = self._read(index + 1, states[index])
         return states, coefficients
 
-    def _sequential(self, start: State, turns: int, trace: bool) -> tuple[list[State], list[Tensor]]:
+    def _sequential(self, start: State, turns: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
         states: list[State] = []
         coefficients: list[Tensor] = []
         for index in range(len(self.layers)):
             read = self._read(index, states[-1] if states else start)
-            state, spread = self._step(index, read, None, trace, turns)
+            state, spread = self._step(index, read, None, trace, own, turns)
             coefficients += spread
             states.append(state)
         return states, coefficients
@@ -299,16 +309,20 @@ class RoutingStack(nn.Module):
             numbers = as_scores(numbers) if scores else numbers.sigmoid()
         if not layer.on_grid and poses.dim() == 5:
             poses, numbers = flatten_grid(poses), None if numbers is None else numbers.flatten(1)
+        elif layer.on_grid and poses.dim() == 3:
+            row: Any = (layer.in_capsules, 1, -1)
+            poses = poses.unflatten(1, row)
+            numbers = None if numbers is None else numbers.unflatten(1, row)
         return State(poses, numbers, scores, poses)
 
     def _step(
-        self, index: int, read: State, parents: Tensor | None, spread: bool, turns: int = 1
+        self, index: int, read: State, parents: Tensor | None, spread: bool, own: int | None, turns: int = 1
     ) -> tuple[State, list[Tensor]]:
         layer = self.layers[index]
         if layer.takes_parents:
             found = layer(read.poses, parents, read.numbers, iterations=turns, return_coefficients=spread)
         else:
-            found = layer(read.poses, read.numbers, return_coefficients=spread)
+            found = layer(read.poses, read.numbers, iterations=own, return_coefficients=spread)
         scores = isinstance(found, (Gaussians, RoutedGaussians))
         numbers = found[1] if scores or isinstance(found, (Capsules, RoutedCapsules)) else None
         result: Parents = found
@@ -341,6 +355,12 @@ def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:
                 f"{where}.in_dim must be {below.out_dim}, the out_dim of the layer below it, got {layer.in_dim}"
             )
         if layer.on_grid and below.window is None:
+            if layer.whole_grid and None not in (layer.in_capsules, below.out_capsules):
+                if below.out_capsules % layer.in_capsules:  # type: ignore[operator]
+                    raise ValueError(
+                        f"{where}.in_capsules, {layer.in_capsules}, must divide the {below.out_capsules} capsules below"
+                    )
+                continue
             raise ValueError(
                 f"{where} routes a grid (kernel_size {layer.kernel_size}), but the layer below it makes a set"
             )

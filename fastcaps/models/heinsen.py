@@ -1,0 +1,160 @@
+"""The networks of Heinsen (2019), An Algorithm for Routing Capsules in All Domains: Figures 3 and 5.
+
+Ours, as the text does not say: the convolutions of the smallNORB network are not padded (96 x 96 pixels become 9 x 9
+places), and each of its two 1 x 1 convolutions has a BatchNorm of its own. So it has 271,688 parameters and 272,592
+numbers with BatchNorm's statistics, the paper's 273K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps.models.layers import Conv, Coordinates
+from fastcaps.models.networks import Config, NetworkConfig
+from fastcaps.nn.heinsen import HeinsenRouting
+from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
+
+__all__ = ["NETWORKS", "TextCapsNet", "TextConfig"]
+
+
+class TextCapsNet(nn.Module):
+    r"""Classify sequences by routing the embeddings that a transformer's layers made of their tokens (Figure 5).
+
+    .. math:: \mu = \mathrm{swish}(A\,\mathrm{LayerNorm}(x + depth))
+
+    Parameters
+    ----------
+    layers, embedding : int
+        Layers l of the transformer, and the numbers m in an embedding.
+    classes : int
+        Class capsules.
+    parts : int
+        Parts that are looked for, capsules of two numbers.
+    dim : int
+        Numbers in the pose of an embedding, once it is mapped.
+    iterations : int
+        Turns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> net = TextCapsNet(layers=3, embedding=20, classes=5)
+    >>> mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])  # a sequence of four tokens, and one of two
+    >>> net(torch.randn(2, 4, 3, 20), mask).shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(
+        self, layers: int, embedding: int, classes: int, *, parts: int = 64, dim: int = 64, iterations: int = 3
+    ) -> None:
+        super().__init__()
+        self.layers = positive(layers, "layers")
+        self.embedding = positive(embedding, "embedding")
+        self.depth = nn.Parameter(torch.zeros(layers, embedding))
+        self.norm = nn.LayerNorm(embedding)
+        self.affine = nn.Linear(embedding, positive(dim, "dim"))
+        nn.init.kaiming_normal_(self.affine.weight)
+        nn.init.zeros_(self.affine.bias)
+        self.routing = RoutingStack.build(
+            [
+                CapsuleSpec(parts, dim=2, share=True, options={"iterations": iterations}),
+                CapsuleSpec(positive(classes, "classes"), options={"iterations": iterations}),
+            ],
+            in_capsules=1,
+            in_dim=dim,
+            layer=HeinsenRouting,
+            pose="vector",
+            bias=True,
+        )
+
+    if TYPE_CHECKING:  # nn.Module's own returns Any
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
+
+    def forward(
+        self, embeddings: Tensor, mask: Tensor | None = None, *, return_trace: bool = False
+    ) -> Tensor | tuple[Tensor, RoutingTrace]:
+        """Classify sequences.
+
+        Parameters
+        ----------
+        embeddings : Tensor
+            ``[B, n, l, m]``: of n tokens, in the l layers.
+        mask : Tensor, optional
+            ``[B, n]``, 1 or True for a token, 0 for padding; all are tokens if None.
+        return_trace : bool
+            Also return the :class:`~fastcaps.nn.stack.RoutingTrace`.
+
+        Returns
+        -------
+        Tensor or (Tensor, RoutingTrace)
+            Scores ``[B, classes]``: logits.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Naming the argument whose shape does not fit.
+        """
+        require_tensor(embeddings, "embeddings")
+        if embeddings.dim() != 4 or embeddings.shape[2:] != self.depth.shape:
+            raise ValueError(f"embeddings must be [B, n, {self.layers}, {self.embedding}], got {shape_of(embeddings)}")
+        if mask is not None and mask.shape != embeddings.shape[:2]:
+            raise ValueError(f"mask must be [B, n] = {list(embeddings.shape[:2])}, got {shape_of(mask)}")
+        poses = F.silu(self.affine(self.norm(embeddings + self.depth))).flatten(1, 2)
+        scores = None
+        if mask is not None:
+            there = mask.bool().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
+            certain = torch.full_like(poses[..., 0], torch.inf)
+            scores = certain.where(there, -certain)
+        if return_trace:
+            found, trace = self.routing(poses, scores, return_trace=True)
+            return found.scores, trace  # type: ignore[union-attr]
+        return self.routing(poses, scores).scores  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        """The sizes of an input."""
+        return f"layers={self.layers}, embedding={self.embedding}"
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Everything a :class:`TextCapsNet` is built from; the attributes are its arguments."""
+
+    classes: int
+    layers: int = 37
+    embedding: int = 1280
+    parts: int = 64
+    dim: int = 64
+    iterations: int = 3
+
+    def build(self) -> TextCapsNet:
+        """Make the network, freshly drawn."""
+        sizes = {"parts": self.parts, "dim": self.dim, "iterations": self.iterations}
+        return TextCapsNet(self.layers, self.embedding, self.classes, **sizes)
+
+
+NETWORKS: dict[str, Config] = {
+    "heinsen-norb": NetworkConfig(
+        (Coordinates(), *(Conv(64, 3, stride=stride, order="norm conv swish") for stride in (1, 2, 1, 2, 1, 2))),
+        None,
+        64,
+        16,
+        (CapsuleSpec(64, share=True),),
+        5,
+        96,
+        2,
+        layer=HeinsenRouting,
+        iterations=3,
+        primary={"normalize": None, "batch_norm": True},
+        options={"bias": True},
+        kaiming=True,
+    ),
+    "heinsen-sst5": TextConfig(5),
+    "heinsen-sst2": TextConfig(2),
+}

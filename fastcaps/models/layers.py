@@ -1,0 +1,300 @@
+"""Layers as data: what stands before the capsules, and whole networks without any.
+
+A network's ordinary layers are a tuple of these declarations; :func:`assemble` makes modules of them, for images of any
+size and number of channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps.checks import check_choice
+from fastcaps.nn.routing_pool import RoutingPool2d
+
+__all__ = [
+    "BACKBONES",
+    "BasicBlock",
+    "Blocks",
+    "Conv",
+    "Coordinates",
+    "Flatten",
+    "Layer",
+    "Linear",
+    "Pool",
+    "assemble",
+]
+
+Shape = tuple[int, ...]
+WORDS = ("conv", "linear", "norm", "relu", "swish")
+
+
+class Layer(Protocol):
+    """A declaration of one or several modules in a row."""
+
+    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
+        """Make the modules for an input of ``shape``, without the batch, in a network of so many classes."""
+        ...
+
+
+def _in_order(order: str, named: dict[str, nn.Module], before: int, after: int) -> list[nn.Module]:
+    """Return the modules that the words of ``order`` name; a norm normalises the channels that reach it."""
+    made: list[nn.Module] = []
+    channels = before
+    for word in order.split():
+        check_choice("order", word, WORDS)
+        if word == "norm":
+            made.append(nn.BatchNorm2d(channels))
+        elif word in named:
+            made.append(named[word])
+            channels = after
+        else:
+            made.append(nn.ReLU() if word == "relu" else nn.SiLU())
+    return made
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution and what goes with it.
+
+    Attributes
+    ----------
+    channels : int
+        Of the result.
+    kernel_size, stride, padding, bias
+        The convolution's.
+    order : str
+        "conv", "norm" (BatchNorm), "relu", "swish", in the order in which they come.
+    """
+
+    channels: int
+    kernel_size: int
+    stride: int = 1
+    padding: int = 0
+    bias: bool = True
+    order: str = "conv relu"
+
+    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
+        conv = nn.Conv2d(
+            shape[0], self.channels, self.kernel_size, stride=self.stride, padding=self.padding, bias=self.bias
+        )
+        return _in_order(self.order, {"conv": conv}, shape[0], self.channels)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Residual blocks, the first of them with a stride.
+
+    Attributes
+    ----------
+    channels, count, stride : int
+        Channels of the result, number of blocks, stride of the first.
+    shortcut : "conv" or "pad"
+        As :class:`BasicBlock` has it.
+    """
+
+    channels: int
+    count: int
+    stride: int = 1
+    shortcut: str = "conv"
+
+    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
+        first = BasicBlock(shape[0], self.channels, self.stride, self.shortcut)
+        return [first, *(BasicBlock(self.channels, self.channels) for _ in range(self.count - 1))]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pooling layer.
+
+    Attributes
+    ----------
+    kind : "average", "max" or "routing"
+        The last is :class:`~fastcaps.nn.RoutingPool2d`.
+    kernel_size : int, optional
+        Also the stride; None pools the whole map.
+    dim, sharpness, iterations
+        Of the routing.
+    detach : bool
+        Likewise: no gradient through its coefficients.
+    """
+
+    kind: str
+    kernel_size: int | None = None
+    dim: int = 16
+    sharpness: float = 0.5
+    iterations: int = 3
+    detach: bool = False
+
+    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
+        check_choice("kind", self.kind, ("average", "max", "routing"))
+        size = self.kernel_size
+        if self.kind == "routing":
+            options: dict[str, Any] = {"sharpness": self.sharpness, "iterations": self.iterations}
+            return [RoutingPool2d(self.dim, kernel_size=size, detach=self.detach, **options)]
+        if self.kind == "average":
+            return [nn.AdaptiveAvgPool2d(1) if size is None else nn.AvgPool2d(size)]
+        return [nn.AdaptiveMaxPool2d(1) if size is None else nn.MaxPool2d(size)]
+
+
+@dataclass(frozen=True)
+class Flatten:
+    """Everything but the batch in one row."""
+
+    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
+        return [nn.Flatten()]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer and what goes with it.
+
+    Attributes
+    ----------
+    features : int, optional
+        Of the result; the number of classes if None.
+    dropout : float
+        Share of the inputs that are dropped in training.
+    order : str
+        "linear", "relu" or "swish", in the order in which they come.
+    """
+
+    features: int | None = None
+    dropout: float = 0.0
+    order: str = "linear"
+
+    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
+        features = classes if self.features is None else self.features
+        if features is None:
+            raise ValueError("features must be given where there are no classes, got None")
+        made = _in_order(self.order, {"linear": nn.Linear(shape[0], features)}, shape[0], features)
+        return [nn.Dropout(self.dropout), *made] if self.dropout else made
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Two more channels that say where a pixel is, from -1 to 1, across and down (Heinsen, 2019, Figure 3b)."""
+
+    def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
+        return [AppendCoordinates()]
+
+
+class AppendCoordinates(nn.Module):
+    """See :class:`Coordinates`."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[B, channels, H, W]`` to ``[B, channels + 2, H, W]``."""
+        batch, _, height, width = images.shape
+        across = torch.linspace(-1, 1, width, device=images.device, dtype=images.dtype)
+        down = torch.linspace(-1, 1, height, device=images.device, dtype=images.dtype)[:, None]
+        across, down = (each.expand(batch, 1, height, width) for each in (across, down))
+        return torch.cat([images, across, down], dim=1)
+
+
+class PadShortcut(nn.Module):
+    """A shortcut without parameters (He et al., 2016, option A): every ``stride``-th pixel, and zeros for the channels
+    that the input does not have."""
+
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__()
+        self.channels, self.stride = channels, stride
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[B, fewer channels, H, W]`` to ``[B, channels, H / stride, W / stride]``."""
+        kept = features[:, :, :: self.stride, :: self.stride]
+        return F.pad(kept, (0, 0, 0, 0, 0, self.channels - features.shape[1]))
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"{self.channels}, stride={self.stride}"
+
+
+class BasicBlock(nn.Module):
+    """A residual block of two 3 x 3 convolutions (He et al., 2016).
+
+    Parameters
+    ----------
+    in_channels, channels, stride : int
+        Of the features, of the result, and of the first convolution.
+    shortcut : "conv" or "pad"
+        What takes the features past the convolutions where the shape changes: a 1 x 1 convolution with BatchNorm, or
+        zeros for the channels that are missing, which has no parameters.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: int = 1, shortcut: str = "conv") -> None:
+        super().__init__()
+        check_choice("shortcut", shortcut, ("conv", "pad"))
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != channels:
+            self.shortcut = (
+                PadShortcut(channels, stride)
+                if shortcut == "pad"
+                else nn.Sequential(
+                    nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
+                )
+            )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[B, in_channels, H, W]`` to ``[B, channels, H / stride, W / stride]``."""
+        inner = F.relu(self.bn1(self.conv1(features)))
+        return F.relu(self.bn2(self.conv2(inner)) + self.shortcut(features))
+
+
+def assemble(layers: Sequence[Layer], shape: Shape, classes: int | None = None) -> nn.Sequential:
+    """Make modules of declarations, in a row.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        The first first.
+    shape : tuple of int
+        Of the input, without the batch: channels, height, width.
+    classes : int, optional
+        For a :class:`Linear` that does not say how many features it makes.
+
+    Raises
+    ------
+    ValueError
+        If an image is too small for a layer.
+    """
+    modules: list[nn.Module] = []
+    size = shape[1:]
+    for layer in layers:
+        modules += layer.modules(shape, classes)
+        with torch.device("meta"):
+            probe = nn.Sequential(*layer.modules(shape, classes)).eval()
+            try:
+                shape = tuple(probe(torch.empty(1, *shape)).shape[1:])
+            except RuntimeError as error:
+                raise ValueError(f"image_size {size} is too small: {layer} gets {list(shape)}; {error}") from error
+    return nn.Sequential(*modules)
+
+
+def _resnet(channels: int) -> tuple[Layer, ...]:
+    stem = Conv(64, 3, padding=1, bias=False, order="conv norm relu")
+    return stem, Blocks(64, 3), Blocks(channels, 4, stride=2)
+
+
+def _small(channels: int, stride: int) -> tuple[Layer, ...]:
+    half, options = max(1, channels // 2), {"stride": stride, "padding": 1, "bias": False, "order": "conv norm relu"}
+    return Conv(half, 3, **options), Conv(channels, 3, **options)  # type: ignore[arg-type]
+
+
+BACKBONES: dict[str, Any] = {
+    "simple": lambda channels: (Conv(channels, 3, stride=2, padding=1),),
+    "resnet": _resnet,
+    "small": lambda channels: _small(channels, 2),
+    "tiny": lambda channels: _small(channels, 1),
+}
+"""Backbones that have a name, as functions of the channels of their features: Tsai et al.'s single convolution (Tables
+8 and 9) and their ResNet backbone (appendix A.1), whose features are half the image's size; ours for small grey images,
+of a quarter of the image's size and of its own."""

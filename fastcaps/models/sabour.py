@@ -1,0 +1,61 @@
+"""The networks of Sabour, Frosst and Hinton (2017), Dynamic Routing Between Capsules.
+
+``sabour-mnist`` is Figures 1 and 2: a 9 x 9 convolution, another of stride 2 that makes 32 types of capsules of 8
+numbers, routed to capsules of 16, one a class, from which the decoder draws the image again. ``sabour-multimnist`` and
+``sabour-affnist`` are the same for images of 36 x 36 (section 6) and 40 x 40 pixels (section 5.2). ``sabour-cnn`` is
+the baseline of section 5: its padding, which keeps maps as large as the image, is our reading; with it, and not
+without, it has the 35.4M parameters of the paper. Where its dropout stands is told, its rate of 0.5 is ours.
+
+Their class capsules' lengths are trained with :func:`fastcaps.losses.margin_loss`; ``net(images, reconstruct=labels)``
+also draws the images, for :func:`fastcaps.losses.reconstruction_loss`. Of two overlapping digits (MultiMNIST) each is
+drawn by a call of ``net.decoder`` of its own.
+"""
+
+from __future__ import annotations
+
+from fastcaps.models.layers import Conv, Flatten, Linear
+from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
+from fastcaps.nn.dynamic import DynamicRouting
+
+__all__ = ["NETWORKS", "capsules"]
+
+
+def capsules(image_size: int) -> NetworkConfig:
+    """Figure 1, for images of a size."""
+    return NetworkConfig(
+        (Conv(256, 9),),
+        None,
+        32,
+        8,
+        (),
+        10,
+        image_size,
+        1,
+        layer=DynamicRouting,
+        pose="vector",
+        iterations=3,
+        primary={"kernel_size": 9, "stride": 2, "normalize": "squash"},
+        class_layer={"dim": 16},
+        decoder=True,
+    )
+
+
+NETWORKS: dict[str, Config] = {
+    "sabour-mnist": capsules(28),
+    "sabour-multimnist": capsules(36),
+    "sabour-affnist": capsules(40),
+    "sabour-cnn": CNNConfig(
+        (
+            Conv(256, 5, padding=2),
+            Conv(256, 5, padding=2),
+            Conv(128, 5, padding=2),
+            Flatten(),
+            Linear(328, order="linear relu"),
+            Linear(192, order="linear relu"),
+            Linear(dropout=0.5),
+        ),
+        10,
+        28,
+        1,
+    ),
+}

@@ -1,0 +1,62 @@
+"""The networks of Zhao and Huang (2019), Exploring Dynamic Routing As A Pooling Layer: Tables 1, 2 and 4, Figure 2.
+
+- ``zhao-cnn-*`` (section 4.1): four 5 x 5 convolutions of 64 channels, a pooling layer, a linear one. Ours: the
+  convolutions keep the size of their map, and the pooling layer pools all of it.
+- ``zhao-resnet*-*`` (section 4.2): the residual networks of He et al. (2016) for CIFAR-10, whose shortcuts have no
+  parameters. Ours: capsules of 16 channels, as in section 4.1.
+- ``zhao-affnist``, ``zhao-multimnist`` (section 4.3): ResNet-20 without its last two layers; its 64 channels are two
+  capsules of 32 at each place, routed to ten, with Sabour et al.'s decoder. The sharpness is that of the best result on
+  affNIST, 1, and of MultiMNIST, 5. Ours: all places share their matrices, and the ten capsules have 16 numbers, which
+  gives the sizes that the paper rounds to 2.5M and 2.2M.
+"""
+
+from __future__ import annotations
+
+from fastcaps.models.layers import Blocks, Conv, Flatten, Layer, Linear, Pool
+from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
+from fastcaps.nn.routing_pool import RoutingPool
+
+__all__ = ["NETWORKS"]
+
+
+def resnet(depth: int) -> tuple[Layer, ...]:
+    """He et al.'s network of a depth of 6 n + 2, without its last two layers."""
+    count = (depth - 2) // 6
+    return (
+        Conv(16, 3, padding=1, bias=False, order="conv norm relu"),
+        Blocks(16, count, shortcut="pad"),
+        Blocks(32, count, stride=2, shortcut="pad"),
+        Blocks(64, count, stride=2, shortcut="pad"),
+    )
+
+
+def capsules(image_size: int, sharpness: float) -> NetworkConfig:
+    """Figure 2."""
+    return NetworkConfig(
+        resnet(20),
+        None,
+        2,
+        32,
+        (),
+        10,
+        image_size,
+        1,
+        layer=RoutingPool,
+        pose="vector",
+        iterations=3,
+        primary={"kernel_size": None, "normalize": None},
+        class_layer={"dim": 16, "kernel_size": "all", "share": True},
+        options={"sharpness": sharpness, "activation": "squash"},
+        decoder=True,
+    )
+
+
+NETWORKS: dict[str, Config] = {"zhao-affnist": capsules(40, 1.0), "zhao-multimnist": capsules(36, 5.0)}
+for _kind in ("max", "average", "routing"):
+    _convs = (Conv(64, 5, padding=2),) * 4
+    NETWORKS[f"zhao-cnn-{_kind}"] = CNNConfig((*_convs, Pool(_kind), Flatten(), Linear()), 10, 32, 3)
+for _depth in (20, 32, 44, 56):
+    for _pool in (Pool("average"), Pool("routing", sharpness=5.0)):
+        NETWORKS[f"zhao-resnet{_depth}-{_pool.kind}"] = CNNConfig(
+            (*resnet(_depth), _pool, Flatten(), Linear()), 10, 32, 3
+        )

@@ -1,0 +1,422 @@
+"""The papers' networks: parameters by hand and as published, shapes of their tables, a training step, autocast,
+compilers."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastcaps import losses, models
+from fastcaps.nn import CapsuleSpec, EMRouting, EquilibriumRouting, RoutingPool2d
+
+PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
+
+
+def conv(before, after, size, bias=1):
+    return (before * size * size + bias) * after
+
+
+def blocks(before, after, count, short=1):
+    """Residual blocks with BatchNorm; ``short``: whether the shortcut of the first has a convolution."""
+    first = conv(before, after, 3, 0) + conv(after, after, 3, 0) + 4 * after
+    rest = (count - 1) * (2 * conv(after, after, 3, 0) + 4 * after)
+    return first + rest + short * (before != after) * (conv(before, after, 1, 0) + 2 * after)
+
+
+def linear(before, after):
+    return (before + 1) * after
+
+
+STEM = conv(3, 64, 3, 0) + 2 * 64
+RESNET_128 = STEM + blocks(64, 64, 3) + blocks(64, 128, 4)
+RESNET_256 = STEM + blocks(64, 64, 3) + blocks(64, 256, 4)
+ATTENTION_PAIR = 2 * (9 * 32 * 32 * 16 + 2 * 16)
+EM_PAIR = 2 * (9 * 32 * 32 * 16 + 2 * 32)
+WIDE = conv(1024, 1024, 3) + 2 * 1024
+DMM = conv(1, 1024, 3) + conv(1024, 1024, 3)
+
+
+def em(backbone, channels, classes):
+    return backbone + conv(channels, 512, 1) + conv(channels, 32, 1) + EM_PAIR + (32 * 16 + 2) * classes
+
+
+def decoder(pixels):
+    return linear(160, 512) + linear(512, 1024) + linear(1024, pixels)
+
+
+def sabour(size):
+    grid = ((size - 8) - 9) // 2 + 1
+    return conv(1, 256, 9) + conv(256, 256, 9) + grid**2 * 32 * 10 * 8 * 16 + decoder(size**2)
+
+
+def resnet(depth, in_channels=3):
+    count = (depth - 2) // 6
+    stages = blocks(16, 16, count, 0) + blocks(16, 32, count, 0) + blocks(32, 64, count, 0)
+    return conv(in_channels, 16, 3, 0) + 2 * 16 + stages
+
+
+def capnet(activations, parents=512):
+    widths = [3, 32, 64, 128, 256 + activations]
+    convs = sum(conv(a, b, 3, 0) + 2 * b for a, b in pairwise(widths))
+    betas = 2 * (parents + 10) if activations else 0
+    return convs + 32 * parents * 8 * 16 + 32 * 10 * 16 * 16 + betas
+
+
+def sst(classes):
+    first = 64 * 64 * 2 + 64 * 2 + 2 * 64
+    return 37 * 1280 + 2 * 1280 + linear(1280, 64) + first + 64 * classes * (2 * 2 + 2 + 2)
+
+
+NORB = (
+    conv(4, 64, 3) + 5 * conv(64, 64, 3) + 2 * (4 + 5 * 64)  # (c), each after BatchNorm
+    + conv(64, 64, 1) + conv(64, 1024, 1) + 2 * 2 * 64  # (d)
+    + 64 * (16 + 16 + 2) + 64 * 5 * (16 + 16 + 2)  # (e)
+)  # fmt: skip
+
+# Numbers as the papers have them, or as the text adds up; in millions with two digits where they are Table 1's.
+HAND = {
+    "tsai-dr-simple-c10": (7_992_576, conv(3, 256, 9) + conv(256, 256, 9) + 2048 * 10 * 8 * 16, 7.99),
+    "tsai-dr-simple-c100": (31_585_536, conv(3, 256, 9) + conv(256, 256, 9) + 2048 * 100 * 8 * 16, 31.59),
+    "tsai-dr-resnet-c10": (12_451_136, RESNET_256 + conv(256, 256, 9) + 2048 * 10 * 8 * 16, 12.45),
+    "tsai-dr-resnet-c100": (36_044_096, RESNET_256 + conv(256, 256, 9) + 2048 * 100 * 8 * 16, 36.04),
+    "tsai-em-simple-c10": (453_044, em(conv(3, 256, 4) + 2 * 256, 256, 10), 0.45),
+    "tsai-em-simple-c100": (499_304, em(conv(3, 256, 4) + 2 * 256, 256, 100), 0.50),
+    "tsai-em-resnet-c10": (1_710_580, em(RESNET_128, 128, 10), 1.71),
+    "tsai-em-resnet-c100": (1_756_840, em(RESNET_128, 128, 100), 1.76),
+    "tsai-cnn-c10": (18_919_434, conv(3, 1024, 3) + 2 * WIDE + linear(1024, 10), 18.92),
+    "tsai-cnn-c100": (19_011_684, conv(3, 1024, 3) + 2 * WIDE + linear(1024, 100), 19.01),
+    "tsai-dmm-matrix": (9_964_993, DMM + 144 * 16 * 64 + 576 * 10 * 64 + 3 * 128 + 65, 9.96),
+    "tsai-dmm-vector": (42_479_041, DMM + 144 * 16 * 64**2 + 576 * 10 * 64**2 + 3 * 128 + 65, 42.48),
+    "tsai-dmm-dynamic": (42_478_592, DMM + 144 * 16 * 64**2 + 576 * 10 * 64**2, 42.48),
+    "tsai-dmm-cnn": (19_553_162, conv(1, 1024, 3) + 2 * WIDE + linear(1024, 640) + linear(640, 10), 19.55),
+    "tsai-dmm-cnn-learned": (
+        42_490_762, conv(1, 1024, 3) + 2 * WIDE + linear(36 * 1024, 640) + linear(640, 10), 42.49
+    ),
+    "tsai-dmm-matrix-42m": (
+        41_597_377, conv(1, 1024, 3) + conv(1024, 4096, 3) + 576 * 64 * 64 + 2304 * 10 * 64 + 3 * 128 + 65, None
+    ),
+    "resnet18-c10": (
+        11_173_962,
+        STEM + blocks(64, 64, 2) + blocks(64, 128, 2) + blocks(128, 256, 2) + blocks(256, 512, 2) + linear(512, 10),
+        11.17,
+    ),
+    "resnet18-c100": (
+        11_220_132,
+        STEM + blocks(64, 64, 2) + blocks(64, 128, 2) + blocks(128, 256, 2) + blocks(256, 512, 2) + linear(512, 100),
+        11.22,
+    ),
+    "sabour-mnist": (8_215_568, sabour(28), None),
+    "sabour-multimnist": (11_361_808, sabour(36), 11.36),
+    "sabour-affnist": (13_475_648, sabour(40), None),  # about 13.4M, says Zhao
+    "sabour-cnn": (
+        35_445_522,
+        conv(1, 256, 5) + conv(256, 256, 5) + conv(256, 128, 5)
+        + linear(128 * 28**2, 328) + linear(328, 192) + linear(192, 10),
+        None,  # 35.4M
+    ),
+    "hinton-norb": (
+        317_194, conv(2, 32, 5) + conv(32, 512, 1) + conv(32, 32, 1) + EM_PAIR + (32 * 16 + 2) * 5, None
+    ),  # not the published 310K
+    "heinsen-norb": (271_688, NORB, None),
+    "heinsen-sst5": (142_912, sst(5), None),
+    "heinsen-sst2": (141_376, sst(2), None),
+    "zhao-affnist": (2_526_768, resnet(20, 1) + 2 * 10 * 32 * 16 + decoder(40**2), None),
+    "zhao-multimnist": (2_215_168, resnet(20, 1) + 2 * 10 * 32 * 16 + decoder(36**2), None),
+    "li-capnet-dynamic": (2_567_968, capnet(0), None),
+    "li-capnet-em": (2_605_940, capnet(32), None),
+}  # fmt: skip
+for kind in ("max", "average", "routing"):
+    HAND[f"zhao-cnn-{kind}"] = (312_906, conv(3, 64, 5) + 3 * conv(64, 64, 5) + linear(64, 10), None)
+for depth, number, published in [(20, 269_722, 0.27), (32, 464_154, 0.46), (44, 658_586, 0.66), (56, 853_018, 0.85)]:
+    for kind in ("average", "routing"):
+        HAND[f"zhao-resnet{depth}-{kind}"] = (number, resnet(depth) + linear(64, 10), published)
+
+OTHERS = {"tsai-iar-simple-c10", "tsai-iar-simple-c100", "tsai-iar-resnet-c10", "tsai-iar-resnet-c100"}
+ONE_OF_A_KIND = [
+    "tsai-dr-simple-c10", "tsai-em-simple-c10", "tsai-cnn-c10", "sabour-mnist", "hinton-norb", "heinsen-norb",
+    "heinsen-sst2", "zhao-affnist", "zhao-cnn-routing", "zhao-resnet20-routing", "li-capnet-dynamic", "li-capnet-em",
+]  # fmt: skip
+
+
+def weights(module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def inputs(net, batch=2):
+    """Images, or embeddings of four tokens and of two."""
+    if hasattr(net, "embedding"):
+        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])[:batch]
+        return torch.randn(batch, 4, net.layers, net.embedding), mask
+    return (torch.randn(batch, net.in_channels, *net.image_size),)
+
+
+def step(net, given, labels, optimizer):
+    """Train once on cross-entropy, and on the reconstruction where there is one; return the loss."""
+    optimizer.zero_grad()
+    if getattr(net, "decoder", None) is None:
+        loss = F.cross_entropy(net(*given).float(), labels)
+    else:
+        lengths, drawn = net(*given, reconstruct=labels)
+        loss = losses.margin_loss(lengths.float(), labels)
+        loss = loss + losses.reconstruction_loss(drawn.float(), given[0].sigmoid())
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_parameters_by_hand_and_as_published(name):
+    exact, by_hand, published = HAND[name]
+    with torch.device("meta"):
+        net = models.create(name)
+    assert weights(net) == exact == by_hand
+    if published is not None:
+        assert round(exact / 1e6, 2) == published
+
+
+def test_every_name_of_a_paper_has_its_parameters_tested():
+    assert set(models.names()) == {*HAND, *OTHERS, "mnist", "digits"}
+
+
+def test_the_page_of_networks_tells_their_parameters_and_its_python_runs(capsys):
+    page = PAGE.read_text(encoding="utf-8")
+    for name, (exact, _, _) in HAND.items():
+        stem = re.sub(r"-(c100|max|average|routing)$", "", name)
+        rows = [row for row in page.splitlines() if row.startswith("|") and f"`{stem}" in row]
+        assert any(f"{exact:,}" in row for row in rows), name
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    try:
+        exec(compile(block, str(PAGE), "exec"), {})
+    finally:
+        models._NETWORKS.pop("small-dynamic", None)
+    assert capsys.readouterr().out.strip() == re.findall(r"# (torch.*)", block)[0]
+
+
+def test_counts_that_are_rounded_otherwise():
+    with torch.device("meta"):
+        assert weights(models.create("sabour-mnist").decoder) == decoder(784) == 1_411_344
+        norb = models.create("heinsen-norb")
+        statistics = sum(b.numel() for n, b in norb.named_buffers() if n.endswith(("running_mean", "running_var")))
+        assert weights(norb) + statistics == 272_592
+        resnet = models.create("tsai-dr-resnet-c10")
+        assert weights(resnet.backbone) == 4_521_024
+        text = models.create("li-capnet-dynamic", parents=2048)
+        assert text.routing.layers[0].weight.numel() == 8_388_608  # section 2.2
+        assert weights(text) == capnet(0, 2048)
+    assert round(13_475_648 / 1e6) == 13 and round(35_445_522 / 1e6, 1) == 35.4
+    assert round(2_526_768 / 1e6, 1) == 2.5 and round(2_215_168 / 1e6, 1) == 2.2
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("tsai-dr-simple-c10", [(32, 8, 8, 8), (10, 16)]),
+        ("tsai-dr-resnet-c100", [(32, 8, 8, 8), (100, 16)]),
+        ("tsai-em-simple-c100", [(32, 16, 16, 16), (32, 7, 7, 16), (32, 5, 5, 16), (100, 16)]),
+        ("tsai-dmm-matrix", [(16, 8, 8, 64), (16, 6, 6, 64), (10, 64)]),
+        ("tsai-dmm-dynamic", [(16, 8, 8, 64), (16, 6, 6, 64), (10, 64)]),
+        ("sabour-mnist", [(32, 6, 6, 8), (10, 16)]),
+        ("hinton-norb", [(32, 14, 14, 16), (32, 6, 6, 16), (32, 4, 4, 16), (5, 16)]),
+        ("heinsen-norb", [(64, 9, 9, 16), (64, 16), (5, 16)]),
+        ("zhao-multimnist", [(2, 9, 9, 32), (10, 16)]),
+        ("li-capnet-em", [(32, 8, 8, 8), (512, 16), (10, 16)]),
+    ],
+)
+def test_shapes_are_those_of_the_tables(name, shapes):
+    net = models.create(name).eval()
+    logits, trace = net(*inputs(net, 1), return_trace=True)
+    assert [tuple(poses.shape[1:]) for poses in trace.poses] == shapes
+    assert logits.shape == (1, shapes[-1][0])
+
+
+def test_maps_of_the_networks_without_capsules():
+    def sizes(name):
+        net, found = models.create(name), []
+        for module in net:
+            module.register_forward_hook(lambda module, given, made: found.append(tuple(made.shape[1:])))
+        net.eval()(*inputs(net, 1))
+        return list(dict.fromkeys(found))
+
+    wide = [(1024, size, size) for size in (16, 8, 4, 2, 1)]
+    assert sizes("tsai-cnn-c10") == [*wide, (1024,), (10,)]
+    dmm = [(1024, 18, 18), (1024, 8, 8), (1024, 6, 6)]
+    assert sizes("tsai-dmm-cnn") == [*dmm, (640, 6, 6), (640, 1, 1), (640,), (10,)]
+    assert sizes("tsai-dmm-cnn-learned") == [*dmm, (36 * 1024,), (640,), (10,)]
+    assert sizes("zhao-resnet20-average")[:3] == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
+    assert sizes("zhao-cnn-max") == [(64, 32, 32), (64, 1, 1), (64,), (10,)]
+
+
+@pytest.mark.parametrize("name", sorted(HAND))
+def test_every_network_trains_and_takes_every_batch(name):
+    net = models.create(name)
+    given, classes = inputs(net), models.config(name).classes
+    labels = torch.arange(2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for _ in range(3 if name.startswith("heinsen") else 1):  # whose benefits and costs are zero at the start
+        assert step(net, given, labels, optimizer) > 0
+    for path, parameter in net.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), path
+    net.eval()
+    for batch in (0, 1):
+        assert net(*(tensor[:batch] for tensor in given)).shape == (batch, classes)
+
+
+@pytest.mark.parametrize("name", ONE_OF_A_KIND)
+def test_autocast_is_near_and_trains(name):
+    net = models.create(name)
+    given = inputs(net)
+    with torch.no_grad():
+        exact = net(*given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = net(*given)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        assert found.dtype == torch.bfloat16
+        assert step(net, given, torch.arange(2), optimizer) > 0
+    assert (found.float() - exact).abs().max() <= 0.1 * exact.abs().max() + 0.05
+    assert all(parameter.grad.isfinite().all() for parameter in net.parameters())
+
+
+def compiled_as_eager(name):
+    torch._dynamo.reset()
+    net = models.create(name).eval()
+    given = inputs(net)
+    run = torch.compile(net, fullgraph=True, backend="aot_eager")
+    expected, found = net(*given), run(*given)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    wanted = torch.autograd.grad(expected.logsumexp(1).sum(), net.parameters(), allow_unused=True)
+    got = torch.autograd.grad(found.logsumexp(1).sum(), net.parameters(), allow_unused=True)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("name", ["tsai-dr-simple-c10", "hinton-norb", "heinsen-sst2", "zhao-affnist", "li-capnet-em"])
+def test_compiles_as_one_graph(name):
+    compiled_as_eager(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.names())
+def test_everything_compiles_as_one_graph(name):
+    compiled_as_eager(name)
+
+
+@pytest.mark.parametrize("name", sorted(set(HAND) - {"heinsen-sst5", "heinsen-sst2"}))
+def test_other_images_channels_and_classes(name):
+    net = models.create(name, image_size=(50, 41), in_channels=2, classes=4).eval()
+    assert net(*inputs(net, 1)).shape == (1, 4)
+
+
+def test_other_texts():
+    net = models.create("heinsen-sst5", layers=3, embedding=20, classes=7, parts=6, dim=8).eval()
+    embeddings = torch.randn(2, 5, 3, 20)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    scores, trace = net(embeddings, mask, return_trace=True)
+    assert scores.shape == (2, 7) and trace.poses[1].shape == (2, 6, 2)
+    for parameter in net.parameters():  # at the start all scores are 0
+        torch.nn.init.normal_(parameter, std=0.3)
+    alone = net(embeddings[1:, :3])
+    torch.testing.assert_close(net(embeddings, mask)[1:], alone, rtol=1e-4, atol=1e-5)  # padding leaves no trace
+    assert not torch.allclose(net(embeddings)[1:], alone, rtol=1e-2)
+
+
+def test_options_that_the_papers_vary():
+    found = models.create("li-capnet-dynamic").routing.layers
+    assert all(layer.compete == "children" for layer in found)
+    found = models.create("li-capnet-dynamic", compete="parents", prior="learned", iterations=1).routing.layers
+    assert all((layer.compete, layer.iterations) == ("parents", 1) and layer.prior is not None for layer in found)
+    assert all(layer.normalize_cost for layer in models.create("li-capnet-em").routing.layers)
+    assert not any(layer.normalize_cost for layer in models.create("li-capnet-em", normalize_cost=False).routing.layers)
+    assert all(layer.detach for layer in models.create("sabour-mnist", detach=True).routing.layers)
+    started = models.create("mnist", start="learned", layer_norm=False)
+    assert all(layer.first_poses is not None and layer.norm is None for layer in started.routing.layers)
+    (pool,) = (module for module in models.create("zhao-resnet20-routing") if isinstance(module, RoutingPool2d))
+    assert (pool.dim, pool.sharpness) == (16, 5.0)
+    assert models.create("zhao-affnist", sharpness=15.0).routing.layers[0].sharpness == 15.0
+    net = models.create("digits", routing="equilibrium", tolerance=1e-3)
+    for layer in net.routing.layers:
+        assert isinstance(layer, EquilibriumRouting) and (layer.iterations, layer.tolerance) == (32, 1e-3)
+    assert net(*inputs(net)).shape == (2, 10)
+    assert models.create("digits", routing="equilibrium", iterations=9).routing.layers[0].iterations == 9
+
+
+@pytest.mark.parametrize("name", ["sabour-mnist", "hinton-norb", "heinsen-norb", "zhao-affnist"])
+def test_a_call_may_ask_for_other_turns(name):
+    net, one = models.create(name).eval(), models.create(name, iterations=1).eval()
+    for parameter in net.routing.parameters():  # whose betas are zero at the start
+        torch.nn.init.normal_(parameter, std=0.3)
+    one.load_state_dict(net.state_dict())
+    images = inputs(net, 1)
+    torch.testing.assert_close(net(*images, iterations=1), one(*images))
+    assert not torch.equal(net(*images), one(*images))
+
+
+def test_reconstruction():
+    net = models.create("sabour-mnist", image_size=20, decoder=(8,)).eval()
+    (images,) = inputs(net)
+    labels = torch.tensor([3, 8])
+    logits, drawn, trace = net(images, reconstruct=labels, return_trace=True)
+    torch.testing.assert_close(drawn, net.decoder(trace.poses[-1], labels))
+    torch.testing.assert_close(logits, trace.poses[-1].norm(dim=-1))
+    torch.testing.assert_close(net(images, reconstruct=True)[1], net.decoder(trace.poses[-1], logits.argmax(1)))
+    with pytest.raises(ValueError, match="reconstruct must be False for a network without a decoder"):
+        models.create("digits")(torch.randn(1, 1, 8, 8), reconstruct=True)
+
+
+def test_coordinates_of_heinsens_images():
+    coordinates = models.create("heinsen-norb").backbone[0](torch.zeros(1, 2, 3, 5))
+    torch.testing.assert_close(coordinates[0, 2, 1], torch.tensor([-1, -0.5, 0, 0.5, 1]))
+    torch.testing.assert_close(coordinates[0, 3, :, 4], torch.tensor([-1.0, 0, 1]))
+
+
+def test_shortcuts_without_parameters():
+    block = models.BasicBlock(2, 5, stride=2, shortcut="pad").eval()
+    features = torch.randn(1, 2, 7, 6)
+    torch.nn.init.zeros_(block.conv2.weight)
+    found = block(features)
+    torch.testing.assert_close(found[:, :2], features[:, :, ::2, ::2].relu())
+    assert found.shape == (1, 5, 4, 3) and not found[:, 2:].any()
+
+
+def test_a_network_of_ones_own_has_a_name_too():
+    config = models.NetworkConfig(
+        "tiny", 8, 2, 4, (CapsuleSpec(3),), 5, 6, 1, layer=EMRouting, primary={"normalize": None}
+    )
+    models.register("own", config)
+    try:
+        assert "own" in models.names()
+        assert models.create("own", classes=4)(torch.randn(2, 1, 6, 6)).shape == (2, 4)
+        with pytest.raises(ValueError, match="name must be a new one, got 'own'"):
+            models.register("own", config)
+    finally:
+        models._NETWORKS.pop("own")
+
+
+def text(*arguments):
+    return models.create("heinsen-sst2", layers=1, embedding=2)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "no override dropout; there are: .*compete", lambda: models.create("sabour-mnist", dropout=0.1)),
+        (TypeError, "no override lr; there are: layers, classes", lambda: models.create("tsai-cnn-c10", lr=2)),
+        (ValueError, "channels must be None", lambda: models.create("sabour-mnist", channels=8)),
+        (ValueError, "left alone for DynamicRouting", lambda: models.create("sabour-mnist", routing="sequential")),
+        (ValueError, "routing must be one of", lambda: models.create("mnist", routing="none")),
+        (ValueError, "image_size .8, 8. is too small", lambda: models.create("sabour-mnist", image_size=8)),
+        (ValueError, "must divide the 100 capsules", lambda: models.create("li-capnet-dynamic", parents=100)),
+        (ValueError, "images must be .B, 3, 32, 32.", lambda: models.create("zhao-cnn-max")(torch.randn(1, 1, 32, 32))),
+        (ValueError, "mask must be", lambda: text(torch.randn(1, 3, 1, 2), torch.ones(1, 2))),
+        (ValueError, "embeddings must be", lambda: text(torch.randn(1, 3, 2))),
+    ],
+)  # fmt: skip
+def test_errors_are_named(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
