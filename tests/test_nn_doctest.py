@@ -14,6 +14,7 @@ MODULES = [
     "fastcaps.functional.pooling",
     "fastcaps.losses",
     "fastcaps.vectors",
+    "fastcaps.nn.cap_conv",
     "fastcaps.nn.capsnet",
     "fastcaps.nn.convert",
     "fastcaps.nn.dynamic",

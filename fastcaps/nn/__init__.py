@@ -1,5 +1,6 @@
 """Modules: routing layers, stacks of them, primary capsules and heads."""
 
+from fastcaps.nn.cap_conv import CapConv2d, CapFC
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.convert import Conversion, ConversionReport, convert
 from fastcaps.nn.dynamic import DynamicRouting
@@ -13,6 +14,8 @@ from fastcaps.nn.routing_pool import RoutingPool, RoutingPool2d
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = [
+    "CapConv2d",
+    "CapFC",
     "CapsNet",
     "CapsuleSpec",
     "ClassHead",
