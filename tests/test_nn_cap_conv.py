@@ -178,7 +178,8 @@ def test_repr() -> None:
         (ValueError, r"skipped must be \[2, 2, 3, 3\].*got \[2, 2, 3, 1\]",
          lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), torch.ones(2, 2, 3, 1))),
         (ValueError, "dim must be at least 1", lambda: CapFC(1, 1, 0)),
-        (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]", lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
+        (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]",
+         lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
         (ValueError, r"capsules must be \[B, 6, 2\].*got \[6, 2\]", lambda: CapFC(6, 1, 2)(torch.ones(6, 2))),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.convert import Conversion, ConversionReport, convert
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
+from fastcaps.nn.feedback import FeedbackAgreement
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -23,6 +24,7 @@ __all__ = [
     "ConversionReport",
     "DynamicRouting",
     "EMRouting",
+    "FeedbackAgreement",
     "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",

@@ -96,7 +96,7 @@ class CapConv2d(nn.Module):
         below, above = self.types * self.in_dim, self.types * self.out_dim
 
         def convolution(width: int, groups: int = 1) -> nn.Conv2d:
-            window = {"stride": self.stride, "padding": width // 2}
+            window: dict[str, Any] = {"stride": self.stride, "padding": width // 2}
             return nn.Conv2d(below, above, width, groups=groups, bias=self.bias, **window, **place)
 
         self.master = convolution(self.kernel_size, self.types)
@@ -178,7 +178,7 @@ class CapConv2d(nn.Module):
 
 
 class CapFC(nn.Module):
-    r"""Class capsules from all capsules of a map, a linear map for each number of a pose (Li et al., 2018, section 3.1).
+    r"""Class capsules from all capsules, a linear map for each number of a pose (Li et al., 2018, section 3.1).
 
     .. math:: p_{jk} = \sum_i W_{kij} \, p_{ik}, \quad P_j = \mathrm{squash}(p_j)
 
