@@ -17,6 +17,8 @@ TABLE_1 = {
     "tsai-iar-resnet-c100": (2_800_781, 2.80),
 }
 
+CAPSNETS = [name for name in models.names() if not name.startswith("li-")]  # the others: test_models_li_encapnet.py
+
 
 @pytest.fixture
 def one_thread():
@@ -94,11 +96,11 @@ def test_resnet_blocks():
 
 
 def test_names():
-    assert models.names() == sorted([*TABLE_1, "digits", "mnist"])
+    assert sorted([*TABLE_1, "digits", "mnist"]) == CAPSNETS
     assert fastcaps.models.create is models.create
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", CAPSNETS)
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_every_network_on_every_batch(name, batch):
     net = models.create(name).eval()
@@ -106,7 +108,7 @@ def test_every_network_on_every_batch(name, batch):
     assert logits.shape == (batch, models.config(name).classes)
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", CAPSNETS)
 def test_other_images_channels_and_classes(name):
     net = models.create(name, image_size=(20, 33), in_channels=2, classes=4).eval()
     assert net(torch.randn(1, 2, 20, 33)).shape == (1, 4)
@@ -159,7 +161,7 @@ def test_small_networks_are_small():
     assert count(models.create("mnist")) < 150_000
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", CAPSNETS)
 def test_state_dict_loads_into_a_fresh_network(name):
     first, second = models.create(name).eval(), models.create(name).eval()
     images = torch.randn(1, first.in_channels, *first.image_size)
@@ -173,7 +175,7 @@ def test_errors_are_named():
     override = "create.. has no override batch, lr; there are: .*image_size"
     for error, message, call in [
         (ValueError, near, lambda: models.create("tsai-iar-simple-c1")),
-        (ValueError, "there are: digits, mnist", lambda: models.create("")),
+        (ValueError, "there are: digits, .*mnist", lambda: models.create("")),
         (TypeError, override, lambda: models.create("mnist", lr=1, batch=2)),
         (ValueError, "backbone must be", lambda: models.create("mnist", backbone="vgg")),
         (ValueError, "larger than its grid", lambda: models.create("mnist", image_size=8)),

@@ -249,3 +249,9 @@ def test_the_whole_loss() -> None:
 def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:
     with pytest.raises(error, match=named):
         call()
+
+
+def test_the_unit_is_idle_on_small_maps_unless_it_measures_distances() -> None:
+    higher, lower = torch.rand(5, 8, 4, 4), torch.rand(5, 8, 4, 4)
+    assert FeedbackAgreement(8, 8)(higher, lower).abs() < 1e-6
+    assert FeedbackAgreement(8, 8, cost="l2")(higher, lower) > 1e-3
