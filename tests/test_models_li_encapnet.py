@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_parameters_by_hand() -> None:
 
 def test_parameters_of_six_layers_and_of_the_resnet() -> None:
     widths = (3, 32, 64, 128, 256)
-    four = sum(9 * a * b + b + 2 * b for a, b in zip(widths, widths[1:], strict=False))
+    four = sum(9 * a * b + b + 2 * b for a, b in pairwise(widths))
     classes = 16 * 512 * 10
     master = 9 * 32 * 8 * 16 + 512 + 1024
     assert count("li-encapnet-six-master") == four + master + classes == 509_696
