@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import check_choice
 from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
-from fastcaps.reference.squash_sum import squash_sum
+from fastcaps.ops.squash_sum import squash_sum
 from fastcaps.vectors import squash
 
 __all__ = ["CapConv2d", "CapFC"]
@@ -160,19 +160,18 @@ class CapConv2d(nn.Module):
             return master
         assert self.master_norm is not None and self.aide_norm is not None
         assert self.of_master is not None and self.of_aide is not None
-        master, aide = self.master_norm(master).relu(), self.aide_norm(self.aide(capsules)).relu()
-        by_master = self.of_master(squash_sum(master, None, None, None, self.types))
-        by_aide = self.of_aide(squash_sum(aide, None, None, None, self.types))
+        master, aide = self.master_norm(master), self.aide_norm(self.aide(capsules))
+        by_master, by_aide = self.of_master(self._squash(master)), self.of_aide(self._squash(aide))
         if self.coefficients == "own":
             first, second = by_master, by_aide
         elif self.coefficients == "other":
             first, second = by_aide, by_master
         else:
             first, second = (by_master + by_aide).unflatten(1, (self.types, 2)).unbind(2)
-        return squash_sum(master, first, aide, second, self.types)
+        return squash_sum(master, first, aide, second, types=self.types, relu=True)
 
     def _squash(self, normal: Tensor) -> Tensor:
-        return squash_sum(normal.relu(), None, None, None, self.types)
+        return squash_sum(normal, types=self.types, relu=True)
 
     extra_repr = arguments_repr
 

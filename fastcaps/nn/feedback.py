@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, check_choice
 from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
-from fastcaps.reference.squash_sum import squash_sum
+from fastcaps.ops.squash_sum import squash_sum
 from fastcaps.sinkhorn import SinkhornDivergence
 
 __all__ = ["FeedbackAgreement"]
@@ -112,8 +112,8 @@ class FeedbackAgreement(nn.Module):
     def generate(self, higher: Tensor, size: tuple[int, int]) -> Tensor:
         """Return x, ``[B, lower_channels, *size]``, of the higher layer."""
         given: Any = list(size)
-        normal = self.norm(self.generator(higher, output_size=given)).relu()
-        return normal if self.types is None else squash_sum(normal, None, None, None, self.types)
+        normal = self.norm(self.generator(higher, output_size=given))
+        return normal.relu() if self.types is None else squash_sum(normal, types=self.types, relu=True)
 
     def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
         """Compare the two layers.
