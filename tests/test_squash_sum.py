@@ -98,6 +98,11 @@ def run_both(given: dict[str, Any], relu: bool, name: str, grad: Tensor | None =
     return found
 
 
+def widest(name: str) -> torch.dtype:
+    """The widest dtype that a kernel takes."""
+    return torch.float32 if name == "triton" else torch.float64
+
+
 def needs_kernel(name: str) -> None:
     problem = refusal(name, torch.device("cpu"), torch.float32)
     if problem:
@@ -162,7 +167,7 @@ def test_nan_and_infinity_stay_where_they_are(name: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_any_strides_and_a_gradient_of_stride_0(name: str) -> None:
     needs_kernel(name)
-    given = draw((2, 3, 4, 5, 7), "x a y b")
+    given = draw((2, 3, 4, 5, 7), "x a y b", widest(name))
     wanted, _ = run_both(given, True, name)
     spread = {key: value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) else value
               for key, value in given.items()}  # fmt: skip
@@ -179,7 +184,7 @@ def test_any_strides_and_a_gradient_of_stride_0(name: str) -> None:
 @pytest.mark.parametrize("name", ["reference", *KERNELS])
 def test_only_the_gradients_that_are_wanted(name: str) -> None:
     needs_kernel(name)
-    given = draw((1, 2, 3, 4, 5), "x a y b")
+    given = draw((1, 2, 3, 4, 5), "x a y b", widest(name))
     with backend(name):
         every = needing(given)
         ops.squash_sum(**every).sum().backward()
@@ -196,7 +201,7 @@ def test_only_the_gradients_that_are_wanted(name: str) -> None:
 @pytest.mark.parametrize("name", ["reference", *KERNELS])
 def test_one_tensor_in_two_places(name: str) -> None:
     needs_kernel(name)
-    given = draw((2, 3, 2, 4, 5), "x a")
+    given = draw((2, 3, 2, 4, 5), "x a", widest(name))
     leaves = needing(given)
     with backend(name):
         ops.squash_sum(leaves["x"], leaves["a"], leaves["x"], leaves["a"], types=3).sum().backward()
@@ -341,3 +346,14 @@ def test_errors_name_the_argument(error: type[Exception], named: str, change: di
         raw = {**given, **change}
         with pytest.raises((ValueError, RuntimeError)):
             torch.ops.fastcaps.squash_sum(*(raw[key] for key in ("x", "a", "y", "b", "types")), False)
+
+
+def test_the_triton_kernels_in_its_interpreter() -> None:
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("this is that process")
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-k", "triton", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(done.stdout.rsplit(" passed", 1)[0].split()[-1]) >= 40
