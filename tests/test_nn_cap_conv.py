@@ -15,6 +15,7 @@ from fastcaps.nn import CapConv2d, CapFC
 FORMS: dict[str, Any] = {
     "type-I": ((3, 1, 2), {"stride": 2, "skip": True}, (2, 5, 4)),
     "type-I-whole-map": ((2, 2, 3), {"coefficients": "own", "skip": True}, (2, 3, 1)),
+    "type-I-same-dim": ((2, 2, 2), {"stride": 2, "skip": True}, (1, 4, 3)),
     "type-II": ((3, 2, 2), {"kernel_size": 1, "coefficients": "other", "skip": True}, (2, 4, 3)),
     "no-skip": ((2, 3, 3), {"kernel_size": 1, "coefficients": "both", "bias": False}, (2, 2, 5)),
     "master": ((3, 2, 3), {"stride": 2, "coefficients": "none", "skip": True}, (2, 5, 5)),

@@ -348,6 +348,30 @@ def test_errors_name_the_argument(error: type[Exception], named: str, change: di
             torch.ops.fastcaps.squash_sum(*(raw[key] for key in ("x", "a", "y", "b", "types")), False)
 
 
+@pytest.mark.skipif("triton" not in KERNELS, reason="kernels are interpreted in another process")
+@pytest.mark.parametrize("shape", [(1, 1, 1, 5, 7), (2, 2, 3, 1, 3)], ids=str)
+def test_triton_writes_nothing_beyond_the_end(shape: tuple[int, ...]) -> None:
+    from fastcaps.triton_kernels import squash_sum as kernels
+
+    given = draw(shape, "x a", torch.float32)
+    programs, sizes = kernels._tiles(given["x"], given["types"])
+    arguments = {**{name: given[name] for name in "xayb"}, **sizes, "RELU": False}
+    room = {name: torch.full((given[name[-1]].numel() + 64,), 7.0) for name in ("x", "dx", "da")}
+    kernels.launch(kernels._squash_sum_kernel, programs, **arguments, out=room["x"])
+    kernels.launch(
+        kernels._squash_sum_backward_kernel,
+        programs,
+        **arguments,
+        grad=torch.ones_like(given["x"]),
+        dx=room["dx"],
+        da=room["da"],
+        dy=None,
+        db=None,
+    )
+    for name, written in room.items():
+        assert (written[-64:] == 7).all() and (written[:-64] != 7).all(), name
+
+
 def test_the_triton_kernels_in_its_interpreter() -> None:
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
