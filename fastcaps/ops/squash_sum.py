@@ -77,16 +77,16 @@ def squash_sum(
     tensor([1.7308, 2.3077])
     """
     _check(x, a, y, b, types)
-    given: tuple[Any, ...] = (x, a, y, b)
+    given: list[Any] = [x, a, y, b]
     dtype = x.dtype
     for tensor in given:
         if tensor is not None and tensor.dtype != dtype:
             dtype = torch.promote_types(dtype, tensor.dtype)
-    given = tuple(tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype) for tensor in given)
+    x, a, y, b = [t if t is None or t.dtype == dtype else t.to(dtype) for t in given]
     if _is_transformed():
         backends.refuse_unless_reference("squash_sum")
-        return reference.squash_sum(*given, types, relu)
-    found: Tensor = torch.ops.fastcaps.squash_sum.default(*given, types, relu)
+        return reference.squash_sum(x, a, y, b, types, relu)
+    found: Tensor = torch.ops.fastcaps.squash_sum.default(x, a, y, b, types, relu)
     return found
 
 
