@@ -1,4 +1,5 @@
-"""What capsule networks are trained on: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
+"""What capsule networks are trained on: margin loss, spread loss, the reconstruction of Sabour et al. 2017, and the
+Sinkhorn divergence that Li et al. 2018 add to a margin loss.
 
 All losses are means over the batch by default, and have a gradient everywhere: :func:`length` has one at the
 zero vector too.
@@ -15,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.sinkhorn import SinkhornDivergence
 from fastcaps.vectors import length
 
 __all__ = [
     "ReconstructionDecoder",
+    "SinkhornDivergence",
+    "feedback_loss",
     "length",
     "margin_loss",
     "reconstruction_loss",
@@ -115,6 +119,40 @@ def margin_loss(
     missed = (upper - lengths).clamp(min=0).square()
     imagined = (lengths - lower).clamp(min=0).square()
     return _reduce((present * missed + down_weight * (1 - present) * imagined).sum(1), reduction)
+
+
+def feedback_loss(
+    lengths: Tensor, target: Tensor, feedback: Tensor, *, weight: float = 10.0, reduction: str = "mean"
+) -> Tensor:
+    r"""The loss of EncapNet (Li et al. 2018): margin loss, and the divergences between layers.
+
+    .. math:: L = L_\mathrm{margin} + \lambda \sum_k D_k
+
+    Parameters
+    ----------
+    lengths, target, reduction
+        As :func:`margin_loss` has them.
+    feedback : Tensor
+        A scalar: the sum of what the network's :class:`~fastcaps.nn.FeedbackAgreement` units return.
+    weight : float
+        :math:`\lambda`; 10 in the paper.
+
+    Returns
+    -------
+    Tensor
+        A scalar, or ``[B]`` for ``"none"``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> lengths = torch.tensor([[0.7, 0.3, 0.05]])
+    >>> feedback_loss(lengths, torch.tensor([0]), torch.tensor(0.02))  # 0.06 + 10 * 0.02
+    tensor(0.2600)
+    """
+    require_tensor(feedback, "feedback")
+    if feedback.dim() != 0:
+        raise ValueError(f"feedback must be a scalar, got {shape_of(feedback)}")
+    return margin_loss(lengths, target, reduction=reduction) + weight * feedback
 
 
 def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction: str = "mean") -> Tensor:

@@ -3,18 +3,7 @@
 A file a paper: each has its networks as data, in ``NETWORKS``, and says what is our reading. All of them, with their
 numbers of parameters, are in docs/networks.md.
 
-====================================== ==========================================================
-names                                  source
-====================================== ==========================================================
-``tsai-``, ``resnet18-``               Tsai et al. (2020), Table 1 and Figure 5
-``sabour-``                            Sabour et al. (2017)
-``hinton-norb``                        Hinton et al. (2018)
-``heinsen-``                           Heinsen (2019), Figures 3 and 5
-``zhao-``                              Zhao and Huang (2019), Tables 1, 2 and 4
-``li-capnet-``                         Li et al. (2018), Table 1 (a) and (b)
-``mnist``, ``digits``                  ours, for two CPU cores
-====================================== ==========================================================
-"""
+====================================== ==================================================="""
 
 from __future__ import annotations
 
@@ -38,7 +27,7 @@ __all__ = [
     "register",
 ]
 
-PAPERS = ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "ours")
+PAPERS = ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "li_encapnet", "ours")
 """Modules of this package with a ``NETWORKS``; a new file is entered here."""
 
 _NETWORKS: dict[str, Config] = {}

@@ -1,10 +1,12 @@
 """Modules: routing layers, stacks of them, primary capsules and heads."""
 
+from fastcaps.nn.cap_conv import CapConv2d, CapFC
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.convert import Conversion, ConversionReport, convert
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
 from fastcaps.nn.equilibrium import EquilibriumRouting
+from fastcaps.nn.feedback import FeedbackAgreement
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -14,6 +16,8 @@ from fastcaps.nn.routing_pool import RoutingPool, RoutingPool2d
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = [
+    "CapConv2d",
+    "CapFC",
     "CapsNet",
     "CapsuleSpec",
     "ClassHead",
@@ -22,6 +26,7 @@ __all__ = [
     "DynamicRouting",
     "EMRouting",
     "EquilibriumRouting",
+    "FeedbackAgreement",
     "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",

@@ -17,7 +17,7 @@ from fastcaps.functional.em import InverseTemperature, result_dtype, schedule
 from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
 from fastcaps.reference import Rule
 from fastcaps.results import Capsules, RoutedCapsules
-from fastcaps.votes import Votes, from_op, shares_from_op
+from fastcaps.votes import Votes, from_op
 
 __all__ = ["EMRouting"]
 
@@ -205,7 +205,7 @@ def _with_normalized_cost(
     poses = from_op(means, call.window).to(dtype)
     if not return_coefficients:
         return Capsules(poses, active)
-    return RoutedCapsules(poses, active, shares_from_op(coefficients, call.window))
+    return RoutedCapsules(poses, active, coefficients)
 
 
 class _Schedule:

@@ -17,7 +17,7 @@ from fastcaps.nn.layer import Call, LayerOptions
 from fastcaps.nn.poses import route
 from fastcaps.reference import Rule
 from fastcaps.results import Capsules, Routed, RoutedCapsules
-from fastcaps.votes import Votes, from_op, shares_from_op, to_op
+from fastcaps.votes import Votes, from_op, to_op
 
 __all__ = ["EquilibriumRouting"]
 
@@ -130,7 +130,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             settings = (self.scale, self.eps, self.tolerance, limit)
             routed = _Implicit.apply(routed, *votes, query, affine[0], kept, *settings)
         poses = from_op(routed, call.window).flatten(-2)
-        coefficients = shares_from_op(shares, call.window) if return_coefficients else None
+        coefficients = shares if return_coefficients else None
         return self.finished(poses, coefficients)
 
     def _solve(self, call: Call, limit: int) -> Tensor:

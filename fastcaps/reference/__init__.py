@@ -12,6 +12,7 @@ from fastcaps.reference.attention import attention_coefficients, attention_routi
 from fastcaps.reference.gaussian import gaussian_coefficients, gaussian_routing, gaussian_routing_backward
 from fastcaps.reference.pooling import pooling_coefficients, pooling_routing, pooling_routing_backward
 from fastcaps.reference.seen import DETACH, Rule
+from fastcaps.reference.squash_sum import squash_sum
 
 __all__ = [
     "DETACH",
@@ -25,4 +26,5 @@ __all__ = [
     "pooling_coefficients",
     "pooling_routing",
     "pooling_routing_backward",
+    "squash_sum",
 ]

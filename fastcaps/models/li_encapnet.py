@@ -1,0 +1,367 @@
+"""EncapNet (Li et al., 2018): networks of capsules in channels, routed in one pass; and what the paper sets beside it.
+
+The paper's tables are broken in places; what stands here follows its text, and its authors' code where that says more.
+
+``li-encapnet-v1`` is Table 2's network of 18 layers: a convolution, four modules of one type I and three type II layers
+each, and class capsules. Its skip connections are the code's: a type I layer skips itself by a 3 x 3 convolution, a
+module's type II layers are skipped together, from the first one's input to the last one's sum. With coefficients from
+one branch it has 36.47M parameters, with those of both 36.54M; ``li-encapnet-master``, without aides, 1.74M. Nobody
+published a count.
+
+``li-encapnet-v2`` and ``-v3`` are **our reading**. The paper says that they have 101 layers, that some of the shallow
+ones have no aide, and that v3 reads larger images (224, not 128). Here modules have as many layers as ResNet-101's
+stages; the first two have no aides, as in the authors' code; a first convolution of stride 4 does for 128 pixels what
+32 are to v1.
+
+The six layers of Table 1: ``li-encapnet-six-master`` (e) and ``li-encapnet-six`` (f), ``li-cnn-same`` (c) and
+``li-cnn-large`` (d, widened until it is about six times as large, as the table's two are), ``li-resnet18`` for Table 2.
+The table's sizes do not follow from its text, and ours are not the table's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex
+
+from torch import Tensor, nn
+
+from fastcaps.checks import accumulation_dtype, check_choice
+from fastcaps.nn.cap_conv import CapConv2d, CapFC
+from fastcaps.nn.feedback import FeedbackAgreement
+from fastcaps.nn.head import ClassHead
+from fastcaps.nn.poses import positive, require_tensor, shape_of
+
+__all__ = ["NETWORKS", "EncapModule", "EncapNet", "EncapNetConfig", "PlainNetConfig"]
+
+FEEDBACK = ("none", "one", "two")
+SKIPS = ("none", "I", "II", "both")
+
+
+def conv_norm_relu(in_channels: int, channels: int, kernel: int, stride: int) -> nn.Sequential:
+    """A convolution, BatchNorm and ReLU."""
+    conv = nn.Conv2d(in_channels, channels, kernel, stride=stride, padding=kernel // 2)
+    return nn.Sequential(conv, nn.BatchNorm2d(channels), nn.ReLU())
+
+
+class EncapModule(nn.Module):
+    """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, then those of type II.
+
+    Parameters
+    ----------
+    types : int
+        Capsule types.
+    in_dim, out_dim : int
+        Numbers in a capsule before the type I layer and after it.
+    layers : int
+        How many layers.
+    stride : int
+        Of the type I layer.
+    coefficients : str
+        Of every layer, as :class:`~fastcaps.nn.CapConv2d` has them.
+    skip : "none", "I", "II" or "both"
+        Which layers a connection skips: type I by itself, type II all together.
+    """
+
+    def __init__(
+        self, types: int, in_dim: int, out_dim: int, layers: int, stride: int, coefficients: str, skip: str
+    ) -> None:
+        super().__init__()
+        check_choice("skip", skip, SKIPS)
+        over = skip in ("I", "both")
+        self.first = CapConv2d(types, in_dim, out_dim, stride=stride, coefficients=coefficients, skip=over)
+        self.rest = nn.ModuleList(
+            CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients)
+            for _ in range(positive(layers, "layers") - 1)
+        )
+        self.skips_rest = skip in ("II", "both")
+
+    def forward(self, capsules: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the capsules after the type I layer, and those at the end."""
+        first = found = self.first(capsules)
+        for k, layer in enumerate(self.rest, 1):
+            found = layer(found, first if self.skips_rest and k == len(self.rest) else None)
+        return first, found
+
+
+class Stage(nn.Module):
+    """Residual blocks, as a module of capsules is seen from outside."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.rest = blocks[0], nn.Sequential(*blocks[1:])
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features after the first block, and those at the end."""
+        first = self.first(features)
+        return first, self.rest(first)
+
+
+class ClassCapsules(nn.Module):
+    """Logits from the last map of capsules: the lengths of its class capsules."""
+
+    def __init__(self, capsules: int, classes: int, dim: int) -> None:
+        super().__init__()
+        self.capsules = CapFC(capsules, classes, dim)
+        self.head = ClassHead(dim, read="length")
+
+    def forward(self, capsules: Tensor) -> Tensor:
+        """``[B, types * dim, H, W]`` to ``[B, classes]``, between 0 and 1."""
+        return self.head(self.capsules(capsules))
+
+
+class EncapNet(nn.Module):
+    """Images to logits by way of modules, any of which may be asked to give back what it was made of.
+
+    Parameters
+    ----------
+    stem : Module
+        Images to the first map.
+    modules_ : sequence of Module
+        Each takes a map and returns two: the one after its first layer, and the one at its end.
+    feedback : sequence of sequence of FeedbackAgreement
+        For each module none, or one unit (from its end to what came into it), or two (also from its end to what its
+        first layer left).
+    head : Module
+        The last map to logits.
+    in_channels, image_size
+        What the network was built for; for those who feed it.
+    fixed : bool
+        Whether images must be of that size.
+    """
+
+    def __init__(
+        self,
+        stem: nn.Module,
+        modules_: Sequence[nn.Module],
+        feedback: Sequence[Sequence[FeedbackAgreement]],
+        head: nn.Module,
+        *,
+        in_channels: int,
+        image_size: tuple[int, int],
+        fixed: bool,
+    ) -> None:
+        super().__init__()
+        self.stem = stem
+        self.layers = nn.ModuleList(modules_)
+        self.feedback = nn.ModuleList(nn.ModuleList(units) for units in feedback)
+        self.head = head
+        self.in_channels = in_channels
+        self.image_size = image_size
+        self.fixed = fixed
+
+    def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Classify ``images``.
+
+        Parameters
+        ----------
+        images : Tensor
+            ``[B, channels, H, W]``.
+        return_feedback : bool
+            Also return the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
+            :func:`fastcaps.losses.feedback_loss`.
+
+        Returns
+        -------
+        Tensor or (Tensor, Tensor)
+            Logits ``[B, classes]``: of networks with class capsules their lengths.
+        """
+        require_tensor(images, "images")
+        if images.dim() != 4 or images.shape[1] != self.in_channels:
+            raise ValueError(f"images must be [B, {self.in_channels}, H, W], got {shape_of(images)}")
+        if self.fixed and tuple(images.shape[2:]) != self.image_size:
+            raise ValueError(
+                f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, for which the class capsules were "
+                f"built (image_size), got {shape_of(images)}"
+            )
+        found = self.stem(images)
+        feedback = found.new_zeros((), dtype=accumulation_dtype(found.dtype))
+        for k, layer in enumerate(self.layers):
+            before, (first, found) = found, layer(found)
+            if return_feedback and self.training:
+                units: Any = self.feedback[k]
+                for unit, lower in zip(units, (before, first), strict=False):
+                    feedback = feedback + unit(found, lower)
+        logits = self.head(found)
+        return (logits, feedback) if return_feedback else logits
+
+
+def size_of(image_size: Any) -> tuple[int, int]:
+    """Height and width, of one number or two."""
+    both = (image_size, image_size) if isinstance(image_size, (int, SupportsIndex)) else image_size
+    height, width = both
+    return positive(height, "image_size"), positive(width, "image_size")
+
+
+def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
+    """The map's size after layers of these strides."""
+    for stride in strides:
+        size = -(-size[0] // stride), -(-size[1] // stride)
+    return size
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The switches of the feedback units (Li et al., 2018, Table 3).
+
+    Attributes
+    ----------
+    feedback : "none", "one" or "two"
+        Units for each module: (c), and (8), "two OTs". They have parameters of their own, and are used in training
+        only.
+    divergence, bias_fix, through_plan, critic, cost
+        As :class:`~fastcaps.nn.FeedbackAgreement` has them: (b), (d1), (d2), (d3), (d5).
+    generator : "capsules" or "vanilla"
+        Whether the generator is grouped by capsule and squashes: (d4) is "vanilla", and so is every plain network's.
+    """
+
+    feedback: str = "none"
+    divergence: str = "ot"
+    bias_fix: bool = True
+    through_plan: bool = False
+    critic: bool = True
+    generator: str = "capsules"
+    cost: str = "cosine"
+
+    def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
+        """Make the units of a module: from ``before`` channels to ``after``; ``several``: it has more layers than
+        one."""
+        check_choice("feedback", self.feedback, FEEDBACK)
+        check_choice("generator", self.generator, ("capsules", "vanilla"))
+        lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
+        if not several:
+            lower = lower[:1]
+        names = ("divergence", "bias_fix", "through_plan", "critic", "cost")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        grouped = types if self.generator == "capsules" else None
+        return [FeedbackAgreement(after, size, stride=step, types=grouped, **options) for size, step in lower]
+
+
+@dataclass(frozen=True)
+class EncapNetConfig(Feedback):
+    """Everything an EncapNet is built from.
+
+    Attributes
+    ----------
+    classes, in_channels : int
+        Class capsules, and channels of an image.
+    image_size : int or (int, int)
+        Height and width; the class capsules fix it.
+    types : int
+        Capsule types in every layer.
+    stem : tuple of (int, int, int)
+        First convolutions, each with BatchNorm and ReLU: channels for each type, kernel size, stride. The last one's
+        channels for each type are the dimension of the first capsules.
+    dims, layers, strides : tuple of int
+        Of each module: numbers in a capsule, layers, stride of the first one.
+    coefficients : str or tuple of str
+        Of all modules or each, as :class:`~fastcaps.nn.CapConv2d` has them: (1) to (4) of Table 3.
+    skip : "none", "I", "II" or "both"
+        Skip connections: (4) to (7) of Table 3.
+    """
+
+    classes: int = 10
+    image_size: int | tuple[int, int] = 32
+    in_channels: int = 3
+    types: int = 32
+    stem: tuple[tuple[int, int, int], ...] = ((1, 3, 1),)
+    dims: tuple[int, ...] = (2, 4, 8, 16)
+    layers: tuple[int, ...] = (4, 4, 4, 4)
+    strides: tuple[int, ...] = (1, 2, 2, 2)
+    coefficients: str | tuple[str, ...] = "both"
+    skip: str = "both"
+
+    def build(self) -> EncapNet:
+        """Make the network, freshly drawn."""
+        size, types, channels = size_of(self.image_size), positive(self.types, "types"), self.in_channels
+        for name in ("layers", "strides"):
+            if len(getattr(self, name)) != len(self.dims):
+                raise ValueError(f"{name} must have {len(self.dims)} numbers as dims, got {getattr(self, name)}")
+        each = self.coefficients
+        each = (each,) * len(self.dims) if isinstance(each, str) else tuple(each)
+        if len(each) != len(self.dims):
+            raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {each}")
+        stem = nn.Sequential()
+        channels = positive(channels, "in_channels")
+        for dim, kernel, stride in self.stem:
+            stem.append(conv_norm_relu(channels, types * dim, kernel, stride))
+            channels = types * dim
+        modules: list[nn.Module] = []
+        units = []
+        before = self.stem[-1][0]
+        for dim, layers, stride, coefficients in zip(self.dims, self.layers, self.strides, each, strict=True):
+            modules.append(EncapModule(types, before, dim, layers, stride, coefficients, self.skip))
+            units.append(self.units(types * before, types * dim, stride, layers > 1, types))
+            before = dim
+        height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
+        head = ClassCapsules(types * height * width, positive(self.classes, "classes"), before)
+        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
+
+
+@dataclass(frozen=True)
+class PlainNetConfig(Feedback):
+    """The convolutional networks that the paper compares with; images of any size.
+
+    Attributes
+    ----------
+    classes, in_channels : int
+        Classes, and channels of an image.
+    image_size : int or (int, int)
+        For those who feed the network.
+    stem : tuple of (int, int)
+        First convolutions of 3 x 3, each with BatchNorm and ReLU: channels, stride.
+    stages : tuple of (int, int, int)
+        Then stages of residual blocks: channels, blocks, stride of the first.
+    """
+
+    classes: int = 10
+    image_size: int | tuple[int, int] = 32
+    in_channels: int = 3
+    stem: tuple[tuple[int, int], ...] = ((32, 1),)
+    stages: tuple[tuple[int, int, int], ...] = ()
+
+    def build(self) -> EncapNet:
+        """Make the network, freshly drawn."""
+        from fastcaps.models import BasicBlock  # which imports this file
+
+        size, channels = size_of(self.image_size), positive(self.in_channels, "in_channels")
+        stem = nn.Sequential()
+        for width, stride in self.stem:
+            stem.append(conv_norm_relu(channels, width, 3, stride))
+            channels = width
+        modules, units = [], []
+        for width, blocks, stride in self.stages:
+            chain = [BasicBlock(channels, width, stride), *(BasicBlock(width, width) for _ in range(blocks - 1))]
+            modules.append(Stage(chain))
+            units.append(self.units(channels, width, stride, blocks > 1, None))
+            channels = width
+        head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, positive(self.classes, "classes"))
+        )
+        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=False)
+
+
+V1 = EncapNetConfig()
+SIX = EncapNetConfig(
+    stem=((1, 3, 1), (2, 3, 1), (4, 3, 2), (8, 3, 2)), dims=(16,), layers=(1,), strides=(2,), skip="none"
+)
+V2 = EncapNetConfig(
+    classes=200,
+    image_size=128,
+    stem=((1, 7, 4),),
+    layers=(9, 12, 69, 9),
+    coefficients=("none", "none", "both", "both"),
+)
+SAME = PlainNetConfig(stem=((32, 1), (64, 1), (128, 2), (256, 2), (512, 2)))
+
+NETWORKS: dict[str, EncapNetConfig | PlainNetConfig] = {
+    "li-encapnet-master": replace(V1, coefficients="none"),
+    "li-encapnet-v1": V1,
+    "li-encapnet-v2": V2,
+    "li-encapnet-v3": replace(V2, image_size=224),
+    "li-encapnet-six-master": replace(SIX, coefficients="none"),
+    "li-encapnet-six": SIX,
+    "li-cnn-same": SAME,
+    "li-cnn-large": PlainNetConfig(stem=((80, 1), (160, 1), (320, 2), (640, 2), (1280, 2))),
+    "li-resnet18": PlainNetConfig(stages=((64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2))),
+}

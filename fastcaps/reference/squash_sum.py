@@ -1,0 +1,39 @@
+"""Squash capsules that lie in channels, weigh them and add: the reference, in plain PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastcaps.checks import accumulation_dtype
+from fastcaps.vectors import squash
+
+__all__ = ["squash_sum"]
+
+
+def squash_sum(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
+    r"""Return :math:`a \, \mathrm{squash}(x) + b \, \mathrm{squash}(y)`, the squash over each capsule's numbers.
+
+    Parameters
+    ----------
+    x, y : Tensor
+        ``[B, types * dim, H, W]``; without y there is one summand.
+    a, b : Tensor or None
+        ``[B, types, H, W]``: one number for each capsule and position; 1 if None.
+    types : int
+        Capsule types, the slower of the two that make a channel.
+    relu : bool
+        Take the ReLU of x and y first.
+
+    Returns
+    -------
+    Tensor
+        Of the shape and dtype of x; half types are computed in float32 and rounded once.
+    """
+    wide = accumulation_dtype(x.dtype)
+
+    def part(capsules: Tensor, coefficient: Tensor | None) -> Tensor:
+        given = capsules.to(wide).relu() if relu else capsules.to(wide)
+        found = squash(given.unflatten(1, (types, given.shape[1] // types)), 2)
+        return (found if coefficient is None else found * coefficient.unsqueeze(2)).flatten(1, 2)
+
+    return (part(x, a) if y is None else part(x, a) + part(y, b)).to(x.dtype)

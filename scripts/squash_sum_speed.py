@@ -1,0 +1,116 @@
+"""Time squash_sum against eager PyTorch and torch.compile, at the shapes of EncapNet v1: a table in Markdown.
+
+    python scripts/squash_sum_speed.py [--batch 32] [--threads 2] [--seconds 1.0]
+
+What is timed is the chain between EncapNet's convolutions, from the results of BatchNorm on: ReLU and squash of both
+branches, each times its coefficient, and their sum; then, for a training step, all gradients. The alternatives compute
+the same by torch's own functions, with the textbook squash (a zero capsule's gradient is NaN there) and with ours.
+Rounds go through all of them in turn, so that whatever else the machine does falls on all; medians and quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastcaps import ops, reference
+from fastcaps.ops.squash_sum import choose
+
+SHAPES = [(32, 2, 32), (32, 4, 16), (32, 8, 8), (32, 16, 4)]  # types, dim, height and width
+
+
+def textbook(x: Tensor, a: Tensor, y: Tensor, b: Tensor, types: int) -> Tensor:
+    """The chain as one would write it."""
+
+    def part(capsules: Tensor, coefficient: Tensor) -> Tensor:
+        poses = capsules.relu().unflatten(1, (types, -1))
+        squares = poses.square().sum(2, keepdim=True)
+        return (poses * (squares.sqrt() / (1 + squares)) * coefficient.unsqueeze(2)).flatten(1, 2)
+
+    return part(x, a) + part(y, b)
+
+
+def ours(x: Tensor, a: Tensor, y: Tensor, b: Tensor, types: int) -> Tensor:
+    """The op."""
+    return ops.squash_sum(x, a, y, b, types=types, relu=True)
+
+
+def plain(x: Tensor, a: Tensor, y: Tensor, b: Tensor, types: int) -> Tensor:
+    """The op's reference."""
+    return reference.squash_sum(x, a, y, b, types, True)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each alternative and shape, at least")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    ways: dict[str, Callable[..., Tensor]] = {
+        "squash_sum": ours,
+        "eager": textbook,
+        "eager, safe": plain,
+        "compiled": torch.compile(textbook, fullgraph=True, dynamic=False),
+        "compiled, safe": torch.compile(plain, fullgraph=True, dynamic=False),
+    }
+    first = torch.randn(1, 2, 1, 1)
+    print(
+        f"batch {options.batch}, {options.threads} threads, float32, backend {choose(first)}, torch {torch.__version__}"
+    )
+    others = list(ways)[1:]
+    print("| types × dim, map | | " + " | ".join(ways) + " | fastest other / ours |")
+    print("|---" * (len(ways) + 3) + "|")
+    for types, dim, size in SHAPES:
+        for step in (False, True):
+            times = measure(ways, options, types, dim, size, step)
+            middle = {name: statistics.median(each) for name, each in times.items()}
+            cells = [f"{quartiles(each)}" for each in times.values()]
+            ratio = min(middle[name] for name in others) / middle["squash_sum"]
+            what = "training step" if step else "forward"
+            print(f"| {types} × {dim}, {size}² | {what} | " + " | ".join(cells) + f" | {ratio:.2f}× |", flush=True)
+
+
+def measure(
+    ways: dict[str, Callable[..., Tensor]], options: Any, types: int, dim: int, size: int, step: bool
+) -> dict[str, list[float]]:
+    """Return the times of every way, in ms."""
+    torch.manual_seed(0)
+    x, y = (torch.randn(options.batch, types * dim, size, size) for _ in "xy")
+    a, b = (torch.randn(options.batch, types, size, size) for _ in "ab")
+    leaves = [tensor.requires_grad_(step) for tensor in (x, a, y, b)]
+    grad = torch.randn_like(x)
+
+    def once(way: Callable[..., Tensor]) -> float:
+        start = time.perf_counter()
+        out = way(*leaves, types)
+        if step:
+            torch.autograd.grad(out, leaves, grad)
+        return 1e3 * (time.perf_counter() - start)
+
+    for way in ways.values():
+        for _ in range(3):
+            once(way)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    end = time.perf_counter() + options.seconds * len(ways)
+    while time.perf_counter() < end or len(times["eager"]) < 5:
+        for name, way in ways.items():
+            times[name].append(once(way))
+    return times
+
+
+def quartiles(times: list[float]) -> str:
+    """The median, and where the middle half lies."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""EncapNet's layers against the paper's procedure as loops, and at the edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nn_encap_oracle import cap_conv, cap_fc
+from torch import Tensor
+
+from fastcaps.losses import length
+from fastcaps.nn import CapConv2d, CapFC
+
+FORMS: dict[str, Any] = {
+    "type-I": ((3, 1, 2), {"stride": 2, "skip": True}, (2, 5, 4)),
+    "type-I-whole-map": ((2, 2, 3), {"coefficients": "own", "skip": True}, (2, 3, 1)),
+    "type-I-same-dim": ((2, 2, 2), {"stride": 2, "skip": True}, (1, 4, 3)),
+    "type-II": ((3, 2, 2), {"kernel_size": 1, "coefficients": "other", "skip": True}, (2, 4, 3)),
+    "no-skip": ((2, 3, 3), {"kernel_size": 1, "coefficients": "both", "bias": False}, (2, 2, 5)),
+    "master": ((3, 2, 3), {"stride": 2, "coefficients": "none", "skip": True}, (2, 5, 5)),
+    "master-no-skip": ((5, 1, 1), {"kernel_size": 5, "stride": 3, "coefficients": "none"}, (1, 7, 6)),
+    "one-type": ((1, 2, 1), {"stride": 3, "skip": True}, (1, 7, 5)),
+}
+
+
+def make(form: str, **changes: Any) -> tuple[CapConv2d, Tensor]:
+    """Return a layer whose numbers all differ from their start, and capsules for it."""
+    sizes, options, (batch, height, width) = FORMS[form]
+    layer = CapConv2d(*sizes, dtype=torch.float64, **{**options, **changes})
+    with torch.no_grad():
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.5 if tensor.dim() == 1 else 0.5 * torch.randn_like(tensor))
+    return layer, torch.randn(batch, sizes[0] * sizes[1], height, width, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_layer_is_the_procedure(form: str, training: bool) -> None:
+    layer, capsules = make(form)
+    layer.train(training)
+    found = layer(capsules)
+    assert found.shape[2:] == layer.output_size(tuple(capsules.shape[2:]))
+    assert (found != 0).float().mean() > 0.2  # ReLU leaves something to compare
+    torch.testing.assert_close(found, cap_conv(layer, capsules))
+
+
+@pytest.mark.parametrize("form", ["type-II", "no-skip", "master"])
+def test_what_is_skipped_from_further_back(form: str) -> None:
+    layer, capsules = make(form)
+    skipped = torch.randn_like(layer(capsules))
+    torch.testing.assert_close(layer(capsules, skipped), cap_conv(layer, capsules, skipped))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(form: str) -> None:
+    layer, capsules = make(form)
+    layer.eval()
+    torch.autograd.gradcheck(layer, capsules[:1].requires_grad_(), fast_mode=True)
+    layer.train()
+    layer(capsules).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        if name != "norm.weight":  # everything takes part, but for a bias that BatchNorm takes away again
+            assert (parameter.grad != 0).any() or name.endswith("bias"), name
+
+
+def test_an_empty_batch_one_pixel_and_nan() -> None:
+    layer, capsules = make("type-I")
+    layer.eval()
+    assert layer(capsules[:0]).shape == (0, 6, 3, 2)
+    assert layer(capsules[:, :, :1, :1]).shape == (2, 6, 1, 1)
+    broken = capsules.clone()
+    broken[1, 2, 0, 0] = torch.nan
+    found, sound = layer(broken), layer(capsules)
+    torch.testing.assert_close(found[0], sound[0])
+    assert found[1, :, 0, 0].isnan().all()  # the aide sees every type
+    layer, capsules = make("master")
+    capsules[1, 0, 0, 0] = torch.nan
+    found = layer.eval()(capsules)
+    assert found[0].isfinite().all()
+    assert found[1, :, 0, 0].isnan().all()  # so does the shortcut
+
+
+def test_the_master_sees_its_own_type_alone() -> None:
+    layer, capsules = make("master", skip=False)
+    layer.eval()
+    capsules.requires_grad_()
+    (grad,) = torch.autograd.grad(layer(capsules)[:, :3].sum(), capsules)
+    assert (grad[:, :2] != 0).any() and (grad[:, 2:] == 0).all()
+
+
+def test_parameters_by_hand() -> None:
+    def count(**options: Any) -> int:
+        layer = CapConv2d(32, 4, 8, stride=2, **options)
+        return sum(parameter.numel() for parameter in layer.parameters())
+
+    master, last = 32 * 4 * 8 * 9 + 256, 2 * 256
+    assert count(coefficients="none") == master + last
+    assert count(coefficients="none", skip=True) == master + last + 128 * 256 * 9 + 256
+    branches = master + 49 * 128 * 256 + 256 + 3 * last
+    one = 32 * 8 * 9
+    assert count(coefficients="own") == count(coefficients="other") == branches + 2 * (one + 32)
+    assert count(coefficients="both") == branches + 2 * (2 * one) + 64
+
+
+def test_lengths_stay_below_one() -> None:
+    layer, capsules = make("type-I")
+    found = layer(1e4 * capsules)
+    assert length(found.unflatten(1, (3, -1)), 2).max() < 1 + 1e-12
+
+
+def test_bfloat16_and_autocast() -> None:
+    layer = CapConv2d(4, 2, 4, skip=True)
+    capsules = torch.randn(2, 8, 6, 6)
+    wanted = layer(capsules)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(capsules)
+    assert found.shape == wanted.shape and (found.float() - wanted).abs().max() < 0.05
+    found.float().sum().backward()
+    assert layer.bfloat16()(capsules.bfloat16()).dtype == torch.bfloat16
+
+
+def test_compile() -> None:
+    layer, capsules = make("type-I")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(capsules), layer(capsules))
+
+
+def test_class_capsules_are_the_procedure() -> None:
+    layer = CapFC(3 * 2 * 5, 7, 2, dtype=torch.float64)
+    features = torch.randn(3, 6, 2, 5, dtype=torch.float64)
+    capsules = torch.stack(
+        [features[:, 2 * t : 2 * t + 2, y, x] for t in range(3) for y in range(2) for x in range(5)], 1
+    )
+    wanted = cap_fc(layer.weight, capsules)
+    torch.testing.assert_close(layer(features), wanted)
+    torch.testing.assert_close(layer(capsules), wanted)
+    assert layer(features[:0]).shape == (0, 7, 2)
+    features[0, 0, 0, 0] = torch.nan
+    found = layer(features)
+    assert found[0].isnan().any() and found[1:].isfinite().all()
+
+
+def test_class_capsules_start_as_a_linear_layer() -> None:
+    layer = CapFC(400, 10, 3)
+    assert 0.049 < layer.weight.abs().max() <= 0.05
+    before = layer.weight.clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.weight, before)
+
+
+def test_reset_draws_all_anew() -> None:
+    layer, _ = make("type-I")
+    before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    layer.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+
+
+def test_repr() -> None:
+    assert "CapConv2d(\n  3, 1, 2, stride=2, skip=True, dtype" not in repr(make("type-I")[0])
+    assert repr(make("type-I")[0]).startswith("CapConv2d(\n  3, 1, 2, stride=2, skip=True\n")
+    assert repr(CapFC(3, 2, 1)) == "CapFC(3, 2, 1)"
+
+
+@pytest.mark.parametrize(
+    "error, named, call",
+    [
+        (ValueError, "types must be at least 1, got 0", lambda: CapConv2d(0, 1, 1)),
+        (TypeError, "in_dim must be an int, got 1.5", lambda: CapConv2d(1, 1.5, 1)),
+        (ValueError, "kernel_size must be odd.*got 4", lambda: CapConv2d(1, 1, 1, kernel_size=4)),
+        (ValueError, "stride must be at least 1, got 0", lambda: CapConv2d(1, 1, 1, stride=0)),
+        (ValueError, "coefficients must be one of 'own'.*got 'v3'", lambda: CapConv2d(1, 1, 1, coefficients="v3")),
+        (TypeError, "capsules must be a tensor, got list", lambda: CapConv2d(1, 1, 1)([1.0])),
+        (ValueError, r"capsules must be \[B, 6, H, W\], 3 types of 2.*got \[1, 5, 2, 2\]",
+         lambda: CapConv2d(3, 2, 2)(torch.ones(1, 5, 2, 2))),
+        (ValueError, r"skipped must be \[2, 2, 3, 3\].*got \[2, 2, 3, 1\]",
+         lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), torch.ones(2, 2, 3, 1))),
+        (ValueError, "dim must be at least 1", lambda: CapFC(1, 1, 0)),
+        (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]",
+         lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
+        (ValueError, r"capsules must be \[B, 6, 2\].*got \[6, 2\]", lambda: CapFC(6, 1, 2)(torch.ones(6, 2))),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:
+    with pytest.raises(error, match=named):
+        call()
