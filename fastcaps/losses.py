@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.checks import check_count, shape_text
+from fastcaps.nn.poses import require_tensor
 from fastcaps.sinkhorn import SinkhornDivergence
 from fastcaps.vectors import length
 
@@ -49,13 +50,13 @@ def _check_activations(activations: Tensor, name: str) -> None:
     if not activations.is_floating_point():
         raise TypeError(f"{name} must have a floating-point dtype, got {activations.dtype}")
     if activations.dim() != 2 or activations.shape[1] < 1:
-        raise ValueError(f"{name} must be [B, M] with M >= 1, got {shape_of(activations)}")
+        raise ValueError(f"{name} must be [B, M] with M >= 1, got {shape_text(activations)}")
 
 
 def _check_labels(target: Tensor, batch: int) -> None:
     require_tensor(target, "target")
     if target.shape != (batch,):
-        raise ValueError(f"target must be [{batch}], a class for every sample, got {shape_of(target)}")
+        raise ValueError(f"target must be [{batch}], a class for every sample, got {shape_text(target)}")
     if target.dtype != torch.int64:
         raise TypeError(f"target must hold classes as int64, got {target.dtype}")
 
@@ -111,7 +112,7 @@ def margin_loss(
     require_tensor(target, "target")
     if target.dim() == 2:
         if target.shape != lengths.shape:
-            raise ValueError(f"target must be {shape_of(lengths)} as the lengths, got {shape_of(target)}")
+            raise ValueError(f"target must be {shape_text(lengths)} as the lengths, got {shape_text(target)}")
         present = target.to(lengths.dtype)
     else:
         _check_labels(target, lengths.shape[0])
@@ -151,7 +152,7 @@ def feedback_loss(
     """
     require_tensor(feedback, "feedback")
     if feedback.dim() != 0:
-        raise ValueError(f"feedback must be a scalar, got {shape_of(feedback)}")
+        raise ValueError(f"feedback must be a scalar, got {shape_text(feedback)}")
     return margin_loss(lengths, target, reduction=reduction) + weight * feedback
 
 
@@ -225,7 +226,7 @@ def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9
     >>> [round(spread_margin(step, 100), 2) for step in (0, 50, 100, 1000)]
     [0.2, 0.55, 0.9, 0.9]
     """
-    positive(steps, "steps")
+    check_count("steps", steps)
     if step < 0:
         raise ValueError(f"step must be at least 0, got {step}")
     return start + (end - start) * min(1.0, step / steps)
@@ -268,9 +269,9 @@ def reconstruction_loss(
     require_tensor(reconstruction, "reconstruction")
     require_tensor(images, "images")
     if reconstruction.dim() < 2:
-        raise ValueError(f"reconstruction must be [B, ...], got {shape_of(reconstruction)}")
+        raise ValueError(f"reconstruction must be [B, ...], got {shape_text(reconstruction)}")
     if images.shape != reconstruction.shape:
-        raise ValueError(f"images must be {shape_of(reconstruction)} as the reconstruction, got {shape_of(images)}")
+        raise ValueError(f"images must be {shape_text(reconstruction)} as the reconstruction, got {shape_text(images)}")
     _check_reduction(reduction)
     return _reduce(scale * (reconstruction - images).square().flatten(1).sum(1), reduction)
 
@@ -314,10 +315,10 @@ class ReconstructionDecoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.classes = positive(classes, "classes")
-        self.dim = positive(dim, "dim")
-        self.image_shape = tuple(positive(size, "image_shape") for size in image_shape)
-        widths = [classes * dim, *(positive(width, "hidden") for width in hidden), math.prod(self.image_shape)]
+        self.classes = check_count("classes", classes)
+        self.dim = check_count("dim", dim)
+        self.image_shape = tuple(check_count("image_shape", size) for size in image_shape)
+        widths = [classes * dim, *(check_count("hidden", width) for width in hidden), math.prod(self.image_shape)]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
             layers += [nn.Linear(before, after, device=device, dtype=dtype), nn.ReLU()]
@@ -328,7 +329,7 @@ class ReconstructionDecoder(nn.Module):
         """Return ``capsules`` ``[B, M, dim]`` with zeros for all but those of ``target`` ``[B]``, or the longest."""
         require_tensor(capsules, "capsules")
         if capsules.dim() != 3 or capsules.shape[1:] != (self.classes, self.dim):
-            raise ValueError(f"capsules must be [B, {self.classes}, {self.dim}], got {shape_of(capsules)}")
+            raise ValueError(f"capsules must be [B, {self.classes}, {self.dim}], got {shape_text(capsules)}")
         if target is None:
             target = length(capsules.detach()).argmax(1)
         else:

@@ -89,7 +89,7 @@ def test_copies_compiled_and_autocast() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="routings must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="routings must be an int >= 1, got 0"):
         DenseCapsule(6, 3, 4, 5, routings=0)
     with pytest.raises(TypeError, match="in_num_caps must be an int"):
         DenseCapsule(6.0, 3, 4, 5)

@@ -120,7 +120,7 @@ def test_copies_compiled_and_autocast(name: str) -> None:
 
 def test_wrong_arguments_are_named() -> None:
     for wrong, message in (
-        ({"n_inp": 0}, "n_inp must be at least 1"),
+        ({"n_inp": 0}, "n_inp must be an int >= 1"),
         ({"n_out": 1}, "n_out must be at least 2"),
         ({"p_model": "kmeans"}, "p_model must be one of 'gaussian', 'skm'"),
     ):

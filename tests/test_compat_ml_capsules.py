@@ -248,7 +248,7 @@ def test_wrong_arguments_are_named():
         CapsuleFC(4, 8, 3, 8, matrix_pose=True, dp=0.0)
     with pytest.raises(ValueError, match="out_d_capsules must equal in_d_capsules"):
         CapsuleFC(4, 16, 3, 9, matrix_pose=True, dp=0.0)
-    with pytest.raises(ValueError, match="in_n_capsules must be at least 1"):
+    with pytest.raises(ValueError, match="in_n_capsules must be an int >= 1"):
         CapsuleFC(0, 16, 3, 16, matrix_pose=True, dp=0.0)
     fc, conv = CapsuleFC(**FC["matrix"]), CapsuleCONV(**CONV["matrix"])
     for error, message, call in [

@@ -178,7 +178,7 @@ def test_errors_are_named():
         (TypeError, override, lambda: models.create("mnist", lr=1, batch=2)),
         (ValueError, "backbone must be", lambda: models.create("mnist", backbone="vgg")),
         (ValueError, "larger than its grid", lambda: models.create("mnist", image_size=8)),
-        (ValueError, "classes must be at least 1", lambda: models.create("mnist", classes=0)),
+        (ValueError, "classes must be an int >= 1", lambda: models.create("mnist", classes=0)),
         (ValueError, "square", lambda: models.create("mnist", dim=12)),
     ]:
         with pytest.raises(error, match=message):

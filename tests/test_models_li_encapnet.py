@@ -271,8 +271,8 @@ def test_feedback_is_of_training_alone() -> None:
         (ValueError, "skip must be one of 'none', 'I'", lambda: small("li-encapnet-v1", skip="III")),
         (ValueError, "feedback must be one of 'none', 'one', 'two'", lambda: small("li-resnet18", feedback="three")),
         (ValueError, "generator must be one of", lambda: small("li-encapnet-v1", generator="cnn")),
-        (ValueError, "classes must be at least 1", lambda: small("li-cnn-same", classes=0)),
-        (ValueError, "types must be at least 1", lambda: small("li-encapnet-v1", types=0)),
+        (ValueError, "classes must be an int >= 1", lambda: small("li-cnn-same", classes=0)),
+        (ValueError, "types must be an int >= 1", lambda: small("li-encapnet-v1", types=0)),
         (TypeError, "no override iterations; there are: feedback", lambda: small("li-encapnet-v1", iterations=3)),
     ],
 )  # fmt: skip

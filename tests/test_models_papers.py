@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fastcaps import losses, models
+from fastcaps.models import li_encapnet
 from fastcaps.nn import CapsuleSpec, EMRouting, EquilibriumRouting, RoutingPool2d
 
 PAGE = Path(__file__).parents[1] / "docs" / "networks.md"

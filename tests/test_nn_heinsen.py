@@ -111,7 +111,7 @@ def test_numbers_of_parents() -> None:
     assert broken.bias_step.grad.abs().sum() > 0
     with pytest.raises(ValueError, match="out_capsules must be None, since this layer has 3 parents; got 4"):
         make("set")(torch.randn(2, 6, 4, dtype=torch.float64), out_capsules=4)
-    with pytest.raises(ValueError, match="out_capsules must be at least 1"):
+    with pytest.raises(ValueError, match="out_capsules must be an int >= 1"):
         both(children, out_capsules=0)
 
 

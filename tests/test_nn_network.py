@@ -84,8 +84,8 @@ def test_wrong_arguments_are_named():
         (TypeError, "features must be a tensor", lambda: primary(None)),
         (ValueError, r"poses must be \[B, M, 4\], got \[2, 3, 5\]", lambda: head(torch.randn(2, 3, 5))),
         (ValueError, r"activations must be \[2, 3\]", lambda: head(torch.randn(2, 3, 4), torch.rand(2, 4))),
-        (ValueError, "capsules must be at least 1", lambda: PrimaryCapsules(5, 0, 4)),
-        (ValueError, "dim must be at least 1", lambda: ClassHead(0)),
+        (ValueError, "capsules must be an int >= 1", lambda: PrimaryCapsules(5, 0, 4)),
+        (ValueError, "dim must be an int >= 1", lambda: ClassHead(0)),
     ]:
         with pytest.raises(error, match=message):
             call()
@@ -188,8 +188,8 @@ def test_network_errors_are_named():
         (ValueError, "images must be", lambda: net(torch.randn(1, 12, 14))),
         (ValueError, "children must hold the 18 children.*built for", lambda: net(torch.randn(2, 1, 24, 14))),
         (ValueError, "layer 0 .*larger than its grid of 2 x 7", lambda: make(size=(4, 14))),
-        (ValueError, "image_size must be at least 1", lambda: make(size=(0, 14))),
-        (ValueError, "in_channels must be at least 1", lambda: make(channels=0)),
+        (ValueError, "image_size must be an int >= 1", lambda: make(size=(0, 14))),
+        (ValueError, "in_channels must be an int >= 1", lambda: make(channels=0)),
         (ValueError, "routing must be one of", lambda: make(routing="both")),
         (TypeError, "images must be a tensor", lambda: net("image")),
     ]:

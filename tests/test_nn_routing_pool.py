@@ -204,12 +204,12 @@ def test_state_initialisation_and_repr() -> None:
 
 
 WRONG = [
-    ((0,), {}, ValueError, "dim must be at least 1"),
+    ((0,), {}, ValueError, "dim must be an int >= 1"),
     (((1, 1),), {}, TypeError, r"dim must be an int, the channels of a capsule, got \(1, 1\); kernel_size=None pools"),
     ((16,), {"sharpness": -1.0}, ValueError, "sharpness must be a finite number >= 0"),
     ((16,), {"iterations": -1}, ValueError, "iterations must be an int >= 0"),
     ((16,), {"stride": 2}, ValueError, "stride and padding need a kernel_size"),
-    ((16,), {"parents": 0}, ValueError, "parents must be at least 1"),
+    ((16,), {"parents": 0}, ValueError, "parents must be an int >= 1"),
     ((16,), {"parents": 4}, ValueError, "in_channels must be given with several parents"),
     ((16,), {"parents": 4, "in_channels": 40}, ValueError, "channels that dim = 16 divides, got 40"),
     ((16,), {"out_dim": 8}, ValueError, "out_dim must be dim = 16 without several parents, got 8"),

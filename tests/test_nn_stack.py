@@ -223,10 +223,10 @@ def layer(*sizes, **options):
     ("build", "error", "message"),
     [
         (lambda: RoutingStack([]), ValueError, "at least one routing layer"),
-        (lambda: make(0), ValueError, "iterations must be at least 1"),
+        (lambda: make(0), ValueError, "iterations must be an int >= 1"),
         (lambda: make(2.0), TypeError, "iterations must be an int"),
         (lambda: make(2, "parallel"), ValueError, "routing must be one of 'concurrent', 'sequential', got 'parallel'"),
-        (lambda: make()(draw(), iterations=0), ValueError, "iterations must be at least 1"),
+        (lambda: make()(draw(), iterations=0), ValueError, "iterations must be an int >= 1"),
         (lambda: make()([1]), TypeError, "children must be a tensor"),
         (lambda: RoutingStack([layer(6, 4, 4, 4), layer(4, 3, 9, 9)]), ValueError, r"layers\[1\].in_dim must be 4"),
         (

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
+from fastcaps.checks import check_count, shape_text
+from fastcaps.nn.poses import every_argument_repr, require_tensor
 from fastcaps.vectors import squash
 
 __all__ = ["CapsuleLayer"]
@@ -62,14 +63,14 @@ class CapsuleLayer(nn.Module):
         num_iterations: int = 3,
     ) -> None:
         super().__init__()
-        self.num_capsules = positive(num_capsules, "num_capsules")
-        self.num_route_nodes = -1 if num_route_nodes == -1 else positive(num_route_nodes, "num_route_nodes")
-        self.in_channels = positive(in_channels, "in_channels")
-        self.out_channels = positive(out_channels, "out_channels")
+        self.num_capsules = check_count("num_capsules", num_capsules)
+        self.num_route_nodes = -1 if num_route_nodes == -1 else check_count("num_route_nodes", num_route_nodes)
+        self.in_channels = check_count("in_channels", in_channels)
+        self.out_channels = check_count("out_channels", out_channels)
         self.kernel_size, self.stride = kernel_size, stride
-        self.num_iterations = positive(num_iterations, "num_iterations")
+        self.num_iterations = check_count("num_iterations", num_iterations)
         if num_route_nodes == -1:
-            size, step = positive(kernel_size, "kernel_size"), positive(stride, "stride")
+            size, step = check_count("kernel_size", kernel_size), check_count("stride", stride)
             self.capsules = nn.ModuleList(
                 nn.Conv2d(in_channels, out_channels, size, stride=step) for _ in range(num_capsules)
             )
@@ -105,7 +106,7 @@ class CapsuleLayer(nn.Module):
         if self.num_route_nodes == -1:
             return squash(torch.stack([convolution(x).flatten(1) for convolution in self.capsules], dim=-1))
         if x.dim() != 3 or x.shape[1:] != (self.num_route_nodes, self.in_channels):
-            raise ValueError(f"x must be [batch, {self.num_route_nodes}, {self.in_channels}], got {shape_of(x)}")
+            raise ValueError(f"x must be [batch, {self.num_route_nodes}, {self.in_channels}], got {shape_text(x)}")
         parents = functional.dynamic_routing(
             x.unsqueeze(-2),
             self.route_weights.transpose(0, 1),

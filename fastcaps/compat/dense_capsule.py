@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
+from fastcaps.checks import check_count, shape_text
+from fastcaps.nn.poses import every_argument_repr, require_tensor
 from fastcaps.vectors import length
 
 __all__ = ["DenseCapsule"]
@@ -50,11 +51,11 @@ class DenseCapsule(nn.Module):
         self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3
     ) -> None:
         super().__init__()
-        self.in_num_caps = positive(in_num_caps, "in_num_caps")
-        self.in_dim_caps = positive(in_dim_caps, "in_dim_caps")
-        self.out_num_caps = positive(out_num_caps, "out_num_caps")
-        self.out_dim_caps = positive(out_dim_caps, "out_dim_caps")
-        self.routings = positive(routings, "routings")
+        self.in_num_caps = check_count("in_num_caps", in_num_caps)
+        self.in_dim_caps = check_count("in_dim_caps", in_dim_caps)
+        self.out_num_caps = check_count("out_num_caps", out_num_caps)
+        self.out_dim_caps = check_count("out_dim_caps", out_dim_caps)
+        self.routings = check_count("routings", routings)
         self.weight = nn.Parameter(torch.empty(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
         self.reset_parameters()
 
@@ -83,7 +84,7 @@ class DenseCapsule(nn.Module):
         """
         require_tensor(x, "x")
         if x.dim() != 3 or x.shape[1:] != (self.in_num_caps, self.in_dim_caps):
-            raise ValueError(f"x must be [batch, {self.in_num_caps}, {self.in_dim_caps}], got {shape_of(x)}")
+            raise ValueError(f"x must be [batch, {self.in_num_caps}, {self.in_dim_caps}], got {shape_text(x)}")
         weight = self.weight.permute(1, 0, 3, 2)  # [G, M, D, E]
         parents = functional.dynamic_routing(x.unsqueeze(-2), weight, iterations=self.routings, detach=True)
         assert isinstance(parents, Tensor)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.checks import check_choice
-from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
+from fastcaps.checks import check_choice, check_count, shape_text
+from fastcaps.nn.poses import every_argument_repr, require_tensor
 
 __all__ = ["GenerativeMatrixRouting"]
 
@@ -83,12 +83,12 @@ class GenerativeMatrixRouting(nn.Module):
         return_dict: bool = False,
     ) -> None:
         super().__init__()
-        self.n_inp = -1 if n_inp == -1 else positive(n_inp, "n_inp")
-        if positive(n_out, "n_out") < 2:
+        self.n_inp = -1 if n_inp == -1 else check_count("n_inp", n_inp)
+        if check_count("n_out", n_out) < 2:
             raise ValueError(f"n_out must be at least 2, got {n_out}")
         self.n_out = n_out
-        self.d_cov, self.d_inp = positive(d_cov, "d_cov"), positive(d_inp, "d_inp")
-        self.d_out, self.n_iters = positive(d_out, "d_out"), positive(n_iters, "n_iters")
+        self.d_cov, self.d_inp = check_count("d_cov", d_cov), check_count("d_inp", d_inp)
+        self.d_out, self.n_iters = check_count("d_out", d_out), check_count("n_iters", n_iters)
         check_choice("p_model", p_model, tuple(MODELS))
         self.single_beta, self.p_model, self.eps, self.return_dict = single_beta, p_model, eps, return_dict
         rows = max(1, self.n_inp)
@@ -132,9 +132,9 @@ class GenerativeMatrixRouting(nn.Module):
         require_tensor(mu_inp, "mu_inp")
         wanted = (*a_inp.shape, self.d_cov, self.d_inp)
         if a_inp.dim() < 1 or mu_inp.shape != wanted:
-            raise ValueError(f"mu_inp must be {list(wanted)} with a_inp {shape_of(a_inp)}, got {shape_of(mu_inp)}")
+            raise ValueError(f"mu_inp must be {list(wanted)} with a_inp {shape_text(a_inp)}, got {shape_text(mu_inp)}")
         if self.n_inp != -1 and a_inp.shape[-1] != self.n_inp:
-            raise ValueError(f"a_inp must be [..., {self.n_inp}], got {shape_of(a_inp)}")
+            raise ValueError(f"a_inp must be [..., {self.n_inp}], got {shape_text(a_inp)}")
         lead, count = a_inp.shape[:-1], a_inp.shape[-1]
         batch = math.prod(lead)
         scores, children = a_inp.reshape(batch, count), mu_inp.reshape(batch, count, self.d_cov, self.d_inp)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.nn.poses import every_argument_repr, positive, require_tensor, shape_of
+from fastcaps.checks import check_count, shape_text
+from fastcaps.nn.poses import every_argument_repr, require_tensor
 from fastcaps.votes import Window
 
 __all__ = ["ConvCaps"]
@@ -65,8 +66,13 @@ class ConvCaps(nn.Module):
         w_shared: bool = False,
     ) -> None:
         super().__init__()
-        self.B, self.C, self.K, self.P = positive(B, "B"), positive(C, "C"), positive(K, "K"), positive(P, "P")
-        self.psize, self.stride, self.iters = P * P, positive(stride, "stride"), positive(iters, "iters")
+        self.B, self.C, self.K, self.P = (
+            check_count("B", B),
+            check_count("C", C),
+            check_count("K", K),
+            check_count("P", P),
+        )
+        self.psize, self.stride, self.iters = P * P, check_count("stride", stride), check_count("iters", iters)
         self.coor_add, self.w_shared = bool(coor_add), bool(w_shared)
         if w_shared and (K, stride) != (1, 1):
             raise ValueError(f"K and stride must be 1 with w_shared=True, got {K} and {stride}")
@@ -97,7 +103,7 @@ class ConvCaps(nn.Module):
         require_tensor(x, "x")
         numbers = self.B * self.psize
         if x.dim() != 4 or x.shape[-1] != numbers + self.B:
-            raise ValueError(f"x must be [b, h, w, {numbers + self.B}], got {shape_of(x)}")
+            raise ValueError(f"x must be [b, h, w, {numbers + self.B}], got {shape_text(x)}")
         _, height, width, _ = x.shape
         bias = None
         if self.w_shared and self.coor_add:

@@ -16,8 +16,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastcaps.checks import check_count, shape_text
 from fastcaps.nn.layer import Call
-from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, positive, require_tensor, route, shape_of
+from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor, route
 from fastcaps.votes import Window
 
 __all__ = ["CapsuleCONV", "CapsuleFC"]
@@ -38,9 +39,9 @@ class _Capsule(nn.Module):
         dp: float,
     ) -> None:
         """Set the attributes and draw ``w``, whose leading dimensions ``lead`` count the children of one position."""
-        self.in_d_capsules = positive(in_d_capsules, "in_d_capsules")
-        self.out_n_capsules = positive(out_n_capsules, "out_n_capsules")
-        self.out_d_capsules = positive(out_d_capsules, "out_d_capsules")
+        self.in_d_capsules = check_count("in_d_capsules", in_d_capsules)
+        self.out_n_capsules = check_count("out_n_capsules", out_n_capsules)
+        self.out_d_capsules = check_count("out_d_capsules", out_d_capsules)
         self.matrix_pose = bool(matrix_pose)
         if matrix_pose and out_d_capsules != in_d_capsules:
             raise ValueError(
@@ -102,13 +103,13 @@ class _Capsule(nn.Module):
 
     def _check(self, children: Tensor, parents: Tensor | None, in_n_capsules: int, wanted: str) -> None:
         if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_d_capsules:
-            raise ValueError(f"input must be {wanted}, got {shape_of(children)}")
+            raise ValueError(f"input must be {wanted}, got {shape_text(children)}")
         if children.shape[1] != in_n_capsules:
             raise ValueError(f"input must hold in_n_capsules = {in_n_capsules} capsules, got {children.shape[1]}")
         if parents is not None and (parents.dim() != children.dim() or parents.shape[-1] != self.out_d_capsules):
             grid = "" if self.window is None else "h, w, "
             want = f"[b, {self.out_n_capsules}, {grid}{self.out_d_capsules}]"
-            raise ValueError(f"next_capsule_value must be {want}, got {shape_of(parents)}")
+            raise ValueError(f"next_capsule_value must be {want}, got {shape_text(parents)}")
 
 
 def _parents(value: Tensor | None, lead: int) -> Tensor | None:
@@ -159,7 +160,7 @@ class CapsuleFC(_Capsule):
         dp: float,
     ) -> None:
         super().__init__()
-        self.in_n_capsules = positive(in_n_capsules, "in_n_capsules")
+        self.in_n_capsules = check_count("in_n_capsules", in_n_capsules)
         self._setup((in_n_capsules,), in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
 
     def forward(self, input: Tensor, num_iter: int, next_capsule_value: Tensor | None = None) -> Tensor:
@@ -229,9 +230,9 @@ class CapsuleCONV(_Capsule):
         coordinate_add: bool = False,
     ) -> None:
         super().__init__()
-        self.in_n_capsules = positive(in_n_capsules, "in_n_capsules")
-        self.kernel_size = positive(kernel_size, "kernel_size")
-        self.stride = positive(stride, "stride")
+        self.in_n_capsules = check_count("in_n_capsules", in_n_capsules)
+        self.kernel_size = check_count("kernel_size", kernel_size)
+        self.stride = check_count("stride", stride)
         self.coordinate_add = coordinate_add
         self.window = Window(kernel_size, stride)
         lead = (kernel_size, kernel_size, in_n_capsules)

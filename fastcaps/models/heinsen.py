@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastcaps.checks import check_count, shape_text
 from fastcaps.models.layers import Conv, Coordinates
 from fastcaps.models.networks import Config, NetworkConfig
 from fastcaps.nn.heinsen import HeinsenRouting
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.poses import require_tensor
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = ["NETWORKS", "TextCapsNet", "TextConfig"]
@@ -54,17 +55,17 @@ class TextCapsNet(nn.Module):
         self, layers: int, embedding: int, classes: int, *, parts: int = 64, dim: int = 64, iterations: int = 3
     ) -> None:
         super().__init__()
-        self.layers = positive(layers, "layers")
-        self.embedding = positive(embedding, "embedding")
+        self.layers = check_count("layers", layers)
+        self.embedding = check_count("embedding", embedding)
         self.depth = nn.Parameter(torch.zeros(layers, embedding))
         self.norm = nn.LayerNorm(embedding)
-        self.affine = nn.Linear(embedding, positive(dim, "dim"))
+        self.affine = nn.Linear(embedding, check_count("dim", dim))
         nn.init.kaiming_normal_(self.affine.weight)
         nn.init.zeros_(self.affine.bias)
         self.routing = RoutingStack.build(
             [
                 CapsuleSpec(parts, dim=2, share=True, options={"iterations": iterations}),
-                CapsuleSpec(positive(classes, "classes"), options={"iterations": iterations}),
+                CapsuleSpec(check_count("classes", classes), options={"iterations": iterations}),
             ],
             in_capsules=1,
             in_dim=dim,
@@ -103,9 +104,11 @@ class TextCapsNet(nn.Module):
         """
         require_tensor(embeddings, "embeddings")
         if embeddings.dim() != 4 or embeddings.shape[2:] != self.depth.shape:
-            raise ValueError(f"embeddings must be [B, n, {self.layers}, {self.embedding}], got {shape_of(embeddings)}")
+            raise ValueError(
+                f"embeddings must be [B, n, {self.layers}, {self.embedding}], got {shape_text(embeddings)}"
+            )
         if mask is not None and mask.shape != embeddings.shape[:2]:
-            raise ValueError(f"mask must be [B, n] = {list(embeddings.shape[:2])}, got {shape_of(mask)}")
+            raise ValueError(f"mask must be [B, n] = {list(embeddings.shape[:2])}, got {shape_text(mask)}")
         poses = F.silu(self.affine(self.norm(embeddings + self.depth))).flatten(1, 2)
         scores = None
         if mask is not None:

@@ -26,11 +26,11 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from fastcaps.checks import accumulation_dtype, check_choice
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, shape_text
 from fastcaps.nn.cap_conv import CapConv2d, CapFC
 from fastcaps.nn.feedback import FeedbackAgreement
 from fastcaps.nn.head import ClassHead
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.poses import require_tensor
 
 __all__ = ["NETWORKS", "EncapModule", "EncapNet", "EncapNetConfig", "PlainNetConfig"]
 
@@ -72,7 +72,7 @@ class EncapModule(nn.Module):
         self.first = CapConv2d(types, in_dim, out_dim, stride=stride, coefficients=coefficients, skip=over)
         self.rest = nn.ModuleList(
             CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients)
-            for _ in range(positive(layers, "layers") - 1)
+            for _ in range(check_count("layers", layers) - 1)
         )
         self.skips_rest = skip in ("II", "both")
 
@@ -168,11 +168,11 @@ class EncapNet(nn.Module):
         """
         require_tensor(images, "images")
         if images.dim() != 4 or images.shape[1] != self.in_channels:
-            raise ValueError(f"images must be [B, {self.in_channels}, H, W], got {shape_of(images)}")
+            raise ValueError(f"images must be [B, {self.in_channels}, H, W], got {shape_text(images)}")
         if self.fixed and tuple(images.shape[2:]) != self.image_size:
             raise ValueError(
                 f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, for which the class capsules were "
-                f"built (image_size), got {shape_of(images)}"
+                f"built (image_size), got {shape_text(images)}"
             )
         found = self.stem(images)
         feedback = found.new_zeros((), dtype=accumulation_dtype(found.dtype))
@@ -190,7 +190,7 @@ def size_of(image_size: Any) -> tuple[int, int]:
     """Height and width, of one number or two."""
     both = (image_size, image_size) if isinstance(image_size, (int, SupportsIndex)) else image_size
     height, width = both
-    return positive(height, "image_size"), positive(width, "image_size")
+    return check_count("image_size", height), check_count("image_size", width)
 
 
 def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
@@ -273,7 +273,7 @@ class EncapNetConfig(Feedback):
 
     def build(self) -> EncapNet:
         """Make the network, freshly drawn."""
-        size, types, channels = size_of(self.image_size), positive(self.types, "types"), self.in_channels
+        size, types, channels = size_of(self.image_size), check_count("types", self.types), self.in_channels
         for name in ("layers", "strides"):
             if len(getattr(self, name)) != len(self.dims):
                 raise ValueError(f"{name} must have {len(self.dims)} numbers as dims, got {getattr(self, name)}")
@@ -282,7 +282,7 @@ class EncapNetConfig(Feedback):
         if len(each) != len(self.dims):
             raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {each}")
         stem = nn.Sequential()
-        channels = positive(channels, "in_channels")
+        channels = check_count("in_channels", channels)
         for dim, kernel, stride in self.stem:
             stem.append(conv_norm_relu(channels, types * dim, kernel, stride))
             channels = types * dim
@@ -294,7 +294,7 @@ class EncapNetConfig(Feedback):
             units.append(self.units(types * before, types * dim, stride, layers > 1, types))
             before = dim
         height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
-        head = ClassCapsules(types * height * width, positive(self.classes, "classes"), before)
+        head = ClassCapsules(types * height * width, check_count("classes", self.classes), before)
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
 
 
@@ -324,7 +324,7 @@ class PlainNetConfig(Feedback):
         """Make the network, freshly drawn."""
         from fastcaps.models import BasicBlock  # which imports this file
 
-        size, channels = size_of(self.image_size), positive(self.in_channels, "in_channels")
+        size, channels = size_of(self.image_size), check_count("in_channels", self.in_channels)
         stem = nn.Sequential()
         for width, stride in self.stem:
             stem.append(conv_norm_relu(channels, width, 3, stride))
@@ -336,7 +336,7 @@ class PlainNetConfig(Feedback):
             units.append(self.units(channels, width, stride, blocks > 1, None))
             channels = width
         head = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, positive(self.classes, "classes"))
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, check_count("classes", self.classes))
         )
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=False)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, SupportsIndex, TypeVar
 
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice
+from fastcaps.checks import check_choice, check_count, shape_text
 from fastcaps.losses import ReconstructionDecoder
 from fastcaps.models.layers import BACKBONES, Layer, assemble
 from fastcaps.nn.capsnet import CapsNet
@@ -19,7 +19,7 @@ from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.poses import require_tensor
 from fastcaps.nn.routing_pool import RoutingPool
 from fastcaps.nn.stack import CapsuleSpec
 
@@ -98,15 +98,15 @@ class NetworkConfig:
 
     def build(self) -> CapsNet:
         """Make the network, freshly drawn."""
-        size, channels = image_size(self.image_size), positive(self.in_channels, "in_channels")
+        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
         options = {"pose": self.pose, **self.options}
         check_choice("routing", self.routing, ("concurrent", "sequential", "equilibrium"))
         attends = self.layer is InvertedAttentionRouting
         if not attends and self.routing != "concurrent":
             raise ValueError(f"routing must be left alone for {self.layer.__name__}, got {self.routing!r}")
         layer, equilibrium = self.routing_layer(), self.routing == "equilibrium"
-        turns = (32 if equilibrium else 2) if self.iterations is None else positive(self.iterations, "iterations")
-        specs = [*self.hidden, CapsuleSpec(positive(self.classes, "classes"), **self.class_layer)]
+        turns = (32 if equilibrium else 2) if self.iterations is None else check_count("iterations", self.iterations)
+        specs = [*self.hidden, CapsuleSpec(check_count("classes", self.classes), **self.class_layer)]
         if equilibrium or not attends:  # these make their turns by themselves
             specs = [replace(spec, options={"iterations": turns, **spec.options}) for spec in specs]
         primary = {} if self.primary_bias else {"bias": False}
@@ -148,7 +148,7 @@ class NetworkConfig:
                 raise ValueError(f"channels must be None: this backbone's layers have theirs; got {self.channels}")
             return tuple(self.backbone)
         check_choice("backbone", self.backbone, tuple(BACKBONES))
-        return BACKBONES[self.backbone](positive(self.channels, "channels"))
+        return BACKBONES[self.backbone](check_count("channels", self.channels))
 
     def extras(self) -> list[str]:
         """The arguments that all routing layers of the network know, beside the fields: overrides too."""
@@ -196,9 +196,9 @@ class CNNConfig:
 
     def build(self) -> CNN:
         """Make the network, freshly drawn."""
-        channels, size = positive(self.in_channels, "in_channels"), image_size(self.image_size)
+        channels, size = check_count("in_channels", self.in_channels), image_size(self.image_size)
         return CNN(
-            *assemble(self.layers, (channels, *size), positive(self.classes, "classes")), images=(channels, *size)
+            *assemble(self.layers, (channels, *size), check_count("classes", self.classes)), images=(channels, *size)
         )
 
 
@@ -223,7 +223,7 @@ class CNN(nn.Sequential):
         require_tensor(images, "images")
         wanted = (self.in_channels, *self.image_size)
         if images.dim() != 4 or tuple(images.shape[1:]) != wanted:
-            raise ValueError(f"images must be [B, {', '.join(map(str, wanted))}], got {shape_of(images)}")
+            raise ValueError(f"images must be [B, {', '.join(map(str, wanted))}], got {shape_text(images)}")
         return super().forward(images)
 
 
@@ -253,4 +253,4 @@ def override(config: Some, overrides: Mapping[str, Any]) -> Some:
 def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return height and width; raise unless they are positive."""
     height, width = (size, size) if isinstance(size, (int, SupportsIndex)) else size
-    return positive(height, "image_size"), positive(width, "image_size")
+    return check_count("image_size", height), check_count("image_size", width)

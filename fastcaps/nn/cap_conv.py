@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice
-from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
+from fastcaps.checks import check_choice, check_count, shape_text
+from fastcaps.nn.poses import arguments_repr, require_tensor
 from fastcaps.ops.squash_sum import squash_sum
 from fastcaps.vectors import squash
 
@@ -81,13 +81,13 @@ class CapConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.types = positive(types, "types")
-        self.in_dim = positive(in_dim, "in_dim")
-        self.out_dim = positive(out_dim, "out_dim")
-        self.kernel_size = positive(kernel_size, "kernel_size")
+        self.types = check_count("types", types)
+        self.in_dim = check_count("in_dim", in_dim)
+        self.out_dim = check_count("out_dim", out_dim)
+        self.kernel_size = check_count("kernel_size", kernel_size)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that a window has a middle, got {kernel_size}")
-        self.stride = positive(stride, "stride")
+        self.stride = check_count("stride", stride)
         check_choice("coefficients", coefficients, COEFFICIENTS)
         self.coefficients = coefficients
         self.skip = bool(skip)
@@ -142,12 +142,14 @@ class CapConv2d(nn.Module):
         require_tensor(capsules, "capsules")
         if capsules.dim() != 4 or capsules.shape[1] != self.types * self.in_dim:
             wanted = f"[B, {self.types * self.in_dim}, H, W], {self.types} types of {self.in_dim} numbers"
-            raise ValueError(f"capsules must be {wanted}, got {shape_of(capsules)}")
+            raise ValueError(f"capsules must be {wanted}, got {shape_text(capsules)}")
         summed = self.combine(capsules)
         if skipped is not None:
             require_tensor(skipped, "skipped")
             if skipped.shape != summed.shape:
-                raise ValueError(f"skipped must be {shape_of(summed)}, as what it is added to; got {shape_of(skipped)}")
+                raise ValueError(
+                    f"skipped must be {shape_text(summed)}, as what it is added to; got {shape_text(skipped)}"
+                )
             summed = summed + skipped
         elif self.skip:
             summed = summed + (capsules if self.shortcut is None else self.shortcut(capsules))
@@ -215,9 +217,9 @@ class CapFC(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_capsules = positive(in_capsules, "in_capsules")
-        self.out_capsules = positive(out_capsules, "out_capsules")
-        self.dim = positive(dim, "dim")
+        self.in_capsules = check_count("in_capsules", in_capsules)
+        self.out_capsules = check_count("out_capsules", out_capsules)
+        self.dim = check_count("dim", dim)
         shape = self.dim, self.in_capsules, self.out_capsules
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
@@ -248,7 +250,7 @@ class CapFC(nn.Module):
         if given.dim() != 3 or given.shape[1:] != (self.in_capsules, self.dim):
             raise ValueError(
                 f"capsules must be [B, {self.in_capsules}, {self.dim}], or a map [B, types * {self.dim}, H, W] of as "
-                f"many, got {shape_of(capsules)}"
+                f"many, got {shape_text(capsules)}"
             )
         return squash((given.permute(2, 0, 1) @ self.weight).permute(1, 2, 0))
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 import torch
 from torch import Tensor, nn
 
+from fastcaps.checks import check_count, shape_text
 from fastcaps.nn.em import EMRouting
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import positive, require_tensor, shape_of
+from fastcaps.nn.poses import require_tensor
 from fastcaps.nn.primary import PrimaryCapsules
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, as_scores
 from fastcaps.results import Capsules
@@ -29,7 +30,7 @@ def feature_shape(backbone: nn.Module, in_channels: int, image_size: tuple[int, 
     probe = copy.deepcopy(backbone).to("meta").eval()
     features = probe(torch.empty(1, in_channels, *image_size, device="meta"))
     if not isinstance(features, Tensor) or features.dim() != 4:
-        got = shape_of(features) if isinstance(features, Tensor) else type(features).__name__
+        got = shape_text(features) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"backbone must return a feature map [B, channels, H, W], got {got}")
     return features.shape[1], features.shape[2], features.shape[3]
 
@@ -138,9 +139,9 @@ class CapsNet(nn.Module):
         """
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         height, width = (image_size, image_size) if isinstance(image_size, (int, SupportsIndex)) else image_size
-        size = positive(height, "image_size"), positive(width, "image_size")
-        channels, *features = feature_shape(backbone, positive(in_channels, "in_channels"), size)
-        specs = [*hidden, classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(positive(classes, "classes"))]
+        size = check_count("image_size", height), check_count("image_size", width)
+        channels, *features = feature_shape(backbone, check_count("in_channels", in_channels), size)
+        specs = [*hidden, classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
         lowest = {**options, **specs[0].options}
         scores = issubclass(specs[0].layer or layer, HeinsenRouting)
         active = bool(lowest.get("activations")) or scores or issubclass(specs[0].layer or layer, EMRouting)
@@ -166,7 +167,7 @@ class CapsNet(nn.Module):
         # Channels last from the start: the primary convolution then leaves a position's capsules together in memory.
         backbone = backbone.to(device=device, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         last = ClassHead(stack.layers[-1].out_dim, read=head, **place)
-        return cls(backbone, first, stack, last, in_channels=positive(in_channels, "in_channels"), image_size=size)
+        return cls(backbone, first, stack, last, in_channels=check_count("in_channels", in_channels), image_size=size)
 
     if TYPE_CHECKING:  # nn.Module's own returns Any
 
@@ -225,7 +226,7 @@ class CapsNet(nn.Module):
         """
         require_tensor(images, "images")
         if images.dim() != 4 or (self.in_channels is not None and images.shape[1] != self.in_channels):
-            raise ValueError(f"images must be [B, {self.in_channels or 'channels'}, H, W], got {shape_of(images)}")
+            raise ValueError(f"images must be [B, {self.in_channels or 'channels'}, H, W], got {shape_text(images)}")
         made = self.primary(self.backbone(images.contiguous(memory_format=torch.channels_last)))
         children, numbers = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
         wants_scores = self.routing.layers[0].numbers == "scores"

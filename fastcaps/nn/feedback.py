@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import accumulation_dtype, check_choice
-from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, shape_text
+from fastcaps.nn.poses import arguments_repr, require_tensor
 from fastcaps.ops.squash_sum import squash_sum
 from fastcaps.sinkhorn import SinkhornDivergence
 
@@ -81,13 +81,13 @@ class FeedbackAgreement(nn.Module):
     ) -> None:
         super().__init__()
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.higher_channels = positive(higher_channels, "higher_channels")
-        self.lower_channels = positive(lower_channels, "lower_channels")
-        self.types = None if types is None else positive(types, "types")
+        self.higher_channels = check_count("higher_channels", higher_channels)
+        self.lower_channels = check_count("lower_channels", lower_channels)
+        self.types = None if types is None else check_count("types", types)
         for name, channels in (("higher_channels", higher_channels), ("lower_channels", lower_channels)):
             if channels % (self.types or 1):
                 raise ValueError(f"{name} must be a multiple of the {types} types, got {channels}")
-        self.stride = positive(stride, "stride")
+        self.stride = check_count("stride", stride)
         if self.stride > 2:
             raise ValueError(f"stride must be 1 or 2, got {stride}")
         check_choice("divergence", divergence, ("ot", "kl"))
@@ -135,13 +135,13 @@ class FeedbackAgreement(nn.Module):
             require_tensor(value, name)
             channels = getattr(self, f"{name}_channels")
             if value.dim() != 4 or value.shape[1] != channels:
-                raise ValueError(f"{name} must be [B, {channels}, H, W], got {shape_of(value)}")
+                raise ValueError(f"{name} must be [B, {channels}, H, W], got {shape_text(value)}")
         size = lower.shape[2], lower.shape[3]
         if higher.shape[0] != lower.shape[0] or higher.shape[2:] != tuple(-(-n // self.stride) for n in size):
             raise ValueError(
                 f"higher must be [{lower.shape[0]}, {self.higher_channels}, {-(-size[0] // self.stride)}, "
-                f"{-(-size[1] // self.stride)}], stride {self.stride} below lower {shape_of(lower)}; "
-                f"got {shape_of(higher)}"
+                f"{-(-size[1] // self.stride)}], stride {self.stride} below lower {shape_text(lower)}; "
+                f"got {shape_text(higher)}"
             )
         if not self.training:
             return lower.new_zeros((), dtype=accumulation_dtype(lower.dtype))

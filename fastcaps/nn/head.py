@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice
-from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
+from fastcaps.checks import check_choice, check_count, shape_text
+from fastcaps.nn.poses import arguments_repr, require_tensor
 from fastcaps.vectors import length
 
 
@@ -43,7 +43,7 @@ class ClassHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dim = positive(dim, "dim")
+        self.dim = check_count("dim", dim)
         check_choice("read", read, ("linear", "length", "activations"))
         self.read = read
         self.bias = bool(bias)
@@ -71,9 +71,11 @@ class ClassHead(nn.Module):
         """
         require_tensor(poses, "poses")
         if poses.dim() != 3 or poses.shape[-1] != self.dim:
-            raise ValueError(f"poses must be [B, M, {self.dim}], got {shape_of(poses)}")
+            raise ValueError(f"poses must be [B, M, {self.dim}], got {shape_text(poses)}")
         if activations is not None and activations.shape != poses.shape[:2]:
-            raise ValueError(f"activations must be {shape_of(poses[..., 0])} as the poses, got {shape_of(activations)}")
+            raise ValueError(
+                f"activations must be {shape_text(poses[..., 0])} as the poses, got {shape_text(activations)}"
+            )
         if self.read == "activations":
             if activations is None:
                 raise ValueError("activations must be given to a head that reads them, got None")

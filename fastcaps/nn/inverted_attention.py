@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_choice, check_finite
+from fastcaps.checks import check_choice, check_finite, shape_text
 from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
-from fastcaps.nn.poses import probability, require_tensor, route, shape_of
+from fastcaps.nn.poses import probability, require_tensor, route
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 
 __all__ = ["InvertedAttentionRouting"]
@@ -251,7 +251,7 @@ break_symmetry, iterations, device, dtype
         fits = parents.dim() == (5 if grid else 3) and parents.shape[-1] == self.out_dim
         if not fits or self.out_capsules not in (None, parents.shape[1]):
             wanted = f"[B, {self.out_capsules or 'M'}, {grid}{self.out_dim}]"
-            raise ValueError(f"parents must be {wanted}, got {shape_of(parents)}")
+            raise ValueError(f"parents must be {wanted}, got {shape_text(parents)}")
 
     def smallest_inputs(self) -> list[Tensor]:
         """Children and parents of the smallest call that this layer takes."""

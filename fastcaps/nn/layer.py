@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count
+from fastcaps.checks import check_count, shape_text
 from fastcaps.functional.em import InverseTemperature
-from fastcaps.nn.poses import arguments_repr, flatten_grid, pose_shape, positive, require_tensor, shape_of
+from fastcaps.nn.poses import arguments_repr, flatten_grid, pose_shape, require_tensor
 from fastcaps.votes import Window
 
 __all__ = ["Call", "CallOptions", "LayerOptions", "RoutingLayer"]
@@ -151,9 +151,9 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         super().__init__()
         if in_capsules is None and kernel_size is not None:
             raise ValueError("in_capsules must be an int with a kernel_size: a grid has a number of child types")
-        self.in_capsules = None if in_capsules is None else positive(in_capsules, "in_capsules")
-        self.out_capsules = None if out_capsules is None else positive(out_capsules, "out_capsules")
-        self.in_dim, self.out_dim = positive(in_dim, "in_dim"), positive(out_dim, "out_dim")
+        self.in_capsules = None if in_capsules is None else check_count("in_capsules", in_capsules)
+        self.out_capsules = None if out_capsules is None else check_count("out_capsules", out_capsules)
+        self.in_dim, self.out_dim = check_count("in_dim", in_dim), check_count("out_dim", out_dim)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         self.pose = pose
@@ -312,12 +312,12 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             children, numbers = flatten_grid(children), None if numbers is None else numbers.flatten(1)
         wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
-            raise ValueError(f"children must be {wanted}, got {shape_of(children)}")
+            raise ValueError(f"children must be {wanted}, got {shape_text(children)}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
             raise ValueError(
                 f"children must hold the {self.in_capsules} {what} that this layer was built for, "
-                f"got {children.shape[1]} in {shape_of(children)}"
+                f"got {children.shape[1]} in {shape_text(children)}"
             )
         window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
         if out_capsules is None and parents is not None and parents.dim() > 1:
@@ -330,7 +330,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 raise ValueError(f"out_capsules must be None, since this layer has {many} parents; got {out_capsules}")
         else:
             many = children.shape[1] * (1 if window is None else window.positions)
-            many = many if out_capsules is None else positive(out_capsules, "out_capsules")
+            many = many if out_capsules is None else check_count("out_capsules", out_capsules)
             weight = None if weight is None else weight.expand(-1, many, -1, -1)
             if self.bias_step is not None:
                 places = torch.linspace(-1, 1, many, device=self.bias_step.device, dtype=self.bias_step.dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,22 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.checks import check_finite
+from fastcaps.checks import check_count, check_finite
 
 if TYPE_CHECKING:
     from fastcaps.nn.layer import Call
-
-
-def positive(value: object, name: str) -> int:
-    """Return ``value``, of any integer type, as an int of at least 1; raise TypeError or ValueError naming ``name``
-    otherwise."""
-    try:
-        number = operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return number
 
 
 def probability(value: float, name: str) -> float:
@@ -97,7 +84,7 @@ def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, in
     elif isinstance(pose, str):
         raise ValueError(f"pose must be one of 'matrix', 'vector' or a number of rows, got {pose!r}")
     else:
-        rows = positive(pose, "pose")
+        rows = check_count("pose", pose)
     for name, size in (("in_dim", in_dim), ("out_dim", out_dim)):
         if size % rows:
             raise ValueError(f"{name} must be a multiple of the {rows} rows of a pose, got {size} (pose={pose!r})")
@@ -180,11 +167,6 @@ def flatten_grid(children: Tensor) -> Tensor:
     """Turn a grid ``[B, N, H, W, d]`` into the set ``[B, N*H*W, d]`` that a set layer reads: n slowest, then h, then
     w."""
     return children.flatten(1, 3)
-
-
-def shape_of(tensor: Tensor) -> str:
-    """A shape as error messages print it."""
-    return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
 
 
 def require_tensor(value: object, name: str) -> None:

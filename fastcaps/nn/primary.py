@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_finite
+from fastcaps.checks import check_choice, check_count, check_finite, shape_text
 from fastcaps.nn.layer import Pair
-from fastcaps.nn.poses import arguments_repr, normalize_poses, positive, require_tensor, shape_of
+from fastcaps.nn.poses import arguments_repr, normalize_poses, require_tensor
 from fastcaps.results import Capsules
 from fastcaps.vectors import squash
 from fastcaps.votes import Window
@@ -82,9 +82,9 @@ class PrimaryCapsules(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_channels = positive(in_channels, "in_channels")
-        self.capsules = positive(capsules, "capsules")
-        self.dim = positive(dim, "dim")
+        self.in_channels = check_count("in_channels", in_channels)
+        self.capsules = check_count("capsules", capsules)
+        self.dim = check_count("dim", dim)
         if normalize is not None:
             check_choice("normalize", normalize, ("layer_norm", "squash"))
         self.normalize = normalize
@@ -149,10 +149,10 @@ class PrimaryCapsules(nn.Module):
         """
         require_tensor(features, "features")
         if features.dim() != 4 or features.shape[1] != self.in_channels:
-            raise ValueError(f"features must be [B, {self.in_channels}, H, W], got {shape_of(features)}")
+            raise ValueError(f"features must be [B, {self.in_channels}, H, W], got {shape_text(features)}")
         rows, columns = self.output_size((features.shape[2], features.shape[3]))
         if rows < 1 or columns < 1:
-            raise ValueError(f"features {shape_of(features)} are smaller than the window of {self.window}")
+            raise ValueError(f"features {shape_text(features)} are smaller than the window of {self.window}")
         features = features.movedim(1, -1).contiguous().movedim(-1, 1)  # channels last, in words that vmap knows
         stored, active = self._convolve(features)
         poses = stored.contiguous().unflatten(-1, (self.capsules, self.dim)).permute(0, 3, 1, 2, 4)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_count, check_finite
+from fastcaps.checks import check_count, check_finite, shape_text
 from fastcaps.functional.pooling import activation_function
 from fastcaps.nn.layer import LayerOptions, RoutingLayer
-from fastcaps.nn.poses import arguments_repr, positive, require_tensor, shape_of
+from fastcaps.nn.poses import arguments_repr, require_tensor
 from fastcaps.results import Routed
 from fastcaps.votes import Window
 
@@ -207,7 +207,7 @@ class RoutingPool2d(nn.Module):
             raise TypeError(
                 f"dim must be an int, the channels of a capsule, got {dim}; kernel_size=None pools the whole map"
             )
-        self.dim = positive(dim, "dim")
+        self.dim = check_count("dim", dim)
         self.sharpness = check_finite("sharpness", sharpness, 0.0)
         self.iterations = check_count("iterations", iterations, 0)
         self.window: Window | None = None
@@ -216,13 +216,13 @@ class RoutingPool2d(nn.Module):
         elif stride is not None or padding not in (0, (0, 0)):
             raise ValueError("stride and padding need a kernel_size; kernel_size=None pools the whole map")
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
-        self.parents = None if parents is None else positive(parents, "parents")
+        self.parents = None if parents is None else check_count("parents", parents)
         activation_function(activation)  # raises where it is wrong
         self.activation = activation
         self.detach = bool(detach)
-        self.in_channels = None if in_channels is None else positive(in_channels, "in_channels")
+        self.in_channels = None if in_channels is None else check_count("in_channels", in_channels)
         self.out_dim = out_dim
-        size = self.dim if out_dim is None else positive(out_dim, "out_dim")
+        size = self.dim if out_dim is None else check_count("out_dim", out_dim)
         shape = None
         if self.parents is not None and self.parents > 1:
             if self.in_channels is None:
@@ -300,11 +300,13 @@ class RoutingPool2d(nn.Module):
         """
         require_tensor(features, "features")
         if features.dim() != 4 or (self.in_channels is not None and features.shape[1] != self.in_channels):
-            raise ValueError(f"features must be [B, {self.in_channels or 'channels'}, H, W], got {shape_of(features)}")
+            raise ValueError(
+                f"features must be [B, {self.in_channels or 'channels'}, H, W], got {shape_text(features)}"
+            )
         groups = self._groups(features.shape[1])
         height, width = features.shape[2:]
         if self.window is not None and min(self.window.output_size(height, width)) < 1:
-            raise ValueError(f"features must be as large as the window, {self.window}; got {shape_of(features)}")
+            raise ValueError(f"features must be as large as the window, {self.window}; got {shape_text(features)}")
         options = {
             "iterations": self.iterations if iterations is None else iterations,
             "sharpness": self.sharpness if sharpness is None else sharpness,

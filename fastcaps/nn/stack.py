@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice
+from fastcaps.checks import check_choice, check_count
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
-from fastcaps.nn.poses import arguments_repr, flatten_grid, positive, require_tensor
+from fastcaps.nn.poses import arguments_repr, flatten_grid, require_tensor
 from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
 
 Parents = Tensor | Capsules | Gaussians
@@ -135,7 +135,7 @@ class RoutingStack(nn.Module):
         if not len(self.layers):
             raise ValueError("layers must hold at least one routing layer, got none")
         check_choice("routing", routing, ("concurrent", "sequential"))
-        self.iterations = positive(iterations, "iterations")
+        self.iterations = check_count("iterations", iterations)
         self.routing = routing
         _check_chain(self.layers)
 
@@ -180,7 +180,7 @@ class RoutingStack(nn.Module):
             elif spec.kernel_size is not None and size is None:
                 if spec.kernel_size != "all" or spec.types is None:
                     raise ValueError(f"{where} wants a grid of children, but what lies below it is a set")
-                if in_capsules % positive(spec.types, "types"):
+                if in_capsules % check_count("types", spec.types):
                     raise ValueError(f"{where}: types, {spec.types}, must divide the {in_capsules} capsules below it")
                 in_capsules = spec.types
             made = (spec.layer or layer)(
@@ -251,7 +251,7 @@ class RoutingStack(nn.Module):
             What the last layer returns.
         """
         require_tensor(children, "children")
-        turns = self.iterations if iterations is None else positive(iterations, "iterations")
+        turns = self.iterations if iterations is None else check_count("iterations", iterations)
         start = State(children, activations, self.layers[0].numbers == "scores", children)
         run = self._concurrent if self.routing == "concurrent" else self._sequential
         own = None if iterations is None else turns
