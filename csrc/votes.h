@@ -24,7 +24,7 @@ struct View {
 
 enum class Storage : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-// What lies between one turn of a routing and the next. The numbers are those of fastcaps.reference.Rule.
+// What lies between one turn of a routing and the next. The numbers are those of fastcaps.rules.Rule.
 enum class Rule : int {
   kLayerNorm,  // attention: the sums under LayerNorm are the next query
   kPlain,      // attention: the sums are the next query

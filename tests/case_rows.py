@@ -10,7 +10,7 @@ import torch
 from cases import CONV, Case, case_of, common_factors
 from covering import rows_covering
 
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 
 __all__ = ["ATTENTION_CASES", "ATTENTION_FACTORS", "GAUSSIAN_CASES", "GAUSSIAN_FACTORS", "POOLING_CASES",
            "POOLING_FACTORS", "allowed"]  # fmt: skip

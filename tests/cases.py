@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW, output_size
 
 __all__ = ["GPU_DTYPES", "LAYOUTS", "SCHEDULE", "Case", "case_of", "common_factors", "on_device"]

@@ -10,7 +10,7 @@ import torch
 from cases import CONV, Case
 from registry import ATTENTION, GAUSSIAN, POOLING, Routing
 
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 
 POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (2, 3, 5))
 DENSE = (3, 3, 1, 1, 0, 0, 1, 1)

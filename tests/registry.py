@@ -20,8 +20,8 @@ from torch import Tensor
 
 import fastcaps
 from fastcaps import reference
-from fastcaps.reference import DETACH, Rule
 from fastcaps.reference.gaussian import next_log_weight
+from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import unit
 from fastcaps.votes import Votes, as_set
 from tools.judge import Bar

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 
 from bench.workloads import find
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 from tools import estimates
 from tools.judge import Bar
 

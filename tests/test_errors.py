@@ -21,7 +21,7 @@ from suite import every_routing, native_only
 from torch import Tensor
 
 from fastcaps import BackendError, Window, backend, functional
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 
 B, N, H, W, C, D, E, M = 2, 3, 6, 5, 2, 3, 4, 7
 WINDOW = Window(3, stride=2, padding=1)  # Ho, Wo = 3, 3

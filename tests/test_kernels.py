@@ -23,7 +23,7 @@ from suite import cases_named, cases_where, drawn, every_routing, is_named, nati
 from torch import Tensor
 
 from fastcaps import backends
-from fastcaps.reference import DETACH, Rule
+from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW
 
 TESTS = Path(__file__).resolve().parent

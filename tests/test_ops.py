@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, ops, reference
-from fastcaps.reference import DETACH, Rule
+from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW
 
 FEW = ["padded", "primes", "stay-float32", "same-any-float64", "sharing-float64"]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import fastcaps
 from fastcaps import functional, reference
-from fastcaps.reference import DETACH, Rule, seen
+from fastcaps.reference import seen
+from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)

@@ -16,7 +16,7 @@ from registry import ROUTINGS, Routing, every_case
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 from tools.judge import Bar, allowed_error
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)

@@ -36,7 +36,7 @@ from triton_cases import (
     static,
 )
 
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 from fastcaps.triton_kernels import attention, available, devices, gaussian, pooling
 from fastcaps.votes import SET_WINDOW
 

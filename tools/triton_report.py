@@ -28,7 +28,7 @@ from bench.workload import Workload
 from bench.workloads import WORKLOADS, find
 from fastcaps import libraries
 from fastcaps.backends import ALLOW_TF32
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 from tools import sass
 from tools.markdown import as_markdown, into
 from tools.sass import H200, Instruction, Usage

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastcaps.reference import DETACH, Rule
+from fastcaps.rules import DETACH, Rule
 
 from .attention_kernels import ATTENTION, Attention, _norm_backward_kernel
 from .call import Call, Routing, current, processors, watched

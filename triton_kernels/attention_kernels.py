@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 
 from .forward import Algebra
 from .tiles import (

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from fastcaps.reference import Rule
+from fastcaps.rules import Rule
 
 from .attention import one_turn, start_of
 from .call import Call, Routing, current, watched

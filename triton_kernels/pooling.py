@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fastcaps.reference import DETACH, Rule
+from fastcaps.rules import DETACH, Rule
 
 from .attention import one_turn, start_of, turn_of
 from .call import Call, Routing, current, watched

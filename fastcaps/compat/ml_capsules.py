@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fastcaps.checks import check_count, shape_text
+from fastcaps.nn.inverted_attention import route
 from fastcaps.nn.layer import Call
-from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor, route
+from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor
 from fastcaps.votes import Window
 
 __all__ = ["CapsuleCONV", "CapsuleFC"]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_eps, check_table
-from fastcaps.reference import Rule
 from fastcaps.results import Routed
+from fastcaps.rules import Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import Votes, Window, from_op
 

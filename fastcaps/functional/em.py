@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastcaps import ops
 from fastcaps.checks import accumulation_dtype, check_count, check_eps, check_finite, check_table
-from fastcaps.reference import Rule
 from fastcaps.results import Capsules, RoutedCapsules
+from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once
 
 __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "schedule"]

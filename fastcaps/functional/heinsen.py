@@ -10,8 +10,8 @@ from torch import Tensor
 from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.functional.em import result_dtype, widened
-from fastcaps.reference import Rule
 from fastcaps.results import Gaussians, RoutedGaussians
+from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, from_op, once
 
 __all__ = ["heinsen_routing"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastcaps import ops
 from fastcaps.checks import check_count, check_eps, check_finite, check_shape, check_tensor
 from fastcaps.functional import uniform
-from fastcaps.reference import Rule
 from fastcaps.results import Routed
+from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, from_op, once, to_op
 
 __all__ = ["inverted_attention_routing"]

@@ -15,8 +15,8 @@ from fastcaps import functional, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite
 from fastcaps.functional.em import InverseTemperature, result_dtype, schedule
 from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
-from fastcaps.reference import Rule
 from fastcaps.results import Capsules, RoutedCapsules
+from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op
 
 __all__ = ["EMRouting"]

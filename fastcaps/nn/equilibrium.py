@@ -12,11 +12,10 @@ from typing_extensions import Unpack
 
 from fastcaps import ops
 from fastcaps.checks import check_count, check_finite, is_tracing
-from fastcaps.nn.inverted_attention import InvertedAttentionRouting
+from fastcaps.nn.inverted_attention import InvertedAttentionRouting, route
 from fastcaps.nn.layer import Call, LayerOptions
-from fastcaps.nn.poses import route
-from fastcaps.reference import Rule
 from fastcaps.results import Capsules, Routed, RoutedCapsules
+from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op, to_op
 
 __all__ = ["EquilibriumRouting"]

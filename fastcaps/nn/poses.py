@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps import functional
 from fastcaps.checks import check_count, check_finite
-
-if TYPE_CHECKING:
-    from fastcaps.nn.layer import Call
 
 
 def probability(value: float, name: str) -> float:
@@ -98,69 +93,6 @@ def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
     stored = poses.permute(0, 2, 3, 1, 4) if grid else poses
     normal = F.layer_norm(stored, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     return normal.permute(0, 3, 1, 2, 4) if grid else normal
-
-
-def route(
-    call: Call,
-    parents: Tensor | None,
-    shape: tuple[int, int, int],
-    *,
-    scale: float,
-    norm: nn.LayerNorm | None,
-    dropout: float = 0.0,
-    iterations: int = 1,
-    return_coefficients: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Route flat poses, turn by turn: votes, agreement, softmax over parents, sum, dropout, LayerNorm.
-
-    Dropout stands between the sum and LayerNorm, as in the authors' code; while it is active (``dropout > 0``)
-    normalisation is a step of its own, otherwise the pass normalises its own sums.
-
-    Parameters
-    ----------
-    call : Call
-        Children, weight, bias, gate and window.
-    parents : Tensor or None
-        ``[B, M, C*E]`` or ``[B, M, Ho, Wo, C*E]``: the last poses; None for the first iteration.
-    shape : (C, D, E)
-    norm : nn.LayerNorm or None
-        Over the C*E numbers; None leaves the sums as they are.
-    iterations : int
-        Turns.
-
-    Returns
-    -------
-    (Tensor, Tensor or None)
-        The parents' flat poses, and the coefficients if they were asked for.
-    """
-    if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no turn can run on into the next
-        for _ in range(iterations - 1):
-            parents, _ = route(call, parents, shape, scale=scale, norm=norm, dropout=dropout)
-        iterations = 1
-    apart = dropout > 0.0 and norm is not None
-    fused = None if apart else norm
-    found = functional.inverted_attention_routing(
-        call.children,
-        call.weight,
-        None if parents is None else parents.unflatten(-1, (shape[0], shape[2])),
-        bias=call.bias,
-        gate=call.numbers,
-        norm_weight=None if fused is None else fused.weight,
-        norm_bias=None if fused is None else fused.bias,
-        eps=1e-5 if norm is None else norm.eps,
-        scale=scale,
-        window=call.window,
-        normalize=fused is not None,
-        iterations=iterations,
-        return_coefficients=return_coefficients,
-    )
-    poses, coefficients = found if isinstance(found, tuple) else (found, None)
-    poses = poses.flatten(-2)
-    if dropout > 0.0:
-        poses = F.dropout(poses, dropout)
-    if norm is not None and apart:
-        poses = normalize_poses(poses, norm)
-    return poses, coefficients
 
 
 def flatten_grid(children: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.query import QueryRouting, check_like
-from fastcaps.reference import Rule
 from fastcaps.reference.attention import layer_norm
 from fastcaps.reference.seen import POSE
+from fastcaps.rules import Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import Votes
 

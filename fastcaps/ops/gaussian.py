@@ -13,9 +13,9 @@ from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.query import check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Gradients, Routing
-from fastcaps.reference import Rule
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.reference.seen import POSE
+from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
 __all__ = ["gaussian_routing"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.query import GATE, QUERY, QueryRouting, check_like
-from fastcaps.reference import Rule
 from fastcaps.reference.seen import POSE
+from fastcaps.rules import Rule
 from fastcaps.vectors import squash, unit
 from fastcaps.votes import Votes
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Gradients, Routing
-from fastcaps.reference import DETACH, Rule
 from fastcaps.reference.seen import POSE
+from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import Votes
 
 __all__ = ["QueryRouting", "check_like"]

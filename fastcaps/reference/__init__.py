@@ -11,12 +11,9 @@ Half-precision inputs are computed in float32 and rounded once, at the end; floa
 from fastcaps.reference.attention import attention_coefficients, attention_routing, attention_routing_backward
 from fastcaps.reference.gaussian import gaussian_coefficients, gaussian_routing, gaussian_routing_backward
 from fastcaps.reference.pooling import pooling_coefficients, pooling_routing, pooling_routing_backward
-from fastcaps.reference.seen import DETACH, Rule
 from fastcaps.reference.squash_sum import squash_sum
 
 __all__ = [
-    "DETACH",
-    "Rule",
     "attention_coefficients",
     "attention_routing",
     "attention_routing_backward",

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
-from fastcaps.reference.seen import DETACH, POSE, Rule, collect, gate_backward, make_votes, see, votes_backward, widen
+from fastcaps.reference.seen import POSE, collect, gate_backward, make_votes, see, votes_backward, widen
+from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import SET_WINDOW, Votes
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastcaps.reference.seen import (
     POSE,
-    Rule,
     Seen,
     collect,
     gate_backward,
@@ -21,6 +20,7 @@ from fastcaps.reference.seen import (
     widen,
     without,
 )
+from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
 __all__ = ["gaussian_coefficients", "gaussian_routing", "gaussian_routing_backward", "next_log_weight"]

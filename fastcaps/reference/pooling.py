@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from fastcaps.reference.seen import (
-    DETACH,
     POSE,
-    Rule,
     Seen,
     collect,
     gate_backward,
@@ -19,6 +17,7 @@ from fastcaps.reference.seen import (
     widen,
     without,
 )
+from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import length, squash, unit
 from fastcaps.votes import Votes
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,7 @@ from fastcaps.checks import accumulation_dtype
 from fastcaps.votes import Votes, window_extent
 
 __all__ = [
-    "DETACH",
     "POSE",
-    "Rule",
     "Seen",
     "collect",
     "gate_backward",
@@ -35,21 +32,6 @@ __all__ = [
     "without",
 ]
 
-
-class Rule(IntEnum):
-    """What lies between one turn of a routing and the next; the native libraries know the same numbers."""
-
-    LAYER_NORM = 0  # parents are LayerNorm(S), and the next query
-    PLAIN = 1  # parents are S, and the next query
-    SQUASH = 2  # parents are squash(S), and are added to the query
-    UNIT = 3  # parents are S, and S / |S| is added to the query
-    EM = 4  # parents' activations by description length (Hinton et al. 2018)
-    HEINSEN = 5  # parents' scores by evidence (Heinsen 2019)
-    KMEANS = 6  # the same without variances
-
-
-DETACH = 1 << 30
-"""A bit of ``needs`` beside those of the gradients: coefficients are constants, no gradient flows through them."""
 
 POSE = (-2, -1)
 """The dimensions of a pose."""
