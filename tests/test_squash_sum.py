@@ -133,7 +133,7 @@ def test_every_kernel_is_the_reference(name: str, shape: tuple[int, ...], summan
         expect_close(found, wanted, dtype, shape[2])
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-12, 1e12, 1e30])
 @pytest.mark.parametrize("name", KERNELS)
 def test_capsules_of_every_length(name: str, scale: float) -> None:
     needs_kernel(name)
