@@ -13,6 +13,7 @@ MODULES = [
     "fastcaps.functional.heinsen",
     "fastcaps.functional.pooling",
     "fastcaps.losses",
+    "fastcaps.ops.squash_sum",
     "fastcaps.sinkhorn",
     "fastcaps.vectors",
     "fastcaps.nn.cap_conv",
