@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from fastcaps.checks import accumulation_dtype, check_tensor
+from fastcaps.votes import Votes
+
 if TYPE_CHECKING:
     from fastcaps.ops.routing import Gradients, Routing
-    from fastcaps.votes import Votes
 
-__all__ = ["Reverse", "of_turn"]
+__all__ = ["Reverse", "turn_after_turn"]
 
 
-def of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
+def _of_turn(stack: Tensor | None, turn: int) -> Tensor | None:
     """Return the part of a stack of turns that one turn, counted from the last, has; None where that has none."""
     return None if stack is None or len(stack) < -turn else stack[turn : turn + 1 or None]
 
@@ -64,7 +66,7 @@ class Reverse:
             return ()
         part = own
         if turn is not None and self.turns > 1:
-            part = [of_turn(x, turn) if k else x for x, k in zip(own, self.routing.own_is_stacked, strict=True)]
+            part = [_of_turn(x, turn) if k else x for x, k in zip(own, self.routing.own_is_stacked, strict=True)]
         found: Sequence[Tensor] = self.run(*heads, *votes, *part, wanted)
         if last:
             for k, gradient in enumerate(found):
@@ -72,3 +74,27 @@ class Reverse:
                     before = self.gradients[k]
                     self.gradients[k] = gradient if before is None else before.add_(gradient)
         return found
+
+
+def turn_after_turn(routing: Routing, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Run a backward of several turns as the sum of the reference's backwards of one."""
+    _, backward = routing.reference()
+    heads, rest = arguments[: routing.heads], arguments[routing.heads :]
+    votes, own, needs = Votes(*rest[:6]), rest[6:-1], rest[-1]
+    votes.check()
+    for name, value in zip(routing.backward_names, arguments, strict=True):
+        if isinstance(value, Tensor):
+            check_tensor(name, value, votes.children, False, (accumulation_dtype(votes.children.dtype),))
+    total: Any = None
+
+    def of(turn: int, stack: Tensor | None) -> Tensor | None:
+        part = _of_turn(stack, turn)
+        return None if part is None else part[0]
+
+    for turn in range(
+        -len(next(head for head in heads if head is not None)), 0
+    ):  # from the last, which all stacks have
+        part = [of(turn, x) if stacked else x for x, stacked in zip(own, routing.own_is_stacked, strict=True)]
+        found = backward(*(of(turn, head) for head in heads), votes, *part, needs)
+        total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
+    return tuple(total)

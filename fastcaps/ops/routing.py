@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation
-from fastcaps.checks import accumulation_dtype, check_tensor
+from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.flops import backward_flops, forward_flops
-from fastcaps.ops.reverse import Reverse, of_turn
+from fastcaps.ops.reverse import Reverse, turn_after_turn
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
 __all__ = ["LIBRARY", "Gradients", "Routing"]
@@ -267,7 +267,7 @@ class Routing(ABC):
             kernels = backends.triton_kernels(self.stem)
             found = getattr(kernels, f"{self.name}_backward")(*placed, call.options)
         else:
-            found = self._turn_after_turn(placed)
+            found = turn_after_turn(self, placed)
         return tuple(_views(as_set, found, self._gradient_places) if is_set else found)
 
     def _lay_out(self) -> None:
@@ -341,29 +341,6 @@ class Routing(ABC):
         with torch.no_grad():
             found = self.coefficients(Votes(*placed[:_COUNT]), self.given(placed), results)
         return found if placed is arguments else as_set(found)
-
-    def _turn_after_turn(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Run a backward of several turns as the sum of the reference's backwards of one."""
-        _, backward = self.reference()
-        heads = arguments[: self.heads]
-        votes, own = Votes(*arguments[self.heads : self.heads + _COUNT]), arguments[self.heads + _COUNT :]
-        votes.check()
-        for name, value in zip(self.backward_names, arguments, strict=True):
-            if isinstance(value, Tensor):
-                check_tensor(name, value, votes.children, False, (accumulation_dtype(votes.children.dtype),))
-        turns = len(next(head for head in heads if head is not None))
-        *own, needs = own
-        total: Any = None
-
-        def of(turn: int, stack: Tensor | None) -> Tensor | None:
-            part = of_turn(stack, turn)
-            return None if part is None else part[0]
-
-        for turn in range(-turns, 0):  # counted from the last, which every stack has
-            part = [of(turn, x) if stacked else x for x, stacked in zip(own, self.own_is_stacked, strict=True)]
-            found = backward(*(of(turn, head) for head in heads), votes, *part, needs)
-            total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))
-        return tuple(total)
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
