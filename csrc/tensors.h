@@ -159,7 +159,7 @@ struct VoteTensors {
   }
 
   // Everything is checked here; the Python layer says what is wrong in the user's own terms, this says it for direct
-  // calls of the ops. `weight` and `bias` are left to the backend, which may want them in another type.
+  // calls of the ops. The addresses of `weight` and `bias` are left to the backend, which may convert them first.
   Votes check() const {
     const bool is_set = children.dim() == 4;
     STD_TORCH_CHECK(is_set || children.dim() == 6,

@@ -42,7 +42,7 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
 
     The softmax runs over the **parents** j: they compete for each child. ``layer(children)`` is the first iteration,
     where the parents are zero and so every child spreads evenly, r = 1/M; ``layer(children, parents)`` is a further
-    one. No vote is ever stored.
+    one. The kernels store no vote.
 
     Parameters
     ----------

@@ -34,7 +34,7 @@ class RoutingPool(RoutingLayer[Tensor, Routed]):
               \Bigr\rangle\Bigr), \quad
         s_j^t = \sum_i r_{ij} v_{ij}
 
-    The **children** i compete for each parent, which is a weighted mean of their votes. No vote is ever stored.
+    The **children** i compete for each parent, which is a weighted mean of their votes. The kernels store no vote.
 
     Parameters
     ----------
