@@ -123,8 +123,8 @@ inline Shape numbers_shape(const Votes& votes, int64_t turns = 0) {
   return shape;
 }
 
-// How far a table's numbers of neighbouring children and parents lie apart in dense memory, `each` of them together; 0
-// where they have the same.
+// Strides of a dense table between children (`i`) and between parents (`m`), whose entries are `each` numbers; 0 where
+// all share an entry.
 inline void table_strides(const Tensor& x, int64_t each, int64_t& i, int64_t& m) {
   m = x.size(1) > 1 ? each : 0;
   i = x.size(0) > 1 ? x.size(1) * each : 0;

@@ -111,7 +111,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             As :class:`InvertedAttentionRouting`.
         """
         limit = self.iterations if iterations is None else check_count("iterations", iterations)
-        call = self.told_apart(self.prepare(children, activations, out_capsules, bias))
+        call = self.with_parent_count(self.prepare(children, activations, out_capsules, bias))
         with torch.no_grad():
             parents = self._solve(call, limit)
         votes = Votes.unchecked(call.children, call.weight, call.bias, call.numbers, call.window, call.parents)
