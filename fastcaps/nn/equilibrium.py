@@ -178,15 +178,22 @@ class _Implicit(torch.autograd.Function):
         return routed.view_as(routed)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not is_tracing():
+            raise RuntimeError("EquilibriumRouting has no second derivatives: let create_graph be False")
+        return _Implicit.solve(ctx, *grads)
+
+    @staticmethod
+    @once_differentiable
+    def solve(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return u, turn by turn."""
         parents, window, scale, eps, tolerance, limit = ctx.settings
         (grad,) = grads
         dtype = grad.dtype  # autocast's, where that was on
-        cast = [None if t is None else t.to(dtype) for t in ctx.saved_tensors[:-1]]
-        *tensors, query, norm_weight = cast
+        *saved, sums = ctx.saved_tensors  # once: a checkpoint hands them out once
+        *tensors, query, norm_weight = (None if t is None else t.to(dtype) for t in saved)
         assert query is not None
-        own = (*tensors, parents, window, query.unsqueeze(0), norm_weight, ctx.saved_tensors[-1], scale, eps)
+        own = (*tensors, parents, window, query.unsqueeze(0), norm_weight, sums, scale, eps)
         blind = _without_numbers(grad)
         found = grad
         for _ in range(limit - 1):

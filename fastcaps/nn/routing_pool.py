@@ -15,7 +15,7 @@ from fastcaps import functional
 from fastcaps.checks import check_count, check_finite, shape_text
 from fastcaps.functional.pooling import activation_function
 from fastcaps.nn.layer import LayerOptions, RoutingLayer
-from fastcaps.nn.poses import arguments_repr, require_tensor
+from fastcaps.nn.poses import arguments_repr, channels_last, require_tensor
 from fastcaps.results import Routed
 from fastcaps.votes import Window
 
@@ -317,7 +317,7 @@ class RoutingPool2d(nn.Module):
         if averages and not return_coefficients:
             return self._finish(self._average(features, groups))
         # Every turn reads all capsules: several times as fast with the numbers of each together as across a map.
-        stored = features.contiguous(memory_format=torch.channels_last)
+        stored = channels_last(features)
         capsules = stored.unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
         if self.parents is None:
             poses, shares = self._group_by_group(capsules, options)
