@@ -336,8 +336,8 @@ def test_cifar_loads_and_augments_its_training_images(tmp_path: Path, monkeypatc
     write_cifar(folder / "test.bin", 3, 2, 100)
     with pytest.raises(CorruptDataError, match=r"train.bin: .* want 50,000 records of 3,074"):
         data.load("cifar100", tmp_path)
-    read = data.registry.read_cifar  # real files hold 60,000 records; small ones do for the rest
-    monkeypatch.setattr(data.registry, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
+    read = data.sources.read_cifar  # real files hold 60,000 records; small ones do for the rest
+    monkeypatch.setattr(data.sources, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
     splits = data.load("cifar100", tmp_path)
     assert (splits.in_channels, splits.image_size, len(splits.classes)) == (3, 32, 100)
     made = splits.train.augment

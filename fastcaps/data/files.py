@@ -6,7 +6,7 @@ import gzip
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +84,7 @@ def read_array(path: str | Path, parse: ParseHeader, kind: str) -> npt.NDArray[n
             return _read(file, path, parse, size)
         try:
             with gzip.open(file) as stream:
-                return _read(stream, path, parse, None)
+                return _read(cast(IO[bytes], stream), path, parse, None)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise CorruptDataError(
                 f"{path}: {size:,} bytes of gzip that end early or are damaged ({error}); copy or fetch the file again"

@@ -1,4 +1,4 @@
-"""Reader for the binary matrices of smallNORB (LeCun, Huang and Bottou, 2004): files named ``.mat`` that are not MATLAB's.
+"""Reader for the binary matrices of smallNORB (LeCun, Huang and Bottou, 2004): ``.mat`` files that are not MATLAB's.
 
 A file is a little-endian 32-bit number for the element type, one for the number of dimensions, a size per dimension (at
 least three are written; those beyond the dimensions mean nothing), and then the elements in C order.
