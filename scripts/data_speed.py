@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from fastcaps import data, models
 from fastcaps.data import Chain, ColorJitter, ImageDataset, Mixup, RandomCropFlip, ResizeCrop, ShuffledBatches
@@ -61,6 +62,9 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True, help="folder of MNIST's files, or one above it")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument(
+        "--step-batch-size", type=int, default=16, help="of the training step, whose rate hardly depends on it"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each row")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -87,12 +91,14 @@ def main() -> None:
         dataset.to(device)
         batches = iter(list(ShuffledBatches(len(dataset), args.batch_size, 0)) * 10_000)
         speed = images_a_second(lambda d=dataset, b=batches: d.batch(next(b)), args.batch_size, device, args.seconds)  # type: ignore[misc]
-        print(f"{name:32} made {speed:10,.0f}", flush=True)
+        loader = iter(DataLoader(dataset, batch_sampler=[list(range(args.batch_size))] * 1_000_000))
+        loaded = images_a_second(lambda items=loader: next(items), args.batch_size, device, args.seconds)  # type: ignore[misc]
+        print(f"{name:32} made {speed:10,.0f}   through a loader {loaded:10,.0f}", flush=True)
         for network in networks.get(name, ()):
-            images, _ = dataset.batch(range(args.batch_size))
+            images, _ = dataset.batch(range(args.step_batch_size))
             step = training_step(network, images, torch.randint(2, (len(images), 10), device=device).float(), 10)
-            needed = images_a_second(step, args.batch_size, device, args.seconds)
-            print(f"    {network:28} takes {needed:9,.0f}   data {needed / speed:6.1%} of a step", flush=True)
+            needed = images_a_second(step, args.step_batch_size, device, args.seconds)
+            print(f"    {network:28} takes {needed:9,.0f}   data {needed / loaded:6.1%} of a step", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     count = sizes[3] if len(sizes) == 4 else 0
     if kind != "uint8" or sizes != (_SIDE, _SIDE, 3, count) or count == 0 or held.get("y", ((),))[0] != (count, 1):
         found = ", ".join(f"{name} ({kind} {sizes_text(sizes)})" for name, (sizes, kind) in held.items()) or "nothing"
-        raise CorruptDataError(f"{path}: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)")
+        raise CorruptDataError(
+            f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
+        )
     if count * 3 * _SIDE**2 > MOST_BYTES:
         raise CorruptDataError(f"{path}: its header states {count:,} images, more than {MOST_BYTES:,} bytes hold")
     try:
