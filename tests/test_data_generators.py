@@ -267,7 +267,11 @@ def test_affine_maps_keep_to_their_ranges() -> None:
     seen, _ = made.batch(slice(None))
     area = 20 * 13 * torch.linalg.det(matrix)
     torch.testing.assert_close(seen.sum((1, 2, 3)) / 200, area, rtol=0.04, atol=0)  # no ink was cut off
-    assert place.abs().amax(0).min() > 8
+    # the box around the ink reaches the edges, and never past them
+    box = torch.tensor([[x, y] for x in (7.0, 20.0) for y in (4.0, 24.0)]) - 14
+    corners = torch.einsum("nij,kj->nki", matrix, box) + place[:, None]
+    assert corners.abs().max() <= 20 + 1e-4
+    assert (corners.amax((0, 1)) > 19.9).all() and (corners.amin((0, 1)) < -19.9).all()
     wide = AffineDigits(np.full((1, 1, 28, 28), 9, np.uint8), np.zeros(1, int), size=20, seed=0, length=50)
     matrix, place = wide.maps(torch.zeros(50, dtype=torch.int64), Draws(0, torch.arange(50)))
     assert place.abs().max() < 1e-5

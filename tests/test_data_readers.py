@@ -200,6 +200,12 @@ def test_svhn_refuses_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     large = np.random.RandomState(0).randint(0, 256, (32, 32, 3, 4000)).astype(np.uint8)
     savemat(path, {"X": large, "y": np.ones((2, 1))}, do_compression=True)
     assert peak_of(lambda: data.read_svhn(path), r"X \(uint8 32 x 32 x 3 x 4000\)") < 4_000_000  # of 12 MB
+    write_svhn(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("fastcaps.data.svhn.MOST_BYTES", 7 * 3072 - 1)
+        with pytest.raises(CorruptDataError, match="its header states 7 images, more than 21,503 bytes hold"):
+            data.read_svhn(path)
+    assert len(data.read_svhn(path)[1]) == 7
     with pytest.raises(MissingDataError, match=r"none.mat: no such file; a MATLAB file"):
         data.read_svhn(tmp_path / "none.mat")
     without(monkeypatch, "scipy")
@@ -288,7 +294,7 @@ def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
 
 TREES = """\
 (3 (2 (2 A) (3 (4 fine) (2 film))) (2 .))
-(1 (0 dull) (2 (2 film) (2 -LRB-)))
+(1 (0 dull) (2 (1 film) (2 -LRB-)))
 
 """
 
