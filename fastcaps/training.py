@@ -94,7 +94,7 @@ class TrainConfig:
     accelerator, devices, strategy : str
         As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
     augment, flip : bool, optional
-        As :func:`fastcaps.data.load` takes them; by default CIFAR is cropped and flipped at random and nothing else is.
+        As :func:`fastcaps.data.load` takes them; by default CIFAR is cropped and flipped, smallNORB cropped.
     limit : int, optional
         Use only the first training images, for a quick try.
     workers : int

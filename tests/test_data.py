@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 from pathlib import Path
 
@@ -371,3 +372,37 @@ def test_real_mnist(name: str) -> None:
     mean, std = splits.train.mean.item(), splits.train.std.item()
     assert abs(float(pixels.mean()) - mean) < 1e-4
     assert abs(float(pixels.std()) - std) < 1e-4
+
+
+# --- what is made of them --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "size"), [("multimnist", 36), ("diverse-multimnist", 36), ("affnist", 40)])
+def test_what_is_made_of_mnist_keeps_its_halves_apart(tmp_path: Path, name: str, size: int) -> None:
+    held = write_mnist(tmp_path, train=60, test=40)
+    splits = data.load(name, tmp_path)
+    assert (len(splits.train), len(splits.test), splits.image_size, len(splits.classes)) == (60, 40, size, 10)
+    for part, stem in ((splits.train, "train"), (splits.test, "t10k")):
+        np.testing.assert_array_equal(part.images[:, 0].numpy(), held[f"{stem}-images-idx3-ubyte"])
+        assert part.batch(range(3))[0].shape == (3, 1, size, size)
+    first = splits.train.batch(range(9))[0], splits.test.batch(range(9))[0]
+    assert not torch.equal(splits.train.batch(range(9))[0], first[0])
+    assert torch.equal(data.load(name, tmp_path).test.batch(range(9))[0], first[1])
+    assert len(data.load(name, tmp_path, limit=20).train) == 20
+    single = {"multimnist": 0.0, "diverse-multimnist": 1 / 6}
+    if name in single:
+        assert splits.train.single == splits.test.single == single[name]  # type: ignore[attr-defined]
+    for option in ({"augment": True}, {"flip": True}):
+        with pytest.raises(ValueError, match=f"augment, flip: got .* for {name}, which is drawn at random as it is"):
+            data.load(name, tmp_path, **option)
+    with pytest.raises(MissingDataError, match="MNIST not found under"):
+        data.load(name, tmp_path / "..", augment=False)
+
+
+def test_the_page_of_data_is_that_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \| .* \|$", page.split("## Digits")[0], re.MULTILINE)
+    assert sorted(name.strip("`") for row in rows for name in row.split(", ")) == sorted(data.names())
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "data.md", "exec"), {})
+        assert capsys.readouterr().out.strip() == "torch.Size([16, 3, 32, 32]) torch.Size([16, 10])"
