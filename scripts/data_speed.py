@@ -98,7 +98,7 @@ def main() -> None:
             images, _ = dataset.batch(range(args.step_batch_size))
             step = training_step(network, images, torch.randint(2, (len(images), 10), device=device).float(), 10)
             needed = images_a_second(step, args.step_batch_size, device, args.seconds)
-            print(f"    {network:28} takes {needed:9,.0f}   data {needed / loaded:6.1%} of a step", flush=True)
+            print(f"    {network:28} takes {needed:9,.0f}   data: {needed / loaded:6.1%} of a step", flush=True)
 
 
 if __name__ == "__main__":
