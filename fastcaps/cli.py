@@ -19,7 +19,7 @@ _EXTRAS = {
 }
 _CONFIG_FLAGS = (
     ("network", str, "network to train (see --list)"),
-    ("data", str, "mnist, fashion-mnist, cifar10, cifar100 or digits (digits ship with scikit-learn)"),
+    ("data", str, "mnist, cifar10, smallnorb, diverse-multimnist, … (see --list; digits ship with scikit-learn)"),
     ("data-dir", str, "folder that holds the data set's files, or a folder of them; nothing is downloaded"),
     ("epochs", int, "passes over the training images"),
     ("batch-size", int, "images a step, on each device"),
@@ -33,7 +33,7 @@ _CONFIG_FLAGS = (
     ("accelerator", str, "auto, cpu, gpu, … as Lightning has them"),
     ("devices", str, "how many devices, or which (0,1)"),
     ("strategy", str, "auto, ddp, fsdp, … as Lightning has them"),
-    ("augment", bool, "pad and crop training images at random (CIFAR is, the others are not)"),
+    ("augment", bool, "pad and crop training images at random (CIFAR and smallNORB are, the others are not)"),
     ("flip", bool, "mirror half of the training images (CIFAR is, the others are not: a mirrored 2 is no 2)"),
     ("limit", int, "use only the first training images, for a quick try"),
     ("workers", int, "processes that prepare batches"),

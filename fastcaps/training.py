@@ -40,6 +40,7 @@ from torchmetrics import MeanMetric
 from fastcaps import models
 from fastcaps.callbacks import CheckpointWriter, MetricsWriter, Report, read_metrics
 from fastcaps.data import ShuffledBatches, Splits, load
+from fastcaps.data.targets import cross_entropy
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("one-cycle", "cosine", "paper", "constant")
@@ -93,7 +94,7 @@ class TrainConfig:
     accelerator, devices, strategy : str
         As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
     augment, flip : bool, optional
-        As :func:`fastcaps.data.load` takes them; by default CIFAR is cropped and flipped at random and nothing else is.
+        As :func:`fastcaps.data.load` takes them; by default CIFAR is cropped and flipped, smallNORB cropped.
     limit : int, optional
         Use only the first training images, for a quick try.
     workers : int
@@ -249,7 +250,7 @@ class ImageData(pl.LightningDataModule):
 
 
 class CapsuleClassifier(pl.LightningModule):
-    """A network of class logits, cross-entropy as in the authors' code, accuracy over whole epochs."""
+    """A network of class logits; cross-entropy as the targets ask for it, accuracy over whole epochs."""
 
     def __init__(self, network: nn.Module, config: TrainConfig) -> None:
         super().__init__()
@@ -267,9 +268,9 @@ class CapsuleClassifier(pl.LightningModule):
     def _step(self, batch: tuple[Tensor, Tensor], loss_mean: MeanMetric, accuracy_mean: MeanMetric) -> Tensor:
         images, labels = batch
         logits = self(images.to(self.dtype))
-        loss = nn.functional.cross_entropy(logits, labels)
+        loss, right = cross_entropy(logits, labels)
         loss_mean.update(loss.detach(), len(labels))
-        accuracy_mean.update((logits.argmax(dim=1) == labels).float().mean(), len(labels))
+        accuracy_mean.update(right.float().mean(), len(labels))
         return loss
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:

@@ -114,7 +114,7 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["--network", "digits"], "missing --data "),
         (["--network", "lenet", "--data", "digits"], "network: got 'lenet', want one of"),
         (["--network", "digits", "--data", "mnist"], "MNIST needs a data directory"),
-        (["--network", "digits", "--data", "svhn"], "data: got 'svhn', want one of mnist"),
+        (["--network", "digits", "--data", "imagenet"], "data: got 'imagenet', want one of mnist"),
         (["--network", "digits", "--data", "mnist", "--data-dir", "absent-folder"], "absent-folder: no such folder"),
         (["--network", "mnist", "--data", "digits", "--routing", "random"], "network mnist cannot be built for digits"),
         (["--network", "digits", "--data", "digits", "--lr", "-1"], "lr: got -1.0"),

@@ -266,3 +266,19 @@ def test_two_processes_train_one_network(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["step"] for row in rows] == [12, 24]  # half the images each, in batches of 64
     assert rows[-1]["test_accuracy"] > 0.9
+
+
+def test_several_classes_an_image(tmp_path: Path) -> None:
+    """Digits over each other: the accuracy is that of all digits of an image together."""
+    images, labels = data.read_digits()
+    train = data.OverlappingDigits(images, labels, single=1 / 6, shift=2, length=256)
+    test = data.OverlappingDigits(images, labels, single=1 / 6, shift=2, length=64, seed=0)
+    splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
+    result = run(settings(tmp_path, epochs=1), splits=splits)
+    seen, targets = test.batch(slice(None))
+    with torch.no_grad():
+        logits = result.network(seen)
+    right = ((logits > 0) == targets).all(1).double().mean().item()
+    assert result.test_accuracy == pytest.approx(right, abs=1e-6)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), targets.double()).item()
+    assert result.test_loss == pytest.approx(loss, rel=1e-5)
