@@ -48,14 +48,14 @@ def test_forward_and_every_gradient(routing: Routing, case: Case, target: Target
 
 @on_every_target
 @pytest.mark.parametrize("option", ["ordered", "tf32", "tf32-ordered"])
-@every_case(3)
+@every_case(5)
 def test_options(routing: Routing, case: Case, option: str, target: Target) -> None:
     target.check(routing, case, option)
 
 
 @on_every_target
 @pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
-@every_case(4)
+@every_case(9)
 def test_half_precision(routing: Routing, case: Case, dtype: torch.dtype, target: Target) -> None:
     target.check(routing, replace(case, dtype=dtype))
 
@@ -149,7 +149,7 @@ def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, 
 
 @on_every_target
 @pytest.mark.parametrize("option", ["ordered", "tf32-ordered"])
-@every_case(5)
+@every_case(7)
 def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option: str, target: Target) -> None:
     """Whatever the order in which blocks and threads come: on a device that is chance, here it is chosen."""
     first: dict[str, Any] = {}
