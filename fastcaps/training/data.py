@@ -1,0 +1,198 @@
+"""The data of a run as Lightning wants them: batches in an order that can be taken up again, on any number of devices."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import fastcaps.data
+from fastcaps.data import MissingDataError, RandomCropFlip, ShuffledBatches, Splits, load
+from fastcaps.training.config import Data
+
+SPLIT_SEED = 0
+"""Of the images that are held out: the same ones in every run, whatever its own seed."""
+
+
+def _transform(name: str, option: str) -> Any:
+    """A transform of :mod:`fastcaps.data` that a recipe asks for."""
+    found = getattr(fastcaps.data, name, None)
+    if found is None:
+        raise MissingDataError(f"data.{option}: this fastcaps has no {name} yet; leave it out")
+    return found
+
+
+def read_data(data: Data) -> Splits:
+    """Read the data set and set up what is done to its training images.
+
+    Raises
+    ------
+    DataError, ValueError
+        If it is missing or wrong, or a setting does not fit it.
+    """
+    if data.name not in fastcaps.data.names():
+        raise MissingDataError(
+            f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
+        )
+    options = {"augment": data.augment, "flip": data.flip, "limit": data.limit, **data.options}
+    own = data.pad is not None or data.resize is not None
+    if own:
+        options["augment"] = False
+    splits = load(data.name, data.dir, **options)
+    train: Any = splits.train
+    transforms: list[Any] = []
+    if data.pad is not None:
+        transforms.append(RandomCropFlip(data.pad, flip=bool(data.flip)))
+    if data.resize is not None:
+        transforms.append(_transform("ResizeCrop", "resize")(data.resize, splits.image_size, flip=bool(data.flip)))
+    if data.jitter:
+        transforms.append(_transform("ColorJitter", "jitter")())
+        if not own and train.augment is not None:
+            transforms.insert(0, train.augment)
+    if transforms:
+        train.augment = transforms[0] if len(transforms) == 1 else _transform("Chain", "jitter")(*transforms)
+    if data.mixup:
+        train.mixup = _transform("Mixup", "mixup")(len(splits.classes), data.mixup)
+    return splits
+
+
+def hold_out(train: Any, count: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """Split training images: those to train with, and ``count`` others, which are not augmented.
+
+    Raises
+    ------
+    ValueError
+        If none would remain.
+    """
+    if not count:
+        return train, None
+    if count >= len(train):
+        raise ValueError(f"data.validation: got {count} of {len(train)} training images, want fewer")
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    plain = copy.copy(train)
+    for name in ("augment", "mixup"):
+        if getattr(plain, name, None) is not None:
+            setattr(plain, name, None)
+    return Subset(train, sorted(order[count:])), Subset(plain, sorted(order[:count]))
+
+
+class WithParts(Dataset[Any]):
+    """Images made of several, with the parts that they are made of (``dataset.layers``): for their reconstruction."""
+
+    def __init__(self, dataset: Any) -> None:
+        if getattr(dataset, "seed", None) is None:
+            raise ValueError("data.options.seed: got none, want a seed: an image and its parts are drawn apart")
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Other images in every epoch."""
+        self.dataset.set_epoch(epoch)
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, ...]]:
+        images, targets = self.dataset.batch(indices)
+        parts, labels = self.dataset.layers(indices)
+        return list(zip(images, targets, parts.float() / 255, labels, strict=True))
+
+
+class ImageData(pl.LightningDataModule):
+    """Lightning's view of a data set; remembers how far its epoch had come.
+
+    Parameters
+    ----------
+    splits : Splits
+    batch_size : int
+        Images a step, on all devices together.
+    seed : int
+        Of the order of the training images.
+    workers : int
+        Processes that prepare batches.
+    validation : int
+        How many training images are held out; a data set that has some of its own needs none.
+    parts : bool
+        Whether batches hold the parts that images are made of.
+    """
+
+    def __init__(
+        self,
+        splits: Splits,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        workers: int = 0,
+        validation: int = 0,
+        parts: bool = False,
+    ) -> None:
+        super().__init__()
+        train: Any = WithParts(splits.train) if parts else splits.train
+        self.train, self.validation = hold_out(train, validation)
+        if self.validation is None:
+            self.validation = getattr(splits, "validation", None)
+        self.test: Any = splits.test
+        if parts:
+            self.test = WithParts(splits.test)
+        self.source = splits.train
+        self.batch_size = batch_size
+        self.seed = seed
+        self.workers = workers
+        self._epoch = self._start = 0
+
+    def _loader(self, dataset: Any, batches: Any) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            # its own generator: a loader takes a seed when iteration begins, and a run that resumes begins once more
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def _batches(self) -> ShuffledBatches:
+        """The order of the training images on this rank."""
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        size: int = len(self.train)  # type: ignore[arg-type]
+        share = self.batch_size // world_size
+        where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
+        return ShuffledBatches(size, share, self.seed, **where)
+
+    def steps_per_epoch(self) -> int:
+        """Training batches of each rank in one epoch."""
+        return len(self._batches())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let data that are made as they are asked for make others in every epoch."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.train, self._batches())
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        """The test images, and those that were held out."""
+        assert self.trainer is not None
+        loaders, size = [], max(self.batch_size // self.trainer.world_size, 128)
+        for dataset in (self.test, self.validation):
+            if dataset is not None:
+                mine = range(self.trainer.global_rank, len(dataset), self.trainer.world_size)
+                loaders.append(self._loader(dataset, [list(mine[i : i + size]) for i in range(0, len(mine), size)]))
+        return loaders
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.trainer is not None
+        epoch, start = divmod(self.trainer.global_step, self.steps_per_epoch())
+        return {"epoch": epoch, "start": start, "steps_per_epoch": self.steps_per_epoch()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["steps_per_epoch"] != self.steps_per_epoch():
+            raise ValueError(
+                f"the checkpoint has {state_dict['steps_per_epoch']} steps an epoch and this run "
+                f"{self.steps_per_epoch()}; "
+                "resume with the data, batch size and number of devices that the run began with"
+            )
+        self._epoch, self._start = state_dict["epoch"], state_dict["start"]
