@@ -47,7 +47,9 @@ class Data:
     pad : int, optional
         Pad training images by so many pixels and crop them at random, in the place of ``augment``.
     resize : int, optional
-        Resize training images to so many pixels and crop them at random to their old size, likewise.
+        Resize training images to so many pixels and crop them at random, likewise.
+    crop : int, optional
+        To so many pixels: then test images are resized too, and their middle is cut out. To the old size otherwise.
     jitter : bool
         Disturb the colours of training images.
     mixup : float
@@ -66,6 +68,7 @@ class Data:
     flip: bool | None = None
     pad: int | None = None
     resize: int | None = None
+    crop: int | None = None
     jitter: bool = False
     mixup: float = 0.0
     validation: int = 0
@@ -74,10 +77,12 @@ class Data:
 
     def __post_init__(self) -> None:
         require_count(self, "pad validation", 0)
-        require_count(self, "resize limit")
+        require_count(self, "resize crop limit")
         require_number(self, "mixup")
         if self.pad is not None and self.resize is not None:
             raise ValueError(f"resize: got {self.resize} beside pad {self.pad}, want one of them")
+        if self.crop is not None and not self.crop <= (self.resize or 0):
+            raise ValueError(f"crop: got {self.crop} with resize {self.resize}, want a resize to as many pixels or more")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -26,8 +28,22 @@ def _transform(name: str, option: str) -> Any:
     return found
 
 
+class CentreCrop:
+    """Resize images, and cut out their middle: bytes ``[n, c, h, w]``."""
+
+    def __init__(self, resize: int, size: int) -> None:
+        self.resize, self.size = resize, size
+
+    def __call__(self, images: Tensor, *_: Any) -> Tensor:
+        shape = (self.resize, self.resize)
+        pixels = F.interpolate(images.float(), shape, mode="bilinear", antialias=True, align_corners=False)
+        first = (self.resize - self.size) // 2
+        middle = slice(first, first + self.size)
+        return pixels[..., middle, middle].round().clamp(0, 255).to(torch.uint8)
+
+
 def read_data(data: Data) -> Splits:
-    """Read the data set and set up what is done to its training images.
+    """Read the data set and set up what is done to its images.
 
     Raises
     ------
@@ -38,21 +54,30 @@ def read_data(data: Data) -> Splits:
         raise MissingDataError(
             f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
         )
-    options = {"augment": data.augment, "flip": data.flip, "limit": data.limit, **data.options}
     own = data.pad is not None or data.resize is not None
-    if own:
-        options["augment"] = False
-    splits = load(data.name, data.dir, **options)
+    # what is padded or resized here is not augmented there
+    given = {"augment": False if own else data.augment, "flip": None if own else data.flip, "limit": data.limit}
+    splits = load(data.name, data.dir, **given, **data.options)
+    return prepare(splits, data)
+
+
+def prepare(splits: Splits, data: Data) -> Splits:
+    """Set up what is done to the images of a data set."""
     train: Any = splits.train
     transforms: list[Any] = []
     if data.pad is not None:
         transforms.append(RandomCropFlip(data.pad, flip=bool(data.flip)))
-    if data.resize is not None:
-        transforms.append(_transform("ResizeCrop", "resize")(data.resize, splits.image_size, flip=bool(data.flip)))
+    elif data.resize is not None:
+        size = data.crop or splits.image_size
+        transforms.append(_transform("ResizeCrop", "resize")(data.resize, size, flip=bool(data.flip)))
+        if data.crop is not None:
+            test: Any = splits.test
+            test.augment = CentreCrop(data.resize, size)
+            splits = replace(splits, image_size=size)
+    elif data.jitter and train.augment is not None:
+        transforms.append(train.augment)
     if data.jitter:
         transforms.append(_transform("ColorJitter", "jitter")())
-        if not own and train.augment is not None:
-            transforms.insert(0, train.augment)
     if transforms:
         train.augment = transforms[0] if len(transforms) == 1 else _transform("Chain", "jitter")(*transforms)
     if data.mixup:
@@ -60,8 +85,8 @@ def read_data(data: Data) -> Splits:
     return splits
 
 
-def hold_out(train: Any, count: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    """Split training images: those to train with, and ``count`` others, which are not augmented.
+def hold_out(train: Any, count: int, plain_augment: Any = None) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """Split training images: those to train with, and ``count`` others, which are treated as test images are.
 
     Raises
     ------
@@ -74,18 +99,19 @@ def hold_out(train: Any, count: int) -> tuple[Dataset[Any], Dataset[Any] | None]
         raise ValueError(f"data.validation: got {count} of {len(train)} training images, want fewer")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
     plain = copy.copy(train)
-    for name in ("augment", "mixup"):
-        if getattr(plain, name, None) is not None:
-            setattr(plain, name, None)
+    for name, value in (("augment", plain_augment), ("mixup", None)):
+        if hasattr(plain, name):
+            setattr(plain, name, value)
     return Subset(train, sorted(order[count:])), Subset(plain, sorted(order[:count]))
 
 
 class WithParts(Dataset[Any]):
-    """Images made of several, with the parts that they are made of (``dataset.layers``): for their reconstruction."""
+    """Images made of several, with the parts that they are made of (``dataset.layers``): for their reconstruction.
+
+    The data set must have a ``seed``, so that an image and its parts, which are drawn apart, belong together.
+    """
 
     def __init__(self, dataset: Any) -> None:
-        if getattr(dataset, "seed", None) is None:
-            raise ValueError("data.options.seed: got none, want a seed: an image and its parts are drawn apart")
         self.dataset = dataset
 
     def __len__(self) -> int:
@@ -131,12 +157,16 @@ class ImageData(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         train: Any = WithParts(splits.train) if parts else splits.train
-        self.train, self.validation = hold_out(train, validation)
+        self.train, self.validation = hold_out(train, validation, getattr(splits.test, "augment", None))
         if self.validation is None:
             self.validation = getattr(splits, "validation", None)
         self.test: Any = splits.test
         if parts:
             self.test = WithParts(splits.test)
+            drawn: Any
+            for drawn in (splits.train, splits.test):
+                if drawn.seed is None:
+                    drawn.seed = seed
         self.source = splits.train
         self.batch_size = batch_size
         self.seed = seed
