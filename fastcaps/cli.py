@@ -39,7 +39,12 @@ _FLAGS = (
     ("augment", "data.augment", bool, "pad and crop training images at random (CIFAR is, the others are not)"),
     ("flip", "data.flip", bool, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)"),
     ("limit", "data.limit", int, "use only the first training images, for a quick try"),
-    ("validation", "data.validation", int, "hold out so many training images, and keep the epoch that does best by them"),
+    (
+        "validation",
+        "data.validation",
+        int,
+        "hold out so many training images, and keep the epoch that does best by them",
+    ),
     ("workers", "workers", int, "processes that prepare batches"),
     ("checkpoint-every", "checkpoint_every", int, "steps between two checkpoints"),
     ("iterations", "network.options.iterations", int, "routing iterations"),
@@ -91,8 +96,10 @@ def _parser() -> argparse.ArgumentParser:
         help="any setting by its path, as in a recipe: optimizer.lr=0.01, loss=spread, network.options.iterations=3",
     )
     for name, path, kind, text in _FLAGS:
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        train.add_argument(f"--{name}", help=text, dest=path, **({"metavar": name.upper()} if kind is not bool else {}), **how)
+        how: dict[str, Any] = {"type": kind, "metavar": name.upper()}
+        train.add_argument(
+            f"--{name}", help=text, dest=path, **({"action": argparse.BooleanOptionalAction} if kind is bool else how)
+        )
     train.set_defaults(run=_train)
 
     recipes = commands.add_parser("recipes", help="list the experiments of the papers, with their source")

@@ -111,7 +111,7 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "missing --network and --data"),
-        (["--network", "digits"], "missing --data "),
+        (["--network", "digits"], "missing --data, or --recipe (fastcaps train --list"),
         (["--network", "lenet", "--data", "digits"], "network.name: got 'lenet', want one of"),
         (["--network", "digits", "--data", "mnist"], "MNIST needs a data directory"),
         (["--network", "digits", "--data", "emnist"], "the data set 'emnist' is not in this fastcaps; there are mnist"),
@@ -175,10 +175,17 @@ def test_recipes_set_the_defaults_and_options_replace_them(monkeypatch: pytest.M
 
     monkeypatch.setattr(training, "train", stop)
     monkeypatch.chdir(tmp_path)
-    cli.main(["train", "--recipe", "tsai-iar-resnet-c10", "--lr", "0.05", "--set", "schedule.at=[1/2]", "--data-dir", "x"])
+    cli.main(
+        ["train", "--recipe", "tsai-iar-resnet-c10", "--lr", "0.05", "--set", "schedule.at=[1/2]", "--data-dir", "x"]
+    )
     cli.main(["train", "--network", "digits", "--data", "digits", "--data-dir", "here", "--set", "loss=margin"])
     paper, quick = seen
-    assert (paper.epochs, paper.batch_size, paper.optimizer.name, paper.schedule.name) == (350, 128, "sgd", "milestones")
+    assert (paper.epochs, paper.batch_size, paper.optimizer.name, paper.schedule.name) == (
+        350,
+        128,
+        "sgd",
+        "milestones",
+    )
     assert (paper.optimizer.lr, paper.optimizer.weight_decay, paper.optimizer.momentum) == (0.05, 5e-4, 0.9)
     assert paper.schedule.at == (0.5,) and str(paper.folder) == "runs/tsai-iar-resnet-c10"
     assert (quick.epochs, quick.optimizer.name, quick.loss.name) == (2, "adam", "margin")

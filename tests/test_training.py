@@ -210,9 +210,7 @@ def test_resuming_with_another_batch_size_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("precision", "optimizer", "lr"), [("bf16-mixed", "sgd", 0.1), ("64-true", "adamw", 3e-3)])
 def test_precisions_and_optimizers_learn(tmp_path: Path, precision: str, optimizer: str, lr: float) -> None:
     result = run(
-        settings(
-            tmp_path, precision=precision, optimizer__name=optimizer, optimizer__lr=lr, epochs=3, data__limit=384
-        )
+        settings(tmp_path, precision=precision, optimizer__name=optimizer, optimizer__lr=lr, epochs=3, data__limit=384)
     )
     assert result.test_accuracy > 0.5
     dtypes = {parameter.dtype for parameter in result.network.parameters()}

@@ -82,7 +82,9 @@ class Data:
         if self.pad is not None and self.resize is not None:
             raise ValueError(f"resize: got {self.resize} beside pad {self.pad}, want one of them")
         if self.crop is not None and not self.crop <= (self.resize or 0):
-            raise ValueError(f"crop: got {self.crop} with resize {self.resize}, want a resize to as many pixels or more")
+            raise ValueError(
+                f"crop: got {self.crop} with resize {self.resize}, want a resize to as many pixels or more"
+            )
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,11 @@ def read_data(data: Data) -> Splits:
         )
     own = data.pad is not None or data.resize is not None
     # what is padded or resized here is not augmented there
-    given = {"augment": False if own else data.augment, "flip": None if own else data.flip, "limit": data.limit}
+    given: dict[str, Any] = {
+        "augment": False if own else data.augment,
+        "flip": None if own else data.flip,
+        "limit": data.limit,
+    }
     splits = load(data.name, data.dir, **given, **data.options)
     return prepare(splits, data)
 
@@ -207,6 +211,7 @@ class ImageData(pl.LightningDataModule):
         """The test images, and those that were held out."""
         assert self.trainer is not None
         loaders, size = [], max(self.batch_size // self.trainer.world_size, 128)
+        dataset: Any
         for dataset in (self.test, self.validation):
             if dataset is not None:
                 mine = range(self.trainer.global_rank, len(dataset), self.trainer.world_size)

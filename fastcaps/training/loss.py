@@ -190,7 +190,9 @@ class Margin(Loss, name="margin"):
         missed = poses.new_zeros(())
         for part in range(batch.parts.shape[1]):
             drawn = network.decoder(poses, batch.part_labels[:, part].clamp(min=0))
-            each = reconstruction_loss(drawn, batch.parts[:, part : part + 1], scale=self.reconstruction, reduction="none")
+            each = reconstruction_loss(
+                drawn, batch.parts[:, part : part + 1], scale=self.reconstruction, reduction="none"
+            )
             missed = missed + (each * there[:, part]).mean()
         return logits, missed
 
@@ -244,7 +246,7 @@ class Feedback(Loss, name="feedback"):
 
     def __post_init__(self) -> None:
         require_number(self, "weight")
-        if isinstance(self.base, Feedback) or getattr(self.base, "reconstruction", 0):
+        if isinstance(self.base, Feedback) or getattr(self.base, "reconstruction", False):
             raise ValueError(f"base: got {self.base}, want a loss of logits alone")
 
     @property

@@ -63,4 +63,4 @@ class Accuracy:
             metric.update((logits > self.threshold).int(), there.int())
             return
         highest = logits.topk(min(2, self.classes), 1).indices
-        metric.update((there.sum(1) == there.gather(1, highest).sum(1)))
+        metric.update(there.sum(1) == there.gather(1, highest).sum(1))

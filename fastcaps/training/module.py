@@ -28,6 +28,9 @@ class CapsuleClassifier(pl.LightningModule):
         By which the images are normalised, ``[1, channels, 1, 1]``; so that a loss can see their pixels.
     """
 
+    mean: Tensor | None
+    std: Tensor | None
+
     def __init__(
         self,
         network: nn.Module,

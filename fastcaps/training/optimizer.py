@@ -21,7 +21,7 @@ class Optimizer(Choice):
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Make torch's optimiser."""
-        return self.torch_class(parameters, **asdict(self))  # type: ignore[call-overload, call-arg]
+        return self.torch_class(parameters, **asdict(self))  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _make_trainer(config: TrainConfig, out: Path, callbacks: list[pl.Callback]) 
             accelerator=config.accelerator,
             devices=int(config.devices) if config.devices.lstrip("-").isdigit() else config.devices,
             strategy=config.strategy,
-            precision=config.precision,  # type: ignore[arg-type]
+            precision=config.precision,
             max_epochs=config.epochs,
             logger=TensorBoardLogger(out, name="", version="tensorboard"),
             callbacks=callbacks,
