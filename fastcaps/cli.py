@@ -169,7 +169,8 @@ def _fresh(given: dict[str, Any], changes: dict[str, Any]) -> Any:
     missing = [f"--{name}" for name in ("network", "data") if name not in settings]
     if missing:
         raise _Fail(
-            f"missing {' and '.join(missing)}, or --recipe (fastcaps train --list and fastcaps recipes show what there is)"
+            f"missing {' and '.join(missing)}, or --recipe "
+            "(fastcaps train --list and fastcaps recipes show what there is)"
         )
     return read(TrainConfig, settings)
 
@@ -253,8 +254,8 @@ def _train(args: argparse.Namespace) -> int:
             several = training.train_seeds(config, resume=resume, overwrite=overwrite)
             if several.is_main:
                 console.print(
-                    f"test accuracy {100 * several.mean:.2f} ± {100 * several.spread:.2f} % (mean and standard deviation "
-                    f"of {config.runs} runs)",
+                    f"test accuracy {100 * several.mean:.2f} ± {100 * several.spread:.2f} % "
+                    f"(mean and standard deviation of {config.runs} runs)",
                     highlight=False,
                     soft_wrap=True,
                 )

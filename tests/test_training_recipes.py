@@ -129,8 +129,8 @@ accelerator: cpu
         ("lr: 1e-3", "lr: -1", "optimizer.lr: got -1.0, want a finite number above 0"),
         (
             "lr: 1e-3",
-            "rl: 1",
-            "optimizer.rl: no such field (did you mean lr?), want one of lr, betas, eps, weight_decay",
+            "weight_decy: 1",
+            "optimizer.weight_decy: no such field (did you mean weight_decay?), want one of lr, betas",
         ),
         ("name: adam", "name: adan", "optimizer.name: got 'adan', want one of adam, adamw, radam, rmsprop, sgd"),
         ("name: adam, ", "", "optimizer.name: got nothing, want one of adam"),

@@ -1,7 +1,8 @@
 """Training: recipes, losses, optimisers, schedules, and the trainer that runs them.
 
-One stem each: ``fields`` (settings as data), ``config`` (all of them), ``loss``, ``metric``, ``optimizer``, ``schedule``,
-``data``, ``module`` (Lightning's view of a network), ``callbacks``, ``run`` (one run), ``seeds`` (several), ``recipes``.
+One stem each: ``fields`` (settings as data), ``config`` (all of them), ``loss``, ``metric``, ``optimizer``,
+``schedule``, ``data``, ``module`` (Lightning's view of a network), ``callbacks``, ``run`` (one run), ``seeds``
+(several), ``recipes``.
 What needs Lightning is imported on first use, so that recipes can be read without it.
 """
 

@@ -1,4 +1,4 @@
-"""The data of a run as Lightning wants them: batches in an order that can be taken up again, on any number of devices."""
+"""The data of a run as Lightning wants them: in an order that can be taken up again, on any number of devices."""
 
 from __future__ import annotations
 
@@ -56,12 +56,8 @@ def read_data(data: Data) -> Splits:
         )
     own = data.pad is not None or data.resize is not None
     # what is padded or resized here is not augmented there
-    given: dict[str, Any] = {
-        "augment": False if own else data.augment,
-        "flip": None if own else data.flip,
-        "limit": data.limit,
-    }
-    splits = load(data.name, data.dir, **given, **data.options)
+    given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
+    splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
     return prepare(splits, data)
 
 

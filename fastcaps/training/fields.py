@@ -71,7 +71,8 @@ def require_count(owner: Any, names: str, least: int = 1) -> None:
 def read(kind: type[Kind], value: Any, path: str = "") -> Kind:
     """Read a mapping into a dataclass, or any value into what an annotation says.
 
-    A :class:`Choice` is a mapping with a ``name``, or its name alone. Numbers may be written as ``1e-5`` or ``150/350``.
+    A :class:`Choice` is a mapping with a ``name``, or its name alone. Numbers may be written as ``1e-5`` or
+    ``150/350``.
 
     Raises
     ------

@@ -173,7 +173,7 @@ class Margin(Loss, name="margin"):
         return self.of(logits, batch.target, done) + missed, logits
 
     def _of_parts(self, network: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits, and the loss of each part drawn by itself (Sabour et al. 2017, section 6): summed, meant over samples."""
+        """Logits, and the loss of each part drawn by itself (Sabour et al. 2017, section 6), summed up."""
         if batch.parts is None or batch.part_labels is None:
             raise ValueError(
                 "loss.reconstruction: images of several classes are drawn part by part, and these data do not have "
