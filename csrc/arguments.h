@@ -58,7 +58,7 @@ class Turns {
     shape.insert(shape.begin(), !first && count > 1 && x->dim() > 0 && x->size(0) == count - 1 ? count - 1 : count);
     check_tensor(*x, name, shape, type, children_);
   }
-  // The gradients of the parents that a turn started from, if they are wanted.
+  // The gradients of the parents that a turn started from: asked of one turn at a time.
   void check_single(bool wanted, const char* names) const {
     STD_TORCH_CHECK(!wanted || count == 1, "fastcaps: ", names, " is of one turn, got ", count);
   }

@@ -56,8 +56,6 @@ std::string capability() {
   return chosen;
 }
 
-std::vector<std::string> ops() { return split(fastcaps_ops()); }
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -71,5 +69,4 @@ PYBIND11_MODULE(_C, m) {
         "The level that the kernels run at on this machine: the highest that the processor has, or the one that the "
         "environment variable FASTCAPS_CPU_CAPABILITY forces.\n\nRaises ValueError if it forces an unknown or "
         "unsupported one.");
-  m.def("ops", &ops, "The ops that the native library registers with torch.");
 }

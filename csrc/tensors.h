@@ -123,8 +123,8 @@ inline Shape numbers_shape(const Votes& votes, int64_t turns = 0) {
   return shape;
 }
 
-// How far a table's numbers of neighbouring children and parents lie apart in dense memory, `each` of them together; 0
-// where they have the same.
+// Strides of a dense table between children (`i`) and between parents (`m`), whose entries are `each` numbers; 0 where
+// all share an entry.
 inline void table_strides(const Tensor& x, int64_t each, int64_t& i, int64_t& m) {
   m = x.size(1) > 1 ? each : 0;
   i = x.size(0) > 1 ? x.size(1) * each : 0;
@@ -159,7 +159,7 @@ struct VoteTensors {
   }
 
   // Everything is checked here; the Python layer says what is wrong in the user's own terms, this says it for direct
-  // calls of the ops. `weight` and `bias` are left to the backend, which may want them in another type.
+  // calls of the ops. The addresses of `weight` and `bias` are left to the backend, which may convert them first.
   Votes check() const {
     const bool is_set = children.dim() == 4;
     STD_TORCH_CHECK(is_set || children.dim() == 6,

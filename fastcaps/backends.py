@@ -6,7 +6,8 @@ This is a module of functions, not an object: ``fastcaps.backends.listing()`` re
 ``fastcaps.explain`` says what one call would do. The environment variable ``FASTCAPS_BACKEND``, read once at import,
 forces one for the whole process.
 
-A forced backend never falls back: a call that it cannot take raises :class:`BackendError`.
+A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first turn of inverted
+attention is torch's own product under every backend but the reference.)
 
 The choice is one global of the process, like the flags of :mod:`torch.backends`: set it before threads start.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -35,6 +36,7 @@ __all__ = [
     "Call",
     "backend",
     "choose",
+    "chosen",
     "forced",
     "listing",
     "native_capability",
@@ -270,7 +272,8 @@ def refusal(name: str, call: Call) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _chosen(name: str | None, call: Call) -> str:
+def chosen(name: str | None, call: Call, refusal: Callable[[str, Call], str | None] = refusal) -> str:
+    """Return the backend ``name``, or for None the first that does not refuse a call: the answer of :func:`choose`."""
     if name is not None:
         reason = refusal(name, call)
         if reason is not None:
@@ -293,7 +296,7 @@ def choose(call: Call) -> str:
     BackendError
         If a backend is forced and cannot take the call.
     """
-    return _chosen(_forced, call)
+    return chosen(_forced, call)
 
 
 def refuse_unless_reference(stem: str) -> None:
@@ -313,7 +316,7 @@ def refuse_unless_reference(stem: str) -> None:
 
 def takes_turns(call: Call, routing: Any, arguments: Sequence[Any]) -> bool:
     """Return whether the CUDA library runs all turns of a call in one."""
-    given = routing.given((*arguments, *(False for _ in routing.flags)))
+    given = routing.given(arguments)
     turns = routing.turns(given)
     if turns == 1:
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 __all__ = ["Capsules", "Gaussians", "Routed", "RoutedCapsules", "RoutedGaussians"]
 
@@ -47,3 +48,7 @@ class RoutedGaussians(NamedTuple):
     scores: Tensor
     variances: Tensor
     coefficients: Tensor
+
+
+for _result in (Routed, Capsules, RoutedCapsules, Gaussians, RoutedGaussians):  # an exported program can be saved then
+    _register_namedtuple(_result, serialized_type_name=f"{__name__}.{_result.__name__}")

@@ -306,7 +306,7 @@ class Votes(NamedTuple):
         window = Window(*pairs)  # type: ignore[arg-type]
         Votes.of(votes.children.movedim(3, 1), self.weight, self.bias, gate, window, self.parents)
 
-    def check_poses(self, name: str, poses: Tensor, window: Window | None) -> None:
+    def check_poses(self, name: str, poses: Tensor) -> None:
         """Raise unless parents' poses, given in public layout, fit."""
         check_tensor(name, poses, self.children, self.autocasts)
         batch, *grid, many, rows, columns = self.poses

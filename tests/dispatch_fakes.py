@@ -41,7 +41,7 @@ def asked(dtype: torch.dtype = torch.float32, pose: tuple[int, int, int] = POSE,
 
 
 def clear() -> None:
-    for cached in (backends._chosen, backends._device_problem):
+    for cached in (backends.chosen, backends._device_problem):
         cached.cache_clear()
 
 

@@ -306,8 +306,8 @@ def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
         votes = Votes(torch.empty(2, 1, 1, 5, 4, 4), None, torch.empty(1, 3, 4, 4), None, 3, SET_WINDOW)
     call = backends.Call("attention", GPU, torch.bfloat16, POSE, 3, False, backends.ALLOW_TF32)
     own = (None, None, None, 1.0, 0.0, 2)
-    assert backends.takes_turns(call, routing, (*votes, *own, 1)) and not heard
-    assert not backends.takes_turns(call, routing, (*votes, *own, 3))
+    assert backends.takes_turns(call, routing, (*votes, *own, 1, False, False)) and not heard
+    assert not backends.takes_turns(call, routing, (*votes, *own, 3, False, False))
     sizes = [2, 1, 1, 5, 4, 4, 1, 1, 3, 4, 0, *SET_WINDOW]
     assert heard == [("fastcaps_cuda_routing_refusal", "attention", sizes, [0, 2, 1, 0, 3, 2, 132, 232448])]
 

@@ -12,7 +12,7 @@ from functional_cases import CLOSE, GROUPS, WINDOWS, at, draw, expect, gradients
 from oracle_routings import dynamic, em, heinsen, squash, vector_normed
 from torch import Tensor
 
-from fastcaps import Window, functional, vectors
+from fastcaps import Window, backend, functional, vectors
 from fastcaps.reference.seen import make_votes, see
 from fastcaps.votes import SET_WINDOW, Votes, as_grid
 
@@ -323,3 +323,20 @@ def test_no_vote_outlives_a_call(name: str) -> None:
     assert max(kept) < 2 * 6 * 3 * 4  # B * I * M * C * E
     del found
     gc.collect()
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_results_may_be_written_to(name: str, turns: int) -> None:
+    children, weight, _, _ = (tensor.requires_grad_() for tensor in layer(None))
+    zeros = torch.zeros(weight.shape[1], dtype=weight.dtype)
+    with backend(name):
+        results = [
+            functional.dynamic_routing(children, weight, iterations=turns),
+            functional.dynamic_routing(children, weight, iterations=turns, compete="children"),
+            functional.routing_pool(children, weight=weight, iterations=turns),
+            functional.em_routing(children, None, weight, zeros, zeros, iterations=turns).poses * 1,
+            functional.inverted_attention_routing(children, weight, iterations=turns),
+        ]
+        for result in results:
+            result.mul_(2).sum().backward()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastcaps import ClassHead, PrimaryCapsules
+from fastcaps import ClassHead, PrimaryCapsules, RoutingPool2d, models
 from fastcaps.nn import CapsNet, CapsuleSpec
 from fastcaps.nn.capsnet import feature_shape
 
@@ -199,3 +199,9 @@ def test_network_errors_are_named():
         CapsNet.build(
             nn.Identity(), in_channels=1, image_size=2, capsules=4, dim=4, classes=5, primary={"kernel_size": 3}
         )
+
+
+def test_vmap_over_a_network_and_a_pooling_layer():
+    for net, images in ((models.create("digits").eval(), torch.randn(2, 3, 1, 8, 8)),
+                        (RoutingPool2d(4), torch.randn(2, 3, 8, 6, 5))):  # fmt: skip
+        torch.testing.assert_close(torch.vmap(net)(images), torch.stack([net(x) for x in images]))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastcaps import backend, backends, ops, reference
 from fastcaps.backends import BackendError
-from fastcaps.ops.squash_sum import refusal
+from fastcaps.ops.squash_sum import call_of, refusal
 
 SHAPES = [(2, 3, 4, 5, 7), (1, 1, 1, 1, 1), (3, 2, 5, 4, 4), (0, 2, 3, 4, 4), (2, 1, 17, 3, 11), (1, 5, 2, 1, 33)]
 SUMMANDS = ["x", "x a", "x y", "x a y", "x y b", "x a y b"]
@@ -104,7 +104,7 @@ def widest(name: str) -> torch.dtype:
 
 
 def needs_kernel(name: str) -> None:
-    problem = refusal(name, torch.device("cpu"), torch.float32)
+    problem = refusal(name, call_of(torch.empty(1)))
     if problem:
         pytest.skip(problem)
 
@@ -126,7 +126,7 @@ def expect_close(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, 
 def test_every_kernel_is_the_reference(name: str, shape: tuple[int, ...], summands: str, relu: bool) -> None:
     needs_kernel(name)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        if refusal(name, torch.device("cpu"), dtype):
+        if refusal(name, call_of(torch.empty(1, dtype=dtype))):
             continue
         given = draw(shape, summands, dtype)
         found, wanted = run_both(given, relu, name, torch.randn(given["x"].shape, dtype=dtype))
@@ -304,7 +304,7 @@ def test_a_forced_backend_never_falls_back() -> None:
     x = torch.randn(1, 4, 2, 2)
     with backend("cuda"), pytest.raises(BackendError, match=r"cuda.*no kernel of squash_sum"):
         ops.squash_sum(x, types=2)
-    if not refusal("cpu", x.device, x.dtype):
+    if not refusal("cpu", call_of(x)):
         with backend("cpu"), pytest.raises(BackendError, match="float16"):
             ops.squash_sum(x.half(), types=2)
     assert backends.forced() is None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from features import BY_NAME, ROUTINGS, WINDOWS, Leaves, Routing, close, number
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, maybe_enable_compiled_autograd
 from torch.export import Dim
 
 import fastcaps
@@ -222,6 +222,16 @@ def test_large_own_weights_in_one_graph(name: str) -> None:
     with torch.no_grad():
         found = compiled(layer)(children)
         torch.testing.assert_close(found, layer(children), rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_autograd_sees_an_eager_graph() -> None:
+    children, weight = torch.randn(2, 5, 2, 3, requires_grad=True), torch.randn(5, 3, 3, 2, requires_grad=True)
+    found = []
+    for compiled in (False, True):
+        with maybe_enable_compiled_autograd(compiled, fullgraph=False, dynamic=False):
+            loss = fastcaps.functional.dynamic_routing(children, weight).square().sum()
+            found.append(torch.autograd.grad(loss, (children, weight)))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_each_window_makes_its_own_graph_and_no_more() -> None:

@@ -181,3 +181,17 @@ def test_an_odd_vote_changes_no_bit_of_other_samples(number: float) -> None:
         (gradient,) = torch.autograd.grad(routed.square().sum(), given)
         found.append((routed[1:], gradient[1:]))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("compete", ["parents", "children"])
+def test_a_length_beyond_the_dtype_leaves_gradients_finite(compete: str, name: str) -> None:
+    """S is finite where its length is not: squashed, it is a unit vector, whose gradient is nothing."""
+    children = torch.ones(2, 1, 2, 2)
+    children[1] = 3e38
+    weight = torch.eye(2)[None, None].clone().requires_grad_()
+    with backend(name):
+        parents = dynamic_routing(children, weight, iterations=1, compete=compete)
+        alone = dynamic_routing(children[:1], weight, iterations=1, compete=compete)
+        found, wanted = (torch.autograd.grad(p.sum(), weight)[0] for p in (parents, alone))
+    torch.testing.assert_close(found, wanted)

@@ -77,7 +77,7 @@ struct CpuCall {
     return data_of(*kept);
   }
 
-  // The same, and what is read in place, of a tensor that a call may lack.
+  // `dense`, and a tensor read in place, of what a call may lack: null then.
   const void* table(const MaybeTensor& x, MaybeTensor& kept) const { return x ? dense(*x, kept) : nullptr; }
   View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
 
@@ -90,17 +90,17 @@ struct CpuCall {
     if (clear && bytes <= 1 << 16) std::memset(data, 0, bytes);
     return out;
   }
-  // The same, if it is wanted.
+  // `result`, if it is wanted.
   MaybeTensor maybe(bool wanted, const Shape& shape, void*& data, bool clear = false) const {
     return wanted ? MaybeTensor(result(shape, data, clear)) : MaybeTensor();
   }
-  // The same in the storage type.
+  // `result` in the storage type.
   Tensor stored_result(const Shape& shape, void*& data) const {
     Tensor out = new_tensor(children, shape, storage);
     data = data_of(out);
     return out;
   }
-  // `count` parts of such a result, none of them where there is nothing to do.
+  // `count` parts of a result, none of them where there is nothing to do.
   Partial partial(bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
     Parts parts;
     MaybeTensor first = maybe(wanted, shape, parts.first, clear || count == 0);
@@ -118,7 +118,7 @@ struct CpuCall {
     data = aligned(data);
     return out;
   }
-  // As an op returns it: empty where it is not wanted.
+  // A gradient as an op returns it: empty where it is not wanted.
   Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute); }
   // The same in the storage type.
   Tensor stored(const MaybeTensor& x) const {

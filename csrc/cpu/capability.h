@@ -17,9 +17,8 @@ extern "C" {
    built or more than this processor can do. */
 FASTCAPS_EXPORT const char* fastcaps_capability(void);
 
-/* Comma-separated: the levels in this build, lowest first; the names of the ops it registers. */
+/* The levels in this build, lowest first, commas between. */
 FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
-FASTCAPS_EXPORT const char* fastcaps_ops(void);
 
 /* One line for people: how a call of a routing ("attention", "pooling", "gaussian") would be cut up, and by which
    kernel. `sizes`: B H W N C D Ho Wo M E G and the window's 8. `facts`, as for the CUDA library: backward or not, the

@@ -89,8 +89,8 @@ void schedule_block_of_sharing_lanes(const Votes& in, const Task& task, Schedule
       std::clamp<int64_t>(schedule.keep_votes ? kVoteBytesMost / votes : kVoteBytes / (vec * in.M), least, 8);
 }
 
-// Where all children of a row fit, they are met once for all turns. Votes that are the children themselves, or that
-// nobody makes, are kept by nobody else.
+// Where all children of a row fit, they are met once for all turns. Where votes are the children themselves (identity)
+// or are never made (folded), none are kept; blocks may be longer instead.
 void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
   if (task.identity || task.folded) {
     schedule.keep_votes = false;

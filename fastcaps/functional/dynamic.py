@@ -137,7 +137,8 @@ def _turn_by_turn(
 ) -> tuple[Tensor, Tensor]:
     """Return parents and coefficients of a routing whose turns are ops of their own.
 
-    A prior becomes one number more in every vote, which the query multiplies by 1: no pair is stored.
+    A prior becomes one number more in every vote, which the query multiplies by 1. That takes a table
+    ``[I or 1, M, C, E + 1]`` and a copy of the weights at every call; neither grows with the batch.
     """
     columns = votes.pose[2]
     query: Tensor | None = None

@@ -43,7 +43,7 @@ def schedule(inverse_temperature: InverseTemperature | None, iterations: int) ->
     [0.0, 0.5, 1.0]
     """
     given: Any = default_inverse_temperature if inverse_temperature is None else inverse_temperature
-    if hasattr(given, "tolist"):  # an array's or a tensor's numbers
+    if hasattr(given, "tolist") and not isinstance(given, Tensor):  # an array; a tensor might want a gradient
         given = given.tolist()
     if callable(given):
         values = [given(turn) for turn in range(iterations)]

@@ -117,7 +117,7 @@ def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:
     many = parents.shape[1] if weight is None and isinstance(parents, Tensor) and parents.dim() >= 4 else None
     votes = Votes.of(children, weight, bias, gate, window, many)
     if parents is not None:
-        votes.check_poses("parents", parents, window)
+        votes.check_poses("parents", parents)
     for name, affine in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if affine is not None:
             if not normalize:

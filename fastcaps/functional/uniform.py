@@ -51,7 +51,8 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
     into the batch, N * D input and M * E output channels. Where the children of a position share matrices (G divides
     N), they are summed first and one matmul is left.
 
-    ``norm`` says whether LayerNorm follows. Workspace: the children once, S twice.
+    ``norm`` says whether LayerNorm follows. Workspace: children and weights once each (with a gate the children twice),
+    S twice.
 
     Returns
     -------

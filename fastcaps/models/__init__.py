@@ -3,7 +3,18 @@
 A file a paper: each has its networks as data, in ``NETWORKS``, and says what is our reading. All of them, with their
 numbers of parameters, are in docs/networks.md.
 
-====================================== ==================================================="""
+====================================== ==========================================================
+names                                  source
+====================================== ==========================================================
+``tsai-``, ``resnet18-``               Tsai et al. (2020), Table 1 and Figure 5
+``sabour-``                            Sabour et al. (2017)
+``hinton-norb``                        Hinton et al. (2018)
+``heinsen-``                           Heinsen (2019), Figures 3 and 5
+``zhao-``                              Zhao and Huang (2019), Tables 1, 2 and 4
+``li-``                                Li et al. (2018): CapNet, EncapNet and what it is compared with
+``mnist``, ``digits``                  ours, for two CPU cores
+====================================== ==========================================================
+"""
 
 from __future__ import annotations
 
@@ -89,14 +100,15 @@ def create(name: str, **overrides: Any) -> nn.Module:
     name : str
         One of :func:`names`.
     **overrides
-        Any field of its configuration: in_channels, image_size, classes, iterations, routing... Of a capsule network,
-        any argument of its routing layers too: layer_norm, dropout, compete, prior, start...
+        Any field of its configuration: in_channels, image_size, classes, iterations, routing... Of a
+        :class:`NetworkConfig` also what all its routing layers know and the network does not fix: layer_norm, dropout,
+        compete, prior, start...
 
     Returns
     -------
     Module
-        A :class:`~fastcaps.nn.CapsNet`, where the network has capsules and reads images. It gives logits
-        ``[B, classes]``.
+        A :class:`~fastcaps.nn.CapsNet` from a :class:`NetworkConfig`, else what its configuration builds. It gives
+        logits ``[B, classes]``.
 
     Raises
     ------

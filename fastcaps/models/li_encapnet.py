@@ -10,8 +10,8 @@ published a count.
 
 ``li-encapnet-v2`` and ``-v3`` are **our reading**. The paper says that they have 101 layers, that some of the shallow
 ones have no aide, and that v3 reads larger images (224, not 128). Here modules have as many layers as ResNet-101's
-stages; the first two have no aides, as in the authors' code; a first convolution of stride 4 does for 128 pixels what
-32 are to v1.
+stages; the first two have no aides, as in the authors' code; a first convolution of stride 4 brings 128 pixels down to
+v1's 32.
 
 The six layers of Table 1: ``li-encapnet-six-master`` (e) and ``li-encapnet-six`` (f), ``li-cnn-same`` (c) and
 ``li-cnn-large`` (d, widened until it is about six times as large, as the table's two are), ``li-resnet18`` for Table 2.
@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, check_choice, check_count, shape_text
+from fastcaps.models.layers import Blocks, Conv
+from fastcaps.models.networks import image_size
 from fastcaps.nn.cap_conv import CapConv2d, CapFC
 from fastcaps.nn.feedback import FeedbackAgreement
 from fastcaps.nn.head import ClassHead
@@ -34,14 +36,9 @@ from fastcaps.nn.poses import require_tensor
 
 __all__ = ["NETWORKS", "EncapModule", "EncapNet", "EncapNetConfig", "PlainNetConfig"]
 
+CHAIN = "conv norm relu"
 FEEDBACK = ("none", "one", "two")
 SKIPS = ("none", "I", "II", "both")
-
-
-def conv_norm_relu(in_channels: int, channels: int, kernel: int, stride: int) -> nn.Sequential:
-    """A convolution, BatchNorm and ReLU."""
-    conv = nn.Conv2d(in_channels, channels, kernel, stride=stride, padding=kernel // 2)
-    return nn.Sequential(conv, nn.BatchNorm2d(channels), nn.ReLU())
 
 
 class EncapModule(nn.Module):
@@ -186,13 +183,6 @@ class EncapNet(nn.Module):
         return (logits, feedback) if return_feedback else logits
 
 
-def size_of(image_size: Any) -> tuple[int, int]:
-    """Height and width, of one number or two."""
-    both = (image_size, image_size) if isinstance(image_size, (int, SupportsIndex)) else image_size
-    height, width = both
-    return check_count("image_size", height), check_count("image_size", width)
-
-
 def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
     """The map's size after layers of these strides."""
     for stride in strides:
@@ -273,7 +263,7 @@ class EncapNetConfig(Feedback):
 
     def build(self) -> EncapNet:
         """Make the network, freshly drawn."""
-        size, types, channels = size_of(self.image_size), check_count("types", self.types), self.in_channels
+        size, types, channels = image_size(self.image_size), check_count("types", self.types), self.in_channels
         for name in ("layers", "strides"):
             if len(getattr(self, name)) != len(self.dims):
                 raise ValueError(f"{name} must have {len(self.dims)} numbers as dims, got {getattr(self, name)}")
@@ -284,7 +274,7 @@ class EncapNetConfig(Feedback):
         stem = nn.Sequential()
         channels = check_count("in_channels", channels)
         for dim, kernel, stride in self.stem:
-            stem.append(conv_norm_relu(channels, types * dim, kernel, stride))
+            stem.extend(Conv(types * dim, kernel, stride, kernel // 2, order=CHAIN).modules((channels,), None))
             channels = types * dim
         modules: list[nn.Module] = []
         units = []
@@ -322,17 +312,14 @@ class PlainNetConfig(Feedback):
 
     def build(self) -> EncapNet:
         """Make the network, freshly drawn."""
-        from fastcaps.models import BasicBlock  # which imports this file
-
-        size, channels = size_of(self.image_size), check_count("in_channels", self.in_channels)
+        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
         stem = nn.Sequential()
         for width, stride in self.stem:
-            stem.append(conv_norm_relu(channels, width, 3, stride))
+            stem.extend(Conv(width, 3, stride, padding=1, order=CHAIN).modules((channels,), None))
             channels = width
         modules, units = [], []
         for width, blocks, stride in self.stages:
-            chain = [BasicBlock(channels, width, stride), *(BasicBlock(width, width) for _ in range(blocks - 1))]
-            modules.append(Stage(chain))
+            modules.append(Stage(Blocks(width, blocks, stride).modules((channels,), None)))
             units.append(self.units(channels, width, stride, blocks > 1, None))
             channels = width
         head = nn.Sequential(

@@ -56,9 +56,9 @@ class NetworkConfig:
     in_channels : int
         Channels of an image.
     layer : type of RoutingLayer
-        Whose routing it is.
+        The class of the routing layers.
     iterations : int, optional
-        Turns of every layer; 2 if None, and with "equilibrium" the most that a layer may need, 32.
+        Turns of every layer: 2 if None; with "equilibrium" the most that a layer makes, 32.
     routing : "concurrent", "sequential" or "equilibrium"
         Of inverted attention alone: the paper's, its ablation B, or as many turns as it takes
         (:class:`fastcaps.nn.EquilibriumRouting`).
@@ -170,7 +170,7 @@ HEADS: dict[type[RoutingLayer[Any, Any]], str] = {
     EMRouting: "activations",
     HeinsenRouting: "activations",
 }
-"""What is read of the class capsules of a routing that has the answer in them."""
+"""How classes are read off, of routings that need no linear head."""
 
 
 @dataclass(frozen=True)

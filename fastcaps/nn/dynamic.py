@@ -22,8 +22,8 @@ class DynamicRouting(RoutingLayer[Tensor, Routed]):
         p_j^t = \operatorname{squash}\Bigl(\sum_i r_{ij} v_{ij}\Bigr)
 
     The softmax runs over the **parents** j, unless ``compete="children"``. The length of a parent's pose, below 1, says
-    how certain its being there is (:func:`fastcaps.losses.length`); children, too, are best squashed. No vote is ever
-    stored: the log-priors are linear in the votes, so the sum of a parent's poses so far stands for all of them.
+    how certain its being there is (:func:`fastcaps.losses.length`); children, too, are best squashed. The kernels store
+    no vote: the log-priors are linear in the votes, so the sum of a parent's poses so far stands for all of them.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ break_symmetry, iterations, device, dtype
         :meth:`reset_parameters`, so that a network gives the same result twice.
     eps : float
         Under the root of squash's length: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 + eps)``, as many published codes have
-        it. With a prior or an eps every turn is a call of its own.
+        it. With a prior or an eps every turn is an op of its own.
     std : float, optional
         Of the weights at the start; ``sqrt(M / (D * I))`` by default, I the children that one position sees (child
         types, for "all").

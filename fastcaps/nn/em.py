@@ -36,7 +36,7 @@ class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
               \bigr)\Bigr)
 
     The parents j compete for each child. All is computed from logarithms: neither activations of 0 nor tiny variances
-    make a NaN. No vote is ever stored.
+    make a NaN. The kernels store no vote.
 
     Parameters
     ----------

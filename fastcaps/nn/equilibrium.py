@@ -11,17 +11,15 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from fastcaps import ops
-from fastcaps.checks import check_count, check_finite, is_tracing
+from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting, route
 from fastcaps.nn.layer import Call, LayerOptions
+from fastcaps.ops.query import QUERY, QUERY_AT
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op, to_op
 
 __all__ = ["EquilibriumRouting"]
-
-DQUERY = 4
-"""Which result of the attention op's backward is the gradient of the query, and which bit of ``needs`` asks for it."""
 
 
 class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
@@ -34,7 +32,7 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
 
     The paper's outlook (Tsai et al., 2020, section 8), by the method of deep equilibrium models (Bai et al., 2019): the
     gradient of infinitely many turns is that of a fixed point, which solves the second equation. Turn by turn, both
-    equations are solved without a graph, so that memory does not depend on their number. No vote is ever stored.
+    equations are solved without a graph, so that memory does not depend on their number. The kernels store no vote.
 
     In a stack of layers concurrent routing has the same fixed point as sequential routing: a layer's depends on those
     below it alone. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
@@ -51,7 +49,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         As :class:`InvertedAttentionRouting` has them; there is no dropout, and no ``start`` is learned: a fixed point
         has no gradient for it.
     iterations : int
-        The most turns forward, and the most terms backward.
+        The most turns forward (from zero at least two), and the most terms backward.
     tolerance : float
         Both end when no number moves by more than this share of the largest; at least the rounding of the dtype.
 
@@ -113,7 +111,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             As :class:`InvertedAttentionRouting`.
         """
         limit = self.iterations if iterations is None else check_count("iterations", iterations)
-        call = self.told_apart(self.prepare(children, activations, out_capsules, bias))
+        call = self.with_parent_count(self.prepare(children, activations, out_capsules, bias))
         with torch.no_grad():
             parents = self._solve(call, limit)
         votes = Votes.unchecked(call.children, call.weight, call.bias, call.numbers, call.window, call.parents)
@@ -135,14 +133,15 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
     def _solve(self, call: Call, limit: int) -> Tensor:
         """Return the parents' flat poses after as many turns as they need, one fewer than ``limit`` at most."""
         options: dict[str, Any] = {"scale": self.scale, "norm": self.norm}
-        parents = self.first_parents(call)
-        if parents is None or limit == 1:
-            parents, _ = route(call, parents, self.pose_shape, **options)
+        parents, left = self.first_parents(call), limit - 1
+        if parents is None:  # from zero: a turn that needs no query
+            parents, _ = route(call, None, self.pose_shape, **options)
+            left -= 1
         if _without_numbers(parents):
-            if limit > 2:
-                parents, _ = route(call, parents, self.pose_shape, iterations=limit - 2, **options)
+            if left > 0:
+                parents, _ = route(call, parents, self.pose_shape, iterations=left, **options)
             return parents
-        for _ in range(limit - 2):
+        for _ in range(left):
             before = parents
             parents, _ = route(call, before, self.pose_shape, **options)
             if _stands_still(before, parents, self.tolerance):
@@ -179,21 +178,28 @@ class _Implicit(torch.autograd.Function):
         return routed.view_as(routed)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not is_tracing():
+            raise RuntimeError("EquilibriumRouting has no second derivatives: let create_graph be False")
+        return _Implicit.solve(ctx, *grads)
+
+    @staticmethod
+    @once_differentiable
+    def solve(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return u, turn by turn."""
         parents, window, scale, eps, tolerance, limit = ctx.settings
         (grad,) = grads
         dtype = grad.dtype  # autocast's, where that was on
-        cast = [None if t is None else t.to(dtype) for t in ctx.saved_tensors[:-1]]
-        *tensors, query, norm_weight = cast
+        *saved, sums = ctx.saved_tensors  # once: a checkpoint hands them out once
+        *tensors, query, norm_weight = (None if t is None else t.to(dtype) for t in saved)
         assert query is not None
-        own = (*tensors, parents, window, query.unsqueeze(0), norm_weight, ctx.saved_tensors[-1], scale, eps)
+        own = (*tensors, parents, window, query.unsqueeze(0), norm_weight, sums, scale, eps)
         blind = _without_numbers(grad)
         found = grad
         for _ in range(limit - 1):
             before = found
-            heads = before.contiguous().unsqueeze(0)
-            found = grad + ops.attention_routing.backward_op(heads, *own, 1 << DQUERY)[DQUERY]
+            heads = before.to(accumulation_dtype(dtype)).contiguous().unsqueeze(0)
+            found = grad + ops.attention_routing.backward_op(heads, *own, QUERY)[QUERY_AT]
             if not blind and _stands_still(before, found, tolerance):
                 break
-        return (found, *(None for _ in range(13)))
+        return (found, *(None for _ in ctx.needs_input_grad[1:]))

@@ -28,9 +28,9 @@ class FeedbackAgreement(nn.Module):
 
     Of maps of 4 x 4 or less the critic leaves a single number. Two such, neither below 0, have no angle between them:
     with the cosine cost the unit is idle there; with ``cost="l2"`` it is not. Inductor takes minutes for a unit's
-    turns: compile the network without them, or by ``backend="aot_eager"``.
+    Sinkhorn turns: compile the network without them, or by ``backend="aot_eager"``.
 
-    It is added to a network's loss, times 10 in the paper (:func:`fastcaps.losses.feedback_loss`), and there while
+    It is added to a network's loss, times 10 in the paper (:func:`fastcaps.losses.feedback_loss`). It is computed in
     training only: in evaluation mode the unit returns 0 and computes nothing.
 
     Parameters

@@ -25,7 +25,7 @@ class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
         \sigma_j^2 = \frac{\sum_i D_{ij} (v_{ij} - \mu_j)^2}{\sum_i D_{ij} + \epsilon} + \epsilon
 
     The parents j compete for each child; :math:`p_j` is a Gaussian with mean :math:`\mu_j` and diagonal variance
-    :math:`\sigma_j^2`, or for k-means :math:`\exp(-\lVert v - \mu_j \rVert^2)`. No vote is ever stored.
+    :math:`\sigma_j^2`, or for k-means :math:`\exp(-\lVert v - \mu_j \rVert^2)`. The kernels store no vote.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
 
     The softmax runs over the **parents** j: they compete for each child. ``layer(children)`` is the first iteration,
     where the parents are zero and so every child spreads evenly, r = 1/M; ``layer(children, parents)`` is a further
-    one. No vote is ever stored.
+    one. The kernels store no vote.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ break_symmetry, iterations, device, dtype
             self._check_parents(parents)
         call: Call = self.prepare(children, activations, out_capsules, bias, parents)
         if parents is None:
-            call = self.told_apart(call)
+            call = self.with_parent_count(call)
             parents = self.first_parents(call)
         elif self.whole_grid:
             parents = parents[:, :, None, None]
@@ -211,7 +211,7 @@ break_symmetry, iterations, device, dtype
         )
         return self.finished(poses, coefficients)
 
-    def told_apart(self, call: Call) -> Call:
+    def with_parent_count(self, call: Call) -> Call:
         """Return a call without parents that says how many there are, where it has no weight that does."""
         if call.weight is not None:
             return call

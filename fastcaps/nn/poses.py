@@ -95,6 +95,11 @@ def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
     return normal.permute(0, 3, 1, 2, 4) if grid else normal
 
 
+def channels_last(features: Tensor) -> Tensor:
+    """Return features ``[B, C, H, W]`` with the numbers of each position together in memory; a ``vmap`` can do this."""
+    return features.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
 def flatten_grid(children: Tensor) -> Tensor:
     """Turn a grid ``[B, N, H, W, d]`` into the set ``[B, N*H*W, d]`` that a set layer reads: n slowest, then h, then
     w."""

@@ -15,7 +15,7 @@ from fastcaps import functional
 from fastcaps.checks import check_count, check_finite, shape_text
 from fastcaps.functional.pooling import activation_function
 from fastcaps.nn.layer import LayerOptions, RoutingLayer
-from fastcaps.nn.poses import arguments_repr, require_tensor
+from fastcaps.nn.poses import arguments_repr, channels_last, require_tensor
 from fastcaps.results import Routed
 from fastcaps.votes import Window
 
@@ -34,7 +34,7 @@ class RoutingPool(RoutingLayer[Tensor, Routed]):
               \Bigr\rangle\Bigr), \quad
         s_j^t = \sum_i r_{ij} v_{ij}
 
-    The **children** i compete for each parent, which is a weighted mean of their votes. No vote is ever stored.
+    The **children** i compete for each parent, which is a weighted mean of their votes. The kernels store no vote.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ class RoutingPool2d(nn.Module):
         if averages and not return_coefficients:
             return self._finish(self._average(features, groups))
         # Every turn reads all capsules: several times as fast with the numbers of each together as across a map.
-        stored = features.contiguous(memory_format=torch.channels_last)
+        stored = channels_last(features)
         capsules = stored.unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
         if self.parents is None:
             poses, shares = self._group_by_group(capsules, options)

@@ -9,7 +9,7 @@ through :class:`~fastcaps.ops.routing.Routing`; the raw ops are ``torch.ops.fast
 Workspace
 ---------
 With "parents" short for the B * L * M * C * E numbers of one parents tensor, results hold the parents and the history:
-one parents a turn for attention and pooling (and a number for each parent), two for Gaussians (and two numbers).
+one parents a turn for attention, the same and a number for each parent for pooling, two of each for Gaussians.
 Coefficients, if asked for, are B * L * I * M numbers; some 16 MB (attention), or one sample's votes, are used to make
 them. Besides, the CPU kernels use
 

@@ -18,8 +18,10 @@ from fastcaps.votes import Votes
 
 __all__ = ["QueryRouting", "check_like"]
 
-GATE, QUERY = 1 << 3, 1 << 4
-"""Bits of gradients, in the order of the op's tensors."""
+QUERY_AT = 4
+"""The place of the query's gradient, in the order of the op's tensors."""
+GATE, QUERY = 1 << 3, 1 << QUERY_AT
+"""Bits of gradients."""
 
 
 class QueryRouting(Routing):
@@ -29,7 +31,7 @@ class QueryRouting(Routing):
     finals = 1
     grads = "Tensor grad"
     constant = QUERY
-    """The bits of what has no gradient where coefficients are detached."""
+    """The bits of the gradients that do not exist where coefficients are detached."""
 
     def turns(self, given: Any) -> int:
         return given.iterations
@@ -92,7 +94,7 @@ class QueryRouting(Routing):
             bits = QUERY if turn > -turns else reverse.needs & QUERY
             found = ask(turn, bits)
             if bits:
-                dquery = found[4]
+                dquery = found[QUERY_AT]
                 carried = carried + dquery if carried is not None and self.adds(given) else dquery
             if turn > -turns:
                 assert carried is not None
@@ -100,7 +102,7 @@ class QueryRouting(Routing):
         if reverse.together:
             ask(None, 0)
         if reverse.needs & QUERY:
-            reverse.gradients[4] = carried
+            reverse.gradients[QUERY_AT] = carried
 
 
 class Steps:
@@ -115,7 +117,7 @@ class Steps:
     sums
         S, ``[turns, ..., C, E]``.
     squashes
-        Which of the two.
+        Whether it is ``squash(S)``; else ``S / |S|``.
     """
 
     def __init__(self, sums: Tensor, squashes: bool) -> None:
@@ -126,11 +128,11 @@ class Steps:
         size, self.vectors = ratio * largest, shrunk / ratio.clamp(min=tiny)
         self.directions = self.vectors.unbind()
         self.bends: Sequence[Tensor | float] = [-1.0] * len(sums)
+        inverse = size.reciprocal()
         # 1 / f: where that is infinite, nothing is left
-        divisor = size + size.reciprocal() if squashes else size.masked_fill(size == 0, torch.inf)
-        self.divisors = divisor.unbind()
+        self.divisors = (size + inverse if squashes else size.masked_fill(size == 0, torch.inf)).unbind()
         if squashes:
-            length = size / divisor  # n^2 / (1 + n^2)
+            length = (1 + inverse.square()).reciprocal()  # n^2 / (1 + n^2), for an infinite n too
             self.bends = (1 - 2 * length).unbind()
             self.vectors = self.vectors * length
 

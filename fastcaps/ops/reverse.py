@@ -44,7 +44,7 @@ class Reverse:
     Attributes
     ----------
     summed
-        Those among them that are summed over turns: the routing leaves out what it makes otherwise.
+        Those that are summed over turns; a routing clears the bits of those it makes itself, such as the query's.
     gradients
         What was found, in the order of the op's tensors.
     """

@@ -65,6 +65,8 @@ def _is_transformed() -> bool:
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
     """An eager call with a graph. It does what the op's registered autograd does, in a sixth of the time."""
 
+    _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
+
     @staticmethod
     def forward(ctx: Any, routing: Routing, arguments: Sequence[Any], *tensors: Tensor | None) -> Any:
         results = routing.compute(arguments)
@@ -89,7 +91,8 @@ class Routing(ABC):
     state
         The names of the tensors among it that belong to parents: what the first turn starts from.
     flags
-        The names of boolean arguments at the end, which backends never see: ``detach``, ``coefficients``.
+        The names of boolean arguments at the end, which no kernel's forward takes: ``detach`` reaches the reference,
+        and a backward as a bit of ``needs``; coefficients are made above the backends.
     results, finals
         The schema of the results (without coefficients), and how many of them have gradients: the others are history,
         with a leading dimension of turns.
@@ -241,13 +244,14 @@ class Routing(ABC):
             return (*results, self._coefficients(arguments, results))
         call = backends.Call.of(self.stem, arguments)
         chosen = backends.choose(call)
-        if chosen == "cuda" and backends.takes_turns(call, self, taken):
+        if chosen == "cuda" and backends.takes_turns(call, self, arguments):
             results = self.native[chosen](*taken, call.options)
         elif chosen in _NATIVE:
             results = self.chain(self._kernel(chosen, call, arguments), arguments)
         else:
             placed = self._on_grid(arguments)
-            results = self._from_grid(self.chain(self._kernel(chosen, call, placed), placed), arguments)
+            found = self.chain(self._kernel(chosen, call, placed), placed)
+            results = [x.contiguous().detach() for x in self._from_grid(found, arguments)]  # no views: users may write
         return (*results, self._coefficients(arguments, results))
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -322,8 +326,10 @@ class Routing(ABC):
         """Run all turns one after another, each a routing of one turn by ``run``; return the op's results."""
         votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
         state = self.first(given)
-        every = []
-        for turn in range(self.turns(given)):
+        every, turns = [], self.turns(given)
+        if turns < 1:
+            raise ValueError(f"there must be a turn at least, got {turns}")
+        for turn in range(turns):
             results = run(votes, *self.start(given, turn, state))
             every.append(results)
             state = self.advance(given, state, results)

@@ -3,13 +3,13 @@
 The op is no routing: it has no votes, and nothing grows with children times parents. What it shares with the routings
 is the border: the op and its backward are defined once, a backend runs each call, and the reference is one of them.
 
-Workspace: none. A call keeps its arguments for the backward, which computes lengths and squashes anew.
+Workspace: none for contiguous arguments of one dtype; others are copied first. A call keeps its arguments for the
+backward, which computes lengths and squashes anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -122,33 +122,23 @@ def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
 # ---- below the border ------------------------------------------------------------------------------------------------
 
 
-def refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def refusal(name: str, call: backends.Call) -> str | None:
     """Return why a backend cannot take a call, or None if it can."""
     if name == "cuda":
         return "it has no kernel of squash_sum"
-    if name == "cpu" and not _native_has_it():
+    if name == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cpu::squash_sum", "CPU"):
         return "the library was built without squash_sum; build it again"
-    return backends.refusal(name, backends.Call("squash_sum", device, dtype, (1, 1, 1), 1, False, 0))
+    return backends.refusal(name, call)
 
 
-def _native_has_it() -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cpu::squash_sum", "CPU")
-
-
-@lru_cache(maxsize=256)
-def _chosen(forced: str | None, device: torch.device, dtype: torch.dtype) -> str:
-    if forced is not None:
-        reason = refusal(forced, device, dtype)
-        if reason is not None:
-            raise backends.BackendError(f"backend {forced!r} is forced and cannot take this call: {reason}")
-        return forced
-    order = [name for name in backends.NAMES if not (name == "triton" and device.type == "cpu")]
-    return next((name for name in order if refusal(name, device, dtype) is None), "reference")
+def call_of(x: Tensor) -> backends.Call:
+    """Return a call on ``x`` as :mod:`fastcaps.backends` asks about calls."""
+    return backends.Call("squash_sum", x.device, x.dtype, (1, 1, 1), 1, False, 0)
 
 
 def choose(x: Tensor) -> str:
     """Return the name of the backend that runs a call on ``x``."""
-    return _chosen(backends.forced(), x.device, x.dtype)
+    return backends.chosen(backends.forced(), call_of(x), refusal)
 
 
 def _run(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
