@@ -137,7 +137,7 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     children, _, gate = calls[-1]  # [B, I, d], types slowest
     poses = children.unflatten(-1, layer.pose_shape[:2])
     made_of = Votes.of(poses, layer.weight, layer.bias, None, None)
-    votes = make_votes(see(made_of))[:, 0, 0].flatten(-2)
+    votes = make_votes(see(made_of.on_grid()))[:, 0, 0].flatten(-2)
     shares = trace.coefficients[-1]  # [B, I, M]
     if gate is not None:
         shares = shares * gate[..., None]
