@@ -20,7 +20,12 @@ _EXTRAS = {
 # option, the setting that it is, its type, help
 _FLAGS = (
     ("network", "network.name", str, "network to train (see --list)"),
-    ("data", "data.name", str, "data set (see --list; digits ship with scikit-learn)"),
+    (
+        "data",
+        "data.name",
+        str,
+        "mnist, cifar10, smallnorb, … (see --list; digits ship with scikit-learn)",
+    ),
     ("data-dir", "data.dir", str, "folder that holds the data set's files, or a folder of them; nothing is downloaded"),
     ("epochs", "epochs", int, "passes over the training images"),
     ("batch-size", "batch_size", int, "images a step, on all devices together"),
@@ -36,7 +41,7 @@ _FLAGS = (
     ("accelerator", "accelerator", str, "auto, cpu, gpu, … as Lightning has them"),
     ("devices", "devices", str, "how many devices, or which (0,1)"),
     ("strategy", "strategy", str, "auto, ddp, fsdp, … as Lightning has them"),
-    ("augment", "data.augment", bool, "pad and crop training images at random (CIFAR is, the others are not)"),
+    ("augment", "data.augment", bool, "pad and crop training images at random (CIFAR and smallNORB are)"),
     ("flip", "data.flip", bool, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)"),
     ("limit", "data.limit", int, "use only the first training images, for a quick try"),
     (

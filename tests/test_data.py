@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def test_idx_round_trip(tmp_path: Path, shape: tuple[int, ...], packed: bool) ->
         (idx_bytes(np.zeros((3, 28, 27), np.uint8)), "holds 3 x 28 x 27, want any x 28 x 28"),
         (idx_bytes(np.zeros(3, np.uint8)), "holds 3, want any x 28 x 28"),
         (gzip.compress(idx_bytes(np.zeros((3, 28, 28), np.uint8)))[:-9], "gzip that end early or are damaged"),
+        (gzip.compress(idx_bytes(np.zeros((3, 28, 28), np.uint8))[:-1]), "truncated; .* = 2,352 bytes, found 2,351"),
+        (gzip.compress(b"")[:10] + b"\xff" * 40, "gzip that end early or are damaged .*invalid block type"),
         (b"\x1f\x8b\x08garbage garbage garbage", "gzip that end early or are damaged"),
     ],
 )
@@ -336,8 +339,8 @@ def test_cifar_loads_and_augments_its_training_images(tmp_path: Path, monkeypatc
     write_cifar(folder / "test.bin", 3, 2, 100)
     with pytest.raises(CorruptDataError, match=r"train.bin: .* want 50,000 records of 3,074"):
         data.load("cifar100", tmp_path)
-    read = data.registry.read_cifar  # real files hold 60,000 records; small ones do for the rest
-    monkeypatch.setattr(data.registry, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
+    read = data.sources.read_cifar  # real files hold 60,000 records; small ones do for the rest
+    monkeypatch.setattr(data.sources, "read_cifar", lambda path, **kinds: read(path, **{**kinds, "records": None}))
     splits = data.load("cifar100", tmp_path)
     assert (splits.in_channels, splits.image_size, len(splits.classes)) == (3, 32, 100)
     made = splits.train.augment
@@ -369,3 +372,37 @@ def test_real_mnist(name: str) -> None:
     mean, std = splits.train.mean.item(), splits.train.std.item()
     assert abs(float(pixels.mean()) - mean) < 1e-4
     assert abs(float(pixels.std()) - std) < 1e-4
+
+
+# --- what is made of them --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "size"), [("multimnist", 36), ("diverse-multimnist", 36), ("affnist", 40)])
+def test_what_is_made_of_mnist_keeps_its_halves_apart(tmp_path: Path, name: str, size: int) -> None:
+    held = write_mnist(tmp_path, train=60, test=40)
+    splits = data.load(name, tmp_path)
+    assert (len(splits.train), len(splits.test), splits.image_size, len(splits.classes)) == (60, 40, size, 10)
+    for part, stem in ((splits.train, "train"), (splits.test, "t10k")):
+        np.testing.assert_array_equal(part.images[:, 0].numpy(), held[f"{stem}-images-idx3-ubyte"])
+        assert part.batch(range(3))[0].shape == (3, 1, size, size)
+    first = splits.train.batch(range(9))[0], splits.test.batch(range(9))[0]
+    assert not torch.equal(splits.train.batch(range(9))[0], first[0])
+    assert torch.equal(data.load(name, tmp_path).test.batch(range(9))[0], first[1])
+    assert len(data.load(name, tmp_path, limit=20).train) == 20
+    single = {"multimnist": 0.0, "diverse-multimnist": 1 / 6}
+    if name in single:
+        assert splits.train.single == splits.test.single == single[name]  # type: ignore[attr-defined]
+    for option in ({"augment": True}, {"flip": True}):
+        with pytest.raises(ValueError, match=f"augment, flip: got .* for {name}, which is drawn at random as it is"):
+            data.load(name, tmp_path, **option)
+    with pytest.raises(MissingDataError, match="MNIST not found under"):
+        data.load(name, tmp_path / "..", augment=False)
+
+
+def test_the_page_of_data_is_that_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \| .* \|$", page.split("## Digits")[0], re.MULTILINE)
+    assert sorted(name.strip("`") for row in rows for name in row.split(", ")) == sorted(data.names())
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "data.md", "exec"), {})
+        assert capsys.readouterr().out.strip() == "torch.Size([16, 3, 32, 32]) torch.Size([16, 10])"

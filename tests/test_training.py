@@ -21,8 +21,8 @@ pytest.importorskip("lightning")
 
 from fastcaps import data
 from fastcaps.callbacks import COLUMNS, Report, read_metrics
-from fastcaps.training import RunError, TrainConfig, build_network, train, train_seeds
-from fastcaps.training.data import hold_out
+from fastcaps.training import CapsuleClassifier, RunError, TrainConfig, build_network, train, train_seeds
+from fastcaps.training.data import WithParts, hold_out
 from fastcaps.training.fields import as_data
 
 
@@ -320,3 +320,61 @@ def test_two_processes_train_one_network(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32
     assert rows[-1]["test_accuracy"] > 0.9
+
+
+def test_several_classes_an_image(tmp_path: Path) -> None:
+    """Digits over each other: the accuracy is that of all digits of an image together."""
+    images, labels = data.read_digits()
+    train = data.OverlappingDigits(images, labels, single=1 / 6, shift=2, length=256)
+    test = data.OverlappingDigits(images, labels, single=1 / 6, shift=2, length=64, seed=0)
+    splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
+    result = run(settings(tmp_path, epochs=1, loss="bce", metric="exact-match"), splits=splits)
+    seen, targets = test.batch(slice(None))
+    with torch.no_grad():
+        logits = result.network(seen)
+    right = ((logits > 0) == targets).all(1).double().mean().item()
+    assert result.test_accuracy == pytest.approx(right, abs=1e-6)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), targets.double()).item()
+    assert result.test_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_digits_over_each_other_are_drawn_one_by_one(tmp_path: Path) -> None:
+    """With a reconstruction, batches hold the digits that an image is made of."""
+    images, labels = data.read_digits()
+    train = data.OverlappingDigits(images, labels, shift=2, length=128)
+    test = data.OverlappingDigits(images, labels, shift=2, length=64, seed=0)
+    splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
+    loss = {"name": "margin", "reconstruction": 0.01}
+    config = settings(tmp_path, epochs=1, loss=loss, metric="top-2", network__options__decoder=True, seed=3)
+    result = run(config, splits=splits)
+    assert train.seed == 3
+    parts = WithParts(test)
+    image, there, digits, classes = parts.__getitems__([5, 9])[1]
+    torch.testing.assert_close(digits.sum(0).clamp(max=1), (image * test.std + test.mean)[0, 0], atol=1e-5, rtol=0)
+    assert set(classes.tolist()) == set(there.nonzero().flatten().tolist())
+    with torch.no_grad():
+        module = CapsuleClassifier(result.network, config, mean=test.mean, std=test.std)
+        batch = module.batch([torch.stack(column) for column in zip(*parts.__getitems__(list(range(64))), strict=True)])
+        lost, logits = config.loss(result.network, batch, 1.0)
+    assert result.test_loss == pytest.approx(lost.item(), rel=1e-4)
+    highest = logits.topk(2).indices
+    assert result.test_accuracy == pytest.approx(
+        batch.target.gather(1, highest).all(1).double().mean().item(), abs=1e-6
+    )
+
+
+def test_every_epoch_makes_images_of_its_own(tmp_path: Path) -> None:
+    """Where a data set has a seed, an image follows from it, its number and the epoch."""
+    seen: list[tuple[int, int]] = []
+
+    class Watched(data.OverlappingDigits):
+        def batch(self, indices: Any) -> Any:
+            seen.append((self.epoch, len(indices)))
+            return super().batch(indices)
+
+    images, labels = data.read_digits()
+    train = Watched(images, labels, shift=2, length=128, seed=1)
+    test = data.OverlappingDigits(images, labels, shift=2, length=32, seed=0)
+    splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
+    run(settings(tmp_path, epochs=3, loss="bce", metric="exact-match"), splits=splits)
+    assert seen == [(epoch, 64) for epoch in (0, 0, 1, 1, 2, 2)]

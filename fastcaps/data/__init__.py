@@ -1,30 +1,63 @@
-"""Image data from disk: IDX and binary CIFAR files, and the digits that ship with scikit-learn. Nothing is downloaded.
+"""Data from disk and what is made of them: readers, generators, transforms. Nothing is downloaded.
 
 >>> from fastcaps import data
 >>> splits = data.load("mnist", "path/to/data")  # doctest: +SKIP
 >>> image, label = splits.train[0]  # doctest: +SKIP
 """
 
+from fastcaps.data.affine import AffineDigits
 from fastcaps.data.batches import ShuffledBatches
 from fastcaps.data.cifar import read_cifar
 from fastcaps.data.digits import read_digits, split_digits
+from fastcaps.data.draws import Draws
 from fastcaps.data.errors import CorruptDataError, DataError, MissingDataError
+from fastcaps.data.folders import read_folder
 from fastcaps.data.idx import read_idx
-from fastcaps.data.images import ImageDataset, RandomCropFlip
+from fastcaps.data.images import BatchDataset, ImageDataset
+from fastcaps.data.norb import read_norb
 from fastcaps.data.registry import Splits, load, names
+from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
+from fastcaps.data.svhn import read_svhn
+from fastcaps.data.text import TextEmbedder
+from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops, predict_crops
+from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees
 
 __all__ = [
-    "CorruptDataError",
-    "DataError",
-    "ImageDataset",
-    "MissingDataError",
-    "RandomCropFlip",
-    "ShuffledBatches",
+    # by name
     "Splits",
     "load",
     "names",
+    # readers
+    "Phrases",
+    "TextEmbedder",
+    "Treebank",
+    "load_treebank",
     "read_cifar",
     "read_digits",
+    "read_folder",
     "read_idx",
+    "read_norb",
+    "read_svhn",
+    "read_trees",
     "split_digits",
+    # data sets
+    "AffineDigits",
+    "BatchDataset",
+    "ImageDataset",
+    "OverlappingDigits",
+    "ShiftedDigits",
+    "ShuffledBatches",
+    # transforms
+    "Chain",
+    "ColorJitter",
+    "Draws",
+    "Mixup",
+    "RandomCropFlip",
+    "ResizeCrop",
+    "crops",
+    "predict_crops",
+    # errors
+    "CorruptDataError",
+    "DataError",
+    "MissingDataError",
 ]

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.files import GZIP_MAGIC
 
 _SIDE = 32
 _PIXELS = 3 * _SIDE * _SIDE
 _PICKLE_MAGIC = b"\x80"
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_cifar(
@@ -50,18 +50,20 @@ def read_cifar(
     path = Path(path)
     if not path.is_file():
         raise MissingDataError(f"{path}: no such file; a binary CIFAR file is wanted here")
-    data = np.fromfile(path, dtype=np.uint8)
+    size = path.stat().st_size
     record = label_bytes + _PIXELS
-    found = f"{data.size:,} bytes"
-    head = data[:2].tobytes()
-    if head == _GZIP_MAGIC:
+    found = f"{size:,} bytes"
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head == GZIP_MAGIC:
         raise CorruptDataError(f"{path}: a gzip archive; unpack it first, the binary file itself is wanted")
-    if data.size == 0 or data.size % record or (records is not None and data.size != records * record):
+    if size == 0 or size % record or (records is not None and size != records * record):
         pickled = head[:1] == _PICKLE_MAGIC
         hint = " (it looks like the Python version of CIFAR; the binary version is wanted)" if pickled else ""
         wanted = f"{records:,} records of {record:,}" if records is not None else f"a multiple of {record:,}"
         total = f" = {records * record:,} bytes" if records is not None else " bytes, not zero"
         raise CorruptDataError(f"{path}: truncated or wrong file: {found}, want {wanted}{total}{hint}")
+    data = np.fromfile(path, dtype=np.uint8)
     table = data.reshape(-1, record)
     labels = table[:, label_bytes - 1].astype(np.int64)
     if labels.max(initial=0) >= classes:

@@ -1,8 +1,9 @@
-"""Images in memory as a torch data set, and the augmentation of the paper."""
+"""Labelled images as torch data sets: kept in memory, on the device that trains if so wished, a batch at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,45 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-Augmentation = Callable[[Tensor], Tensor]
+from fastcaps.data.draws import Draws
+from fastcaps.data.transforms import Augmentation, Mixup
+
+Self = TypeVar("Self", bound="BatchDataset")
 
 
-class RandomCropFlip:
-    """The paper's augmentation (Tsai et al. 2020, A.2): pad with zeros, crop at random to the old size, flip half.
-
-    Every image of a batch draws its own shift and flip from torch's global generator. Flip only what has the
-    same class in the mirror: a mirrored 2 is no 2.
-
-    Parameters
-    ----------
-    padding : int
-        Zero pixels added on each side; the paper has 4.
-    flip : bool
-        Flip left and right with probability 1/2.
-    """
-
-    def __init__(self, padding: int = 4, flip: bool = False) -> None:
-        if padding < 0:
-            raise ValueError(f"padding: got {padding}, want 0 or more")
-        self.padding = padding
-        self.flip = flip
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """``[n, c, h, w]`` in, the same shape and dtype out."""
-        n, _, height, width = images.shape
-        pad = self.padding
-        padded = torch.nn.functional.pad(images, (pad, pad, pad, pad))
-        rows = torch.randint(2 * pad + 1, (n, 1)) + torch.arange(height)
-        columns = torch.randint(2 * pad + 1, (n, 1)) + torch.arange(width)
-        if self.flip:
-            columns = torch.where(torch.rand(n, 1) < 0.5, columns.flip(1), columns)
-        # advanced indices around a slice come first in the result: [n, h, w, c]
-        picked = padded[torch.arange(n)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
-        return picked.permute(0, 3, 1, 2).contiguous()
-
-
-class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled images held in memory as bytes, handed out as normalised float32.
+class BatchDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Labelled images that are made a batch at a time. What is random is drawn on the device where the images lie.
 
     Parameters
     ----------
@@ -58,8 +28,9 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         int64 ``[n]``.
     mean, std : sequence of float
         One per channel, of pixel values scaled to 0..1; an item is ``(image / 255 - mean) / std``.
-    augment : callable, optional
-        Applied to the bytes of a whole batch, before normalisation (so that padding is black, as in the authors' code).
+    seed : int, optional
+        Item i is always the same, whatever batch it is in, and another one only after :meth:`set_epoch`. Without a seed
+        torch's global generator decides anew for every batch.
     """
 
     def __init__(
@@ -69,7 +40,7 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         *,
         mean: Sequence[float],
         std: Sequence[float],
-        augment: Augmentation | None = None,
+        seed: int | None = None,
     ) -> None:
         if images.ndim != 4 or images.shape[0] != labels.shape[0]:
             raise ValueError(f"images {images.shape} and labels {labels.shape}: want [n, c, h, w] and [n]")
@@ -79,17 +50,42 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         self.labels = torch.from_numpy(np.array(labels, dtype=np.int64))
         self.mean = torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1)
         self.std = torch.tensor(std, dtype=torch.float32).view(1, -1, 1, 1)
-        self.augment = augment
+        self.seed = seed
+        self.epoch = 0
+
+    def to(self: Self, device: torch.device | str) -> Self:
+        """Move everything to a device, in place: batches are then made there."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let a seed stand for other random numbers in every epoch."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, indices: Sequence[int] | slice) -> tuple[Tensor, Tensor]:
-        """Several items at once: float32 ``[n, c, h, w]`` and int64 ``[n]``."""
-        images, labels = self.images[indices], self.labels[indices]
-        if self.augment is not None:
-            images = self.augment(images)
-        return (images.to(torch.float32) / 255 - self.mean) / self.std, labels
+    def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
+        """The numbers of the items, 0 to n − 1, on the device of the images."""
+        device = self.images.device
+        if isinstance(indices, slice):
+            return torch.arange(len(self), device=device)[indices]
+        items = torch.as_tensor(indices, dtype=torch.int64).to(device)
+        return torch.where(items < 0, items + len(self), items)
+
+    def _draws(self, items: Tensor) -> Draws:
+        if self.seed is None:
+            return Draws.fresh(len(items), items.device)
+        return Draws(self.seed * 1_000_003 + self.epoch, items)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return (images.to(torch.float32) / 255 - self.mean) / self.std
+
+    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Several items at once: float32 ``[n, c, h, w]`` and their targets."""
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -len(self) <= index < len(self):
@@ -100,3 +96,44 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
         """A batch for torch's DataLoader, which looks for this name: one augmentation and normalisation for all."""
         return list(zip(*self.batch(indices), strict=True))
+
+
+class ImageDataset(BatchDataset):
+    """Labelled images held in memory as bytes, handed out as normalised float32.
+
+    Parameters
+    ----------
+    images, labels, mean, std, seed
+        As :class:`BatchDataset` takes them.
+    augment : callable, optional
+        Applied to the bytes of a whole batch, before normalisation (so that padding is black, as in the authors' code).
+    mixup : Mixup, optional
+        Applied last; targets are then float32 ``[n, classes]``.
+    """
+
+    def __init__(
+        self,
+        images: npt.NDArray[np.uint8],
+        labels: npt.NDArray[np.int64],
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        seed: int | None = None,
+        augment: Augmentation | None = None,
+        mixup: Mixup | None = None,
+    ) -> None:
+        super().__init__(images, labels, mean=mean, std=std, seed=seed)
+        self.augment = augment
+        self.mixup = mixup
+
+    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Several items at once: float32 ``[n, c, h, w]``, and int64 ``[n]`` or, mixed up, float32 ``[n, classes]``."""
+        items = self._items(indices)
+        images, labels = self.images[items], self.labels[items]
+        if self.augment is None and self.mixup is None:
+            return self._normalised(images), labels
+        draws = self._draws(items)
+        if self.augment is not None:
+            images = self.augment(images, draws)
+        made = self._normalised(images)
+        return (made, labels) if self.mixup is None else self.mixup(made, labels, draws)

@@ -1,42 +1,22 @@
-"""The data sets by name: where their files lie, what they hold, how they are normalised."""
+"""The data sets by name: :func:`load` finds, reads and wraps them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.cifar import read_cifar
-from fastcaps.data.digits import read_digits, split_digits
+from fastcaps.data.affine import AffineDigits
 from fastcaps.data.errors import CorruptDataError, MissingDataError
-from fastcaps.data.idx import read_idx
-from fastcaps.data.images import ImageDataset, RandomCropFlip
+from fastcaps.data.images import BatchDataset, ImageDataset
+from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
+from fastcaps.data.sources import SOURCES, Arrays, Source
+from fastcaps.data.transforms import RandomCropFlip
 
-Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
-
-_CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-_DIGIT_CLASSES = list("0123456789")
-
-
-@dataclass(frozen=True)
-class _Source:
-    """How one data set is found and read."""
-
-    title: str
-    folders: tuple[str, ...]  # looked for under data_dir, in this order, before data_dir itself
-    files: tuple[str, ...]
-    read: Callable[[Path], tuple[Arrays, Arrays]]
-    classes: Sequence[str]
-    channels: int
-    image_size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    where: str
-    augment: bool = False  # by default, and then with flips: nothing tells a horse from its mirror image
+_TEST_SEED = 0  # test images that are made are always the same
 
 
 @dataclass(frozen=True)
@@ -47,7 +27,7 @@ class Splits:
     ----------
     name : str
         Its name in the registry.
-    train, test : ImageDataset
+    train, test : BatchDataset
         The two parts. Only ``train`` is ever augmented.
     classes : tuple of str
         Class names; their number is the number of classes.
@@ -56,146 +36,46 @@ class Splits:
     """
 
     name: str
-    train: ImageDataset
-    test: ImageDataset
+    train: BatchDataset
+    test: BatchDataset
     classes: tuple[str, ...]
     in_channels: int
     image_size: int
 
 
-def _find(folder: Path, name: str) -> Path:
-    """An IDX file under any of its customary spellings."""
-    spellings = [name + end for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz") for name in (stem,)]
-    for spelling in spellings:
-        if (folder / spelling).is_file():
-            return folder / spelling
-    raise MissingDataError(f"{folder / name}: no such file, nor {name}.gz")
+def _multimnist(train: Arrays, test: Arrays) -> tuple[BatchDataset, BatchDataset, int]:
+    return OverlappingDigits(*train), OverlappingDigits(*test, seed=_TEST_SEED), 36
 
 
-def _read_mnist(folder: Path) -> tuple[Arrays, Arrays]:
-    parts: list[Arrays] = []
-    for stem in ("train", "t10k"):
-        image_file, label_file = _find(folder, f"{stem}-images-idx3-ubyte"), _find(folder, f"{stem}-labels-idx1-ubyte")
-        images = read_idx(image_file, shape=(None, 28, 28))
-        labels = read_idx(label_file, shape=(None,))
-        if len(images) != len(labels):
-            raise CorruptDataError(
-                f"{image_file} holds {len(images):,} images and {label_file} {len(labels):,} labels; "
-                "want as many of each"
-            )
-        if len(images) == 0:
-            raise CorruptDataError(f"{image_file}: holds no image")
-        if labels.max() > 9:
-            raise CorruptDataError(f"{label_file}: holds the label {labels.max()}, want 0 to 9")
-        parts.append((images[:, None], labels.astype(np.int64)))
-    return parts[0], parts[1]
+def _diverse_multimnist(train: Arrays, test: Arrays) -> tuple[BatchDataset, BatchDataset, int]:
+    single = 1 / 6
+    return OverlappingDigits(*train, single=single), OverlappingDigits(*test, single=single, seed=_TEST_SEED), 36
 
 
-def _read_cifar10(folder: Path) -> tuple[Arrays, Arrays]:
-    batches = [
-        read_cifar(folder / f"data_batch_{i}.bin", label_bytes=1, classes=10, records=10_000) for i in range(1, 6)
-    ]
-    train = np.concatenate([images for images, _ in batches]), np.concatenate([labels for _, labels in batches])
-    return train, read_cifar(folder / "test_batch.bin", label_bytes=1, classes=10, records=10_000)
+def _affnist(train: Arrays, test: Arrays) -> tuple[BatchDataset, BatchDataset, int]:
+    return ShiftedDigits(*train, shift=6), AffineDigits(*test, size=40, seed=_TEST_SEED), 40
 
 
-def _read_cifar100(folder: Path) -> tuple[Arrays, Arrays]:
-    return (
-        read_cifar(folder / "train.bin", label_bytes=2, classes=100, records=50_000),
-        read_cifar(folder / "test.bin", label_bytes=2, classes=100, records=10_000),
-    )
-
-
-def _read_digits(_: Path) -> tuple[Arrays, Arrays]:
-    images, labels = read_digits()
-    train, test = split_digits(labels)
-    return (images[train], labels[train]), (images[test], labels[test])
-
-
-_IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-
-_SOURCES = {
-    "mnist": _Source(
-        title="MNIST",
-        folders=("mnist", "MNIST/raw", "MNIST"),
-        files=_IDX_FILES,
-        read=_read_mnist,
-        classes=_DIGIT_CLASSES,
-        channels=1,
-        image_size=28,
-        mean=(0.1307,),
-        std=(0.3081,),
-        where="the four IDX files of 'The MNIST database of handwritten digits' (LeCun, Cortes, Burges), plain or .gz; "
-        "torchvision.datasets.MNIST(data_dir, download=True) puts them in MNIST/raw, which is found too",
-    ),
-    "fashion-mnist": _Source(
-        title="Fashion-MNIST",
-        folders=("fashion-mnist", "FashionMNIST/raw", "fashion"),
-        files=_IDX_FILES,
-        read=_read_mnist,
-        classes=_CLOTHES,
-        channels=1,
-        image_size=28,
-        mean=(0.2860,),
-        std=(0.3530,),
-        where="the four IDX files of Zalando Research's Fashion-MNIST, plain or .gz; "
-        "torchvision.datasets.FashionMNIST(data_dir, download=True) puts them in FashionMNIST/raw, which is found too",
-    ),
-    "cifar10": _Source(
-        title="CIFAR-10 (binary version)",
-        folders=("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
-        files=("data_batch_1.bin", "test_batch.bin"),
-        read=_read_cifar10,
-        classes=_CIFAR10_CLASSES,
-        channels=3,
-        image_size=32,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        where="the archive 'CIFAR-10 binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
-        "unpacked; its folder is cifar-10-batches-bin",
-        augment=True,
-    ),
-    "cifar100": _Source(
-        title="CIFAR-100 (binary version)",
-        folders=("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
-        files=("train.bin", "test.bin"),
-        read=_read_cifar100,
-        classes=[str(label) for label in range(100)],
-        channels=3,
-        image_size=32,
-        mean=(0.5071, 0.4865, 0.4409),
-        std=(0.2673, 0.2564, 0.2762),
-        where="the archive 'CIFAR-100 binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
-        "unpacked; its folder is cifar-100-binary",
-        augment=True,
-    ),
-    "digits": _Source(
-        title="scikit-learn's digits",
-        folders=(),
-        files=(),
-        read=_read_digits,
-        classes=_DIGIT_CLASSES,
-        channels=1,
-        image_size=8,
-        mean=(0.3053,),
-        std=(0.3760,),
-        where="they come with scikit-learn",
-    ),
+_GENERATED: dict[str, Callable[[Arrays, Arrays], tuple[BatchDataset, BatchDataset, int]]] = {
+    "multimnist": _multimnist,
+    "diverse-multimnist": _diverse_multimnist,
+    "affnist": _affnist,
 }
+"""Made of MNIST's digits, training images of training digits and test images of test digits."""
 
 
 def names() -> list[str]:
     """The names that :func:`load` knows."""
-    return list(_SOURCES)
+    return [*SOURCES, *_GENERATED]
 
 
 def _is_here(folder: Path, files: tuple[str, ...]) -> bool:
     """Whether any of the files, in any spelling, lies in the folder (the reader then says which one is missing)."""
     spellings = {s for f in files for s in (f, f + ".gz", f.replace("-idx", ".idx"), f.replace("-idx", ".idx") + ".gz")}
-    return any((folder / spelling).is_file() for spelling in spellings)
+    return any((folder / spelling).exists() for spelling in spellings)
 
 
-def _locate(name: str, source: _Source, data_dir: str | Path | None) -> Path:
+def _locate(name: str, source: Source, data_dir: str | Path | None) -> Path:
     if not source.files:
         return Path()
     if data_dir is None:
@@ -204,7 +84,7 @@ def _locate(name: str, source: _Source, data_dir: str | Path | None) -> Path:
     if not root.is_dir():
         raise MissingDataError(f"{root}: no such folder; it should hold {source.where}")
     # MNIST and Fashion-MNIST have the same file names: a folder named for the other one must not pass for this one
-    others = {f.split("/")[0] for other, s in _SOURCES.items() if other != name for f in s.folders}
+    others = {f.split("/")[0] for other, s in SOURCES.items() if other != name for f in s.folders}
     candidates = [root / folder for folder in source.folders]
     if root.resolve().name not in others - {f.split("/")[0] for f in source.folders}:
         candidates.append(root)
@@ -220,6 +100,33 @@ def _locate(name: str, source: _Source, data_dir: str | Path | None) -> Path:
     )
 
 
+def _statistics(images: npt.NDArray[np.uint8]) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel's pixels, scaled to 0..1."""
+    levels, means, stds = np.arange(256) / 255, [], []
+    for channel in range(images.shape[1]):
+        counts = np.zeros(256, np.int64)
+        for first in range(0, len(images), 1024):  # bincount makes int64 of what it counts
+            counts += np.bincount(images[first : first + 1024, channel].reshape(-1), minlength=256)
+        mean = float((counts * levels).sum() / counts.sum())
+        means.append(mean)
+        stds.append(float(np.sqrt((counts * (levels - mean) ** 2).sum() / counts.sum())) or 1.0)
+    return means, stds
+
+
+def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tuple[Arrays, Arrays, tuple[str, ...]]:
+    """Both parts and the classes' names; errors end in what is wanted and where it can be had."""
+    source = SOURCES[name]
+    folder = _locate(name, source, data_dir)
+    try:
+        train, test = source.read(folder, image_size)
+        classes = source.classes(folder) if callable(source.classes) else source.classes
+    except MissingDataError as error:
+        raise MissingDataError(f"{error}. Wanted: {source.where}") from None
+    except CorruptDataError as error:
+        raise CorruptDataError(f"{error}. Wanted: {source.where}") from None
+    return train, test, tuple(classes)
+
+
 def load(
     name: str,
     data_dir: str | Path | None = None,
@@ -227,24 +134,28 @@ def load(
     augment: bool | None = None,
     flip: bool | None = None,
     limit: int | None = None,
+    image_size: int | None = None,
 ) -> Splits:
     """Read a data set from disk. Nothing is ever downloaded.
 
     Parameters
     ----------
     name : str
-        One of :func:`names`: mnist, fashion-mnist, cifar10, cifar100, digits.
+        One of :func:`names`: mnist, fashion-mnist, cifar10, cifar100, digits, smallnorb, svhn, folder; or multimnist,
+        diverse-multimnist, affnist, which are made of MNIST's digits as they are asked for.
     data_dir : str or Path, optional
         The folder of the files, or one above it: ``data_dir/mnist``, ``data_dir/MNIST/raw`` and ``data_dir`` are tried.
         Not needed for ``digits``, which come with scikit-learn.
     augment : bool, optional
-        Whether training images are padded by four pixels and cropped at random, as in the paper (A.2). By default CIFAR
-        is and the digits and clothes are not.
+        Whether training images are padded and cropped at random: by four pixels, as in the paper (A.2), smallNORB by
+        16, as in Heinsen's (2019). By default CIFAR and smallNORB are and the others are not.
     flip : bool, optional
         Whether half of the training images are mirrored, left to right. By default those of CIFAR are, where they are
-        augmented at all; digits and clothes never are unless this asks for it.
+        augmented at all; the others never are unless this asks for it.
     limit : int, optional
         Keep the first ``limit`` training images only, for a quick try.
+    image_size : int, optional
+        Height and width that the images of ``folder`` are brought to; without it they must be squares of one size.
 
     Returns
     -------
@@ -254,31 +165,36 @@ def load(
     Raises
     ------
     ValueError
-        If the name is unknown or ``limit`` is below 1.
+        If the name is unknown, ``limit`` is below 1, or the data set cannot be augmented or resized.
     MissingDataError, CorruptDataError
         If files are missing, truncated or wrong; the message names the file, what was found, what is wanted and where
         it can be had.
     """
-    if name not in _SOURCES:
+    if name not in names():
         raise ValueError(f"data: got {name!r}, want one of {', '.join(names())}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit: got {limit}, want 1 or more training images")
-    source = _SOURCES[name]
-    folder = _locate(name, source, data_dir)
-    try:
-        train, test = source.read(folder)
-    except MissingDataError as error:
-        raise MissingDataError(f"{error}. Wanted: {source.where}") from None
-    except CorruptDataError as error:
-        raise CorruptDataError(f"{error}. Wanted: {source.where}") from None
+    if image_size is not None and name != "folder":
+        raise ValueError(f"image_size: got {image_size} for {name}, whose images have one size; want none")
+    if name in _GENERATED:
+        if augment or flip:
+            raise ValueError(
+                f"augment, flip: got {augment}, {flip} for {name}, which is drawn at random as it is; want none"
+            )
+        train, test, classes = _read("mnist", data_dir, None)
+        made, tested, size = _GENERATED[name]((train[0][:limit], train[1][:limit]), test)
+        return Splits(name, made, tested, classes, 1, size)
+    source = SOURCES[name]
+    train, test, classes = _read(name, data_dir, image_size)
+    mean, std = (source.mean, source.std) if source.mean and source.std else _statistics(train[0])
     augment = source.augment if augment is None else augment
-    flip = source.augment and augment if flip is None else flip
-    augmentation = RandomCropFlip(4 if augment else 0, flip=flip) if augment or flip else None
+    flip = source.flip and augment if flip is None else flip
+    augmentation = RandomCropFlip(source.padding if augment else 0, flip=flip) if augment or flip else None
     return Splits(
         name=name,
-        train=ImageDataset(train[0][:limit], train[1][:limit], mean=source.mean, std=source.std, augment=augmentation),
-        test=ImageDataset(*test, mean=source.mean, std=source.std),
-        classes=tuple(source.classes),
-        in_channels=source.channels,
-        image_size=source.image_size,
+        train=ImageDataset(train[0][:limit], train[1][:limit], mean=mean, std=std, augment=augmentation),
+        test=ImageDataset(*test, mean=mean, std=std),
+        classes=classes,
+        in_channels=train[0].shape[1],
+        image_size=train[0].shape[2],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -117,14 +118,23 @@ class WithParts(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Other images in every epoch."""
-        self.dataset.set_epoch(epoch)
-
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, ...]]:
         images, targets = self.dataset.batch(indices)
         parts, labels = self.dataset.layers(indices)
         return list(zip(images, targets, parts.float() / 255, labels, strict=True))
+
+
+class EpochBatches(ShuffledBatches):
+    """Batches that let a data set whose images are made as they are asked for make others in every epoch."""
+
+    def __init__(self, source: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.source = source
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if hasattr(self.source, "set_epoch"):  # at once, and not with the first batch: workers are started in between
+            self.source.set_epoch(self.epoch)
+        return super().__iter__()
 
 
 class ImageData(pl.LightningDataModule):
@@ -178,27 +188,23 @@ class ImageData(pl.LightningDataModule):
             dataset,
             batch_sampler=batches,
             num_workers=self.workers,
-            persistent_workers=self.workers > 0,
+            # workers that stay would not hear of the next epoch
+            persistent_workers=self.workers > 0 and getattr(self.source, "seed", None) is None,
             # its own generator: a loader takes a seed when iteration begins, and a run that resumes begins once more
             generator=torch.Generator().manual_seed(self.seed),
         )
 
-    def _batches(self) -> ShuffledBatches:
+    def _batches(self) -> EpochBatches:
         """The order of the training images on this rank."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         size: int = len(self.train)  # type: ignore[arg-type]
         share = self.batch_size // world_size
         where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
-        return ShuffledBatches(size, share, self.seed, **where)
+        return EpochBatches(self.source, size, share, self.seed, **where)
 
     def steps_per_epoch(self) -> int:
         """Training batches of each rank in one epoch."""
         return len(self._batches())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let data that are made as they are asked for make others in every epoch."""
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(epoch)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train, self._batches())

@@ -100,9 +100,6 @@ class CapsuleClassifier(pl.LightningModule):
         if self.trainer.datamodule.validation is not None:  # type: ignore[attr-defined]
             self._finish("validation")
 
-    def on_train_epoch_start(self) -> None:
-        self.trainer.datamodule.set_epoch(self.trainer.current_epoch)  # type: ignore[attr-defined]
-
     def on_train_epoch_end(self) -> None:
         self._finish("train")
 

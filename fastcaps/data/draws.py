@@ -1,0 +1,80 @@
+"""Random numbers that follow from a seed and the number of an item, and from nothing else.
+
+So an image does not depend on the batch it is in, on the order of the batches, on the number of processes or on the
+device. The numbers are those of SplitMix64 (Steele, Lea and Flood, 2014), a sequence for each item.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _signed(bits: int) -> int:
+    """The int64 that has these 64 bits."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+_STEP = _signed(0x9E3779B97F4A7C15)
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's output function; int64 products wrap around, and a shift fills with the sign, which is cut off."""
+    for shift, factor in _ROUNDS:
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return state ^ ((state >> 31) & ((1 << 33) - 1))
+
+
+class Draws:
+    """Random numbers for the items of a batch; every call goes on where the one before ended.
+
+    Parameters
+    ----------
+    seed : int
+        Any integer of 63 bits.
+    items : Tensor
+        int64 ``[n]``: the items' numbers, on the device that wants the random numbers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Draws(0, torch.tensor([7, 8])).integers(10, 3).shape
+    torch.Size([2, 3])
+    >>> torch.equal(Draws(0, torch.tensor([7, 8])).uniform()[1], Draws(0, torch.tensor([8])).uniform()[0])
+    True
+    """
+
+    def __init__(self, seed: int, items: Tensor) -> None:
+        start = _mix(torch.tensor([seed], dtype=torch.int64) + _STEP).item()
+        self._states = _mix(items.to(torch.int64) * _STEP + start)
+        self._done = 0
+
+    @classmethod
+    def fresh(cls, count: int, device: torch.device | None = None) -> Draws:
+        """For ``count`` items, seeded by torch's global generator: other numbers every time."""
+        return cls(int(torch.randint(2**62, ())), torch.arange(count, device=device))
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def _bits(self, *shape: int) -> Tensor:
+        count = torch.Size(shape).numel()
+        steps = torch.arange(self._done + 1, self._done + count + 1, device=self._states.device)
+        self._done += count
+        return _mix(self._states[:, None] + steps * _STEP).view(-1, *shape)
+
+    def integers(self, below: int | Tensor, *shape: int) -> Tensor:
+        """int64 ``[n, *shape]``, every number from 0 to ``below`` − 1 as likely as every other.
+
+        (As nearly as the remainder of 63 bits allows: to ``below`` / 2⁶³.)
+        """
+        return (self._bits(*shape) & ((1 << 63) - 1)) % below
+
+    def uniform(self, *shape: int) -> Tensor:
+        """float32 ``[n, *shape]`` in [0, 1): multiples of 2⁻²⁴."""
+        return ((self._bits(*shape) >> 40) & ((1 << 24) - 1)).to(torch.float32) / (1 << 24)
+
+    def between(self, low: float, high: float, *shape: int) -> Tensor:
+        """float32 ``[n, *shape]``, uniform from ``low`` to ``high``."""
+        return low + (high - low) * self.uniform(*shape)

@@ -1,0 +1,139 @@
+"""Images in folders, one folder a class: what Pillow reads, brought to one size, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fastcaps.data.errors import CorruptDataError, MissingDataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+MOST_PIXELS = 2**26
+"""An image whose header states more is refused: 8,192 x 8,192."""
+
+
+def class_names(folder: str | Path) -> tuple[str, ...]:
+    """The folders in a folder, sorted: class k is the k-th.
+
+    Raises
+    ------
+    MissingDataError
+        If there is no such folder, or none in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise MissingDataError(f"{folder}: no such folder; it should hold a folder of images for each class")
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
+        raise MissingDataError(f"{folder}: holds no folder; want one for each class, with its images")
+    return tuple(found)
+
+
+def read_folder(
+    folder: str | Path,
+    *,
+    classes: Sequence[str] | None = None,
+    image_size: int | None = None,
+    channels: int = 3,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Read all images of a folder of classes, in the order of their names.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Holds a folder for each class.
+    classes : sequence of str, optional
+        The classes' folders, so that a test half has the training half's labels; :func:`class_names` if not given.
+    image_size : int, optional
+        Height and width: the shorter side is brought to it, and the middle is cut out. Without it all images must be
+        squares of one size.
+    channels : int
+        3 for colours, 1 for grey.
+
+    Returns
+    -------
+    images, labels : numpy.ndarray
+        uint8 ``[n, channels, size, size]`` and int64 ``[n]``.
+
+    Raises
+    ------
+    MissingDataError
+        If a folder is missing or empty, or Pillow is not installed.
+    CorruptDataError
+        If a file is no image, is damaged, states more pixels than 2²⁶, or is of another size than the first.
+    """
+    folder = Path(folder)
+    if channels not in (1, 3):
+        raise ValueError(f"channels: got {channels}, want 1 or 3")
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"image_size: got {image_size}, want 1 or more")
+    names = class_names(folder)
+    classes = names if classes is None else tuple(classes)
+    if unknown := sorted(set(names) - set(classes)):
+        raise CorruptDataError(f"{folder / unknown[0]}: not one of the classes {', '.join(classes)}")
+    paths, labels = [], []
+    for label, name in enumerate(classes):
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        if not found:
+            raise MissingDataError(f"{folder / name}: holds no image; want files named {', '.join(SUFFIXES)}")
+        paths += found
+        labels += [label] * len(found)
+    images = None
+    for index, path in enumerate(paths):
+        pixels = _read_image(path, image_size, channels)
+        if images is None:  # all at once: a list of them and an array would be twice the memory
+            images = np.empty((len(paths), *pixels.shape), np.uint8)
+        if pixels.shape != images.shape[1:] or pixels.shape[1] != pixels.shape[2]:
+            raise CorruptDataError(
+                f"{path}: {pixels.shape[2]} x {pixels.shape[1]} pixels, want squares of one size (the first image, "
+                f"{paths[0]}, has {images.shape[3]} x {images.shape[2]}); image_size= brings all to one"
+            )
+        images[index] = pixels
+    assert images is not None
+    return images, np.array(labels, dtype=np.int64)
+
+
+def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.uint8]:
+    """One image: uint8 ``[channels, h, w]``."""
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingDataError(
+            f"{path}: reading images needs Pillow, which is not installed: pip install 'fastcaps[data]'"
+        ) from error
+    try:
+        with Image.open(path) as opened:  # reads the header only
+            width, height = opened.size
+            if width * height > MOST_PIXELS:
+                raise CorruptDataError(
+                    f"{path}: its header states {width:,} x {height:,} pixels, want {MOST_PIXELS:,} or fewer"
+                )
+            image: Image.Image = opened
+            if size is not None:
+                opened.draft("RGB", (size, size))  # a JPEG may be decoded at a fraction of its size
+            image = opened.convert("RGB" if channels == 3 else "L")
+            if size is not None:
+                image = ImageOps.fit(image, (size, size), method=Image.Resampling.BILINEAR)
+            pixels = np.asarray(image)
+    except CorruptDataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise CorruptDataError(f"{path}: no image that Pillow knows; it begins with {_head(path)}") from error
+    except Exception as error:  # Pillow raises whatever its decoders meet
+        size_text = f"{path.stat().st_size:,} bytes"
+        raise CorruptDataError(
+            f"{path}: {size_text} of an image that ends early or is damaged ({type(error).__name__}: {error})"
+        ) from error
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _head(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"the bytes {file.read(4).hex(' ')}" if path.stat().st_size else "nothing: it is empty"

@@ -1,0 +1,156 @@
+"""Digits at other places, alone or one over the other: MultiMNIST and DiverseMultiMNIST, made as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastcaps.data.draws import Draws
+from fastcaps.data.images import BatchDataset
+
+OVERLAYS = ("sum", "max")
+
+
+class ShiftedDigits(BatchDataset):
+    """Each digit shifted by up to ``shift`` pixels in each direction, on a black square that leaves room for it.
+
+    A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the training half of the affNIST experiment
+    (Sabour et al. 2017, section 5.2). Item i shows digit i mod n of the n digits.
+
+    Parameters
+    ----------
+    images : numpy.ndarray
+        uint8 ``[n, 1, h, w]``.
+    labels : numpy.ndarray
+        int64 ``[n]``, 0 to ``classes`` − 1.
+    shift : int
+        Pixels; an image is 2·shift larger than the digit.
+    classes : int
+        Number of classes.
+    length : int, optional
+        Items in an epoch; as many as digits if not given.
+    seed : int, optional
+        Item i is always the same image. Without one every batch is drawn anew by torch's global generator.
+    mean, std : float
+        Of pixels scaled to 0..1; MNIST's by default.
+    """
+
+    def __init__(
+        self,
+        images: npt.NDArray[np.uint8],
+        labels: npt.NDArray[np.int64],
+        *,
+        shift: int = 4,
+        classes: int = 10,
+        length: int | None = None,
+        seed: int | None = None,
+        mean: Sequence[float] = (0.1307,),
+        std: Sequence[float] = (0.3081,),
+    ) -> None:
+        super().__init__(images, labels, mean=mean, std=std, seed=seed)
+        if shift < 0:
+            raise ValueError(f"shift: got {shift}, want 0 or more")
+        if length is not None and length < 1:
+            raise ValueError(f"length: got {length}, want 1 or more")
+        if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
+            found = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
+            raise ValueError(f"labels: got {found}, want 0 to {classes - 1}")
+        self.shift, self.classes = shift, classes
+        self.length = len(labels) if length is None else length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def _shifted(self, digits: Tensor, draws: Draws) -> Tensor:
+        """Digits of the given numbers, each at a place of its own: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
+        height, width = (size + 2 * self.shift for size in self.images.shape[2:])
+        padded = torch.nn.functional.pad(self.images[digits], (2 * self.shift,) * 4)
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+        top, left = draws.integers(2 * self.shift + 1, 2).unbind(1)
+        return windows[torch.arange(len(digits), device=digits.device), :, top, left]
+
+    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Several items at once: float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and int64 ``[n]``."""
+        items = self._items(indices)
+        digits = items % len(self.labels)
+        return self._normalised(self._shifted(digits, self._draws(items))), self.labels[digits]
+
+
+class OverlappingDigits(ShiftedDigits):
+    """Two digits of different classes, one over the other, each shifted by itself; some images show only one.
+
+    ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i mod n under another, every digit of
+    the other classes as likely. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
+    images shows one digit. The training half is made of MNIST's training digits, the test half of its test digits.
+
+    Parameters
+    ----------
+    images, labels, shift, classes, length, seed, mean, std
+        As :class:`ShiftedDigits` takes them.
+    single : float
+        How likely an image shows one digit only.
+    overlay : str
+        ``"sum"``, cut at 255, as in the code of Sabour et al.; or ``"max"`` of the two. The papers do not say.
+    """
+
+    def __init__(
+        self,
+        images: npt.NDArray[np.uint8],
+        labels: npt.NDArray[np.int64],
+        *,
+        single: float = 0.0,
+        overlay: str = "sum",
+        shift: int = 4,
+        classes: int = 10,
+        length: int | None = None,
+        seed: int | None = None,
+        mean: Sequence[float] = (0.1307,),
+        std: Sequence[float] = (0.3081,),
+    ) -> None:
+        super().__init__(images, labels, shift=shift, classes=classes, length=length, seed=seed, mean=mean, std=std)
+        if not 0 <= single <= 1:
+            raise ValueError(f"single: got {single}, want 0 to 1")
+        if overlay not in OVERLAYS:
+            raise ValueError(f"overlay: got {overlay!r}, want one of {', '.join(OVERLAYS)}")
+        self.single, self.overlay = single, overlay
+        counts = torch.bincount(self.labels, minlength=classes)
+        if single < 1 and int(counts.max()) == len(self.labels):
+            raise ValueError(f"labels: got digits of class {int(self.labels[0])} alone, want two classes or more")
+        # by class, all others follow a class in a ring: any of them is one draw away
+        self._by_class = self.labels.argsort(stable=True)
+        self._ends = counts.cumsum(0)
+        self._others = len(self.labels) - counts
+
+    def layers(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
+        """The digits that make up images, apart: what a reconstruction is compared with.
+
+        Returns
+        -------
+        digits, labels : Tensor
+            Bytes ``[n, 2, h + 2·shift, w + 2·shift]`` and int64 ``[n, 2]``; black and −1 where there is no second one.
+        """
+        items = self._items(indices)
+        draws = self._draws(items)
+        base = items % len(self.labels)
+        label = self.labels[base]
+        alone = draws.uniform() < self.single
+        step = draws.integers(self._others[label].clamp(min=1)[:, None], 1)[:, 0]
+        top = self._by_class[(self._ends[label] + step) % len(self.labels)]
+        under, over = self._shifted(base, draws), self._shifted(top, draws)
+        over = over.masked_fill(alone[:, None, None, None], 0)
+        return torch.cat([under, over], 1), torch.stack([label, self.labels[top].masked_fill(alone, -1)], 1)
+
+    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Several items at once: float32 ``[n, 1, h + 2·shift, w + 2·shift]``, bool ``[n, classes]``: who is there."""
+        digits, labels = self.layers(indices)
+        if self.overlay == "max":
+            images = digits.amax(1, keepdim=True)
+        else:
+            images = digits.to(torch.int16).sum(1, keepdim=True, dtype=torch.int16).clamp_(max=255)
+        present = torch.zeros(len(labels), self.classes + 1, dtype=torch.bool, device=labels.device)
+        present.scatter_(1, labels.remainder(self.classes + 1), True)  # −1 falls into the column that is left out
+        return self._normalised(images), present[:, : self.classes]

@@ -1,0 +1,225 @@
+"""Where the files of each data set lie, what they hold, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fastcaps.data.cifar import read_cifar
+from fastcaps.data.digits import read_digits, split_digits
+from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.folders import class_names, read_folder
+from fastcaps.data.idx import read_idx
+from fastcaps.data.norb import TEST_STEM, TRAIN_STEM, read_norb
+from fastcaps.data.svhn import read_svhn
+
+Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+
+_CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_DIGIT_CLASSES = list("0123456789")
+_TOYS = ("animal", "human", "airplane", "truck", "car")
+
+
+@dataclass(frozen=True)
+class Source:
+    """How one data set is found and read.
+
+    Attributes
+    ----------
+    title : str
+        Its name in messages.
+    folders, files : tuple of str
+        Folders that are looked for under the data directory, in this order, before it itself; and what is in them.
+    read : callable
+        Both parts, from the folder; the other argument is the size of images, where they come in many.
+    classes : sequence of str, or callable
+        Their names, or what finds them in the folder.
+    where : str
+        How the files are had.
+    mean, std : tuple of float, optional
+        One per channel; those of the training images if not given.
+    augment, padding, flip : bool, int, bool
+        Whether training images are shifted by default and by how much, and whether they are then mirrored too.
+    """
+
+    title: str
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+    read: Callable[[Path, int | None], tuple[Arrays, Arrays]]
+    classes: Sequence[str] | Callable[[Path], Sequence[str]]
+    where: str
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    augment: bool = False
+    padding: int = 4
+    flip: bool = False
+
+
+def _find(folder: Path, name: str) -> Path:
+    """An IDX file under any of its customary spellings."""
+    spellings = [name + end for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz") for name in (stem,)]
+    for spelling in spellings:
+        if (folder / spelling).is_file():
+            return folder / spelling
+    raise MissingDataError(f"{folder / name}: no such file, nor {name}.gz")
+
+
+def _read_mnist(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
+    parts: list[Arrays] = []
+    for stem in ("train", "t10k"):
+        image_file, label_file = _find(folder, f"{stem}-images-idx3-ubyte"), _find(folder, f"{stem}-labels-idx1-ubyte")
+        images = read_idx(image_file, shape=(None, 28, 28))
+        labels = read_idx(label_file, shape=(None,))
+        if len(images) != len(labels):
+            raise CorruptDataError(
+                f"{image_file} holds {len(images):,} images and {label_file} {len(labels):,} labels; "
+                "want as many of each"
+            )
+        if len(images) == 0:
+            raise CorruptDataError(f"{image_file}: holds no image")
+        if labels.max() > 9:
+            raise CorruptDataError(f"{label_file}: holds the label {labels.max()}, want 0 to 9")
+        parts.append((images[:, None], labels.astype(np.int64)))
+    return parts[0], parts[1]
+
+
+def _read_cifar10(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
+    batches = [
+        read_cifar(folder / f"data_batch_{i}.bin", label_bytes=1, classes=10, records=10_000) for i in range(1, 6)
+    ]
+    train = np.concatenate([images for images, _ in batches]), np.concatenate([labels for _, labels in batches])
+    return train, read_cifar(folder / "test_batch.bin", label_bytes=1, classes=10, records=10_000)
+
+
+def _read_cifar100(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
+    return (
+        read_cifar(folder / "train.bin", label_bytes=2, classes=100, records=50_000),
+        read_cifar(folder / "test.bin", label_bytes=2, classes=100, records=10_000),
+    )
+
+
+def _read_digits(_: Path, __: int | None) -> tuple[Arrays, Arrays]:
+    images, labels = read_digits()
+    train, test = split_digits(labels)
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def _read_norb(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
+    train, test = read_norb(folder, train=True), read_norb(folder, train=False)
+    return (train[0], train[1]), (test[0], test[1])
+
+
+def _read_svhn(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
+    return read_svhn(folder / "train_32x32.mat"), read_svhn(folder / "test_32x32.mat")
+
+
+def _read_folders(folder: Path, image_size: int | None) -> tuple[Arrays, Arrays]:
+    test = next((folder / name for name in ("test", "val", "validation") if (folder / name).is_dir()), None)
+    if test is None:
+        raise MissingDataError(f"{folder / 'test'}: no such folder, nor val, nor validation")
+    classes = class_names(folder / "train")
+    parts = [read_folder(part, classes=classes, image_size=image_size) for part in (folder / "train", test)]
+    (train, _), (tested, _) = parts
+    if train.shape[2:] != tested.shape[2:]:
+        raise CorruptDataError(
+            f"{test}: images of {tested.shape[2]} x {tested.shape[3]} pixels, want {train.shape[2]} x {train.shape[3]} "
+            "as in train; image_size= brings all to one"
+        )
+    return parts[0], parts[1]
+
+
+_IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+
+SOURCES = {
+    "mnist": Source(
+        title="MNIST",
+        folders=("mnist", "MNIST/raw", "MNIST"),
+        files=_IDX_FILES,
+        read=_read_mnist,
+        classes=_DIGIT_CLASSES,
+        mean=(0.1307,),
+        std=(0.3081,),
+        where="the four IDX files of 'The MNIST database of handwritten digits' (LeCun, Cortes, Burges), plain or .gz; "
+        "torchvision.datasets.MNIST(data_dir, download=True) puts them in MNIST/raw, which is found too",
+    ),
+    "fashion-mnist": Source(
+        title="Fashion-MNIST",
+        folders=("fashion-mnist", "FashionMNIST/raw", "fashion"),
+        files=_IDX_FILES,
+        read=_read_mnist,
+        classes=_CLOTHES,
+        mean=(0.2860,),
+        std=(0.3530,),
+        where="the four IDX files of Zalando Research's Fashion-MNIST, plain or .gz; "
+        "torchvision.datasets.FashionMNIST(data_dir, download=True) puts them in FashionMNIST/raw, which is found too",
+    ),
+    "cifar10": Source(
+        title="CIFAR-10 (binary version)",
+        folders=("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
+        files=("data_batch_1.bin", "test_batch.bin"),
+        read=_read_cifar10,
+        classes=_CIFAR10_CLASSES,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        where="the archive 'CIFAR-10 binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
+        "unpacked; its folder is cifar-10-batches-bin",
+        augment=True,
+        flip=True,  # nothing tells a horse from its mirror image
+    ),
+    "cifar100": Source(
+        title="CIFAR-100 (binary version)",
+        folders=("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
+        files=("train.bin", "test.bin"),
+        read=_read_cifar100,
+        classes=[str(label) for label in range(100)],
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        where="the archive 'CIFAR-100 binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
+        "unpacked; its folder is cifar-100-binary",
+        augment=True,
+        flip=True,  # nothing tells a horse from its mirror image
+    ),
+    "digits": Source(
+        title="scikit-learn's digits",
+        folders=(),
+        files=(),
+        read=_read_digits,
+        classes=_DIGIT_CLASSES,
+        mean=(0.3053,),
+        std=(0.3760,),
+        where="they come with scikit-learn",
+    ),
+    "smallnorb": Source(
+        title="smallNORB",
+        folders=("smallnorb", "norb"),
+        files=(f"{TRAIN_STEM}-dat.mat", f"{TEST_STEM}-dat.mat"),
+        read=_read_norb,
+        classes=_TOYS,
+        where="the six files 'The small NORB dataset, v1.0' (LeCun, Huang, Bottou), -dat, -cat and -info of training "
+        "and testing, plain or .gz",
+        augment=True,
+        padding=16,  # Heinsen (2019), section 3.2
+    ),
+    "svhn": Source(
+        title="SVHN (cropped digits)",
+        folders=("svhn", "SVHN"),
+        files=("train_32x32.mat", "test_32x32.mat"),
+        read=_read_svhn,
+        classes=_DIGIT_CLASSES,
+        where="train_32x32.mat and test_32x32.mat ('Format 2: Cropped Digits') of the Street View House Numbers page; "
+        "torchvision.datasets.SVHN(data_dir, download=True) fetches them too",
+    ),
+    "folder": Source(
+        title="A folder of images",
+        folders=(),
+        files=("train",),
+        read=_read_folders,
+        classes=lambda folder: class_names(folder / "train"),
+        where="folders train and test (or val), each with a folder of images for each class",
+    ),
+}

@@ -1,0 +1,69 @@
+"""Reader for the cropped digits of SVHN (Netzer et al. 2011), MATLAB files that SciPy reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.files import MOST_BYTES, sizes_text
+
+_SIDE = 32
+
+
+def _damaged(path: Path, error: Exception) -> CorruptDataError:
+    return CorruptDataError(
+        f"{path}: {path.stat().st_size:,} bytes that SciPy cannot read as a MATLAB file "
+        f"({type(error).__name__}: {error}); "
+        "copy or fetch the file again"
+    )
+
+
+def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Read one file of cropped digits, e.g. ``train_32x32.mat``.
+
+    Returns
+    -------
+    images, labels : numpy.ndarray
+        uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``; the file's label 10 is the digit 0.
+
+    Raises
+    ------
+    MissingDataError
+        If there is no such file, or SciPy is not installed.
+    CorruptDataError
+        If it is no such MATLAB file, is damaged, or holds other arrays. Sizes are checked before anything is unpacked.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingDataError(f"{path}: no such file; a MATLAB file of SVHN's cropped digits is wanted here")
+    try:
+        from scipy.io import loadmat, whosmat
+    except ImportError as error:
+        raise MissingDataError(
+            f"{path}: reading MATLAB files needs SciPy, which is not installed: pip install 'fastcaps[data]'"
+        ) from error
+    try:
+        held: dict[str, tuple[tuple[int, ...], str]] = {name: (sizes, kind) for name, sizes, kind in whosmat(path)}
+    except Exception as error:  # SciPy raises whatever its parsers meet
+        raise _damaged(path, error) from error
+    sizes, kind = held.get("X", ((), "absent"))
+    count = sizes[3] if len(sizes) == 4 else 0
+    if kind != "uint8" or sizes != (_SIDE, _SIDE, 3, count) or count == 0 or held.get("y", ((),))[0] != (count, 1):
+        found = ", ".join(f"{name} ({kind} {sizes_text(sizes)})" for name, (sizes, kind) in held.items()) or "nothing"
+        raise CorruptDataError(
+            f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
+        )
+    if count * 3 * _SIDE**2 > MOST_BYTES:
+        raise CorruptDataError(f"{path}: its header states {count:,} images, more than {MOST_BYTES:,} bytes hold")
+    try:
+        arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
+        images, labels = arrays["X"], arrays["y"][:, 0].astype(np.int64)
+    except Exception as error:
+        raise _damaged(path, error) from error
+    if labels.min() < 1 or labels.max() > 10:
+        raise CorruptDataError(f"{path}: holds the labels {labels.min()} to {labels.max()}, want 1 to 10")
+    return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), labels % 10

@@ -1,0 +1,162 @@
+"""Reader for the parse trees of the Stanford Sentiment Treebank (Socher et al. 2013), and data sets of their phrases.
+
+A line is a tree, ``(3 (2 (2 The) (2 Rock)) (4 ...))``: a node is its label, 0 (very negative) to 4 (very positive), and
+a word or two nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastcaps.data.errors import CorruptDataError, MissingDataError
+
+FIVE = ("very negative", "negative", "neutral", "positive", "very positive")
+TWO = ("negative", "positive")
+_BRACKETS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
+_FILES = {"train": "train.txt", "validation": "dev.txt", "test": "test.txt"}
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """Texts with labels.
+
+    Attributes
+    ----------
+    texts : tuple of str
+        Words with a space between them, as the treebank cuts them.
+    labels : tuple of int
+        A class for each.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Treebank:
+    """The treebank as Heinsen (2019) uses it: every unique phrase to train with, whole sentences to judge by."""
+
+    train: Phrases
+    validation: Phrases
+    test: Phrases
+    classes: tuple[str, ...]
+
+
+def _nodes(line: str, where: str) -> Iterator[tuple[str, int]]:
+    """The phrase and the label of every node of a tree; the whole sentence comes last."""
+    open_nodes: list[tuple[int, list[str]]] = []
+    words = line.replace("(", " ( ").replace(")", " ) ").split()
+    at = 0
+    while at < len(words):
+        if words[at] == "(":
+            label = words[at + 1] if at + 1 < len(words) else "the end of the line"
+            if label not in ("0", "1", "2", "3", "4"):
+                raise CorruptDataError(f"{where}: a node has the label {label!r}, want 0 to 4")
+            open_nodes.append((int(label), []))
+            at += 2
+            continue
+        if not open_nodes:
+            raise CorruptDataError(f"{where}: {words[at]!r} stands outside of the tree")
+        if words[at] == ")":
+            value, phrase = open_nodes.pop()
+            if not phrase:
+                raise CorruptDataError(f"{where}: a node holds no word")
+            yield " ".join(phrase), value
+            if open_nodes:
+                open_nodes[-1][1].extend(phrase)
+            elif at + 1 < len(words):
+                raise CorruptDataError(f"{where}: {words[at + 1]!r} stands outside of the tree")
+        else:
+            open_nodes[-1][1].append(_BRACKETS.get(words[at], words[at]))
+        at += 1
+    if open_nodes:
+        raise CorruptDataError(f"{where}: ends early; {len(open_nodes)} brackets are not closed")
+
+
+def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
+    """Read a file of trees.
+
+    Parameters
+    ----------
+    path : str or Path
+        For example ``train.txt``.
+    phrases : bool
+        Every unique phrase, with the label of its first node; or else every sentence.
+
+    Raises
+    ------
+    MissingDataError
+        If there is no such file.
+    CorruptDataError
+        If it is no text, holds no tree, or a line is no tree; the message names the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingDataError(f"{path}: no such file; a file of the treebank's trees is wanted here")
+    unique: dict[str, int] = {}
+    sentences: list[tuple[str, int]] = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                raise CorruptDataError(f"{where}: no UTF-8 text ({error.reason}); trees are wanted here") from error
+            found = list(_nodes(line, where))
+            sentences += found[-1:]
+            for text, label in found if phrases else ():
+                unique.setdefault(text, label)
+    if not sentences:
+        raise CorruptDataError(f"{path}: holds no tree, want one a line")
+    texts, labels = zip(*(unique.items() if phrases else sentences), strict=True)
+    return Phrases(texts, labels)
+
+
+def _two(phrases: Phrases) -> Phrases:
+    """Negative and positive; what is neutral is left out."""
+    kept = [(text, int(label > 2)) for text, label in zip(phrases.texts, phrases.labels, strict=True) if label != 2]
+    return Phrases(tuple(text for text, _ in kept), tuple(label for _, label in kept))
+
+
+def load_treebank(data_dir: str | Path, *, classes: int = 5) -> Treebank:
+    """Read the treebank: ``train.txt``, ``dev.txt`` and ``test.txt`` of ``trainDevTestTrees_PTB``.
+
+    Parameters
+    ----------
+    data_dir : str or Path
+        The folder of the three files, or one above it.
+    classes : int
+        5; or 2, negative and positive, where neutral phrases and sentences are left out.
+
+    Returns
+    -------
+    Treebank
+        All unique phrases of the training trees; the sentences of the others.
+
+    Raises
+    ------
+    ValueError
+        If ``classes`` is neither 5 nor 2.
+    MissingDataError, CorruptDataError
+        If a file is missing or wrong.
+    """
+    if classes not in (2, 5):
+        raise ValueError(f"classes: got {classes}, want 5 or 2")
+    root = Path(data_dir).expanduser()
+    folders = [root / "trees", root / "trainDevTestTrees_PTB" / "trees", root / "sst" / "trees", root / "sst", root]
+    folder = next((f for f in folders if (f / "train.txt").is_file()), None)
+    if folder is None:
+        tried = ", ".join(map(str, folders))
+        raise MissingDataError(
+            f"Stanford Sentiment Treebank not found: looked for train.txt in {tried}. Wanted: the archive "
+            "trainDevTestTrees_PTB.zip of Stanford's page on sentiment analysis, unpacked; its folder is trees"
+        )
+    parts = {name: read_trees(folder / file, phrases=name == "train") for name, file in _FILES.items()}
+    if classes == 2:
+        parts = {name: _two(part) for name, part in parts.items()}
+    return Treebank(**parts, classes=FIVE if classes == 5 else TWO)

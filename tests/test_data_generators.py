@@ -1,0 +1,285 @@
+"""Digits that are shifted, laid over each other or transformed, against the papers' words as plain loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fastcaps.data import AffineDigits, Draws, OverlappingDigits, ShiftedDigits
+from fastcaps.data.draws import _STEP, _mix
+
+RAW = {"mean": (0.0,), "std": (1.0 / 255,)}
+"""Normalised like this, pixels come out as bytes."""
+KINDS: list[tuple[type[ShiftedDigits], dict[str, Any]]] = [
+    (ShiftedDigits, {"shift": 3}),
+    (OverlappingDigits, {}),
+    (OverlappingDigits, {"single": 1 / 6}),
+    (AffineDigits, {"size": 16}),
+]
+every_kind = pytest.mark.parametrize(("kind", "options"), KINDS, ids=["shifted", "multi", "diverse", "affine"])
+
+
+def digits(count: int = 40, size: int = 6, classes: int = 10, first: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Noise that has no two equal pixels in a row, and labels that differ in number."""
+    random = np.random.RandomState(first)
+    images = random.randint(first, 256, (count, 1, size, size)).astype(np.uint8)
+    return images, random.randint(0, classes, count)
+
+
+def place(image: np.ndarray, top: int, left: int, size: int) -> np.ndarray:
+    """A digit on a black square, pixel by pixel."""
+    made = np.zeros((size, size), int)
+    for y in range(image.shape[0]):
+        for x in range(image.shape[1]):
+            made[top + y, left + x] = image[y, x]
+    return made
+
+
+def found_at(made: np.ndarray, image: np.ndarray) -> tuple[int, int] | None:
+    """Where the digit lies, if it does."""
+    size = made.shape[0]
+    for top in range(size - image.shape[0] + 1):
+        for left in range(size - image.shape[1] + 1):
+            if np.array_equal(made, place(image, top, left, size)):
+                return top, left
+    return None
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+def test_draws_are_those_of_splitmix64() -> None:
+    def plain(seed: int, item: int, count: int) -> list[int]:
+        whole, step = (1 << 64) - 1, 0x9E3779B97F4A7C15
+
+        def mix(z: int) -> int:
+            z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & whole
+            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & whole
+            return z ^ (z >> 31)
+
+        state = mix((item * step + mix((seed + step) & whole)) & whole)
+        return [mix((state + (k + 1) * step) & whole) for k in range(count)]
+
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # of the state 0
+    outputs = _mix(torch.arange(1, 4) * _STEP)
+    assert [int(n) % (1 << 64) for n in outputs] == published
+    draws = Draws(11, torch.tensor([0, 5, 2**40]))
+    for row, item in enumerate((0, 5, 2**40)):
+        again = Draws(11, torch.tensor([0, 5, 2**40]))
+        numbers = plain(11, item, 7)
+        assert again.integers(1000, 3)[row].tolist() == [(n & ((1 << 63) - 1)) % 1000 for n in numbers[:3]]
+        assert again.uniform(2, 2)[row].flatten().tolist() == [(n >> 40) / 2**24 for n in numbers[3:]]
+    assert draws.uniform().shape == (3,) and len(draws) == 3
+
+
+def test_draws_are_even_and_unlike() -> None:
+    draws = Draws(0, torch.arange(20_000))
+    numbers = torch.stack([draws.uniform(), draws.uniform(), Draws(1, torch.arange(20_000)).uniform()])
+    for row in numbers:
+        counts = torch.histc(row, 20, 0, 1)
+        assert ((counts - 1000).square() / 1000).sum() < 50  # chi-square of 19 degrees: 50 is 1 in 10,000
+    together = torch.corrcoef(torch.cat([numbers, numbers[:1].roll(1, 1)]))
+    assert (together - torch.eye(4)).abs().max() < 0.03
+    assert torch.bincount(draws.integers(9, 2).flatten(), minlength=9).sub(40_000 / 9).abs().max() < 300
+    torch.manual_seed(3)
+    fresh = Draws.fresh(5).uniform()
+    assert not torch.equal(fresh, Draws.fresh(5).uniform())
+    torch.manual_seed(3)
+    assert torch.equal(fresh, Draws.fresh(5).uniform())
+
+
+# --- what holds of all of them ---------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_an_item_follows_from_its_number_alone(kind: type[ShiftedDigits], options: dict[str, Any]) -> None:
+    made = kind(*digits(), seed=4, length=100, **options)
+    images, targets = made.batch(range(100))
+    back, back_targets = made.batch(list(range(99, -1, -1)))
+    assert torch.equal(back.flip(0), images) and torch.equal(back_targets.flip(0), targets)
+    assert torch.equal(made[57][0], images[57]) and torch.equal(made[-1][0], images[99])
+    loaded = torch.cat([batch[0] for batch in DataLoader(made, batch_size=7, num_workers=0)])
+    assert torch.equal(loaded, images) and len(made) == 100
+    assert torch.equal(kind(*digits(), seed=4, length=100, **options).batch(slice(None))[0], images)
+    assert not torch.equal(kind(*digits(), seed=5, length=100, **options).batch(slice(None))[0], images)
+    made.set_epoch(1)
+    assert not torch.equal(made.batch(slice(None))[0], images)
+    made.set_epoch(0)
+    assert torch.equal(made.to("cpu").batch(slice(None))[0], images)
+
+
+@every_kind
+def test_without_a_seed_torch_decides(kind: type[ShiftedDigits], options: dict[str, Any]) -> None:
+    made = kind(*digits(), **options)
+    torch.manual_seed(0)
+    first, second = made.batch(range(20))[0], made.batch(range(20))[0]
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(made.batch(range(20))[0], first)
+
+
+@every_kind
+def test_generators_refuse_what_does_not_fit(kind: type[ShiftedDigits], options: dict[str, Any]) -> None:
+    images, labels = digits()
+    for wrong, message in (
+        ({"length": 0}, "length: got 0, want 1 or more"),
+        ({"classes": 5}, "labels: got 0 to 9, want 0 to 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind(images, labels, **{**options, **wrong})
+    with pytest.raises(ValueError, match="labels: got none"):
+        kind(images[:0], labels[:0], **options)
+
+
+def test_each_refuses_its_own() -> None:
+    images, labels = digits()
+    for make, message in (
+        (lambda: ShiftedDigits(images, labels, shift=-1), "shift: got -1"),
+        (lambda: OverlappingDigits(images, labels, single=1.5), r"single: got 1\.5, want 0 to 1"),
+        (lambda: OverlappingDigits(images, labels, overlay="mean"), "overlay: got 'mean', want one of sum, max"),
+        (lambda: OverlappingDigits(images, labels * 0), "labels: got digits of class 0 alone"),
+        (lambda: AffineDigits(images[:, :, :4], labels), "images: got 4 x 6 pixels, want squares"),
+        (lambda: AffineDigits(images, labels, scale=(1.2, 0.8)), r"scale: got \(1.2, 0.8\)"),
+        (lambda: AffineDigits(images, labels, rotation=-1), "rotation, shear: got -1"),
+        (lambda: AffineDigits(images, labels, size=0), "size: got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert OverlappingDigits(images, labels * 0, single=1.0, seed=0).batch(range(3))[1].sum() == 3
+
+
+# --- shifts and overlays ---------------------------------------------------------------------------------------------
+
+
+def test_shifted_digits_lie_anywhere_and_nowhere_else() -> None:
+    images, labels = digits(5)
+    made, targets = ShiftedDigits(images, labels, shift=2, length=1000, seed=0, **RAW).batch(slice(None))
+    assert made.shape == (1000, 1, 10, 10)
+    assert targets.tolist() == [labels[i % 5] for i in range(1000)]
+    places = [found_at(made[i, 0].round().numpy(), images[i % 5, 0]) for i in range(1000)]
+    counts = {at: places.count(at) for at in set(places)}
+    assert set(counts) == {(top, left) for top in range(5) for left in range(5)}
+    assert min(counts.values()) > 15 and max(counts.values()) < 70
+
+
+@pytest.mark.parametrize("overlay", ["sum", "max"])
+@pytest.mark.parametrize("single", [0.0, 1 / 6], ids=["multi", "diverse"])
+def test_every_pixel_is_that_of_its_shifted_digits(single: float, overlay: str) -> None:
+    images, labels = digits(12, size=5)
+    made = OverlappingDigits(images, labels, single=single, overlay=overlay, shift=4, length=60, seed=2, **RAW)
+    seen, targets = made.batch(slice(None))
+    layers, names = made.layers(slice(None))
+    assert seen.shape == (60, 1, 13, 13) and targets.dtype == torch.bool and targets.shape == (60, 10)
+    for i in range(60):
+        apart = layers[i].numpy().astype(int)
+        base = i % 12
+        at = found_at(apart[0], images[base, 0])
+        assert at is not None and int(names[i, 0]) == labels[base]
+        there = {int(labels[base])}
+        if names[i, 1] < 0:
+            assert single and not apart[1].any()
+        else:
+            tops = [k for k in range(12) if found_at(apart[1], images[k, 0]) is not None]
+            assert len(tops) == 1 and labels[tops[0]] == int(names[i, 1]) != labels[base]
+            there.add(int(labels[tops[0]]))
+        for y in range(13):
+            for x in range(13):
+                both = min(apart[0, y, x] + apart[1, y, x], 255) if overlay == "sum" else max(apart[:, y, x])
+                assert round(float(seen[i, 0, y, x])) == both
+        assert {k for k in range(10) if targets[i, k]} == there
+
+
+def test_proportions_of_a_large_draw() -> None:
+    images, labels = digits(37, size=2, classes=4)
+    labels[:4] = range(4)
+    draw = 60_000
+    made = OverlappingDigits(images, labels, single=1 / 6, shift=4, classes=4, length=draw, seed=1)
+    layers, names = made.layers(slice(None))
+    alone = int((names[:, 1] < 0).sum())
+    assert abs(alone - draw / 6) < 4 * math.sqrt(draw * 5 / 36)
+    _, present = made.batch(slice(None))
+    assert int(present.sum()) == 2 * draw - alone
+    assert (names[:, 0] != names[:, 1]).all()
+    # every digit of the other classes is as likely: so a class is as likely as it has digits
+    size = np.bincount(labels, minlength=4)
+    for under in range(4):
+        over = names[(names[:, 0] == under) & (names[:, 1] >= 0), 1]
+        for k in range(4):
+            share = 0 if k == under else size[k] / (37 - size[under])
+            assert abs(int((over == k).sum()) - share * len(over)) <= 4.5 * math.sqrt(len(over) * share * (1 - share))
+    # both digits shift alike, each by itself: 9 x 9 places
+    tops = [(layers[:, k] > 0).any(2).to(torch.uint8).argmax(1) for k in (0, 1)]
+    pairs = torch.stack(tops, 1)[names[:, 1] >= 0]
+    counts = torch.bincount(pairs[:, 0] * 9 + pairs[:, 1], minlength=81)
+    assert (counts - len(pairs) / 81).abs().max() < 5 * math.sqrt(len(pairs) / 81)
+
+
+# --- affine maps -----------------------------------------------------------------------------------------------------
+
+
+def sampled(image: np.ndarray, matrix: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
+    """The image under an affine map: each pixel looks back where it came from, and blends the four pixels around."""
+    side = image.shape[0]
+    (a, b), (c, d) = matrix
+    made = np.zeros((size, size))
+    for row in range(size):
+        for column in range(size):
+            x, y = column + 0.5 - size / 2 - place[0], row + 0.5 - size / 2 - place[1]
+            fx = (d * x - b * y) / (a * d - b * c) + side / 2 - 0.5
+            fy = (a * y - c * x) / (a * d - b * c) + side / 2 - 0.5
+            for py in (math.floor(fy), math.floor(fy) + 1):
+                for px in (math.floor(fx), math.floor(fx) + 1):
+                    if 0 <= px < side and 0 <= py < side:
+                        made[row, column] += (1 - abs(fx - px)) * (1 - abs(fy - py)) * image[py, px]
+    return made
+
+
+def test_affine_digits_are_the_sampled_map() -> None:
+    images, labels = digits(6, size=9)
+    made = AffineDigits(images, labels, size=15, length=12, seed=3, **RAW)
+    seen, targets = made.batch(slice(None))
+    items = torch.arange(12)
+    matrix, place = made.maps(items % 6, Draws(3 * 1_000_003, items))
+    assert seen.shape == (12, 1, 15, 15) and targets.tolist() == [labels[i % 6] for i in range(12)]
+    for i in range(12):
+        wanted = sampled(images[i % 6, 0], matrix[i].double().numpy(), place[i].double().numpy(), 15)
+        np.testing.assert_allclose(seen[i, 0].numpy(), wanted, atol=0.05)
+
+
+def test_affine_maps_keep_to_their_ranges() -> None:
+    images = np.zeros((1, 1, 28, 28), np.uint8)
+    images[0, 0, 4:24, 7:20] = 200
+    made = AffineDigits(images, np.zeros(1, int), length=4000, seed=0, **RAW)
+    items = torch.arange(4000)
+    matrix, place = made.maps(items * 0, Draws(0, items))
+    for m in matrix[:50].double().numpy():  # R(angle) (1 k; 0 1) diag(sx, sy), taken apart again
+        angle = math.atan2(m[1, 0], m[0, 0])
+        back = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]) @ m
+        assert abs(math.degrees(angle)) <= 20 and abs(back[1, 0]) < 1e-6
+        assert 0.8 <= back[0, 0] <= 1.2 and 0.8 <= back[1, 1] <= 1.2 and abs(back[0, 1] / back[1, 1]) <= 0.2 + 1e-6
+    angles = torch.rad2deg(torch.atan2(matrix[:, 1, 0], matrix[:, 0, 0]))
+    assert angles.min() < -19.8 and angles.max() > 19.8 and abs(angles.mean()) < 1
+    seen, _ = made.batch(slice(None))
+    area = 20 * 13 * torch.linalg.det(matrix)
+    torch.testing.assert_close(seen.sum((1, 2, 3)) / 200, area, rtol=0.04, atol=0)  # no ink was cut off
+    # the box around the ink reaches the edges, and never past them
+    box = torch.tensor([[x, y] for x in (7.0, 20.0) for y in (4.0, 24.0)]) - 14
+    corners = torch.einsum("nij,kj->nki", matrix, box) + place[:, None]
+    assert corners.abs().max() <= 20 + 1e-4
+    assert (corners.amax((0, 1)) > 19.9).all() and (corners.amin((0, 1)) < -19.9).all()
+    wide = AffineDigits(np.full((1, 1, 28, 28), 9, np.uint8), np.zeros(1, int), size=20, seed=0, length=50)
+    matrix, place = wide.maps(torch.zeros(50, dtype=torch.int64), Draws(0, torch.arange(50)))
+    assert place.abs().max() < 1e-5
+
+
+def test_an_affine_map_of_nothing_is_a_shift() -> None:
+    images, labels = digits(3, size=6)
+    made = AffineDigits(images, labels, size=6, rotation=0, shear=0, scale=(1, 1), seed=0, **RAW)
+    torch.testing.assert_close(made.batch(slice(None))[0], torch.from_numpy(images).float())
+    black = AffineDigits(images * 0, labels, seed=0, **RAW)
+    assert not black.batch(slice(None))[0].any()

@@ -1,0 +1,216 @@
+"""Transforms of whole batches against plain loops over pixels."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastcaps.data import (
+    Chain,
+    ColorJitter,
+    Draws,
+    ImageDataset,
+    Mixup,
+    RandomCropFlip,
+    ResizeCrop,
+    crops,
+    predict_crops,
+)
+from fastcaps.data.transforms import resized
+
+
+def noise(count: int, channels: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
+    numbers = np.random.RandomState(seed).randint(0, 256, (count, channels, height, width))
+    return torch.from_numpy(numbers.astype(np.uint8))
+
+
+def draws(count: int, seed: int = 0) -> Draws:
+    return Draws(seed, torch.arange(count))
+
+
+EVERY: dict[str, Any] = {
+    "crop": RandomCropFlip(2, flip=True),
+    "resize": ResizeCrop(12, 9, flip=True),
+    "colours": ColorJitter(),
+    "chain": Chain(RandomCropFlip(2), ColorJitter(), ResizeCrop(9, 7)),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_image_does_not_depend_on_its_batch(name: str) -> None:
+    images = noise(9, 3, 10, 10)
+    whole = EVERY[name](images, draws(9))
+    assert whole.dtype == torch.uint8
+    for k in (0, 4, 8):
+        one = EVERY[name](images[k : k + 1], Draws(0, torch.tensor([k])))
+        # the colours' sums may be rounded another way
+        assert (one[0].int() - whole[k].int()).abs().max() <= (1 if name in ("colours", "chain") else 0)
+    assert not torch.equal(EVERY[name](images, draws(9, seed=1)), whole)
+    torch.manual_seed(0)
+    first = EVERY[name](images)
+    torch.manual_seed(0)
+    assert torch.equal(EVERY[name](images), first) and not torch.equal(EVERY[name](images), first)
+
+
+def test_a_crop_pixel_by_pixel() -> None:
+    images = noise(40, 2, 5, 7)
+    made = RandomCropFlip(3, flip=True)(images, draws(40))
+    again = draws(40)
+    starts, turned = again.integers(7, 2), again.uniform(1, 1, 1) < 0.5
+    assert turned.any() and not turned.all()
+    for k in range(40):
+        for c in range(2):
+            for y in range(5):
+                for x in range(7):
+                    from_y, from_x = y + int(starts[k, 0]) - 3, x + int(starts[k, 1]) - 3
+                    inside = 0 <= from_y < 5 and 0 <= from_x < 7
+                    wanted = int(images[k, c, from_y, from_x]) if inside else 0
+                    assert int(made[k, c, y, 6 - x if turned[k] else x]) == wanted
+
+
+@pytest.mark.parametrize(("side", "size"), [(8, 11), (12, 7), (9, 9)])
+def test_resizing_is_pillows(side: int, size: int) -> None:
+    images = noise(3, 1, side, side)
+    made = resized(images, size)
+    for k in range(3):
+        wanted = Image.fromarray(images[k, 0].numpy()).resize((size, size), Image.Resampling.BILINEAR)
+        assert np.abs(np.asarray(wanted).astype(int) - made[k, 0].numpy().astype(int)).max() <= 1
+
+
+def test_resize_crop_is_a_window_of_the_resized() -> None:
+    images = noise(60, 3, 8, 8)
+    made, larger = ResizeCrop(10, 8)(images, draws(60)), resized(images, 10)
+    seen = set()
+    for k in range(60):
+        found = [(y, x) for y in range(3) for x in range(3) if torch.equal(made[k], larger[k, :, y : y + 8, x : x + 8])]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert len(seen) == 9
+    with pytest.raises(ValueError, match="size: got 11, want 1 to 10"):
+        ResizeCrop(10, 11)
+    with pytest.raises(ValueError, match=r"want torch.uint8 \[n, c, h, w\]"):
+        ResizeCrop(10, 8)(images.float())
+
+
+@pytest.mark.parametrize(
+    "strengths", [(0.4, 0.4, 0.4, 0.1), (0.5, 0, 0, 0), (0, 0.5, 0, 0), (0, 0, 0.9, 0), (0, 0, 0, 0.5)]
+)
+def test_colours_pixel_by_pixel(strengths: tuple[float, ...]) -> None:
+    images = (60 + noise(6, 3, 4, 5).int() // 3).to(
+        torch.uint8
+    )  # away from the ends, where all that is cut looks alike
+    made = ColorJitter(*strengths)(images, draws(6))
+    drawn = draws(6).between(-1, 1, 4).double() * torch.tensor(strengths, dtype=torch.float64)
+    for k in range(6):
+        brightness, contrast, saturation, turn = drawn[k].tolist()
+        pixels = images[k].double() * (1 + brightness)
+        grey = [colorsys.rgb_to_yiq(*pixels[:, y, x].tolist())[0] for y in range(4) for x in range(5)]
+        mean = sum(grey) / 20
+        for y in range(4):
+            for x in range(5):
+                r, g, b = (mean + (1 + contrast) * (p - mean) for p in pixels[:, y, x].tolist())
+                luma, i, q = colorsys.rgb_to_yiq(r, g, b)
+                angle, length = math.atan2(q, i) + 2 * math.pi * turn, math.hypot(i, q) * (1 + saturation)
+                # colorsys cuts what it returns, and counts to 1
+                i, q = length * math.cos(angle), length * math.sin(angle)
+                wanted = np.linalg.solve(
+                    [[0.3, 0.59, 0.11], [0.599, -0.2773, -0.3217], [0.213, -0.5251, 0.3121]], [luma, i, q]
+                )
+                assert np.abs(made[k, :, y, x].numpy() - wanted.clip(0, 255)).max() < 0.51
+
+
+def test_colours_of_other_channels() -> None:
+    grey = noise(4, 2, 3, 3)
+    made = ColorJitter(0.5, 0, 0, 0)(grey, draws(4))
+    factor = 1 + 0.5 * draws(4).between(-1, 1, 4)[:, 0]
+    torch.testing.assert_close(made.float(), (grey * factor[:, None, None, None]).round().clamp(max=255))
+    flat = torch.full((1, 1, 3, 3), 70, dtype=torch.uint8)
+    assert torch.equal(ColorJitter(0, 0.9, 0, 0)(flat), flat)
+    with pytest.raises(ValueError, match=r"saturation, hue: got 0.4, 0.1 for images of 2 channels"):
+        ColorJitter()(grey)
+    for name, value, most in (("brightness", -0.1, "1.0"), ("contrast", 1.1, "1.0"), ("hue", 0.6, "0.5")):
+        with pytest.raises(ValueError, match=f"{name}: got {value}, want 0 to {most}"):
+            ColorJitter(**{name: value})
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
+def test_shares_follow_the_beta_distribution(alpha: float) -> None:
+    shares = Mixup(2, alpha).shares(draws(40_000)).double()
+    assert shares.min() >= 0 and shares.max() <= 1
+    grid = np.arange(0, 1.0001, 0.0005)  # float32 cannot tell 1 − 1e-9 from 1, numpy can
+    ours, theirs = shares.sort().values.numpy(), np.sort(np.random.RandomState(0).beta(alpha, alpha, 40_000))
+    apart = np.abs(np.searchsorted(ours, grid + 1e-6) - np.searchsorted(theirs, grid + 1e-6)).max() / 40_000
+    assert apart < 0.0155  # Kolmogorov and Smirnov's bound for two samples, 1 in 10,000
+    assert Mixup(2, 0.01).shares(draws(5000)).isfinite().all()
+
+
+def test_mixup_blends_images_and_targets_alike() -> None:
+    images, labels = torch.randn(8, 2, 3, 3), torch.arange(8) % 5
+    mixup = Mixup(5, 0.4)
+    made, targets = mixup(images, labels, draws(8))
+    again = draws(8)
+    shares = mixup.shares(again)
+    order = sorted(range(8), key=again.uniform().tolist().__getitem__)
+    assert order != list(range(8)) and sorted(order) == list(range(8))
+    for k in range(8):
+        share, other = float(shares[k]), order[k]
+        torch.testing.assert_close(made[k], share * images[k] + (1 - share) * images[other])
+        wanted = [0.0] * 5
+        wanted[labels[k]] += share
+        wanted[labels[other]] += 1 - share
+        torch.testing.assert_close(targets[k], torch.tensor(wanted))
+    soft = mixup(images, targets, draws(8, seed=1))[1]
+    torch.testing.assert_close(soft.sum(1), torch.ones(8))
+    for call, message in (
+        (lambda: Mixup(0), "classes: got 0"),
+        (lambda: Mixup(2, 0.0), r"alpha: got 0\.0"),
+        (lambda: mixup(images.to(torch.uint8), labels), "images: got torch.uint8, want floating point"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_data_set_augments_by_item_and_mixes_last() -> None:
+    images = noise(20, 3, 8, 8).numpy()
+    options: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "augment": RandomCropFlip(2, flip=True)}
+    held = ImageDataset(images, np.arange(20) % 4, seed=1, **options)
+    whole, labels = held.batch(slice(None))
+    assert torch.equal(held.batch([3, 17])[0], whole[[3, 17]]) and torch.equal(held[-1][0], whole[19])
+    held.set_epoch(2)
+    assert not torch.equal(held.batch(slice(None))[0], whole)
+    mixed = ImageDataset(images, np.arange(20) % 4, seed=1, mixup=Mixup(4), **options)
+    made, targets = mixed.batch(slice(None))
+    order = Draws(1 * 1_000_003, torch.arange(20))
+    RandomCropFlip(2, flip=True)(torch.from_numpy(images), order)
+    wanted = Mixup(4)(whole, labels, order)
+    torch.testing.assert_close((made, targets), wanted)
+
+
+def test_crops_are_the_corners_and_the_centre() -> None:
+    images = noise(2, 1, 7, 8)
+    made = crops(images, 4, flip=True)
+    assert made.shape == (2, 10, 1, 4, 4)
+    for k, (top, left) in enumerate([(0, 0), (0, 4), (3, 0), (3, 4), (1, 2)]):
+        for y in range(4):
+            for x in range(4):
+                assert torch.equal(made[:, k, 0, y, x], images[:, 0, top + y, left + x])
+                assert torch.equal(made[:, 5 + k, 0, y, x], images[:, 0, top + y, left + 3 - x])
+    assert crops(images, (7, 8)).shape == (2, 5, 1, 7, 8)
+    for size in (9, 0, (8, 8)):
+        with pytest.raises(ValueError, match=r"size: got .* want 1 x 1 to 7 x 8"):
+            crops(images, size)
+
+
+def test_predictions_of_crops_are_averaged() -> None:
+    images = torch.randn(3, 2, 6, 6)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 5))
+    made = predict_crops(network, images, 4, flip=True)
+    wanted = torch.stack([network(crops(images, 4, flip=True)[:, k]).softmax(1) for k in range(10)]).mean(0)
+    torch.testing.assert_close(made, wanted)
+    assert not made.requires_grad
