@@ -274,6 +274,10 @@ def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
         data.read_folder(tmp_path / "train", classes=["ant"])
     with pytest.raises(MissingDataError, match="cat: holds no image"):
         data.read_folder(tmp_path / "train", classes=["ant", "bee", "cat"])
+    write_folder(tmp_path / "sizes" / "train")
+    write_folder(tmp_path / "sizes" / "test", ((9, 9),))
+    with pytest.raises(CorruptDataError, match="test: images of 9 x 9 pixels, want 8 x 8 as in train; image_size="):
+        data.load("folder", tmp_path / "sizes")
     with pytest.raises(MissingDataError, match="test: no such folder, nor val"):
         data.load("folder", tmp_path)
     with pytest.raises(MissingDataError, match="none: no such folder; it should hold a folder of images"):

@@ -258,7 +258,8 @@ def by_hand(stack: RoutingStack, below: Tensor, numbers: Tensor | None) -> Any:
         wanted = layer.numbers == "scores"
         if numbers is not None and wanted != scores:
             numbers = numbers.logit() if wanted else numbers.sigmoid()
-        found = layer(below, None, numbers, iterations=1) if layer.takes_parents else layer(below, numbers)
+        given = (None, numbers) if layer.takes_parents else (numbers,)
+        found = layer(below, *given, iterations=1)
         numbers, scores = getattr(found, "activations", None), False
         if isinstance(found, Gaussians):
             numbers, scores = found.scores, True

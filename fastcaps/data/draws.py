@@ -46,7 +46,7 @@ class Draws:
     """
 
     def __init__(self, seed: int, items: Tensor) -> None:
-        start = _mix(torch.tensor([seed], dtype=torch.int64) + _STEP).item()
+        start = _mix(torch.tensor([seed], dtype=torch.int64) + _STEP).to(items.device)
         self._states = _mix(items.to(torch.int64) * _STEP + start)
         self._done = 0
 

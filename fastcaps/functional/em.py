@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import accumulation_dtype, check_count, check_eps, check_finite, check_table
+from fastcaps.checks import accumulation_dtype, check_count, check_eps, check_finite, check_table, is_tracing
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once
@@ -43,7 +43,7 @@ def schedule(inverse_temperature: InverseTemperature | None, iterations: int) ->
     [0.0, 0.5, 1.0]
     """
     given: Any = default_inverse_temperature if inverse_temperature is None else inverse_temperature
-    if hasattr(given, "tolist") and not isinstance(given, Tensor):  # an array; a tensor might want a gradient
+    if not is_tracing() and hasattr(given, "tolist") and not isinstance(given, Tensor):  # an array: no gradient is lost
         given = given.tolist()
     if callable(given):
         values = [given(turn) for turn in range(iterations)]
