@@ -1,4 +1,4 @@
-"""The command line: ``fastcaps demo``, ``fastcaps train``, ``fastcaps info``.
+"""The command line: ``fastcaps demo``, ``fastcaps train``, ``fastcaps recipes``, ``fastcaps info``.
 
 Each command imports what it needs when it runs, so that ``fastcaps --help`` and ``import fastcaps`` stay light.
 """
@@ -14,35 +14,50 @@ from typing import Any, NoReturn
 
 # module that an import may find missing -> the extra of the package that brings it
 _EXTRAS = {
-    **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "rich", "numpy"), "train"),
+    **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "rich", "numpy", "yaml"), "train"),
     **dict.fromkeys(("sklearn", "matplotlib"), "demo"),
 }
-_CONFIG_FLAGS = (
-    ("network", str, "network to train (see --list)"),
-    ("data", str, "mnist, cifar10, smallnorb, diverse-multimnist, … (see --list; digits ship with scikit-learn)"),
-    ("data-dir", str, "folder that holds the data set's files, or a folder of them; nothing is downloaded"),
-    ("epochs", int, "passes over the training images"),
-    ("batch-size", int, "images a step, on each device"),
-    ("optimizer", str, "adam, adamw or sgd"),
-    ("lr", float, "highest learning rate"),
-    ("weight-decay", float, "weight decay"),
-    ("momentum", float, "momentum, for sgd"),
-    ("schedule", str, "one-cycle, cosine, paper (a tenth after 3/7 and 5/7 of the run) or constant"),
-    ("seed", int, "decides initial weights, order of images, augmentation"),
-    ("precision", str, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true"),
-    ("accelerator", str, "auto, cpu, gpu, … as Lightning has them"),
-    ("devices", str, "how many devices, or which (0,1)"),
-    ("strategy", str, "auto, ddp, fsdp, … as Lightning has them"),
-    ("augment", bool, "pad and crop training images at random (CIFAR and smallNORB are, the others are not)"),
-    ("flip", bool, "mirror half of the training images (CIFAR is, the others are not: a mirrored 2 is no 2)"),
-    ("limit", int, "use only the first training images, for a quick try"),
-    ("workers", int, "processes that prepare batches"),
-    ("checkpoint-every", int, "steps between two checkpoints"),
+# option, the setting that it is, its type, help
+_FLAGS = (
+    ("network", "network.name", str, "network to train (see --list)"),
+    (
+        "data",
+        "data.name",
+        str,
+        "mnist, cifar10, smallnorb, … (see --list; digits ship with scikit-learn)",
+    ),
+    ("data-dir", "data.dir", str, "folder that holds the data set's files, or a folder of them; nothing is downloaded"),
+    ("epochs", "epochs", int, "passes over the training images"),
+    ("batch-size", "batch_size", int, "images a step, on all devices together"),
+    ("loss", "loss.name", str, "cross-entropy, bce, margin, spread or feedback"),
+    ("optimizer", "optimizer.name", str, "adam, adamw, radam, rmsprop or sgd"),
+    ("lr", "optimizer.lr", float, "highest learning rate"),
+    ("weight-decay", "optimizer.weight_decay", float, "weight decay"),
+    ("momentum", "optimizer.momentum", float, "momentum, for sgd and rmsprop"),
+    ("schedule", "schedule.name", str, "one-cycle, cosine, milestones, exponential or constant"),
+    ("seed", "seed", int, "decides initial weights, order of images, augmentation"),
+    ("runs", "runs", int, "so many runs, with this seed and those after it: mean and spread"),
+    ("precision", "precision", str, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true"),
+    ("accelerator", "accelerator", str, "auto, cpu, gpu, … as Lightning has them"),
+    ("devices", "devices", str, "how many devices, or which (0,1)"),
+    ("strategy", "strategy", str, "auto, ddp, fsdp, … as Lightning has them"),
+    ("augment", "data.augment", bool, "pad and crop training images at random (CIFAR and smallNORB are)"),
+    ("flip", "data.flip", bool, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)"),
+    ("limit", "data.limit", int, "use only the first training images, for a quick try"),
+    (
+        "validation",
+        "data.validation",
+        int,
+        "hold out so many training images, and keep the epoch that does best by them",
+    ),
+    ("workers", "workers", int, "processes that prepare batches"),
+    ("checkpoint-every", "checkpoint_every", int, "steps between two checkpoints"),
+    ("iterations", "network.options.iterations", int, "routing iterations"),
+    ("routing", "network.options.routing", str, "concurrent or sequential"),
+    ("out", "out", str, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)"),
 )
-_NETWORK_FLAGS = (
-    ("iterations", int, "routing iterations"),
-    ("routing", str, "concurrent or sequential"),
-)
+# where and how fast a run is may change when it goes on; what it computes may not
+_MAY_CHANGE = ("out", "recipe", "data.dir", "devices", "accelerator", "strategy", "workers", "checkpoint_every")
 
 
 class _Fail(Exception):
@@ -70,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,  # only options that were given are there: --resume compares them
     )
     train.add_argument("--list", action="store_true", help="list the networks and data sets, and stop")
-    train.add_argument("--out", help="folder of the run (runs/NETWORK-DATA)")
     train.add_argument(
         "--resume",
         action="store_true",
@@ -78,14 +92,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--overwrite", action="store_true", help="replace a run that --out already holds")
     train.add_argument(
-        "--recipe",
-        choices=("quick", "paper"),
-        help="defaults of the options below: quick (2 epochs) or the paper's (350)",
+        "--recipe", metavar="NAME", help="begin from an experiment of a paper (fastcaps recipes), or from a .yaml file"
     )
-    for name, kind, text in (*_CONFIG_FLAGS, *_NETWORK_FLAGS):
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        train.add_argument(f"--{name}", help=text, **how)
+    train.add_argument(
+        "--set",
+        action="append",
+        metavar="FIELD=VALUE",
+        help="any setting by its path, as in a recipe: optimizer.lr=0.01, loss=spread, network.options.iterations=3",
+    )
+    for name, path, kind, text in _FLAGS:
+        how: dict[str, Any] = {"type": kind, "metavar": name.upper()}
+        train.add_argument(
+            f"--{name}", help=text, dest=path, **({"action": argparse.BooleanOptionalAction} if kind is bool else how)
+        )
     train.set_defaults(run=_train)
+
+    recipes = commands.add_parser("recipes", help="list the experiments of the papers, with their source")
+    recipes.add_argument("recipe", nargs="?", metavar="NAME", help="show this one whole")
+    recipes.set_defaults(run=_recipes)
 
     info = commands.add_parser("info", help="what was built, what runs here, and why")
     info.add_argument("--json", action="store_true", help="as JSON")
@@ -125,41 +149,86 @@ def _list() -> int:
     return 0
 
 
-def _settings(given: dict[str, Any], recipes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The settings of a new run: the recipe's, and over them whatever was given."""
-    settings = dict(recipes[given.pop("recipe", "quick")])
-    overrides = {name: given.pop(name) for name, _, _ in _NETWORK_FLAGS if name in given}
-    settings.update(given, overrides=overrides)
+def _changes(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings that were given, by path: those of ``--set`` last."""
+    from fastcaps.training.recipes import read_yaml
+
+    changes = {path: given[path] for _, path, _, _ in _FLAGS if path in given}
+    for text in given.get("set", ()):
+        path, equals, value = text.partition("=")
+        if not equals or not path:
+            raise _Fail(f"--set {text}: got no value, want FIELD=VALUE, as in optimizer.lr=0.01")
+        changes[path] = read_yaml(value)
+    return changes
+
+
+def _fresh(given: dict[str, Any], changes: dict[str, Any]) -> Any:
+    """The settings of a new run: the recipe's or the defaults, and over them whatever was given."""
+    from fastcaps.training.config import TrainConfig, defaults
+    from fastcaps.training.fields import changed, read
+    from fastcaps.training.recipes import recipe
+
+    if "recipe" in given:
+        return recipe(given["recipe"], changes).config
+    settings = changed(defaults(), changes)
     missing = [f"--{name}" for name in ("network", "data") if name not in settings]
     if missing:
-        raise _Fail(f"missing {' and '.join(missing)} (fastcaps train --list shows what there is)")
-    settings.setdefault("out", f"runs/{settings['network']}-{settings['data']}")
-    return settings
+        raise _Fail(
+            f"missing {' and '.join(missing)}, or --recipe "
+            "(fastcaps train --list and fastcaps recipes show what there is)"
+        )
+    return read(TrainConfig, settings)
 
 
-def _kept_settings(given: dict[str, Any], recipes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _kept(given: dict[str, Any], changes: dict[str, Any]) -> Any:
     """The settings of a run that goes on: those it began with. The same options may be given again, others may not."""
-    if "out" not in given:
-        given = {**given, "out": _settings(dict(given), recipes)["out"]}
-    path = Path(given["out"]) / "config.json"
+    from fastcaps.training.config import TrainConfig
+    from fastcaps.training.fields import as_data, flat, read
+
+    folder = Path(changes["out"]) if "out" in changes else _fresh(given, changes).folder
+    path = folder / "config.json"
     if not path.is_file():
-        raise _Fail(f"{path.parent} holds no run to resume (no config.json); begin one without --resume")
+        raise _Fail(f"{folder} holds no run to resume (no config.json); begin one without --resume")
     try:
-        kept = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        settings = json.loads(path.read_text())
+        settings.pop("versions", None)
+        kept = read(TrainConfig, settings)
+    except (json.JSONDecodeError, AttributeError, ValueError) as error:
         raise _Fail(f"{path} cannot be read ({error}); begin the run anew with --overwrite") from error
-    kept.pop("versions", None)
-    fresh = dict(recipes[given["recipe"]]) if "recipe" in given else {}
-    fresh.update({name: value for name, value in given.items() if name != "recipe"})
-    for name, value in fresh.items():
-        is_override = any(name == flag for flag, _, _ in _NETWORK_FLAGS)
-        before = kept["overrides"].get(name) if is_override else kept.get(name)
-        if name in ("out", "data_dir", "devices", "accelerator", "strategy", "workers", "checkpoint_every"):
-            kept[name] = value  # where a run is may change, what it computes may not
-        elif before != value:
-            option = name.replace("_", "-")
-            raise _Fail(f"--{option} {value} does not agree with the run in {path.parent}, which began with {before}")
-    return kept
+    fresh = _fresh(given, changes) if "recipe" in given else kept.changed(changes)
+    before, after = flat(as_data(kept)), flat(as_data(fresh))
+    options = {path: f"--{name}" for name, path, _, _ in _FLAGS}
+    for name in sorted({*before, *after}, key=lambda name: name not in changes):
+        if before.get(name) != after.get(name) and name not in _MAY_CHANGE:
+            told = options.get(name, f"--set {name}")
+            raise _Fail(
+                f"{told} {after.get(name)} does not agree with the run in {folder}, which began with {before.get(name)}"
+            )
+    where = {name: changes[name] for name in _MAY_CHANGE if name in changes}
+    return kept.changed({**where, "out": str(folder)})
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    try:
+        from fastcaps import data
+        from fastcaps.training import recipes
+    except ImportError as error:
+        _refuse_missing(error)
+    try:
+        if args.recipe is not None:
+            print(recipes.find(args.recipe).read_text(encoding="utf-8"), end="")
+            return 0
+        every = [recipes.recipe(name) for name in recipes.names()]
+    except ValueError as error:
+        raise _Fail(str(error)) from error
+    width = max(len(each.name) for each in every)
+    missing = sorted({each.config.data.name for each in every} - set(data.names()))
+    for each in every:
+        there = each.config.data.name not in missing
+        print(f"{each.name:<{width}}  {each.source}{'' if there else f'  [no {each.config.data.name} yet]'}")
+    if missing:
+        print(f"\nnot in this fastcaps yet: the data sets {', '.join(missing)}")
+    return 0
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -169,31 +238,48 @@ def _train(args: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
+        from fastcaps import training
         from fastcaps.data import DataError
-        from fastcaps.training import RECIPES, RunError, TrainConfig, train
+        from fastcaps.training import RunError
     except ImportError as error:
         _refuse_missing(error)
     resume, overwrite = given.pop("resume", False), given.pop("overwrite", False)
     if resume and overwrite:
         raise _Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
-    settings = _kept_settings(given, RECIPES) if resume else _settings(given, RECIPES)
-    if settings.get("data_dir") is not None:
-        settings["data_dir"] = str(Path(settings["data_dir"]).expanduser().resolve())  # found again from any folder
     try:
-        config = TrainConfig(**settings)
-        result = train(config, resume=resume, overwrite=overwrite)
+        changes = _changes(given)
+        if changes.get("data.dir") is not None:
+            changes["data.dir"] = str(Path(changes["data.dir"]).expanduser().resolve())  # found again from any folder
+        config = _kept(given, changes) if resume else _fresh(given, changes)
+    except ValueError as error:
+        raise _Fail(str(error)) from error
+    console = Console()
+    try:
+        if config.runs > 1:
+            several = training.train_seeds(config, resume=resume, overwrite=overwrite)
+            if several.is_main:
+                console.print(
+                    f"test accuracy {100 * several.mean:.2f} ± {100 * several.spread:.2f} % "
+                    f"(mean and standard deviation of {config.runs} runs)",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+                console.print(f"{several.out}/: result.json, a folder for each run", highlight=False, soft_wrap=True)
+            return 0
+        result = training.train(config, resume=resume, overwrite=overwrite)
     except (DataError, RunError, ValueError) as error:
         raise _Fail(str(error)) from error
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        raise _Fail(f"stopped; fastcaps train --resume --out {settings['out']} goes on") from None
+        raise _Fail(f"stopped; fastcaps train --resume --out {config.folder} goes on") from None
     if not result.is_main:
         return 0  # one of several processes; the first one speaks
-    console = Console()
     seconds = [row["seconds"] for row in result.history]
     console.print(
         f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
-        f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s",
+        f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
+        + ("" if result.best_epoch is None else f"; the best by the images held out is epoch {result.best_epoch}"),
         highlight=False,
+        soft_wrap=True,
     )
     console.print(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard", highlight=False, soft_wrap=True)
     return 0

@@ -15,8 +15,8 @@ from rich.table import Table
 
 import fastcaps
 from fastcaps import backends, data, measure, viz
-from fastcaps.callbacks import Report
-from fastcaps.training import TrainConfig, TrainResult, train, versions
+from fastcaps.training import Data, Network, TrainConfig, TrainResult, train, versions
+from fastcaps.training.callbacks import Report
 
 EPOCHS = 10
 TARGET = 0.97
@@ -28,12 +28,10 @@ def train_digits(out: Path, epochs: int, seed: int, console: Console) -> tuple[T
     """Train the network ``digits`` on scikit-learn's digits."""
     splits = data.load("digits")
     config = TrainConfig(
-        network="digits",
-        data="digits",
+        network=Network("digits"),
+        data=Data("digits"),
         out=str(out),
         epochs=epochs,
-        batch_size=64,
-        lr=3e-3,
         seed=seed,
         accelerator="cpu",
     )

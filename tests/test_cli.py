@@ -111,10 +111,10 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "missing --network and --data"),
-        (["--network", "digits"], "missing --data "),
-        (["--network", "lenet", "--data", "digits"], "network: got 'lenet', want one of"),
+        (["--network", "digits"], "missing --data, or --recipe (fastcaps train --list"),
+        (["--network", "lenet", "--data", "digits"], "network.name: got 'lenet', want one of"),
         (["--network", "digits", "--data", "mnist"], "MNIST needs a data directory"),
-        (["--network", "digits", "--data", "imagenet"], "data: got 'imagenet', want one of mnist"),
+        (["--network", "digits", "--data", "emnist"], "the data set 'emnist' is not in this fastcaps; there are mnist"),
         (["--network", "digits", "--data", "mnist", "--data-dir", "absent-folder"], "absent-folder: no such folder"),
         (["--network", "mnist", "--data", "digits", "--routing", "random"], "network mnist cannot be built for digits"),
         (["--network", "digits", "--data", "digits", "--lr", "-1"], "lr: got -1.0"),
@@ -147,11 +147,11 @@ def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "epoch 1/1: training loss" in printed
     assert f"test accuracy {accuracy:.2f} % after 1 epoch of" in printed
     kept = json.loads((out / "config.json").read_text())
-    assert kept["overrides"] == {"iterations": 3} and kept["seed"] == 5 and kept["epochs"] == 1
+    assert kept["network"]["options"] == {"iterations": 3} and kept["seed"] == 5 and kept["epochs"] == 1
 
     status, printed, _ = call(capsys, "train", "--resume", "--out", str(out))
     assert status == 0 and f"test accuracy {accuracy:.2f} % after 1 epoch of" in printed
-    assert json.loads((out / "config.json").read_text())["overrides"] == {"iterations": 3}
+    assert json.loads((out / "config.json").read_text())["network"]["options"] == {"iterations": 3}
 
     status, _, err = call(capsys, "train", "--resume", "--out", str(out), "--seed", "6")
     assert status == 1 and "--seed 6 does not agree with the run" in err and "began with 5" in err
@@ -160,10 +160,10 @@ def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     status, _, err = call(capsys, *train_digits(out))
     assert status == 1 and "holds a run already" in err
     status, _, _ = call(capsys, *train_digits(out, "--overwrite"))
-    assert status == 0 and json.loads((out / "config.json").read_text())["overrides"] == {}
+    assert status == 0 and json.loads((out / "config.json").read_text())["network"]["options"] == {}
 
 
-def test_recipes_set_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recipes_set_the_defaults_and_options_replace_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from fastcaps import training
 
@@ -175,14 +175,22 @@ def test_recipes_set_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(training, "train", stop)
     monkeypatch.chdir(tmp_path)
-    cli.main(["train", "--network", "tsai-iar-resnet-c10", "--data", "cifar10", "--recipe", "paper", "--lr", "0.05"])
-    cli.main(["train", "--network", "digits", "--data", "digits", "--data-dir", "here"])
+    cli.main(
+        ["train", "--recipe", "tsai-iar-resnet-c10", "--lr", "0.05", "--set", "schedule.at=[1/2]", "--data-dir", "x"]
+    )
+    cli.main(["train", "--network", "digits", "--data", "digits", "--data-dir", "here", "--set", "loss=margin"])
     paper, quick = seen
-    assert (paper.epochs, paper.batch_size, paper.optimizer, paper.schedule) == (350, 128, "sgd", "paper")
-    assert (paper.lr, paper.weight_decay, paper.momentum) == (0.05, 5e-4, 0.9)
-    assert paper.out == "runs/tsai-iar-resnet-c10-cifar10"
-    assert (quick.epochs, quick.optimizer) == (2, "adam")
-    assert quick.data_dir == str(tmp_path / "here")  # found again from any folder
+    assert (paper.epochs, paper.batch_size, paper.optimizer.name, paper.schedule.name) == (
+        350,
+        128,
+        "sgd",
+        "milestones",
+    )
+    assert (paper.optimizer.lr, paper.optimizer.weight_decay, paper.optimizer.momentum) == (0.05, 5e-4, 0.9)
+    assert paper.schedule.at == (0.5,) and str(paper.folder) == "runs/tsai-iar-resnet-c10"
+    assert (quick.epochs, quick.optimizer.name, quick.loss.name) == (2, "adam", "margin")
+    assert str(quick.folder) == "runs/digits-digits"
+    assert quick.data.dir == str(tmp_path / "here")  # found again from any folder
 
 
 def test_ctrl_c_says_how_to_go_on(
@@ -209,7 +217,8 @@ def test_missing_extras_are_told(
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("training", "callbacks", "demo", "viz"):
-        monkeypatch.delitem(sys.modules, f"fastcaps.{name}", raising=False)
+        for loaded in [each for each in sys.modules if f"{each}.".startswith(f"fastcaps.{name}.")]:
+            monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.delattr(fastcaps, name, raising=False)
     monkeypatch.setitem(sys.modules, module, None)  # an import of it raises now
     status, _, err = call(capsys, command)

@@ -21,7 +21,9 @@ pytest.importorskip("lightning")
 
 from fastcaps import data
 from fastcaps.callbacks import COLUMNS, Report, read_metrics
-from fastcaps.training import RunError, TrainConfig, build_network, schedule_factor, train
+from fastcaps.training import CapsuleClassifier, RunError, TrainConfig, build_network, train, train_seeds
+from fastcaps.training.data import WithParts, hold_out
+from fastcaps.training.fields import as_data
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,9 +36,9 @@ def one_thread() -> Iterator[None]:
 
 
 def settings(out: Path, **changes: Any) -> TrainConfig:
-    """Two epochs of three steps on some of the digits."""
-    small: dict[str, Any] = {"epochs": 2, "batch_size": 64, "limit": 192, "accelerator": "cpu"}
-    return TrainConfig(network="digits", data="digits", out=str(out), **{**small, **changes})
+    """Two epochs of three steps on some of the digits; changes by their paths, with __ for a dot."""
+    small = TrainConfig.of(network="digits", data={"name": "digits", "limit": 192}, out=str(out), accelerator="cpu")
+    return small.changed({path.replace("__", "."): value for path, value in changes.items()})
 
 
 def run(config: TrainConfig, **options: Any) -> Any:
@@ -52,7 +54,7 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 def finished(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
     """One run over all digits, shared by the tests that look at what it left."""
     out = tmp_path_factory.mktemp("finished")
-    return run(settings(out, limit=None, epochs=3, checkpoint_every=5, seed=3))
+    return run(settings(out, data__limit=None, epochs=3, checkpoint_every=5, seed=3))
 
 
 def test_it_learns(finished: Any) -> None:
@@ -114,14 +116,14 @@ class Killer(Report):
             os.kill(os.getpid(), signal.SIGKILL)
 
 torch.set_num_threads(1)
-train(TrainConfig(**{config!r}), report=Killer(quiet=True))
+train(TrainConfig.of(**{config!r}), report=Killer(quiet=True))
 """
 
 
 def kill_at(step: int, config: TrainConfig) -> None:
     """Run in a process that is killed, without a chance to clean up, once it has done so many steps."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    code = KILLED.format(step=step, config=vars(config))
+    code = KILLED.format(step=step, config=as_data(config))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
@@ -135,7 +137,7 @@ def kill_at(step: int, config: TrainConfig) -> None:
     ],
 )
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: Any, step: int) -> None:
-    config = settings(tmp_path, limit=None, epochs=3, checkpoint_every=5, seed=3)
+    config = settings(tmp_path, data__limit=None, epochs=3, checkpoint_every=5, seed=3)
     kill_at(step, config)
     done_before = read_metrics(tmp_path / "metrics.csv")
     assert len(done_before) == step // 23 and not (tmp_path / "result.json").exists()
@@ -151,7 +153,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
 
 def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
     before = {name: tensor.clone() for name, tensor in finished.network.state_dict().items()}
-    again = run(settings(finished.out, limit=None, epochs=3, checkpoint_every=5, seed=3), resume=True)
+    again = run(settings(finished.out, data__limit=None, epochs=3, checkpoint_every=5, seed=3), resume=True)
     assert again.history == finished.history
     assert all(torch.equal(tensor, before[name]) for name, tensor in again.network.state_dict().items())
 
@@ -159,7 +161,7 @@ def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
 def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels, filters = [logger.level for logger in loggers], list(warnings.filters)
-    run(settings(tmp_path, epochs=1, limit=64))
+    run(settings(tmp_path, epochs=1, data__limit=64))
     assert warnings.filters == filters and [logger.level for logger in loggers] == levels
     with pytest.raises(ValueError, match="epochs"):
         run(settings(tmp_path, epochs=0))
@@ -173,10 +175,10 @@ def test_the_switches_of_augmentation_reach_the_data(tmp_path: Path, monkeypatch
     def load(*_: Any, **options: Any) -> None:
         raise Seen(options)
 
-    monkeypatch.setattr("fastcaps.training.load", load)
+    monkeypatch.setattr("fastcaps.training.data.load", load)
     for given in ({}, {"augment": True, "flip": False}):
         with pytest.raises(Seen) as caught:
-            run(settings(tmp_path / "run", **given))
+            run(settings(tmp_path / "run", **{f"data__{name}": value for name, value in given.items()}))
         assert caught.value.args[0] == {"augment": None, "flip": None, "limit": 192, **given}
 
 
@@ -207,7 +209,9 @@ def test_resuming_with_another_batch_size_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("precision", "optimizer", "lr"), [("bf16-mixed", "sgd", 0.1), ("64-true", "adamw", 3e-3)])
 def test_precisions_and_optimizers_learn(tmp_path: Path, precision: str, optimizer: str, lr: float) -> None:
-    result = run(settings(tmp_path, precision=precision, optimizer=optimizer, lr=lr, epochs=3, limit=384))
+    result = run(
+        settings(tmp_path, precision=precision, optimizer__name=optimizer, optimizer__lr=lr, epochs=3, data__limit=384)
+    )
     assert result.test_accuracy > 0.5
     dtypes = {parameter.dtype for parameter in result.network.parameters()}
     assert dtypes == {torch.float64 if precision == "64-true" else torch.float32}
@@ -215,8 +219,8 @@ def test_precisions_and_optimizers_learn(tmp_path: Path, precision: str, optimiz
 
 def test_networks_are_sized_by_the_data() -> None:
     splits = data.load("digits")
-    config = TrainConfig(network="mnist", data="digits", out="unused", overrides={"iterations": 3})
-    network: Any = build_network(TrainConfig(network="digits", data="digits", out="unused"), splits)
+    config = TrainConfig.of(network={"name": "mnist", "options": {"iterations": 3}}, data="digits")
+    network: Any = build_network(TrainConfig.of(network="digits", data="digits"), splits)
     assert network(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
     with pytest.raises(ValueError, match=r"network mnist cannot be built for digits \(.*image_size=8.*iterations=3\)"):
         build_network(config, splits)
@@ -227,14 +231,15 @@ def test_networks_are_sized_by_the_data() -> None:
     [
         ({"epochs": 0}, "epochs: got 0, want 1 or more"),
         ({"batch_size": -1}, "batch_size: got -1"),
-        ({"lr": float("nan")}, "lr: got nan, want a finite number above 0"),
-        ({"lr": 0.0}, "lr: got 0.0"),
-        ({"optimizer": "rprop"}, "optimizer: got 'rprop', want one of adam, adamw, sgd"),
-        ({"schedule": "step"}, "schedule: got 'step', want one of one-cycle"),
+        ({"optimizer__lr": float("nan")}, "optimizer.lr: got nan, want a finite number above 0"),
+        ({"optimizer__lr": 0.0}, "lr: got 0.0"),
+        ({"optimizer__name": "rprop"}, "optimizer.name: got 'rprop', want one of adam, adamw, radam, rmsprop, sgd"),
+        ({"schedule__name": "step"}, "schedule.name: got 'step', want one of"),
         ({"precision": "8-bit"}, "precision: got '8-bit'"),
         ({"seed": -1}, "seed: got -1, want 0 or more"),
-        ({"limit": 0}, "limit: got 0"),
-        ({"overrides": {"depth": 3}}, "create.. has no override depth"),
+        ({"data__limit": 0}, "data.limit: got 0"),
+        ({"data__validation": 192}, "data.validation: got 192 of 192 training images, want fewer"),
+        ({"network__options__depth": 3}, "create.. has no override depth"),
         ({"devices": "many"}, "devices"),
         ({"accelerator": "abacus"}, "abacus"),
     ],
@@ -245,14 +250,63 @@ def test_wrong_settings_are_refused_before_anything_runs(tmp_path: Path, changes
     assert not (tmp_path / "run").exists()
 
 
-def test_schedules() -> None:
-    paper = [schedule_factor("paper", epoch, 350) for epoch in (0, 149, 150, 249, 250, 349)]
-    assert paper == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
-    cycle = [schedule_factor("one-cycle", step, 100) for step in range(101)]
-    assert max(cycle) == cycle[20] == 1.0 and cycle[100] == pytest.approx(0.0) and 0 < cycle[0] < 0.1
-    assert cycle[:21] == sorted(cycle[:21]) and cycle[20:] == sorted(cycle[20:], reverse=True)
-    assert schedule_factor("cosine", 50, 100) == pytest.approx(0.5)
-    assert schedule_factor("constant", 50, 100) == 1.0
+def test_the_best_epoch_is_chosen_by_images_held_out(tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=4, data__limit=384, data__validation=100, optimizer__lr=0.02)
+    result = run(config)
+    held_out = [row["validation_accuracy"] for row in result.history]
+    assert result.best_epoch == held_out.index(max(held_out)) + 1
+    assert result.history[0]["step"] == 5  # 284 images in batches of 64
+    assert result.test_accuracy == result.history[result.best_epoch - 1]["test_accuracy"]
+    images, labels = data.load("digits").test.batch(slice(None))
+    with torch.no_grad():  # the weights are those of that epoch
+        right = (result.network(images).argmax(1) == labels).double().mean().item()
+    assert right == pytest.approx(result.test_accuracy, abs=1e-6)
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told["best_epoch"] == result.best_epoch and told["validation_accuracy"] == max(held_out)
+    assert read_metrics(tmp_path / "metrics.csv")[-1]["validation_accuracy"] == pytest.approx(held_out[-1])
+
+
+def test_a_split_is_the_same_for_every_seed_and_is_not_augmented() -> None:
+    splits = data.load("digits", augment=True)
+    train, held_out = hold_out(splits.train, 100)
+    again = hold_out(splits.train, 100)
+    mine = set(train.indices), set(held_out.indices)
+    assert mine[0] | mine[1] == set(range(1438)) and not mine[0] & mine[1] and len(mine[1]) == 100
+    assert (set(again[0].indices), set(again[1].indices)) == mine
+    first = held_out.indices[0]
+    plain = data.load("digits", augment=False).train[first][0]
+    assert all(torch.equal(held_out.__getitems__([0])[0][0], plain) for _ in range(5))
+    assert not all(torch.equal(splits.train[first][0], plain) for _ in range(5))
+
+
+def test_several_seeds_give_mean_and_spread(tmp_path: Path) -> None:
+    config = settings(tmp_path / "runs", runs=3, epochs=1, seed=4)
+    with pytest.raises(ValueError, match="runs: got 3, want 1"):
+        run(config)
+    several = train_seeds(config, report=Report(quiet=True))
+    found = [result.test_accuracy for result in several.results]
+    assert len(set(found)) > 1
+    mean = sum(found) / 3
+    assert several.mean == pytest.approx(mean)
+    assert several.spread == pytest.approx((sum((one - mean) ** 2 for one in found) / 2) ** 0.5)
+    alone = run(settings(tmp_path / "alone", epochs=1, seed=5))
+    assert same_weights(alone.network, several.results[1].network)
+    assert sorted(path.name for path in (tmp_path / "runs").glob("seed-*")) == ["seed-4", "seed-5", "seed-6"]
+    told = json.loads((tmp_path / "runs" / "result.json").read_text())
+    assert told["test_accuracy"] == {"mean": several.mean, "spread": several.spread} and told["seeds"] == [4, 5, 6]
+    with pytest.raises(RunError, match="holds a run already"):
+        train_seeds(config, report=Report(quiet=True))
+    again = train_seeds(config, resume=True, report=Report(quiet=True))  # all are finished
+    assert [result.test_accuracy for result in again.results] == found
+
+
+@pytest.mark.parametrize(("loss", "metric"), [("margin", "accuracy"), ("spread", "top-2"), ("bce", "exact-match")])
+def test_other_losses_learn(tmp_path: Path, loss: str, metric: str) -> None:
+    """Few exact matches after 30 steps, but chance would have next to none."""
+    changes = {"loss": loss, "metric": metric, "epochs": 3, "data__limit": 640}
+    result = run(settings(tmp_path, **changes))
+    assert result.history[-1]["train_loss"] < 0.7 * result.history[0]["train_loss"]
+    assert result.test_accuracy > (0.2 if metric == "exact-match" else 0.5)
 
 
 @pytest.mark.slow
@@ -264,7 +318,7 @@ def test_two_processes_train_one_network(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 3  # two epochs and the end: only the first process speaks
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [row["step"] for row in rows] == [12, 24]  # half the images each, in batches of 64
+    assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32
     assert rows[-1]["test_accuracy"] > 0.9
 
 
@@ -274,7 +328,7 @@ def test_several_classes_an_image(tmp_path: Path) -> None:
     train = data.OverlappingDigits(images, labels, single=1 / 6, shift=2, length=256)
     test = data.OverlappingDigits(images, labels, single=1 / 6, shift=2, length=64, seed=0)
     splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
-    result = run(settings(tmp_path, epochs=1), splits=splits)
+    result = run(settings(tmp_path, epochs=1, loss="bce", metric="exact-match"), splits=splits)
     seen, targets = test.batch(slice(None))
     with torch.no_grad():
         logits = result.network(seen)
@@ -282,3 +336,45 @@ def test_several_classes_an_image(tmp_path: Path) -> None:
     assert result.test_accuracy == pytest.approx(right, abs=1e-6)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), targets.double()).item()
     assert result.test_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_digits_over_each_other_are_drawn_one_by_one(tmp_path: Path) -> None:
+    """With a reconstruction, batches hold the digits that an image is made of."""
+    images, labels = data.read_digits()
+    train = data.OverlappingDigits(images, labels, shift=2, length=128)
+    test = data.OverlappingDigits(images, labels, shift=2, length=64, seed=0)
+    splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
+    loss = {"name": "margin", "reconstruction": 0.01}
+    config = settings(tmp_path, epochs=1, loss=loss, metric="top-2", network__options__decoder=True, seed=3)
+    result = run(config, splits=splits)
+    assert train.seed == 3
+    parts = WithParts(test)
+    image, there, digits, classes = parts.__getitems__([5, 9])[1]
+    torch.testing.assert_close(digits.sum(0).clamp(max=1), (image * test.std + test.mean)[0, 0], atol=1e-5, rtol=0)
+    assert set(classes.tolist()) == set(there.nonzero().flatten().tolist())
+    with torch.no_grad():
+        module = CapsuleClassifier(result.network, config, mean=test.mean, std=test.std)
+        batch = module.batch([torch.stack(column) for column in zip(*parts.__getitems__(list(range(64))), strict=True)])
+        lost, logits = config.loss(result.network, batch, 1.0)
+    assert result.test_loss == pytest.approx(lost.item(), rel=1e-4)
+    highest = logits.topk(2).indices
+    assert result.test_accuracy == pytest.approx(
+        batch.target.gather(1, highest).all(1).double().mean().item(), abs=1e-6
+    )
+
+
+def test_every_epoch_makes_images_of_its_own(tmp_path: Path) -> None:
+    """Where a data set has a seed, an image follows from it, its number and the epoch."""
+    seen: list[tuple[int, int]] = []
+
+    class Watched(data.OverlappingDigits):
+        def batch(self, indices: Any) -> Any:
+            seen.append((self.epoch, len(indices)))
+            return super().batch(indices)
+
+    images, labels = data.read_digits()
+    train = Watched(images, labels, shift=2, length=128, seed=1)
+    test = data.OverlappingDigits(images, labels, shift=2, length=32, seed=0)
+    splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
+    run(settings(tmp_path, epochs=3, loss="bce", metric="exact-match"), splits=splits)
+    assert seen == [(epoch, 64) for epoch in (0, 0, 1, 1, 2, 2)]

@@ -1,0 +1,184 @@
+"""Every setting of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fastcaps import models
+from fastcaps.training.fields import MISSING, as_data, changed, read, require_count, require_number
+from fastcaps.training.loss import CrossEntropy, Loss
+from fastcaps.training.optimizer import Adam, Optimizer
+from fastcaps.training.schedule import OneCycle, Schedule
+
+
+@dataclass(frozen=True)
+class Network:
+    """Which network.
+
+    Attributes
+    ----------
+    name : str
+        A name of :func:`fastcaps.models.names`. Channels, image size and number of classes are taken from the data.
+    options : mapping
+        Passed on to :func:`fastcaps.models.create`, e.g. ``{"iterations": 3, "routing": "sequential"}``.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in models.names():
+            raise ValueError(f"name: got {self.name!r}, want one of {', '.join(models.names())}")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which data, and what is done to them.
+
+    Attributes
+    ----------
+    name, dir : str
+        A name of :func:`fastcaps.data.names`, and where its files lie.
+    augment, flip : bool, optional
+        As :func:`fastcaps.data.load` takes them; by default CIFAR is cropped and flipped at random and nothing else is.
+    pad : int, optional
+        Pad training images by so many pixels and crop them at random, in the place of ``augment``.
+    resize : int, optional
+        Resize training images to so many pixels and crop them at random, likewise.
+    crop : int, optional
+        To so many pixels: then test images are resized too, and their middle is cut out. To the old size otherwise.
+    jitter : bool
+        Disturb the colours of training images.
+    mixup : float
+        Blend training images and their targets; the parameter of the Beta distribution, 0 for none.
+    validation : int
+        How many training images are held out; the best epoch is chosen by them.
+    limit : int, optional
+        Use only the first training images, for a quick try.
+    options : mapping
+        Further arguments of :func:`fastcaps.data.load`.
+    """
+
+    name: str
+    dir: str | None = None
+    augment: bool | None = None
+    flip: bool | None = None
+    pad: int | None = None
+    resize: int | None = None
+    crop: int | None = None
+    jitter: bool = False
+    mixup: float = 0.0
+    validation: int = 0
+    limit: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_count(self, "pad validation", 0)
+        require_count(self, "resize crop limit")
+        require_number(self, "mixup")
+        if self.pad is not None and self.resize is not None:
+            raise ValueError(f"resize: got {self.resize} beside pad {self.pad}, want one of them")
+        if self.crop is not None and not self.crop <= (self.resize or 0):
+            raise ValueError(
+                f"crop: got {self.crop} with resize {self.resize}, want a resize to as many pixels or more"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every setting of a run.
+
+    Attributes
+    ----------
+    network, data, loss, optimizer, schedule
+        Declarations; :meth:`of` also takes their names, or mappings.
+    metric : str
+        How right answers are counted (:class:`fastcaps.training.metric.Accuracy`).
+    epochs, batch_size : int
+        Passes over the training images, and images a step: on all devices together.
+    seed : int
+        Decides initial weights, order of images and augmentation.
+    runs : int
+        So many runs, with ``seed`` and those after it.
+    precision : str
+        ``mixed`` means autocast.
+    accelerator, devices, strategy : str
+        As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
+    workers : int
+        Processes that prepare batches. The data lie in memory, so 0 is fastest on a CPU.
+    checkpoint_every : int
+        Steps between two checkpoints.
+    out : str
+        The folder that receives everything; ``runs/NETWORK-DATA`` if empty.
+    recipe : str
+        Where the settings came from.
+    """
+
+    network: Network
+    data: Data
+    loss: Loss = field(default_factory=CrossEntropy)
+    metric: Literal["accuracy", "exact-match", "top-2"] = "accuracy"
+    optimizer: Optimizer = field(default_factory=lambda: Adam(lr=3e-3))
+    schedule: Schedule = field(default_factory=OneCycle)
+    epochs: int = 2
+    batch_size: int = 64
+    seed: int = 0
+    runs: int = 1
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
+    accelerator: str = "auto"
+    devices: str = "1"
+    strategy: str = "auto"
+    workers: int = 0
+    checkpoint_every: int = 200
+    out: str = ""
+    recipe: str = ""
+
+    def __post_init__(self) -> None:
+        require_count(self, "epochs batch_size runs checkpoint_every")
+        require_count(self, "seed workers", 0)
+
+    @classmethod
+    def of(cls, **settings: Any) -> TrainConfig:
+        """Read settings: declarations, names or mappings, as a recipe has them.
+
+        Raises
+        ------
+        ValueError
+            One line: the field, what came and what is wanted.
+
+        Examples
+        --------
+        >>> config = TrainConfig.of(network="digits", data="digits", optimizer={"name": "sgd", "lr": 0.1})
+        >>> config.optimizer.momentum
+        0.9
+        """
+        return read(cls, settings)
+
+    def changed(self, changes: Mapping[str, Any]) -> TrainConfig:
+        """The same with other values, by their paths: ``config.changed({"optimizer.lr": 0.01})``."""
+        return read(TrainConfig, changed(as_data(self), changes))
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return Path(self.out or f"runs/{self.recipe or f'{self.network.name}-{self.data.name}'}")
+
+
+def defaults() -> dict[str, Any]:
+    """The settings that have defaults, as data."""
+    found = {}
+    for each in fields(TrainConfig):
+        if each.default is not MISSING:
+            found[each.name] = each.default
+        elif each.default_factory is not MISSING:
+            found[each.name] = as_data(each.default_factory())
+    return found
+
+
+def one_run(config: TrainConfig, index: int) -> TrainConfig:
+    """The settings of one of several runs."""
+    seed = config.seed + index
+    return replace(config, seed=seed, runs=1, out=str(config.folder / f"seed-{seed}"))

@@ -1,0 +1,262 @@
+"""What a network is trained on: losses by name, each a dataclass of its settings that computes itself.
+
+A loss is called with the network, a :class:`Batch` and how much of the run is done, and gives the loss and the logits.
+The formulas are :mod:`fastcaps.losses` and torch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps.checks import accumulation_dtype, shape_text
+from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
+from fastcaps.training.fields import Choice, require_number
+
+__all__ = ["BinaryCrossEntropy", "Batch", "CrossEntropy", "Feedback", "Loss", "Margin", "Spread"]
+
+PARTS_OF_A_RUN = 1_000_000
+"""The spread loss' margin is computed by counts; a share of the run becomes so many of these."""
+
+
+class Batch(NamedTuple):
+    """What a step sees.
+
+    Attributes
+    ----------
+    inputs : tuple of Tensor
+        The arguments of the network: images ``[B, channels, H, W]``, normalised; or embeddings and a mask.
+    target : Tensor
+        int64 ``[B]``: a class for each sample; bool ``[B, M]``: whichever classes are there; floating point ``[B, M]``:
+        shares of classes that sum to 1 (mixup).
+    mean, std : Tensor, optional
+        By which the images were normalised: ``[1, channels, 1, 1]``.
+    parts, part_labels : Tensor, optional
+        Of images made of several: pixels ``[B, P, H, W]`` from 0 to 1, and int64 ``[B, P]``, −1 where there is none.
+    """
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    parts: Tensor | None = None
+    part_labels: Tensor | None = None
+
+    @property
+    def pixels(self) -> Tensor:
+        """The images as pixels from 0 to 1."""
+        if self.mean is None or self.std is None:
+            return self.inputs[0]
+        return self.inputs[0] * self.std + self.mean
+
+
+class Loss(Choice):
+    """The base of losses.
+
+    Attributes
+    ----------
+    threshold : float
+        Where several classes may be there: those whose logit is above it are taken to be.
+    """
+
+    threshold: ClassVar[float] = 0.0
+
+    def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
+        """The loss of logits ``[B, M]``, a scalar."""
+        raise NotImplementedError
+
+    def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
+        """The loss of a batch and the network's logits.
+
+        Parameters
+        ----------
+        network : Module
+        batch : Batch
+        done : float
+            The share of the run that is done, 0 to 1.
+        """
+        logits = network(*batch.inputs)
+        return self.of(logits, batch.target, done), logits
+
+
+def _require_labels(loss: str, target: Tensor) -> None:
+    if target.dim() != 1:
+        raise ValueError(f"loss: {loss} wants one class a sample, got targets {shape_text(target)} of {target.dtype}")
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Loss, name="cross-entropy"):
+    """Softmax and cross-entropy, of labels or of shares of classes.
+
+    Attributes
+    ----------
+    smoothing : float
+        The share of each target that is spread over all classes.
+    """
+
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_number(self, "smoothing", most=1.0)
+
+    def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
+        if target.dim() == 2 and not target.is_floating_point():
+            _require_labels("cross-entropy", target)
+        target = target.to(logits.dtype) if target.is_floating_point() else target
+        return F.cross_entropy(logits, target, label_smoothing=self.smoothing)
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(Loss, name="bce"):
+    """Binary cross-entropy of every class by itself, a mean over samples and classes.
+
+    Attributes
+    ----------
+    probabilities : bool
+        Whether the network gives probabilities (lengths, activations) and not logits.
+    """
+
+    probabilities: bool = False
+
+    @property
+    def threshold(self) -> float:  # type: ignore[override]
+        """A probability of a half."""
+        return 0.5 if self.probabilities else 0.0
+
+    def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
+        present = F.one_hot(target, logits.shape[1]) if target.dim() == 1 else target
+        if not self.probabilities:
+            return F.binary_cross_entropy_with_logits(logits, present.to(logits.dtype))
+        with torch.autocast(logits.device.type, enabled=False):  # which refuses this loss
+            certain = logits.to(accumulation_dtype(logits.dtype)).clamp(0, 1)  # a length may round to more than 1
+            return F.binary_cross_entropy(certain, present.to(certain.dtype))
+
+
+@dataclass(frozen=True)
+class Margin(Loss, name="margin"):
+    """Margin loss (Sabour et al. 2017) of the class capsules' lengths, and of the images drawn from them.
+
+    Attributes
+    ----------
+    upper, lower, down_weight : float
+        As :func:`fastcaps.losses.margin_loss` has them.
+    reconstruction : float
+        The scale of :func:`fastcaps.losses.reconstruction_loss`, which compares with raw pixels; 0.0005 in the paper, 0
+        for none.
+    """
+
+    upper: float = 0.9
+    lower: float = 0.1
+    down_weight: float = 0.5
+    reconstruction: float = 0.0
+
+    threshold: ClassVar[float] = 0.5
+
+    def __post_init__(self) -> None:
+        require_number(self, "upper lower down_weight reconstruction")
+
+    def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
+        return margin_loss(logits, target, upper=self.upper, lower=self.lower, down_weight=self.down_weight)
+
+    def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
+        if not self.reconstruction:
+            return super().__call__(network, batch, done)
+        if batch.target.dim() == 1:
+            logits, drawn = network(*batch.inputs, reconstruct=batch.target)
+            missed = reconstruction_loss(drawn, batch.pixels, scale=self.reconstruction)
+        else:
+            logits, missed = self._of_parts(network, batch)
+        return self.of(logits, batch.target, done) + missed, logits
+
+    def _of_parts(self, network: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits, and the loss of each part drawn by itself (Sabour et al. 2017, section 6), summed up."""
+        if batch.parts is None or batch.part_labels is None:
+            raise ValueError(
+                "loss.reconstruction: images of several classes are drawn part by part, and these data do not have "
+                "their parts; want loss.reconstruction=0"
+            )
+        kept: list[Tensor] = []  # the class capsules' poses, which the head is given
+        hook = network.head.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        try:
+            logits = network(*batch.inputs)
+        finally:
+            hook.remove()
+        poses = kept[0]
+        there = batch.part_labels >= 0
+        missed = poses.new_zeros(())
+        for part in range(batch.parts.shape[1]):
+            drawn = network.decoder(poses, batch.part_labels[:, part].clamp(min=0))
+            each = reconstruction_loss(
+                drawn, batch.parts[:, part : part + 1], scale=self.reconstruction, reduction="none"
+            )
+            missed = missed + (each * there[:, part]).mean()
+        return logits, missed
+
+
+@dataclass(frozen=True)
+class Spread(Loss, name="spread"):
+    """Spread loss (Hinton et al. 2018) of the class capsules' activations, its margin growing in a straight line.
+
+    Attributes
+    ----------
+    start, end : float
+        The first and the last margin.
+    over : float
+        The share of the run over which it grows.
+    """
+
+    start: float = 0.2
+    end: float = 0.9
+    over: float = 1.0
+
+    threshold: ClassVar[float] = 0.5
+
+    def __post_init__(self) -> None:
+        require_number(self, "start end")
+        require_number(self, "over", above=True, most=1.0)
+
+    def margin(self, done: float) -> float:
+        """The margin when this share of the run is done."""
+        steps = max(round(self.over * PARTS_OF_A_RUN), 1)
+        return spread_margin(round(done * PARTS_OF_A_RUN), steps, start=self.start, end=self.end)
+
+    def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
+        _require_labels("spread", target)
+        return spread_loss(logits, target, self.margin(done))
+
+
+@dataclass(frozen=True)
+class Feedback(Loss, name="feedback"):
+    """The loss of a network with feedback units (Li et al. 2018): another one, and the divergences between layers.
+
+    Attributes
+    ----------
+    base : Loss
+        The other one: margin loss in the paper.
+    weight : float
+        Of the sum of the divergences; 10 in the paper.
+    """
+
+    base: Loss = field(default_factory=Margin)
+    weight: float = 10.0
+
+    def __post_init__(self) -> None:
+        require_number(self, "weight")
+        if isinstance(self.base, Feedback) or getattr(self.base, "reconstruction", False):
+            raise ValueError(f"base: got {self.base}, want a loss of logits alone")
+
+    @property
+    def threshold(self) -> float:  # type: ignore[override]
+        """That of the other loss."""
+        return self.base.threshold
+
+    def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
+        return self.base.of(logits, target, done)
+
+    def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
+        logits, divergence = network(*batch.inputs, return_feedback=True)
+        return self.of(logits, batch.target, done) + self.weight * divergence, logits

@@ -1,0 +1,120 @@
+"""A network in training, as Lightning wants it: loss, accuracy, optimiser, schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from fastcaps.training.config import TrainConfig
+from fastcaps.training.loss import Batch
+from fastcaps.training.metric import Accuracy
+
+STAGES = ("train", "test", "validation")
+
+
+class CapsuleClassifier(pl.LightningModule):
+    """A network of class logits, its loss, and accuracy over whole epochs.
+
+    Parameters
+    ----------
+    network : Module
+    config : TrainConfig
+    classes : int
+    mean, std : Tensor, optional
+        By which the images are normalised, ``[1, channels, 1, 1]``; so that a loss can see their pixels.
+    """
+
+    mean: Tensor | None
+    std: Tensor | None
+
+    def __init__(
+        self,
+        network: nn.Module,
+        config: TrainConfig,
+        *,
+        classes: int = 10,
+        mean: Tensor | None = None,
+        std: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.config = config
+        self.accuracy = Accuracy(config.metric, classes, config.loss.threshold)
+        self.losses = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in STAGES})
+        self.counts = nn.ModuleDict({f"{stage}_accuracy": self.accuracy.fresh() for stage in STAGES})
+        for metric in (self.losses["train_loss"], self.counts["train_accuracy"]):
+            metric.persistent(True)  # type: ignore[operator]  # in the checkpoint: an epoch resumed in its middle still reports all of itself
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Logits ``[B, classes]`` of images ``[B, channels, height, width]``."""
+        return self.network(*inputs)
+
+    def batch(self, given: Any) -> Batch:
+        """A loader's batch, its floating-point inputs in the dtype of the weights."""
+        inputs, target, *parts = given
+        several = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        cast = tuple(each.to(self.dtype) if each.is_floating_point() else each for each in several)
+        mean, std = (None if each is None else each.to(self.dtype) for each in (self.mean, self.std))
+        if parts:
+            parts = [parts[0].to(self.dtype), *parts[1:]]
+        return Batch(cast, target, mean, std, *parts)
+
+    def done(self) -> float:
+        """The share of the run that is done."""
+        return self.trainer.global_step / max(int(self.trainer.estimated_stepping_batches), 1)
+
+    def _step(self, given: Any, stage: str) -> Tensor:
+        batch = self.batch(given)
+        loss, logits = self.config.loss(self.network, batch, min(self.done(), 1.0))
+        self.losses[f"{stage}_loss"].update(loss.detach(), len(batch.target))  # type: ignore[operator]
+        self.accuracy.update(self.counts[f"{stage}_accuracy"], logits.detach(), batch.target)  # type: ignore[arg-type]
+        return loss
+
+    def training_step(self, given: Any, _: int) -> Tensor:
+        loss = self._step(given, "train")
+        self.log("step/train_loss", loss.detach())
+        return loss
+
+    def validation_step(self, given: Any, _: int, dataloader_idx: int = 0) -> None:
+        self._step(given, STAGES[1 + dataloader_idx])
+
+    def figures(self, stage: str) -> dict[str, Tensor]:
+        """Loss and accuracy of a stage's epoch so far."""
+        both = {**self.losses, **self.counts}
+        return {name: both[name].compute() for name in (f"{stage}_loss", f"{stage}_accuracy")}  # type: ignore[operator]
+
+    def _finish(self, stage: str) -> None:
+        """Log a stage's figures and begin anew."""
+        self.log_dict(self.figures(stage))
+        for metric in (self.losses[f"{stage}_loss"], self.counts[f"{stage}_accuracy"]):
+            metric.reset()  # type: ignore[operator]
+
+    def on_validation_epoch_end(self) -> None:
+        self._finish("test")
+        if self.trainer.datamodule.validation is not None:  # type: ignore[attr-defined]
+            self._finish("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self._finish("train")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.config.optimizer.build(self.network.parameters())
+        total = int(self.trainer.estimated_stepping_batches)
+        steps_per_epoch = max(total // self.config.epochs, 1)
+        rate = self.config.schedule.factor
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total, steps_per_epoch))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["random_state"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # only the first rank's state is saved; other ranks must not all draw the same augmentation
+        if self.trainer.world_size == 1:
+            torch.set_rng_state(checkpoint["random_state"].cpu())

@@ -1,0 +1,135 @@
+"""The experiments of the papers as YAML files, one each, whole: network, data, loss, optimiser, schedule, turns.
+
+A recipe is the fields of :class:`fastcaps.training.TrainConfig`, and
+
+- ``source``: the paper, its section and its table or figure;
+- ``reported``: what the paper says came of it;
+- ``ours``: what the paper does not say, and we chose.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fastcaps.training.config import TrainConfig
+from fastcaps.training.fields import MISSING, SettingError, as_data, changed, read, wrong
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an experiment stands.
+
+    Attributes
+    ----------
+    paper, section, table : str
+        ``table`` may be a figure, or empty.
+    """
+
+    paper: str
+    section: str
+    table: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.paper, f"section {self.section}" if self.section else "", self.table)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment of a paper.
+
+    Attributes
+    ----------
+    name : str
+    source : Source
+    config : TrainConfig
+    reported, ours : str
+        What came of it, and what is our reading.
+    """
+
+    name: str
+    source: Source
+    config: TrainConfig
+    reported: str = ""
+    ours: str = ""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a field stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"{key} stands twice, want it once", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def names() -> list[str]:
+    """The recipes that there are."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find(name: str) -> Path:
+    """The file of a recipe: one of :func:`names`, or a path that ends in ``.yaml``.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise SettingError(f"recipe: got {name!r}{hint}, want one of those that fastcaps recipes lists, or a .yaml file")
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML; what is no YAML raises ValueError in one line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        raise SettingError(f"{where}{' '.join(str(error.problem).split())}") from error
+    except yaml.YAMLError as error:
+        raise SettingError(" ".join(str(error).split())) from error
+
+
+def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`names`, or the path of a file.
+    changes : mapping, optional
+        Other values for fields, by their paths: ``{"optimizer.lr": 0.01}``.
+
+    Raises
+    ------
+    ValueError
+        One line: the file, the field, what came and what is wanted.
+    """
+    path = find(name)
+    try:
+        given = read_yaml(path.read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise wrong("recipe", given, "a mapping of fields")
+        source = read(Source, given.pop("source", MISSING), "source")
+        told = {key: read(str, given.pop(key, ""), key) for key in ("reported", "ours")}
+        config = read(TrainConfig, {**given, "recipe": path.stem if path.parent == FOLDER else str(path)})
+    except (SettingError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path.name}: {error}") from error
+    if changes:
+        config = read(TrainConfig, changed(as_data(config), changes))
+    return Recipe(path.stem, source, config, **told)

@@ -1,0 +1,303 @@
+"""Training a network on a data set, with Lightning: what ``fastcaps train`` and ``fastcaps demo`` run.
+
+One call does everything::
+
+    from fastcaps.training import TrainConfig, train
+
+    result = train(TrainConfig.of(network="mnist", data={"name": "mnist", "dir": "path/to/data"}, out="runs/mnist"))
+
+A run writes into its ``out`` folder: ``config.json`` (every setting and version), ``metrics.csv`` (a row per epoch),
+``tensorboard/``, ``last.ckpt`` (replaced as a whole every ``checkpoint_every`` steps and after every epoch),
+``result.json`` and, where training images were held out, ``best.ckpt``. A run that was killed goes on from
+``last.ckpt`` in the middle of its epoch: order of the images, random state, optimiser and schedule are those that the
+run would have had, so on the CPU it ends in the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import tensorboard  # noqa: F401  (Lightning misses it only when a run begins)
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fastcaps import models
+from fastcaps.data import Splits
+from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics
+from fastcaps.training.config import TrainConfig
+from fastcaps.training.data import ImageData, read_data
+from fastcaps.training.fields import as_data
+from fastcaps.training.module import CapsuleClassifier
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes
+    ----------
+    network : torch.nn.Module
+        The trained network, in evaluation mode, on the CPU.
+    test_accuracy, test_loss : float
+        Of its weights over the whole test set; the accuracy is a share of 1. They are the last epoch's, or, where
+        training images were held out, those of the epoch that did best by these.
+    history : list of dict
+        A row per epoch, as in ``metrics.csv``.
+    out : Path
+        The folder of the run.
+    is_main : bool
+        Whether this is the first of several processes: the one that should speak.
+    best_epoch : int, optional
+        The epoch that was chosen, from 1.
+    """
+
+    network: nn.Module
+    test_accuracy: float
+    test_loss: float
+    history: list[dict[str, float]]
+    out: Path
+    is_main: bool = True
+    best_epoch: int | None = None
+
+
+class RunError(RuntimeError):
+    """The folder of a run cannot serve: it holds another run already, or a checkpoint that cannot be read."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what Lightning says to its own developers, for as long as the block lasts."""
+    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    messages = (
+        ".*does not have many workers.*",
+        ".*smaller than the logging interval.*",
+        ".*ended before the epoch ended and your dataloader is not resumable.*",  # ours resumes by its own state
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*GPU available but not used.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+        ".*It is recommended to use `self.log.*sync_dist=True`.*",  # the means are synchronised before they are logged
+        ".*Consider setting `persistent_workers=True`.*",
+    )
+    try:
+        with warnings.catch_warnings():
+            for message in messages:
+                warnings.filterwarnings("ignore", message=message)
+            for logger in levels:
+                logger.setLevel(logging.ERROR)
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+def _processor() -> str:
+    """The processor's name as its maker writes it, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """What a figure depends on: versions of everything, and the machine."""
+    import lightning
+
+    import fastcaps
+
+    return {
+        "fastcaps": getattr(fastcaps, "__version__", "unknown"),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+        "machine": f"{_processor()}, {torch.get_num_threads()} threads",
+    }
+
+
+def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
+    """The network of a configuration, sized for the data.
+
+    Raises
+    ------
+    ValueError
+        If the network cannot take images of this size or does not know an override; the message says which.
+    """
+    sizes = {"in_channels": "in_channels", "image_size": "image_size"}
+    known = {each.name for each in fields(models.config(config.network.name))}
+    overrides = {name: getattr(splits, of) for name, of in sizes.items() if name in known}
+    overrides |= {"classes": len(splits.classes), **config.network.options}
+    try:
+        return models.create(config.network.name, **overrides)
+    except (TypeError, ValueError) as error:
+        shown = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
+        raise ValueError(
+            f"network {config.network.name} cannot be built for {config.data.name} ({shown}): {error}"
+        ) from error
+
+
+def prepare_folder(out: Path, resume: bool, overwrite: bool) -> None:
+    """Make the folder of a run, or see that the one that is there may be used."""
+    out.mkdir(parents=True, exist_ok=True)
+    if resume or not (out / "config.json").exists():
+        return
+    if not overwrite:
+        raise RunError(f"{out} holds a run already: go on with it (--resume), replace it (--overwrite) or take another")
+    for name in ("last.ckpt", "best.ckpt", "metrics.csv", "result.json"):
+        (out / name).unlink(missing_ok=True)
+    for events in (out / "tensorboard").glob("events.out.tfevents.*"):
+        events.unlink()
+
+
+def _make_trainer(config: TrainConfig, out: Path, callbacks: list[pl.Callback]) -> pl.Trainer:
+    """Lightning's Trainer; what it refuses becomes a ValueError that shows what was asked for."""
+    try:
+        return pl.Trainer(
+            accelerator=config.accelerator,
+            devices=int(config.devices) if config.devices.lstrip("-").isdigit() else config.devices,
+            strategy=config.strategy,
+            precision=config.precision,
+            max_epochs=config.epochs,
+            logger=TensorBoardLogger(out, name="", version="tensorboard"),
+            callbacks=callbacks,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,  # ShuffledBatches knows its rank
+            num_sanity_val_steps=0,
+            log_every_n_steps=10,
+        )
+    except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
+        asked = f"accelerator {config.accelerator!r}, devices {config.devices!r}, strategy {config.strategy!r}"
+        raise ValueError(f"{asked}, precision {config.precision!r}: {error}") from error
+
+
+@quiet()
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    report: Report | None = None,
+    splits: Splits | None = None,
+) -> TrainResult:
+    """Train a network and test it after every epoch.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        The settings.
+    resume : bool
+        Go on from ``config.out``'s checkpoint, where there is one. A finished run is only reported again.
+    overwrite : bool
+        Replace a run that ``config.out`` holds already.
+    report : Report, optional
+        What the person at the terminal sees; a progress bar (or plain lines where there is no terminal) by default.
+    splits : Splits, optional
+        The data, if they have been loaded already.
+
+    Returns
+    -------
+    TrainResult
+        The accuracy is that of the last epoch, or of the best one by the images held out: the test set chooses nothing.
+
+    Raises
+    ------
+    ValueError, DataError
+        If a setting, the data, or their combination is wrong; before anything is computed.
+    RunError
+        If ``config.out`` holds another run, or its checkpoint cannot be read.
+    """
+    if config.runs != 1:
+        raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds makes several)")
+    splits = splits or read_data(config.data)
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    network = build_network(config, splits)
+    out = config.folder
+    checkpoint = out / "last.ckpt"
+    mean, std = getattr(splits.train, "mean", None), getattr(splits.train, "std", None)
+    module = CapsuleClassifier(network, config, classes=len(splits.classes), mean=mean, std=std)
+    data = make_data(config, splits)
+    metrics, best = MetricsWriter(out / "metrics.csv"), BestWriter(out / "best.ckpt")
+    callbacks = [metrics, best, CheckpointWriter(checkpoint, config.checkpoint_every), report or Report()]
+    trainer = _make_trainer(config, out, callbacks)
+    if config.batch_size % trainer.world_size:
+        raise ValueError(
+            f"batch_size: got {config.batch_size} for {trainer.world_size} devices together, want a multiple of them"
+        )
+    if trainer.is_global_zero:
+        prepare_folder(out, resume, overwrite)
+        write_settings(config, out)
+    began = time.perf_counter()
+    going_on = resume and checkpoint.is_file()
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        if going_on and trainer.global_step == 0:
+            raise RunError(f"{checkpoint} cannot be resumed from: {error}") from error
+        raise
+    history = metrics.rows or read_metrics(metrics.path)  # processes that Lightning spawned keep their rows
+    network = module.network.cpu().eval()
+    chosen = history[-1]
+    if data.validation is not None:
+        kept = torch.load(best.path, map_location="cpu", weights_only=True)
+        network.load_state_dict(kept["state_dict"])
+        chosen = history[kept["epoch"] - 1]
+    is_main = trainer.is_global_zero
+    result = TrainResult(
+        network,
+        chosen["test_accuracy"],
+        chosen["test_loss"],
+        history,
+        out,
+        is_main,
+        best_epoch=int(chosen["epoch"]) if data.validation is not None else None,
+    )
+    if is_main:
+        _write_result(config, result, time.perf_counter() - began)
+    return result
+
+
+def make_data(config: TrainConfig, splits: Splits) -> ImageData:
+    """The data of a run, split and in batches."""
+    parts = hasattr(splits.train, "layers") and getattr(config.loss, "reconstruction", 0) > 0
+    size, held_out = config.batch_size, config.data.validation
+    return ImageData(splits, size, seed=config.seed, workers=config.workers, validation=held_out, parts=parts)
+
+
+def write_settings(config: TrainConfig, out: Path) -> None:
+    """Write ``config.json``."""
+    settings = {**as_data(config), "versions": versions()}
+    (out / "config.json").write_text(json.dumps(settings, indent=2, default=repr) + "\n")
+
+
+def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> None:
+    """Write ``result.json``."""
+    summary: dict[str, Any] = {
+        "test_accuracy": result.test_accuracy,
+        "test_loss": result.test_loss,
+        "metric": config.metric,
+        "epochs": len(result.history),
+        "seconds_per_epoch": [row["seconds"] for row in result.history],
+        "seconds_this_call": seconds,
+        "parameters": sum(p.numel() for p in result.network.parameters()),
+        "seed": config.seed,
+        "versions": versions(),
+    }
+    if result.best_epoch is not None:
+        row = result.history[result.best_epoch - 1]
+        summary |= {"best_epoch": result.best_epoch, "validation_accuracy": row["validation_accuracy"]}
+    (result.out / "result.json").write_text(json.dumps(summary, indent=2) + "\n")

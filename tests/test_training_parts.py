@@ -1,0 +1,301 @@
+"""The parts of training: losses against plain loops, schedules against a table, metrics, optimisers, data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastcaps import models
+from fastcaps.training import TrainConfig
+from fastcaps.training.fields import as_data, changed, read
+from fastcaps.training.loss import Batch, BinaryCrossEntropy, CrossEntropy, Feedback, Loss, Margin, Spread
+from fastcaps.training.metric import Accuracy
+from fastcaps.training.optimizer import SGD, Adam, AdamW, Optimizer, RAdam, RMSProp
+from fastcaps.training.schedule import Constant, Cosine, Exponential, Milestones, OneCycle, Schedule
+
+LOGITS = [[1.5, -0.5, 0.25], [-2.0, 0.75, 3.0]]
+LENGTHS = [[0.7, 0.3, 0.05], [0.2, 0.95, 0.6]]
+
+
+def value(loss: Loss, logits: list[list[float]], target: Any, done: float = 0.0) -> float:
+    return loss.of(torch.tensor(logits, dtype=torch.float64), torch.as_tensor(target), done).item()
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_cross_entropy_takes_labels_and_shares(smoothing: float) -> None:
+    labels, shares = [0, 2], [[0.7, 0.3, 0.0], [0.0, 0.25, 0.75]]
+    hard = [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+
+    def by_hand(targets: list[list[float]]) -> float:
+        total = 0.0
+        for row, target in zip(LOGITS, targets, strict=True):
+            normaliser = math.log(sum(math.exp(x) for x in row))
+            for x, t in zip(row, target, strict=True):
+                total -= ((1 - smoothing) * t + smoothing / 3) * (x - normaliser)
+        return total / 2
+
+    loss = CrossEntropy(smoothing)
+    assert value(loss, LOGITS, labels) == pytest.approx(by_hand(hard))
+    assert value(loss, LOGITS, torch.tensor(shares)) == pytest.approx(by_hand(shares))  # float32, as mixup makes them
+    with pytest.raises(ValueError, match=r"loss: cross-entropy wants one class a sample, got targets \[2, 3\]"):
+        value(loss, LOGITS, torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_binary_cross_entropy_judges_every_class(probabilities: bool) -> None:
+    numbers = LENGTHS if probabilities else LOGITS
+    there = [[True, True, False], [False, False, True]]
+    total = 0.0
+    for row, present in zip(numbers, there, strict=True):
+        for x, t in zip(row, present, strict=True):
+            p = x if probabilities else 1 / (1 + math.exp(-x))
+            total -= math.log(p) if t else math.log(1 - p)
+    loss = BinaryCrossEntropy(probabilities)
+    assert value(loss, numbers, there) == pytest.approx(total / 6)
+    assert loss.threshold == (0.5 if probabilities else 0.0)
+    one_hot = value(loss, numbers, [[1, 0, 0], [0, 1, 0]])
+    assert value(loss, numbers, [0, 1]) == pytest.approx(one_hot)
+
+
+def test_binary_cross_entropy_of_lengths_beyond_the_ends_is_finite() -> None:
+    lengths = torch.tensor([[1.0 + 1e-6, 0.0, 0.5]], requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = BinaryCrossEntropy(True).of(lengths, torch.tensor([[True, False, True]]), 0.0)
+    loss.backward()
+    assert lengths.grad is not None and torch.isfinite(loss) and bool(torch.isfinite(lengths.grad).all())
+
+
+class Drawing(nn.Module):
+    """A network whose class capsules are its input, and whose decoder draws a capsule's first number everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Module()
+        self.head.forward = lambda poses: poses.norm(dim=-1)  # type: ignore[method-assign]
+        self.decoder = lambda poses, labels: (
+            poses[torch.arange(len(poses)), labels, 0].view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+        )
+
+    def forward(self, poses: torch.Tensor, *, reconstruct: torch.Tensor | None = None) -> Any:
+        logits = self.head(poses)
+        return logits if reconstruct is None else (logits, self.decoder(poses, reconstruct))
+
+
+def margin_by_hand(lengths: torch.Tensor, there: list[list[bool]], upper: float, lower: float, weight: float) -> float:
+    total = 0.0
+    for row, present in zip(lengths.tolist(), there, strict=True):
+        for x, t in zip(row, present, strict=True):
+            total += max(0.0, upper - x) ** 2 if t else weight * max(0.0, x - lower) ** 2
+    return total / len(there)
+
+
+def test_margin_loss_draws_the_raw_pixels() -> None:
+    poses = torch.rand(2, 3, 4, dtype=torch.float64) * 0.4
+    pixels = torch.rand(2, 1, 2, 2, dtype=torch.float64)
+    mean, std = (torch.full((1, 1, 1, 1), x, dtype=torch.float64) for x in (0.13, 0.31))
+    images, labels = (pixels - mean) / std, torch.tensor([2, 0])
+
+    class WithImages(Drawing):  # its capsules do not follow from the images here
+        def forward(self, images: torch.Tensor, *, reconstruct: Any = None) -> Any:
+            return super().forward(poses, reconstruct=reconstruct)
+
+    loss = Margin(upper=0.8, lower=0.2, down_weight=0.25, reconstruction=0.01)
+    found, logits = loss(WithImages(), Batch((images,), labels, mean, std))
+    drawn = sum(
+        (poses[b, label, 0].item() - pixel) ** 2
+        for b, label in enumerate(labels.tolist())
+        for pixel in pixels[b].flatten().tolist()
+    )
+    hand = margin_by_hand(logits, [[False, False, True], [True, False, False]], 0.8, 0.2, 0.25)
+    assert found.item() == pytest.approx(hand + 0.01 * drawn / 2)
+    alone, _ = Margin(0.8, 0.2, 0.25)(WithImages(), Batch((images,), labels, mean, std))
+    assert alone.item() == pytest.approx(hand)
+
+
+def test_several_digits_are_drawn_one_by_one() -> None:
+    poses = torch.rand(2, 3, 4, dtype=torch.float64)
+    parts, labels = torch.rand(2, 2, 2, 2, dtype=torch.float64), torch.tensor([[2, 0], [1, -1]])
+    there = torch.tensor([[True, False, True], [False, True, False]])
+    loss = Margin(reconstruction=0.1)
+    found, logits = loss(Drawing(), Batch((poses,), there, parts=parts, part_labels=labels))
+    drawn = 0.0
+    for b, k in ((0, 0), (0, 1), (1, 0)):  # the second image has one digit
+        drawn += sum((poses[b, labels[b, k], 0].item() - pixel) ** 2 for pixel in parts[b, k].flatten().tolist())
+    assert found.item() == pytest.approx(margin_by_hand(logits, there.tolist(), 0.9, 0.1, 0.5) + 0.1 * drawn / 2)
+    with pytest.raises(ValueError, match=r"these data do not have their parts; want loss\.reconstruction=0"):
+        loss(Drawing(), Batch((poses,), there))
+
+
+def test_the_spread_loss_and_its_margin() -> None:
+    labels = [0, 2]
+    for loss, done, margin in (
+        (Spread(), 0.0, 0.2),
+        (Spread(), 0.5, 0.55),
+        (Spread(), 1.0, 0.9),
+        (Spread(0.1, 0.5, over=0.25), 0.125, 0.3),
+        (Spread(0.1, 0.5, over=0.25), 0.8, 0.5),
+        (Spread(0.9, 0.9), 0.0, 0.9),
+    ):
+        assert loss.margin(done) == pytest.approx(margin)
+        total = 0.0
+        for row, label in zip(LENGTHS, labels, strict=True):
+            total += sum(max(0.0, margin - (row[label] - x)) ** 2 for k, x in enumerate(row) if k != label)
+        assert value(loss, LENGTHS, labels, done) == pytest.approx(total / 2)
+
+
+@pytest.mark.parametrize("base", [Margin(), CrossEntropy()])
+def test_feedback_adds_the_divergence_while_training(base: Loss) -> None:
+    torch.manual_seed(0)
+    network = models.create("li-encapnet-six", feedback="one", cost="l2", types=4, image_size=16)
+    batch = Batch((torch.randn(3, 3, 16, 16),), torch.tensor([1, 2, 3]))
+    loss = Feedback(base=base, weight=2.5)
+    network.train()
+    found, logits = loss(network, batch)
+    again, divergence = network(batch.inputs[0], return_feedback=True)
+    torch.testing.assert_close(logits, again)
+    assert divergence.item() > 0
+    torch.testing.assert_close(found, base.of(again, batch.target, 0.0) + 2.5 * divergence)
+    network.eval()
+    tested, logits = loss(network, batch)
+    torch.testing.assert_close(tested, base.of(logits, batch.target, 0.0))
+    assert loss.threshold == base.threshold
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "target", "threshold", "right"),
+    [
+        ("accuracy", torch.tensor([0, 1]), 0.0, 1),  # the second one's highest logit is its third
+        ("accuracy", torch.tensor([[0.6, 0.4, 0.0], [0.1, 0.2, 0.7]]), 0.0, 2),
+        ("exact-match", torch.tensor([[True, False, True], [False, True, True]]), 0.0, 2),
+        ("exact-match", torch.tensor([[True, False, True], [False, True, True]]), 1.0, 0),
+        ("exact-match", torch.tensor([[True, False, False], [False, True, True]]), 0.0, 1),
+        ("exact-match", torch.tensor([0, 2]), 1.0, 2),
+        ("top-2", torch.tensor([[True, False, True], [True, False, True]]), 0.0, 1),
+        ("top-2", torch.tensor([2, 1]), 0.0, 2),
+        ("top-2", torch.tensor([1, 0]), 0.0, 0),
+    ],
+)
+def test_what_counts_as_right(metric: str, target: torch.Tensor, threshold: float, right: int) -> None:
+    accuracy = Accuracy(metric, 3, threshold)
+    count = accuracy.fresh()
+    accuracy.update(count, torch.tensor(LOGITS), target)
+    assert count.compute().item() == pytest.approx(right / 2)
+    accuracy.update(count, torch.tensor(LOGITS[:1]), target[:1])  # batches of other sizes count by their samples
+    first = accuracy.fresh()
+    accuracy.update(first, torch.tensor(LOGITS[:1]), target[:1])
+    assert count.compute().item() == pytest.approx((right + first.compute().item()) / 3)
+
+
+def test_accuracy_wants_one_class() -> None:
+    accuracy = Accuracy("accuracy", 3, 0.0)
+    with pytest.raises(ValueError, match="metric: accuracy wants one class a sample"):
+        accuracy.update(accuracy.fresh(), torch.tensor(LOGITS), torch.ones(2, 3, dtype=torch.bool))
+
+
+# --- optimisers and schedules ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "settings"),
+    [
+        (Adam(0.01, (0.8, 0.9), weight_decay=0.1), torch.optim.Adam, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
+        (AdamW(0.01, weight_decay=0.1), torch.optim.AdamW, {"weight_decay": 0.1}),
+        (RAdam(0.01), torch.optim.RAdam, {}),
+        (RMSProp(0.01, 0.9, momentum=0.5), torch.optim.RMSprop, {"alpha": 0.9, "momentum": 0.5}),
+        (SGD(0.01, 0.8, 0.1, True), torch.optim.SGD, {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True}),
+    ],
+)
+def test_optimisers_are_torchs(ours: Optimizer, torchs: Any, settings: dict[str, Any]) -> None:
+    mine, theirs = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
+    both = (mine, ours.build([mine])), (theirs, torchs([theirs], lr=0.01, **settings))
+    for _ in range(7):
+        for parameter, optimizer in both:
+            optimizer.zero_grad()
+            parameter.pow(4).sum().backward()
+            optimizer.step()
+    assert torch.equal(mine, theirs) and not torch.equal(mine, torch.tensor([1.0, -2.0]))
+
+
+# the factor at steps of a run of 20 steps, 5 an epoch, worked out by hand
+TABLE: list[tuple[Schedule, dict[int, float]]] = [
+    (Constant(), {0: 1, 10: 1, 19: 1}),
+    (Constant(warmup=0.25, start=0.2), {0: 0.2, 1: 0.36, 4: 0.84, 5: 1, 19: 1}),
+    (Cosine(), {0: 1, 5: (2 + 2**0.5) / 4, 10: 0.5, 15: (2 - 2**0.5) / 4, 20: 0}),
+    (Cosine(end=0.2), {0: 1, 10: 0.6, 20: 0.2}),
+    (Cosine(warmup=0.1, start=0.02, end=0.02), {0: 0.02, 1: 0.51, 2: 1, 11: 0.51, 20: 0.02}),
+    (Cosine(by="epoch"), {0: 1, 4: 1, 5: (2 + 2**0.5) / 4, 9: (2 + 2**0.5) / 4, 14: 0.5, 15: (2 - 2**0.5) / 4}),
+    (OneCycle(), {0: 0.04, 2: 0.52, 4: 1, 12: 0.5, 20: 0}),
+    (Milestones(at=(0.3, 0.75)), {0: 1, 5: 1, 6: 0.1, 14: 0.1, 15: 0.01, 19: 0.01}),
+    (Milestones(at=(0.3, 0.75), gamma=0.5, by="epoch"), {0: 1, 9: 1, 10: 0.5, 14: 0.5, 15: 0.25}),
+    (Milestones(at=(0.5,), warmup=0.2), {0: 0, 1: 0.25, 3: 0.75, 4: 1, 9: 1, 10: 0.1}),
+    (Exponential(every=4, gamma=0.5), {0: 1, 3: 1, 4: 0.5, 8: 0.25, 19: 0.0625}),
+    (Exponential(every=4, gamma=0.25, stairs=False), {0: 1, 2: 0.5, 4: 0.25, 6: 0.125}),
+    (Exponential(every=5, gamma=0.5, by="epoch", stairs=False), {0: 1, 4: 1, 5: 0.5, 14: 0.25}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "wanted"), TABLE)
+def test_schedules(schedule: Schedule, wanted: dict[int, float]) -> None:
+    for step, factor in wanted.items():
+        assert schedule.factor(step, 20, 5) == pytest.approx(factor, abs=1e-12), step
+
+
+def test_milestones_fall_on_their_epochs() -> None:
+    """150 of 350 epochs is no binary fraction: the rate must not change a step early or late."""
+    schedule = read(Schedule, {"name": "milestones", "at": ["150/350", "250/350"]})
+    for steps in (1, 7, 391):
+        edges = [e * steps + s for e in (150, 250) for s in (-1, 0)]
+        found = [schedule.factor(step, 350 * steps, steps) for step in edges]
+        assert found == pytest.approx([1, 0.1, 0.1, 0.01])
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_come_back_from_their_data() -> None:
+    config = TrainConfig.of(
+        network={"name": "digits", "options": {"iterations": 3}},
+        data="digits",
+        loss={"name": "feedback", "base": {"name": "margin", "upper": 0.8}, "weight": 3},
+        optimizer={"name": "rmsprop", "lr": "1e-4"},
+        schedule={"name": "milestones", "at": ["1/3", 0.5]},
+        devices=2,
+    )
+    assert read(TrainConfig, as_data(config)) == config
+    assert config.devices == "2" and config.loss.base.upper == 0.8 and config.schedule.at == (1 / 3, 0.5)
+    assert config.changed({"loss.base.name": "cross-entropy"}).loss.base == CrossEntropy()
+    assert changed({"a": {"name": "x", "b": 1}}, {"a.c": 2, "a.name": "y"}) == {"a": {"name": "y", "c": 2}}
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_recipe_asks_of_images_is_done() -> None:
+    pytest.importorskip("sklearn")
+    from fastcaps.training.config import Data
+    from fastcaps.training.data import hold_out, read_data
+
+    splits = read_data(Data("digits", resize=10, crop=6, mixup=0.2, limit=50))
+    images, targets = splits.train.batch([0, 1, 2])
+    assert images.shape == (3, 1, 6, 6) and splits.image_size == 6
+    assert targets.shape == (3, 10) and targets.sum(1) == pytest.approx([1, 1, 1])
+    tested, labels = splits.test.batch([0, 1, 2])
+    assert tested.shape == (3, 1, 6, 6) and labels.dtype == torch.int64
+    assert torch.equal(tested, splits.test.batch([0, 1, 2])[0])  # the middle, every time
+    _, held_out = hold_out(splits.train, 5, splits.test.augment)
+    assert held_out.__getitems__([0])[0][0].shape == (1, 6, 6)
+    padded = read_data(Data("digits", pad=2, flip=False))
+    wide = torch.nn.functional.pad(padded.train.images[7], (2, 2, 2, 2))
+    found = (padded.train.batch([7])[0] * padded.train.std + padded.train.mean)[0] * 255
+    places = [(wide[:, y : y + 8, x : x + 8] - found).abs().max() for y in range(5) for x in range(5)]
+    assert min(places) < 1e-3

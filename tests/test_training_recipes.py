@@ -1,0 +1,252 @@
+"""The recipes: each is whole, its network is built of it, and a step of its loss is made; errors name the field."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastcaps import cli, data, models
+from fastcaps.training import SettingError, recipe, recipes
+from fastcaps.training.loss import Batch
+
+SHAPES = {  # channels, pixels, classes; where a recipe crops, its crop counts
+    "mnist": (1, 28, 10),
+    "fashion-mnist": (1, 28, 10),
+    "cifar10": (3, 32, 10),
+    "cifar100": (3, 32, 100),
+    "svhn": (3, 32, 10),
+    "smallnorb": (2, 96, 5),
+    "multimnist": (1, 36, 10),
+    "diverse-multimnist": (1, 36, 10),
+    "affnist": (1, 40, 10),
+    "folder": (3, 128, 200),
+}
+TEXTS = {"sst5": 5, "sst2": 2}
+SEVERAL = ("multimnist", "diverse-multimnist")
+WIDE = re.compile(r"-imagenet|tsai-dmm-(matrix-42m|dynamic|vector)|tsai-dr-.*-c100|sabour-mnist-cnn|li-encapnet-")
+"""Networks whose step takes a second or more."""
+QUICK = ("li-encapnet-master", "li-encapnet-six-master", "li-encapnet-six", "li-encapnet-kl", "li-encapnet-two-ot")
+
+EVERY = recipes.names()
+
+
+def network_of(name: str) -> torch.nn.Module:
+    config = recipe(name).config
+    sizes: dict[str, Any] = {}
+    if config.data.name not in TEXTS:
+        channels, pixels, classes = SHAPES[config.data.name]
+        sizes = {"in_channels": channels, "image_size": config.data.crop or pixels, "classes": classes}
+    return models.create(config.network.name, **{**sizes, **config.network.options})
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_recipe_is_whole(name: str) -> None:
+    read = recipe(name)
+    given = recipes.read_yaml(recipes.find(name).read_text())
+    wanted = {"source", "network", "data", "loss", "metric", "optimizer", "schedule", "epochs", "batch_size"}
+    assert wanted <= set(given)
+    assert read.source.paper and re.search(r" (2017|2018|2019|2020)$", read.source.paper) and read.source.section
+    assert read.config.recipe == name and str(read.config.folder) == f"runs/{name}"
+    with torch.device("meta"):
+        network = network_of(name)
+    assert sum(p.numel() for p in network.parameters()) > 10_000
+    assert all(p.is_meta for p in network.parameters())
+    config = models.config(read.config.network.name)
+    if getattr(config, "iterations", None) is not None:  # where a network makes turns, the recipe says how many
+        assert "iterations" in read.config.network.options
+
+
+def batch_of(name: str, size: int = 2) -> Batch:
+    config = recipe(name).config
+    torch.manual_seed(1)
+    if config.data.name in TEXTS:
+        classes = TEXTS[config.data.name]
+        inputs = torch.randn(size, 4, 37, 1280), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+        return Batch(inputs, torch.randint(classes, (size,)))
+    channels, pixels, classes = SHAPES[config.data.name]
+    pixels = config.data.crop or pixels
+    images = (torch.randn(size, channels, pixels, pixels),)
+    mean, std = torch.full((1, channels, 1, 1), 0.1), torch.full((1, channels, 1, 1), 0.3)
+    if config.data.name not in SEVERAL:
+        target = torch.randint(classes, (size,))
+        if config.data.mixup:
+            target = torch.rand(size, classes).softmax(1)
+        return Batch(images, target, mean, std)
+    labels = torch.tensor([[3, 1], [4, 1]])
+    present = torch.zeros(size, classes, dtype=torch.bool).scatter_(1, labels, True)
+    return Batch(images, present, mean, std, torch.rand(size, 2, pixels, pixels), labels)
+
+
+def step(name: str) -> None:
+    """One step of the recipe's optimiser lowers its loss on that batch, or at least reaches the weights."""
+    config = recipe(name).config
+    torch.manual_seed(0)
+    network, batch = network_of(name).train(), batch_of(name)
+    optimizer = config.optimizer.build(network.parameters())
+    loss, logits = config.loss(network, batch, 0.5)
+    assert loss.dim() == 0 and torch.isfinite(loss) and logits.shape[0] == 2
+    loss.backward()
+    grads = [p.grad for p in network.parameters() if p.grad is not None]
+    assert any(bool(g.any()) for g in grads) and all(bool(torch.isfinite(g).all()) for g in grads)
+    before = [p.detach().clone() for p in network.parameters()]
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if WIDE.search(name) and name not in QUICK else []) for name in EVERY],
+)
+def test_a_step_of_every_loss(name: str) -> None:
+    step(name)
+
+
+# --- what is wrong with a recipe -------------------------------------------------------------------------------------
+
+WHOLE = """
+source: {paper: Somebody 2020, section: "1"}
+network: {name: digits, options: {iterations: 2}}
+data: {name: digits, limit: 128}
+loss: {name: cross-entropy}
+optimizer: {name: adam, lr: 1e-3}
+schedule: {name: milestones, at: [1/2, 0.75]}
+epochs: 1
+batch_size: 64
+accelerator: cpu
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a number"),
+        ("lr: 1e-3", "lr: -1", "optimizer.lr: got -1.0, want a finite number above 0"),
+        (
+            "lr: 1e-3",
+            "weight_decy: 1",
+            "optimizer.weight_decy: no such field (did you mean weight_decay?), want one of lr, betas",
+        ),
+        ("name: adam", "name: adan", "optimizer.name: got 'adan', want one of adam, adamw, radam, rmsprop, sgd"),
+        ("name: adam, ", "", "optimizer.name: got nothing, want one of adam"),
+        ("epochs: 1", "epochs: 1.5", "epochs: got 1.5, want a whole number"),
+        ("epochs: 1", "epochs: true", "epochs: got True, want a whole number"),
+        ("epochs: 1", "epochs: 0", "epochs: got 0, want 1 or more"),
+        ("epochs: 1", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
+        ("epochs: 1", "epochs: 1\nepochs: 2", "line 2: epochs stands twice, want it once"),
+        ("0.75]", "1.5]", "schedule.at: got 1.5, want a number from 0 to 1"),
+        ("[1/2, 0.75]", "1/2", "schedule.at: got '1/2', want a list"),
+        ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a number"),
+        ("name: digits, options: {iterations: 2}", "name: lenet", "network.name: got 'lenet', want one of digits"),
+        ("options: {iterations: 2}", "options: 2", "network.options: got 2, want a mapping of names to values"),
+        ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 beside pad 2, want one of them"),
+        ("name: cross-entropy", "name: feedback, base: feedback", "loss.base: got Feedback("),
+        ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
+        ("source:", "sauce:", "source: got nothing, want a mapping of fields"),
+        ("network:", "network: [", "line "),
+    ],
+)
+def test_a_wrong_recipe_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    assert WHOLE.count(old) == 1
+    path.write_text(WHOLE.replace(old, new))
+    with pytest.raises(ValueError) as caught:
+        recipe(str(path))
+    assert str(caught.value).startswith("mine.yaml: " + message)
+    pytest.importorskip("lightning")
+    assert cli.main(["train", "--recipe", str(path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("fastcaps train: mine.yaml: " + message) and told.count("\n") == 1
+
+
+def test_any_field_is_overridden_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(WHOLE)
+    plain = recipe(str(path)).config
+    assert plain.optimizer.lr == 1e-3 and plain.schedule.at == (0.5, 0.75) and plain.recipe == str(path)
+    changes = {
+        "optimizer.lr": "3/4",
+        "optimizer.name": "sgd",
+        "network.options.routing": "sequential",
+        "loss": "spread",
+    }
+    config = recipe(str(path), changes).config
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.momentum) == ("sgd", 0.75, 0.9)
+    assert config.network.options == {"iterations": 2, "routing": "sequential"} and config.loss.name == "spread"
+    assert recipe(str(path), {"optimizer.name": "adam"}).config == plain  # the same name clears nothing
+    for changes, message in (
+        ({"optimizer.momentum": 0.9}, "optimizer.momentum: no such field"),
+        ({"epochs.first": 1}, "epochs.first: no such field, epochs has none"),
+        ({"speed": 1}, "speed: no such field"),
+    ):
+        with pytest.raises(SettingError, match=re.escape(message)):
+            recipe(str(path), changes)
+
+
+def test_a_recipe_of_ones_own_trains_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightning")
+    path, out = tmp_path / "mine.yaml", str(tmp_path / "run")
+    path.write_text(WHOLE)
+    command = ["train", "--recipe", str(path), "--out", out]
+    assert cli.main([*command, "--set", "optimizer.lr=0.004", "--set", "loss={name: margin, upper: 0.8}"]) == 0
+    kept = recipes.read_yaml((tmp_path / "run" / "config.json").read_text())
+    assert kept["optimizer"]["lr"] == 0.004 and kept["loss"] == {
+        "name": "margin", "upper": 0.8, "lower": 0.1, "down_weight": 0.5, "reconstruction": 0.0,
+    }  # fmt: skip
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "--out", out, "--set", "loss.upper=0.8", "--lr", "0.004"]) == 0
+    assert cli.main(["train", "--resume", "--out", out, "--set", "loss.upper=0.7"]) == 1
+    assert "--set loss.upper 0.7 does not agree with the run" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 1  # the recipe as it stands is another run
+    assert "does not agree with the run" in capsys.readouterr().err
+    assert cli.main([*command, "--set", "optimizer.lr"]) == 1
+    assert "--set optimizer.lr: got no value, want FIELD=VALUE" in capsys.readouterr().err
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_listed_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in EVERY:
+        (line,) = (line for line in lines if line.split(" ")[0] == name)
+        read = recipe(name)
+        assert str(read.source) in line
+        assert ("yet]" in line) == (read.config.data.name not in data.names())
+    assert cli.main(["recipes", "sabour-mnist"]) == 0
+    assert capsys.readouterr().out == recipes.find("sabour-mnist").read_text()
+    assert cli.main(["recipes", "sabour-mnits"]) == 1
+    assert "recipe: got 'sabour-mnits' (did you mean sabour-mnist?), want" in capsys.readouterr().err
+
+
+def test_a_data_set_that_is_missing_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "names", lambda: ["mnist", "digits"])
+    for name in ("tsai-iar-simple-c10", "sabour-multimnist", "heinsen-sst5"):
+        missing = recipe(name).config.data.name
+        assert cli.main(["train", "--recipe", name]) == 1
+        told = capsys.readouterr().err
+        assert told == (
+            f"fastcaps train: data: the data set '{missing}' is not in this fastcaps; there are mnist, digits\n"
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipes_are_read_without_lightning() -> None:
+    code = (
+        "import sys; from fastcaps import cli; cli.main(['recipes'])\n"
+        "assert not {'lightning', 'torchmetrics', 'tensorboard'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
