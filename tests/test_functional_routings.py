@@ -339,4 +339,6 @@ def test_results_may_be_written_to(name: str, turns: int) -> None:
             functional.inverted_attention_routing(children, weight, iterations=turns),
         ]
         for result in results:
-            result.mul_(2).sum().backward()
+            before = result.detach().clone()
+            assert torch.equal(result.mul_(2), 2 * before)
+            result.sum().backward()
