@@ -17,9 +17,13 @@ from fastcaps.functional import Window, explain
 if TYPE_CHECKING:
     from fastcaps import losses, models
     from fastcaps.nn import (
+        CapConv2d,
+        CapFC,
+        CapsNet,
         ClassHead,
         DynamicRouting,
         EMRouting,
+        EquilibriumRouting,
         HeinsenRouting,
         InvertedAttentionRouting,
         PrimaryCapsules,
@@ -33,9 +37,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "CapConv2d",
+    "CapFC",
+    "CapsNet",
     "ClassHead",
     "DynamicRouting",
     "EMRouting",
+    "EquilibriumRouting",
     "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",
@@ -56,9 +64,13 @@ __all__ = [
 
 _LAZY = dict.fromkeys(
     (
+        "CapConv2d",
+        "CapFC",
+        "CapsNet",
         "ClassHead",
         "DynamicRouting",
         "EMRouting",
+        "EquilibriumRouting",
         "HeinsenRouting",
         "InvertedAttentionRouting",
         "PrimaryCapsules",

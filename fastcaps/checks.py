@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "check_shape",
     "check_table",
     "check_tensor",
+    "did_you_mean",
     "is_tracing",
     "shape_text",
 ]
@@ -82,6 +84,12 @@ def check_table(
 def check_eps(eps: Any) -> float:
     """Return ``eps``; raise unless it is a finite number of at least 0."""
     return check_finite("eps", eps, 0.0)
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """The end of a message about a name that is none of ``names``: the nearest, if one is near."""
+    near = difflib.get_close_matches(str(name), names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastcaps import DynamicRouting
 from fastcaps.functional import Window, dynamic_routing
 from fastcaps.reference.seen import make_votes, see
 from fastcaps.votes import Votes
@@ -71,6 +72,8 @@ def test_a_prior_of_another_shape_is_refused_by_name():
         dynamic_routing(children, weight, prior=torch.zeros(5, 4))
     with pytest.raises(ValueError, match="leaky must be False with a prior"):
         dynamic_routing(children, weight, prior=torch.zeros(5, 3), leaky=True)
+    with pytest.raises(ValueError, match="leaky must be False with prior='learned'"):
+        DynamicRouting(5, 3, 4, 4, prior=True, leaky=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -153,6 +153,10 @@ def test_overrides_take_effect():
         assert layer.norm is None and layer.activations and layer.dropout == 0.1
     assert net.primary.activations and net.primary.norm is not None
     assert models.create("mnist", pose="vector").routing.layers[0].pose == "vector"
+    pool = models.create("zhao-cnn-routing", sharpness=3.0, iterations=4)[-3]
+    assert (pool.sharpness, pool.iterations) == (3.0, 4)
+    meta = models.create("mnist", device="meta", dtype=torch.float64)
+    assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", torch.float64)}
 
 
 def test_small_networks_are_small():
@@ -170,11 +174,14 @@ def test_state_dict_loads_into_a_fresh_network(name):
 
 
 def test_errors_are_named():
-    near = "no network is called 'tsai-iar-simple-c1'.*did you mean 'tsai-iar-simple-c10'"
+    near = "no network is called 'tsai-iar-simple-c1'.*did you mean tsai-iar-simple-c10"
     override = "create.. has no override batch, lr; there are: .*image_size"
     for error, message, call in [
         (ValueError, near, lambda: models.create("tsai-iar-simple-c1")),
         (ValueError, "there are: digits, heinsen.*mnist", lambda: models.create("")),
+        (ValueError, "no network is called None", lambda: models.create(None)),
+        (TypeError, "no override iteration .did you mean iterations", lambda: models.create("mnist", iteration=1)),
+        (TypeError, "image_size must be an int >= 1, got 28.0", lambda: models.create("mnist", image_size=28.0)),
         (TypeError, override, lambda: models.create("mnist", lr=1, batch=2)),
         (ValueError, "backbone must be", lambda: models.create("mnist", backbone="vgg")),
         (ValueError, "larger than its grid", lambda: models.create("mnist", image_size=8)),

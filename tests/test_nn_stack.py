@@ -212,7 +212,7 @@ def test_a_stack_is_a_list_of_layers():
     stack = RoutingStack(layers, iterations=1)
     children = torch.randn(2, 6, 4)
     torch.testing.assert_close(stack(children), layers[1](layers[0](children)))
-    assert stack.layers[0] is layers[0]
+    assert len(stack) == 2 and list(stack) == layers and stack[-1] is layers[1]
 
 
 def layer(*sizes, **options):

@@ -18,12 +18,14 @@ names                                  source
 
 from __future__ import annotations
 
-import difflib
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 
+from fastcaps.checks import did_you_mean
 from fastcaps.models.layers import BasicBlock
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig, override
 
@@ -86,23 +88,27 @@ def config(name: str, **overrides: Any) -> Any:
         If it does not know an override.
     """
     if name not in _NETWORKS:
-        near = difflib.get_close_matches(name, _NETWORKS, n=1, cutoff=0.4)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"no network is called {name!r}{hint}; there are: {', '.join(names())}")
+        raise ValueError(
+            f"no network is called {name!r}{did_you_mean(name, _NETWORKS)}; there are: {', '.join(names())}"
+        )
     return override(_NETWORKS[name], overrides)
 
 
-def create(name: str, **overrides: Any) -> nn.Module:
+def create(
+    name: str, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **overrides: Any
+) -> nn.Module:
     """Build the network ``name``, freshly drawn.
 
     Parameters
     ----------
     name : str
         One of :func:`names`.
+    device, dtype : optional
+        Where its parameters lie (drawn there), and what they are.
     **overrides
         Any field of its configuration: in_channels, image_size, classes, iterations, routing... Of a
         :class:`NetworkConfig` also what all its routing layers know and the network does not fix: layer_norm, dropout,
-        compete, prior, start...
+        compete, prior, start...; of a :class:`CNNConfig` with routing as pooling: detach, dim, iterations, sharpness.
 
     Returns
     -------
@@ -128,4 +134,6 @@ def create(name: str, **overrides: Any) -> nn.Module:
     >>> images.shape
     torch.Size([1, 1, 20, 20])
     """
-    return config(name, **overrides).build()
+    with nullcontext() if device is None else torch.device(device):
+        net: nn.Module = config(name, **overrides).build()
+    return net if dtype is None else net.to(dtype)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, SupportsIndex, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, shape_text
+from fastcaps.checks import check_choice, check_count, did_you_mean, shape_text
 from fastcaps.losses import ReconstructionDecoder
-from fastcaps.models.layers import BACKBONES, Layer, assemble
+from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
@@ -157,6 +157,10 @@ class NetworkConfig:
         every = [set(inspect.signature(layer).parameters) for layer in layers]
         return sorted(set.intersection(*every) - known - FOLLOWING)
 
+    def extended(self, more: Mapping[str, Any]) -> NetworkConfig:
+        """The same with other values for some of :meth:`extras`."""
+        return replace(self, options={**self.options, **more})
+
 
 FOLLOWING = {
     "in_capsules", "out_capsules", "in_dim", "out_dim", "kernel_size", "stride", "padding", "dilation", "share",
@@ -201,6 +205,19 @@ class CNNConfig:
             *assemble(self.layers, (channels, *size), check_count("classes", self.classes)), images=(channels, *size)
         )
 
+    def extras(self) -> list[str]:
+        """What its routing as pooling knows: overrides too."""
+        return ["detach", "dim", "iterations", "sharpness"] if any(map(routes, self.layers)) else []
+
+    def extended(self, more: Mapping[str, Any]) -> CNNConfig:
+        """The same with other values for some of :meth:`extras`."""
+        return replace(self, layers=tuple(replace(each, **more) if routes(each) else each for each in self.layers))  # type: ignore[type-var]
+
+
+def routes(layer: Layer) -> bool:
+    """Whether a layer is routing as pooling."""
+    return isinstance(layer, Pool) and layer.kind == "routing"
+
 
 class CNN(nn.Sequential):
     """A network without capsules, for images of a size.
@@ -236,21 +253,20 @@ def override(config: Some, overrides: Mapping[str, Any]) -> Some:
     Raises
     ------
     TypeError
-        If an override is neither a field nor, of a capsule network, an argument of its routing layers.
+        If an override is neither a field nor an argument of the network's routing layers.
     """
     known = [each.name for each in fields(config)]  # type: ignore[arg-type]
     config = replace(config, **{name: value for name, value in overrides.items() if name in known})  # type: ignore[type-var]
-    extras = config.extras() if isinstance(config, NetworkConfig) else []
-    unknown = sorted(set(overrides) - {*known, *extras})
-    if unknown:
-        raise TypeError(f"create() has no override {', '.join(unknown)}; there are: {', '.join([*known, *extras])}")
+    extras = config.extras() if isinstance(config, (NetworkConfig, CNNConfig)) else []
+    there = [*known, *extras]
+    if unknown := sorted(set(overrides) - set(there)):
+        hint = did_you_mean(unknown[0], there)
+        raise TypeError(f"create() has no override {', '.join(unknown)}{hint}; there are: {', '.join(there)}")
     more = {name: value for name, value in overrides.items() if name in extras}
-    if not more:
-        return config
-    return replace(config, options={**config.options, **more})  # type: ignore[attr-defined, type-var]
+    return config.extended(more) if more else config  # type: ignore[attr-defined]
 
 
 def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return height and width; raise unless they are positive."""
-    height, width = (size, size) if isinstance(size, (int, SupportsIndex)) else size
+    height, width = size if isinstance(size, (tuple, list)) and len(size) == 2 else (size, size)
     return check_count("image_size", height), check_count("image_size", width)

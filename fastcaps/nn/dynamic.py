@@ -91,6 +91,8 @@ break_symmetry, iterations, device, dtype
         self.eps = check_finite("eps", eps, 0.0)
         start = ("learned" if prior else "zero") if isinstance(prior, bool) else prior
         check_choice("prior", start, ("zero", "learned", "random"))
+        if self.leaky and start != "zero":
+            raise ValueError(f"leaky must be False with prior={start!r}: the prior has no column for the leak")
         self.new_start("prior", (self.groups, self.out_capsules or 1), options, start)
         self.std = None if std is None else check_finite("std", std, 0.0)
         self.reset_parameters()

@@ -103,7 +103,7 @@ class RoutingStack(nn.Module):
     Parameters
     ----------
     layers : iterable of RoutingLayer
-        Lowest first.
+        Lowest first; ``stack[k]`` is one of them.
     iterations : int
         t, at least 1.
     routing : "concurrent" or "sequential"
@@ -138,6 +138,12 @@ class RoutingStack(nn.Module):
         self.iterations = check_count("iterations", iterations)
         self.routing = routing
         _check_chain(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: int) -> RoutingLayer[Any, Any]:
+        return self.layers[index]
 
     @classmethod
     def build(

@@ -8,13 +8,14 @@ optimisers, schedules.
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+
+from fastcaps.checks import did_you_mean
 
 Kind = TypeVar("Kind")
 
@@ -160,10 +161,8 @@ def _read_fields(kind: Any, value: Any, path: str) -> Any:
     known = {each.name: each for each in fields(kind)}
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
             want = f"one of {', '.join(known)}" if known else "no field at all"
-            raise SettingError(f"{_join(path, str(name))}: no such field{hint}, want {want}")
+            raise SettingError(f"{_join(path, str(name))}: no such field{did_you_mean(name, known)}, want {want}")
     hints = typing.get_type_hints(kind)
     for name, each in known.items():
         if name not in given and each.default is MISSING and each.default_factory is MISSING:

@@ -9,7 +9,6 @@ A recipe is the fields of :class:`fastcaps.training.TrainConfig`, and
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from fastcaps.checks import did_you_mean
 from fastcaps.training.config import TrainConfig
 from fastcaps.training.fields import MISSING, SettingError, as_data, changed, read, wrong
 
@@ -88,8 +88,7 @@ def find(name: str) -> Path:
     path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if path.is_file():
         return path
-    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    hint = did_you_mean(name, names())
     raise SettingError(f"recipe: got {name!r}{hint}, want one of those that fastcaps recipes lists, or a .yaml file")
 
 
