@@ -1,7 +1,8 @@
-// The arguments of the six ops, read from torch's stack, each list once and in the order of its schema (fastcaps/ops).
-// Both native libraries implement the same schemas.
+// The arguments of the eight ops, read from torch's stack, each list once and in the order of its schema
+// (fastcaps/ops). Both native libraries implement the same schemas.
 #pragma once
 
+#include "squash_sum.h"
 #include "tensors.h"
 
 namespace fastcaps {
@@ -226,6 +227,66 @@ struct GaussianBackward {
     check_betas(votes, v, beta_use, beta_ignore);
     turns.check_single(wants_state(), "the gradient of a state");
     return turns;
+  }
+};
+
+// Capsules in channels, and no votes. What is not dense is copied, and kept here.
+struct SquashSumArguments {
+  Stack& from;
+  Tensor x = from.tensor();
+  MaybeTensor a = from.maybe(), y = from.maybe(), b = from.maybe();
+  int64_t types = from.number();
+  bool relu = from.flag();
+
+  SquashSum check() {
+    STD_TORCH_CHECK(x.dim() == 4, "fastcaps: x must be [B, types * dim, H, W], got ", text(shape_of(x)));
+    STD_TORCH_CHECK(types >= 1 && x.size(1) >= types && x.size(1) % types == 0, "fastcaps: x has ", x.size(1),
+                    " channels, which are not those of ", types, " types");
+    STD_TORCH_CHECK(y || !b, "fastcaps: b must be None without y");
+    SquashSum call{};
+    call.storage = storage_of(x);
+    call.rows = x.size(0) * types, call.dim = x.size(1) / types, call.positions = x.size(2) * x.size(3);
+    call.relu = relu;
+    call.count = y ? 2 : 1;
+    const Shape numbers = {x.size(0), types, x.size(2), x.size(3)}, shape = shape_of(x);
+    call.parts[0] = {dense(x, "x", shape), dense(a, "a", numbers)};
+    call.parts[1] = {dense(y, "y", shape), dense(b, "b", numbers)};
+    return call;
+  }
+  void* dense(Tensor& tensor, const char* name, const Shape& shape) const {
+    check_tensor(tensor, name, shape, x.scalar_type(), x);
+    tensor = in_compute_type(tensor, x.scalar_type());
+    return data_of(tensor);
+  }
+  void* dense(MaybeTensor& tensor, const char* name, const Shape& shape) const {
+    return tensor ? dense(*tensor, name, shape) : nullptr;
+  }
+};
+
+struct SquashSumBackward {
+  Stack& from;
+  Tensor grad = from.tensor();
+  SquashSumArguments given{from};
+  int64_t needs = from.number();  // a bit for each of x, a, y and b
+
+  SquashSum check() {
+    SquashSum call = given.check();
+    call.grad = given.dense(grad, "grad", shape_of(given.x));
+    return call;
+  }
+  // Gradients from `make(shape)`, empty where they are not wanted; the call gets their addresses.
+  template <class Make>
+  std::vector<Tensor> gradients(SquashSum& call, Make&& make) const {
+    const MaybeTensor inputs[] = {given.x, given.a, given.y, given.b};
+    void** places[] = {&call.parts[0].dcapsules, &call.parts[0].dcoefficient, &call.parts[1].dcapsules,
+                       &call.parts[1].dcoefficient};
+    std::vector<Tensor> found;
+    for (int k = 0; k < 4; ++k) {
+      const bool wanted = needs >> k & 1 && inputs[k];
+      found.push_back(make(wanted ? shape_of(*inputs[k]) : Shape{0}));
+      if (wanted) *places[k] = data_of(found.back());
+    }
+    return found;
   }
 };
 

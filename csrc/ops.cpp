@@ -5,7 +5,8 @@
 namespace fastcaps {
 
 std::vector<Tensor> attention_routing(Stack), attention_routing_backward(Stack), pooling_routing(Stack),
-    pooling_routing_backward(Stack), gaussian_routing(Stack), gaussian_routing_backward(Stack);
+    pooling_routing_backward(Stack), gaussian_routing(Stack), gaussian_routing_backward(Stack), squash_sum(Stack),
+    squash_sum_backward(Stack);
 
 }  // namespace fastcaps
 
@@ -18,4 +19,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastcaps_cpu, CPU, m) {
   FASTCAPS_IMPL(pooling_routing_backward);
   FASTCAPS_IMPL(gaussian_routing);
   FASTCAPS_IMPL(gaussian_routing_backward);
+  FASTCAPS_IMPL(squash_sum);
+  FASTCAPS_IMPL(squash_sum_backward);
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,12 @@ from fastcaps.votes import Votes, autocast_dtype
 if TYPE_CHECKING:
     from fastcaps.ops.routing import Routing
 
-__all__ = ["Explanation", "Explanations", "explain", "tell", "tell_library"]
+__all__ = ["Explanation", "Explanations", "explain", "tell", "tell_library", "tell_other"]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a routing call would run on, and why not on the backends before it.
+    """What a call of an op would run on, and why not on the backends before it.
 
     Attributes
     ----------
@@ -62,17 +62,20 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """The explanations of a module's routing calls, in the order in which it makes them."""
+    """The explanations of a module's calls of routings and of ``squash_sum``, in the order in which it makes them."""
 
     def __str__(self) -> str:
         return "\n".join(f"[{k}] {one}" for k, one in enumerate(self)) or "no routing call"
 
 
+_Refusal = Callable[[str, backends.Call], str | None]
+"""Why a backend cannot take a call: :func:`fastcaps.backends.refusal`, or an op's own."""
+
 _told: ContextVar[list[Explanation] | None] = ContextVar("fastcaps_explanations", default=None)
 
 
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
-    """Say which backend and kernel would run a routing call, and why not the others.
+    """Say which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
 
     Parameters
     ----------
@@ -167,18 +170,24 @@ def tell_library(votes: Votes) -> None:
     if found is None:
         backends.choose(call)
     elif forced is not None and backends.refusal(forced, call) is not None:
-        found.append(_cannot(forced, call, votes))
+        found.append(_cannot(forced, call, _describe(votes, call), backends.refusal))
     else:
         why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
         reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
         found.append(Explanation("torch", why, reasons, call=_describe(votes, call)))
 
 
-def _cannot(forced: str, call: backends.Call, votes: Votes) -> Explanation:
+def tell_other(call: backends.Call, describe: Callable[[], str], refusal: _Refusal) -> None:
+    """Tell :func:`explain`, if it listens in this thread, of a call of an op that is no routing."""
+    found = _told.get()
+    if found is not None:
+        found.append(_explain(call, describe(), refusal))
+
+
+def _cannot(forced: str, call: backends.Call, described: str, refusal: _Refusal) -> Explanation:
     """Return that a forced backend cannot take a call."""
-    reasons = {name: backends.refusal(name, call) or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
-    how = f"backend {forced!r} is forced and cannot take this call"
-    return Explanation(None, how, reasons, call=_describe(votes, call))
+    reasons = {name: refusal(name, call) or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
+    return Explanation(None, f"backend {forced!r} is forced and cannot take this call", reasons, call=described)
 
 
 def _call_of(stem: str, votes: Votes) -> backends.Call:
@@ -189,18 +198,25 @@ def _call_of(stem: str, votes: Votes) -> backends.Call:
 def _explain_op(routing: Routing, votes: Votes, given: Any) -> Explanation:
     call, turns = _call_of(routing.stem, votes), routing.turns(given)
     described = _describe(votes, call) + (f", {turns} turns" if turns > 1 else "")
-    refusals = {name: backends.refusal(name, call) for name in backends.NAMES}
-    chosen = backends.forced()
-    if chosen is not None and refusals[chosen] is not None:
-        return _cannot(chosen, call, votes)
-    runs = backends.choose(call)
-    how = "forced" if chosen else next(entry.detail for entry in backends.listing() if entry.name == runs)
-    after = f"{chosen!r} is forced" if chosen else f"{runs} comes first"
-    reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
+    found = _explain(call, described, backends.refusal)
+    if found.backend is None:
+        return found
     own = sum(table.numel() for table in (votes.bias, *routing.tables(given)) if table is not None)
     facts = (turns, routing.first(given)[0] is not None)
-    forward, backward = (_schedule(runs, call, votes, (*facts, half, own)) for half in (False, True))
-    return Explanation(runs, how, reasons, forward, backward, described)
+    forward, backward = (_schedule(found.backend, call, votes, (*facts, half, own)) for half in (False, True))
+    return replace(found, forward=forward, backward=backward)
+
+
+def _explain(call: backends.Call, described: str, refusal: _Refusal) -> Explanation:
+    """Return which backend runs a call, and why not the others."""
+    refusals, forced = {name: refusal(name, call) for name in backends.NAMES}, backends.forced()
+    if forced is not None and refusals[forced] is not None:
+        return _cannot(forced, call, described, refusal)
+    runs = backends.chosen(forced, call, refusal)
+    how = "forced" if forced else next(entry.detail for entry in backends.listing() if entry.name == runs)
+    after = f"{forced!r} is forced" if forced else f"{runs} comes first"
+    reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
+    return Explanation(runs, how, reasons, call=described)
 
 
 def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bool, bool, int]) -> str:

@@ -35,8 +35,8 @@ def library() -> ctypes.CDLL:
     """Build the kernels for the CPU; their ops have the schemas that the ops of the CUDA library have."""
     built = build.library(build.KERNELS)
     schemas = torch.library.Library(build.KERNELS, "FRAGMENT")
-    for routing in ROUTINGS:
-        for name in (routing.name, f"{routing.name}_backward"):
+    for forward in (*(routing.name for routing in ROUTINGS), "squash_sum"):
+        for name in (forward, f"{forward}_backward"):
             schema = str(getattr(torch.ops.fastcaps_cuda, name).default._schema)
             schemas.define(schema.removeprefix("fastcaps_cuda::"))
     library.schemas = schemas  # type: ignore[attr-defined]  # they live as long as it does

@@ -9,6 +9,8 @@ import torch
 from nn_encap_oracle import cap_conv, cap_fc
 from torch import Tensor
 
+import fastcaps
+from fastcaps import ops
 from fastcaps.losses import length
 from fastcaps.nn import CapConv2d, CapFC
 
@@ -27,12 +29,12 @@ FORMS: dict[str, Any] = {
 def make(form: str, **changes: Any) -> tuple[CapConv2d, Tensor]:
     """Return a layer whose numbers all differ from their start, and capsules for it."""
     sizes, options, (batch, height, width) = FORMS[form]
-    layer = CapConv2d(*sizes, dtype=torch.float64, **{**options, **changes})
+    layer = CapConv2d(*sizes, **{"dtype": torch.float64, **options, **changes})
     with torch.no_grad():
         for tensor in (*layer.parameters(), *layer.buffers()):
             if tensor.is_floating_point():
                 tensor.copy_(torch.rand_like(tensor) + 0.5 if tensor.dim() == 1 else 0.5 * torch.randn_like(tensor))
-    return layer, torch.randn(batch, sizes[0] * sizes[1], height, width, dtype=torch.float64)
+    return layer, torch.randn(batch, sizes[0] * sizes[1], height, width, dtype=layer.norm.weight.dtype)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -126,6 +128,27 @@ def test_compile() -> None:
     layer, capsules = make("type-I")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(capsules), layer(capsules))
+
+
+def test_export() -> None:
+    layer, capsules = make("type-I")
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(layer.eval(), (capsules,), dynamic_shapes=({0: batch},)).module()
+    for size in (1, 5):
+        given = torch.randn(size, *capsules.shape[1:], dtype=torch.float64)
+        torch.testing.assert_close(program(given), layer(given))
+
+
+def test_its_calls_are_explained() -> None:
+    layer, capsules = make("type-I", dtype=torch.float32)
+    told = fastcaps.explain(layer, capsules)
+    assert len(told) == 4 and all(one.backend in ("cpu", "reference") and one.reasons["cuda"] for one in told)
+    assert told[2].call == "batch 2, a squash(x) + b squash(y) of 3x2 x 3 capsules of 2, float32 on cpu"
+    with fastcaps.backend("reference"):
+        assert {one.backend for one in fastcaps.explain(layer, capsules)} == {"reference"}
+    with fastcaps.backend("cpu"):
+        (one,) = (fastcaps.explain(ops.squash_sum, capsules.half(), types=3),)
+    assert one.backend is None and "float16" in one.reasons["cpu"] and "'cpu' is forced" in one.how
 
 
 def test_class_capsules_are_the_procedure() -> None:

@@ -7,10 +7,14 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import cuda_target
 import pytest
 import torch
+from cuda_on_cpu import build
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,9 +22,12 @@ from fastcaps import backend, backends, ops, reference
 from fastcaps.backends import BackendError
 from fastcaps.ops.squash_sum import call_of, refusal
 
+module = sys.modules["fastcaps.ops.squash_sum"]  # the package has the function by that name
+
 SHAPES = [(2, 3, 4, 5, 7), (1, 1, 1, 1, 1), (3, 2, 5, 4, 4), (0, 2, 3, 4, 4), (2, 1, 17, 3, 11), (1, 5, 2, 1, 33)]
 SUMMANDS = ["x", "x a", "x y", "x a y", "x y b", "x a y b"]
-KERNELS = ["cpu", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
+KERNELS = ["cpu", "cuda", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
+"""Of CUDA the sources, run on the CPU: every access to memory is watched, and behind a tensor there is none."""
 
 
 def draw(
@@ -81,15 +88,30 @@ def test_gradients_of_the_reference(summands: str, relu: bool) -> None:
     assert torch.autograd.gradcheck(run, leaves)
 
 
-def run_both(given: dict[str, Any], relu: bool, name: str, grad: Tensor | None = None) -> list[list[Tensor]]:
-    """Return the result and all gradients by the backend ``name``, and by the reference in float64."""
+@contextmanager
+def on(name: str) -> Iterator[None]:
+    """Have a backend run all calls."""
+    if name != "cuda":
+        with backend(name):
+            yield
+        return
+    cuda_target.library()
+    with pytest.MonkeyPatch.context() as patch, build.guarded(build.KERNELS):
+        for op in ("squash_sum", "squash_sum_backward"):
+            patch.setitem(module.native, (op, "cuda"), getattr(torch.ops.fastcaps_cuda_on_cpu, op).default)
+        patch.setattr(module, "choose", lambda x: "cuda")
+        yield
+
+
+def run_both(given: dict[str, Any], relu: bool, run: Any, grad: Tensor | None = None) -> list[list[Tensor]]:
+    """Return the result and all gradients where ``run`` has a backend run it, and by the reference in float64."""
     found = []
-    for kernel in (name, "reference"):
+    for kernel in (run, backend("reference")):
         leaves = needing(given)
-        if kernel == "reference":
+        if kernel is not run:
             leaves = {key: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value
                       for key, value in given.items()}  # fmt: skip
-        with backend(kernel):
+        with kernel:
             out = ops.squash_sum(**leaves, relu=relu)
             cotangent = torch.ones_like(out) if grad is None else grad.to(out.dtype)
             out.backward(cotangent)
@@ -98,13 +120,20 @@ def run_both(given: dict[str, Any], relu: bool, name: str, grad: Tensor | None =
     return found
 
 
+def takes(name: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel takes numbers of this type."""
+    if name == "cuda":
+        return dtype in backends._GPU_DTYPES
+    return refusal(name, call_of(torch.empty(1, dtype=dtype))) is None
+
+
 def widest(name: str) -> torch.dtype:
     """The widest dtype that a kernel takes."""
-    return torch.float32 if name == "triton" else torch.float64
+    return torch.float64 if name in ("cpu", "reference") else torch.float32
 
 
 def needs_kernel(name: str) -> None:
-    problem = refusal(name, call_of(torch.empty(1)))
+    problem = refusal(name, call_of(torch.empty(1))) if name != "cuda" else None
     if problem:
         pytest.skip(problem)
 
@@ -119,17 +148,34 @@ def expect_close(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, 
             assert ((got.double() - want).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("summands", SUMMANDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", KERNELS)
+ROWS = list(itertools.product(SHAPES, SUMMANDS, [False, True]))
+
+
+@pytest.mark.parametrize(
+    "name, shape, summands, relu",
+    [(name, *row) for name in KERNELS for row in (ROWS[::5] if name == "cuda" else ROWS)],
+    ids=str,
+)
 def test_every_kernel_is_the_reference(name: str, shape: tuple[int, ...], summands: str, relu: bool) -> None:
     needs_kernel(name)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        if refusal(name, call_of(torch.empty(1, dtype=dtype))):
-            continue
-        given = draw(shape, summands, dtype)
-        found, wanted = run_both(given, relu, name, torch.randn(given["x"].shape, dtype=dtype))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if takes(name, dtype):
+            given = draw(shape, summands, dtype)
+            found, wanted = run_both(given, relu, on(name), torch.randn(given["x"].shape, dtype=dtype))
+            expect_close(found, wanted, dtype, shape[2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_every_kernel_on_a_gpu(name: str, shape: tuple[int, ...]) -> None:
+    for dtype in backends._GPU_DTYPES:
+        given = {key: value.cuda() if isinstance(value, Tensor) else value
+                 for key, value in draw(shape, "x a y b", dtype).items()}  # fmt: skip
+        problem = refusal(name, call_of(given["x"]))
+        if problem:
+            pytest.skip(problem)
+        found, wanted = run_both(given, True, backend(name), torch.randn(given["x"].shape, dtype=dtype).cuda())
         expect_close(found, wanted, dtype, shape[2])
 
 
@@ -138,7 +184,7 @@ def test_every_kernel_is_the_reference(name: str, shape: tuple[int, ...], summan
 def test_capsules_of_every_length(name: str, scale: float) -> None:
     needs_kernel(name)
     given = draw((2, 3, 4, 5, 7), "x a", torch.float32, scale)
-    found, wanted = run_both(given, False, name)
+    found, wanted = run_both(given, False, on(name))
     if scale < 1e-25:  # gradients that small may vanish
         found, wanted = [found[0]], [wanted[0]]
         assert found[0].abs().max() < 1e-29
@@ -153,7 +199,7 @@ def test_nan_and_infinity_stay_where_they_are(name: str) -> None:
             given = needing(draw((2, 3, 4, 5, 7), "x a y b", dtype))
             with torch.no_grad():
                 given["x"][1, 5, 2, 3] = broken  # of type 1
-            with backend(name):
+            with on(name):
                 for relu in (False, True):
                     found = ops.squash_sum(**given, relu=relu)
                     assert found[1, 4:8, 2, 3].isnan().any()
@@ -168,13 +214,13 @@ def test_nan_and_infinity_stay_where_they_are(name: str) -> None:
 def test_any_strides_and_a_gradient_of_stride_0(name: str) -> None:
     needs_kernel(name)
     given = draw((2, 3, 4, 5, 7), "x a y b", widest(name))
-    wanted, _ = run_both(given, True, name)
+    wanted, _ = run_both(given, True, on(name))
     spread = {key: value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) else value
               for key, value in given.items()}  # fmt: skip
     spread["y"] = given["y"].flip(-1).contiguous().flip(-1)
     leaves = needing(spread)
     leaves["a"] = given["a"].expand(3, *given["a"].shape)[1].requires_grad_()
-    with backend(name):
+    with on(name):
         out = ops.squash_sum(**leaves, relu=True)
         assert out.is_contiguous()
         out.sum().backward()
@@ -185,7 +231,7 @@ def test_any_strides_and_a_gradient_of_stride_0(name: str) -> None:
 def test_only_the_gradients_that_are_wanted(name: str) -> None:
     needs_kernel(name)
     given = draw((1, 2, 3, 4, 5), "x a y b", widest(name))
-    with backend(name):
+    with on(name):
         every = needing(given)
         ops.squash_sum(**every).sum().backward()
         for wanted in itertools.chain.from_iterable(itertools.combinations("xayb", k) for k in (1, 2, 3)):
@@ -203,7 +249,7 @@ def test_one_tensor_in_two_places(name: str) -> None:
     needs_kernel(name)
     given = draw((2, 3, 2, 4, 5), "x a", widest(name))
     leaves = needing(given)
-    with backend(name):
+    with on(name):
         ops.squash_sum(leaves["x"], leaves["a"], leaves["x"], leaves["a"], types=3).sum().backward()
     twice = needing(given)
     (2 * reference.squash_sum(twice["x"], twice["a"], None, None, 3, False)).sum().backward()
@@ -218,7 +264,7 @@ def test_the_same_bits_for_any_number_of_threads() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(run_both(given, True, "cpu")[0])
+            found.append(run_both(given, True, on("cpu"))[0])
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -302,7 +348,7 @@ def test_dtypes_that_differ_and_float16() -> None:
 
 def test_a_forced_backend_never_falls_back() -> None:
     x = torch.randn(1, 4, 2, 2)
-    with backend("cuda"), pytest.raises(BackendError, match=r"cuda.*no kernel of squash_sum"):
+    with backend("cuda"), pytest.raises(BackendError, match=r"'cuda' is forced.*(not built|CPU)"):
         ops.squash_sum(x, types=2)
     if not refusal("cpu", call_of(x)):
         with backend("cpu"), pytest.raises(BackendError, match="float16"):

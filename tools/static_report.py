@@ -231,7 +231,8 @@ def collect(paths: Sequence[Path], detailed: str | None = DETAILED) -> list[Comp
         names = sass.demangle([usage.name for usage in usages])
         for usage in usages:
             kernel = kernels.get(usage.name) if usage.arch == detailed else None
-            found.append(Compiled(names[usage.name].partition("(")[0], usage, kernel))
+            name = re.sub(r"\(fastcaps::\w+\)(?=\d)", "", names[usage.name])  # an enum among template arguments
+            found.append(Compiled(name.partition("(")[0], usage, kernel))
     return found
 
 

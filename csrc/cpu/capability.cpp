@@ -5,14 +5,16 @@
 #include <cstring>
 
 #include "call.h"
+#include "squash_sum.h"
 
 namespace fastcaps {
 
-// One object file per pass and level, compiled with that level's flags.
+// One object file per op and level, compiled with that level's flags.
 #define FASTCAPS_TABLES(level)                               \
   extern const Kernels<Attention> attention_kernels_##level; \
   extern const Kernels<Pooling> pooling_kernels_##level;     \
-  extern const Kernels<Gaussian> gaussian_kernels_##level;
+  extern const Kernels<Gaussian> gaussian_kernels_##level;   \
+  extern const SquashSumKernels squash_sum_kernels_##level;
 FASTCAPS_TABLES(default)
 #if defined(FASTCAPS_BUILT_AVX512)
 FASTCAPS_TABLES(avx2)
@@ -26,10 +28,12 @@ struct Level {
   const Kernels<Attention>* attention;
   const Kernels<Pooling>* pooling;
   const Kernels<Gaussian>* gaussian;
+  const SquashSumKernels* squash_sum;
   bool (*supported)();
 };
 
-#define FASTCAPS_LEVEL(level) &attention_kernels_##level, &pooling_kernels_##level, &gaussian_kernels_##level
+#define FASTCAPS_LEVEL(level) \
+  &attention_kernels_##level, &pooling_kernels_##level, &gaussian_kernels_##level, &squash_sum_kernels_##level
 
 const Level kLevels[] = {
     {"default", FASTCAPS_LEVEL(default), [] { return true; }},
@@ -93,6 +97,8 @@ template <>
 const Kernels<Gaussian>& kernels(const Votes& in) {
   return choose_kernels(&Level::gaussian, in);
 }
+
+const SquashSumKernels& squash_sum_kernels() { return *(chosen() ? chosen() : kLevels)->squash_sum; }
 
 }  // namespace fastcaps
 

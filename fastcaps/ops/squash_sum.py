@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 from torch.utils.flop_counter import register_flop_formula
 
-from fastcaps import backends, reference
+from fastcaps import backends, explanation, reference
 from fastcaps.checks import shape_text
-from fastcaps.ops.routing import _NATIVE, _TAGS, LIBRARY, _is_transformed
+from fastcaps.ops.routing import _NATIVE, _TAGS, LIBRARY, _is_transformed, _let_inductor_call, _native
 
 __all__ = ["squash_sum"]
 
@@ -119,16 +120,21 @@ def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
             raise ValueError(f"{name} must have {letters}, {list(wanted)}, got {shape_text(value)}")
 
 
+native: dict[tuple[str, str], Any] = {}
+"""The ops of the native libraries, by name and library."""
+
+
 # ---- below the border ------------------------------------------------------------------------------------------------
 
 
 def refusal(name: str, call: backends.Call) -> str | None:
     """Return why a backend cannot take a call, or None if it can."""
-    if name == "cuda":
-        return "it has no kernel of squash_sum"
-    if name == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cpu::squash_sum", "CPU"):
-        return "the library was built without squash_sum; build it again"
-    return backends.refusal(name, call)
+    problem = backends.refusal(name, call)
+    if problem is None and name in _NATIVE:
+        key = call.device.type.upper()
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastcaps_{name}::squash_sum", key):
+            return "the library was built without squash_sum; build it again"
+    return problem
 
 
 def call_of(x: Tensor) -> backends.Call:
@@ -144,8 +150,8 @@ def choose(x: Tensor) -> str:
 def _run(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
     _check(x, a, y, b, types)
     chosen = choose(x)
-    if chosen == "cpu":
-        found: Tensor = torch.ops.fastcaps_cpu.squash_sum.default(x, a, y, b, types, relu)
+    if chosen in _NATIVE:
+        found: Tensor = native["squash_sum", chosen](x, a, y, b, types, relu)
         return found
     if chosen == "triton":
         answer: Tensor = backends.triton_kernels("squash_sum").squash_sum(x, a, y, b, types, relu)
@@ -165,8 +171,8 @@ def _run_backward(
 ) -> tuple[Tensor, ...]:
     _check(x, a, y, b, types)
     chosen = choose(x)
-    if chosen == "cpu":
-        return tuple(torch.ops.fastcaps_cpu.squash_sum_backward.default(grad, x, a, y, b, types, relu, needs))
+    if chosen in _NATIVE:
+        return tuple(native["squash_sum_backward", chosen](grad, x, a, y, b, types, relu, needs))
     if chosen == "triton":
         return tuple(backends.triton_kernels("squash_sum").squash_sum_backward(grad, x, a, y, b, types, relu, needs))
     wanted = [name for k, name in enumerate(NAMES) if needs >> k & 1]
@@ -194,8 +200,21 @@ def _differentiate(
 
 
 def _fake(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
+    """Return an empty tensor as the op would, and tell :func:`fastcaps.explain`, if it listens, of the call."""
     _check(x, a, y, b, types)
+    _let_inductor_call("fastcaps::squash_sum")
+    explanation.tell_other(call_of(x), lambda: _describe(x, a, y, b, types), refusal)
     return x.new_empty(x.shape)
+
+
+def _describe(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int) -> str:
+    batch, channels, height, width = x.shape
+    summands = [("squash(x)", a, "a "), *([] if y is None else [("squash(y)", b, "b ")])]
+    formula = " + ".join((weight if given is not None else "") + name for name, given, weight in summands)
+    return (
+        f"batch {batch}, {formula} of {height}x{width} x {types} capsules of {channels // types}, "
+        f"{str(x.dtype).removeprefix('torch.')} on {x.device}"
+    )
 
 
 def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -236,12 +255,16 @@ def _backward_flops(grad: Any, x: Any, *others: Any, out_shape: Any = None, **op
 def _define() -> None:
     for name, schema in _SCHEMAS.items():
         LIBRARY.define(name + schema.format(integer="SymInt"), tags=_TAGS)
-        for library in _NATIVE.values():
+        for which, library in _NATIVE.items():
             library.define(name + schema.format(integer="int"))
+            native[name, which] = _native(which, name)
     for name, run, fake in (("squash_sum", _run, _fake), ("squash_sum_backward", _run_backward, _fake_backward)):
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
     torch.library.register_autograd("fastcaps::squash_sum", _backward, setup_context=_save, lib=LIBRARY)
+    op = torch.ops.fastcaps.squash_sum.default
+    register_decomposition(op)(reference.squash_sum)  # which an ONNX export takes
+    register_decomposition(op, type="meta")(_fake)  # else fakes of free sizes would run the formulas
     register_flop_formula(torch.ops.fastcaps.squash_sum)(_flops)
     register_flop_formula(torch.ops.fastcaps.squash_sum_backward)(_backward_flops)
 

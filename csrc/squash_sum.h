@@ -1,0 +1,25 @@
+// out = a squash(x) [+ b squash(y)] over capsules that lie in channels, [B, types * dim, H * W], and its gradients: a
+// call as the kernels see it, on the CPU and on a GPU. A row is one type of one sample: dim channels of x, one of a.
+#pragma once
+
+#include "votes.h"
+
+namespace fastcaps {
+
+// One summand: capsules and their coefficients (null: 1), and where their gradients go (null: not wanted).
+struct Squashed {
+  const void *capsules = nullptr, *coefficient = nullptr;
+  void *dcapsules = nullptr, *dcoefficient = nullptr;
+};
+
+struct SquashSum {
+  int64_t rows, dim, positions;
+  bool relu;
+  Storage storage;
+  Squashed parts[2];
+  int count;         // of parts
+  void* out;         // forward
+  const void* grad;  // backward
+};
+
+}  // namespace fastcaps
