@@ -57,7 +57,10 @@ _FLAGS = (
     ("out", "out", str, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)"),
 )
 # where and how fast a run is may change when it goes on; what it computes may not
-_MAY_CHANGE = ("out", "recipe", "data.dir", "devices", "accelerator", "strategy", "workers", "checkpoint_every")
+_MAY_CHANGE = (
+    *("out", "recipe", "data.dir", "data.options.transformer"),
+    *("devices", "accelerator", "strategy", "workers", "checkpoint_every"),
+)
 
 
 class _Fail(Exception):
@@ -248,8 +251,9 @@ def _train(args: argparse.Namespace) -> int:
         raise _Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
     try:
         changes = _changes(given)
-        if changes.get("data.dir") is not None:
-            changes["data.dir"] = str(Path(changes["data.dir"]).expanduser().resolve())  # found again from any folder
+        for path in ("data.dir", "data.options.transformer"):  # found again from any folder
+            if changes.get(path) is not None:
+                changes[path] = str(Path(changes[path]).expanduser().resolve())
         config = _kept(given, changes) if resume else _fresh(given, changes)
     except ValueError as error:
         raise _Fail(str(error)) from error
@@ -277,7 +281,7 @@ def _train(args: argparse.Namespace) -> int:
     console.print(
         f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
         f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
-        + ("" if result.best_epoch is None else f"; the best by the images held out is epoch {result.best_epoch}"),
+        + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}"),
         highlight=False,
         soft_wrap=True,
     )
