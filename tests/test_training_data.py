@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from fastcaps.training.config import Data
 from fastcaps.training.data import read_data
 from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin
 from fastcaps.training.run import make_data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def arrays(name: str, _: Any, image_size: int | None) -> Any:
@@ -73,19 +83,22 @@ def test_every_recipe_gets_what_it_asks_for(name: str, stand_ins: dict[str, Any]
     assert labels.shape == ((2, classes) if config.data.name in SEVERAL else (2,))
 
 
-STARTED = {
-    "sabour-mnist": {"runs": 1},
+_SMALL = {"network.name": "digits"}
+STARTED: dict[str, dict[str, Any]] = {
+    "sabour-mnist": {**_SMALL, "network.options.decoder": True, "runs": 1},
     "zhao-cnn-average-fashion": {},
     "li-resnet18-plain": {"data.multi_crop": True, "network.name": "li-cnn-same"},
-    "tsai-cnn-c100": {},
+    "tsai-cnn-c100": _SMALL,
     "zhao-cnn-average-svhn": {},
     "hinton-norb": {},
-    "sabour-multimnist": {},
-    "tsai-dmm-cnn": {},
+    "sabour-multimnist": {**_SMALL, "network.options.decoder": True},
+    "tsai-dmm-cnn": _SMALL,
     "zhao-affnist": {},
-    "li-encapnet-v1-imagenet": {"network.name": "li-resnet18", "network.options.feedback": "two", "batch_size": 2},
+    "li-encapnet-v1-imagenet": {
+        **_SMALL, "loss": "margin", "data.options.image_size": 20, "data.resize": 20, "data.crop": 16
+    },
     "heinsen-sst2": {"network.options.parts": 4},
-}
+}  # fmt: skip
 """A recipe for each of the data sets, and what makes its step a small one."""
 
 
