@@ -24,7 +24,7 @@ _FLAGS = (
         "data",
         "data.name",
         str,
-        "mnist, cifar10, smallnorb, … (see --list; digits ship with scikit-learn)",
+        "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)",
     ),
     ("data-dir", "data.dir", str, "folder that holds the data set's files, or a folder of them; nothing is downloaded"),
     ("epochs", "epochs", int, "passes over the training images"),
@@ -50,7 +50,7 @@ _FLAGS = (
         int,
         "hold out so many training images, and keep the epoch that does best by them",
     ),
-    ("workers", "workers", int, "processes that prepare batches"),
+    ("workers", "workers", int, "processes that gather what batches are made of"),
     ("checkpoint-every", "checkpoint_every", int, "steps between two checkpoints"),
     ("iterations", "network.options.iterations", int, "routing iterations"),
     ("routing", "network.options.routing", str, "concurrent or sequential"),
@@ -213,7 +213,6 @@ def _kept(given: dict[str, Any], changes: dict[str, Any]) -> Any:
 
 def _recipes(args: argparse.Namespace) -> int:
     try:
-        from fastcaps import data
         from fastcaps.training import recipes
     except ImportError as error:
         _refuse_missing(error)
@@ -225,12 +224,8 @@ def _recipes(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise _Fail(str(error)) from error
     width = max(len(each.name) for each in every)
-    missing = sorted({each.config.data.name for each in every} - set(data.names()))
     for each in every:
-        there = each.config.data.name not in missing
-        print(f"{each.name:<{width}}  {each.source}{'' if there else f'  [no {each.config.data.name} yet]'}")
-    if missing:
-        print(f"\nnot in this fastcaps yet: the data sets {', '.join(missing)}")
+        print(f"{each.name:<{width}}  {each.source}")
     return 0
 
 

@@ -115,7 +115,7 @@ class TrainConfig:
     accelerator, devices, strategy : str
         As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
     workers : int
-        Processes that prepare batches. The data lie in memory, so 0 is fastest on a CPU.
+        Processes that gather what batches are made of. The data lie in memory, so 0 is fastest on a CPU.
     checkpoint_every : int
         Steps between two checkpoints.
     out : str
