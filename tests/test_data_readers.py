@@ -377,6 +377,7 @@ def test_embeddings_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     embeddings, mask = embed(["a fine film", "dull", "ab"])
     assert embeddings.shape == (3, 9, 3, 6) and mask.sum(1).tolist() == [9, 4, 2] and not embeddings.requires_grad
     assert not embeddings[1, 4:].any()
+    torch.testing.assert_close(embeddings[0, 0, 0], embeddings[2, 0, 0])  # an a is an a before it sees others
     for row, text in enumerate(("a fine film", "dull", "ab")):
         alone, _ = embed([text])  # what pads a batch is not seen
         torch.testing.assert_close(embeddings[row, : alone.shape[1]], alone[0])
