@@ -24,7 +24,7 @@ _FLAGS = (
         "data",
         "data.name",
         str,
-        "mnist, cifar10, smallnorb, … (see --list; digits ship with scikit-learn)",
+        "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)",
     ),
     ("data-dir", "data.dir", str, "folder that holds the data set's files, or a folder of them; nothing is downloaded"),
     ("epochs", "epochs", int, "passes over the training images"),
@@ -50,14 +50,17 @@ _FLAGS = (
         int,
         "hold out so many training images, and keep the epoch that does best by them",
     ),
-    ("workers", "workers", int, "processes that prepare batches"),
+    ("workers", "workers", int, "processes that gather what batches are made of"),
     ("checkpoint-every", "checkpoint_every", int, "steps between two checkpoints"),
     ("iterations", "network.options.iterations", int, "routing iterations"),
     ("routing", "network.options.routing", str, "concurrent or sequential"),
     ("out", "out", str, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)"),
 )
 # where and how fast a run is may change when it goes on; what it computes may not
-_MAY_CHANGE = ("out", "recipe", "data.dir", "devices", "accelerator", "strategy", "workers", "checkpoint_every")
+_MAY_CHANGE = (
+    *("out", "recipe", "data.dir", "data.options.transformer"),
+    *("devices", "accelerator", "strategy", "workers", "checkpoint_every"),
+)
 
 
 class _Fail(Exception):
@@ -210,7 +213,6 @@ def _kept(given: dict[str, Any], changes: dict[str, Any]) -> Any:
 
 def _recipes(args: argparse.Namespace) -> int:
     try:
-        from fastcaps import data
         from fastcaps.training import recipes
     except ImportError as error:
         _refuse_missing(error)
@@ -222,12 +224,8 @@ def _recipes(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise _Fail(str(error)) from error
     width = max(len(each.name) for each in every)
-    missing = sorted({each.config.data.name for each in every} - set(data.names()))
     for each in every:
-        there = each.config.data.name not in missing
-        print(f"{each.name:<{width}}  {each.source}{'' if there else f'  [no {each.config.data.name} yet]'}")
-    if missing:
-        print(f"\nnot in this fastcaps yet: the data sets {', '.join(missing)}")
+        print(f"{each.name:<{width}}  {each.source}")
     return 0
 
 
@@ -248,8 +246,9 @@ def _train(args: argparse.Namespace) -> int:
         raise _Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
     try:
         changes = _changes(given)
-        if changes.get("data.dir") is not None:
-            changes["data.dir"] = str(Path(changes["data.dir"]).expanduser().resolve())  # found again from any folder
+        for path in ("data.dir", "data.options.transformer"):  # found again from any folder
+            if changes.get(path) is not None:
+                changes[path] = str(Path(changes[path]).expanduser().resolve())
         config = _kept(given, changes) if resume else _fresh(given, changes)
     except ValueError as error:
         raise _Fail(str(error)) from error
@@ -277,7 +276,7 @@ def _train(args: argparse.Namespace) -> int:
     console.print(
         f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
         f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
-        + ("" if result.best_epoch is None else f"; the best by the images held out is epoch {result.best_epoch}"),
+        + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}"),
         highlight=False,
         soft_wrap=True,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import gzip
 import struct
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,10 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
+from stand_ins import fake_transformers
 
 from fastcaps import data
-from fastcaps.data import CorruptDataError, MissingDataError, TextEmbedder
+from fastcaps.data import CorruptDataError, Draws, MissingDataError, Mixup, Phrases, TextDataset, TextEmbedder
 from fastcaps.data.norb import TEST_STEM, TRAIN_STEM, read_norb_matrix
 
 MAGIC = {"float32": 0x1E3D4C51, "int32": 0x1E3D4C54, "uint8": 0x1E3D4C55}
@@ -370,44 +370,6 @@ def test_a_deep_tree_is_read(tmp_path: Path) -> None:
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-class Tokens:
-    """A tokenizer of letters."""
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) - ord("a") + 1 for letter in text if letter != " "]}
-
-
-class Layers(torch.nn.Module):
-    """A transformer of two layers; a token sees the mean of what the mask says are tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(27, 6)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, output_hidden_states: bool) -> Any:
-        assert output_hidden_states and not self.training
-        first = self.embedding(input_ids)
-        weight = attention_mask[..., None].to(first.dtype)
-        second = first + (first * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
-        return type("Output", (), {"hidden_states": (first, second, second.tanh())})
-
-
-def fake_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loads(made: type) -> type:
-        def from_pretrained(folder: Path, local_files_only: bool) -> Any:
-            assert local_files_only
-            if (folder / "config.json").read_text() != "{}":
-                raise OSError("no model")
-            return made()
-
-        return type("Auto", (), {"from_pretrained": staticmethod(from_pretrained)})
-
-    module = type(sys)("transformers")
-    module.AutoTokenizer, module.AutoModel = loads(Tokens), loads(Layers)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", module)
-
-
 def test_embeddings_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_transformers(monkeypatch)
     (tmp_path / "config.json").write_text("{}")
@@ -415,6 +377,7 @@ def test_embeddings_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     embeddings, mask = embed(["a fine film", "dull", "ab"])
     assert embeddings.shape == (3, 9, 3, 6) and mask.sum(1).tolist() == [9, 4, 2] and not embeddings.requires_grad
     assert not embeddings[1, 4:].any()
+    torch.testing.assert_close(embeddings[0, 0, 0], embeddings[2, 0, 0])  # an a is an a before it sees others
     for row, text in enumerate(("a fine film", "dull", "ab")):
         alone, _ = embed([text])  # what pads a batch is not seen
         torch.testing.assert_close(embeddings[row, : alone.shape[1]], alone[0])
@@ -422,6 +385,28 @@ def test_embeddings_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for texts, message in (([], "texts: got none"), (["a", " "], "texts: got ' ', which has no token")):
         with pytest.raises(ValueError, match=message):
             embed(texts)
+
+
+def test_phrases_are_mixed_with_their_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_transformers(monkeypatch)
+    (tmp_path / "config.json").write_text("{}")
+    phrases, embed = Phrases(("a fine film", "dull", "ab"), (4, 0, 3)), TextEmbedder(tmp_path)
+    assert embed.sizes == (3, 6)
+    plain = TextDataset(phrases, embed)
+    (embeddings, mask), labels = plain.finish(plain.gather([0, 1, 2]))
+    torch.testing.assert_close((embeddings, mask), embed(phrases.texts), rtol=0, atol=0)
+    assert labels.tolist() == [4, 0, 3] and plain[1] == ("dull", 0) and len(plain) == 3
+    mixup = Mixup(5, 0.4)
+    mixed = TextDataset(phrases, embed, mixup)
+    torch.manual_seed(1)
+    (made, shares), targets = mixed.finish(mixed.gather([0, 1, 2]))
+    torch.manual_seed(1)
+    draws = Draws.fresh(3)
+    share, order = mixup.shares(draws), draws.uniform().argsort().tolist()
+    assert order != [0, 1, 2]
+    for k, other in enumerate(order):
+        for got, of in ((made, embeddings), (shares, mask.float()), (targets, torch.eye(5)[labels])):
+            torch.testing.assert_close(got[k], share[k] * of[k] + (1 - share[k]) * of[other])
 
 
 def test_embeddings_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,6 +325,10 @@ def test_other_texts():
     alone = net(embeddings[1:, :3])
     torch.testing.assert_close(net(embeddings, mask)[1:], alone, rtol=1e-4, atol=1e-5)  # padding leaves no trace
     assert not torch.allclose(net(embeddings)[1:], alone, rtol=1e-2)
+    shares, seen = torch.tensor([[1, 0.25], [0.5, 0]]), []  # of tokens, as mixup makes them
+    net.routing.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+    net(embeddings[:, :2], shares)
+    torch.testing.assert_close(seen[0], torch.log(shares / (1 - shares)).repeat_interleave(3, 1))
 
 
 def test_options_that_the_papers_vary():

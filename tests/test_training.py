@@ -275,7 +275,7 @@ def test_a_split_is_the_same_for_every_seed_and_is_not_augmented() -> None:
     assert (set(again[0].indices), set(again[1].indices)) == mine
     first = held_out.indices[0]
     plain = data.load("digits", augment=False).train[first][0]
-    assert all(torch.equal(held_out.__getitems__([0])[0][0], plain) for _ in range(5))
+    assert all(torch.equal(held_out.finish(held_out.__getitems__([0]))[0][0], plain) for _ in range(5))
     assert not all(torch.equal(splits.train[first][0], plain) for _ in range(5))
 
 
@@ -347,14 +347,13 @@ def test_digits_over_each_other_are_drawn_one_by_one(tmp_path: Path) -> None:
     loss = {"name": "margin", "reconstruction": 0.01}
     config = settings(tmp_path, epochs=1, loss=loss, metric="top-2", network__options__decoder=True, seed=3)
     result = run(config, splits=splits)
-    assert train.seed == 3
     parts = WithParts(test)
-    image, there, digits, classes = parts.__getitems__([5, 9])[1]
+    image, there, digits, classes = (each[1] for each in parts.finish(parts.gather([5, 9])))
     torch.testing.assert_close(digits.sum(0).clamp(max=1), (image * test.std + test.mean)[0, 0], atol=1e-5, rtol=0)
     assert set(classes.tolist()) == set(there.nonzero().flatten().tolist())
     with torch.no_grad():
         module = CapsuleClassifier(result.network, config, mean=test.mean, std=test.std)
-        batch = module.batch([torch.stack(column) for column in zip(*parts.__getitems__(list(range(64))), strict=True)])
+        batch = module.batch(parts.finish(parts.gather(range(64))))
         lost, logits = config.loss(result.network, batch, 1.0)
     assert result.test_loss == pytest.approx(lost.item(), rel=1e-4)
     highest = logits.topk(2).indices
@@ -368,9 +367,9 @@ def test_every_epoch_makes_images_of_its_own(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     class Watched(data.OverlappingDigits):
-        def batch(self, indices: Any) -> Any:
+        def gather(self, indices: Any) -> Any:
             seen.append((self.epoch, len(indices)))
-            return super().batch(indices)
+            return super().gather(indices)
 
     images, labels = data.read_digits()
     train = Watched(images, labels, shift=2, length=128, seed=1)

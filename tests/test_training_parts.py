@@ -293,7 +293,7 @@ def test_what_a_recipe_asks_of_images_is_done() -> None:
     assert tested.shape == (3, 1, 6, 6) and labels.dtype == torch.int64
     assert torch.equal(tested, splits.test.batch([0, 1, 2])[0])  # the middle, every time
     _, held_out = hold_out(splits.train, 5, splits.test.augment)
-    assert held_out.__getitems__([0])[0][0].shape == (1, 6, 6)
+    assert held_out.finish(held_out.__getitems__([0]))[0][0].shape == (1, 6, 6)
     padded = read_data(Data("digits", pad=2, flip=False))
     wide = torch.nn.functional.pad(padded.train.images[7], (2, 2, 2, 2))
     found = (padded.train.batch([7])[0] * padded.train.std + padded.train.mean)[0] * 255

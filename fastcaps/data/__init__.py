@@ -18,7 +18,7 @@ from fastcaps.data.norb import read_norb
 from fastcaps.data.registry import Splits, load, names
 from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
 from fastcaps.data.svhn import read_svhn
-from fastcaps.data.text import TextEmbedder
+from fastcaps.data.text import TextDataset, TextEmbedder
 from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops, predict_crops
 from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees
 
@@ -47,6 +47,7 @@ __all__ = [
     "OverlappingDigits",
     "ShiftedDigits",
     "ShuffledBatches",
+    "TextDataset",
     # transforms
     "Chain",
     "ColorJitter",

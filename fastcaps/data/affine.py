@@ -61,10 +61,9 @@ class AffineDigits(ShiftedDigits):
         if not 0 < scale[0] <= scale[1]:
             raise ValueError(f"scale: got {scale}, want two numbers above 0, the smaller one first")
         self.size, self.rotation, self.shear, self.scale = size, rotation, shear, scale
-        self._boxes = _ink_boxes(self.images)
 
     def maps(self, digits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """The matrix ``[n, 2, 2]`` and the translation ``[n, 2]`` of each digit, (x, y) in pixels from the centres."""
+        """The matrix ``[n, 2, 2]`` and the translation ``[n, 2]`` of digits ``[n, 1, h, h]``: (x, y) from centres."""
         angle = torch.deg2rad(draws.between(-self.rotation, self.rotation))
         shear = draws.between(-self.shear, self.shear)
         scale = draws.between(*self.scale, 2)
@@ -72,24 +71,22 @@ class AffineDigits(ShiftedDigits):
         turn = torch.stack([cos, -sin, sin, cos], 1).view(-1, 2, 2)
         slant = torch.stack([one, shear, zero, one], 1).view(-1, 2, 2)
         matrix = turn @ slant * scale[:, None, :]
-        corners = self._boxes[digits] @ matrix.mT  # [n, 4, 2]
+        corners = _ink_boxes(digits) @ matrix.mT  # [n, 4, 2]
         low, high = -self.size / 2 - corners.amin(1), self.size / 2 - corners.amax(1)
         # ink that is too wide for the square is centred
         return matrix, torch.where(low < high, low + (high - low) * draws.uniform(2), (low + high) / 2)
 
-    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Several items at once: float32 ``[n, 1, size, size]`` and int64 ``[n]``."""
-        items = self._items(indices)
-        digits = items % len(self.labels)
-        matrix, place = self.maps(digits, self._draws(items))
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Float32 ``[n, 1, size, size]`` and int64 ``[n]``."""
+        digits, labels, states = gathered
+        matrix, place = self.maps(digits, Draws.going_on(states))
         back = torch.linalg.inv(matrix)
-        side = self.images.shape[2]
+        side = digits.shape[2]
         # grid_sample counts from −1 to 1 over each image
         theta = torch.cat([back * (self.size / side), (back @ place[:, :, None]) * (-2 / side)], 2)
-        grid = torch.nn.functional.affine_grid(theta, [len(items), 1, self.size, self.size], align_corners=False)
-        source = self.images[digits].to(torch.float32)
-        made = torch.nn.functional.grid_sample(source, grid, mode="bilinear", align_corners=False)
-        return self._normalised(made), self.labels[digits]
+        grid = torch.nn.functional.affine_grid(theta, [len(digits), 1, self.size, self.size], align_corners=False)
+        made = torch.nn.functional.grid_sample(digits.to(torch.float32), grid, mode="bilinear", align_corners=False)
+        return self._normalised(made), labels
 
 
 def _ink_boxes(images: Tensor) -> Tensor:

@@ -55,6 +55,18 @@ class Draws:
         """For ``count`` items, seeded by torch's global generator: other numbers every time."""
         return cls(int(torch.randint(2**62, ())), torch.arange(count, device=device))
 
+    @classmethod
+    def going_on(cls, states: Tensor) -> Draws:
+        """Where other draws ended, on the device of their :attr:`states`."""
+        made = cls.__new__(cls)
+        made._states, made._done = states, 0
+        return made
+
+    @property
+    def states(self) -> Tensor:
+        """Int64 ``[n]``: what :meth:`going_on` needs."""
+        return self._states + _signed(self._done * _STEP % (1 << 64))
+
     def __len__(self) -> int:
         return len(self._states)
 

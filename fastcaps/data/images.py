@@ -1,9 +1,10 @@
-"""Labelled images as torch data sets: kept in memory, on the device that trains if so wished, a batch at a time."""
+"""Labelled images as torch data sets: kept in memory as bytes, made a batch at a time on whatever device is wished."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,12 @@ from fastcaps.data.transforms import Augmentation, Mixup
 Self = TypeVar("Self", bound="BatchDataset")
 
 
-class BatchDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled images that are made a batch at a time. What is random is drawn on the device where the images lie.
+class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
+    """Labelled images that are made a batch at a time, in two steps.
+
+    :meth:`gather` takes out of memory what a batch is made of, bytes for the most part; :meth:`finish` makes it, on the
+    device where these lie. A trainer gathers on the CPU, moves bytes and finishes on the device that trains;
+    :meth:`batch` does both where the images lie. The numbers are the same.
 
     Parameters
     ----------
@@ -81,11 +86,20 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]]):
         return Draws(self.seed * 1_000_003 + self.epoch, items)
 
     def _normalised(self, images: Tensor) -> Tensor:
-        return (images.to(torch.float32) / 255 - self.mean) / self.std
+        mean, std = self.mean.to(images.device), self.std.to(images.device)
+        return (images.to(torch.float32) / 255 - mean) / std
+
+    @abstractmethod
+    def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
+        """What the items are made of: tensors ``[n, ...]``, where the images lie, for :meth:`finish`."""
+
+    @abstractmethod
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Make the items, on the device of what was gathered: float32 ``[n, c, h, w]`` and their targets."""
 
     def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
         """Several items at once: float32 ``[n, c, h, w]`` and their targets."""
-        raise NotImplementedError
+        return self.finish(self.gather(indices))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -len(self) <= index < len(self):
@@ -126,13 +140,18 @@ class ImageDataset(BatchDataset):
         self.augment = augment
         self.mixup = mixup
 
-    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Several items at once: float32 ``[n, c, h, w]``, and int64 ``[n]`` or, mixed up, float32 ``[n, classes]``."""
+    def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
+        """Bytes ``[n, c, h, w]``, int64 ``[n]`` and, where something is random, the states of draws."""
         items = self._items(indices)
         images, labels = self.images[items], self.labels[items]
         if self.augment is None and self.mixup is None:
-            return self._normalised(images), labels
-        draws = self._draws(items)
+            return images, labels
+        return images, labels, self._draws(items).states
+
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Float32 ``[n, c, h, w]``, and int64 ``[n]`` or, mixed up, float32 ``[n, classes]``."""
+        images, labels, *states = gathered
+        draws: Any = Draws.going_on(*states) if states else None
         if self.augment is not None:
             images = self.augment(images, draws)
         made = self._normalised(images)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ from fastcaps.data.errors import CorruptDataError, MissingDataError
 from fastcaps.data.images import BatchDataset, ImageDataset
 from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
 from fastcaps.data.sources import SOURCES, Arrays, Source
+from fastcaps.data.text import TextDataset, TextEmbedder
 from fastcaps.data.transforms import RandomCropFlip
+from fastcaps.data.trees import Phrases, load_treebank
 
 _TEST_SEED = 0  # test images that are made are always the same
 
@@ -27,20 +30,33 @@ class Splits:
     ----------
     name : str
         Its name in the registry.
-    train, test : BatchDataset
+    train, test : BatchDataset or TextDataset
         The two parts. Only ``train`` is ever augmented.
     classes : tuple of str
         Class names; their number is the number of classes.
-    in_channels, image_size : int
-        Channels, and height and width in pixels (all of these data sets are square).
+    in_channels, image_size : int, optional
+        Of images: channels, and height and width in pixels (all of these data sets are square).
+    layers, embedding : int, optional
+        Of texts: layers of the transformer, and the numbers in an embedding.
+    validation : TextDataset, optional
+        What the best epoch is chosen by, where a data set has a part for it.
     """
 
     name: str
-    train: BatchDataset
-    test: BatchDataset
+    train: Any
+    test: Any
     classes: tuple[str, ...]
-    in_channels: int
-    image_size: int
+    in_channels: int | None = None
+    image_size: int | None = None
+    layers: int | None = None
+    embedding: int | None = None
+    validation: Any = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a network has to know of an input, by the names of its arguments."""
+        found = {name: getattr(self, name) for name in ("in_channels", "image_size", "layers", "embedding")}
+        return {name: size for name, size in found.items() if size is not None}
 
 
 def _multimnist(train: Arrays, test: Arrays) -> tuple[BatchDataset, BatchDataset, int]:
@@ -63,10 +79,13 @@ _GENERATED: dict[str, Callable[[Arrays, Arrays], tuple[BatchDataset, BatchDatase
 }
 """Made of MNIST's digits, training images of training digits and test images of test digits."""
 
+_TEXTS = {"sst5": 5, "sst2": 2}
+"""The Stanford Sentiment Treebank: its classes."""
+
 
 def names() -> list[str]:
     """The names that :func:`load` knows."""
-    return [*SOURCES, *_GENERATED]
+    return [*SOURCES, *_GENERATED, *_TEXTS]
 
 
 def _is_here(folder: Path, files: tuple[str, ...]) -> bool:
@@ -127,6 +146,22 @@ def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tup
     return train, test, tuple(classes)
 
 
+def _load_texts(name: str, data_dir: str | Path | None, transformer: str | Path | None, limit: int | None) -> Splits:
+    if data_dir is None:
+        raise MissingDataError(f"{name} needs a data directory (--data-dir, data_dir=…) with the treebank's train.txt")
+    if transformer is None:
+        raise MissingDataError(
+            f"{name} needs transformer=path (--set data.options.transformer=path): the local folder of a transformer "
+            "and its tokenizer, as save_pretrained writes it, whose embeddings the network takes"
+        )
+    bank = load_treebank(data_dir, classes=_TEXTS[name])
+    embed = TextEmbedder(transformer)
+    layers, embedding = embed.sizes
+    train = Phrases(bank.train.texts[:limit], bank.train.labels[:limit])
+    parts = (TextDataset(part, embed) for part in (train, bank.test, bank.validation))
+    return Splits(name, next(parts), next(parts), bank.classes, None, None, layers, embedding, next(parts))
+
+
 def load(
     name: str,
     data_dir: str | Path | None = None,
@@ -135,6 +170,7 @@ def load(
     flip: bool | None = None,
     limit: int | None = None,
     image_size: int | None = None,
+    transformer: str | Path | None = None,
 ) -> Splits:
     """Read a data set from disk. Nothing is ever downloaded.
 
@@ -142,7 +178,7 @@ def load(
     ----------
     name : str
         One of :func:`names`: mnist, fashion-mnist, cifar10, cifar100, digits, smallnorb, svhn, folder; or multimnist,
-        diverse-multimnist, affnist, which are made of MNIST's digits as they are asked for.
+        diverse-multimnist, affnist, which are made of MNIST's digits as they are asked for; or sst5, sst2: phrases.
     data_dir : str or Path, optional
         The folder of the files, or one above it: ``data_dir/mnist``, ``data_dir/MNIST/raw`` and ``data_dir`` are tried.
         Not needed for ``digits``, which come with scikit-learn.
@@ -156,6 +192,9 @@ def load(
         Keep the first ``limit`` training images only, for a quick try.
     image_size : int, optional
         Height and width that the images of ``folder`` are brought to; without it they must be squares of one size.
+    transformer : str or Path, optional
+        The folder of the transformer that embeds the phrases of ``sst5`` and ``sst2``, as :class:`TextEmbedder` takes
+        it.
 
     Returns
     -------
@@ -176,11 +215,14 @@ def load(
         raise ValueError(f"limit: got {limit}, want 1 or more training images")
     if image_size is not None and name != "folder":
         raise ValueError(f"image_size: got {image_size} for {name}, whose images have one size; want none")
+    if transformer is not None and name not in _TEXTS:
+        raise ValueError(f"transformer: got {str(transformer)!r} for {name}, which are images; want none")
+    if (augment or flip) and name not in SOURCES:
+        why = "which are texts" if name in _TEXTS else "which is drawn at random as it is"
+        raise ValueError(f"augment, flip: got {augment}, {flip} for {name}, {why}; want none")
+    if name in _TEXTS:
+        return _load_texts(name, data_dir, transformer, limit)
     if name in _GENERATED:
-        if augment or flip:
-            raise ValueError(
-                f"augment, flip: got {augment}, {flip} for {name}, which is drawn at random as it is; want none"
-            )
         train, test, classes = _read("mnist", data_dir, None)
         made, tested, size = _GENERATED[name]((train[0][:limit], train[1][:limit]), test)
         return Splits(name, made, tested, classes, 1, size)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastcaps.data.draws import Draws
 from fastcaps.data.images import BatchDataset
+from fastcaps.data.transforms import windows
 
 OVERLAYS = ("sum", "max")
 
@@ -66,18 +67,22 @@ class ShiftedDigits(BatchDataset):
         return self.length
 
     def _shifted(self, digits: Tensor, draws: Draws) -> Tensor:
-        """Digits of the given numbers, each at a place of its own: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
-        height, width = (size + 2 * self.shift for size in self.images.shape[2:])
-        padded = torch.nn.functional.pad(self.images[digits], (2 * self.shift,) * 4)
-        windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+        """Each digit at a place of its own: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
+        height, width = (size + 2 * self.shift for size in digits.shape[2:])
+        padded = torch.nn.functional.pad(digits, (2 * self.shift,) * 4)
         top, left = draws.integers(2 * self.shift + 1, 2).unbind(1)
-        return windows[torch.arange(len(digits), device=digits.device), :, top, left]
+        return windows(padded, top, left, height, width)
 
-    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Several items at once: float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and int64 ``[n]``."""
+    def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
+        """The digits as they are, bytes ``[n, 1, h, w]``, int64 ``[n]``, and the states of draws."""
         items = self._items(indices)
         digits = items % len(self.labels)
-        return self._normalised(self._shifted(digits, self._draws(items))), self.labels[digits]
+        return self.images[digits], self.labels[digits], self._draws(items).states
+
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and int64 ``[n]``."""
+        digits, labels, states = gathered
+        return self._normalised(self._shifted(digits, Draws.going_on(states))), labels
 
 
 class OverlappingDigits(ShiftedDigits):
@@ -125,6 +130,24 @@ class OverlappingDigits(ShiftedDigits):
         self._ends = counts.cumsum(0)
         self._others = len(self.labels) - counts
 
+    def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
+        """Both digits as they are, bytes ``[n, 2, h, w]``, int64 ``[n, 2]`` (−1: none), and the states of draws."""
+        items = self._items(indices)
+        draws = self._draws(items)
+        base = items % len(self.labels)
+        label = self.labels[base]
+        alone = draws.uniform() < self.single
+        step = draws.integers(self._others[label].clamp(min=1)[:, None], 1)[:, 0]
+        top = self._by_class[(self._ends[label] + step) % len(self.labels)]
+        over = self.images[top].masked_fill(alone[:, None, None, None], 0)
+        labels = torch.stack([label, self.labels[top].masked_fill(alone, -1)], 1)
+        return torch.cat([self.images[base], over], 1), labels, draws.states
+
+    def apart(self, digits: Tensor, states: Tensor) -> Tensor:
+        """What was gathered, each digit in its place: bytes ``[n, 2, h + 2·shift, w + 2·shift]``."""
+        draws = Draws.going_on(states)
+        return torch.cat([self._shifted(digit, draws) for digit in digits.split(1, 1)], 1)
+
     def layers(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
         """The digits that make up images, apart: what a reconstruction is compared with.
 
@@ -133,20 +156,13 @@ class OverlappingDigits(ShiftedDigits):
         digits, labels : Tensor
             Bytes ``[n, 2, h + 2·shift, w + 2·shift]`` and int64 ``[n, 2]``; black and −1 where there is no second one.
         """
-        items = self._items(indices)
-        draws = self._draws(items)
-        base = items % len(self.labels)
-        label = self.labels[base]
-        alone = draws.uniform() < self.single
-        step = draws.integers(self._others[label].clamp(min=1)[:, None], 1)[:, 0]
-        top = self._by_class[(self._ends[label] + step) % len(self.labels)]
-        under, over = self._shifted(base, draws), self._shifted(top, draws)
-        over = over.masked_fill(alone[:, None, None, None], 0)
-        return torch.cat([under, over], 1), torch.stack([label, self.labels[top].masked_fill(alone, -1)], 1)
+        digits, labels, states = self.gather(indices)
+        return self.apart(digits, states), labels
 
-    def batch(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Several items at once: float32 ``[n, 1, h + 2·shift, w + 2·shift]``, bool ``[n, classes]``: who is there."""
-        digits, labels = self.layers(indices)
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and bool ``[n, classes]``: who is there."""
+        digits, labels, states = gathered
+        digits = self.apart(digits, states)
         if self.overlay == "max":
             images = digits.amax(1, keepdim=True)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,11 +90,10 @@ def _read_mnist(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
 
 
 def _read_cifar10(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
-    batches = [
-        read_cifar(folder / f"data_batch_{i}.bin", label_bytes=1, classes=10, records=10_000) for i in range(1, 6)
-    ]
-    train = np.concatenate([images for images, _ in batches]), np.concatenate([labels for _, labels in batches])
-    return train, read_cifar(folder / "test_batch.bin", label_bytes=1, classes=10, records=10_000)
+    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    *batches, test = [read_cifar(folder / name, label_bytes=1, classes=10, records=10_000) for name in names]
+    images, labels = zip(*batches, strict=True)
+    return (np.concatenate(images), np.concatenate(labels)), test
 
 
 def _read_cifar100(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
@@ -133,56 +133,67 @@ def _read_folders(folder: Path, image_size: int | None) -> tuple[Arrays, Arrays]
     return parts[0], parts[1]
 
 
-_IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+def _idx(title: str, maker: str, folders: tuple[str, ...], **own: Any) -> Source:
+    """A data set of MNIST's kind; torchvision's folder comes second."""
+    named = folders[1].removesuffix("/raw")
+    return Source(
+        title=title,
+        folders=folders,
+        files=tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")),
+        read=_read_mnist,
+        where=f"the four IDX files of {maker}, plain or .gz; torchvision.datasets.{named}(data_dir, download=True) "
+        f"puts them in {named}/raw, which is found too",
+        **own,
+    )
+
+
+def _cifar(classes: Sequence[str], folder: str, **own: Any) -> Source:
+    """CIFAR-10 or CIFAR-100."""
+    count = len(classes)
+    return Source(
+        title=f"CIFAR-{count} (binary version)",
+        folders=(folder, f"cifar{count}/{folder}", f"cifar{count}"),
+        classes=classes,
+        where=f"the archive 'CIFAR-{count} binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR "
+        f"page, unpacked; its folder is {folder}",
+        augment=True,
+        flip=True,  # nothing tells a horse from its mirror image
+        **own,
+    )
+
 
 SOURCES = {
-    "mnist": Source(
-        title="MNIST",
-        folders=("mnist", "MNIST/raw", "MNIST"),
-        files=_IDX_FILES,
-        read=_read_mnist,
+    "mnist": _idx(
+        "MNIST",
+        "'The MNIST database of handwritten digits' (LeCun, Cortes, Burges)",
+        ("mnist", "MNIST/raw", "MNIST"),
         classes=_DIGIT_CLASSES,
         mean=(0.1307,),
         std=(0.3081,),
-        where="the four IDX files of 'The MNIST database of handwritten digits' (LeCun, Cortes, Burges), plain or .gz; "
-        "torchvision.datasets.MNIST(data_dir, download=True) puts them in MNIST/raw, which is found too",
     ),
-    "fashion-mnist": Source(
-        title="Fashion-MNIST",
-        folders=("fashion-mnist", "FashionMNIST/raw", "fashion"),
-        files=_IDX_FILES,
-        read=_read_mnist,
+    "fashion-mnist": _idx(
+        "Fashion-MNIST",
+        "Zalando Research's Fashion-MNIST",
+        ("fashion-mnist", "FashionMNIST/raw", "fashion"),
         classes=_CLOTHES,
         mean=(0.2860,),
         std=(0.3530,),
-        where="the four IDX files of Zalando Research's Fashion-MNIST, plain or .gz; "
-        "torchvision.datasets.FashionMNIST(data_dir, download=True) puts them in FashionMNIST/raw, which is found too",
     ),
-    "cifar10": Source(
-        title="CIFAR-10 (binary version)",
-        folders=("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
+    "cifar10": _cifar(
+        _CIFAR10_CLASSES,
+        "cifar-10-batches-bin",
         files=("data_batch_1.bin", "test_batch.bin"),
         read=_read_cifar10,
-        classes=_CIFAR10_CLASSES,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
-        where="the archive 'CIFAR-10 binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
-        "unpacked; its folder is cifar-10-batches-bin",
-        augment=True,
-        flip=True,  # nothing tells a horse from its mirror image
     ),
-    "cifar100": Source(
-        title="CIFAR-100 (binary version)",
-        folders=("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
+    "cifar100": _cifar(
+        [str(label) for label in range(100)],
+        "cifar-100-binary",
         files=("train.bin", "test.bin"),
         read=_read_cifar100,
-        classes=[str(label) for label in range(100)],
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
-        where="the archive 'CIFAR-100 binary version (suitable for C programs)' from Alex Krizhevsky's CIFAR page, "
-        "unpacked; its folder is cifar-100-binary",
-        augment=True,
-        flip=True,  # nothing tells a horse from its mirror image
     ),
     "digits": Source(
         title="scikit-learn's digits",

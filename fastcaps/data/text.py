@@ -1,4 +1,4 @@
-"""Embeddings of texts from a transformer in a local folder: the inputs of Heinsen's (2019) network for text."""
+"""Texts as torch data sets, embedded by a transformer in a local folder: the inputs of Heinsen's (2019) network."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from fastcaps.data.draws import Draws
 from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.transforms import Mixup
+from fastcaps.data.trees import Phrases
 
 
 class TextEmbedder:
@@ -63,15 +67,21 @@ class TextEmbedder:
         self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
         self._device = torch.device(device)
 
-    @torch.no_grad()
-    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Embed a batch of texts.
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Layers l, the embedding of the token itself among them, and the numbers m in an embedding."""
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        layers, embedding = self.layers(one, one.new_ones(1, 1, dtype=torch.bool)).shape[2:]
+        return layers, embedding
+
+    def tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """The tokens of a batch of texts, on the CPU.
 
         Returns
         -------
-        embeddings, mask : Tensor
-            ``[B, n, l, m]``: of n tokens (of the longest text), in the l layers, the first of which is the embedding of
-            the token itself; and bool ``[B, n]``: which are tokens, and not padding. Padding is 0.
+        ids, mask : Tensor
+            int64 and bool ``[B, n]``, as wide as the longest text: the tokens' numbers, 0 behind a text's end; and
+            which are tokens, and not padding.
         """
         if not texts:
             raise ValueError("texts: got none, want one or more")
@@ -84,7 +94,59 @@ class TextEmbedder:
         for row, found in enumerate(tokens):
             ids[row, : len(found)] = torch.tensor(found)
             mask[row, : len(found)] = True
-        ids, mask = ids.to(self._device), mask.to(self._device)
+        return ids, mask
+
+    @torch.no_grad()
+    def layers(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Embed tokens, on their device, where the transformer goes too.
+
+        Returns
+        -------
+        Tensor
+            ``[B, n, l, m]``: of n tokens, in the l layers, the first of which is the embedding of the token itself.
+            Padding is 0.
+        """
+        if ids.device != self._device:
+            self._model, self._device = self._model.to(ids.device), ids.device
         made = self._model(input_ids=ids, attention_mask=mask.to(torch.int64), output_hidden_states=True)
-        embeddings = torch.stack(made.hidden_states, 2)
-        return embeddings.masked_fill(~mask[:, :, None, None], 0), mask
+        return torch.stack(made.hidden_states, 2).masked_fill(~mask[:, :, None, None], 0)
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Embed a batch of texts: ``[B, n, l, m]`` as :meth:`layers` gives them, and the mask of :meth:`tokens`."""
+        ids, mask = (each.to(self._device) for each in self.tokens(texts))
+        return self.layers(ids, mask), mask
+
+
+class TextDataset(Dataset[tuple[str, int]]):
+    """Texts with labels, embedded a batch at a time; the steps are those of :class:`~fastcaps.data.BatchDataset`.
+
+    Parameters
+    ----------
+    phrases : Phrases
+    embed : TextEmbedder
+    mixup : Mixup, optional
+        Blends embeddings, masks and targets alike; a mask then holds shares of tokens.
+    """
+
+    def __init__(self, phrases: Phrases, embed: TextEmbedder, mixup: Mixup | None = None) -> None:
+        self.phrases, self.embed, self.mixup = phrases, embed, mixup
+
+    def __len__(self) -> int:
+        return len(self.phrases)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return self.phrases.texts[index], self.phrases.labels[index]
+
+    def gather(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Tokens and their mask ``[n, longest]``, int64 ``[n]`` and, for mixup, the states of draws."""
+        texts, labels = zip(*(self[index] for index in indices), strict=True)
+        gathered = (*self.embed.tokens(texts), torch.tensor(labels))
+        return gathered if self.mixup is None else (*gathered, Draws.fresh(len(texts)).states)
+
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Embeddings ``[n, longest, l, m]`` and their mask; int64 ``[n]`` or, mixed up, float32 ``[n, classes]``."""
+        ids, mask, labels, *states = gathered
+        embeddings = self.embed.layers(ids, mask)
+        if self.mixup is None:
+            return (embeddings, mask), labels
+        return self.mixup((embeddings, mask.to(embeddings.dtype)), labels, Draws.going_on(*states))

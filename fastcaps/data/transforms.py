@@ -7,6 +7,7 @@ numbers. Without draws they come from torch's global generator.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastcaps.data.draws import Draws
 
 Augmentation = Callable[[Tensor, Draws], Tensor]
+Inputs = TypeVar("Inputs", Tensor, tuple[Tensor, ...])
 
 _TO_YIQ = torch.tensor(  # FCC's, as Python's colorsys has them; the first row is how bright a colour looks
     [[0.30, 0.59, 0.11], [0.599, -0.2773, -0.3217], [0.213, -0.5251, 0.3121]], dtype=torch.float64
@@ -25,7 +27,7 @@ def _require_images(images: Tensor) -> None:
         raise ValueError(f"images: got {images.dtype} {list(images.shape)}, want torch.uint8 [n, c, h, w]")
 
 
-def _windows(images: Tensor, top: Tensor, left: Tensor, height: int, width: int) -> Tensor:
+def windows(images: Tensor, top: Tensor, left: Tensor, height: int, width: int) -> Tensor:
     """The window of each image that begins at its row and column: ``[n, c, height, width]``."""
     every = images.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, y, x, height, width], a view
     # advanced indices around a slice come first in the result
@@ -77,7 +79,7 @@ class RandomCropFlip:
         top, left = draws.integers(2 * self.padding + 1, 2).unbind(1)
         if self.padding:
             images = torch.nn.functional.pad(images, (self.padding,) * 4)
-            images = _windows(images, top, left, height, width)
+            images = windows(images, top, left, height, width)
         return _mirror(images, draws) if self.flip else images
 
 
@@ -101,7 +103,7 @@ class ResizeCrop:
         """``[n, c, h, w]`` in, ``[n, c, size, size]`` out."""
         draws = draws or Draws.fresh(len(images), images.device)
         top, left = draws.integers(self.resize - self.size + 1, 2).unbind(1)
-        images = _windows(resized(images, self.resize), top, left, self.size, self.size)
+        images = windows(resized(images, self.resize), top, left, self.size, self.size)
         return _mirror(images, draws) if self.flip else images
 
 
@@ -167,7 +169,7 @@ class Mixup:
               \\lambda \\sim \\mathrm{Beta}(\\alpha, \\alpha)
 
     Every image draws a λ of its own; the partners are the batch in another order. The targets serve cross-entropy as
-    they are.
+    they are. Of texts, embeddings and mask are blended, as Heinsen (2019) does.
 
     Parameters
     ----------
@@ -195,13 +197,13 @@ class Mixup:
         squared = torch.expm1(-first.log() / self.alpha) * direction.square()  # t² / 2α
         return 0.5 + 0.5 * direction.sign() * torch.rsqrt(1 + 1 / squared)
 
-    def __call__(self, images: Tensor, labels: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Inputs, labels: Tensor, draws: Draws | None = None) -> tuple[Inputs, Tensor]:
         """Mix a batch.
 
         Parameters
         ----------
-        images : Tensor
-            Floating point ``[n, ...]``.
+        images : Tensor or tuple of Tensor
+            Floating point ``[n, ...]``; or several such inputs of a network, blended in the same shares.
         labels : Tensor
             int64 ``[n]``, or soft targets ``[n, classes]``.
         draws : Draws, optional
@@ -212,15 +214,20 @@ class Mixup:
         images, targets : Tensor
             As they came, and float32 ``[n, classes]``; each row sums to 1.
         """
-        if not images.is_floating_point():
-            raise ValueError(f"images: got {images.dtype}, want floating point: mix what is normalised")
-        draws = draws or Draws.fresh(len(images), images.device)
+        several: tuple[Tensor, ...] = images if isinstance(images, tuple) else (images,)
+        for each in several:
+            if not each.is_floating_point():
+                raise ValueError(f"images: got {each.dtype}, want floating point: mix what is normalised")
+        draws = draws or Draws.fresh(len(labels), labels.device)
         share = self.shares(draws)
         partner = draws.uniform().argsort(stable=True)
         targets = torch.nn.functional.one_hot(labels, self.classes) if labels.dim() == 1 else labels
-        targets = targets.to(torch.float32)
-        weight = share.to(images.dtype).view(-1, *(1,) * (images.dim() - 1))
-        return torch.lerp(images[partner], images, weight), torch.lerp(targets[partner], targets, share[:, None])
+
+        def blend(mine: Tensor) -> Tensor:
+            return torch.lerp(mine[partner], mine, share.to(mine.dtype).view(-1, *(1,) * (mine.dim() - 1)))
+
+        made: Any = tuple(map(blend, several)) if isinstance(images, tuple) else blend(images)
+        return made, blend(targets.to(torch.float32))
 
 
 def resized(images: Tensor, size: int) -> Tensor:

@@ -88,7 +88,8 @@ class TextCapsNet(nn.Module):
         embeddings : Tensor
             ``[B, n, l, m]``: of n tokens, in the l layers.
         mask : Tensor, optional
-            ``[B, n]``, 1 or True for a token, 0 for padding; all are tokens if None.
+            ``[B, n]``, 1 or True for a token, 0 for padding, a share where mixup blended the two; all are tokens if
+            None.
         return_trace : bool
             Also return the :class:`~fastcaps.nn.stack.RoutingTrace`.
 
@@ -112,9 +113,7 @@ class TextCapsNet(nn.Module):
         poses = F.silu(self.affine(self.norm(embeddings + self.depth))).flatten(1, 2)
         scores = None
         if mask is not None:
-            there = mask.bool().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
-            certain = torch.full_like(poses[..., 0], torch.inf)
-            scores = certain.where(there, -certain)
+            scores = mask.to(poses.dtype).logit().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
         if return_trace:
             found, trace = self.routing(poses, scores, return_trace=True)
             return found.scores, trace  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ __all__ = ["Recipe", "recipes"]
 Draw = Callable[..., Tensor]
 
 
-class Recipe:
+class Recipe(ABC):
     """One published layer and our twin of it.
 
     Parameters
@@ -68,9 +69,9 @@ class Recipe:
         for name in (*self.parameters, *self.submodules, *self.buffers):
             setattr(new, name, getattr(old, name))
 
+    @abstractmethod
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         """Arguments of ``forward`` to compare the two on; ``draw(*shape)`` gives random numbers."""
-        raise NotImplementedError
 
 
 class _MlCapsules(Recipe):

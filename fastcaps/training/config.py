@@ -50,16 +50,20 @@ class Data:
         Resize training images to so many pixels and crop them at random, likewise.
     crop : int, optional
         To so many pixels: then test images are resized too, and their middle is cut out. To the old size otherwise.
+    multi_crop : bool
+        Test on the corners and the middle of the resized images, and with ``flip`` on their mirror images: the class
+        probabilities of the five or ten are averaged. It needs ``resize``.
     jitter : bool
         Disturb the colours of training images.
     mixup : float
-        Blend training images and their targets; the parameter of the Beta distribution, 0 for none.
+        Blend training images (of texts: embeddings) and their targets; the parameter of the Beta distribution, 0 for
+        none.
     validation : int
         How many training images are held out; the best epoch is chosen by them.
     limit : int, optional
         Use only the first training images, for a quick try.
     options : mapping
-        Further arguments of :func:`fastcaps.data.load`.
+        Further arguments of :func:`fastcaps.data.load`: ``image_size`` of a folder, ``transformer`` for texts.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Data:
     pad: int | None = None
     resize: int | None = None
     crop: int | None = None
+    multi_crop: bool = False
     jitter: bool = False
     mixup: float = 0.0
     validation: int = 0
@@ -85,6 +90,8 @@ class Data:
             raise ValueError(
                 f"crop: got {self.crop} with resize {self.resize}, want a resize to as many pixels or more"
             )
+        if self.multi_crop and self.resize is None:
+            raise ValueError("multi_crop: got true without resize, want the size of the images that crops are cut from")
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class TrainConfig:
     accelerator, devices, strategy : str
         As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
     workers : int
-        Processes that prepare batches. The data lie in memory, so 0 is fastest on a CPU.
+        Processes that gather what batches are made of. The data lie in memory, so 0 is fastest on a CPU.
     checkpoint_every : int
         Steps between two checkpoints.
     out : str

@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 import fastcaps.data
-from fastcaps.data import MissingDataError, RandomCropFlip, ShuffledBatches, Splits, load
+from fastcaps.data import (
+    Chain,
+    ColorJitter,
+    ImageDataset,
+    MissingDataError,
+    Mixup,
+    OverlappingDigits,
+    RandomCropFlip,
+    ResizeCrop,
+    ShuffledBatches,
+    Splits,
+    TextDataset,
+    crops,
+    load,
+)
+from fastcaps.data.transforms import resized
 from fastcaps.training.config import Data
 
 SPLIT_SEED = 0
 """Of the images that are held out: the same ones in every run, whatever its own seed."""
 
 
-def _transform(name: str, option: str) -> Any:
-    """A transform of :mod:`fastcaps.data` that a recipe asks for."""
-    found = getattr(fastcaps.data, name, None)
-    if found is None:
-        raise MissingDataError(f"data.{option}: this fastcaps has no {name} yet; leave it out")
-    return found
+class TestCrops:
+    """What test images see: resized, bytes ``[n, c, h, w]``, and their middle cut out.
 
+    With ``several``, the corners too, and their mirror images with ``flip``: ``[n, 5 or 10, c, h, w]``.
+    """
 
-class CentreCrop:
-    """Resize images, and cut out their middle: bytes ``[n, c, h, w]``."""
-
-    def __init__(self, resize: int, size: int) -> None:
-        self.resize, self.size = resize, size
+    def __init__(self, resize: int, size: int, several: bool, flip: bool) -> None:
+        self.resize, self.size, self.several, self.flip = resize, size, several, flip
+        self.count = 1 if not several else 10 if flip else 5
 
     def __call__(self, images: Tensor, *_: Any) -> Tensor:
-        shape = (self.resize, self.resize)
-        pixels = F.interpolate(images.float(), shape, mode="bilinear", antialias=True, align_corners=False)
-        first = (self.resize - self.size) // 2
-        middle = slice(first, first + self.size)
-        return pixels[..., middle, middle].round().clamp(0, 255).to(torch.uint8)
+        made = crops(resized(images, self.resize), self.size, flip=self.several and self.flip)
+        return made if self.several else made[:, 4]
 
 
 def read_data(data: Data) -> Splits:
@@ -58,35 +65,74 @@ def read_data(data: Data) -> Splits:
     own = data.pad is not None or data.resize is not None
     # what is padded or resized here is not augmented there
     given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
-    splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
+    try:
+        splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
+    except TypeError as error:  # an option that load does not have
+        raise ValueError(f"data.options: got {dict(data.options)}: {error}") from error
     return prepare(splits, data)
 
 
 def prepare(splits: Splits, data: Data) -> Splits:
     """Set up what is done to the images of a data set."""
-    train: Any = splits.train
+    train = splits.train
+    if not isinstance(train, ImageDataset):
+        texts = isinstance(train, TextDataset)
+        for option in ("pad", "resize", "jitter", *(() if texts else ("mixup",))):
+            if (got := getattr(data, option)) not in (None, 0):
+                why = "which are texts" if texts else "which is drawn at random as it is"
+                raise ValueError(f"data.{option}: got {got} for {data.name}, {why}; want none")
     transforms: list[Any] = []
     if data.pad is not None:
         transforms.append(RandomCropFlip(data.pad, flip=bool(data.flip)))
     elif data.resize is not None:
+        assert splits.image_size is not None
         size = data.crop or splits.image_size
-        transforms.append(_transform("ResizeCrop", "resize")(data.resize, size, flip=bool(data.flip)))
-        if data.crop is not None:
-            test: Any = splits.test
-            test.augment = CentreCrop(data.resize, size)
+        transforms.append(ResizeCrop(data.resize, size, flip=bool(data.flip)))
+        if data.crop is not None or data.multi_crop:
+            splits.test.augment = TestCrops(data.resize, size, data.multi_crop, bool(data.flip))
             splits = replace(splits, image_size=size)
     elif data.jitter and train.augment is not None:
         transforms.append(train.augment)
     if data.jitter:
-        transforms.append(_transform("ColorJitter", "jitter")())
+        transforms.append(ColorJitter())
     if transforms:
-        train.augment = transforms[0] if len(transforms) == 1 else _transform("Chain", "jitter")(*transforms)
+        train.augment = transforms[0] if len(transforms) == 1 else Chain(*transforms)
     if data.mixup:
-        train.mixup = _transform("Mixup", "mixup")(len(splits.classes), data.mixup)
+        train.mixup = Mixup(len(splits.classes), data.mixup)
     return splits
 
 
-def hold_out(train: Any, count: int, plain_augment: Any = None) -> tuple[Dataset[Any], Dataset[Any] | None]:
+class Part(Dataset[Any]):
+    """A data set, or some of it, as a loader and a device want it: gathered by the one, finished on the other.
+
+    Parameters
+    ----------
+    dataset : BatchDataset, TextDataset or WithParts
+    indices : sequence of int, optional
+        Which items belong to it; all if not given.
+    """
+
+    def __init__(self, dataset: Any, indices: Sequence[int] | None = None) -> None:
+        self.dataset = dataset
+        self.indices = range(len(dataset)) if indices is None else indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitems__(self, numbers: list[int]) -> tuple[Tensor, ...]:
+        return self.dataset.gather([self.indices[number] for number in numbers])
+
+    def finish(self, gathered: tuple[Tensor, ...]) -> Any:
+        """The batch of what was gathered, on its device."""
+        return self.dataset.finish(gathered)
+
+
+def _as_it_is(gathered: Any) -> Any:
+    """What a loader collates is whole already."""
+    return gathered
+
+
+def hold_out(train: Any, count: int, plain_augment: Any = None) -> tuple[Part, Part | None]:
     """Split training images: those to train with, and ``count`` others, which are treated as test images are.
 
     Raises
@@ -95,7 +141,7 @@ def hold_out(train: Any, count: int, plain_augment: Any = None) -> tuple[Dataset
         If none would remain.
     """
     if not count:
-        return train, None
+        return Part(train), None
     if count >= len(train):
         raise ValueError(f"data.validation: got {count} of {len(train)} training images, want fewer")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
@@ -103,25 +149,24 @@ def hold_out(train: Any, count: int, plain_augment: Any = None) -> tuple[Dataset
     for name, value in (("augment", plain_augment), ("mixup", None)):
         if hasattr(plain, name):
             setattr(plain, name, value)
-    return Subset(train, sorted(order[count:])), Subset(plain, sorted(order[:count]))
+    return Part(train, sorted(order[count:])), Part(plain, sorted(order[:count]))
 
 
-class WithParts(Dataset[Any]):
-    """Images made of several, with the parts that they are made of (``dataset.layers``): for their reconstruction.
+class WithParts:
+    """Images made of several, with the parts that they are made of: for their reconstruction."""
 
-    The data set must have a ``seed``, so that an image and its parts, which are drawn apart, belong together.
-    """
-
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: OverlappingDigits) -> None:
         self.dataset = dataset
+        self.gather = dataset.gather
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, ...]]:
-        images, targets = self.dataset.batch(indices)
-        parts, labels = self.dataset.layers(indices)
-        return list(zip(images, targets, parts.float() / 255, labels, strict=True))
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Images, targets, the parts as pixels from 0 to 1, ``[n, 2, h, w]``, and their labels."""
+        digits, labels, states = gathered
+        parts = self.dataset.apart(digits, states).float() / 255
+        return *self.dataset.finish(gathered), parts, labels
 
 
 class EpochBatches(ShuffledBatches):
@@ -140,6 +185,8 @@ class EpochBatches(ShuffledBatches):
 class ImageData(pl.LightningDataModule):
     """Lightning's view of a data set; remembers how far its epoch had come.
 
+    Batches travel as bytes, or tokens, and are finished on the device that trains.
+
     Parameters
     ----------
     splits : Splits
@@ -148,7 +195,7 @@ class ImageData(pl.LightningDataModule):
     seed : int
         Of the order of the training images.
     workers : int
-        Processes that prepare batches.
+        Processes that gather what batches are made of.
     validation : int
         How many training images are held out; a data set that has some of its own needs none.
     parts : bool
@@ -166,18 +213,14 @@ class ImageData(pl.LightningDataModule):
         parts: bool = False,
     ) -> None:
         super().__init__()
-        train: Any = WithParts(splits.train) if parts else splits.train
-        self.train, self.validation = hold_out(train, validation, getattr(splits.test, "augment", None))
-        if self.validation is None:
-            self.validation = getattr(splits, "validation", None)
-        self.test: Any = splits.test
-        if parts:
-            self.test = WithParts(splits.test)
-            drawn: Any
-            for drawn in (splits.train, splits.test):
-                if drawn.seed is None:
-                    drawn.seed = seed
+        train, test = (WithParts(each) if parts else each for each in (splits.train, splits.test))
+        tested_as = getattr(test, "augment", None)
+        self.train, self.validation = hold_out(train, validation, tested_as)
+        if self.validation is None and splits.validation is not None:
+            self.validation = Part(splits.validation)
+        self.test = Part(test)
         self.source = splits.train
+        self.crops: int = getattr(tested_as, "count", 1)
         self.batch_size = batch_size
         self.seed = seed
         self.workers = workers
@@ -187,6 +230,7 @@ class ImageData(pl.LightningDataModule):
         return DataLoader(
             dataset,
             batch_sampler=batches,
+            collate_fn=_as_it_is,
             num_workers=self.workers,
             # workers that stay would not hear of the next epoch
             persistent_workers=self.workers > 0 and getattr(self.source, "seed", None) is None,
@@ -197,7 +241,7 @@ class ImageData(pl.LightningDataModule):
     def _batches(self) -> EpochBatches:
         """The order of the training images on this rank."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        size: int = len(self.train)  # type: ignore[arg-type]
+        size = len(self.train)
         share = self.batch_size // world_size
         where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
         return EpochBatches(self.source, size, share, self.seed, **where)
@@ -213,12 +257,19 @@ class ImageData(pl.LightningDataModule):
         """The test images, and those that were held out."""
         assert self.trainer is not None
         loaders, size = [], max(self.batch_size // self.trainer.world_size, 128)
-        dataset: Any
+        size = max(size // self.crops, 1)
         for dataset in (self.test, self.validation):
             if dataset is not None:
                 mine = range(self.trainer.global_rank, len(dataset), self.trainer.world_size)
                 loaders.append(self._loader(dataset, [list(mine[i : i + size]) for i in range(0, len(mine), size)]))
         return loaders
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Finish a batch on the device that trains."""
+        assert self.trainer is not None
+        part = self.train if self.trainer.training else (self.test, self.validation)[dataloader_idx]
+        assert part is not None
+        return part.finish(batch)
 
     def state_dict(self) -> dict[str, Any]:
         assert self.trainer is not None

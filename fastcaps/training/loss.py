@@ -6,6 +6,7 @@ The formulas are :mod:`fastcaps.losses` and torch's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,7 +55,7 @@ class Batch(NamedTuple):
         return self.inputs[0] * self.std + self.mean
 
 
-class Loss(Choice):
+class Loss(Choice, ABC):
     """The base of losses.
 
     Attributes
@@ -65,9 +66,16 @@ class Loss(Choice):
 
     threshold: ClassVar[float] = 0.0
 
+    @abstractmethod
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         """The loss of logits ``[B, M]``, a scalar."""
-        raise NotImplementedError
+
+    def average(self, logits: Tensor) -> Tensor:
+        """Of the logits ``[B, K, M]`` of K crops, the mean of the class probabilities; as logits again, ``[B, M]``.
+
+        Here of lengths or activations, which are probabilities as they are.
+        """
+        return logits.mean(1)
 
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
         """The loss of a batch and the network's logits.
@@ -109,6 +117,9 @@ class CrossEntropy(Loss, name="cross-entropy"):
         target = target.to(logits.dtype) if target.is_floating_point() else target
         return F.cross_entropy(logits, target, label_smoothing=self.smoothing)
 
+    def average(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1).mean(1).log()
+
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(Loss, name="bce"):
@@ -134,6 +145,9 @@ class BinaryCrossEntropy(Loss, name="bce"):
         with torch.autocast(logits.device.type, enabled=False):  # which refuses this loss
             certain = logits.to(accumulation_dtype(logits.dtype)).clamp(0, 1)  # a length may round to more than 1
             return F.binary_cross_entropy(certain, present.to(certain.dtype))
+
+    def average(self, logits: Tensor) -> Tensor:
+        return logits.mean(1) if self.probabilities else logits.sigmoid().mean(1).logit()
 
 
 @dataclass(frozen=True)
@@ -256,6 +270,9 @@ class Feedback(Loss, name="feedback"):
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         return self.base.of(logits, target, done)
+
+    def average(self, logits: Tensor) -> Tensor:
+        return self.base.average(logits)
 
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
         logits, divergence = network(*batch.inputs, return_feedback=True)

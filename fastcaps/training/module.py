@@ -70,8 +70,16 @@ class CapsuleClassifier(pl.LightningModule):
         return self.trainer.global_step / max(int(self.trainer.estimated_stepping_batches), 1)
 
     def _step(self, given: Any, stage: str) -> Tensor:
-        batch = self.batch(given)
-        loss, logits = self.config.loss(self.network, batch, min(self.done(), 1.0))
+        batch, done = self.batch(given), min(self.done(), 1.0)
+        images = batch.inputs[0]
+        if images.dim() == 5:  # the multi-crop test: [B, crops, channels, height, width]
+            each = batch._replace(
+                inputs=(images.flatten(0, 1),), target=batch.target.repeat_interleave(images.shape[1], 0)
+            )
+            loss, logits = self.config.loss(self.network, each, done)
+            logits = self.config.loss.average(logits.unflatten(0, images.shape[:2]))
+        else:
+            loss, logits = self.config.loss(self.network, batch, done)
         self.losses[f"{stage}_loss"].update(loss.detach(), len(batch.target))  # type: ignore[operator]
         self.accuracy.update(self.counts[f"{stage}_accuracy"], logits.detach(), batch.target)  # type: ignore[arg-type]
         return loss

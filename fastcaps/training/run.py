@@ -137,10 +137,11 @@ def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
     ValueError
         If the network cannot take images of this size or does not know an override; the message says which.
     """
-    sizes = {"in_channels": "in_channels", "image_size": "image_size"}
     known = {each.name for each in fields(models.config(config.network.name))}
-    overrides = {name: getattr(splits, of) for name, of in sizes.items() if name in known}
-    overrides |= {"classes": len(splits.classes), **config.network.options}
+    if not known.issuperset(splits.sizes):
+        takes, are = ("texts", "images") if "layers" in known else ("images", "texts")
+        raise ValueError(f"network {config.network.name} takes {takes} and {config.data.name} are {are}")
+    overrides = {**splits.sizes, "classes": len(splits.classes), **config.network.options}
     try:
         return models.create(config.network.name, **overrides)
     except (TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ follow the steps or only the epochs.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ __all__ = ["Constant", "Cosine", "Exponential", "Milestones", "OneCycle", "Sched
 
 
 @dataclass(frozen=True)
-class Schedule(Choice):
+class Schedule(Choice, ABC):
     """The base of schedules.
 
     Attributes
@@ -36,9 +37,9 @@ class Schedule(Choice):
     def __post_init__(self) -> None:
         require_number(self, "warmup start", most=1.0)
 
-    def after_warmup(self, done: float) -> float:
-        """The factor when this share of the run is done, and the warm-up over."""
-        raise NotImplementedError
+    @abstractmethod
+    def after_warmup(self, done: float, step: int) -> float:
+        """The factor when this share of the run is done, so many steps, and the warm-up over."""
 
     def factor(self, step: int, total: int, steps_per_epoch: int = 1) -> float:
         """The learning rate at a step of ``total``, as a share of the optimiser's."""
@@ -47,14 +48,14 @@ class Schedule(Choice):
         done = min(step / max(total, 1), 1.0)
         if done < self.warmup:
             return self.start + (1 - self.start) * done / self.warmup
-        return self.after_warmup(done)
+        return self.after_warmup(done, step)
 
 
 @dataclass(frozen=True)
 class Constant(Schedule, name="constant"):
     """The optimiser's rate, once warmed up."""
 
-    def after_warmup(self, done: float) -> float:
+    def after_warmup(self, done: float, step: int) -> float:
         return 1.0
 
 
@@ -74,7 +75,7 @@ class Cosine(Schedule, name="cosine"):
         super().__post_init__()
         require_number(self, "end", most=1.0)
 
-    def after_warmup(self, done: float) -> float:
+    def after_warmup(self, done: float, step: int) -> float:
         way = 1.0 if self.warmup == 1 else (done - self.warmup) / (1 - self.warmup)
         return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * way))
 
@@ -107,7 +108,7 @@ class Milestones(Schedule, name="milestones"):
         require_number(self, "at", most=1.0)
         require_number(self, "gamma")
 
-    def after_warmup(self, done: float) -> float:
+    def after_warmup(self, done: float, step: int) -> float:
         return self.gamma ** sum(done >= share for share in self.at)
 
 
@@ -134,10 +135,6 @@ class Exponential(Schedule, name="exponential"):
         require_number(self, "every", 1)
         require_number(self, "gamma")
 
-    def factor(self, step: int, total: int, steps_per_epoch: int = 1) -> float:
-        if step < self.warmup * total:
-            return super().factor(step, total, steps_per_epoch)
-        if self.by == "epoch":
-            step = step // steps_per_epoch * steps_per_epoch
+    def after_warmup(self, done: float, step: int) -> float:
         times = step // self.every if self.stairs else step / self.every
         return float(self.gamma**times)

@@ -1,0 +1,240 @@
+"""Every recipe starts, given its data; phrases train as images do; several crops of an image are judged together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from stand_ins import SEVERAL, SHAPES, fake_transformers, write_bank
+
+from fastcaps import cli, data
+from fastcaps.callbacks import Report
+from fastcaps.training import CapsuleClassifier, RunError, build_network, recipe, recipes, train
+from fastcaps.training.config import Data
+from fastcaps.training.data import read_data
+from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin
+from fastcaps.training.run import make_data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def arrays(name: str, _: Any, image_size: int | None) -> Any:
+    """In the place of a data set's files: eight images to train with and four to test."""
+    channels, pixels, classes = SHAPES[name]
+    pixels = image_size or pixels
+    images = np.random.RandomState(0).randint(0, 256, (12, channels, pixels, pixels)).astype(np.uint8)
+    labels = np.arange(12) % classes
+    return (images[:8], labels[:8]), (images[8:], labels[8:]), tuple(map(str, range(classes)))
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Small data for every recipe, and what must be told of them."""
+    monkeypatch.setattr("fastcaps.data.registry._read", arrays)
+    fake_transformers(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text("{}")
+    return {"data.dir": str(write_bank(tmp_path / "trees"))}
+
+
+def told(name: str, stand_ins: dict[str, Any]) -> dict[str, Any]:
+    """The settings by which a recipe takes its stand-in."""
+    given = recipe(name).config.data
+    own: dict[str, Any] = {"data.options.transformer": "gpt"} if given.name.startswith("sst") else {}
+    return stand_ins | own | ({"data.validation": 2} if given.validation else {})
+
+
+@pytest.mark.parametrize("name", sorted({str(recipe(name).config.data): name for name in recipes.names()}.values()))
+def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, Any]) -> None:
+    """A recipe for each declaration of data; that networks take these sizes is in test_training_recipes."""
+    config = recipe(name, told(name, stand_ins)).config
+    splits = read_data(config.data)
+    parts, classes = make_data(config, splits), len(splits.classes)
+    inputs, targets, *_ = parts.train.finish(parts.train.__getitems__([0, 1]))
+    tested, labels, *_ = parts.test.finish(parts.test.__getitems__([0, 1]))
+    texts = config.data.name.startswith("sst")
+    assert (parts.validation is not None) == (config.data.validation > 0 or texts)
+    if texts:
+        network: Any = build_network(config, splits)
+        assert inputs[0].shape[2:] == (splits.layers, splits.embedding) == (network.layers, network.embedding) == (3, 6)
+        assert inputs[1].dtype == torch.float32 and tested[1].dtype == torch.bool
+    else:
+        channels, pixels, _ = SHAPES[config.data.name]
+        shape = (channels, *(2 * [config.data.crop or pixels]))
+        assert inputs.shape == (2, *shape) and splits.sizes == {"in_channels": channels, "image_size": shape[1]}
+        crops = (10 if config.data.flip else 5,) if config.data.multi_crop else ()
+        assert tested.shape == (2, *crops, *shape)
+    several = config.data.name in SEVERAL
+    assert targets.shape == ((2, classes) if several or config.data.mixup else (2,))
+    assert labels.shape == ((2, classes) if several else (2,))
+
+
+_SMALL = {"network.name": "digits"}
+STARTED: dict[str, dict[str, Any]] = {
+    "sabour-mnist": {**_SMALL, "network.options.decoder": True, "runs": 1},
+    "zhao-cnn-average-fashion": {},
+    "li-resnet18-plain": {"data.multi_crop": True, "network.name": "li-cnn-same"},
+    "tsai-cnn-c100": _SMALL,
+    "zhao-cnn-average-svhn": {},
+    "hinton-norb": {},
+    "sabour-multimnist": {**_SMALL, "network.options.decoder": True},
+    "tsai-dmm-cnn": _SMALL,
+    "zhao-affnist": {},
+    "li-encapnet-v1-imagenet": {
+        **_SMALL, "loss": "margin", "data.options.image_size": 20, "data.resize": 20, "data.crop": 16
+    },
+    "heinsen-sst2": {"network.options.parts": 4},
+}  # fmt: skip
+"""A recipe for each of the data sets, and what makes its step a small one."""
+
+
+def test_a_recipe_of_each_data_set_starts_from_the_command_line(
+    stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {recipe(name).config.data.name for name in recipes.names()}
+    assert kinds == {recipe(name).config.data.name for name in STARTED} | {"sst5"}
+    for name, more in STARTED.items():
+        small = {"epochs": 1, "batch_size": 8, "accelerator": "cpu", **told(name, stand_ins), **more}
+        given = [part for path, value in small.items() for part in ("--set", f"{path}={value}")]
+        assert cli.main(["train", "--recipe", name, *given]) == 0, (name, capsys.readouterr().err)
+        assert (Path("runs") / name / "result.json").exists()
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_phrases_train_and_go_on(stand_ins: dict[str, Any], tmp_path: Path) -> None:
+    changes = {**told("heinsen-sst5", stand_ins), "batch_size": 6, "epochs": 3, "checkpoint_every": 1}
+    changes |= {"accelerator": "cpu", "network.options.parts": 4, "optimizer.lr": 0.02}
+    config = recipe("heinsen-sst5", {**changes, "out": str(tmp_path / "whole")}).config
+    whole = train(config, report=Report(quiet=True))
+    assert len(read_data(config.data).train) == 22 and whole.history[0]["step"] == 4
+    held_out = [row["validation_accuracy"] for row in whole.history]
+    assert whole.best_epoch == held_out.index(max(held_out)) + 1 and {round(3 * each) for each in held_out} <= {
+        0,
+        1,
+        2,
+        3,
+    }
+    test = read_data(config.data).test
+    inputs, labels = test.finish(test.gather(range(4)))
+    with torch.no_grad():
+        right = (whole.network(*inputs).argmax(1) == labels).double().mean().item()
+    assert whole.test_accuracy == pytest.approx(right)
+
+    class Stops(Report):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 6:  # the checkpoint of the step before is there
+                raise RunError("stopped")
+
+    cut = config.changed({"out": str(tmp_path / "cut")})
+    with pytest.raises(RunError, match="stopped"):
+        train(cut, report=Stops(quiet=True))
+    torch.manual_seed(99)
+    again = train(cut, resume=True, report=Report(quiet=True))
+    for name, tensor in whole.network.state_dict().items():
+        assert torch.equal(again.network.state_dict()[name], tensor), name
+    seconds = {"seconds": 0.0}
+    assert [row | seconds for row in again.history] == [row | seconds for row in whole.history]
+
+
+def test_what_does_not_fit_is_told_in_one_line(stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    here = ["--data-dir", stand_ins["data.dir"]]
+    gpt = ["--set", "data.options.transformer=gpt"]
+    for command, message in (
+        (["--recipe", "heinsen-sst5"], "sst5 needs a data directory (--data-dir, data_dir=…) with the treebank's"),
+        (["--recipe", "heinsen-sst2", *here], "sst2 needs transformer=path (--set data.options.transformer=path): the"),
+        (
+            ["--recipe", "heinsen-sst5", *here, "--set", "data.options.transformer=none"],
+            "none: no config.json here; want",
+        ),
+        (["--recipe", "heinsen-sst5", *gpt, "--data-dir", "gpt"], "Stanford Sentiment Treebank not found: looked for"),
+        (
+            ["--recipe", "heinsen-sst5", *gpt, *here, "--set", "data.pad=2"],
+            "data.pad: got 2 for sst5, which are texts;",
+        ),
+        (
+            ["--recipe", "heinsen-sst5", *gpt, *here, "--flip"],
+            "augment, flip: got None, True for sst5, which are texts;",
+        ),
+        (
+            ["--recipe", "heinsen-sst5", *gpt, *here, "--network", "mnist"],
+            "network mnist takes images and sst5 are texts",
+        ),
+        (["--network", "heinsen-sst5", "--data", "mnist"], "network heinsen-sst5 takes texts and mnist are images"),
+        (["--network", "mnist", "--data", "mnist", *gpt], "transformer: got "),
+        (
+            ["--network", "mnist", "--data", "mnist", "--set", "data.options.size=2"],
+            "data.options: got {'size': 2}: load",
+        ),
+        (
+            ["--network", "mnist", "--data", "mnist", "--set", "data.multi_crop=true"],
+            "data.multi_crop: got true without",
+        ),
+        (
+            ["--recipe", "sabour-multimnist", "--set", "data.mixup=0.2"],
+            "data.mixup: got 0.2 for multimnist, which is drawn",
+        ),
+    ):
+        assert cli.main(["train", *command]) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+# --- several crops ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_several_crops_are_judged_together(stand_ins: dict[str, Any], flip: bool) -> None:
+    config = recipe("li-cnn-same", {"data.multi_crop": True, "data.flip": flip}).config
+    splits = read_data(config.data)
+    seen, labels = splits.test.batch(slice(None))
+    resized = data.transforms.resized(splits.test.images, 34).float() / 255
+    wanted = data.crops((resized - splits.test.mean) / splits.test.std, 32, flip=flip)
+    torch.testing.assert_close(seen, wanted)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+    module = CapsuleClassifier(network, config)
+    module._trainer = type("Trainer", (), {"global_step": 0, "estimated_stepping_batches": 1})()
+    loss = module._step((seen, labels), "test")
+    each = network(wanted.flatten(0, 1))
+    torch.testing.assert_close(loss, CrossEntropy().of(each, labels.repeat_interleave(wanted.shape[1]), 0))
+    right = (
+        data.predict_crops(network, (resized - splits.test.mean) / splits.test.std, 32, flip=flip).argmax(1) == labels
+    )
+    assert float(module.figures("test")["test_accuracy"]) == pytest.approx(right.double().mean().item())
+
+
+def test_probabilities_are_averaged_as_each_loss_has_them() -> None:
+    logits = 3 * torch.randn(4, 5, 6, dtype=torch.float64)
+    averages = {
+        CrossEntropy(): lambda made: made.softmax(-1),
+        BinaryCrossEntropy(): torch.sigmoid,
+        BinaryCrossEntropy(probabilities=True): lambda made: made,
+        Margin(): lambda made: made,
+    }
+    for loss, probabilities in averages.items():
+        for each in (loss, Feedback(base=loss)):
+            made = probabilities(each.average(logits))
+            torch.testing.assert_close(made, probabilities(logits).mean(1))
+
+
+def test_without_several_crops_a_test_image_is_its_middle(stand_ins: dict[str, Any]) -> None:
+    splits = read_data(Data("smallnorb", resize=48, crop=32))
+    resized = data.transforms.resized(splits.test.images, 48)[..., 8:40, 8:40].float() / 255
+    torch.testing.assert_close(splits.test.batch(slice(None))[0], (resized - splits.test.mean) / splits.test.std)
