@@ -272,7 +272,7 @@ def _reproduce(args: argparse.Namespace) -> int:
         out = Path(args.out or f"runs/reproduce/{Path(args.table).stem}{'-short' if args.short else ''}")
         given = _set(args.set)
         where = {"data.dir": str(Path(args.data_dir).expanduser().resolve())} if args.data_dir else {}
-        entries = table.entries(out, short=args.short, changes={**given, **where})
+        entries = table.entries(table.runs(out, Path(args.table).stem), short=args.short, changes={**given, **where})
         reproduce.collect(table, entries)  # refuses what does not belong here before anything is trained
         if not args.collect and not reproduce.train_missing(entries, args.row, console):
             return 0  # one of several processes; the first one speaks

@@ -22,7 +22,7 @@ MARKERS = "osD^vP"
 DIVERGING = "PuOr_r"
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     """matplotlib.pyplot, drawing into files: a machine without a screen must do."""
     matplotlib.use("Agg", force=False)
     import matplotlib.pyplot as plt
@@ -58,7 +58,7 @@ def learning_curve(
     """
     if not history:
         raise ValueError("history: got no rows, want one per epoch")
-    plt = _pyplot()
+    plt = pyplot()
     epochs = [row["epoch"] for row in history]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for axis, quantity, factor in ((left, "loss", 1.0), (right, "accuracy", 100.0)):
@@ -201,7 +201,7 @@ def listening_map(
     Path
         ``path``.
     """
-    plt = _pyplot()
+    plt = pyplot()
     rows, columns = contributions.shape[:2]
     figure = plt.figure(figsize=(1.02 * columns + 3.4, 1.1 * rows + 1.9), layout="constrained")
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.15] + [1.0] * columns)
@@ -255,9 +255,10 @@ Figure = tuple[float, float | None] | None
 """A figure and its standard deviation; None where there is none."""
 
 
-def _finish(figure: Any, path: str | Path) -> Path:
+def finish(figure: Any, path: str | Path) -> Path:
+    """Write a figure into its file, and forget it."""
     figure.savefig(path, dpi=120)
-    _pyplot().close(figure)
+    pyplot().close(figure)
     return Path(path)
 
 
@@ -282,7 +283,7 @@ def bars(
     Path
         ``path``.
     """
-    figure, plot = _pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
+    figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
     widest = max((each[0] + (each[1] or 0) for each in (*ours, *paper) if each is not None), default=1.0)
     for shift, values, colour, who in ((-0.2, ours, ORANGE, "ours"), (0.2, paper, BLUE, "paper")):
         plot.scatter([], [], color=colour, marker="s", s=80, label=who)  # in the legend even if there is none yet
@@ -300,7 +301,7 @@ def bars(
     plot.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside lower right", ncols=2)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return _finish(figure, path)
+    return finish(figure, path)
 
 
 def lines(
@@ -330,7 +331,7 @@ def lines(
     Path
         ``path``.
     """
-    figure, plot = _pyplot().subplots(figsize=(8, 4.8), layout="constrained")
+    figure, plot = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
     for index, (label, both) in enumerate(figures.items()):
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         for who, line, found in (("ours", "-", both[0]), ("paper", "--", both[1])):
@@ -347,4 +348,4 @@ def lines(
     if plot.get_legend_handles_labels()[0]:
         figure.legend(frameon=False, loc="outside right upper")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return _finish(figure, path)
+    return finish(figure, path)

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from fastcaps import viz
+from fastcaps.training import figures
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import WHERE, TrainConfig, differences, kept, one_run
 from fastcaps.training.fields import as_data, flat
@@ -273,8 +274,14 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
-    """Draw the table: ours beside the paper's."""
+    """Draw the table: ours beside the paper's, or what the trained networks show; ValueError if there is none yet."""
     title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
+    if table.draw in figures.FIGURES:
+        trained = [figures.load(runs_of(line.entry.config)[0], line.entry.label) for line in lines if line.results]
+        if not trained:
+            raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
+        figures.FIGURES[table.draw](trained, path, title)
+        return
     axis = f"test {table.measure} (%), {'lower' if table.measure == 'error' else 'higher'} is better"
     ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
     paper = [None if line.entry.paper is None else (line.entry.paper, line.entry.row.spread) for line in lines]

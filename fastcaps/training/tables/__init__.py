@@ -109,7 +109,10 @@ class Table:
         ``error`` or ``accuracy``: of the test images, in percent, by the recipes' metrics.
     rows : tuple of Row
     draw : str
-        ``bars``, or ``lines`` over what is varied.
+        ``bars``, ``lines`` over what is varied, or one of :data:`fastcaps.training.figures.FIGURES`: a figure of the
+        trained networks.
+    beside : str
+        A table whose runs it shares: they lie in that one's folder.
     over : Over, optional
         What is varied; with ``lines``.
     set, short : mapping
@@ -125,7 +128,8 @@ class Table:
     claim: str
     measure: Literal["error", "accuracy"]
     rows: tuple[Row, ...]
-    draw: Literal["bars", "lines"] = "bars"
+    draw: Literal["bars", "lines", "perturbations", "agreement", "poses"] = "bars"
+    beside: str = ""
     over: Over | None = None
     set: Mapping[str, Any] = field(default_factory=dict)
     short: Mapping[str, Any] = field(default_factory=dict)
@@ -145,6 +149,10 @@ class Table:
     def changes(self, row: Row, short: bool) -> dict[str, Any]:
         """What a row sets, by paths, beside what is varied."""
         return {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
+
+    def runs(self, out: Path, name: str) -> Path:
+        """The folder of the runs, of a table of this name that writes into ``out``."""
+        return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
 
     def entries(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Entry]:
         """The lines of the table, with the settings of their runs.
