@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -24,6 +25,15 @@ SMALL = models.NetworkConfig(
     class_layer={"dim": 6}, decoder=(12,),
 )  # fmt: skip
 LABELS = torch.tensor([2, 0, 1, 2])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -62,6 +72,7 @@ def test_one_number_of_the_right_capsule_is_moved(network: Any, images: Tensor) 
         figures.perturbations(network, images, LABELS)
 
 
+@torch.no_grad()
 def test_agreement_is_that_of_the_votes(network: Any, images: Tensor) -> None:
     found = figures.agreement(network, images, LABELS, bins=8)
     trace = network(images, return_trace=True)[1]

@@ -203,3 +203,20 @@ def test_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, told, _ = reproduce(capsys)
     assert status == 0 and [line.split()[0] for line in told.splitlines()] == tables.names()
     assert "Sabour et al. 2017, section 5, Table 1: Turns and reconstruction on MNIST" in told
+
+
+def test_the_page_takes_tables_between_its_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tools import reproduction_page
+
+    def collect(arguments: list[str]) -> int:
+        (out / "table.md").write_text("| new |\n")
+        (out / "picture.png").write_bytes(b"drawn")
+        return int(arguments != ["reproduce", "one", "--short", "--collect", "--out", str(out)])
+
+    monkeypatch.setattr(cli, "main", collect)
+    out = tmp_path / "one-short"
+    out.mkdir()
+    text = "Said.\n<!-- table one -->\nold\n<!-- end -->\nMore.\n<!-- table two -->\nkept\n<!-- end -->\n"
+    filled = reproduction_page.fill(text, tmp_path, tmp_path / "pictures")
+    assert filled == text.replace("old\n", "| new |\n\n![one](pictures/one.png)\n")
+    assert (tmp_path / "pictures" / "one.png").read_bytes() == b"drawn"
