@@ -257,6 +257,7 @@ def _list_tables() -> int:
 
 def _reproduce(args: argparse.Namespace) -> int:
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
@@ -283,9 +284,9 @@ def _reproduce(args: argparse.Namespace) -> int:
         raise _Fail(str(error)) from error
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         raise _Fail(f"stopped; {_command(args)} goes on") from None
-    shown = Table(title=f"{table.title} ({table.source})", title_justify="left")
+    shown = Table(title=f"{table.title} ({table.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in reproduce.HEADER:
-        shown.add_column(name, justify="right" if name else "left", overflow="fold")
+        shown.add_column(name, justify="right" if name else "left", overflow="fold", min_width=None if name else 14)
     for line in lines:
         shown.add_row(*line.cells())
     console.print(shown)

@@ -259,8 +259,10 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
         image = images[int((labels == label).nonzero()[0])]
         paths = turned(each.network, image, label, degrees)  # [steps, C, D]
         flat = in_two_dimensions(paths.flatten(0, 1)).unflatten(0, paths.shape[:2])
+        if paths.shape[1] == 1:  # one vector: its way
+            plot.plot(*flat[:, 0].T, color="#BBBBBB", linewidth=1, zorder=0)
         for step, vertices in enumerate(flat):
-            plot.plot(*vertices.T, color=plt.get_cmap("viridis")(step / (len(degrees) - 1)), marker=".", linewidth=1)
+            plot.plot(*vertices.T, color=plt.get_cmap("viridis")(step / (len(degrees) - 1)), marker="o", linewidth=1)
         plot.set(title=f"a {each.splits.classes[label]}, turned by -40° (dark) to 40°", xticks=[], yticks=[])
         plot.title.set_fontsize(10)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
