@@ -237,7 +237,7 @@ def as_markdown(table: Table, lines: Sequence[Line], told: Sequence[str]) -> str
     """The table as Markdown, with what is told below it."""
     rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *(line.cells() for line in lines)]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-    return f"**{table.title}** ({table.source})\n\n{table.claim}\n\n{text}\n\n" + "\n".join(told) + "\n"
+    return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n" + "\n".join(told) + "\n"
 
 
 def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[str, Any]:
