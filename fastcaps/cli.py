@@ -1,4 +1,4 @@
-"""The command line: ``fastcaps demo``, ``fastcaps train``, ``fastcaps recipes``, ``fastcaps info``.
+"""The command line: ``fastcaps demo``, ``train``, ``recipes``, ``reproduce``, ``info``.
 
 Each command imports what it needs when it runs, so that ``fastcaps --help`` and ``import fastcaps`` stay light.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,11 +56,6 @@ _FLAGS = (
     ("iterations", "network.options.iterations", int, "routing iterations"),
     ("routing", "network.options.routing", str, "concurrent or sequential"),
     ("out", "out", str, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)"),
-)
-# where and how fast a run is may change when it goes on; what it computes may not
-_MAY_CHANGE = (
-    *("out", "recipe", "data.dir", "data.options.transformer"),
-    *("devices", "accelerator", "strategy", "workers", "checkpoint_every"),
 )
 
 
@@ -114,6 +110,24 @@ def _parser() -> argparse.ArgumentParser:
     recipes.add_argument("recipe", nargs="?", metavar="NAME", help="show this one whole")
     recipes.set_defaults(run=_recipes)
 
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="make a table or figure of a paper, beside the paper's figures",
+        description="Train what a table of a paper needs, as far as it is not finished, and show it beside the paper's "
+        "figures. Without NAME, list the tables.",
+        allow_abbrev=False,
+    )
+    reproduce.add_argument("table", nargs="?", metavar="NAME", help="one of those listed, or a .yaml file")
+    reproduce.add_argument("--short", action="store_true", help="in the shortened form that the table declares")
+    reproduce.add_argument("--data-dir", help=next(text for name, _, _, text in _FLAGS if name == "data-dir"))
+    reproduce.add_argument("--row", nargs="+", metavar="LABEL", default=[], help="train only these rows")
+    reproduce.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="as for train; of all rows"
+    )
+    reproduce.add_argument("--out", help="folder of its runs (runs/reproduce/NAME, or NAME-short)")
+    reproduce.add_argument("--collect", action="store_true", help="train nothing, show what there is")
+    reproduce.set_defaults(run=_reproduce)
+
     info = commands.add_parser("info", help="what was built, what runs here, and why")
     info.add_argument("--json", action="store_true", help="as JSON")
     info.add_argument("--device", default="cpu", help="device of the call that is explained (%(default)s)")
@@ -154,10 +168,16 @@ def _list() -> int:
 
 def _changes(given: dict[str, Any]) -> dict[str, Any]:
     """The settings that were given, by path: those of ``--set`` last."""
+    changes = {path: given[path] for _, path, _, _ in _FLAGS if path in given}
+    return changes | _set(given.get("set", ()))
+
+
+def _set(given: Sequence[str]) -> dict[str, Any]:
+    """What ``--set FIELD=VALUE`` sets, by paths."""
     from fastcaps.training.recipes import read_yaml
 
-    changes = {path: given[path] for _, path, _, _ in _FLAGS if path in given}
-    for text in given.get("set", ()):
+    changes = {}
+    for text in given:
         path, equals, value = text.partition("=")
         if not equals or not path:
             raise _Fail(f"--set {text}: got no value, want FIELD=VALUE, as in optimizer.lr=0.01")
@@ -185,30 +205,21 @@ def _fresh(given: dict[str, Any], changes: dict[str, Any]) -> Any:
 
 def _kept(given: dict[str, Any], changes: dict[str, Any]) -> Any:
     """The settings of a run that goes on: those it began with. The same options may be given again, others may not."""
-    from fastcaps.training.config import TrainConfig
-    from fastcaps.training.fields import as_data, flat, read
+    from fastcaps.training.config import WHERE, differences, kept
 
     folder = Path(changes["out"]) if "out" in changes else _fresh(given, changes).folder
-    path = folder / "config.json"
-    if not path.is_file():
+    if not (folder / "config.json").is_file():
         raise _Fail(f"{folder} holds no run to resume (no config.json); begin one without --resume")
-    try:
-        settings = json.loads(path.read_text())
-        settings.pop("versions", None)
-        kept = read(TrainConfig, settings)
-    except (json.JSONDecodeError, AttributeError, ValueError) as error:
-        raise _Fail(f"{path} cannot be read ({error}); begin the run anew with --overwrite") from error
-    fresh = _fresh(given, changes) if "recipe" in given else kept.changed(changes)
-    before, after = flat(as_data(kept)), flat(as_data(fresh))
+    before = kept(folder)
+    fresh = _fresh(given, changes) if "recipe" in given else before.changed(changes)
     options = {path: f"--{name}" for name, path, _, _ in _FLAGS}
-    for name in sorted({*before, *after}, key=lambda name: name not in changes):
-        if before.get(name) != after.get(name) and name not in _MAY_CHANGE:
-            told = options.get(name, f"--set {name}")
-            raise _Fail(
-                f"{told} {after.get(name)} does not agree with the run in {folder}, which began with {before.get(name)}"
-            )
-    where = {name: changes[name] for name in _MAY_CHANGE if name in changes}
-    return kept.changed({**where, "out": str(folder)})
+    differ = differences(before, fresh)
+    for name in sorted(differ, key=lambda name: name not in changes):
+        old, new = differ[name]
+        told = options.get(name, f"--set {name}")
+        raise _Fail(f"{told} {new} does not agree with the run in {folder}, which began with {old}")
+    where = {name: changes[name] for name in WHERE if name in changes}
+    return before.changed({**where, "out": str(folder)})
 
 
 def _recipes(args: argparse.Namespace) -> int:
@@ -227,6 +238,68 @@ def _recipes(args: argparse.Namespace) -> int:
     for each in every:
         print(f"{each.name:<{width}}  {each.source}")
     return 0
+
+
+def _list_tables() -> int:
+    from fastcaps.training import tables
+
+    every = {name: tables.table(name) for name in tables.names()}
+    width = max(map(len, every))
+    for name, table in every.items():
+        print(f"{name:<{width}}  {table.source}: {table.title}")
+    return 0
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        from fastcaps.data import DataError
+        from fastcaps.training import RunError, reproduce, tables
+    except ImportError as error:
+        _refuse_missing(error)
+    console = Console()
+    try:
+        if args.table is None:
+            return _list_tables()
+        table = tables.table(args.table)
+        out = Path(args.out or f"runs/reproduce/{Path(args.table).stem}{'-short' if args.short else ''}")
+        given = _set(args.set)
+        where = {"data.dir": str(Path(args.data_dir).expanduser().resolve())} if args.data_dir else {}
+        entries = table.entries(table.runs(out, Path(args.table).stem), short=args.short, changes={**given, **where})
+        reproduce.collect(table, entries)  # refuses what does not belong here before anything is trained
+        if not args.collect and not reproduce.train_missing(entries, args.row, console):
+            return 0  # one of several processes; the first one speaks
+        lines = reproduce.collect(table, entries)
+        told = reproduce.remarks(table, lines, args.short, given)
+        reproduce.write(table, lines, told, out, short=args.short, command=_command(args))
+    except (DataError, RunError, ValueError) as error:
+        raise _Fail(str(error)) from error
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        raise _Fail(f"stopped; {_command(args)} goes on") from None
+    shown = Table(title=f"{table.title} ({table.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in reproduce.HEADER:
+        shown.add_column(name, justify="right" if name else "left", overflow="fold", min_width=None if name else 14)
+    for line in lines:
+        shown.add_row(*line.cells())
+    console.print(shown)
+    for text in (*told, f"{out}/: table.md, table.json, picture.png"):
+        console.print(text, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line of ``fastcaps reproduce``, to be given again."""
+    words = ["fastcaps", "reproduce", args.table]
+    words += [f"--{name}" for name in ("short", "collect") if getattr(args, name)]
+    for name in ("data_dir", "out"):
+        if getattr(args, name):
+            words += [f"--{name.replace('_', '-')}", getattr(args, name)]
+    words += ["--row", *args.row] if args.row else []
+    words += [word for text in args.set for word in ("--set", text)]
+    return shlex.join(words)
 
 
 def _train(args: argparse.Namespace) -> int:

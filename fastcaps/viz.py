@@ -1,8 +1,8 @@
-"""Pictures: how a training went, and which children each class listened to."""
+"""Pictures: how a training went, which children each class listened to, figures beside those of a paper."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from fastcaps.votes import Votes
 
 # Okabe and Ito's colours and a map from orange to purple: told apart by people of every colour vision
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
+COLOURS = (ORANGE, BLUE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^vP"
 DIVERGING = "PuOr_r"
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     """matplotlib.pyplot, drawing into files: a machine without a screen must do."""
     matplotlib.use("Agg", force=False)
     import matplotlib.pyplot as plt
@@ -56,7 +58,7 @@ def learning_curve(
     """
     if not history:
         raise ValueError("history: got no rows, want one per epoch")
-    plt = _pyplot()
+    plt = pyplot()
     epochs = [row["epoch"] for row in history]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for axis, quantity, factor in ((left, "loss", 1.0), (right, "accuracy", 100.0)):
@@ -199,7 +201,7 @@ def listening_map(
     Path
         ``path``.
     """
-    plt = _pyplot()
+    plt = pyplot()
     rows, columns = contributions.shape[:2]
     figure = plt.figure(figsize=(1.02 * columns + 3.4, 1.1 * rows + 1.9), layout="constrained")
     grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.15] + [1.0] * columns)
@@ -247,3 +249,103 @@ def listening_map(
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return Path(path)
+
+
+Figure = tuple[float, float | None] | None
+"""A figure and its standard deviation; None where there is none."""
+
+
+def finish(figure: Any, path: str | Path) -> Path:
+    """Write a figure into its file, and forget it."""
+    figure.savefig(path, dpi=120)
+    pyplot().close(figure)
+    return Path(path)
+
+
+def bars(
+    labels: Sequence[str], ours: Sequence[Figure], paper: Sequence[Figure], path: str | Path, *, title: str, axis: str
+) -> Path:
+    """Draw figures beside those of a paper, a pair of bars each, from zero.
+
+    Parameters
+    ----------
+    labels : sequence of str
+        What each pair is.
+    ours, paper : sequence
+        Figures with their standard deviations; None where there is none.
+    path : str or Path
+        Where the picture goes.
+    title, axis : str
+        What stands above, and what is measured.
+
+    Returns
+    -------
+    Path
+        ``path``.
+    """
+    figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
+    widest = max((each[0] + (each[1] or 0) for each in (*ours, *paper) if each is not None), default=1.0)
+    for shift, values, colour, who in ((-0.2, ours, ORANGE, "ours"), (0.2, paper, BLUE, "paper")):
+        plot.scatter([], [], color=colour, marker="s", s=80, label=who)  # in the legend even if there is none yet
+        for index, value in enumerate(values):
+            if value is None:
+                text = "not run" if who == "ours" else ""
+                plot.text(0.01 * widest, index + shift, text, va="center", fontsize=9, color=GREY)
+                continue
+            spread = value[1] or 0.0
+            plot.barh(index + shift, value[0], 0.38, color=colour, xerr=spread or None, error_kw={"capsize": 3})
+            end = value[0] + spread + 0.01 * widest
+            plot.text(end, index + shift, f"{value[0]:.2f}", va="center", fontsize=9, color=colour)
+    plot.set(xlim=(0, 1.12 * widest), xlabel=axis, yticks=range(len(labels)), yticklabels=labels)
+    plot.invert_yaxis()
+    plot.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside lower right", ncols=2)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)
+
+
+def lines(
+    values: Sequence[Any],
+    figures: Mapping[str, tuple[Sequence[Figure], Sequence[Figure]]],
+    path: str | Path,
+    *,
+    title: str,
+    over: str,
+    axis: str,
+) -> Path:
+    """Draw figures over what is varied: ours as lines, those of a paper dashed.
+
+    Parameters
+    ----------
+    values : sequence
+        What is varied.
+    figures : mapping
+        Labels to ours and the paper's, a figure for each value; None where there is none.
+    path : str or Path
+        Where the picture goes.
+    title, over, axis : str
+        What stands above, what is varied, and what is measured.
+
+    Returns
+    -------
+    Path
+        ``path``.
+    """
+    figure, plot = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
+    for index, (label, both) in enumerate(figures.items()):
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        for who, line, found in (("ours", "-", both[0]), ("paper", "--", both[1])):
+            here = [(x, *each) for x, each in zip(values, found, strict=True) if each is not None]
+            if here:
+                at, means, spreads = zip(*here, strict=True)
+                fill = style["color"] if who == "ours" else "white"
+                errors = [spread or 0.0 for spread in spreads] if any(spreads) else None
+                name = f"{label}, {who}"
+                plot.errorbar(at, means, errors, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
+    plot.set(xlabel=over, ylabel=axis, xticks=list(values))
+    plot.spines[["top", "right"]].set_visible(False)
+    plot.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    if plot.get_legend_handles_labels()[0]:
+        figure.legend(frameon=False, loc="outside right upper")
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)

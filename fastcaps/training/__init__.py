@@ -2,7 +2,7 @@
 
 One stem each: ``fields`` (settings as data), ``config`` (all of them), ``loss``, ``metric``, ``optimizer``,
 ``schedule``, ``data``, ``module`` (Lightning's view of a network), ``callbacks``, ``run`` (one run), ``seeds``
-(several), ``recipes``.
+(several), ``recipes``; ``tables``, ``reproduce`` and ``figures`` make the papers' tables of them.
 What needs Lightning is imported on first use, so that recipes can be read without it.
 """
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fastcaps import models
-from fastcaps.training.fields import MISSING, as_data, changed, read, require_count, require_number
+from fastcaps.training.fields import MISSING, SettingError, as_data, changed, flat, read, require_count, require_number
 from fastcaps.training.loss import CrossEntropy, Loss
 from fastcaps.training.optimizer import Adam, Optimizer
 from fastcaps.training.schedule import OneCycle, Schedule
+
+WHERE = (
+    *("out", "recipe", "data.dir", "data.options.transformer"),
+    *("devices", "accelerator", "strategy", "workers", "checkpoint_every"),
+)
+"""Where and how fast a run is: what may differ when it goes on. What it computes may not."""
 
 
 @dataclass(frozen=True)
@@ -189,3 +196,27 @@ def one_run(config: TrainConfig, index: int) -> TrainConfig:
     """The settings of one of several runs."""
     seed = config.seed + index
     return replace(config, seed=seed, runs=1, out=str(config.folder / f"seed-{seed}"))
+
+
+def kept(folder: Path) -> TrainConfig:
+    """The settings of the run in a folder, from its ``config.json``.
+
+    Raises
+    ------
+    SettingError
+        If the file cannot be read.
+    """
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text())
+        settings.pop("versions", None)
+        return read(TrainConfig, settings)
+    except (OSError, json.JSONDecodeError, AttributeError, ValueError) as error:
+        raise SettingError(f"{path} cannot be read ({error}); begin the run anew with --overwrite") from error
+
+
+def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """What two runs compute differently: paths, and the two values. :data:`WHERE` does not count."""
+    old, new = flat(as_data(before)), flat(as_data(after))
+    names = sorted({*old, *new} - {*WHERE})
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}

@@ -72,24 +72,24 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def names() -> list[str]:
-    """The recipes that there are."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+def names(folder: Path = FOLDER) -> list[str]:
+    """The recipes that there are (or the tables: the names of another folder's files)."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def find(name: str) -> Path:
-    """The file of a recipe: one of :func:`names`, or a path that ends in ``.yaml``.
+def find(name: str, folder: Path = FOLDER, kind: str = "recipe", listing: str = "recipes") -> Path:
+    """The file of a recipe (or a table): one of :func:`names`, or a path that ends in ``.yaml``.
 
     Raises
     ------
     ValueError
         If there is none.
     """
-    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if path.is_file():
         return path
-    hint = did_you_mean(name, names())
-    raise SettingError(f"recipe: got {name!r}{hint}, want one of those that fastcaps recipes lists, or a .yaml file")
+    hint = did_you_mean(name, names(folder))
+    raise SettingError(f"{kind}: got {name!r}{hint}, want one of those that fastcaps {listing} lists, or a .yaml file")
 
 
 def read_yaml(text: str) -> Any:

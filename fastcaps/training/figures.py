@@ -1,0 +1,282 @@
+"""Figures of trained networks: what the papers draw of one, from the run of a recipe.
+
+Each is a function that computes, and one that draws; :data:`FIGURES` names the latter for the tables' ``draw``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastcaps.data import Splits
+from fastcaps.nn import CapsNet
+from fastcaps.reference.seen import make_votes, see
+from fastcaps.training.config import TrainConfig, kept
+from fastcaps.training.data import read_data
+from fastcaps.training.run import build_network
+from fastcaps.viz import BLUE, GREY, finish, pyplot
+from fastcaps.votes import Votes
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network from a run.
+
+    Attributes
+    ----------
+    label : str
+        What it is.
+    network, fresh : Module
+        As trained, and as it was drawn before; in evaluation mode.
+    splits : Splits
+        Its data.
+    """
+
+    label: str
+    network: Any
+    fresh: Any
+    splits: Splits
+
+    def images(self, count: int) -> tuple[Tensor, Tensor]:
+        """The first test images ``[count, channels, H, W]``, and their labels ``[count]``."""
+        images, labels = self.splits.test.batch(slice(0, count))
+        return images, labels
+
+
+def load(config: TrainConfig, label: str = "") -> Trained:
+    """The network of a finished run: of its best epoch, if images were held out, or of its last.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        Its ``out`` is the run's folder; if it names no folder of data, the run's own is taken.
+
+    Raises
+    ------
+    OSError, ValueError, DataError
+        If there is no such run, or its data are missing.
+    """
+    before = kept(config.folder)
+    splits = read_data(replace(before.data, dir=config.data.dir or before.data.dir))
+    torch.manual_seed(before.seed)
+    fresh, network = build_network(before, splits), build_network(before, splits)
+    best = config.folder / "best.ckpt"
+    state = torch.load(best if best.is_file() else config.folder / "last.ckpt", map_location="cpu", weights_only=True)
+    mine = {name.removeprefix("network."): value for name, value in state["state_dict"].items()}
+    network.load_state_dict({name: mine[name] for name in network.state_dict()})
+    return Trained(label, network.eval(), fresh.eval(), splits)
+
+
+def class_poses(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
+    """The poses ``[B, d]`` of the capsules of the images' classes."""
+    poses = network(images, return_trace=True)[1].poses[-1]
+    return poses[torch.arange(len(labels)), labels]
+
+
+@torch.no_grad()
+def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float = 0.25, step: float = 0.05) -> Tensor:
+    """What the decoder draws when one number of the class capsule is moved (Sabour et al. 2017, Figure 4).
+
+    Parameters
+    ----------
+    network : CapsNet
+        With a decoder.
+    images, labels : Tensor
+        ``[B, channels, H, W]`` and ``[B]``.
+    reach, step : float
+        Each number goes from ``-reach`` to ``reach`` in such steps.
+
+    Returns
+    -------
+    Tensor
+        ``[B, d, steps, channels, H, W]``; the middle step is the reconstruction itself.
+
+    Raises
+    ------
+    ValueError
+        If the network has no decoder.
+    """
+    if network.decoder is None:
+        raise ValueError("network: got one without a decoder, want one that reconstructs")
+    capsules = network(images, return_trace=True)[1].poses[-1]  # [B, M, d]
+    many, dim = len(images), capsules.shape[-1]
+    moves = torch.linspace(-reach, reach, 2 * round(reach / step) + 1)
+    moved = capsules[:, None, None].repeat(1, dim, len(moves), 1, 1)  # [B, d, steps, M, d]
+    one = torch.eye(dim)[:, None] * moves[:, None]  # [d, steps, d]
+    moved[torch.arange(many), :, :, labels] += one
+    drawn = network.decoder(moved.flatten(0, 2), labels.repeat_interleave(dim * len(moves)))
+    return drawn.unflatten(0, (many, dim, len(moves)))
+
+
+def some_classes(trained: Trained) -> list[int]:
+    """Four classes to show."""
+    return [index * len(trained.splits.classes) // 4 for index in range(4)]
+
+
+def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Path:
+    """A grid of images for each of four classes: a row a number of the capsule, a column a step."""
+    (each,) = trained
+    images, labels = each.images(200)
+    chosen = [int((labels == label).nonzero()[0]) for label in some_classes(each)]
+    drawn = perturbations(each.network, images[chosen], labels[chosen])[:, :, :, 0]
+    figure, plots = pyplot().subplots(1, len(chosen), figsize=(11, 4.6), layout="constrained")
+    for plot, grid, label in zip(plots, drawn, labels[chosen], strict=True):
+        plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1), cmap="gray_r", vmin=0, vmax=1)
+        plot.set(title=f"a {each.splits.classes[int(label)]}", xticks=[], yticks=[])
+        plot.set_xlabel("-0.25 … 0.25", fontsize=9)
+    plots[0].set_ylabel("one of the 16 numbers moved, a row each")
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How children agree with a parent, by the cosine between it and their votes.
+
+    Attributes
+    ----------
+    cosines : Tensor
+        The middles of the bins ``[n]``.
+    share : Tensor
+        Percent of the votes in each bin.
+    length : Tensor
+        Their mean length; NaN where there is none.
+    """
+
+    cosines: Tensor
+    share: Tensor
+    length: Tensor
+
+
+@torch.no_grad()
+def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) -> Agreement:
+    """Compare the votes of the last layer's children with the capsule of the image's class (Li et al. 2018, Figure 2).
+
+    Parameters
+    ----------
+    network : CapsNet
+        Of dynamic or EM routing.
+    images, labels : Tensor
+        ``[B, channels, H, W]`` and ``[B]``.
+    bins : int
+        From a cosine of -1 to one of 1.
+    """
+    layer: Any = network.routing.layers[-1]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = layer.register_forward_hook(lambda _, given, named, __: calls.append((given, named)), with_kwargs=True)
+    counts, lengths = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
+    try:
+        for some, target in zip(images.split(20), labels.split(20), strict=True):
+            parents = class_poses(network, some, target)
+            children = calls.pop()[0][0]
+            call = layer.prepare(children, None, None, None)
+            votes = make_votes(see(Votes.of(call.children, call.weight, call.bias, None, call.window).on_grid()))
+            votes = votes.flatten(1, -4).flatten(-2)  # [B, I, M, d]: all places together
+            own = votes[torch.arange(len(some)), :, target]  # [B, I, d]
+            cosine = F.cosine_similarity(own, parents[:, None].to(own.dtype), dim=-1)
+            where = ((cosine + 1) / 2 * bins).long().clamp(0, bins - 1).flatten()
+            counts += torch.bincount(where, minlength=bins)
+            lengths += torch.bincount(where, weights=own.norm(dim=-1).flatten().double(), minlength=bins)
+    finally:
+        hook.remove()
+    middles = (torch.arange(bins) + 0.5) * 2 / bins - 1
+    return Agreement(middles, 100 * counts / counts.sum(), lengths / counts)
+
+
+def draw_agreement(trained: Sequence[Trained], path: Path, title: str) -> Path:
+    """Length and share of the votes against their cosine with the class capsule, before and after training."""
+    figure, plots = pyplot().subplots(
+        len(trained), 2, figsize=(11, 1 + 3.4 * len(trained)), layout="constrained", squeeze=False
+    )
+    for row, each in zip(plots, trained, strict=True):
+        images, labels = each.images(200)
+        for plot, network, when in zip(row, (each.fresh, each.network), ("as drawn", "trained"), strict=True):
+            found = agreement(network, images, labels)
+            plot.bar(found.cosines, found.share, 1.8 / len(found.cosines), color="#BBBBBB")
+            plot.set(xlabel="cosine of vote and class capsule", title=f"{each.label}, {when}", xlim=(-1, 1))
+            plot.set_ylabel("share of the children (%), grey", color=GREY)
+            beside = plot.twinx()
+            beside.plot(found.cosines, found.length, color=BLUE, linewidth=2)
+            beside.set_ylabel("mean length of their votes", color=BLUE)
+            beside.set_ylim(bottom=0)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)
+
+
+def in_two_dimensions(points: Tensor) -> Tensor:
+    """Points ``[n, d]`` in the plane of their two largest principal components, ``[n, 2]``."""
+    points = points.double()
+    centred = points - points.mean(0)
+    return centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T
+
+
+@torch.no_grad()
+def turned(network: CapsNet, image: Tensor, label: int, degrees: Sequence[float]) -> Tensor:
+    """The pose of an image's class capsule as the image turns, as vectors ``[steps, C, D]`` (Heinsen 2019, Figure 4).
+
+    Parameters
+    ----------
+    network : CapsNet
+    image : Tensor
+        ``[channels, H, W]``.
+    label : int
+        Its class.
+    degrees : sequence of float
+        How far it is turned.
+    """
+    angles = torch.tensor([math.radians(each) for each in degrees])
+    zero = torch.zeros_like(angles)
+    maps = torch.stack([angles.cos(), -angles.sin(), zero, angles.sin(), angles.cos(), zero], 1).view(-1, 2, 3)
+    grid = F.affine_grid(maps, [len(angles), *image.shape], align_corners=False)
+    images = F.grid_sample(image.expand(len(angles), -1, -1, -1), grid, padding_mode="border", align_corners=False)
+    layer: Any = network.routing.layers[-1]
+    return class_poses(network, images, torch.full((len(angles),), label)).unflatten(-1, layer.pose_shape[::2])
+
+
+def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
+    """Poses of the test images' class capsules, and those of single images as they turn."""
+    (each,) = trained
+    plt = pyplot()
+    images, labels = each.images(1000)
+    with torch.no_grad():
+        points = in_two_dimensions(torch.cat([class_poses(each.network, *part) for part in batches(images, labels)]))
+    figure = plt.figure(figsize=(13, 5.4), layout="constrained")
+    grid = figure.add_gridspec(2, 4)
+    plot = figure.add_subplot(grid[:, :2])
+    shown = plot.scatter(*points.T, c=labels, cmap="tab10", s=8, vmin=-0.5, vmax=9.5)
+    figure.colorbar(shown, ax=plot, ticks=range(len(each.splits.classes)), label="class")
+    plot.set(title=f"{len(images)} test images", xlabel="first principal component", ylabel="second")
+    degrees = [float(angle) for angle in range(-40, 41, 10)]
+    for place, label in enumerate(some_classes(each)):
+        plot = figure.add_subplot(grid[place // 2, 2 + place % 2])
+        image = images[int((labels == label).nonzero()[0])]
+        paths = turned(each.network, image, label, degrees)  # [steps, C, D]
+        flat = in_two_dimensions(paths.flatten(0, 1)).unflatten(0, paths.shape[:2])
+        if paths.shape[1] == 1:  # one vector: its way
+            plot.plot(*flat[:, 0].T, color="#BBBBBB", linewidth=1, zorder=0)
+        for step, vertices in enumerate(flat):
+            plot.plot(*vertices.T, color=plt.get_cmap("viridis")(step / (len(degrees) - 1)), marker="o", linewidth=1)
+        plot.set(title=f"a {each.splits.classes[label]}, turned by -40° (dark) to 40°", xticks=[], yticks=[])
+        plot.title.set_fontsize(10)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)
+
+
+def batches(images: Tensor, labels: Tensor, size: int = 100) -> list[tuple[Tensor, Tensor]]:
+    """Images and labels, some at a time."""
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+FIGURES: dict[str, Callable[[Sequence[Trained], Path, str], Path]] = {
+    "perturbations": draw_perturbations,
+    "agreement": draw_agreement,
+    "poses": draw_poses,
+}
+"""What a table's ``draw`` may name beside bars and lines."""

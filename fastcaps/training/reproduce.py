@@ -1,0 +1,306 @@
+"""A table or figure of a paper, trained and collected: what ``fastcaps reproduce`` does.
+
+The runs of a table lie in one folder, each in one of its row's name; several seeds of a row in ``seed-0`` and so on
+within, as :func:`fastcaps.training.train_seeds` has them. What is finished is not trained again, what was killed goes
+on, and a run with other settings is refused before anything is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fastcaps import viz
+from fastcaps.training import figures
+from fastcaps.training.callbacks import Report
+from fastcaps.training.config import WHERE, TrainConfig, differences, kept, one_run
+from fastcaps.training.fields import as_data, flat
+from fastcaps.training.run import RunError, train, versions
+from fastcaps.training.seeds import train_seeds
+from fastcaps.training.tables import Entry, Table
+
+HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
+
+
+def runs_of(config: TrainConfig) -> list[TrainConfig]:
+    """The runs that a configuration stands for: one a seed."""
+    return [config] if config.runs == 1 else [one_run(config, index) for index in range(config.runs)]
+
+
+def refuse_other(config: TrainConfig) -> bool:
+    """Whether the folder of a configuration holds a run of its settings.
+
+    Raises
+    ------
+    RunError
+        If it holds one with other settings.
+    """
+    folder = config.folder
+    if not (folder / "config.json").is_file():
+        return False
+    found = differences(kept(folder), config)
+    for name, (there, wanted) in found.items():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise RunError(
+            f"{folder} holds a run with other settings: {name} is {there} there and {wanted} here{more}; "
+            "take another --out"
+        )
+    return True
+
+
+def read_result(config: TrainConfig) -> dict[str, Any] | None:
+    """What the run of a configuration came to, or None if it is not finished, or not begun.
+
+    Raises
+    ------
+    RunError
+        If its folder holds a run with other settings, or what cannot be read.
+    """
+    path = config.folder / "result.json"
+    if not refuse_other(config) or not path.is_file():
+        return None
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    return result
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: what was to be done, and what came of it.
+
+    Attributes
+    ----------
+    entry : Entry
+    results : list of dict
+        The ``result.json`` of each run that is finished.
+    values : list of float
+        Their figures, in percent, as the table measures.
+    """
+
+    entry: Entry
+    results: list[dict[str, Any]]
+    values: list[float]
+
+    @property
+    def mean(self) -> float | None:
+        """Of the values; None if there is none."""
+        return statistics.mean(self.values) if self.values else None
+
+    @property
+    def spread(self) -> float | None:
+        """Their standard deviation (n − 1); None if there are fewer than two."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        return None if self.mean is None or self.entry.paper is None else self.mean - self.entry.paper
+
+    def cells(self) -> tuple[str, ...]:
+        """As it is printed, a cell a column of ``HEADER``."""
+        config, paper = self.entry.config, self.entry.paper
+        limit = config.data.limit
+        images = "all" if limit is None else f"{limit - config.data.validation:,}"
+        missing = config.runs - len(self.results)
+        ours = _figure(self.mean, self.spread) + (f" ({len(self.results)} of {config.runs} seeds)" if missing else "")
+        return (
+            self.entry.label,
+            ours if self.values else "not run",
+            self.entry.row.note if paper is None else _figure(paper, self.entry.row.spread),
+            "" if self.difference is None else f"{self.difference:+.2f}",
+            f"{config.epochs:,} × {images}",
+            f"{self.results[0]['parameters']:,}" if self.results else "",
+        )
+
+
+def _figure(value: float | None, spread: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" + (f" ± {spread:.2g}" if spread is not None else "")
+
+
+def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
+    """What there is of a table.
+
+    Raises
+    ------
+    RunError
+        If a folder holds a run with other settings.
+    """
+    lines = []
+    for entry in entries:
+        refuse_other(entry.config)  # of several seeds too: there is nothing else there, or their common settings
+        results = [result for one in runs_of(entry.config) if (result := read_result(one)) is not None]
+        shares = [result["test_accuracy"] for result in results]
+        lines.append(Line(entry, results, [100 * (1 - s if table.measure == "error" else s) for s in shares]))
+    return lines
+
+
+def train_missing(
+    entries: Sequence[Entry], chosen: Sequence[str], console: Console, report: Report | None = None
+) -> bool:
+    """Train what is not finished, one run after the other.
+
+    Parameters
+    ----------
+    entries : sequence of Entry
+    chosen : sequence of str
+        Labels or names of those to train; none for all.
+    console : Console
+        Told which row of how many.
+    report : Report, optional
+        As :func:`fastcaps.training.train` takes it.
+
+    Returns
+    -------
+    bool
+        Whether this process should speak.
+
+    Raises
+    ------
+    ValueError, DataError, RunError
+        As training raises them; and if a label is unknown.
+    """
+    known = {text for entry in entries for text in (entry.label, entry.row.label, entry.name)}
+    for text in chosen:
+        if text not in known:
+            labels = dict.fromkeys(entry.row.label for entry in entries)
+            raise ValueError(f"--row: got {text!r}, want one of {'; '.join(labels)}")
+    wanted = [e for e in entries if not chosen or {e.label, e.row.label, e.name} & {*chosen}]
+    unfinished = [e for e in wanted if any(read_result(one) is None for one in runs_of(e.config))]
+    main = True
+    for index, entry in enumerate(unfinished):
+        text = f"{index + 1} of {len(unfinished)}: {entry.label} ({entry.config.folder})"
+        console.print(text, highlight=False, soft_wrap=True, style="bold")
+        work = train if entry.config.runs == 1 else train_seeds
+        main = work(entry.config, resume=True, report=report or Report(console)).is_main
+    return main
+
+
+def shortened(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
+    """What the shortened form changes, by paths: what it is, and what it is in full (None where rows differ)."""
+    full = [flat(as_data(entry.config)) for entry in table.entries(Path())]
+    found = {}
+    for path in dict.fromkeys(path for entry in entries for path in {**table.short, **entry.row.short}):
+        before = {repr(settings.get(path)): settings.get(path) for settings in full}
+        values = {repr(value): value for entry in entries for value in [flat(as_data(entry.config)).get(path)]}
+        if len(values) > 1:  # of the rows that change it
+            values = {repr(v): v for e in entries if path in e.row.short for v in [e.row.short[path]]}
+        found[path] = (next(iter(values.values())), next(iter(before.values())) if len(before) == 1 else None)
+    return found
+
+
+def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[str, Any]) -> list[str]:
+    """What is told below a table, a sentence or two a line."""
+    better = "lower" if table.measure == "error" else "higher"
+    several = any(line.spread is not None for line in lines)
+    found = [
+        f"Test {table.measure} in %, {better} is better"
+        + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")
+    ]
+    if short:
+        parts = [
+            f"{path} {now}" + (f" (in full {full})" if full is not None else "")
+            for path, (now, full) in shortened(table, [line.entry for line in lines]).items()
+        ]
+        found.append(f"Shortened: {', '.join(parts)}." + (f" {table.shortened}" if table.shortened else ""))
+    if changes:
+        found.append("Changed: " + ", ".join(f"{path} {value}" for path, value in changes.items()) + ".")
+    both = [line for line in lines if line.difference is not None]
+    if len(both) > 1:
+        sign = 1 if table.measure == "error" else -1
+        ours = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.mean or 0))]
+        paper = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.entry.paper or 0))]
+        if ours == paper:
+            found.append(f"Best first, ours and the paper's: {'; '.join(ours)}.")
+        else:
+            found.append(f"Best first, ours: {'; '.join(ours)}. The paper's: {'; '.join(paper)}.")
+    seeds = sorted({result["seed"] for line in lines for result in line.results})
+    if seeds:
+        machines = dict.fromkeys(
+            ", ".join(f"{name} {version}" if name != "machine" else version for name, version in told.items())
+            for told in (result["versions"] for line in lines for result in line.results)
+        )
+        word = "Seed" if len(seeds) == 1 else "Seeds"
+        found.append(f"{word} {', '.join(map(str, seeds))}; {'; '.join(machines)}.")
+    return found
+
+
+def as_markdown(table: Table, lines: Sequence[Line], told: Sequence[str]) -> str:
+    """The table as Markdown, with what is told below it."""
+    rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *(line.cells() for line in lines)]
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n" + "\n".join(told) + "\n"
+
+
+def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[str, Any]:
+    """Everything that is shown, and what it comes from, for ``table.json``."""
+    rows = []
+    for line in lines:
+        settings = as_data(line.entry.config)
+        for path in WHERE:
+            *above, last = path.split(".")
+            (settings[above[0]] if above else settings).pop(last)
+        rows.append(
+            {
+                "label": line.entry.label,
+                "name": line.entry.name,
+                "at": line.entry.at,
+                "ours": {"mean": line.mean, "spread": line.spread, "values": line.values},
+                "paper": {"value": line.entry.paper, "spread": line.entry.row.spread, "note": line.entry.row.note},
+                "difference": line.difference,
+                "shown": dict(zip(HEADER, line.cells(), strict=True)),
+                "recipe": line.entry.row.recipe,
+                "settings": settings,
+                "results": line.results,
+            }
+        )
+    return {
+        "title": table.title,
+        "source": str(table.source),
+        "claim": table.claim,
+        "measure": table.measure,
+        "remarks": list(told),
+        "rows": rows,
+        "versions": versions(),
+    }
+
+
+def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
+    """Draw the table: ours beside the paper's, or what the trained networks show; ValueError if there is none yet."""
+    title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
+    if table.draw in figures.FIGURES:
+        trained = [figures.load(runs_of(line.entry.config)[0], line.entry.label) for line in lines if line.results]
+        if not trained:
+            raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
+        figures.FIGURES[table.draw](trained, path, title)
+        return
+    axis = f"test {table.measure} (%), {'lower' if table.measure == 'error' else 'higher'} is better"
+    ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
+    paper = [None if line.entry.paper is None else (line.entry.paper, line.entry.row.spread) for line in lines]
+    if table.over is None:
+        viz.bars([line.entry.label for line in lines], ours, paper, path, title=title, axis=axis)
+        return
+    size, labels = len(table.over.values), [row.label for row in table.rows]
+    cut = [slice(index * size, (index + 1) * size) for index in range(len(labels))]
+    together = {label: (ours[part], paper[part]) for label, part in zip(labels, cut, strict=True)}
+    viz.lines(table.over.values, together, path, title=title, over=table.over.name, axis=axis)
+
+
+def write(table: Table, lines: Sequence[Line], told: Sequence[str], out: Path, *, short: bool, command: str) -> None:
+    """Write ``table.md``, ``table.json`` and ``picture.png``, each as a whole."""
+    out.mkdir(parents=True, exist_ok=True)
+    record = {"command": command, "short": short, **as_record(table, lines, told)}
+    texts = {"table.md": as_markdown(table, lines, told), "table.json": json.dumps(record, indent=2) + "\n"}
+    for name, text in texts.items():
+        fresh = out / f"{name}.writing"
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, out / name)
+    draw(table, lines, out / "picture.png", short=short)

@@ -1,0 +1,220 @@
+"""The tables and figures of the papers as YAML files, one each: the recipes they are made of, and the paper's figures.
+
+A file is the fields of :class:`Table`. What is trained for it are recipes, changed by paths as ``--set`` changes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fastcaps.training import recipes
+from fastcaps.training.config import TrainConfig
+from fastcaps.training.fields import SettingError, read, wrong
+from fastcaps.training.recipes import Source, read_yaml
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Over:
+    """What a figure varies.
+
+    Attributes
+    ----------
+    field : str
+        The path of a setting, e.g. ``network.options.iterations``.
+    name : str
+        It in a word, for the axis.
+    values : tuple
+        What it takes: a run of each row for each of them.
+    """
+
+    field: str
+    name: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table, or a line of a figure.
+
+    Attributes
+    ----------
+    label : str
+        What stands before it.
+    recipe : str
+        The experiment, as :func:`fastcaps.training.recipe` takes it.
+    name : str
+        The folder of its run; the recipe's name by default. Where a value is varied, it is added: ``NAME-3``.
+    set, short : mapping
+        Other values for fields, by their paths; ``short`` in the shortened form only.
+    paper : tuple of float
+        The paper's figure, in percent: one, or one for each value that is varied. May be left out.
+    spread : float, optional
+        The paper's standard deviation.
+    note : str
+        What the paper has in the place of a figure.
+    """
+
+    label: str
+    recipe: str
+    name: str = ""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    short: Mapping[str, Any] = field(default_factory=dict)
+    paper: tuple[float, ...] = ()
+    spread: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a table as it will be made: a row at one value.
+
+    Attributes
+    ----------
+    row : Row
+    label, name : str
+        What stands before it, and its folder.
+    at : Any
+        The value that is varied; None where none is.
+    paper : float, optional
+        The paper's figure.
+    config : TrainConfig
+        The settings of its runs.
+    """
+
+    row: Row
+    label: str
+    name: str
+    at: Any
+    paper: float | None
+    config: TrainConfig
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table or a figure of a paper.
+
+    Attributes
+    ----------
+    title : str
+    source : Source
+    claim : str
+        What is put to the test, in a sentence.
+    measure : str
+        ``error`` or ``accuracy``: of the test images, in percent, by the recipes' metrics.
+    rows : tuple of Row
+    draw : str
+        ``bars``, ``lines`` over what is varied, or one of :data:`fastcaps.training.figures.FIGURES`: a figure of the
+        trained networks.
+    beside : str
+        A table whose runs it shares: they lie in that one's folder.
+    over : Over, optional
+        What is varied; with ``lines``.
+    set, short : mapping
+        Other values for fields of all rows, by their paths; ``short`` in the shortened form only.
+    shortened : str
+        What else the shortened form is, in words.
+    ours : str
+        What the paper does not say, and we chose.
+    """
+
+    title: str
+    source: Source
+    claim: str
+    measure: Literal["error", "accuracy"]
+    rows: tuple[Row, ...]
+    draw: Literal["bars", "lines", "perturbations", "agreement", "poses"] = "bars"
+    beside: str = ""
+    over: Over | None = None
+    set: Mapping[str, Any] = field(default_factory=dict)
+    short: Mapping[str, Any] = field(default_factory=dict)
+    shortened: str = ""
+    ours: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError("rows: got none, want one or more")
+        if (self.draw == "lines") != (self.over is not None):
+            raise ValueError(f"over: got {self.over} with draw {self.draw!r}, want it with lines, and with them only")
+        wanted = len(self.over.values) if self.over is not None else 1
+        for index, row in enumerate(self.rows):
+            if len(row.paper) not in (0, wanted):
+                raise ValueError(f"rows[{index}].paper: got {len(row.paper)} figures, want {wanted} or none")
+
+    def changes(self, row: Row, short: bool) -> dict[str, Any]:
+        """What a row sets, by paths, beside what is varied."""
+        return {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
+
+    def runs(self, out: Path, name: str) -> Path:
+        """The folder of the runs, of a table of this name that writes into ``out``."""
+        return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
+
+    def entries(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Entry]:
+        """The lines of the table, with the settings of their runs.
+
+        Parameters
+        ----------
+        out : Path
+            The folder that holds the runs.
+        short : bool
+            In the shortened form.
+        changes : mapping
+            Other values for fields of all rows, by their paths.
+
+        Raises
+        ------
+        SettingError
+            If a row is wrong: its label, the field, what came and what is wanted.
+        """
+        found: list[Entry] = []
+        values = self.over.values if self.over is not None else (None,)
+        for row in self.rows:
+            try:
+                recipe = recipes.recipe(row.recipe).config
+                for index, value in enumerate(values):
+                    name, label, at = row.name or Path(row.recipe).stem, row.label, {}
+                    if self.over is not None:
+                        name, label = f"{name}-{value}", f"{label}, {self.over.name} {value}"
+                        at = {self.over.field: value}
+                    if not re.fullmatch(r"[\w.-]+", name) or name in [entry.name for entry in found]:
+                        raise wrong("name", name, "letters, digits, dots and dashes, and another than the rows above")
+                    given = {**self.changes(row, short), **at, **(changes or {}), "out": str(out / name)}
+                    figure = row.paper[index] if row.paper else None
+                    found.append(Entry(row, label, name, value, figure, recipe.changed(given)))
+            except ValueError as error:
+                raise SettingError(f"row {row.label!r}: {error}") from error
+        return found
+
+
+def names() -> list[str]:
+    """The tables that there are."""
+    return recipes.names(FOLDER)
+
+
+def table(name: str) -> Table:
+    """Read a table.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`names`, or the path of a file.
+
+    Raises
+    ------
+    ValueError
+        One line: the file, the field, what came and what is wanted.
+    """
+    path = recipes.find(name, FOLDER, "table", "reproduce")
+    try:
+        given = read_yaml(path.read_text(encoding="utf-8"))
+        for row in given.get("rows") or () if isinstance(given, dict) else ():
+            if isinstance(row, dict) and not isinstance(row.get("paper", []), list):
+                row["paper"] = [row["paper"]]  # one figure may stand without brackets
+        return read(Table, given)
+    except (SettingError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path.name}: {error}") from error

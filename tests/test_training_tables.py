@@ -1,0 +1,222 @@
+"""The papers' tables: each is whole, and one of digits is trained, stopped, resumed and collected."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastcaps import cli, models
+from fastcaps.training import recipes, tables
+from fastcaps.training.fields import as_data, flat
+
+SHAPES = {  # channels, pixels, classes; where a recipe crops, its crop counts
+    "mnist": (1, 28, 10),
+    "fashion-mnist": (1, 28, 10),
+    "cifar10": (3, 32, 10),
+    "cifar100": (3, 32, 100),
+    "svhn": (3, 32, 10),
+    "smallnorb": (2, 96, 5),
+    "multimnist": (1, 36, 10),
+    "diverse-multimnist": (1, 36, 10),
+    "affnist": (1, 40, 10),
+    "folder": (3, 128, 200),
+}
+
+
+def builds(config: Any) -> None:
+    """The network of a run can be made."""
+    sizes: dict[str, Any] = {}
+    if config.data.name in SHAPES:
+        channels, pixels, classes = SHAPES[config.data.name]
+        sizes = {"in_channels": channels, "image_size": config.data.crop or pixels, "classes": classes}
+    with torch.device("meta"):
+        network = models.create(config.network.name, **{**sizes, **config.network.options})
+    assert sum(p.numel() for p in network.parameters()) > 10_000
+
+
+@pytest.mark.parametrize("name", tables.names())
+def test_every_table_is_whole(name: str) -> None:
+    """Its rows are recipes that build, in full and shortened; what is as in the recipe, the recipes' test builds."""
+    table = tables.table(name)
+    assert re.search(r" (2017|2018|2019|2020)$", table.source.paper) and table.source.section
+    full, short = table.entries(Path("runs")), table.entries(Path("runs"), short=True)
+    assert table.runs(Path("here") / f"{name}-short", name) == Path("here") / f"{table.beside or name}-short"
+    assert table.short and [entry.name for entry in full] == [entry.name for entry in short]
+    built = set()
+    for entry in (*full, *short):
+        config, own = entry.config, recipes.recipe(entry.row.recipe).config
+        assert config.folder == Path("runs") / entry.name
+        key = (repr(config.network), config.data.name, config.data.crop)
+        if (config.network, config.data.name) != (own.network, own.data.name) and key not in built:
+            builds(config)
+            built.add(key)
+    for a, b in zip(full, short, strict=True):
+        assert b.config.epochs < a.config.epochs or name == "heinsen-sst"
+        assert flat(as_data(b.config)) | {"out": ""} != flat(as_data(a.config)) | {"out": ""}
+
+
+# --- a table of digits -----------------------------------------------------------------------------------------------
+
+RECIPE = """
+source: {paper: Somebody 2020, section: "1"}
+network: {name: digits, options: {iterations: 2}}
+data: {name: digits, limit: 256}
+loss: {name: cross-entropy}
+optimizer: {name: adam, lr: 1e-2}
+schedule: {name: constant}
+epochs: 2
+batch_size: 64
+accelerator: cpu
+checkpoint_every: 5
+"""
+TABLE = """
+title: Digits
+source: {{paper: Somebody 2020, section: "1", table: Table 1}}
+claim: More turns know more.
+measure: error
+rows:
+  - {{label: one turn, recipe: {recipe}, name: one, set: {{network.options.iterations: 1}}, paper: 60}}
+  - {{label: two turns, recipe: {recipe}, name: two, set: {{runs: 2}}, paper: 40, spread: 1.5}}
+short: {{epochs: 1, data.limit: 128}}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    """The file of a small table."""
+    pytest.importorskip("lightning")
+    recipe, table = tmp_path / "mine.yaml", tmp_path / "digits.yaml"
+    recipe.write_text(RECIPE)
+    table.write_text(TABLE.format(recipe=recipe))
+    return table
+
+
+def reproduce(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    status = cli.main(["reproduce", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def test_a_table_is_trained_and_collected(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = digits.parent / "out"
+    status, told, _ = reproduce(capsys, digits, "--short", "--out", out, "--row", "two turns")
+    assert status == 0 and "1 of 1: two turns" in told and "not run" in told
+    record = json.loads((out / "table.json").read_text())
+    one, two = record["rows"]
+    results = [json.loads((out / "two" / f"seed-{seed}" / "result.json").read_text()) for seed in (0, 1)]
+    wrong = [100 * (1 - result["test_accuracy"]) for result in results]
+    assert one["ours"] == {"mean": None, "spread": None, "values": []} and two["results"] == results
+    assert two["ours"]["values"] == wrong and two["ours"]["mean"] == pytest.approx(sum(wrong) / 2)
+    assert two["ours"]["spread"] == pytest.approx(abs(wrong[0] - wrong[1]) / 2**0.5)
+    assert two["difference"] == pytest.approx(sum(wrong) / 2 - 40) and record["short"]
+    assert two["settings"]["epochs"] == 1 and "out" not in two["settings"]
+    shown = f"{sum(wrong) / 2:.2f} ± {two['ours']['spread']:.2g}"
+    row = f"| two turns | {shown} | 40.00 ± 1.5 | {two['difference']:+.2f} | 1 × 128 | {results[0]['parameters']:,} |"
+    text = (out / "table.md").read_text()
+    assert row in text and "| one turn | not run | 60.00 |  | 1 × 128 |  |" in text
+    assert "Shortened: epochs 1 (in full 2), data.limit 128 (in full 256)." in text
+    assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+    (out / "two" / "seed-1" / "result.json").unlink()  # as if its seeds were run one by one, and this one still runs
+    (out / "two" / "result.json").unlink()
+    status, told, _ = reproduce(capsys, digits, "--short", "--out", out, "--collect")
+    assert status == 0 and "epoch 1/1" not in told
+    (_, two) = json.loads((out / "table.json").read_text())["rows"]
+    assert two["results"] == results[:1] and two["shown"]["ours"] == f"{wrong[0]:.2f} (1 of 2 seeds)"
+
+
+def test_a_table_that_was_stopped_goes_on_in_the_middle(
+    digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastcaps.training.callbacks import Report
+
+    def stop(self: Any, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            raise KeyboardInterrupt
+
+    out = digits.parent / "out"
+    command = [digits, "--row", "one", "--out", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "on_train_batch_end", stop)
+        status, _, error = reproduce(capsys, *command)
+    assert (status, error) == (
+        1,
+        f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --out {out} --row one goes on\n",
+    )
+    assert not (out / "one" / "result.json").exists()
+    status, told, _ = reproduce(capsys, *command)
+    assert status == 0 and "resumed after step 5" in told and "epoch 1/2" not in told and "epoch 2/2" in told
+    before = (out / "one" / "result.json").stat().st_mtime_ns
+    status, told, _ = reproduce(capsys, *command)  # what is finished is not touched
+    assert status == 0 and "epoch 2/2" not in told and (out / "one" / "result.json").stat().st_mtime_ns == before
+    for more in (["--short"], ["--set", "optimizer.lr=0.5"]):
+        status, _, error = reproduce(capsys, *command, *more)
+        assert status == 1 and error.count("\n") == 1
+        assert f"{out / 'one'} holds a run with other settings: " in error
+        assert ("data.limit is 256 there and 128 here and 1 more" in error) == (more == ["--short"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("measure: error", "measure: time", "digits.yaml: measure: got 'time', want one of error, accuracy"),
+        ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 figures, want 1 or none"),
+        ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
+        ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),
+        ("name: two", "name: one", "row 'two turns': name: got 'one', want letters"),
+        ("runs: 2", "runs: two", "row 'two turns': runs: got 'two', want a whole number"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(
+    digits: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    text = digits.read_text()
+    assert old in text
+    digits.write_text(text.replace(old, new, 1))
+    status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
+    assert status == 1 and error.startswith(f"fastcaps reproduce: {message}") and error.count("\n") == 1
+
+
+def test_unknown_names_are_told(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = digits.parent / "out"
+    status, _, error = reproduce(capsys, digits, "--row", "three", "--out", out)
+    assert status == 1 and "--row: got 'three', want one of one turn; two turns" in error and not out.exists()
+    status, _, error = reproduce(capsys, "sabour-table")
+    assert status == 1 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
+
+
+def test_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    status, told, _ = reproduce(capsys)
+    assert status == 0 and [line.split()[0] for line in told.splitlines()] == tables.names()
+    assert "Sabour et al. 2017, section 5, Table 1: Turns and reconstruction on MNIST" in told
+
+
+def test_the_page_takes_tables_between_its_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tools import reproduction_page
+
+    def collect(arguments: list[str]) -> int:
+        (out / "table.md").write_text("| new |\n")
+        (out / "picture.png").write_bytes(b"drawn")
+        return int(arguments != ["reproduce", "one", "--short", "--collect", "--out", str(out)])
+
+    monkeypatch.setattr(cli, "main", collect)
+    out = tmp_path / "one-short"
+    out.mkdir()
+    text = "Said.\n<!-- table one -->\nold\n<!-- end -->\nMore.\n<!-- table two -->\nkept\n<!-- end -->\n"
+    filled = reproduction_page.fill(text, tmp_path, tmp_path / "pictures")
+    assert filled == text.replace("old\n", "| new |\n\n![one](pictures/one.png)\n")
+    assert (tmp_path / "pictures" / "one.png").read_bytes() == b"drawn"
