@@ -7,7 +7,9 @@ on, and a run with other settings is refused before anything is trained.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -247,7 +249,7 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
         settings = as_data(line.entry.config)
         for path in WHERE:
             *above, last = path.split(".")
-            (settings[above[0]] if above else settings).pop(last)
+            functools.reduce(operator.getitem, above, settings).pop(last, None)
         rows.append(
             {
                 "label": line.entry.label,
