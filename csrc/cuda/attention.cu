@@ -11,7 +11,6 @@ std::vector<Tensor> attention_routing(Stack stack) {
   const DeviceGuard guard(children);
   Call call(Pass::kAttention, op.votes, op.options);
   const Votes& v = call.votes;
-  const ScalarType storage = children.scalar_type();
   op.check(v);
   PassArgs& a = call.args;
   if (op.query) a.query = view_of(*op.query, v.is_set);
