@@ -8,7 +8,6 @@ on, and a run with other settings is refused before anything is trained.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from fastcaps.training import figures
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import WHERE, TrainConfig, differences, kept, one_run
 from fastcaps.training.fields import as_data, flat
-from fastcaps.training.run import RunError, train, versions
+from fastcaps.training.run import RunError, train, versions, write_whole
 from fastcaps.training.seeds import train_seeds
 from fastcaps.training.tables import Entry, Table
 
@@ -68,8 +67,13 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         return None
     try:
         result: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
+    wanted = {"test_accuracy": float, "seed": int, "parameters": int, "versions": dict}
+    for name, kind in wanted.items():
+        found = result.get(name) if isinstance(result, dict) else None
+        if not isinstance(found, kind):
+            raise RunError(f"{path} cannot be read: {name} is {found!r}, want {kind.__name__}; train that run anew")
     return result
 
 
@@ -246,8 +250,10 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
     for line in lines:
         settings = as_data(line.entry.config)
         for path in WHERE:
-            *above, last = path.split(".")
-            (settings[above[0]] if above else settings).pop(last)
+            place, (*above, last) = settings, path.split(".")
+            for name in above:
+                place = place[name]
+            place.pop(last, None)  # an option may not be there
         rows.append(
             {
                 "label": line.entry.label,
@@ -300,7 +306,5 @@ def write(table: Table, lines: Sequence[Line], told: Sequence[str], out: Path, *
     record = {"command": command, "short": short, **as_record(table, lines, told)}
     texts = {"table.md": as_markdown(table, lines, told), "table.json": json.dumps(record, indent=2) + "\n"}
     for name, text in texts.items():
-        fresh = out / f"{name}.writing"
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, out / name)
+        write_whole(out / name, text)
     draw(table, lines, out / "picture.png", short=short)
