@@ -7,7 +7,9 @@ on, and a run with other settings is refused before anything is trained.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +19,20 @@ from typing import Any
 from rich.console import Console
 
 from fastcaps import viz
-from fastcaps.training import figures
+from fastcaps.training import cost, figures
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import WHERE, TrainConfig, differences, kept, one_run
 from fastcaps.training.fields import as_data, flat
-from fastcaps.training.run import RunError, train, versions, write_whole
+from fastcaps.training.run import RunError, train, versions, write_settings, write_whole
 from fastcaps.training.seeds import train_seeds
 from fastcaps.training.tables import Entry, Table
 
+MEASURES = {
+    "error": "Test error in %",
+    "accuracy": "Test accuracy in %",
+    "memory": "Memory of a training step in MB",
+    "time": "Time of a training step in ms",
+}
 HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
 
 
@@ -69,11 +77,19 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         result: dict[str, Any] = json.loads(path.read_text())
     except (OSError, RecursionError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
-    wanted = {"test_accuracy": float, "seed": int, "parameters": int, "versions": dict}
-    for name, kind in wanted.items():
-        found = result.get(name) if isinstance(result, dict) else None
-        if not isinstance(found, kind):
-            raise RunError(f"{path} cannot be read: {name} is {found!r}, want {kind.__name__}; train that run anew")
+    if not isinstance(result, dict):
+        raise RunError(f"{path} cannot be read: it holds no mapping; delete it, and the run is finished anew")
+    figures_there = ("memory", "time") if "memory" in result else ("test_accuracy",)
+    kinds: dict[str, Any] = {
+        **dict.fromkeys(figures_there, (int, float)),
+        "seed": int,
+        "parameters": int,
+        "versions": dict,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(result.get(name), kind):
+            got = result.get(name)
+            raise RunError(f"{path} cannot be read: {name} is {got!r}; delete it, and the run is finished anew")
     return result
 
 
@@ -113,6 +129,7 @@ class Line:
         """As it is printed, a cell a column of ``HEADER``."""
         config, paper = self.entry.config, self.entry.paper
         limit = config.data.limit
+        measured = bool(self.results) and "memory" in self.results[0]
         images = "all" if limit is None else f"{limit - config.data.validation:,}"
         missing = config.runs - len(self.results)
         ours = _figure(self.mean, self.spread) + (f" ({len(self.results)} of {config.runs} seeds)" if missing else "")
@@ -121,9 +138,27 @@ class Line:
             ours if self.values else "not run",
             self.entry.row.note if paper is None else _figure(paper, self.entry.row.spread),
             "" if self.difference is None else f"{self.difference:+.2f}",
-            f"{config.epochs:,} × {images}",
+            f"batch of {config.batch_size}" if measured else f"{config.epochs:,} × {images}",
             f"{self.results[0]['parameters']:,}" if self.results else "",
         )
+
+
+def _value(measure: str, result: Mapping[str, Any]) -> float:
+    """The figure of a run that a table measures."""
+    if measure in ("memory", "time"):
+        return float(result[measure])
+    share = float(result["test_accuracy"])
+    return 100 * (1 - share if measure == "error" else share)
+
+
+def _measure_cost(entry: Entry, console: Console) -> None:
+    """Measure memory and time, and leave settings and result as a run does."""
+    folder = entry.config.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_settings(entry.config, folder)
+    result = {**cost.measure_apart(folder, eager=entry.row.eager), "versions": versions()}
+    console.print(f"{result['memory']:.1f} MB, {result['time']:.1f} ms a step", highlight=False)
+    write_whole(folder / "result.json", json.dumps(result, indent=2) + "\n")
 
 
 def _figure(value: float | None, spread: float | None) -> str:
@@ -142,18 +177,18 @@ def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
     for entry in entries:
         refuse_other(entry.config)  # of several seeds too: there is nothing else there, or their common settings
         results = [result for one in runs_of(entry.config) if (result := read_result(one)) is not None]
-        shares = [result["test_accuracy"] for result in results]
-        lines.append(Line(entry, results, [100 * (1 - s if table.measure == "error" else s) for s in shares]))
+        lines.append(Line(entry, results, [_value(table.measure, result) for result in results]))
     return lines
 
 
 def train_missing(
-    entries: Sequence[Entry], chosen: Sequence[str], console: Console, report: Report | None = None
+    table: Table, entries: Sequence[Entry], chosen: Sequence[str], console: Console, report: Report | None = None
 ) -> bool:
-    """Train what is not finished, one run after the other.
+    """Train (or measure) what is not finished, one run after the other.
 
     Parameters
     ----------
+    table : Table
     entries : sequence of Entry
     chosen : sequence of str
         Labels or names of those to train; none for all.
@@ -183,6 +218,9 @@ def train_missing(
     for index, entry in enumerate(unfinished):
         text = f"{index + 1} of {len(unfinished)}: {entry.label} ({entry.config.folder})"
         console.print(text, highlight=False, soft_wrap=True, style="bold")
+        if table.measure in ("memory", "time"):
+            _measure_cost(entry, console)
+            continue
         work = train if entry.config.runs == 1 else train_seeds
         main = work(entry.config, resume=True, report=report or Report(console)).is_main
     return main
@@ -203,10 +241,10 @@ def shortened(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, An
 
 def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[str, Any]) -> list[str]:
     """What is told below a table, a sentence or two a line."""
-    better = "lower" if table.measure == "error" else "higher"
+    better = "higher" if table.measure == "accuracy" else "lower"
     several = any(line.spread is not None for line in lines)
     found = [
-        f"Test {table.measure} in %, {better} is better"
+        f"{MEASURES[table.measure]}, {better} is better"
         + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")
     ]
     if short:
@@ -219,7 +257,7 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
         found.append("Changed: " + ", ".join(f"{path} {value}" for path, value in changes.items()) + ".")
     both = [line for line in lines if line.difference is not None]
     if len(both) > 1:
-        sign = 1 if table.measure == "error" else -1
+        sign = -1 if table.measure == "accuracy" else 1
         ours = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.mean or 0))]
         paper = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.entry.paper or 0))]
         if ours == paper:
@@ -250,10 +288,8 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
     for line in lines:
         settings = as_data(line.entry.config)
         for path in WHERE:
-            place, (*above, last) = settings, path.split(".")
-            for name in above:
-                place = place[name]
-            place.pop(last, None)  # an option may not be there
+            *above, last = path.split(".")
+            functools.reduce(operator.getitem, above, settings).pop(last, None)
         rows.append(
             {
                 "label": line.entry.label,
@@ -288,7 +324,7 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
             raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
         figures.FIGURES[table.draw](trained, path, title)
         return
-    axis = f"test {table.measure} (%), {'lower' if table.measure == 'error' else 'higher'} is better"
+    axis = f"{MEASURES[table.measure]}, {'higher' if table.measure == 'accuracy' else 'lower'} is better"
     ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
     paper = [None if line.entry.paper is None else (line.entry.paper, line.entry.row.spread) for line in lines]
     if table.over is None:
