@@ -148,12 +148,13 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         from fastcaps.data import DataError
         from fastcaps.demo import EPOCHS, run
+        from fastcaps.training import RunError
     except ImportError as error:
         _refuse_missing(error)
     epochs = EPOCHS if args.epochs is None else args.epochs
     try:
         run(Path(args.out), epochs=epochs, seed=args.seed, speed=not args.skip_speed)
-    except (DataError, ValueError) as error:
+    except (DataError, RunError, ValueError) as error:
         raise _Fail(str(error)) from error
     return 0
 
@@ -181,7 +182,10 @@ def _set(given: Sequence[str]) -> dict[str, Any]:
         path, equals, value = text.partition("=")
         if not equals or not path:
             raise _Fail(f"--set {text}: got no value, want FIELD=VALUE, as in optimizer.lr=0.01")
-        changes[path] = read_yaml(value)
+        try:
+            changes[path] = read_yaml(value)
+        except ValueError as error:
+            raise _Fail(f"--set {text}: {error}") from error
     return changes
 
 
@@ -320,7 +324,7 @@ def _train(args: argparse.Namespace) -> int:
     try:
         changes = _changes(given)
         for path in ("data.dir", "data.options.transformer"):  # found again from any folder
-            if changes.get(path) is not None:
+            if isinstance(changes.get(path), str):
                 changes[path] = str(Path(changes[path]).expanduser().resolve())
         config = _kept(given, changes) if resume else _fresh(given, changes)
     except ValueError as error:
@@ -424,7 +428,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except _Fail as error:
-        print(f"fastcaps {args.command}: {error}", file=sys.stderr)
+        print(f"fastcaps {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"fastcaps {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"fastcaps {args.command}: stopped", file=sys.stderr)

@@ -118,6 +118,10 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["--network", "digits", "--data", "mnist", "--data-dir", "absent-folder"], "absent-folder: no such folder"),
         (["--network", "mnist", "--data", "digits", "--routing", "random"], "network mnist cannot be built for digits"),
         (["--network", "digits", "--data", "digits", "--lr", "-1"], "lr: got -1.0"),
+        (["--network", "digits", "--data", "mnist", "--set", "data.dir=[1]"], "data.dir: got [1], want text"),
+        (["--network", "digits", "--data", "digits", "--set", "epochs=["], "--set epochs=[: line 1: expected the node"),
+        (["--network", "digits", "--data", "digits", "--set", "name=mine"], "name: no such field, want one of network"),
+        (["--network", "digits", "--data", "digits", "--accelerator", "tpu"], "accelerator 'tpu', devices '1'"),
         (["--network", "digits", "--data", "digits", "--resume"], "holds no run to resume"),
         (["--network", "digits", "--data", "digits", "--resume", "--overwrite"], "give one of them"),
     ],
@@ -136,6 +140,14 @@ def test_train_errors_are_one_line(
     assert err.startswith("fastcaps train: ") and message in err
     assert err.count("\n") == 1
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_demo_says_that_its_folder_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("sklearn")
+    (tmp_path / "file").write_text("")
+    status, _, err = call(capsys, "demo", "--out", str(tmp_path / "file"), "--skip-speed")
+    assert status == 1 and "file" in err and err.count("\n") == 1
 
 
 def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

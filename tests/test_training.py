@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
@@ -19,11 +20,13 @@ import torch
 
 pytest.importorskip("lightning")
 
-from fastcaps import data
+from fastcaps import cli, data
 from fastcaps.callbacks import COLUMNS, Report, read_metrics
-from fastcaps.training import CapsuleClassifier, RunError, TrainConfig, build_network, train, train_seeds
+from fastcaps.training import CapsuleClassifier, RunError, SettingError, TrainConfig, build_network, train, train_seeds
+from fastcaps.training.config import kept
 from fastcaps.training.data import WithParts, hold_out
 from fastcaps.training.fields import as_data
+from fastcaps.training.run import write_settings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,10 +198,39 @@ def test_a_folder_is_not_overwritten_by_accident(tmp_path: Path) -> None:
 
 def test_a_broken_checkpoint_is_told(tmp_path: Path) -> None:
     run(settings(tmp_path, epochs=1))
-    whole = (tmp_path / "last.ckpt").read_bytes()
-    (tmp_path / "last.ckpt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match=r"last\.ckpt cannot be resumed from"):
-        run(settings(tmp_path, epochs=1), resume=True)
+    path = tmp_path / "last.ckpt"
+    whole = path.read_bytes()
+    buffer = io.BytesIO()
+    torch.save({"state_dict": {}}, buffer)
+    for content in (whole[: len(whole) // 2], b"", b"no checkpoint at all\n", buffer.getvalue()):
+        path.write_bytes(content)
+        with pytest.raises(RunError, match=r"last\.ckpt cannot be resumed from: \w+") as caught:
+            run(settings(tmp_path, epochs=1), resume=True)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"out: got .*file, which cannot be made \(File exists\); want a folder"):
+        run(settings(tmp_path / "file", epochs=1))
+    (tmp_path / "run" / "metrics.writing").mkdir(parents=True)  # as good as a full disk
+    arguments = ["train", "--network", "digits", "--data", "digits", "--limit", "64", "--out", str(tmp_path / "run")]
+    assert cli.main(arguments) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("fastcaps train: [Errno ") and "metrics.writing" in told and told.count("\n") == 1
+
+
+def test_settings_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content in ("[]", "null", 2000 * "[", '{"network": 1}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(SettingError, match=r"config\.json cannot be read \("):
+            kept(tmp_path)
+    write_settings(settings(tmp_path), tmp_path)
+    before = kept(tmp_path)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError, match="killed here"):
+        write_settings(settings(tmp_path, epochs=7), tmp_path)
+    assert kept(tmp_path) == before
 
 
 def test_resuming_with_another_batch_size_is_refused(tmp_path: Path) -> None:

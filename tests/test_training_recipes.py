@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,20 @@ accelerator: cpu
         ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
         ("source:", "sauce:", "source: got nothing, want a mapping of fields"),
         ("network:", "network: [", "line "),
+        ("lr: 1e-3", f"lr: 1{400 * '0'}", "optimizer.lr: got 1000"),
+        ("options: {iterations: 2}", "options: {classes: 2}", "network.options.classes: got 2, want none"),
+        ("options: {iterations: 2}", "options: {device: cuda}", "network.options.device: got 'cuda', want none"),
+        ("epochs: 1", "seed: 4294967296", "seed: got 4294967296 with 1 runs, want seeds of 4294967295 or less"),
+        ("epochs: 1", "epochs: 2020-13-01", "month must be in 1..12"),
+        ("epochs: 1", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply, want 50 levels or fewer"),
+        ("epochs: 1", "epochs: &a [*a]", "aliases lead back to themselves or too deep, want 50 levels or fewer"),
+        (
+            "epochs: 1",
+            "epochs: [&a [1, 1, 1, 1, 1, 1, 1, 1], "
+            + ", ".join(f"&{new} [{', '.join(8 * ['*' + old])}]" for old, new in pairwise("abcdefgh"))
+            + "]",
+            "aliases repeat too much, want 100,000 values or fewer in all",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_told_in_one_line(

@@ -14,6 +14,7 @@ import torch
 from fastcaps import cli, models
 from fastcaps.training import recipes, tables
 from fastcaps.training.fields import as_data, flat
+from fastcaps.training.run import write_settings
 
 SHAPES = {  # channels, pixels, classes; where a recipe crops, its crop counts
     "mnist": (1, 28, 10),
@@ -202,6 +203,12 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
         ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),
         ("name: two", "name: one", "row 'two turns': name: got 'one', want letters"),
+        (
+            "measure: error\nrows:",
+            "measure: error\nrows: 3\nrow:",
+            "digits.yaml: row: no such field (did you mean rows?)",
+        ),
+        ("name: two", "name: ..", "row 'two turns': name: got '..', want letters"),
         ("runs: 2", "runs: two", "row 'two turns': runs: got 'two', want a whole number"),
     ],
 )
@@ -213,6 +220,16 @@ def test_what_is_wrong_is_told_in_one_line(
     digits.write_text(text.replace(old, new, 1))
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
     assert status == 1 and error.startswith(f"fastcaps reproduce: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"test_accuracy": null}', 2000 * "["])
+def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (entry, _) = tables.table(str(digits)).entries(digits.parent / "out")
+    entry.config.folder.mkdir(parents=True)
+    write_settings(entry.config, entry.config.folder)
+    (entry.config.folder / "result.json").write_text(content)
+    status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
+    assert status == 1 and "one/result.json cannot be read: " in error and error.count("\n") == 1
 
 
 def test_unknown_names_are_told(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,10 @@ def _read(stream: IO[bytes], path: Path, parse: ParseHeader, plain_bytes: int | 
         raise CorruptDataError(f"{path}: truncated; {stated}, found {len(content):,}")
     if stream.read(1):  # reaching the end makes gzip compare its checksum too
         raise CorruptDataError(f"{path}: too long; {stated}, found more")
-    return np.frombuffer(content, dtype=dtype).reshape(sizes)
+    try:
+        return np.frombuffer(content, dtype=dtype).reshape(sizes)
+    except ValueError as error:  # NumPy takes 64 dimensions, and no sizes like 0 x 4294967295 x 4294967295
+        raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error
 
 
 def read_array(path: str | Path, parse: ParseHeader, kind: str) -> npt.NDArray[np.generic]:

@@ -89,7 +89,8 @@ class BestWriter(Callback):
         if trainer.is_global_zero:
             fresh = self.path.with_suffix(".writing")
             network: torch.nn.Module = pl_module.network  # type: ignore[assignment]
-            torch.save({"epoch": self.epoch, "state_dict": network.state_dict()}, fresh)
+            with fresh.open("wb") as file:  # of a path, torch would tell a full disk by an error of its own
+                torch.save({"epoch": self.epoch, "state_dict": network.state_dict()}, file)
             os.replace(fresh, self.path)
 
 
@@ -105,6 +106,7 @@ class MetricsWriter(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[dict[str, float]] = []
+        self.started = False  # whether training has begun, or gone on
         self._spent = 0.0  # seconds that the current epoch took before this process took over
         self._began = time.perf_counter()
 
@@ -116,6 +118,7 @@ class MetricsWriter(Callback):
         self._spent = state_dict["spent"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.started = True
         self._began = time.perf_counter()
         self._save(trainer)
 

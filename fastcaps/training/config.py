@@ -20,6 +20,10 @@ WHERE = (
 )
 """Where and how fast a run is: what may differ when it goes on. What it computes may not."""
 
+FOLLOW = ("name", "device", "dtype", "classes", "in_channels", "image_size", "layers", "embedding")
+"""Arguments of :func:`fastcaps.models.create` that other settings, or the data, decide."""
+MOST_SEED = 2**32 - 1
+
 
 @dataclass(frozen=True)
 class Network:
@@ -39,6 +43,9 @@ class Network:
     def __post_init__(self) -> None:
         if self.name not in models.names():
             raise ValueError(f"name: got {self.name!r}, want one of {', '.join(models.names())}")
+        for name in FOLLOW:
+            if name in self.options:
+                raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the rest")
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_count(self, "epochs batch_size runs checkpoint_every")
         require_count(self, "seed workers", 0)
+        if self.seed + self.runs - 1 > MOST_SEED:  # NumPy takes no more
+            raise ValueError(f"seed: got {self.seed} with {self.runs} runs, want seeds of {MOST_SEED} or less")
 
     @classmethod
     def of(cls, **settings: Any) -> TrainConfig:
@@ -209,9 +218,10 @@ def kept(folder: Path) -> TrainConfig:
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
-        settings.pop("versions", None)
+        if isinstance(settings, dict):
+            settings.pop("versions", None)
         return read(TrainConfig, settings)
-    except (OSError, json.JSONDecodeError, AttributeError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise SettingError(f"{path} cannot be read ({error}); begin the run anew with --overwrite") from error
 
 

@@ -139,7 +139,7 @@ def _number(value: Any, path: str) -> float:
             return float(above) / float(below) if below else float(above)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, OverflowError, ZeroDivisionError):
         pass
     raise wrong(path, value, "a number")
 
@@ -216,7 +216,7 @@ def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
                 raise SettingError(f"{path}: {'.'.join(above[: depth + 1])} is {place!r} here; set its name")
             if not isinstance(place, dict):
                 raise SettingError(f"{path}: no such field, {'.'.join(above[: depth + 1])} has none")
-        if last == "name" and place.get("name") != changes[path]:
+        if above and last == "name" and place.get("name") != changes[path]:
             place.clear()
         place[last] = copy.deepcopy(changes[path])
     return made

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from fastcaps.training import cost, figures
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import WHERE, TrainConfig, differences, kept, one_run
 from fastcaps.training.fields import as_data, flat
-from fastcaps.training.run import RunError, train, versions, write_settings
+from fastcaps.training.run import RunError, train, versions, write_settings, write_whole
 from fastcaps.training.seeds import train_seeds
 from fastcaps.training.tables import Entry, Table
 
@@ -76,8 +75,21 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         return None
     try:
         result: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
+    if not isinstance(result, dict):
+        raise RunError(f"{path} cannot be read: it holds no mapping; delete it, and the run is finished anew")
+    figures_there = ("memory", "time") if "memory" in result else ("test_accuracy",)
+    kinds: dict[str, Any] = {
+        **dict.fromkeys(figures_there, (int, float)),
+        "seed": int,
+        "parameters": int,
+        "versions": dict,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(result.get(name), kind):
+            got = result.get(name)
+            raise RunError(f"{path} cannot be read: {name} is {got!r}; delete it, and the run is finished anew")
     return result
 
 
@@ -146,7 +158,7 @@ def _measure_cost(entry: Entry, console: Console) -> None:
     write_settings(entry.config, folder)
     result = {**cost.measure_apart(folder, eager=entry.row.eager), "versions": versions()}
     console.print(f"{result['memory']:.1f} MB, {result['time']:.1f} ms a step", highlight=False)
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_whole(folder / "result.json", json.dumps(result, indent=2) + "\n")
 
 
 def _figure(value: float | None, spread: float | None) -> str:
@@ -330,7 +342,5 @@ def write(table: Table, lines: Sequence[Line], told: Sequence[str], out: Path, *
     record = {"command": command, "short": short, **as_record(table, lines, told)}
     texts = {"table.md": as_markdown(table, lines, told), "table.json": json.dumps(record, indent=2) + "\n"}
     for name, text in texts.items():
-        fresh = out / f"{name}.writing"
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, out / name)
+        write_whole(out / name, text)
     draw(table, lines, out / "picture.png", short=short)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
+import os
 import platform
 import time
 import warnings
@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fastcaps import models
-from fastcaps.data import Splits
+from fastcaps.data import DataError, Splits
 from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics
 from fastcaps.training.config import TrainConfig
 from fastcaps.training.data import ImageData, read_data
@@ -153,7 +153,10 @@ def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
 
 def prepare_folder(out: Path, resume: bool, overwrite: bool) -> None:
     """Make the folder of a run, or see that the one that is there may be used."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"out: got {out}, which cannot be made ({error.strerror}); want a folder") from error
     if resume or not (out / "config.json").exists():
         return
     if not overwrite:
@@ -181,9 +184,9 @@ def _make_trainer(config: TrainConfig, out: Path, callbacks: list[pl.Callback]) 
             num_sanity_val_steps=0,
             log_every_n_steps=10,
         )
-    except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
         asked = f"accelerator {config.accelerator!r}, devices {config.devices!r}, strategy {config.strategy!r}"
-        raise ValueError(f"{asked}, precision {config.precision!r}: {error}") from error
+        raise ValueError(f"{asked}, precision {config.precision!r}: {' '.join(str(error).split())}") from error
 
 
 @quiet()
@@ -246,9 +249,10 @@ def train(
     going_on = resume and checkpoint.is_file()
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        if going_on and trainer.global_step == 0:
-            raise RunError(f"{checkpoint} cannot be resumed from: {error}") from error
+    except Exception as error:  # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
+        if going_on and not metrics.started and not isinstance(error, (DataError, ValueError)):
+            what = " ".join(str(error).split())
+            raise RunError(f"{checkpoint} cannot be resumed from: {type(error).__name__}: {what}") from error
         raise
     history = metrics.rows or read_metrics(metrics.path)  # processes that Lightning spawned keep their rows
     network = module.network.cpu().eval()
@@ -282,7 +286,14 @@ def make_data(config: TrainConfig, splits: Splits) -> ImageData:
 def write_settings(config: TrainConfig, out: Path) -> None:
     """Write ``config.json``."""
     settings = {**as_data(config), "versions": versions()}
-    (out / "config.json").write_text(json.dumps(settings, indent=2, default=repr) + "\n")
+    write_whole(out / "config.json", json.dumps(settings, indent=2, default=repr) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that takes the old one's place when it is complete: a kill, or a full disk, leaves the old one."""
+    fresh = path.with_name(f"{path.name}.writing")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
 
 
 def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> None:
@@ -301,4 +312,4 @@ def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> N
     if result.best_epoch is not None:
         row = result.history[result.best_epoch - 1]
         summary |= {"best_epoch": result.best_epoch, "validation_accuracy": row["validation_accuracy"]}
-    (result.out / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(result.out / "result.json", json.dumps(summary, indent=2) + "\n")

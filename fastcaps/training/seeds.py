@@ -12,7 +12,7 @@ from fastcaps.data import Splits
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import TrainConfig, one_run
 from fastcaps.training.data import read_data
-from fastcaps.training.run import TrainResult, prepare_folder, train, versions, write_settings
+from fastcaps.training.run import TrainResult, prepare_folder, train, versions, write_settings, write_whole
 
 
 @dataclass(frozen=True)
@@ -78,5 +78,5 @@ def train_seeds(
         "metric": config.metric,
         "versions": versions(),
     }
-    (out / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(out / "result.json", json.dumps(summary, indent=2) + "\n")
     return SeedsResult(results, mean, spread, out)

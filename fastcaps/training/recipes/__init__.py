@@ -21,6 +21,8 @@ from fastcaps.training.config import TrainConfig
 from fastcaps.training.fields import MISSING, SettingError, as_data, changed, read, wrong
 
 FOLDER = Path(__file__).parent
+MOST_VALUES, MOST_DEPTH = 100_000, 50
+"""What a YAML file may hold, and how deep: aliases of aliases make billions of a few lines."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,38 @@ def find(name: str, folder: Path = FOLDER, kind: str = "recipe", listing: str = 
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML; what is no YAML raises ValueError in one line."""
+    """Read YAML; what is no YAML, or is nested or repeated beyond reason, raises ValueError in one line."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        made = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}: " if mark is not None else ""
         raise SettingError(f"{where}{' '.join(str(error.problem).split())}") from error
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise SettingError(f"brackets are nested too deeply, want {MOST_DEPTH} levels or fewer") from error
+    except (
+        Exception
+    ) as error:  # PyYAML raises whatever its constructors meet, of a 13th month or a tag that does not fit
         raise SettingError(" ".join(str(error).split())) from error
+    _require_plain(made)
+    return made
+
+
+def _require_plain(made: Any) -> None:
+    """Raise if aliases (``*name``) make a ring, or more values than anyone writes."""
+    level, seen = [made], 0
+    for _ in range(MOST_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            parts = [*value, *value.values()] if isinstance(value, dict) else value
+            inner += parts if isinstance(value, (dict, list, tuple, set)) else ()
+            if seen + len(inner) > MOST_VALUES:
+                raise SettingError(f"aliases repeat too much, want {MOST_VALUES:,} values or fewer in all")
+        seen += len(inner)
+        level = inner
+        if not level:
+            return
+    raise SettingError(f"aliases lead back to themselves or too deep, want {MOST_DEPTH} levels or fewer")
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:

@@ -185,7 +185,7 @@ class Table:
                     if self.over is not None:
                         name, label = f"{name}-{value}", f"{label}, {self.over.name} {value}"
                         at = {self.over.field: value}
-                    if not re.fullmatch(r"[\w.-]+", name) or name in [entry.name for entry in found]:
+                    if not re.fullmatch(r"[\w-][\w.-]*", name) or name in [entry.name for entry in found]:
                         raise wrong("name", name, "letters, digits, dots and dashes, and another than the rows above")
                     given = {**self.changes(row, short), **at, **(changes or {}), "out": str(out / name)}
                     figure = row.paper[index] if row.paper else None
@@ -216,7 +216,8 @@ def table(name: str) -> Table:
     path = recipes.find(name, FOLDER, "table", "reproduce")
     try:
         given = read_yaml(path.read_text(encoding="utf-8"))
-        for row in given.get("rows") or () if isinstance(given, dict) else ():
+        rows = given.get("rows") if isinstance(given, dict) else None
+        for row in rows if isinstance(rows, list) else ():
             if isinstance(row, dict) and not isinstance(row.get("paper", []), list):
                 row["paper"] = [row["paper"]]  # one figure may stand without brackets
         return read(Table, given)
