@@ -131,7 +131,7 @@ def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Pa
     images, labels = each.images(200)
     chosen = [int((labels == label).nonzero()[0]) for label in some_classes(each)]
     drawn = perturbations(each.network, images[chosen], labels[chosen])
-    figure, plots = pyplot().subplots(1, len(chosen), figsize=(11, 4.6), layout="constrained")
+    figure, plots = pyplot().subplots(1, len(chosen), figsize=(11, 4.9), layout="constrained")
     for plot, grid, label in zip(plots, drawn[:, :, :, 0], labels[chosen], strict=True):
         plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1), cmap="gray_r", vmin=0, vmax=1)
         plot.set(title=f"a {each.splits.classes[int(label)]}", xticks=[], yticks=[])
