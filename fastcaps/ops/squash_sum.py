@@ -139,7 +139,8 @@ def refusal(name: str, call: backends.Call) -> str | None:
 
 def call_of(x: Tensor) -> backends.Call:
     """Return a call on ``x`` as :mod:`fastcaps.backends` asks about calls."""
-    return backends.Call("squash_sum", x.device, x.dtype, (1, 1, 1), 1, False, 0)
+    # it has no votes: pose and parents stand for nothing, and kernels heed no option
+    return backends.Call("squash_sum", x.device, x.dtype, pose=(1, 1, 1), parents=1, has_weight=False, options=0)
 
 
 def choose(x: Tensor) -> str:
