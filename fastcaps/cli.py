@@ -268,7 +268,7 @@ def _reproduce(args: argparse.Namespace) -> int:
         runs = table.runs_folder(out, stem)
         entries = table.entries(runs, short=args.short, changes={**given, **where})
         reproduce.collect(table, entries)  # refuses what does not belong here before anything is trained
-        if not args.collect and not reproduce.train_missing(entries, args.row, console):
+        if not args.collect and not reproduce.train_missing(table, entries, args.row, console):
             return 0  # one of several processes; the first one speaks
         lines = reproduce.collect(table, entries)
         told = reproduce.remarks(table, lines, args.short, given)

@@ -333,7 +333,7 @@ def lines(
     Path
         ``path``.
     """
-    figure, plot = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
+    figure, plot = pyplot().subplots(figsize=(8, 5.2), layout="constrained")
     for index, (label, both) in enumerate(measured.items()):
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         for who, line, found in (("ours", "-", both[0]), ("paper", "--", both[1])):
@@ -342,12 +342,12 @@ def lines(
                 at, means, spreads = zip(*here, strict=True)
                 fill = style["color"] if who == "ours" else "white"
                 errors = [spread or 0.0 for spread in spreads] if any(spreads) else None
-                name = f"{label}, {who}"
+                name = f"{label}, {who}" if any(both[1]) else label
                 plot.errorbar(at, means, errors, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
     plot.set(xlabel=over, ylabel=axis, xticks=list(values))
     plot.spines[["top", "right"]].set_visible(False)
     plot.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     if plot.get_legend_handles_labels()[0]:
-        figure.legend(frameon=False, loc="outside right upper")
+        figure.legend(frameon=False, loc="outside lower center", ncols=2)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return finish(figure, path)

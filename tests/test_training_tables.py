@@ -57,7 +57,7 @@ def test_every_table_is_whole(name: str) -> None:
             builds(config)
             built.add(key)
     for a, b in zip(full, short, strict=True):
-        assert b.config.epochs < a.config.epochs or name == "heinsen-sst"
+        assert b.config.epochs < a.config.epochs or name == "heinsen-sst" or table.measure in ("memory", "time")
         assert flat(as_data(b.config)) | {"out": ""} != flat(as_data(a.config)) | {"out": ""}
 
 
@@ -170,10 +170,34 @@ def test_a_table_that_was_stopped_goes_on_in_the_middle(
         assert ("data.limit is 256 there and 128 here and 1 more" in error) == (more == ["--short"])
 
 
+@pytest.mark.slow
+def test_memory_is_measured_where_votes_are_kept_and_where_not(
+    digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, out = digits.with_name("mine.yaml"), digits.parent / "out"
+    rows = ", ".join(
+        f"{{label: {name}, recipe: {recipe}, name: {name}, eager: {eager}}}"
+        for name, eager in (("plain", "true"), ("ours", "false"))
+    )
+    digits.write_text(
+        TABLE.format(recipe=recipe).split("measure")[0] + f"measure: memory\nrows: [{rows}]\n"
+        "set: {batch_size: 6, network.options.iterations: 4, network.options.routing: sequential}\n"
+    )
+    status, told, _ = reproduce(capsys, digits, "--out", out)
+    assert status == 0 and "2 of 2: ours" in told
+    plain, ours = json.loads((out / "table.json").read_text())["rows"]
+    assert plain["ours"]["mean"] == plain["results"][0]["memory"] > 2 * ours["ours"]["mean"] > 0
+    assert "| batch of 6 |" in (out / "table.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("measure: error", "measure: time", "digits.yaml: measure: got 'time', want one of error, accuracy"),
+        (
+            "measure: error",
+            "measure: speed",
+            "digits.yaml: measure: got 'speed', want one of error, accuracy, memory, time",
+        ),
         ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 figures, want 1 or none"),
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
         ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),

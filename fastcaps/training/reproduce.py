@@ -20,14 +20,20 @@ from typing import Any
 from rich.console import Console
 
 from fastcaps import viz
-from fastcaps.training import figures
+from fastcaps.training import cost, figures
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import WHERE, TrainConfig, differences, kept, one_run
 from fastcaps.training.fields import as_data, flat
-from fastcaps.training.run import RunError, train, versions
+from fastcaps.training.run import RunError, train, versions, write_settings
 from fastcaps.training.seeds import train_seeds
 from fastcaps.training.tables import Entry, Table
 
+MEASURES = {
+    "error": "Test error in %",
+    "accuracy": "Test accuracy in %",
+    "memory": "Memory of a training step in MB",
+    "time": "Time of a training step in ms",
+}
 HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
 
 
@@ -112,6 +118,7 @@ class Line:
         """As it is printed, a cell a column of ``HEADER``."""
         config, paper = self.entry.config, self.entry.paper
         limit = config.data.limit
+        measured = bool(self.results) and "memory" in self.results[0]
         images = "all" if limit is None else f"{limit - config.data.validation:,}"
         missing = config.runs - len(self.results)
         ours = _figure(self.mean, self.spread) + (f" ({len(self.results)} of {config.runs} seeds)" if missing else "")
@@ -120,9 +127,27 @@ class Line:
             ours if self.values else "not run",
             self.entry.row.note if paper is None else _figure(paper, self.entry.row.spread),
             "" if self.difference is None else f"{self.difference:+.2f}",
-            f"{config.epochs:,} × {images}",
+            f"batch of {config.batch_size}" if measured else f"{config.epochs:,} × {images}",
             f"{self.results[0]['parameters']:,}" if self.results else "",
         )
+
+
+def _value(measure: str, result: Mapping[str, Any]) -> float:
+    """The figure of a run that a table measures."""
+    if measure in ("memory", "time"):
+        return float(result[measure])
+    share = float(result["test_accuracy"])
+    return 100 * (1 - share if measure == "error" else share)
+
+
+def _measure_cost(entry: Entry, console: Console) -> None:
+    """Measure memory and time, and leave settings and result as a run does."""
+    folder = entry.config.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_settings(entry.config, folder)
+    result = {**cost.measure_apart(folder, eager=entry.row.eager), "versions": versions()}
+    console.print(f"{result['memory']:.1f} MB, {result['time']:.1f} ms a step", highlight=False)
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _figure(value: float | None, spread: float | None) -> str:
@@ -141,18 +166,18 @@ def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
     for entry in entries:
         refuse_other(entry.config)  # where there are several seeds, the folder above theirs has settings too
         results = [result for one in runs_of(entry.config) if (result := read_result(one)) is not None]
-        shares = [result["test_accuracy"] for result in results]
-        lines.append(Line(entry, results, [100 * (1 - s if table.measure == "error" else s) for s in shares]))
+        lines.append(Line(entry, results, [_value(table.measure, result) for result in results]))
     return lines
 
 
 def train_missing(
-    entries: Sequence[Entry], chosen: Sequence[str], console: Console, report: Report | None = None
+    table: Table, entries: Sequence[Entry], chosen: Sequence[str], console: Console, report: Report | None = None
 ) -> bool:
-    """Train what is not finished, one run after the other.
+    """Train (or measure) what is not finished, one run after the other.
 
     Parameters
     ----------
+    table : Table
     entries : sequence of Entry
     chosen : sequence of str
         Labels or names of those to train; none for all.
@@ -182,6 +207,9 @@ def train_missing(
     for index, entry in enumerate(unfinished):
         text = f"{index + 1} of {len(unfinished)}: {entry.label} ({entry.config.folder})"
         console.print(text, highlight=False, soft_wrap=True, style="bold")
+        if table.measure in ("memory", "time"):
+            _measure_cost(entry, console)
+            continue
         work = train if entry.config.runs == 1 else train_seeds
         main = work(entry.config, resume=True, report=report or Report(console)).is_main
     return main
@@ -202,10 +230,10 @@ def short_settings(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[An
 
 def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[str, Any]) -> list[str]:
     """What is told below a table, a sentence or two a line."""
-    better = "lower" if table.measure == "error" else "higher"
+    better = "higher" if table.measure == "accuracy" else "lower"
     several = any(line.spread is not None for line in lines)
     found = [
-        f"Test {table.measure} in %, {better} is better"
+        f"{MEASURES[table.measure]}, {better} is better"
         + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")
     ]
     if short:
@@ -218,7 +246,7 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
         found.append("Changed: " + ", ".join(f"{path} {value}" for path, value in changes.items()) + ".")
     both = [line for line in lines if line.difference is not None]
     if len(both) > 1:
-        sign = 1 if table.measure == "error" else -1
+        sign = -1 if table.measure == "accuracy" else 1
         ours = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.mean or 0))]
         paper = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.entry.paper or 0))]
         if ours == paper:
@@ -285,7 +313,7 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
             raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
         figures.FIGURES[table.draw](trained, path, title)
         return
-    axis = f"test {table.measure} (%), {'lower' if table.measure == 'error' else 'higher'} is better"
+    axis = f"{MEASURES[table.measure]}, {'higher' if table.measure == 'accuracy' else 'lower'} is better"
     ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
     paper = [None if line.entry.paper is None else (line.entry.paper, line.entry.row.spread) for line in lines]
     if table.over is None:

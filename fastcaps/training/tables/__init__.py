@@ -53,11 +53,13 @@ class Row:
     set, short : mapping
         Other values for fields, by their paths; ``short`` in the shortened form only.
     paper : tuple of float
-        The paper's figure, in percent: one, or one for each value that is varied. May be left out.
+        The paper's figure: one, or one for each value that is varied. May be left out.
     spread : float, optional
         The paper's standard deviation.
     note : str
         What the paper has in the place of a figure.
+    eager : bool
+        Memory and time are those of plain PyTorch, whose autograd keeps the votes.
     """
 
     label: str
@@ -68,6 +70,7 @@ class Row:
     paper: tuple[float, ...] = ()
     spread: float | None = None
     note: str = ""
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Table:
     claim : str
         What is put to the test, in a sentence.
     measure : str
-        ``error`` or ``accuracy``: of the test images, in percent, by the recipes' metrics.
+        ``error`` or ``accuracy``: of the test images, in percent, by the recipes' metrics. ``memory`` in MB or ``time``
+        in ms of a training step of freshly drawn networks, of which nothing is trained.
     rows : tuple of Row
     draw : str
         ``bars``, ``lines`` over what is varied, or one of :data:`fastcaps.training.figures.FIGURES`: a figure of the
@@ -126,7 +130,7 @@ class Table:
     title: str
     source: Source
     claim: str
-    measure: Literal["error", "accuracy"]
+    measure: Literal["error", "accuracy", "memory", "time"]
     rows: tuple[Row, ...]
     draw: Literal["bars", "lines", "perturbations", "agreement", "poses"] = "bars"
     beside: str = ""

@@ -1,0 +1,83 @@
+"""Memory and time of a training step of a whole network: ``python -m fastcaps.training.cost FOLDER [eager]``.
+
+In a process of its own, since memory means something only where nothing else was done. ``eager`` is the same network by
+ordinary differentiable PyTorch, whose autograd keeps the votes of every turn, as it does in the published codes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, replace_all_batch_norm_modules_
+
+from fastcaps import models
+from fastcaps.measure import median_ms, peak_growth
+from fastcaps.training.config import TrainConfig, kept
+
+
+def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -> dict[str, Any]:
+    """Measure steps of a network, sized as in the paper, on random images.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        Its network, batch size and seed.
+    eager : bool
+        By plain PyTorch, which keeps the votes. What cannot reach the result is left out there too, and the first turn,
+        which is linear, makes no votes either: the published codes need more.
+    seconds : float
+        How long to repeat it.
+
+    Returns
+    -------
+    dict
+        ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median),
+        ``parameters``, ``seed``.
+    """
+    torch.manual_seed(config.seed)
+    network: Any = models.create(config.network.name, **config.network.options)
+    if eager:
+        replace_all_batch_norm_modules_(network)  # torch.func cannot have them count
+    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    images = torch.randn(config.batch_size, network.in_channels, *network.image_size)
+
+    def step(some: Tensor) -> None:
+        if eager:  # torch.func takes the reference's formulas, which are ordinary PyTorch
+            grad(lambda given: functional_call(network, given, (some,)).logsumexp(1).sum())(weights)
+            return
+        network(some).logsumexp(1).sum().backward()
+        network.zero_grad()
+
+    step(images[:1])  # threads, code and caches that every later step shares are not part of the figure
+    grown = peak_growth(lambda: step(images))
+    milliseconds = median_ms(lambda: step(images), seconds)
+    parameters = sum(weight.numel() for weight in weights.values())
+    return {"memory": grown / 1e6, "time": milliseconds, "parameters": parameters, "seed": config.seed}
+
+
+def measure_apart(folder: Path, *, eager: bool = False) -> dict[str, Any]:
+    """:func:`measure` the settings in a folder's ``config.json``, in a fresh process.
+
+    Raises
+    ------
+    ValueError
+        With that process's last words, if it fails.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "fastcaps.training.cost", str(folder), *(["eager"] if eager else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"measuring {folder} failed: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(kept(Path(sys.argv[1])), eager="eager" in sys.argv[2:])))
