@@ -95,7 +95,7 @@ class Call(NamedTuple):
     Attributes
     ----------
     stem
-        ``"attention"``, ``"pooling"`` or ``"gaussian"``.
+        ``"attention"``, ``"pooling"`` or ``"gaussian"``; or ``"squash_sum"``, which is no routing.
     device, dtype
         Of the children.
     pose

@@ -21,12 +21,7 @@ _EXTRAS = {
 # option, the setting that it is, its type, help
 _FLAGS = (
     ("network", "network.name", str, "network to train (see --list)"),
-    (
-        "data",
-        "data.name",
-        str,
-        "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)",
-    ),
+    ("data", "data.name", str, "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)"),
     ("data-dir", "data.dir", str, "folder that holds the data set's files, or a folder of them; nothing is downloaded"),
     ("epochs", "epochs", int, "passes over the training images"),
     ("batch-size", "batch_size", int, "images a step, on all devices together"),
@@ -79,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train a network on images",
-        description="Train a network on images. Channels, image size and classes follow from the data.",
+        help="train a network on images or texts",
+        description="Train a network on images or texts. The sizes of its inputs and its classes follow from the data.",
         argument_default=argparse.SUPPRESS,  # only options that were given are there: --resume compares them
     )
     train.add_argument("--list", action="store_true", help="list the networks and data sets, and stop")
@@ -218,7 +213,8 @@ def _kept(given: dict[str, Any], changes: dict[str, Any]) -> Any:
     fresh = _fresh(given, changes) if "recipe" in given else before.changed(changes)
     options = {path: f"--{name}" for name, path, _, _ in _FLAGS}
     differ = differences(before, fresh)
-    for name in sorted(differ, key=lambda name: name not in changes):
+    if differ:
+        name = min(differ, key=lambda name: name not in changes)  # one that was given, if any was
         old, new = differ[name]
         told = options.get(name, f"--set {name}")
         raise _Fail(f"{told} {new} does not agree with the run in {folder}, which began with {old}")
@@ -269,10 +265,12 @@ def _reproduce(args: argparse.Namespace) -> int:
         if args.table is None:
             return _list_tables()
         table = tables.table(args.table)
-        out = Path(args.out or f"runs/reproduce/{Path(args.table).stem}{'-short' if args.short else ''}")
+        stem = Path(args.table).stem
+        out = Path(args.out or f"runs/reproduce/{stem}{'-short' if args.short else ''}")
         given = _set(args.set)
         where = {"data.dir": str(Path(args.data_dir).expanduser().resolve())} if args.data_dir else {}
-        entries = table.entries(table.runs(out, Path(args.table).stem), short=args.short, changes={**given, **where})
+        runs = table.runs_folder(out, stem)
+        entries = table.entries(runs, short=args.short, changes={**given, **where})
         reproduce.collect(table, entries)  # refuses what does not belong here before anything is trained
         if not args.collect and not reproduce.train_missing(table, entries, args.row, console):
             return 0  # one of several processes; the first one speaks

@@ -1,4 +1,4 @@
-"""Pictures: how a training went, which children each class listened to, figures beside those of a paper."""
+"""Pictures: how a training went, which children each class listened to, our numbers beside those of a paper."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def finish(figure: Any, path: str | Path, dpi: int = 120) -> Path:
+    """Write a figure into its file, and forget it."""
+    figure.savefig(path, dpi=dpi)
+    pyplot().close(figure)
+    return Path(path)
 
 
 def learning_curve(
@@ -87,9 +94,7 @@ def learning_curve(
         right.text(where, 100 * target - 0.3, f"{100 * target:.0f} % wanted", color=GREY, ha="right", va="top")
     right.set_title(f"last: {last:.2f} % of test images", loc="right", fontsize=10, color=ORANGE)
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return Path(path)
+    return finish(figure, path)
 
 
 @torch.no_grad()
@@ -246,33 +251,30 @@ def listening_map(
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.75 / figure.get_figheight()))  # room for two lines above
     figure.text(0.01, 1 - 0.2 / figure.get_figheight(), title, fontsize=13, fontweight="bold", va="center")
     figure.text(0.01, 1 - 0.5 / figure.get_figheight(), explained, fontsize=10.5, va="center")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return Path(path)
+    return finish(figure, path, dpi=110)
 
 
-Figure = tuple[float, float | None] | None
-"""A figure and its standard deviation; None where there is none."""
-
-
-def finish(figure: Any, path: str | Path) -> Path:
-    """Write a figure into its file, and forget it."""
-    figure.savefig(path, dpi=120)
-    pyplot().close(figure)
-    return Path(path)
+Measured = tuple[float, float | None] | None
+"""A number and its standard deviation; None where there is none."""
 
 
 def bars(
-    labels: Sequence[str], ours: Sequence[Figure], paper: Sequence[Figure], path: str | Path, *, title: str, axis: str
+    labels: Sequence[str],
+    ours: Sequence[Measured],
+    paper: Sequence[Measured],
+    path: str | Path,
+    *,
+    title: str,
+    axis: str,
 ) -> Path:
-    """Draw figures beside those of a paper, a pair of bars each, from zero.
+    """Draw numbers beside those of a paper, a pair of bars each, from zero.
 
     Parameters
     ----------
     labels : sequence of str
         What each pair is.
     ours, paper : sequence
-        Figures with their standard deviations; None where there is none.
+        Numbers with their standard deviations; None where there is none.
     path : str or Path
         Where the picture goes.
     title, axis : str
@@ -306,21 +308,21 @@ def bars(
 
 def lines(
     values: Sequence[Any],
-    figures: Mapping[str, tuple[Sequence[Figure], Sequence[Figure]]],
+    measured: Mapping[str, tuple[Sequence[Measured], Sequence[Measured]]],
     path: str | Path,
     *,
     title: str,
     over: str,
     axis: str,
 ) -> Path:
-    """Draw figures over what is varied: ours as lines, those of a paper dashed.
+    """Draw numbers over what is varied: ours as lines, those of a paper dashed.
 
     Parameters
     ----------
     values : sequence
         What is varied.
-    figures : mapping
-        Labels to ours and the paper's, a figure for each value; None where there is none.
+    measured : mapping
+        Labels to ours and the paper's, a number and its standard deviation for each value; None where there is none.
     path : str or Path
         Where the picture goes.
     title, over, axis : str
@@ -332,7 +334,7 @@ def lines(
         ``path``.
     """
     figure, plot = pyplot().subplots(figsize=(8, 5.2), layout="constrained")
-    for index, (label, both) in enumerate(figures.items()):
+    for index, (label, both) in enumerate(measured.items()):
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         for who, line, found in (("ours", "-", both[0]), ("paper", "--", both[1])):
             here = [(x, *each) for x, each in zip(values, found, strict=True) if each is not None]

@@ -21,8 +21,8 @@ import torch
 pytest.importorskip("lightning")
 
 from fastcaps import cli, data
-from fastcaps.callbacks import COLUMNS, Report, read_metrics
 from fastcaps.training import CapsuleClassifier, RunError, SettingError, TrainConfig, build_network, train, train_seeds
+from fastcaps.training.callbacks import COLUMNS, Report, read_metrics
 from fastcaps.training.config import kept
 from fastcaps.training.data import WithParts, hold_out
 from fastcaps.training.fields import as_data
@@ -110,7 +110,7 @@ def test_tensorboard_holds_the_curves(finished: Any) -> None:
 
 KILLED = """
 import os, signal, torch
-from fastcaps.callbacks import Report
+from fastcaps.training.callbacks import Report
 from fastcaps.training import TrainConfig, train
 
 class Killer(Report):

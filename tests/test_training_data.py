@@ -15,8 +15,8 @@ pytest.importorskip("lightning")
 from stand_ins import SEVERAL, SHAPES, fake_transformers, write_bank
 
 from fastcaps import cli, data
-from fastcaps.callbacks import Report
 from fastcaps.training import CapsuleClassifier, RunError, build_network, recipe, recipes, train
+from fastcaps.training.callbacks import Report
 from fastcaps.training.config import Data
 from fastcaps.training.data import read_data
 from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin

@@ -47,7 +47,7 @@ def test_every_table_is_whole(name: str) -> None:
     table = tables.table(name)
     assert re.search(r" (2017|2018|2019|2020)$", table.source.paper) and table.source.section
     full, short = table.entries(Path("runs")), table.entries(Path("runs"), short=True)
-    assert table.runs(Path("here") / f"{name}-short", name) == Path("here") / f"{table.beside or name}-short"
+    assert table.runs_folder(Path("here") / f"{name}-short", name) == Path("here") / f"{table.beside or name}-short"
     assert table.short and [entry.name for entry in full] == [entry.name for entry in short]
     built = set()
     for entry in (*full, *short):

@@ -1,6 +1,6 @@
 // squash_sum on a GPU, whole: both kernels and the op. A thread has a capsule of each summand, at one position; its
 // neighbours have the next positions, so that number k of all of them lies side by side. Every number is read and
-// written once, but of capsules of more than 16 numbers, which are read again from cache.
+// written once; those of capsules of more than 16 numbers are read again, from cache.
 #include "../squash_sum.h"
 
 #include "../algebra/turns.h"

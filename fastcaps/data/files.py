@@ -20,6 +20,20 @@ MOST_BYTES = 2**31
 ParseHeader = Callable[[IO[bytes], Path], tuple[np.dtype, tuple[int, ...]]]
 
 
+def spellings(name: str) -> list[str]:
+    """The names that a file may have: plain or ``.gz``, and of an IDX file with ``.idx`` in the place of ``-idx``."""
+    stems = dict.fromkeys((name, name.replace("-idx", ".idx")))
+    return [stem + end for stem in stems for end in ("", ".gz")]
+
+
+def find(folder: Path, name: str) -> Path:
+    """A file of a folder, in the first of its :func:`spellings` that is there; MissingDataError if none is."""
+    for spelling in spellings(name):
+        if (folder / spelling).is_file():
+            return folder / spelling
+    raise MissingDataError(f"{folder / name}: no such file, nor {name}.gz")
+
+
 def sizes_text(sizes: tuple[int, ...]) -> str:
     """``3 x 28 x 28``."""
     return " x ".join(map(str, sizes))

@@ -13,8 +13,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.errors import CorruptDataError, MissingDataError
-from fastcaps.data.files import read_array, require_shape
+from fastcaps.data.errors import CorruptDataError
+from fastcaps.data.files import find, read_array, require_shape
 
 TRAIN_STEM = "smallnorb-5x46789x9x18x6x2x96x96-training"
 TEST_STEM = "smallnorb-5x01235x9x18x6x2x96x96-testing"
@@ -74,13 +74,6 @@ def read_norb_matrix(
     return read_array(path, parse, "a binary matrix of smallNORB")
 
 
-def _find(folder: Path, name: str) -> Path:
-    for spelling in (name, name + ".gz"):
-        if (folder / spelling).is_file():
-            return folder / spelling
-    raise MissingDataError(f"{folder / name}: no such file, nor {name}.gz")
-
-
 def read_norb(
     folder: str | Path, *, train: bool
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -99,7 +92,7 @@ def read_norb(
     """
     folder = Path(folder)
     stem = TRAIN_STEM if train else TEST_STEM
-    paths = {kind: _find(folder, f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info")}
+    paths = {kind: find(folder, f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info")}
     # the small files first: what does not belong together is refused before 448 MB are unpacked
     labels = read_norb_matrix(paths["cat"], dtype=np.int32, shape=(None,)).astype(np.int64)
     count = len(labels)

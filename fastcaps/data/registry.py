@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fastcaps.data.affine import AffineDigits
 from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.files import spellings
 from fastcaps.data.images import BatchDataset, ImageDataset
 from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
 from fastcaps.data.sources import SOURCES, Arrays, Source
@@ -80,7 +81,7 @@ _GENERATED: dict[str, Callable[[Arrays, Arrays], tuple[BatchDataset, BatchDatase
 """Made of MNIST's digits, training images of training digits and test images of test digits."""
 
 _TEXTS = {"sst5": 5, "sst2": 2}
-"""The Stanford Sentiment Treebank: its classes."""
+"""The Stanford Sentiment Treebank, and how many classes it has."""
 
 
 def names() -> list[str]:
@@ -90,8 +91,7 @@ def names() -> list[str]:
 
 def _is_here(folder: Path, files: tuple[str, ...]) -> bool:
     """Whether any of the files, in any spelling, lies in the folder (the reader then says which one is missing)."""
-    spellings = {s for f in files for s in (f, f + ".gz", f.replace("-idx", ".idx"), f.replace("-idx", ".idx") + ".gz")}
-    return any((folder / spelling).exists() for spelling in spellings)
+    return any((folder / spelling).exists() for name in files for spelling in spellings(name))
 
 
 def _locate(name: str, source: Source, data_dir: str | Path | None) -> Path:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from fastcaps.data.cifar import read_cifar
 from fastcaps.data.digits import read_digits, split_digits
 from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.files import find
 from fastcaps.data.folders import class_names, read_folder
 from fastcaps.data.idx import read_idx
 from fastcaps.data.norb import TEST_STEM, TRAIN_STEM, read_norb
@@ -61,19 +62,10 @@ class Source:
     flip: bool = False
 
 
-def _find(folder: Path, name: str) -> Path:
-    """An IDX file under any of its customary spellings."""
-    spellings = [name + end for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz") for name in (stem,)]
-    for spelling in spellings:
-        if (folder / spelling).is_file():
-            return folder / spelling
-    raise MissingDataError(f"{folder / name}: no such file, nor {name}.gz")
-
-
 def _read_mnist(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
     parts: list[Arrays] = []
     for stem in ("train", "t10k"):
-        image_file, label_file = _find(folder, f"{stem}-images-idx3-ubyte"), _find(folder, f"{stem}-labels-idx1-ubyte")
+        image_file, label_file = find(folder, f"{stem}-images-idx3-ubyte"), find(folder, f"{stem}-labels-idx1-ubyte")
         images = read_idx(image_file, shape=(None, 28, 28))
         labels = read_idx(label_file, shape=(None,))
         if len(images) != len(labels):

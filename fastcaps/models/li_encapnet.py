@@ -191,7 +191,7 @@ def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Feedback:
+class FeedbackConfig:
     """The switches of the feedback units (Li et al., 2018, Table 3).
 
     Attributes
@@ -214,8 +214,7 @@ class Feedback:
     cost: str = "cosine"
 
     def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
-        """Make the units of a module: from ``before`` channels to ``after``; ``several``: it has more layers than
-        one."""
+        """Make the units of a module from ``before`` channels to ``after``, which has ``several`` layers or one."""
         check_choice("feedback", self.feedback, FEEDBACK)
         check_choice("generator", self.generator, ("capsules", "vanilla"))
         lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
@@ -228,7 +227,7 @@ class Feedback:
 
 
 @dataclass(frozen=True)
-class EncapNetConfig(Feedback):
+class EncapNetConfig(FeedbackConfig):
     """Everything an EncapNet is built from.
 
     Attributes
@@ -247,7 +246,7 @@ class EncapNetConfig(Feedback):
     coefficients : str or tuple of str
         Of all modules or each, as :class:`~fastcaps.nn.CapConv2d` has them: (1) to (4) of Table 3.
     skip : "none", "I", "II" or "both"
-        Skip connections: (4) to (7) of Table 3.
+        Skip connections: (5) to (7) of Table 3.
     """
 
     classes: int = 10
@@ -263,7 +262,8 @@ class EncapNetConfig(Feedback):
 
     def build(self) -> EncapNet:
         """Make the network, freshly drawn."""
-        size, types, channels = image_size(self.image_size), check_count("types", self.types), self.in_channels
+        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
+        types = check_count("types", self.types)
         for name in ("layers", "strides"):
             if len(getattr(self, name)) != len(self.dims):
                 raise ValueError(f"{name} must have {len(self.dims)} numbers as dims, got {getattr(self, name)}")
@@ -272,7 +272,6 @@ class EncapNetConfig(Feedback):
         if len(each) != len(self.dims):
             raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {each}")
         stem = nn.Sequential()
-        channels = check_count("in_channels", channels)
         for dim, kernel, stride in self.stem:
             stem.extend(Conv(types * dim, kernel, stride, kernel // 2, order=CHAIN).modules((channels,), None))
             channels = types * dim
@@ -289,7 +288,7 @@ class EncapNetConfig(Feedback):
 
 
 @dataclass(frozen=True)
-class PlainNetConfig(Feedback):
+class PlainNetConfig(FeedbackConfig):
     """The convolutional networks that the paper compares with; images of any size.
 
     Attributes

@@ -27,14 +27,15 @@ from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse, turn_after_turn
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
-__all__ = ["LIBRARY", "Gradients", "Routing"]
+__all__ = ["LIBRARY", "NATIVE", "TAGS", "Gradients", "Routing", "is_transformed", "let_inductor_call", "native_op"]
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag,)
+NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
+"""Where the ops of the native libraries are declared: backend -> library."""
 
-_NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
 _VOTES = "Tensor children, Tensor? weight, Tensor? bias, Tensor? gate, SymInt parents, SymInt[] window, "
 _COUNT = 6  # arguments that are the votes'
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 
 Gradients = Sequence[Tensor | None]
 
@@ -54,7 +55,7 @@ def _is_watched() -> bool:
     )
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether torch.func or forward-mode derivatives want plain formulas.
 
     The ops have no rules for those: the reference, which is ordinary code, is right under all of them.
@@ -172,7 +173,7 @@ class Routing(ABC):
         """Define both ops: schemas, fake kernels, autograd, autocast, and the kernel that asks which backend runs."""
         flags = "".join(f", bool {flag}" for flag in self.flags)
         forward, results = f"({_VOTES}{self.own}", f"({self.results}"
-        LIBRARY.define(f"{self.name}{forward}{flags}) -> {results}, Tensor coefficients)", tags=_TAGS)
+        LIBRARY.define(f"{self.name}{forward}{flags}) -> {results}, Tensor coefficients)", tags=TAGS)
         self.op = getattr(torch.ops.fastcaps, self.name).default
         taken = self.op._schema.arguments
         self.names = [argument.name for argument in taken]
@@ -180,12 +181,12 @@ class Routing(ABC):
         self.tensor_names = [self.names[k] for k in self.tensors]
         gradients = ", ".join(f"Tensor d{name}" for name in self.tensor_names)
         backward, gradients = f"({self.grads}, {_VOTES}{self.own_backward}, int needs", f"-> ({gradients})"
-        LIBRARY.define(f"{self.name}_backward{backward}) {gradients}", tags=_TAGS)
-        for library in _NATIVE.values():
+        LIBRARY.define(f"{self.name}_backward{backward}) {gradients}", tags=TAGS)
+        for library in NATIVE.values():
             library.define(f"{self.name}{forward}, int options) -> {results})".replace("SymInt", "int"))
             library.define(f"{self.name}_backward{backward}, int options) {gradients}".replace("SymInt", "int"))
-        self.native = {name: _native(name, self.name) for name in _NATIVE}
-        self.native_backward = {name: _native(name, f"{self.name}_backward") for name in _NATIVE}
+        self.native = {name: native_op(name, self.name) for name in NATIVE}
+        self.native_backward = {name: native_op(name, f"{self.name}_backward") for name in NATIVE}
         self.backward_op = getattr(torch.ops.fastcaps, f"{self.name}_backward").default
         self.backward_names = [argument.name for argument in self.backward_op._schema.arguments]
         self.heads = self.backward_names.index("children")
@@ -214,7 +215,7 @@ class Routing(ABC):
         arguments = (*votes, *own)
         if torch.compiler.is_compiling():
             return self.op(*arguments)
-        if _is_transformed():
+        if is_transformed():
             backends.refuse_unless_reference(self.stem)
             return self.by_reference(*arguments)
         tensors = self._tensors_of(arguments)
@@ -246,7 +247,7 @@ class Routing(ABC):
         chosen = backends.choose(call)
         if chosen == "cuda" and backends.takes_turns(call, self, arguments):
             results = self.native[chosen](*taken, call.options)
-        elif chosen in _NATIVE:
+        elif chosen in NATIVE:
             results = self.chain(self._kernel(chosen, call, arguments), arguments)
         else:
             placed = self._on_grid(arguments)
@@ -263,7 +264,7 @@ class Routing(ABC):
             return tuple(self.native_backward["cpu"](*arguments, 0))
         call = backends.Call.of(self.stem, arguments[self.heads :])
         chosen = backends.choose(call)
-        if chosen in _NATIVE:
+        if chosen in NATIVE:
             return tuple(self.native_backward[chosen](*arguments, call.options))
         is_set = arguments[self.heads].dim() == 4
         placed = _views(as_grid, arguments, self._backward_places) if is_set else arguments
@@ -299,7 +300,7 @@ class Routing(ABC):
 
     def _kernel(self, chosen: str, call: backends.Call, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs one turn: called with votes and the op's own arguments, without flags."""
-        if chosen in _NATIVE:
+        if chosen in NATIVE:
             native = self.native[chosen]
             return lambda votes, *own: native(*votes, *own, call.options)
         votes = Votes(*arguments[:_COUNT])
@@ -357,7 +358,7 @@ class Routing(ABC):
             if arguments[k] is not None and arguments[k].device != votes.children.device:
                 raise ValueError(f"{self.names[k]} must be on {votes.children.device}, got {arguments[k].device}")
         explanation.tell(self, votes, given)
-        _let_inductor_call(f"fastcaps::{self.name}")
+        let_inductor_call(f"fastcaps::{self.name}")
         wide = accumulation_dtype(votes.children.dtype)
         shape = votes.shares if given.coefficients else (0,)
         return (*self.fakes(votes, given), votes.children.new_empty(shape, dtype=wide))
@@ -456,12 +457,12 @@ class Routing(ABC):
         return cast
 
 
-def _native(library: str, name: str) -> Any:
+def native_op(library: str, name: str) -> Any:
     """Return a native library's op."""
     return getattr(getattr(torch.ops, f"fastcaps_{library}"), name).default
 
 
-def _let_inductor_call(name: str) -> None:
+def let_inductor_call(name: str) -> None:
     """Have Inductor, if it is what compiles, call an op as it is.
 
     Where the variable CI is set it refuses an op that has a decomposition, as ours have for ONNX: a check that torch

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation, reference
 from fastcaps.checks import shape_text
-from fastcaps.ops.routing import _NATIVE, _TAGS, LIBRARY, _is_transformed, _let_inductor_call, _native
+from fastcaps.ops.routing import LIBRARY, NATIVE, TAGS, is_transformed, let_inductor_call, native_op
 
 __all__ = ["squash_sum"]
 
@@ -84,7 +84,7 @@ def squash_sum(
         if tensor is not None and tensor.dtype != dtype:
             dtype = torch.promote_types(dtype, tensor.dtype)
     x, a, y, b = [t if t is None or t.dtype == dtype else t.to(dtype) for t in given]
-    if _is_transformed():
+    if is_transformed():
         backends.refuse_unless_reference("squash_sum")
         return reference.squash_sum(x, a, y, b, types, relu)
     found: Tensor = torch.ops.fastcaps.squash_sum.default(x, a, y, b, types, relu)
@@ -130,7 +130,7 @@ native: dict[tuple[str, str], Any] = {}
 def refusal(name: str, call: backends.Call) -> str | None:
     """Return why a backend cannot take a call, or None if it can."""
     problem = backends.refusal(name, call)
-    if problem is None and name in _NATIVE:
+    if problem is None and name in NATIVE:
         key = call.device.type.upper()
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastcaps_{name}::squash_sum", key):
             return "the library was built without squash_sum; build it again"
@@ -139,7 +139,8 @@ def refusal(name: str, call: backends.Call) -> str | None:
 
 def call_of(x: Tensor) -> backends.Call:
     """Return a call on ``x`` as :mod:`fastcaps.backends` asks about calls."""
-    return backends.Call("squash_sum", x.device, x.dtype, (1, 1, 1), 1, False, 0)
+    # it has no votes: pose and parents stand for nothing, and kernels heed no option
+    return backends.Call("squash_sum", x.device, x.dtype, pose=(1, 1, 1), parents=1, has_weight=False, options=0)
 
 
 def choose(x: Tensor) -> str:
@@ -150,7 +151,7 @@ def choose(x: Tensor) -> str:
 def _run(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
     _check(x, a, y, b, types)
     chosen = choose(x)
-    if chosen in _NATIVE:
+    if chosen in NATIVE:
         found: Tensor = native["squash_sum", chosen](x, a, y, b, types, relu)
         return found
     if chosen == "triton":
@@ -171,7 +172,7 @@ def _run_backward(
 ) -> tuple[Tensor, ...]:
     _check(x, a, y, b, types)
     chosen = choose(x)
-    if chosen in _NATIVE:
+    if chosen in NATIVE:
         return tuple(native["squash_sum_backward", chosen](grad, x, a, y, b, types, relu, needs))
     if chosen == "triton":
         return tuple(backends.triton_kernels("squash_sum").squash_sum_backward(grad, x, a, y, b, types, relu, needs))
@@ -202,7 +203,7 @@ def _differentiate(
 def _fake(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
     """Return an empty tensor as the op would, and tell :func:`fastcaps.explain`, if it listens, of the call."""
     _check(x, a, y, b, types)
-    _let_inductor_call("fastcaps::squash_sum")
+    let_inductor_call("fastcaps::squash_sum")
     explanation.tell_other(call_of(x), lambda: _describe(x, a, y, b, types), refusal)
     return x.new_empty(x.shape)
 
@@ -254,10 +255,10 @@ def _backward_flops(grad: Any, x: Any, *others: Any, out_shape: Any = None, **op
 
 def _define() -> None:
     for name, schema in _SCHEMAS.items():
-        LIBRARY.define(name + schema.format(integer="SymInt"), tags=_TAGS)
-        for which, library in _NATIVE.items():
+        LIBRARY.define(name + schema.format(integer="SymInt"), tags=TAGS)
+        for which, library in NATIVE.items():
             library.define(name + schema.format(integer="int"))
-            native[name, which] = _native(which, name)
+            native[name, which] = native_op(which, name)
     for name, run, fake in (("squash_sum", _run, _fake), ("squash_sum_backward", _run_backward, _fake_backward)):
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)

@@ -102,8 +102,8 @@ def prepare(splits: Splits, data: Data) -> Splits:
     return splits
 
 
-class Part(Dataset[Any]):
-    """A data set, or some of it, as a loader and a device want it: gathered by the one, finished on the other.
+class Subset(Dataset[Any]):
+    """A data set, or some of it: a loader gathers its batches, the device that trains finishes them.
 
     Parameters
     ----------
@@ -132,8 +132,16 @@ def _as_it_is(gathered: Any) -> Any:
     return gathered
 
 
-def hold_out(train: Any, count: int, plain_augment: Any = None) -> tuple[Part, Part | None]:
-    """Split training images: those to train with, and ``count`` others, which are treated as test images are.
+def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Subset | None]:
+    """Split training images: those to train with, and those held out; the same ones whatever the run's seed.
+
+    Parameters
+    ----------
+    train : BatchDataset, TextDataset or WithParts
+    count : int
+        How many are held out.
+    tested_as : callable, optional
+        What is done to test images, and so to these; the training images' augmentation and mixup are not.
 
     Raises
     ------
@@ -141,15 +149,15 @@ def hold_out(train: Any, count: int, plain_augment: Any = None) -> tuple[Part, P
         If none would remain.
     """
     if not count:
-        return Part(train), None
+        return Subset(train), None
     if count >= len(train):
         raise ValueError(f"data.validation: got {count} of {len(train)} training images, want fewer")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
     plain = copy.copy(train)
-    for name, value in (("augment", plain_augment), ("mixup", None)):
+    for name, value in (("augment", tested_as), ("mixup", None)):
         if hasattr(plain, name):
             setattr(plain, name, value)
-    return Part(train, sorted(order[count:])), Part(plain, sorted(order[:count]))
+    return Subset(train, sorted(order[count:])), Subset(plain, sorted(order[:count]))
 
 
 class WithParts:
@@ -217,8 +225,8 @@ class ImageData(pl.LightningDataModule):
         tested_as = getattr(test, "augment", None)
         self.train, self.validation = hold_out(train, validation, tested_as)
         if self.validation is None and splits.validation is not None:
-            self.validation = Part(splits.validation)
-        self.test = Part(test)
+            self.validation = Subset(splits.validation)
+        self.test = Subset(test)
         self.source = splits.train
         self.crops: int = getattr(tested_as, "count", 1)
         self.batch_size = batch_size
@@ -267,9 +275,9 @@ class ImageData(pl.LightningDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Finish a batch on the device that trains."""
         assert self.trainer is not None
-        part = self.train if self.trainer.training else (self.test, self.validation)[dataloader_idx]
-        assert part is not None
-        return part.finish(batch)
+        source = self.train if self.trainer.training else (self.test, self.validation)[dataloader_idx]
+        assert source is not None
+        return source.finish(batch)
 
     def state_dict(self) -> dict[str, Any]:
         assert self.trainer is not None

@@ -6,7 +6,7 @@ Each is a function that computes, and one that draws; :data:`FIGURES` names the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Trained:
     label : str
         What it is.
     network, fresh : Module
-        As trained, and as it was drawn before; in evaluation mode.
+        With its trained weights, and with those that it began with; in evaluation mode.
     splits : Splits
         Its data.
     """
@@ -72,6 +72,11 @@ def load(config: TrainConfig, label: str = "") -> Trained:
     mine = {name.removeprefix("network."): value for name, value in state["state_dict"].items()}
     network.load_state_dict({name: mine[name] for name in network.state_dict()})
     return Trained(label, network.eval(), fresh.eval(), splits)
+
+
+def in_batches(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images and their labels, ``size`` at a time."""
+    return zip(images.split(size), labels.split(size), strict=True)
 
 
 def class_poses(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
@@ -116,22 +121,22 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float
 
 
 def some_classes(trained: Trained) -> list[int]:
-    """Four classes to show."""
+    """Four classes to show, spread over all of them."""
     return [index * len(trained.splits.classes) // 4 for index in range(4)]
 
 
 def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Path:
-    """A grid of images for each of four classes: a row a number of the capsule, a column a step."""
+    """A grid of images for each of four classes: a row for each number of the capsule, a column for each step."""
     (each,) = trained
     images, labels = each.images(200)
     chosen = [int((labels == label).nonzero()[0]) for label in some_classes(each)]
-    drawn = perturbations(each.network, images[chosen], labels[chosen])[:, :, :, 0]
-    figure, plots = pyplot().subplots(1, len(chosen), figsize=(11, 4.6), layout="constrained")
-    for plot, grid, label in zip(plots, drawn, labels[chosen], strict=True):
+    drawn = perturbations(each.network, images[chosen], labels[chosen])
+    figure, plots = pyplot().subplots(1, len(chosen), figsize=(11, 4.9), layout="constrained")
+    for plot, grid, label in zip(plots, drawn[:, :, :, 0], labels[chosen], strict=True):
         plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1), cmap="gray_r", vmin=0, vmax=1)
         plot.set(title=f"a {each.splits.classes[int(label)]}", xticks=[], yticks=[])
         plot.set_xlabel("-0.25 … 0.25", fontsize=9)
-    plots[0].set_ylabel("one of the 16 numbers moved, a row each")
+    plots[0].set_ylabel(f"one of the {drawn.shape[1]} numbers moved, a row each")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return finish(figure, path)
 
@@ -173,7 +178,7 @@ def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) 
     hook = layer.register_forward_hook(lambda _, given, named, __: calls.append((given, named)), with_kwargs=True)
     counts, lengths = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
     try:
-        for some, target in zip(images.split(20), labels.split(20), strict=True):
+        for some, target in in_batches(images, labels, 20):
             parents = class_poses(network, some, target)
             children = calls.pop()[0][0]
             call = layer.prepare(children, None, None, None)
@@ -241,12 +246,14 @@ def turned(network: CapsNet, image: Tensor, label: int, degrees: Sequence[float]
 
 
 def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
-    """Poses of the test images' class capsules, and those of single images as they turn."""
+    """Poses of the test images' class capsules, and of single images' as they turn."""
     (each,) = trained
     plt = pyplot()
     images, labels = each.images(1000)
     with torch.no_grad():
-        points = in_two_dimensions(torch.cat([class_poses(each.network, *part) for part in batches(images, labels)]))
+        points = in_two_dimensions(
+            torch.cat([class_poses(each.network, *part) for part in in_batches(images, labels, 100)])
+        )
     figure = plt.figure(figsize=(13, 5.4), layout="constrained")
     grid = figure.add_gridspec(2, 4)
     plot = figure.add_subplot(grid[:, :2])
@@ -267,11 +274,6 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
         plot.title.set_fontsize(10)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return finish(figure, path)
-
-
-def batches(images: Tensor, labels: Tensor, size: int = 100) -> list[tuple[Tensor, Tensor]]:
-    """Images and labels, some at a time."""
-    return list(zip(images.split(size), labels.split(size), strict=True))
 
 
 FIGURES: dict[str, Callable[[Sequence[Trained], Path, str], Path]] = {

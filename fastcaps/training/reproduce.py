@@ -53,7 +53,8 @@ def refuse_other(config: TrainConfig) -> bool:
     if not (folder / "config.json").is_file():
         return False
     found = differences(kept(folder), config)
-    for name, (there, wanted) in found.items():
+    if found:
+        name, (there, wanted) = next(iter(found.items()))
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise RunError(
             f"{folder} holds a run with other settings: {name} is {there} there and {wanted} here{more}; "
@@ -175,7 +176,7 @@ def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
     """
     lines = []
     for entry in entries:
-        refuse_other(entry.config)  # of several seeds too: there is nothing else there, or their common settings
+        refuse_other(entry.config)  # where there are several seeds, the folder above theirs has settings too
         results = [result for one in runs_of(entry.config) if (result := read_result(one)) is not None]
         lines.append(Line(entry, results, [_value(table.measure, result) for result in results]))
     return lines
@@ -226,16 +227,16 @@ def train_missing(
     return main
 
 
-def shortened(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
+def short_settings(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
     """What the shortened form changes, by paths: what it is, and what it is in full (None where rows differ)."""
     full = [flat(as_data(entry.config)) for entry in table.entries(Path())]
+    short = [flat(as_data(entry.config)) for entry in entries]
     found = {}
     for path in dict.fromkeys(path for entry in entries for path in {**table.short, **entry.row.short}):
-        before = {repr(settings.get(path)): settings.get(path) for settings in full}
-        values = {repr(value): value for entry in entries for value in [flat(as_data(entry.config)).get(path)]}
-        if len(values) > 1:  # of the rows that change it
-            values = {repr(v): v for e in entries if path in e.row.short for v in [e.row.short[path]]}
-        found[path] = (next(iter(values.values())), next(iter(before.values())) if len(before) == 1 else None)
+        before, after = [settings.get(path) for settings in full], [settings.get(path) for settings in short]
+        if any(value != after[0] for value in after):  # only some rows change it: theirs
+            after = [entry.row.short[path] for entry in entries if path in entry.row.short]
+        found[path] = (after[0], before[0] if all(value == before[0] for value in before) else None)
     return found
 
 
@@ -250,7 +251,7 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
     if short:
         parts = [
             f"{path} {now}" + (f" (in full {full})" if full is not None else "")
-            for path, (now, full) in shortened(table, [line.entry for line in lines]).items()
+            for path, (now, full) in short_settings(table, [line.entry for line in lines]).items()
         ]
         found.append(f"Shortened: {', '.join(parts)}." + (f" {table.shortened}" if table.shortened else ""))
     if changes:
@@ -316,7 +317,7 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
-    """Draw the table: ours beside the paper's, or what the trained networks show; ValueError if there is none yet."""
+    """Draw the table: ours beside the paper's, or what the trained networks show; RunError if there is none yet."""
     title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
         trained = [figures.load(runs_of(line.entry.config)[0], line.entry.label) for line in lines if line.results]

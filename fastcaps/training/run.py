@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fastcaps import models
-from fastcaps.data import DataError, Splits
+from fastcaps.data import DataError, OverlappingDigits, Splits
 from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics
 from fastcaps.training.config import TrainConfig
 from fastcaps.training.data import ImageData, read_data
@@ -258,9 +258,9 @@ def train(
     network = module.network.cpu().eval()
     chosen = history[-1]
     if data.validation is not None:
-        kept = torch.load(best.path, map_location="cpu", weights_only=True)
-        network.load_state_dict(kept["state_dict"])
-        chosen = history[kept["epoch"] - 1]
+        saved = torch.load(best.path, map_location="cpu", weights_only=True)
+        network.load_state_dict(saved["state_dict"])
+        chosen = history[saved["epoch"] - 1]
     is_main = trainer.is_global_zero
     result = TrainResult(
         network,
@@ -278,7 +278,7 @@ def train(
 
 def make_data(config: TrainConfig, splits: Splits) -> ImageData:
     """The data of a run, split and in batches."""
-    parts = hasattr(splits.train, "layers") and getattr(config.loss, "reconstruction", 0) > 0
+    parts = isinstance(splits.train, OverlappingDigits) and getattr(config.loss, "reconstruction", 0) > 0
     size, held_out = config.batch_size, config.data.validation
     return ImageData(splits, size, seed=config.seed, workers=config.workers, validation=held_out, parts=parts)
 

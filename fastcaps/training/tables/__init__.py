@@ -154,8 +154,8 @@ class Table:
         """What a row sets, by paths, beside what is varied."""
         return {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
 
-    def runs(self, out: Path, name: str) -> Path:
-        """The folder of the runs, of a table of this name that writes into ``out``."""
+    def runs_folder(self, out: Path, name: str) -> Path:
+        """The folder of the runs: ``out``, or ``out`` with the table's name replaced by that of the one ``beside``."""
         return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
 
     def entries(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Entry]:
