@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastcaps import models
+from fastcaps.checks import did_you_mean
 from fastcaps.training.fields import MISSING, SettingError, as_data, changed, flat, read, require_count, require_number
 from fastcaps.training.loss import CrossEntropy, Loss
 from fastcaps.training.optimizer import Adam, Optimizer
@@ -38,7 +39,8 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.name not in models.names():
-            raise ValueError(f"name: got {self.name!r}, want one of {', '.join(models.names())}")
+            hint = did_you_mean(self.name, models.names())
+            raise ValueError(f"name: got {self.name!r}{hint}, want one of {', '.join(models.names())}")
 
 
 @dataclass(frozen=True)
