@@ -12,6 +12,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
         settings = as_data(line.entry.config)
         for path in WHERE:
             *above, last = path.split(".")
-            (settings[above[0]] if above else settings).pop(last)
+            reduce(lambda part, name: part[name], above, settings).pop(last, None)  # of options, not all are there
         rows.append(
             {
                 "label": line.entry.label,
