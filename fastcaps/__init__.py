@@ -1,8 +1,9 @@
 """fastcaps: kernels and modules for capsule networks that never store a vote.
 
 ``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks,
-``fastcaps.losses`` what they are trained on; ``fastcaps.backends`` says what runs where. The modules are imported on
-first use, so that ``import fastcaps`` costs little beyond torch.
+``fastcaps.losses`` what they are trained on, ``fastcaps.data`` the data sets, ``fastcaps.training`` what trains;
+``fastcaps.backends`` says what runs where. The modules are imported on first use, so that ``import fastcaps`` costs
+little beyond torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fastcaps.backends import BackendError, backend
 from fastcaps.functional import Window, explain
 
 if TYPE_CHECKING:
-    from fastcaps import losses, models
+    from fastcaps import data, losses, models, nn, training
     from fastcaps.nn import (
         CapConv2d,
         CapFC,
@@ -55,11 +56,14 @@ __all__ = [
     "backend",
     "backends",
     "convert",
+    "data",
     "explain",
     "functional",
     "losses",
     "models",
+    "nn",
     "ops",
+    "training",
 ]
 
 _LAZY = dict.fromkeys(
@@ -81,7 +85,7 @@ _LAZY = dict.fromkeys(
     ),
     "fastcaps.nn",
 )
-_LAZY_MODULES = ("compat", "losses", "models", "nn")
+_LAZY_MODULES = ("compat", "data", "losses", "models", "nn", "training", "viz")
 
 
 def __getattr__(name: str) -> Any:

@@ -88,8 +88,9 @@ def check_eps(eps: Any) -> float:
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
     """The end of a message about a name that is none of ``names``: the nearest, if one is near."""
-    near = difflib.get_close_matches(str(name), names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    spelled = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(str(name).lower(), spelled, n=1)
+    return f" (did you mean {spelled[near[0]]}?)" if near else ""
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

@@ -47,6 +47,12 @@ def test_import_and_help_are_light() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_parts_are_there_after_a_plain_import() -> None:
+    parts = "fastcaps.data.load, fastcaps.training.train, fastcaps.viz, fastcaps.nn, fastcaps.losses"
+    done = python("-c", f"import fastcaps; print(len(({parts})))")
+    assert (done.returncode, done.stdout.strip()) == (0, "5"), done.stderr
+
+
 def test_as_a_module() -> None:
     done = python("-m", "fastcaps", "--version")
     assert (done.returncode, done.stdout.strip()) == (0, f"fastcaps {fastcaps.__version__}")
@@ -112,7 +118,8 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "missing --network and --data"),
         (["--network", "digits"], "missing --data, or --recipe (fastcaps train --list"),
-        (["--network", "lenet", "--data", "digits"], "network.name: got 'lenet', want one of"),
+        (["--network", "lstm", "--data", "digits"], "network.name: got 'lstm', want one of"),
+        (["--network", "mnits", "--data", "digits"], "network.name: got 'mnits' (did you mean mnist?), want one of"),
         (["--network", "digits", "--data", "mnist"], "MNIST needs a data directory"),
         (["--network", "digits", "--data", "emnist"], "the data set 'emnist' is not in this fastcaps; there are mnist"),
         (["--network", "digits", "--data", "mnist", "--data-dir", "absent-folder"], "absent-folder: no such folder"),

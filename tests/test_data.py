@@ -305,9 +305,18 @@ def test_fashion_does_not_pass_for_mnist(tmp_path: Path) -> None:
             data.load("mnist", where)
 
 
+def test_images_are_bytes() -> None:
+    with pytest.raises(ValueError, match=r"images must be bytes.*got float32"):
+        data.ImageDataset(np.zeros((2, 1, 4, 4), np.float32), np.zeros(2, np.int64), mean=[0.5], std=[0.2])
+    images = data.ImageDataset(np.zeros((2, 1, 4, 5), np.uint8), [0, 1], mean=[0.5], std=[0.2])  # type: ignore[arg-type]
+    assert repr(images) == "ImageDataset(2 items from images of 1 x 4 x 5)"
+
+
 def test_registry_errors_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data: got 'imagenet', want one of mnist, fashion-mnist"):
         data.load("imagenet")
+    with pytest.raises(ValueError, match=r"data: got 'MNIST' \(did you mean mnist"):
+        data.load("MNIST")
     with pytest.raises(MissingDataError, match="needs a data directory"):
         data.load("cifar10")
     with pytest.raises(MissingDataError, match="no such folder; it should hold the archive 'CIFAR-10 binary"):

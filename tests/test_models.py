@@ -178,6 +178,7 @@ def test_errors_are_named():
     override = "create.. has no override batch, lr; there are: .*image_size"
     for error, message, call in [
         (ValueError, near, lambda: models.create("tsai-iar-simple-c1")),
+        (ValueError, "did you mean mnist", lambda: models.create("MNIST")),
         (ValueError, "there are: digits, heinsen.*mnist", lambda: models.create("")),
         (ValueError, "no network is called None", lambda: models.create(None)),
         (TypeError, "no override iteration .did you mean iterations", lambda: models.create("mnist", iteration=1)),

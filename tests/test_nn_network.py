@@ -186,12 +186,17 @@ def test_network_errors_are_named():
     for error, message, call in [
         (ValueError, r"images must be \[B, 1, H, W\], got \[2, 3, 12, 14\]", lambda: net(torch.randn(2, 3, 12, 14))),
         (ValueError, "images must be", lambda: net(torch.randn(1, 12, 14))),
-        (ValueError, "children must hold the 18 children.*built for", lambda: net(torch.randn(2, 1, 24, 14))),
+        (
+            ValueError,
+            "children must hold the 18 children.*built for.*image_size",
+            lambda: net(torch.randn(2, 1, 24, 14)),
+        ),
         (ValueError, "layer 0 .*larger than its grid of 2 x 7", lambda: make(size=(4, 14))),
         (ValueError, "image_size must be an int >= 1", lambda: make(size=(0, 14))),
         (ValueError, "in_channels must be an int >= 1", lambda: make(channels=0)),
         (ValueError, "routing must be one of", lambda: make(routing="both")),
         (TypeError, "images must be a tensor", lambda: net("image")),
+        (TypeError, "floating-point numbers .*uint8", lambda: net(torch.zeros(2, 1, 12, 14, dtype=torch.uint8))),
     ]:
         with pytest.raises(error, match=message):
             call()

@@ -409,3 +409,10 @@ def test_every_epoch_makes_images_of_its_own(tmp_path: Path) -> None:
     splits = data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
     run(settings(tmp_path, epochs=3, loss="bce", metric="exact-match"), splits=splits)
     assert seen == [(epoch, 64) for epoch in (0, 0, 1, 1, 2, 2)]
+
+
+def test_splits_of_plain_torch_data_are_refused_by_name(tmp_path: Path) -> None:
+    plain = torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64))
+    splits = data.Splits("mine", plain, plain, ("a", "b"), in_channels=1, image_size=8)
+    with pytest.raises(TypeError, match=r"ImageDataset\(images, labels.*got TensorDataset"):
+        run(settings(tmp_path), splits=splits)

@@ -47,8 +47,11 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         std: Sequence[float],
         seed: int | None = None,
     ) -> None:
+        images, labels = np.asarray(images), np.asarray(labels)
         if images.ndim != 4 or images.shape[0] != labels.shape[0]:
             raise ValueError(f"images {images.shape} and labels {labels.shape}: want [n, c, h, w] and [n]")
+        if images.dtype.kind == "f":
+            raise ValueError(f"images must be bytes, uint8 of 0 to 255, which are normalised later; got {images.dtype}")
         if len(mean) != images.shape[1] or len(std) != images.shape[1]:
             raise ValueError(f"mean and std: got {len(mean)} and {len(std)} numbers for {images.shape[1]} channels")
         self.images = torch.from_numpy(np.array(images))  # a copy: torch wants memory that it may write to
@@ -71,6 +74,10 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __repr__(self) -> str:
+        channels, height, width = self.images.shape[1:]
+        return f"{type(self).__name__}({len(self)} items from images of {channels} x {height} x {width})"
 
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
         """The numbers of the items, 0 to n − 1, on the device of the images."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastcaps.checks import did_you_mean
 from fastcaps.data.affine import AffineDigits
 from fastcaps.data.errors import CorruptDataError, MissingDataError
 from fastcaps.data.files import spellings
@@ -210,7 +211,7 @@ def load(
         it can be had.
     """
     if name not in names():
-        raise ValueError(f"data: got {name!r}, want one of {', '.join(names())}")
+        raise ValueError(f"data: got {name!r}{did_you_mean(name, names())}, want one of {', '.join(names())}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit: got {limit}, want 1 or more training images")
     if image_size is not None and name != "folder":

@@ -19,7 +19,7 @@ from fastcaps.nn.equilibrium import EquilibriumRouting
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import require_tensor
+from fastcaps.nn.poses import check_pixels, require_tensor
 from fastcaps.nn.routing_pool import RoutingPool
 from fastcaps.nn.stack import CapsuleSpec
 
@@ -241,6 +241,7 @@ class CNN(nn.Sequential):
         wanted = (self.in_channels, *self.image_size)
         if images.dim() != 4 or tuple(images.shape[1:]) != wanted:
             raise ValueError(f"images must be [B, {', '.join(map(str, wanted))}], got {shape_text(images)}")
+        check_pixels(images)
         return super().forward(images)
 
 

@@ -15,7 +15,7 @@ from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import channels_last, require_tensor
+from fastcaps.nn.poses import channels_last, check_pixels, require_tensor
 from fastcaps.nn.primary import PrimaryCapsules
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, as_scores
 from fastcaps.results import Capsules
@@ -227,6 +227,7 @@ class CapsNet(nn.Module):
         require_tensor(images, "images")
         if images.dim() != 4 or (self.in_channels is not None and images.shape[1] != self.in_channels):
             raise ValueError(f"images must be [B, {self.in_channels or 'channels'}, H, W], got {shape_text(images)}")
+        check_pixels(images)
         made = self.primary(self.backbone(channels_last(images)))
         children, numbers = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
         wants_scores = self.routing.layers[0].numbers == "scores"

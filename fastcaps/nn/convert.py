@@ -144,6 +144,8 @@ def _misfit(module: Any, recipe: Recipe) -> str:
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name in recipe.parameters:
+        if not hasattr(module, name):
+            return f"has no parameter {name}: not the layer of the authors' code"
         if not isinstance(parameters.get(name), nn.Parameter):
             return f"{name} is not a plain parameter of the layer (is it parametrized?)"
     others = {name for name in parameters if name.partition(".")[0] not in (*recipe.parameters, *recipe.submodules)}

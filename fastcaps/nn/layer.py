@@ -315,9 +315,10 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
             raise ValueError(f"children must be {wanted}, got {shape_text(children)}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
+            also = "" if self.on_grid else "; in a network, images of another size make another number (image_size)"
             raise ValueError(
                 f"children must hold the {self.in_capsules} {what} that this layer was built for, "
-                f"got {children.shape[1]} in {shape_text(children)}"
+                f"got {children.shape[1]} in {shape_text(children)}{also}"
             )
         window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
         if out_capsules is None and parents is not None and parents.dim() > 1:

@@ -110,3 +110,9 @@ def require_tensor(value: object, name: str) -> None:
     """Raise TypeError naming ``name`` unless ``value`` is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_pixels(images: torch.Tensor) -> None:
+    """Raise TypeError unless the pixels are floating-point numbers: images are often read as bytes."""
+    if not images.is_floating_point():
+        raise TypeError(f"images must be floating-point numbers (normalised), got {images.dtype}")

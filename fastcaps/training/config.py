@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastcaps import models
+from fastcaps.checks import did_you_mean
 from fastcaps.training.fields import MISSING, SettingError, as_data, changed, flat, read, require_count, require_number
 from fastcaps.training.loss import CrossEntropy, Loss
 from fastcaps.training.optimizer import Adam, Optimizer
@@ -42,7 +43,8 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.name not in models.names():
-            raise ValueError(f"name: got {self.name!r}, want one of {', '.join(models.names())}")
+            hint = did_you_mean(self.name, models.names())
+            raise ValueError(f"name: got {self.name!r}{hint}, want one of {', '.join(models.names())}")
         for name in FOLLOW:
             if name in self.options:
                 raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the rest")

@@ -228,6 +228,12 @@ def train(
     if config.runs != 1:
         raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds makes several)")
     splits = splits or read_data(config.data)
+    for part in (splits.train, splits.test, splits.validation):
+        if part is not None and not (hasattr(part, "gather") and hasattr(part, "finish")):
+            raise TypeError(
+                f"splits must hold data sets with gather and finish, as fastcaps.data.ImageDataset(images, labels, "
+                f"mean=, std=) has them, got {type(part).__name__}"
+            )
     pl.seed_everything(config.seed, workers=True, verbose=False)
     network = build_network(config, splits)
     out = config.folder
