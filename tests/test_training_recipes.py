@@ -197,6 +197,7 @@ def test_a_recipe_of_ones_own_trains_and_resumes(tmp_path: Path, capsys: pytest.
     pytest.importorskip("lightning")
     path, out = tmp_path / "mine.yaml", str(tmp_path / "run")
     path.write_text(WHOLE)
+    assert recipes.recipe(str(path)).config.folder == Path("runs/mine")
     command = ["train", "--recipe", str(path), "--out", out]
     assert cli.main([*command, "--set", "optimizer.lr=0.004", "--set", "loss={name: margin, upper: 0.8}"]) == 0
     kept = recipes.read_yaml((tmp_path / "run" / "config.json").read_text())

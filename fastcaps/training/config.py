@@ -189,7 +189,7 @@ class TrainConfig:
     @property
     def folder(self) -> Path:
         """Where the run writes."""
-        return Path(self.out or f"runs/{self.recipe or f'{self.network.name}-{self.data.name}'}")
+        return Path(self.out or f"runs/{Path(self.recipe).stem or f'{self.network.name}-{self.data.name}'}")
 
 
 def defaults() -> dict[str, Any]:
