@@ -148,8 +148,11 @@ def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, 
 
 
 @on_every_target
-@pytest.mark.parametrize("option", ["ordered", "tf32-ordered"])
-@every_case(7)
+@pytest.mark.parametrize(
+    ("routing", "case", "option"),
+    [(*each, "ordered") for each in every_cuda_case(7)] + [(*each, "tf32-ordered") for each in every_cuda_case(13)],
+    ids=str,
+)
 def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option: str, target: Target) -> None:
     """Whatever the order in which blocks and threads come: on a device that is chance, here it is chosen."""
     first: dict[str, Any] = {}
