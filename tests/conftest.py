@@ -103,3 +103,12 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
         torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -19,15 +19,6 @@ TABLE_1 = {
 }
 
 
-@pytest.fixture
-def one_thread():
-    """Many small steps: handing each to several threads takes longer than doing it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def count(module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,7 @@ from fastcaps.training.data import WithParts, hold_out
 from fastcaps.training.fields import as_data
 from fastcaps.training.run import write_settings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(out: Path, **changes: Any) -> TrainConfig:

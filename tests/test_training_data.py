@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,7 @@ from fastcaps.training.data import read_data
 from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin
 from fastcaps.training.run import make_data
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(name: str, _: Any, image_size: int | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -27,13 +26,7 @@ SMALL = models.NetworkConfig(
 LABELS = torch.tensor([2, 0, 1, 2])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

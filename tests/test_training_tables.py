@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stand_ins import SHAPES
 
 from fastcaps import cli, models
 from fastcaps.training import recipes, tables
 from fastcaps.training.fields import as_data, flat
 from fastcaps.training.run import write_settings
-
-SHAPES = {  # channels, pixels, classes; where a recipe crops, its crop counts
-    "mnist": (1, 28, 10),
-    "fashion-mnist": (1, 28, 10),
-    "cifar10": (3, 32, 10),
-    "cifar100": (3, 32, 100),
-    "svhn": (3, 32, 10),
-    "smallnorb": (2, 96, 5),
-    "multimnist": (1, 36, 10),
-    "diverse-multimnist": (1, 36, 10),
-    "affnist": (1, 40, 10),
-    "folder": (3, 128, 200),
-}
 
 
 def builds(config: Any) -> None:
@@ -88,13 +75,7 @@ short: {{epochs: 1, data.limit: 128}}
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Networks this small gain nothing from threads, and lose much where other work keeps the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
