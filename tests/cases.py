@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,6 +132,11 @@ class Case:
     def poses(self) -> tuple[int, ...]:
         """The shape of the parents' poses, ``[B, Ho, Wo, M, C, E]``."""
         return (*self.numbers, self.pose[0], self.pose[2])
+
+    @property
+    def products(self) -> int:
+        """The multiply-adds of the votes of all turns."""
+        return math.prod((*self.numbers, self.seen, *self.pose, self.turns))
 
     @property
     def wide(self) -> torch.dtype:
