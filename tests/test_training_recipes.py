@@ -131,7 +131,11 @@ accelerator: cpu
         ("0.75]", "1.5]", "schedule.at: got 1.5, want a number from 0 to 1"),
         ("[1/2, 0.75]", "1/2", "schedule.at: got '1/2', want a list"),
         ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a number"),
-        ("name: digits, options: {iterations: 2}", "name: lstm", "network.name: got 'lstm', want one of digits"),
+        (
+            "name: digits, options: {iterations: 2}",
+            "name: lstm",
+            "network.name: got 'lstm', want one of fastcaps.models.names()",
+        ),
         ("options: {iterations: 2}", "options: 2", "network.options: got 2, want a mapping of names to values"),
         ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 beside pad 2, want one of them"),
         ("name: cross-entropy", "name: feedback, base: feedback", "loss.base: got Feedback("),
