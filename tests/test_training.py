@@ -136,7 +136,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
     kill_at(step, config)
     done_before = read_metrics(tmp_path / "metrics.csv")
     assert len(done_before) == step // 23 and not (tmp_path / "result.json").exists()
-    (tmp_path / "last.writing").write_bytes(b"half a checkpoint, as a kill while writing leaves it")
+    (tmp_path / "last.ckpt.writing").write_bytes(b"half a checkpoint, as a kill while writing leaves it")
     resumed = run(config, resume=True)
     assert same_weights(resumed.network, finished.network)
     for mine, theirs in zip(resumed.history, finished.history, strict=True):
@@ -205,11 +205,11 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"out: got .*file, which cannot be made \(File exists\); want a folder"):
         run(settings(tmp_path / "file", epochs=1))
-    (tmp_path / "run" / "metrics.writing").mkdir(parents=True)  # as good as a full disk
+    (tmp_path / "run" / "metrics.csv.writing").mkdir(parents=True)  # as good as a full disk
     arguments = ["train", "--network", "digits", "--data", "digits", "--limit", "64", "--out", str(tmp_path / "run")]
     assert cli.main(arguments) == 1
     told = capsys.readouterr().err
-    assert told.startswith("fastcaps train: [Errno ") and "metrics.writing" in told and told.count("\n") == 1
+    assert told.startswith("fastcaps train: [Errno ") and "metrics.csv.writing" in told and told.count("\n") == 1
 
 
 def test_settings_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

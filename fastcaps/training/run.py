@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import time
 import warnings
@@ -36,7 +35,7 @@ from torch import nn
 
 from fastcaps import models
 from fastcaps.data import DataError, OverlappingDigits, Splits
-from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics
+from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics, replacing
 from fastcaps.training.config import TrainConfig
 from fastcaps.training.data import ImageData, gathering, read_data
 from fastcaps.training.fields import as_data
@@ -293,10 +292,9 @@ def write_settings(config: TrainConfig, out: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that takes the old one's place when it is complete: a kill, or a full disk, leaves the old one."""
-    fresh = path.with_name(f"{path.name}.writing")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
+    """Write a file that takes the old one's place when it is whole."""
+    with replacing(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
 
 
 def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> None:
