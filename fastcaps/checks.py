@@ -86,11 +86,18 @@ def check_eps(eps: Any) -> float:
     return check_finite("eps", eps, 0.0)
 
 
-def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """The end of a message about a name that is none of ``names``: the nearest, if one is near."""
-    spelled = {each.lower(): each for each in names}
-    near = difflib.get_close_matches(str(name).lower(), spelled, n=1)
-    return f" (did you mean {spelled[near[0]]}?)" if near else ""
+def did_you_mean(name: object, names: Iterable[str], most: int = 1) -> str:
+    """The end of a message about a name that is none of ``names``: the nearest, if any are near.
+
+    Of a path, ``optimizer.lr``, the last part is compared, where no other ends in it.
+    """
+    ends: dict[str, list[str]] = {}
+    for each in names:
+        ends.setdefault(each.rpartition(".")[2].lower(), []).append(each)
+    shortest = {end: min(paths, key=len) for end, paths in ends.items()}
+    spelled = {end: path for end, path in shortest.items() if len(ends[end]) == 1 or "." not in path}
+    near = [spelled[each] for each in difflib.get_close_matches(str(name).lower(), spelled, n=most)]
+    return f" (did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?)" if near else ""
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

@@ -97,6 +97,31 @@ def learning_curve(
     return finish(figure, path)
 
 
+def last_votes(network: CapsNet, images: Tensor) -> tuple[Any, tuple[Any, ...], Tensor]:
+    """What the class capsules' last pass was made of, in evaluation mode.
+
+    Returns
+    -------
+    tuple
+        The trace of the call; what the last layer was given, children first; its votes ``[B, I, M, d]``, all places
+        together.
+    """
+    layer: Any = network.routing.layers[-1]
+    calls: list[tuple[Any, ...]] = []
+    # what the last pass read: with concurrent routing the layer below has moved on since, in the trace as well
+    hook = layer.register_forward_hook(lambda _, given, __: calls.append(given))
+    was_training = network.training
+    network.eval()
+    try:
+        _, trace = network(images, return_trace=True)
+    finally:
+        hook.remove()
+        network.train(was_training)
+    call = layer.prepare(calls[-1][0], None)
+    votes = make_votes(see(Votes.of(call.children, call.weight, call.bias, None, call.window).on_grid()))
+    return trace, calls[-1], votes.flatten(1, -4).flatten(-2)
+
+
 @torch.no_grad()
 def listening(network: CapsNet, images: Tensor) -> Tensor:
     """How much the children at every place raised or lowered every class.
@@ -127,24 +152,11 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
         If the class capsules' children lie on no grid.
     """
     layer: Any = network.routing.layers[-1]
-    calls: list[tuple[Any, ...]] = []
-    # what the last pass read: with concurrent routing the layer below has moved on since, in the trace as well
-    hook = layer.register_forward_hook(lambda _, arguments, __: calls.append(arguments))
-    was_training = network.training
-    network.eval()
-    try:
-        _, trace = network(images, return_trace=True)
-    finally:
-        hook.remove()
-        network.train(was_training)
+    trace, (_, _, gate), votes = last_votes(network, images)  # children [B, I, d], types slowest
     below = trace.poses[-2]
     if below.dim() != 5:
         raise ValueError(f"the class capsules' children are {list(below.shape)}, want a grid [B, N, H, W, d]")
     types, height, width = below.shape[1:4]
-    children, _, gate = calls[-1]  # [B, I, d], types slowest
-    poses = children.unflatten(-1, layer.pose_shape[:2])
-    made_of = Votes.of(poses, layer.weight, layer.bias, None, None)
-    votes = make_votes(see(made_of.on_grid()))[:, 0, 0].flatten(-2)
     shares = trace.coefficients[-1]  # [B, I, M]
     if gate is not None:
         shares = shares * gate[..., None]

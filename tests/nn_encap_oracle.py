@@ -15,10 +15,10 @@ def convolve(conv: nn.Conv2d, image: Map) -> Map:
     """A convolution with stride, padding and groups, number by number."""
     weight = conv.weight.tolist()
     bias = [0.0] * len(weight) if conv.bias is None else conv.bias.tolist()
-    height, width, (size, _) = len(image[0]), len(image[0][0]), conv.kernel_size
-    (stride, _), (pad, _) = conv.stride, conv.padding
+    height, width, (high, wide) = len(image[0]), len(image[0][0]), conv.kernel_size
+    (down, across), (over, beside) = conv.stride, conv.padding
     below, above = len(image) // conv.groups, len(weight) // conv.groups
-    rows, columns = (height + 2 * pad - size) // stride + 1, (width + 2 * pad - size) // stride + 1
+    rows, columns = (height + 2 * over - high) // down + 1, (width + 2 * beside - wide) // across + 1
     out = [[[0.0] * columns for _ in range(rows)] for _ in weight]
     for m, matrix in enumerate(weight):
         for y in range(rows):
@@ -26,9 +26,9 @@ def convolve(conv: nn.Conv2d, image: Map) -> Map:
                 total = bias[m]
                 for c in range(below):
                     channel = image[m // above * below + c]
-                    for ky in range(size):
-                        for kx in range(size):
-                            row, column = y * stride + ky - pad, x * stride + kx - pad
+                    for ky in range(high):
+                        for kx in range(wide):
+                            row, column = y * down + ky - over, x * across + kx - beside
                             if 0 <= row < height and 0 <= column < width:
                                 total += matrix[c][ky][kx] * channel[row][column]
                 out[m][y][x] = total

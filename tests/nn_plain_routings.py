@@ -78,17 +78,21 @@ class GenerativeMatrixRouting(nn.Module):
 
 
 class CapsuleLayer(nn.Module):
-    """gram-ai's layer where it routes: the children compete, from learned logits."""
+    """gram-ai's layer where it routes: the children compete, from logits of zero or learned ones."""
 
-    def __init__(self, num_capsules, num_route_nodes, in_channels, out_channels, num_iterations=3):
+    def __init__(
+        self, num_capsules, num_route_nodes, in_channels, out_channels, num_iterations=3, learned_logits=False
+    ):
         super().__init__()
         self.num_capsules, self.num_route_nodes, self.num_iterations = num_capsules, num_route_nodes, num_iterations
-        self.route_logits = nn.Parameter(torch.zeros(num_capsules, 1, num_route_nodes, 1, 1))
+        if learned_logits:
+            self.route_logits = nn.Parameter(torch.zeros(num_capsules, 1, num_route_nodes, 1, 1))
         self.route_weights = nn.Parameter(torch.randn(num_capsules, num_route_nodes, in_channels, out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         votes = torch.einsum("bid,jide->jbie", x, self.route_weights)
-        logits = self.route_logits[..., 0].expand(-1, len(x), -1, -1)
+        start = self.route_logits[..., 0] if hasattr(self, "route_logits") else torch.zeros_like(votes[:, :1, :, :1])
+        logits = start.expand(-1, len(x), -1, -1)
         for _ in range(self.num_iterations):
             sums = (logits.softmax(2) * votes).sum(2, keepdim=True)
             square = sums.square().sum(-1, keepdim=True)

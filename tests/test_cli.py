@@ -128,6 +128,7 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["--network", "digits", "--data", "mnist", "--set", "data.dir=[1]"], "data.dir: got [1], want text"),
         (["--network", "digits", "--data", "digits", "--set", "epochs=["], "--set epochs=[: line 1: expected the node"),
         (["--network", "digits", "--data", "digits", "--set", "name=mine"], "name: no such field, want one of network"),
+        (["--network", "digits", "--data", "digits", "--set", "lr=1"], "lr: no such field (did you mean optimizer.lr?"),
         (["--network", "digits", "--data", "digits", "--accelerator", "tpu"], "accelerator 'tpu', devices '1'"),
         (["--network", "digits", "--data", "digits", "--resume"], "holds no run to resume"),
         (["--network", "digits", "--data", "digits", "--resume", "--overwrite"], "give one of them"),

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     ),
 }
 CASES["dynamic-2"] = (CapsuleLayer, {**CASES["dynamic"][1], "num_iterations": 2}, (2, 12, 3))
+CASES["dynamic-learned"] = (CapsuleLayer, {**CASES["dynamic"][1], "learned_logits": True}, (2, 12, 3))
 
 
 def draw(name: str) -> torch.Tensor:
@@ -99,6 +100,7 @@ def test_signatures_are_the_authors() -> None:
         "kernel_size",
         "stride",
         "num_iterations",
+        "learned_logits",
     ]
     assert list(inspect.signature(CapsuleLayer).parameters) == dynamic
     assert list(inspect.signature(ConvCaps).parameters) == [
@@ -120,6 +122,7 @@ TWINS = [
     CapsuleCONV(2, 4, 3, 4, 3, 1, True, 0.0),
     DenseCapsule(6, 4, 3, 4),
     CapsuleLayer(3, 6, 4, 4),
+    CapsuleLayer(3, 6, 4, 4, learned_logits=True),
     CapsuleLayer(3, -1, 4, 4, 3, 1),
     ConvCaps(2, 3, 3, 2),
     GenerativeMatrixRouting(6, 3, 2, 2, 2),

@@ -174,6 +174,8 @@ def test_items_are_normalised() -> None:
     assert torch.equal(dataset[-1][0], dataset[5][0])
     with pytest.raises(IndexError):
         dataset[6]
+    every = ImageDataset(images, labels, mean=0.5, std=0.25)
+    assert torch.equal(every[4][0], ImageDataset(images, labels, mean=3 * [0.5], std=3 * [0.25])[4][0])
 
 
 def test_a_plain_loader_sees_the_same_items() -> None:

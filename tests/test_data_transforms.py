@@ -20,7 +20,6 @@ from fastcaps.data import (
     RandomCropFlip,
     ResizeCrop,
     crops,
-    predict_crops,
 )
 from fastcaps.data.transforms import resized
 
@@ -205,12 +204,3 @@ def test_crops_are_the_corners_and_the_centre() -> None:
     for size in (9, 0, (8, 8)):
         with pytest.raises(ValueError, match=r"size: got .* want 1 x 1 to 7 x 8"):
             crops(images, size)
-
-
-def test_predictions_of_crops_are_averaged() -> None:
-    images = torch.randn(3, 2, 6, 6)
-    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32, 5))
-    made = predict_crops(network, images, 4, flip=True)
-    wanted = torch.stack([network(crops(images, 4, flip=True)[:, k]).softmax(1) for k in range(10)]).mean(0)
-    torch.testing.assert_close(made, wanted)
-    assert not made.requires_grad

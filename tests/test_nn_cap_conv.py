@@ -22,6 +22,7 @@ FORMS: dict[str, Any] = {
     "no-skip": ((2, 3, 3), {"kernel_size": 1, "coefficients": "both", "bias": False}, (2, 2, 5)),
     "master": ((3, 2, 3), {"stride": 2, "coefficients": "none", "skip": True}, (2, 5, 5)),
     "master-no-skip": ((5, 1, 1), {"kernel_size": 5, "stride": 3, "coefficients": "none"}, (1, 7, 6)),
+    "oblong": ((2, 1, 2), {"kernel_size": (1, 3), "stride": (2, 1), "skip": True}, (2, 3, 4)),
     "one-type": ((1, 2, 1), {"stride": 3, "skip": True}, (1, 7, 5)),
 }
 
@@ -183,8 +184,8 @@ def test_reset_draws_all_anew() -> None:
 
 
 def test_repr() -> None:
-    assert "CapConv2d(\n  3, 1, 2, stride=2, skip=True, dtype" not in repr(make("type-I")[0])
-    assert repr(make("type-I")[0]).startswith("CapConv2d(\n  3, 1, 2, stride=2, skip=True\n")
+    assert "CapConv2d(\n  3, 1, 2, stride=(2, 2), skip=True, dtype" not in repr(make("type-I")[0])
+    assert repr(make("type-I")[0]).startswith("CapConv2d(\n  3, 1, 2, stride=(2, 2), skip=True\n")
     assert repr(CapFC(3, 2, 1)) == "CapFC(3, 2, 1)"
 
 
@@ -194,7 +195,7 @@ def test_repr() -> None:
         (ValueError, "types must be an int >= 1, got 0", lambda: CapConv2d(0, 1, 1)),
         (TypeError, "in_dim must be an int >= 1, got 1.5", lambda: CapConv2d(1, 1.5, 1)),
         (ValueError, "kernel_size must be odd.*got 4", lambda: CapConv2d(1, 1, 1, kernel_size=4)),
-        (ValueError, "stride must be an int >= 1, got 0", lambda: CapConv2d(1, 1, 1, stride=0)),
+        (ValueError, r"stride must be an int or a pair.* got 0", lambda: CapConv2d(1, 1, 1, stride=0)),
         (ValueError, "coefficients must be one of 'own'.*got 'v3'", lambda: CapConv2d(1, 1, 1, coefficients="v3")),
         (TypeError, "capsules must be a tensor, got list", lambda: CapConv2d(1, 1, 1)([1.0])),
         (ValueError, r"capsules must be \[B, 6, H, W\], 3 types of 2.*got \[1, 5, 2, 2\]",

@@ -136,7 +136,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
     kill_at(step, config)
     done_before = read_metrics(tmp_path / "metrics.csv")
     assert len(done_before) == step // 23 and not (tmp_path / "result.json").exists()
-    (tmp_path / "last.writing").write_bytes(b"half a checkpoint, as a kill while writing leaves it")
+    (tmp_path / "last.ckpt.writing").write_bytes(b"half a checkpoint, as a kill while writing leaves it")
     resumed = run(config, resume=True)
     assert same_weights(resumed.network, finished.network)
     for mine, theirs in zip(resumed.history, finished.history, strict=True):
@@ -205,11 +205,11 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"out: got .*file, which cannot be made \(File exists\); want a folder"):
         run(settings(tmp_path / "file", epochs=1))
-    (tmp_path / "run" / "metrics.writing").mkdir(parents=True)  # as good as a full disk
+    (tmp_path / "run" / "metrics.csv.writing").mkdir(parents=True)  # as good as a full disk
     arguments = ["train", "--network", "digits", "--data", "digits", "--limit", "64", "--out", str(tmp_path / "run")]
     assert cli.main(arguments) == 1
     told = capsys.readouterr().err
-    assert told.startswith("fastcaps train: [Errno ") and "metrics.writing" in told and told.count("\n") == 1
+    assert told.startswith("fastcaps train: [Errno ") and "metrics.csv.writing" in told and told.count("\n") == 1
 
 
 def test_settings_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,8 +403,37 @@ def test_every_epoch_makes_images_of_its_own(tmp_path: Path) -> None:
     assert seen == [(epoch, 64) for epoch in (0, 0, 1, 1, 2, 2)]
 
 
-def test_splits_of_plain_torch_data_are_refused_by_name(tmp_path: Path) -> None:
-    plain = torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64))
+class Folder(torch.utils.data.Dataset):
+    """As torchvision's data sets are: an image made when asked for, and an int."""
+
+    def __len__(self) -> int:
+        return 70
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = torch.zeros(1, 8, 8)
+        image[:, 4 * (index % 2) :][:, :4] = 1.0
+        return image, index % 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ordinary_torch_data_sets_train(tmp_path: Path, workers: int) -> None:
+    images, labels = zip(*(Folder()[index] for index in range(10)), strict=True)
+    test = torch.utils.data.TensorDataset(torch.stack(images), torch.tensor(labels))
+    splits = data.Splits("mine", Folder(), test, ("a", "b"), in_channels=1, image_size=8)
+    done = run(settings(tmp_path, epochs=1, batch_size=8, data__validation=6, workers=workers), splits=splits)
+    assert done.test_accuracy == 1.0 and done.history[-1]["validation_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("plain", "shown"),
+    [
+        (torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8)), r"TensorDataset of items \(torch.float32\);"),
+        ([(torch.zeros(1, 8, 8, dtype=torch.uint8), 3)], r"list of items \(torch.uint8, int\);"),
+        ([("file.png", 3)], r"list of items \(str, int\);"),
+        (iter([]), "list_iterator;"),
+    ],
+)
+def test_other_data_are_refused_by_what_they_hold(tmp_path: Path, plain: Any, shown: str) -> None:
     splits = data.Splits("mine", plain, plain, ("a", "b"), in_channels=1, image_size=8)
-    with pytest.raises(TypeError, match=r"ImageDataset\(images, labels.*got TensorDataset"):
+    with pytest.raises(TypeError, match=f"splits.train: got {shown}"):
         run(settings(tmp_path), splits=splits)

@@ -40,7 +40,7 @@ def test_every_recipe_is_whole(name: str) -> None:
     given = recipes.read_yaml(recipes.find(name).read_text())
     wanted = {"source", "network", "data", "loss", "metric", "optimizer", "schedule", "epochs", "batch_size"}
     assert wanted <= set(given)
-    assert read.source.paper and re.search(r" (2017|2018|2019|2020)$", read.source.paper) and read.source.section
+    assert read.source is not None and re.search(r" (2017|2018|2019|2020)$", read.source.paper) and read.source.section
     assert read.config.recipe == name and str(read.config.folder) == f"runs/{name}"
     with torch.device("meta"):
         network = network_of(name)
@@ -131,12 +131,16 @@ accelerator: cpu
         ("0.75]", "1.5]", "schedule.at: got 1.5, want a number from 0 to 1"),
         ("[1/2, 0.75]", "1/2", "schedule.at: got '1/2', want a list"),
         ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a number"),
-        ("name: digits, options: {iterations: 2}", "name: lstm", "network.name: got 'lstm', want one of digits"),
+        (
+            "name: digits, options: {iterations: 2}",
+            "name: lstm",
+            "network.name: got 'lstm', want one of fastcaps.models.names()",
+        ),
         ("options: {iterations: 2}", "options: 2", "network.options: got 2, want a mapping of names to values"),
         ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 beside pad 2, want one of them"),
         ("name: cross-entropy", "name: feedback, base: feedback", "loss.base: got Feedback("),
         ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
-        ("source:", "sauce:", "source: got nothing, want a mapping of fields"),
+        ("source:", "sauce:", "sauce: no such field, want one of network, data"),
         ("network:", "network: [", "line "),
         ("lr: 1e-3", f"lr: 1{400 * '0'}", "optimizer.lr: got 1000"),
         ("options: {iterations: 2}", "options: {classes: 2}", "network.options.classes: got 2, want none"),
@@ -198,6 +202,8 @@ def test_a_recipe_of_ones_own_trains_and_resumes(tmp_path: Path, capsys: pytest.
     path, out = tmp_path / "mine.yaml", str(tmp_path / "run")
     path.write_text(WHOLE)
     assert recipes.recipe(str(path)).config.folder == Path("runs/mine")
+    path.write_text("".join(line for line in WHOLE.splitlines(True) if not line.startswith("source")))
+    assert recipes.recipe(str(path)).source is None
     command = ["train", "--recipe", str(path), "--out", out]
     assert cli.main([*command, "--set", "optimizer.lr=0.004", "--set", "loss={name: margin, upper: 0.8}"]) == 0
     kept = recipes.read_yaml((tmp_path / "run" / "config.json").read_text())

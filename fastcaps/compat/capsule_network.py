@@ -20,7 +20,8 @@ __all__ = ["CapsuleLayer"]
 class CapsuleLayer(nn.Module):
     """Capsules by dynamic routing, or primary capsules by convolutions, with that code's names.
 
-    The **children** of a parent compete, and the logits that the routing starts from are learned.
+    The **children** of a parent compete. The logits that the routing starts from are zero, or learned, as in that
+    code's first revisions.
 
     Parameters
     ----------
@@ -34,12 +35,15 @@ class CapsuleLayer(nn.Module):
         Of primary capsules.
     num_iterations : int
         Turns.
+    learned_logits : bool
+        Hold ``route_logits``, which those first revisions and their checkpoints have.
 
     Attributes
     ----------
-    route_logits, route_weights : Parameter
-        ``[num_capsules, 1, num_route_nodes, 1, 1]``, zero at the start, and ``[num_capsules, num_route_nodes,
-        in_channels, out_channels]``, drawn from N(0, 1).
+    route_weights : Parameter
+        ``[num_capsules, num_route_nodes, in_channels, out_channels]``, drawn from N(0, 1).
+    route_logits : Parameter
+        With ``learned_logits``: ``[num_capsules, 1, num_route_nodes, 1, 1]``, zero at the start.
     capsules : nn.ModuleList
         Of primary capsules.
 
@@ -61,6 +65,8 @@ class CapsuleLayer(nn.Module):
         kernel_size: int | None = None,
         stride: int | None = None,
         num_iterations: int = 3,
+        *,
+        learned_logits: bool = False,
     ) -> None:
         super().__init__()
         self.num_capsules = check_count("num_capsules", num_capsules)
@@ -69,13 +75,15 @@ class CapsuleLayer(nn.Module):
         self.out_channels = check_count("out_channels", out_channels)
         self.kernel_size, self.stride = kernel_size, stride
         self.num_iterations = check_count("num_iterations", num_iterations)
+        self.learned_logits = bool(learned_logits)
         if num_route_nodes == -1:
             size, step = check_count("kernel_size", kernel_size), check_count("stride", stride)
             self.capsules = nn.ModuleList(
                 nn.Conv2d(in_channels, out_channels, size, stride=step) for _ in range(num_capsules)
             )
             return
-        self.route_logits = nn.Parameter(torch.empty(num_capsules, 1, num_route_nodes, 1, 1))
+        if learned_logits:
+            self.route_logits = nn.Parameter(torch.empty(num_capsules, 1, num_route_nodes, 1, 1))
         self.route_weights = nn.Parameter(torch.empty(num_capsules, num_route_nodes, in_channels, out_channels))
         self.reset_parameters()
 
@@ -85,7 +93,8 @@ class CapsuleLayer(nn.Module):
             for convolution in self.capsules:
                 convolution.reset_parameters()  # type: ignore[operator]
         else:
-            nn.init.zeros_(self.route_logits)
+            if self.learned_logits:
+                nn.init.zeros_(self.route_logits)
             nn.init.normal_(self.route_weights)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +121,7 @@ class CapsuleLayer(nn.Module):
             self.route_weights.transpose(0, 1),
             iterations=self.num_iterations,
             compete="children",
-            prior=self.route_logits.flatten(1).T,
+            prior=self.route_logits.flatten(1).T if self.learned_logits else None,
         )
         assert isinstance(parents, Tensor)
         return parents.transpose(0, 1).unsqueeze(2)

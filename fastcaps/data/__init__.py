@@ -19,7 +19,7 @@ from fastcaps.data.registry import Splits, load, names
 from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
 from fastcaps.data.svhn import read_svhn
 from fastcaps.data.text import TextDataset, TextEmbedder
-from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops, predict_crops
+from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops
 from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees
 
 __all__ = [
@@ -56,7 +56,6 @@ __all__ = [
     "RandomCropFlip",
     "ResizeCrop",
     "crops",
-    "predict_crops",
     # errors
     "CorruptDataError",
     "DataError",

@@ -48,8 +48,8 @@ class AffineDigits(ShiftedDigits):
         classes: int = 10,
         length: int | None = None,
         seed: int | None = None,
-        mean: Sequence[float] = (0.1307,),
-        std: Sequence[float] = (0.3081,),
+        mean: float | Sequence[float] = (0.1307,),
+        std: float | Sequence[float] = (0.3081,),
     ) -> None:
         super().__init__(images, labels, shift=0, classes=classes, length=length, seed=seed, mean=mean, std=std)
         if images.shape[2] != images.shape[3]:

@@ -31,8 +31,9 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         uint8 ``[n, c, h, w]``.
     labels : numpy.ndarray
         int64 ``[n]``.
-    mean, std : sequence of float
-        One per channel, of pixel values scaled to 0..1; an item is ``(image / 255 - mean) / std``.
+    mean, std : float or sequence of float
+        One for all channels or one per channel, of pixel values scaled to 0..1; an item is
+        ``(image / 255 - mean) / std``.
     seed : int, optional
         Item i is always the same, whatever batch it is in, and another one only after :meth:`set_epoch`. Without a seed
         torch's global generator decides anew for every batch.
@@ -43,8 +44,8 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         images: npt.NDArray[np.uint8],
         labels: npt.NDArray[np.int64],
         *,
-        mean: Sequence[float],
-        std: Sequence[float],
+        mean: float | Sequence[float],
+        std: float | Sequence[float],
         seed: int | None = None,
     ) -> None:
         images, labels = np.asarray(images), np.asarray(labels)
@@ -52,12 +53,16 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
             raise ValueError(f"images {images.shape} and labels {labels.shape}: want [n, c, h, w] and [n]")
         if images.dtype.kind == "f":
             raise ValueError(f"images must be bytes, uint8 of 0 to 255, which are normalised later; got {images.dtype}")
-        if len(mean) != images.shape[1] or len(std) != images.shape[1]:
-            raise ValueError(f"mean and std: got {len(mean)} and {len(std)} numbers for {images.shape[1]} channels")
+        means, stds = (
+            [float(each)] * images.shape[1] if isinstance(each, (int, float, np.floating)) else each
+            for each in (mean, std)
+        )
+        if len(means) != images.shape[1] or len(stds) != images.shape[1]:
+            raise ValueError(f"mean and std: got {len(means)} and {len(stds)} numbers for {images.shape[1]} channels")
         self.images = torch.from_numpy(np.array(images))  # a copy: torch wants memory that it may write to
         self.labels = torch.from_numpy(np.array(labels, dtype=np.int64))
-        self.mean = torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1)
-        self.std = torch.tensor(std, dtype=torch.float32).view(1, -1, 1, 1)
+        self.mean = torch.tensor(means, dtype=torch.float32).view(1, -1, 1, 1)
+        self.std = torch.tensor(stds, dtype=torch.float32).view(1, -1, 1, 1)
         self.seed = seed
         self.epoch = 0
 
@@ -137,8 +142,8 @@ class ImageDataset(BatchDataset):
         images: npt.NDArray[np.uint8],
         labels: npt.NDArray[np.int64],
         *,
-        mean: Sequence[float],
-        std: Sequence[float],
+        mean: float | Sequence[float],
+        std: float | Sequence[float],
         seed: int | None = None,
         augment: Augmentation | None = None,
         mixup: Mixup | None = None,

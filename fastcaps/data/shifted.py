@@ -49,8 +49,8 @@ class ShiftedDigits(BatchDataset):
         classes: int = 10,
         length: int | None = None,
         seed: int | None = None,
-        mean: Sequence[float] = (0.1307,),
-        std: Sequence[float] = (0.3081,),
+        mean: float | Sequence[float] = (0.1307,),
+        std: float | Sequence[float] = (0.3081,),
     ) -> None:
         super().__init__(images, labels, mean=mean, std=std, seed=seed)
         if shift < 0:
@@ -113,8 +113,8 @@ class OverlappingDigits(ShiftedDigits):
         classes: int = 10,
         length: int | None = None,
         seed: int | None = None,
-        mean: Sequence[float] = (0.1307,),
-        std: Sequence[float] = (0.3081,),
+        mean: float | Sequence[float] = (0.1307,),
+        std: float | Sequence[float] = (0.3081,),
     ) -> None:
         super().__init__(images, labels, shift=shift, classes=classes, length=length, seed=seed, mean=mean, std=std)
         if not 0 <= single <= 1:

@@ -266,26 +266,3 @@ def crops(images: Tensor, size: int | Sequence[int], *, flip: bool = False) -> T
     corners = [(0, 0), (0, right), (down, 0), (down, right), (down // 2, right // 2)]
     made = torch.stack([images[..., y : y + height, x : x + width] for y, x in corners], 1)
     return torch.cat([made, made.flip(-1)], 1) if flip else made
-
-
-@torch.no_grad()
-def predict_crops(
-    network: Callable[[Tensor], Tensor], images: Tensor, size: int | Sequence[int], *, flip: bool = False
-) -> Tensor:
-    """The multi-crop test: the mean of the class probabilities of the :func:`crops` of each image.
-
-    Parameters
-    ----------
-    network : callable
-        Gives logits ``[n, classes]`` of normalised images ``[n, c, size, size]``.
-    images, size, flip
-        As :func:`crops` takes them.
-
-    Returns
-    -------
-    Tensor
-        ``[n, classes]``.
-    """
-    made = crops(images, size, flip=flip)
-    logits = network(made.flatten(0, 1))
-    return logits.softmax(-1).unflatten(0, made.shape[:2]).mean(1)

@@ -88,9 +88,8 @@ def config(name: str, **overrides: Any) -> Any:
         If it does not know an override.
     """
     if name not in _NETWORKS:
-        raise ValueError(
-            f"no network is called {name!r}{did_you_mean(name, _NETWORKS)}; there are: {', '.join(names())}"
-        )
+        hint = did_you_mean(name, _NETWORKS, most=3)
+        raise ValueError(f"no network is called {name!r}{hint}, fastcaps.models.names() lists all")
     return override(_NETWORKS[name], overrides)
 
 

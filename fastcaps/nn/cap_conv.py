@@ -12,6 +12,7 @@ from fastcaps.checks import check_choice, check_count, shape_text
 from fastcaps.nn.poses import arguments_repr, require_tensor
 from fastcaps.ops.squash_sum import squash_sum
 from fastcaps.vectors import squash
+from fastcaps.votes import Window
 
 __all__ = ["CapConv2d", "CapFC"]
 
@@ -38,9 +39,9 @@ class CapConv2d(nn.Module):
         Capsule types, below and above.
     in_dim, out_dim : int
         Numbers in a capsule below and above.
-    kernel_size : int
+    kernel_size : int or pair
         The master's, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
-    stride : int
+    stride : int or pair
         Of both; the map's height and width are divided by it, rounded up.
     coefficients : "own", "other", "both" or "none"
         What makes the coefficient of a branch: its own capsules (``master/aide_v1`` of Table 3), the other branch's
@@ -72,8 +73,8 @@ class CapConv2d(nn.Module):
         in_dim: int,
         out_dim: int,
         *,
-        kernel_size: int = 3,
-        stride: int = 1,
+        kernel_size: int | tuple[int, int] = 3,
+        stride: int | tuple[int, int] = 1,
         coefficients: str = "both",
         skip: bool = False,
         bias: bool = True,
@@ -84,10 +85,10 @@ class CapConv2d(nn.Module):
         self.types = check_count("types", types)
         self.in_dim = check_count("in_dim", in_dim)
         self.out_dim = check_count("out_dim", out_dim)
-        self.kernel_size = check_count("kernel_size", kernel_size)
-        if self.kernel_size % 2 == 0:
+        rows, columns, *strides = Window(kernel_size, stride).spec[:4]
+        if not rows % 2 or not columns % 2:
             raise ValueError(f"kernel_size must be odd, so that a window has a middle, got {kernel_size}")
-        self.stride = check_count("stride", stride)
+        self.kernel_size, self.stride = (rows, columns), (strides[0], strides[1])
         check_choice("coefficients", coefficients, COEFFICIENTS)
         self.coefficients = coefficients
         self.skip = bool(skip)
@@ -95,21 +96,22 @@ class CapConv2d(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         below, above = self.types * self.in_dim, self.types * self.out_dim
 
-        def convolution(width: int, groups: int = 1) -> nn.Conv2d:
-            window: dict[str, Any] = {"stride": self.stride, "padding": width // 2}
-            return nn.Conv2d(below, above, width, groups=groups, bias=self.bias, **window, **place)
+        def convolution(wider: int, groups: int = 1) -> nn.Conv2d:
+            size = rows + wider, columns + wider
+            window: dict[str, Any] = {"stride": self.stride, "padding": (size[0] // 2, size[1] // 2)}
+            return nn.Conv2d(below, above, size, groups=groups, bias=self.bias, **window, **place)
 
-        self.master = convolution(self.kernel_size, self.types)
+        self.master = convolution(0, self.types)
         self.aide = self.master_norm = self.aide_norm = self.of_master = self.of_aide = self.shortcut = None
         if coefficients != "none":
-            self.aide = convolution(self.kernel_size + 4)
+            self.aide = convolution(4)
             self.master_norm, self.aide_norm = nn.BatchNorm2d(above, **place), nn.BatchNorm2d(above, **place)
             # One coefficient for each type; two, the master's and the aide's, where each branch has a say in both.
             several = 2 if coefficients == "both" else 1
             options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
             self.of_master = nn.Conv2d(above, several * self.types, 3, bias=self.bias, **options)
             self.of_aide = nn.Conv2d(above, several * self.types, 3, bias=self.bias and several == 1, **options)
-        if self.skip and (self.in_dim != self.out_dim or self.stride > 1):
+        if self.skip and (self.in_dim != self.out_dim or self.stride != (1, 1)):
             self.shortcut = nn.Conv2d(below, above, 3, stride=self.stride, padding=1, bias=self.bias, **place)
         self.norm = nn.BatchNorm2d(above, **place)
 
@@ -120,7 +122,7 @@ class CapConv2d(nn.Module):
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """The height and width of the map above one of ``size``."""
-        return -(-size[0] // self.stride), -(-size[1] // self.stride)
+        return -(-size[0] // self.stride[0]), -(-size[1] // self.stride[1])
 
     def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
         """Make the capsules of the next layer.

@@ -143,7 +143,7 @@ def _misfit(module: Any, recipe: Recipe) -> str:
     if missing:
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in recipe.parameters:
+    for name in recipe.held(module):
         if not hasattr(module, name):
             return f"has no parameter {name}: not the layer of the authors' code"
         if not isinstance(parameters.get(name), nn.Parameter):
@@ -160,7 +160,7 @@ def _misfit(module: Any, recipe: Recipe) -> str:
             wanted = dict(recipe.construct(module).named_parameters(remove_duplicate=False))
     except (TypeError, ValueError) as error:
         return f"its attributes do not make a layer: {error}"
-    for name in recipe.parameters:
+    for name in recipe.held(module):
         shape, found = tuple(wanted[name].shape), tuple(parameters[name].shape)
         if shape != found:
             return f"{name} has shape {found} where its attributes say {shape}"

@@ -28,6 +28,8 @@ class Recipe(ABC):
         The constructor's arguments that the layer keeps as attributes.
     parameters : sequence of str
         Its own parameters, which the twin takes over.
+    optional : sequence of str
+        Those of them that some copies of the code lack.
     submodules, buffers : sequence of str
         Its submodules, which the twin takes over, and its buffers.
     """
@@ -39,12 +41,14 @@ class Recipe(ABC):
         parameters: Sequence[str],
         submodules: Sequence[str] = (),
         buffers: Sequence[str] = (),
+        optional: Sequence[str] = (),
     ) -> None:
         self.ours = ours
         self.arguments = tuple(arguments)
         self.parameters = tuple(parameters)
         self.submodules = tuple(submodules)
         self.buffers = tuple(buffers)
+        self.optional = tuple(optional)
 
     @property
     def name(self) -> str:
@@ -56,6 +60,10 @@ class Recipe(ABC):
         """The attributes by which the layer is known."""
         return (*self.arguments, *self.submodules)
 
+    def held(self, old: Any) -> tuple[str, ...]:
+        """The parameters to be found in a layer: all but the optional ones that it lacks."""
+        return tuple(name for name in self.parameters if name not in self.optional or hasattr(old, name))
+
     def unfit(self, old: Any) -> str:
         """What is wrong with the submodules of a layer that has the attributes; an empty string if nothing is."""
         return ""
@@ -66,7 +74,7 @@ class Recipe(ABC):
 
     def adopt(self, old: Any, new: nn.Module) -> None:
         """Give the twin what the layer holds."""
-        for name in (*self.parameters, *self.submodules, *self.buffers):
+        for name in (*self.held(old), *self.submodules, *self.buffers):
             setattr(new, name, getattr(old, name))
 
     @abstractmethod
@@ -117,7 +125,8 @@ class _CapsuleLayer(Recipe):
     """gram-ai's layer, where it routes; it keeps no sizes of poses."""
 
     def construct(self, old: Any) -> nn.Module:
-        return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations)
+        learned = "route_logits" in self.held(old)
+        return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations, learned_logits=learned)
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, new.num_route_nodes, new.in_channels),)]
@@ -152,7 +161,9 @@ def recipes() -> dict[str, Recipe]:
         _MlCapsules(ml_capsules.CapsuleFC),
         _MlCapsules(ml_capsules.CapsuleCONV, "kernel_size", "stride"),
         _DenseCapsule(dense_capsule.DenseCapsule, dense, ("weight",)),
-        _CapsuleLayer(capsule_network.CapsuleLayer, layer, ("route_weights", "route_logits")),
+        _CapsuleLayer(
+            capsule_network.CapsuleLayer, layer, ("route_weights", "route_logits"), optional=("route_logits",)
+        ),
         _ConvCaps(matrix_capsules.ConvCaps, conv, ("weights", "beta_u", "beta_a")),
         _Heinsen(heinsen, heinsen_routing.NAMES, ("W", "B", "beta_use", "beta_ign"), buffers=("CONST_one",)),
     )

@@ -6,6 +6,8 @@ import csv
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,20 @@ VALIDATION_COLUMNS = ("validation_loss", "validation_accuracy")
 """These follow where training images were held out."""
 
 
+@contextmanager
+def replacing(path: Path, first: bool = True) -> Iterator[Path]:
+    """A file to write that takes the place of ``path`` once it is whole: a kill, or a full disk, leaves the old one.
+
+    Of several processes the first one replaces.
+    """
+    fresh = path.with_name(f"{path.name}.writing")
+    yield fresh
+    if first:
+        os.replace(fresh, path)
+
+
 class CheckpointWriter(Checkpoint):
     """Replace one checkpoint file every so many steps and after every epoch.
-
-    The new file is complete before it takes the old one's name, so a kill at any moment leaves one that can be read.
 
     Parameters
     ----------
@@ -38,10 +50,8 @@ class CheckpointWriter(Checkpoint):
         self.every = every
 
     def _write(self, trainer: pl.Trainer) -> None:
-        fresh = self.path.with_suffix(".writing")
-        trainer.save_checkpoint(fresh)
-        if trainer.is_global_zero:
-            os.replace(fresh, self.path)
+        with replacing(self.path, trainer.is_global_zero) as fresh:
+            trainer.save_checkpoint(fresh)
         trainer.strategy.barrier("checkpoint")
 
     def on_train_batch_end(
@@ -87,11 +97,10 @@ class BestWriter(Callback):
             return
         self.epoch, self.accuracy = trainer.current_epoch + 1, float(found)
         if trainer.is_global_zero:
-            fresh = self.path.with_suffix(".writing")
             network: torch.nn.Module = pl_module.network  # type: ignore[assignment]
-            with fresh.open("wb") as file:  # of a path, torch would tell a full disk by an error of its own
+            # of a path, torch would tell a full disk by an error of its own
+            with replacing(self.path) as fresh, fresh.open("wb") as file:
                 torch.save({"epoch": self.epoch, "state_dict": network.state_dict()}, file)
-            os.replace(fresh, self.path)
 
 
 class MetricsWriter(Callback):
@@ -145,14 +154,12 @@ class MetricsWriter(Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        fresh = self.path.with_suffix(".writing")
-        with fresh.open("w", newline="") as file:
+        with replacing(self.path) as fresh, fresh.open("w", newline="") as file:
             table = csv.writer(file)
             columns = (*COLUMNS, *(VALIDATION_COLUMNS if self.rows and VALIDATION_COLUMNS[0] in self.rows[0] else ()))
             table.writerow(columns)
             for row in self.rows:
                 table.writerow([int(row[c]) if c in ("epoch", "step") else f"{row[c]:.6g}" for c in columns])
-        os.replace(fresh, self.path)
 
 
 class Report(Callback):

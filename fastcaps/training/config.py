@@ -43,8 +43,8 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.name not in models.names():
-            hint = did_you_mean(self.name, models.names())
-            raise ValueError(f"name: got {self.name!r}{hint}, want one of {', '.join(models.names())}")
+            hint = did_you_mean(self.name, models.names(), most=3)
+            raise ValueError(f"name: got {self.name!r}{hint}, want one of fastcaps.models.names()")
         for name in FOLLOW:
             if name in self.options:
                 raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the rest")

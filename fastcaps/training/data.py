@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import fastcaps.data
 from fastcaps.data import (
@@ -102,12 +103,58 @@ def prepare(splits: Splits, data: Data) -> Splits:
     return splits
 
 
+class Pairs:
+    """A torch data set of pairs, an image and its class: taken item by item, and finished as they come."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def gather(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Images ``[n, c, h, w]`` and int64 ``[n]``."""
+        return tuple(default_collate([self.dataset[index] for index in indices]))
+
+    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What was gathered."""
+        return gathered
+
+
+def gathering(splits: Splits) -> Splits:
+    """Splits whose parts can all be gathered and finished: torch data sets of pairs become :class:`Pairs`.
+
+    Raises
+    ------
+    TypeError
+        If a part is neither.
+    """
+    parts = {name: part for name in ("train", "test", "validation") if (part := getattr(splits, name)) is not None}
+    for name, part in parts.items():
+        if hasattr(part, "gather") and hasattr(part, "finish"):
+            continue
+        got, item = type(part).__name__, None
+        if hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part):
+            item = part[0]
+        if isinstance(item, (tuple, list)):
+            kinds = [str(each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in item]
+            if len(item) == 2 and kinds[0].startswith("torch.float") and isinstance(item[1], (Integral, Tensor)):
+                parts[name] = Pairs(part)
+                continue
+            got += f" of items ({', '.join(kinds)})"
+        raise TypeError(
+            f"splits.{name}: got {got}; want a fastcaps.data.ImageDataset, or a torch data set of pairs, a float "
+            "Tensor [c, h, w] and an int"
+        )
+    return replace(splits, **parts)
+
+
 class Subset(Dataset[Any]):
     """A data set, or some of it: a loader gathers its batches, the device that trains finishes them.
 
     Parameters
     ----------
-    dataset : BatchDataset, TextDataset or WithParts
+    dataset : BatchDataset, TextDataset, Pairs or WithParts
     indices : sequence of int, optional
         Which items belong to it; all if not given.
     """
@@ -137,7 +184,7 @@ def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Sub
 
     Parameters
     ----------
-    train : BatchDataset, TextDataset or WithParts
+    train : BatchDataset, TextDataset, Pairs or WithParts
     count : int
         How many are held out.
     tested_as : callable, optional

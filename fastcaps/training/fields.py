@@ -162,7 +162,8 @@ def _read_fields(kind: Any, value: Any, path: str) -> Any:
     for name in given:
         if name not in known:
             want = f"one of {', '.join(known)}" if known else "no field at all"
-            raise SettingError(f"{_join(path, str(name))}: no such field{did_you_mean(name, known)}, want {want}")
+            hint = did_you_mean(name, paths_of(kind))
+            raise SettingError(f"{_join(path, str(name))}: no such field{hint}, want {want}")
     hints = typing.get_type_hints(kind)
     for name, each in known.items():
         if name not in given and each.default is MISSING and each.default_factory is MISSING:
@@ -172,6 +173,17 @@ def _read_fields(kind: Any, value: Any, path: str) -> Any:
         return kind(**made)
     except ValueError as error:  # what the dataclass itself checks begins with the field's name
         raise SettingError(_join(path, str(error))) from error
+
+
+def paths_of(kind: Any) -> list[str]:
+    """The fields of a dataclass, and by their paths those of the dataclasses and choices that they hold."""
+    hints, found = typing.get_type_hints(kind), dict[str, None]()
+    for each in fields(kind):
+        hint: Any = hints[each.name]
+        choice = isinstance(hint, type) and issubclass(hint, Choice)
+        held = hint.kinds.values() if choice else [hint] if is_dataclass(hint) else []
+        found |= dict.fromkeys([each.name, *(f"{each.name}.{inner.name}" for one in held for inner in fields(one))])
+    return list(found)
 
 
 def _join(path: str, name: str) -> str:

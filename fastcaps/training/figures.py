@@ -17,12 +17,10 @@ from torch import Tensor
 
 from fastcaps.data import Splits
 from fastcaps.nn import CapsNet
-from fastcaps.reference.seen import make_votes, see
 from fastcaps.training.config import TrainConfig, kept
 from fastcaps.training.data import read_data
 from fastcaps.training.run import build_network
-from fastcaps.viz import BLUE, GREY, finish, pyplot
-from fastcaps.votes import Votes
+from fastcaps.viz import BLUE, GREY, finish, last_votes, pyplot
 
 
 @dataclass(frozen=True)
@@ -173,24 +171,15 @@ def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) 
     bins : int
         From a cosine of -1 to one of 1.
     """
-    layer: Any = network.routing.layers[-1]
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    hook = layer.register_forward_hook(lambda _, given, named, __: calls.append((given, named)), with_kwargs=True)
     counts, lengths = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
-    try:
-        for some, target in in_batches(images, labels, 20):
-            parents = class_poses(network, some, target)
-            children = calls.pop()[0][0]
-            call = layer.prepare(children, None, None, None)
-            votes = make_votes(see(Votes.of(call.children, call.weight, call.bias, None, call.window).on_grid()))
-            votes = votes.flatten(1, -4).flatten(-2)  # [B, I, M, d]: all places together
-            own = votes[torch.arange(len(some)), :, target]  # [B, I, d]
-            cosine = F.cosine_similarity(own, parents[:, None].to(own.dtype), dim=-1)
-            where = ((cosine + 1) / 2 * bins).long().clamp(0, bins - 1).flatten()
-            counts += torch.bincount(where, minlength=bins)
-            lengths += torch.bincount(where, weights=own.norm(dim=-1).flatten().double(), minlength=bins)
-    finally:
-        hook.remove()
+    for some, target in in_batches(images, labels, 20):
+        trace, _, votes = last_votes(network, some)
+        each = torch.arange(len(some))
+        own, parents = votes[each, :, target], trace.poses[-1][each, target]  # [B, I, d] and [B, d]
+        cosine = F.cosine_similarity(own, parents[:, None].to(own.dtype), dim=-1)
+        where = ((cosine + 1) / 2 * bins).long().clamp(0, bins - 1).flatten()
+        counts += torch.bincount(where, minlength=bins)
+        lengths += torch.bincount(where, weights=own.norm(dim=-1).flatten().double(), minlength=bins)
     middles = (torch.arange(bins) + 0.5) * 2 / bins - 1
     return Agreement(middles, 100 * counts / counts.sum(), lengths / counts)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import time
 import warnings
@@ -36,9 +35,9 @@ from torch import nn
 
 from fastcaps import models
 from fastcaps.data import DataError, OverlappingDigits, Splits
-from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics
+from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics, replacing
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.data import ImageData, read_data
+from fastcaps.training.data import ImageData, gathering, read_data
 from fastcaps.training.fields import as_data
 from fastcaps.training.module import CapsuleClassifier
 
@@ -211,7 +210,8 @@ def train(
     report : Report, optional
         What the person at the terminal sees; a progress bar (or plain lines where there is no terminal) by default.
     splits : Splits, optional
-        The data, if they have been loaded already.
+        The data, if they have been loaded already, or are your own: each part a data set of :mod:`fastcaps.data`, or
+        any torch data set of pairs, a float image ``[c, h, w]`` and its class as an int.
 
     Returns
     -------
@@ -222,18 +222,14 @@ def train(
     ------
     ValueError, DataError
         If a setting, the data, or their combination is wrong; before anything is computed.
+    TypeError
+        If ``splits`` holds something else.
     RunError
         If ``config.out`` holds another run, or its checkpoint cannot be read.
     """
     if config.runs != 1:
         raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds makes several)")
-    splits = splits or read_data(config.data)
-    for part in (splits.train, splits.test, splits.validation):
-        if part is not None and not (hasattr(part, "gather") and hasattr(part, "finish")):
-            raise TypeError(
-                f"splits must hold data sets with gather and finish, as fastcaps.data.ImageDataset(images, labels, "
-                f"mean=, std=) has them, got {type(part).__name__}"
-            )
+    splits = gathering(splits or read_data(config.data))
     pl.seed_everything(config.seed, workers=True, verbose=False)
     network = build_network(config, splits)
     out = config.folder
@@ -296,10 +292,9 @@ def write_settings(config: TrainConfig, out: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that takes the old one's place when it is complete: a kill, or a full disk, leaves the old one."""
-    fresh = path.with_name(f"{path.name}.writing")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
+    """Write a file that takes the old one's place when it is whole."""
+    with replacing(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
 
 
 def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 A recipe is the fields of :class:`fastcaps.training.TrainConfig`, and
 
-- ``source``: the paper, its section and its table or figure;
+- ``source``: the paper, its section and its table or figure; a recipe of your own needs none;
 - ``reported``: what the paper says came of it;
 - ``ours``: what the paper does not say, and we chose.
 """
@@ -18,7 +18,7 @@ import yaml
 
 from fastcaps.checks import did_you_mean
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.fields import MISSING, SettingError, as_data, changed, read, wrong
+from fastcaps.training.fields import SettingError, as_data, changed, read, wrong
 
 FOLDER = Path(__file__).parent
 MOST_VALUES, MOST_DEPTH = 100_000, 50
@@ -50,14 +50,14 @@ class Recipe:
     Attributes
     ----------
     name : str
-    source : Source
+    source : Source, optional
     config : TrainConfig
     reported, ours : str
         What came of it, and what is our reading.
     """
 
     name: str
-    source: Source
+    source: Source | None
     config: TrainConfig
     reported: str = ""
     ours: str = ""
@@ -149,7 +149,7 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         given = read_yaml(path.read_text(encoding="utf-8"))
         if not isinstance(given, dict):
             raise wrong("recipe", given, "a mapping of fields")
-        source = read(Source, given.pop("source", MISSING), "source")
+        source = read(Source, given.pop("source"), "source") if "source" in given else None
         told = {key: read(str, given.pop(key, ""), key) for key in ("reported", "ours")}
         config = read(TrainConfig, {**given, "recipe": path.stem if path.parent == FOLDER else str(path)})
     except (SettingError, UnicodeDecodeError) as error:
