@@ -84,11 +84,29 @@ def test_agreement_is_that_of_the_votes(network: Any, images: Tensor) -> None:
 
 
 def test_turning_turns_the_image(network: Any, images: Tensor) -> None:
-    poses = figures.turned(network, images[0], 2, [0, 90])
+    poses = figures.moved(network, images[0], 2, figures.rotations([0, 90]))
     assert poses.shape == (2, 1, 6)
     both = torch.stack([images[0], images[0].rot90(1, (1, 2))])
     wanted = figures.class_poses(network, both, torch.tensor([2, 2]))
     torch.testing.assert_close(poses[:, 0], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_laying_back_halves_the_height_at_60_degrees(network: Any) -> None:
+    rows = torch.zeros(1, 8, 8)
+    rows[:, 2:6] = 1.0  # four rows of ink, which become two
+    flat = torch.zeros(1, 8, 8)
+    flat[:, 3:5] = 1.0
+    poses = figures.moved(network, rows, 1, figures.tilts([0, 60]))
+    wanted = figures.class_poses(network, torch.stack([rows, flat]), torch.tensor([1, 1]))
+    torch.testing.assert_close(poses[:, 0], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_changes_are_measured_from_the_first_view() -> None:
+    poses = torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]], [[-4.0, 0.0]]])  # [steps, C = 1, D = 2]
+    found = figures.changes(poses)
+    torch.testing.assert_close(found["distance"][:, 0], torch.tensor([0.0, 2**0.5, 3.0]))
+    torch.testing.assert_close(found["length"][:, 0], torch.tensor([1.0, 1.0, 2.0]))
+    torch.testing.assert_close(found["cosine"][:, 0], torch.tensor([1.0, 0.0, -1.0]))
 
 
 def test_two_dimensions_keep_the_distances_of_a_plane() -> None:
@@ -108,8 +126,9 @@ def test_a_run_is_loaded_and_drawn(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(trained.network(images), result.network(images))
         assert not torch.allclose(trained.fresh(images), result.network(images))
-    figures.draw_poses([trained], tmp_path / "poses.png", "Digits")
-    assert (tmp_path / "poses.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("poses", "changes"):
+        figures.FIGURES[name]([trained], tmp_path / f"{name}.png", "Digits")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_may_name_every_figure() -> None:

@@ -211,9 +211,21 @@ def in_two_dimensions(points: Tensor) -> Tensor:
     return centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T
 
 
+def rotations(degrees: Sequence[float]) -> Tensor:
+    """Maps ``[steps, 2, 3]`` that turn an image to the left, from where it is seen to where it comes from."""
+    angles = torch.tensor([math.radians(each) for each in degrees])
+    zero = torch.zeros_like(angles)
+    return torch.stack([angles.cos(), -angles.sin(), zero, angles.sin(), angles.cos(), zero], 1).view(-1, 2, 3)
+
+
+def tilts(degrees: Sequence[float]) -> Tensor:
+    """Maps ``[steps, 2, 3]`` that lay an image back, seen from far away: its height shrinks by the angle's cosine."""
+    return torch.stack([torch.tensor([[1, 0, 0], [0, 1 / math.cos(math.radians(each)), 0]]) for each in degrees])
+
+
 @torch.no_grad()
-def turned(network: CapsNet, image: Tensor, label: int, degrees: Sequence[float]) -> Tensor:
-    """The pose of an image's class capsule as the image turns, as vectors ``[steps, C, D]`` (Heinsen 2019, Figure 4).
+def moved(network: CapsNet, image: Tensor, label: int, maps: Tensor) -> Tensor:
+    """The pose of an image's class capsule as the image moves, as vectors ``[steps, C, D]`` (Heinsen 2019, Figure 4).
 
     Parameters
     ----------
@@ -222,16 +234,30 @@ def turned(network: CapsNet, image: Tensor, label: int, degrees: Sequence[float]
         ``[channels, H, W]``.
     label : int
         Its class.
-    degrees : sequence of float
-        How far it is turned.
+    maps : Tensor
+        ``[steps, 2, 3]``, as :func:`torch.nn.functional.affine_grid` takes them.
     """
-    angles = torch.tensor([math.radians(each) for each in degrees])
-    zero = torch.zeros_like(angles)
-    maps = torch.stack([angles.cos(), -angles.sin(), zero, angles.sin(), angles.cos(), zero], 1).view(-1, 2, 3)
-    grid = F.affine_grid(maps, [len(angles), *image.shape], align_corners=False)
-    images = F.grid_sample(image.expand(len(angles), -1, -1, -1), grid, padding_mode="border", align_corners=False)
+    grid = F.affine_grid(maps, [len(maps), *image.shape], align_corners=False)
+    images = F.grid_sample(image.expand(len(maps), -1, -1, -1), grid, padding_mode="border", align_corners=False)
     layer: Any = network.routing.layers[-1]
-    return class_poses(network, images, torch.full((len(angles),), label)).unflatten(-1, layer.pose_shape[::2])
+    return class_poses(network, images, torch.full((len(maps),), label)).unflatten(-1, layer.pose_shape[::2])
+
+
+def changes(poses: Tensor) -> dict[str, Tensor]:
+    """How far vectors ``[steps, ..., D]`` go from what they are at the first step (Heinsen 2019, Figures 6 and 7).
+
+    Returns
+    -------
+    dict of Tensor
+        Their distance from the first, and their length, both as shares of the first's length, and their cosine with
+        it; each ``[steps, ...]``.
+    """
+    first, size = poses[:1], poses[:1].norm(dim=-1)
+    return {
+        "distance": (poses - first).norm(dim=-1) / size,
+        "length": poses.norm(dim=-1) / size,
+        "cosine": F.cosine_similarity(poses, first, dim=-1),
+    }
 
 
 def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
@@ -253,7 +279,7 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
     for place, label in enumerate(some_classes(each)):
         plot = figure.add_subplot(grid[place // 2, 2 + place % 2])
         image = images[int((labels == label).nonzero()[0])]
-        paths = turned(each.network, image, label, degrees)  # [steps, C, D]
+        paths = moved(each.network, image, label, rotations(degrees))  # [steps, C, D]
         flat = in_two_dimensions(paths.flatten(0, 1)).unflatten(0, paths.shape[:2])
         if paths.shape[1] == 1:  # one vector: its way
             plot.plot(*flat[:, 0].T, color="#BBBBBB", linewidth=1, zorder=0)
@@ -265,9 +291,28 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
     return finish(figure, path)
 
 
+def draw_changes(trained: Sequence[Trained], path: Path, title: str) -> Path:
+    """How the class capsules' vectors change as images turn all the way round, and as they are laid back."""
+    (each,) = trained
+    images, labels = each.images(60)
+    ways = {"turned": (rotations, range(0, 341, 20)), "laid back": (tilts, [7.5 * step for step in range(9)])}
+    figure, plots = pyplot().subplots(3, 2, figsize=(11, 7.5), layout="constrained", sharex="col", sharey="row")
+    for column, (way, (maps, degrees)) in enumerate(ways.items()):
+        poses = [moved(each.network, *pair, maps(degrees)) for pair in zip(images, labels.tolist(), strict=True)]
+        for plot, (name, lines) in zip(plots[:, column], changes(torch.cat(poses, 1)).items(), strict=True):
+            plot.plot(degrees, lines, color="#BBBBBB", linewidth=0.5)
+            plot.plot(degrees, lines.mean(1), color=BLUE, linewidth=2)
+            plot.set_ylabel("" if column else f"{name}, from the first view")
+        plots[0, column].set_title(f"{len(images)} test images, {way}")
+        plots[-1, column].set_xlabel("degrees")
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)
+
+
 FIGURES: dict[str, Callable[[Sequence[Trained], Path, str], Path]] = {
     "perturbations": draw_perturbations,
     "agreement": draw_agreement,
     "poses": draw_poses,
+    "changes": draw_changes,
 }
 """What a table's ``draw`` may name beside bars and lines."""

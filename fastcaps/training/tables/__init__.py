@@ -132,7 +132,7 @@ class Table:
     claim: str
     measure: Literal["error", "accuracy", "memory", "time"]
     rows: tuple[Row, ...]
-    draw: Literal["bars", "lines", "perturbations", "agreement", "poses"] = "bars"
+    draw: Literal["bars", "lines", "perturbations", "agreement", "poses", "changes"] = "bars"
     beside: str = ""
     over: Over | None = None
     set: Mapping[str, Any] = field(default_factory=dict)
