@@ -201,6 +201,8 @@ def test_svhn_refuses_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"X": np.zeros((32, 32, 3, 4)), "y": np.ones((4, 1))}, r"holds X \(double"),
         ({"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.ones((3, 1))}, r"y \(double 3 x 1\); want"),
         ({"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.zeros((4, 1))}, "holds the labels 0 to 0, want 1 to 10"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array([[1], [1.5]])}, "holds the label 1.5, want whole"),
+        ({"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.array([[np.nan]])}, "holds the label nan, want whole"),
     ):
         savemat(path, arrays)
         with pytest.raises(CorruptDataError, match=message):
