@@ -135,7 +135,8 @@ class TrainConfig:
     accelerator, devices, strategy : str
         As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
     workers : int
-        Processes that gather what batches are made of. The data lie in memory, so 0 is fastest on a CPU.
+        Processes that gather what batches are made of, one a core at most. The data lie in memory, so 0 is fastest on a
+        CPU.
     checkpoint_every : int
         Steps between two checkpoints.
     out : str
