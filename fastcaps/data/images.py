@@ -48,12 +48,16 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         seed: int | None = None,
     ) -> None:
         images, labels = np.asarray(images), np.asarray(labels)
-        if images.ndim != 4 or images.shape[0] != labels.shape[0]:
+        if images.ndim != 4 or labels.shape != images.shape[:1]:
             raise ValueError(f"images {images.shape} and labels {labels.shape}: want [n, c, h, w] and [n]")
-        if images.dtype.kind == "f":
+        if images.dtype != np.uint8:
             raise ValueError(f"images must be bytes, uint8 of 0 to 255, which are normalised later; got {images.dtype}")
+        if labels.dtype.kind not in "iub":
+            raise ValueError(f"labels: got {labels.dtype}, want whole numbers, the classes")
         if len(mean) != images.shape[1] or len(std) != images.shape[1]:
             raise ValueError(f"mean and std: got {len(mean)} and {len(std)} numbers for {images.shape[1]} channels")
+        if not all(each > 0 for each in std):
+            raise ValueError(f"std: got {', '.join(map(str, std))}, want numbers above 0")
         self.images = torch.from_numpy(np.array(images))  # a copy: torch wants memory that it may write to
         self.labels = torch.from_numpy(np.array(labels, dtype=np.int64))
         self.mean = torch.tensor(mean, dtype=torch.float32).view(1, -1, 1, 1)
