@@ -57,6 +57,14 @@ _FLAGS = (
 class _Fail(Exception):
     """An error that the user can mend: one line, without a traceback."""
 
+    status = 1
+
+
+class _Stopped(_Fail):
+    """Ctrl-C, or the system's wish that the process ends."""
+
+    status = 130
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -280,7 +288,7 @@ def _reproduce(args: argparse.Namespace) -> int:
     except (DataError, RunError, ValueError) as error:
         raise _Fail(str(error)) from error
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        raise _Fail(f"stopped; {_command(args)} goes on") from None
+        raise _Stopped(f"stopped; {_command(args)} goes on") from None
     shown = Table(title=f"{table.title} ({table.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in reproduce.HEADER:
         shown.add_column(name, justify="right" if name else "left", overflow="fold", min_width=None if name else 14)
@@ -344,7 +352,7 @@ def _train(args: argparse.Namespace) -> int:
     except (DataError, RunError, ValueError) as error:
         raise _Fail(str(error)) from error
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        raise _Fail(f"stopped; fastcaps train --resume --out {config.folder} goes on") from None
+        raise _Stopped(f"stopped; fastcaps train --resume --out {shlex.quote(str(config.folder))} goes on") from None
     if not result.is_main:
         return 0  # one of several processes; the first one speaks
     seconds = [row["seconds"] for row in result.history]
@@ -412,7 +420,10 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for an error of the user's, 2 for a wrong command line."""
+    """Run one command; returns the exit status.
+
+    0; 1 for an error of the user's, 2 for a wrong command line, 130 if it was stopped.
+    """
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.version:
@@ -427,7 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return args.run(args)
     except _Fail as error:
         print(f"fastcaps {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return error.status
     except OSError as error:  # a full disk, a folder that may not be written
         print(f"fastcaps {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

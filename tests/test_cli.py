@@ -224,7 +224,7 @@ def test_ctrl_c_says_how_to_go_on(
 
     monkeypatch.setattr(training, "train", interrupted)
     status, _, err = call(capsys, *train_digits(tmp_path / "run"))
-    assert status == 1 and f"stopped; fastcaps train --resume --out {tmp_path / 'run'} goes on" in err
+    assert status == 130 and f"stopped; fastcaps train --resume --out {tmp_path / 'run'} goes on" in err
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,17 @@ def test_datasets_refuse_what_does_not_fit() -> None:
         ImageDataset(images, labels[:-1], mean=(0, 0, 0), std=(1, 1, 1))
     with pytest.raises(ValueError, match="got 1 and 3 numbers for 3 channels"):
         ImageDataset(images, labels, mean=(0,), std=(1, 1, 1))
+    for made, message in (
+        (
+            lambda: ImageDataset(images, labels[:, None], mean=(0, 0, 0), std=(1, 1, 1)),
+            r"want \[n, c, h, w\] and \[n\]",
+        ),
+        (lambda: ImageDataset(images, labels + 0.5, mean=(0, 0, 0), std=(1, 1, 1)), "labels: got float64, want whole"),
+        (lambda: ImageDataset(images, labels, mean=(0, 0, 0), std=(1, 0, 1)), "std: got 1, 0, 1, want numbers above 0"),
+        (lambda: ImageDataset(images - np.int16(9), labels, mean=(0, 0, 0), std=(1, 1, 1)), "bytes.*got int16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made()
 
 
 def test_crops_are_windows_of_the_padded_image() -> None:

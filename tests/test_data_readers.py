@@ -201,6 +201,8 @@ def test_svhn_refuses_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"X": np.zeros((32, 32, 3, 4)), "y": np.ones((4, 1))}, r"holds X \(double"),
         ({"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.ones((3, 1))}, r"y \(double 3 x 1\); want"),
         ({"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.zeros((4, 1))}, "holds the labels 0 to 0, want 1 to 10"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array([[1], [1.5]])}, "holds the label 1.5, want whole"),
+        ({"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.array([[np.nan]])}, "holds the label nan, want whole"),
     ):
         savemat(path, arrays)
         with pytest.raises(CorruptDataError, match=message):
@@ -275,6 +277,9 @@ def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
         assert str(path) in str(caught.value)
     Image.fromarray(np.zeros((9000, 9000), np.uint8)).save(path)
     assert peak_of(lambda: data.read_folder(tmp_path / "train"), "states 9,000 x 9,000 pixels, want 67,10") < 4_000_000
+    Image.fromarray(np.full((8, 8), 1000, np.uint16)).save(path)
+    with pytest.raises(CorruptDataError, match=r"1.png: pixels of more than 8 bits .Pillow's mode I.*want bytes"):
+        data.read_folder(tmp_path / "train")
     Image.fromarray(np.zeros((7, 7), np.uint8)).save(path)
     with pytest.raises(CorruptDataError, match=r"1.png: 7 x 7 pixels, want squares of one size .* has 8 x 8"):
         data.read_folder(tmp_path / "train")
@@ -292,7 +297,11 @@ def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
         data.read_folder(tmp_path / "none")
     with pytest.raises(MissingDataError, match="ant: holds no folder; want one for each class"):
         data.read_folder(tmp_path / "train" / "ant")
-    for options, message in (({"channels": 2}, "channels: got 2"), ({"image_size": 0}, "image_size: got 0")):
+    for options, message in (
+        ({"channels": 2}, "channels: got 2"),
+        ({"image_size": 0}, "image_size: got 0, want 1 to 8192"),
+        ({"image_size": 10**8}, "image_size: got 100000000, want 1 to 8192"),
+    ):
         with pytest.raises(ValueError, match=message):
             data.read_folder(tmp_path / "train", **options)
     with pytest.raises(ValueError, match="image_size: got 8 for mnist"):

@@ -19,13 +19,15 @@ import torch
 
 pytest.importorskip("lightning")
 
+from rich.console import Console
+
 from fastcaps import cli, data
 from fastcaps.training import CapsuleClassifier, RunError, SettingError, TrainConfig, build_network, train, train_seeds
 from fastcaps.training.callbacks import COLUMNS, Report, read_metrics
-from fastcaps.training.config import kept
+from fastcaps.training.config import kept, one_run
 from fastcaps.training.data import WithParts, hold_out
 from fastcaps.training.fields import as_data
-from fastcaps.training.run import write_settings
+from fastcaps.training.run import only_run, write_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,10 +149,27 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
 
 
 def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
+    def files() -> dict[Path, tuple[int, bytes]]:
+        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in finished.out.rglob("*") if p.is_file()}
+
     before = {name: tensor.clone() for name, tensor in finished.network.state_dict().items()}
+    left = files()
     again = run(settings(finished.out, data__limit=None, epochs=3, checkpoint_every=5, seed=3), resume=True)
     assert again.history == finished.history
     assert all(torch.equal(tensor, before[name]) for name, tensor in again.network.state_dict().items())
+    assert files() == left
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such locks")
+def test_one_run_a_folder(tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=1, data__limit=64)
+    run(config)
+    with only_run(tmp_path):
+        for options in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(RunError, match=r"is in use by a run that has not ended: wait for it, or take another"):
+                run(config, **options)
+    assert (tmp_path / "result.json").exists()  # nothing was deleted
+    run(config, overwrite=True)
 
 
 def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
@@ -288,6 +307,11 @@ def test_the_best_epoch_is_chosen_by_images_held_out(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["best_epoch"] == result.best_epoch and told["validation_accuracy"] == max(held_out)
     assert read_metrics(tmp_path / "metrics.csv")[-1]["validation_accuracy"] == pytest.approx(held_out[-1])
+    best = tmp_path / "best.ckpt"
+    best.write_bytes(best.read_bytes()[:1000])
+    with pytest.raises(RunError, match=r"best\.ckpt cannot be read: \w+: .*; train anew with --overwrite") as caught:
+        run(config, resume=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_split_is_the_same_for_every_seed_and_is_not_augmented() -> None:
@@ -324,6 +348,31 @@ def test_several_seeds_give_mean_and_spread(tmp_path: Path) -> None:
     assert [result.test_accuracy for result in again.results] == found
 
 
+def test_several_seeds_that_are_overwritten_go_on_as_new_ones(tmp_path: Path) -> None:
+    old = settings(tmp_path / "runs", runs=2, epochs=1, data__limit=64)
+    train_seeds(old, report=Report(quiet=True))
+
+    class Stops(Report):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise RunError("stopped")
+
+    new = old.changed({"optimizer.lr": 0.01})
+    with pytest.raises(RunError, match="stopped"):
+        train_seeds(new, overwrite=True, report=Stops(quiet=True))
+    several = train_seeds(new, resume=True, report=Report(quiet=True))
+    alone = run(one_run(new, 1).changed({"out": str(tmp_path / "alone")}))
+    assert same_weights(several.results[1].network, alone.network)  # not the old run's
+
+
+def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    told = io.StringIO()
+    many = settings(tmp_path / "many", epochs=1, data__limit=64, workers=100_000)
+    result = train(many, report=Report(Console(file=told)))
+    assert told.getvalue().startswith("workers: got 100000, 1 are started, one a core\n")
+    assert same_weights(result.network, run(many.changed({"out": str(tmp_path / "none"), "workers": 0})).network)
+
+
 @pytest.mark.parametrize(("loss", "metric"), [("margin", "accuracy"), ("spread", "top-2"), ("bce", "exact-match")])
 def test_other_losses_learn(tmp_path: Path, loss: str, metric: str) -> None:
     """Few exact matches after 30 steps, but chance would have next to none."""
@@ -333,14 +382,27 @@ def test_other_losses_learn(tmp_path: Path, loss: str, metric: str) -> None:
     assert result.test_accuracy > (0.2 if metric == "exact-match" else 0.5)
 
 
-@pytest.mark.slow
-def test_two_processes_train_one_network(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fastcaps", "train", "--network", "digits", "--data", "digits", "--epochs", "2"]
-    command += ["--accelerator", "cpu", "--devices", "2", "--strategy", "ddp", "--out", str(tmp_path / "run")]
+def on_two_devices(out: Path, *options: str) -> str:
+    """Train from the command line with a process for each of two devices; what it printed."""
+    command = [sys.executable, "-m", "fastcaps", "train", "--network", "digits", "--data", "digits", "--out", str(out)]
+    command += ["--accelerator", "cpu", "--devices", "2", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test accuracy") == 3  # two epochs and the end: only the first process speaks
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_train_several_seeds(tmp_path: Path) -> None:
+    told = on_two_devices(tmp_path / "runs", "--epochs", "1", "--limit", "64", "--runs", "2")
+    assert told.count("mean and standard deviation of 2 runs") == 1
+    assert len(list((tmp_path / "runs").glob("seed-*/result.json"))) == 2
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_network(tmp_path: Path) -> None:
+    told = on_two_devices(tmp_path / "run", "--epochs", "2", "--strategy", "ddp")
+    assert told.count("test accuracy") == 3  # two epochs and the end: only the first process speaks
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32
     assert rows[-1]["test_accuracy"] > 0.9

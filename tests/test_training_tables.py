@@ -136,7 +136,7 @@ def test_a_table_that_was_stopped_goes_on_in_the_middle(
         patch.setattr(Report, "on_train_batch_end", stop)
         status, _, error = reproduce(capsys, *command)
     assert (status, error) == (
-        1,
+        130,
         f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --out {out} --row one goes on\n",
     )
     assert not (out / "one" / "result.json").exists()

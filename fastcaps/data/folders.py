@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,13 +68,14 @@ def read_folder(
     MissingDataError
         If a folder is missing or empty, or Pillow is not installed.
     CorruptDataError
-        If a file is no image, is damaged, states more pixels than 2²⁶, or is of another size than the first.
+        If a file is no image, is damaged, states more pixels than 2²⁶, has channels of more than 8 bits that Pillow
+        would cut, or is of another size than the first.
     """
     folder = Path(folder)
     if channels not in (1, 3):
         raise ValueError(f"channels: got {channels}, want 1 or 3")
-    if image_size is not None and image_size < 1:
-        raise ValueError(f"image_size: got {image_size}, want 1 or more")
+    if image_size is not None and not 1 <= image_size**2 <= MOST_PIXELS:
+        raise ValueError(f"image_size: got {image_size}, want 1 to {math.isqrt(MOST_PIXELS)}")
     names = class_names(folder)
     classes = names if classes is None else tuple(classes)
     if unknown := sorted(set(names) - set(classes)):
@@ -115,6 +117,8 @@ def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.u
                 raise CorruptDataError(
                     f"{path}: its header states {width:,} x {height:,} pixels, want {MOST_PIXELS:,} or fewer"
                 )
+            if opened.mode in ("I", "F") or opened.mode.startswith("I;"):  # Pillow would cut them at 255
+                raise CorruptDataError(f"{path}: pixels of more than 8 bits (Pillow's mode {opened.mode}), want bytes")
             image: Image.Image = opened
             if size is not None:
                 opened.draft("RGB", (size, size))  # a JPEG may be decoded at a fraction of its size

@@ -49,16 +49,20 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         seed: int | None = None,
     ) -> None:
         images, labels = np.asarray(images), np.asarray(labels)
-        if images.ndim != 4 or images.shape[0] != labels.shape[0]:
+        if images.ndim != 4 or labels.shape != images.shape[:1]:
             raise ValueError(f"images {images.shape} and labels {labels.shape}: want [n, c, h, w] and [n]")
-        if images.dtype.kind == "f":
+        if images.dtype != np.uint8:
             raise ValueError(f"images must be bytes, uint8 of 0 to 255, which are normalised later; got {images.dtype}")
+        if labels.dtype.kind not in "iub":
+            raise ValueError(f"labels: got {labels.dtype}, want whole numbers, the classes")
         means, stds = (
             [float(each)] * images.shape[1] if isinstance(each, (int, float, np.floating)) else each
             for each in (mean, std)
         )
         if len(means) != images.shape[1] or len(stds) != images.shape[1]:
             raise ValueError(f"mean and std: got {len(means)} and {len(stds)} numbers for {images.shape[1]} channels")
+        if not all(each > 0 for each in stds):
+            raise ValueError(f"std: got {', '.join(map(str, stds))}, want numbers above 0")
         self.images = torch.from_numpy(np.array(images))  # a copy: torch wants memory that it may write to
         self.labels = torch.from_numpy(np.array(labels, dtype=np.int64))
         self.mean = torch.tensor(means, dtype=torch.float32).view(1, -1, 1, 1)

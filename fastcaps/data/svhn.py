@@ -61,9 +61,13 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
         raise CorruptDataError(f"{path}: its header states {count:,} images, more than {MOST_BYTES:,} bytes hold")
     try:
         arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
-        images, labels = arrays["X"], arrays["y"][:, 0].astype(np.int64)
+        images, given = arrays["X"], arrays["y"][:, 0]
+        with np.errstate(invalid="ignore"):  # a NaN is told below
+            labels = given.astype(np.int64)
     except Exception as error:
         raise _damaged(path, error) from error
+    if not (same := labels == given).all():  # MATLAB keeps whole numbers as doubles, too
+        raise CorruptDataError(f"{path}: holds the label {given[same.argmin()]}, want whole numbers from 1 to 10")
     if labels.min() < 1 or labels.max() > 10:
         raise CorruptDataError(f"{path}: holds the labels {labels.min()} to {labels.max()}, want 1 to 10")
     return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), labels % 10

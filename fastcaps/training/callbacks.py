@@ -181,6 +181,11 @@ class Report(Callback):
         self._loss = float("nan")
         self._tested = ""
 
+    def say(self, text: str) -> None:
+        """Print a line, unless quiet."""
+        if not self.quiet:
+            self.console.print(text, highlight=False, soft_wrap=True)
+
     def _text(self, trainer: pl.Trainer) -> str:
         epoch = max(1, math.ceil(trainer.global_step / trainer.num_training_batches))
         loss = "" if math.isnan(self._loss) else f"  loss {self._loss:.3f}"
@@ -190,7 +195,7 @@ class Report(Callback):
         if self.quiet or not trainer.is_global_zero:
             return
         if trainer.global_step:
-            self.console.print(f"resumed after step {trainer.global_step}", highlight=False)
+            self.say(f"resumed after step {trainer.global_step}")
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -231,7 +236,7 @@ class Report(Callback):
         loss = float(pl_module.figures("train")["train_loss"])  # type: ignore[operator]
         epoch = trainer.global_step // int(trainer.num_training_batches)
         line = f"epoch {epoch}/{trainer.max_epochs}: training loss {loss:.4f}, test accuracy {100 * accuracy:.2f} %"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.say(line)
 
     def _stop(self) -> None:
         if self._bar is not None:

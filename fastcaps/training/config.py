@@ -24,6 +24,8 @@ WHERE = (
 FOLLOW = ("name", "device", "dtype", "classes", "in_channels", "image_size", "layers", "embedding")
 """Arguments of :func:`fastcaps.models.create` that other settings, or the data, decide."""
 MOST_SEED = 2**32 - 1
+MOST_PIXELS = 4096
+"""Of the side of an image that is padded or resized."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,10 @@ class Data:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_count(self, "pad validation", 0)
-        require_count(self, "resize crop limit")
+        require_count(self, "validation", 0)
+        require_count(self, "crop limit")
+        require_count(self, "pad", 0, most=MOST_PIXELS)
+        require_count(self, "resize", most=MOST_PIXELS)
         require_number(self, "mixup")
         if self.pad is not None and self.resize is not None:
             raise ValueError(f"resize: got {self.resize} beside pad {self.pad}, want one of them")
@@ -131,7 +135,8 @@ class TrainConfig:
     accelerator, devices, strategy : str
         As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
     workers : int
-        Processes that gather what batches are made of. The data lie in memory, so 0 is fastest on a CPU.
+        Processes that gather what batches are made of, one a core at most. The data lie in memory, so 0 is fastest on a
+        CPU.
     checkpoint_every : int
         Steps between two checkpoints.
     out : str

@@ -61,12 +61,12 @@ def require_number(owner: Any, names: str, least: float = 0.0, *, above: bool = 
                 raise ValueError(f"{name}: got {each}, want a {'finite ' if most == math.inf else ''}number{end}")
 
 
-def require_count(owner: Any, names: str, least: int = 1) -> None:
-    """Raise ValueError unless the named attributes are at least so many (or None)."""
+def require_count(owner: Any, names: str, least: int = 1, most: int | None = None) -> None:
+    """Raise ValueError unless the named attributes are at least so many, and at most (or None)."""
     for name in names.split():
         value = getattr(owner, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name}: got {value}, want {least} or more")
+        if value is not None and (value < least or (most is not None and value > most)):
+            raise ValueError(f"{name}: got {value}, want {least} {'or more' if most is None else f'to {most}'}")
 
 
 def read(kind: type[Kind], value: Any, path: str = "") -> Kind:

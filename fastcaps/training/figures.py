@@ -19,7 +19,7 @@ from fastcaps.data import Splits
 from fastcaps.nn import CapsNet
 from fastcaps.training.config import TrainConfig, kept
 from fastcaps.training.data import read_data
-from fastcaps.training.run import build_network
+from fastcaps.training.run import build_network, read_checkpoint
 from fastcaps.viz import BLUE, GREY, finish, last_votes, pyplot
 
 
@@ -58,7 +58,7 @@ def load(config: TrainConfig, label: str = "") -> Trained:
 
     Raises
     ------
-    OSError, ValueError, DataError
+    RunError, ValueError, DataError
         If there is no such run, or its data are missing.
     """
     before = kept(config.folder)
@@ -66,7 +66,7 @@ def load(config: TrainConfig, label: str = "") -> Trained:
     torch.manual_seed(before.seed)
     fresh, network = build_network(before, splits), build_network(before, splits)
     best = config.folder / "best.ckpt"
-    state = torch.load(best if best.is_file() else config.folder / "last.ckpt", map_location="cpu", weights_only=True)
+    state = read_checkpoint(best if best.is_file() else config.folder / "last.ckpt")
     mine = {name.removeprefix("network."): value for name, value in state["state_dict"].items()}
     network.load_state_dict({name: mine[name] for name in network.state_dict()})
     return Trained(label, network.eval(), fresh.eval(), splits)

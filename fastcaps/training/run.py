@@ -18,10 +18,11 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ from fastcaps.training.config import TrainConfig
 from fastcaps.training.data import ImageData, gathering, read_data
 from fastcaps.training.fields import as_data
 from fastcaps.training.module import CapsuleClassifier
+
+if sys.platform != "win32":
+    import fcntl
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class TrainResult:
 
 
 class RunError(RuntimeError):
-    """The folder of a run cannot serve: it holds another run already, or a checkpoint that cannot be read."""
+    """The folder of a run cannot serve: it holds another run, is in use, or has a checkpoint that cannot be read."""
 
 
 @contextmanager
@@ -150,23 +154,71 @@ def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
         ) from error
 
 
-def prepare_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Make the folder of a run, or see that the one that is there may be used."""
+@contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, as long as the block lasts; RunError if one is in it.
+
+    The system lets go of the lock when the process dies. Where there are no such locks, nobody is kept out.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"{out} is in use by a run that has not ended: wait for it, or take another") from error
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def prepared(out: Path, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Make the folder of a run, or see that the one that is there may be used; then keep other runs out of it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"out: got {out}, which cannot be made ({error.strerror}); want a folder") from error
-    if resume or not (out / "config.json").exists():
-        return
-    if not overwrite:
-        raise RunError(f"{out} holds a run already: go on with it (--resume), replace it (--overwrite) or take another")
+    with only_run(out):
+        if not resume and (out / "config.json").exists():
+            if not overwrite:
+                raise RunError(
+                    f"{out} holds a run already: go on with it (--resume), replace it (--overwrite) or take another"
+                )
+            clear(out)
+        yield
+
+
+def clear(out: Path) -> None:
+    """Delete what a run left in its folder, but for its settings."""
     for name in ("last.ckpt", "best.ckpt", "metrics.csv", "result.json"):
         (out / name).unlink(missing_ok=True)
     for events in (out / "tensorboard").glob("events.out.tfevents.*"):
         events.unlink()
 
 
-def _make_trainer(config: TrainConfig, out: Path, callbacks: list[pl.Callback]) -> pl.Trainer:
+def is_finished(config: TrainConfig) -> bool:
+    """Whether the ``result.json`` of a run tells of all its epochs."""
+    try:
+        return bool(json.loads((config.folder / "result.json").read_text())["epochs"] == config.epochs)
+    except (OSError, RecursionError, ValueError, LookupError, TypeError):
+        return False
+
+
+def read_checkpoint(path: Path) -> Any:
+    """What is in a checkpoint, on the CPU; RunError if it cannot be read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever it meets
+        what = " ".join(str(error).split())
+        raise RunError(f"{path} cannot be read: {type(error).__name__}: {what}; train anew with --overwrite") from error
+
+
+def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback], events: Path | None) -> pl.Trainer:
     """Lightning's Trainer; what it refuses becomes a ValueError that shows what was asked for."""
     try:
         return pl.Trainer(
@@ -175,7 +227,7 @@ def _make_trainer(config: TrainConfig, out: Path, callbacks: list[pl.Callback]) 
             strategy=config.strategy,
             precision=config.precision,
             max_epochs=config.epochs,
-            logger=TensorBoardLogger(out, name="", version="tensorboard"),
+            logger=events is not None and TensorBoardLogger(events.parent, name="", version=events.name),
             callbacks=callbacks,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -204,7 +256,8 @@ def train(
     config : TrainConfig
         The settings.
     resume : bool
-        Go on from ``config.out``'s checkpoint, where there is one. A finished run is only reported again.
+        Go on from ``config.out``'s checkpoint, where there is one. A finished run is only reported again: its folder is
+        left as it is.
     overwrite : bool
         Replace a run that ``config.out`` holds already.
     report : Report, optional
@@ -225,7 +278,7 @@ def train(
     TypeError
         If ``splits`` holds something else.
     RunError
-        If ``config.out`` holds another run, or its checkpoint cannot be read.
+        If ``config.out`` holds another run, or is in use by one, or its checkpoint cannot be read.
     """
     if config.runs != 1:
         raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds makes several)")
@@ -238,43 +291,49 @@ def train(
     module = CapsuleClassifier(network, config, classes=len(splits.classes), mean=mean, std=std)
     data = make_data(config, splits)
     metrics, best = MetricsWriter(out / "metrics.csv"), BestWriter(out / "best.ckpt")
-    callbacks = [metrics, best, CheckpointWriter(checkpoint, config.checkpoint_every), report or Report()]
-    trainer = _make_trainer(config, out, callbacks)
+    report = report or Report()
+    callbacks = [metrics, best, CheckpointWriter(checkpoint, config.checkpoint_every), report]
+    going_on = resume and checkpoint.is_file()
+    reported = going_on and is_finished(config)  # nothing is computed, and nothing written
+    trainer = _make_trainer(config, callbacks, None if reported else out / "tensorboard")
     if config.batch_size % trainer.world_size:
         raise ValueError(
             f"batch_size: got {config.batch_size} for {trainer.world_size} devices together, want a multiple of them"
         )
-    if trainer.is_global_zero:
-        prepare_folder(out, resume, overwrite)
-        write_settings(config, out)
-    began = time.perf_counter()
-    going_on = resume and checkpoint.is_file()
-    try:
-        trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
-    except Exception as error:  # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
-        if going_on and not metrics.started and not isinstance(error, (DataError, ValueError)):
-            what = " ".join(str(error).split())
-            raise RunError(f"{checkpoint} cannot be resumed from: {type(error).__name__}: {what}") from error
-        raise
-    history = metrics.rows or read_metrics(metrics.path)  # processes that Lightning spawned keep their rows
-    network = module.network.cpu().eval()
-    chosen = history[-1]
-    if data.validation is not None:
-        saved = torch.load(best.path, map_location="cpu", weights_only=True)
-        network.load_state_dict(saved["state_dict"])
-        chosen = history[saved["epoch"] - 1]
     is_main = trainer.is_global_zero
-    result = TrainResult(
-        network,
-        chosen["test_accuracy"],
-        chosen["test_loss"],
-        history,
-        out,
-        is_main,
-        best_epoch=int(chosen["epoch"]) if data.validation is not None else None,
-    )
-    if is_main:
-        _write_result(config, result, time.perf_counter() - began)
+    with prepared(out, resume, overwrite) if is_main else nullcontext():
+        if is_main and not reported:
+            write_settings(config, out)
+            if config.workers > data.workers:
+                report.say(f"workers: got {config.workers}, {data.workers} are started, one a core")
+        began = time.perf_counter()
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
+        except (
+            Exception
+        ) as error:  # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
+            if going_on and not metrics.started and not isinstance(error, (DataError, ValueError)):
+                what = " ".join(str(error).split())
+                raise RunError(f"{checkpoint} cannot be resumed from: {type(error).__name__}: {what}") from error
+            raise
+        history = metrics.rows or read_metrics(metrics.path)  # processes that Lightning spawned keep their rows
+        network = module.network.cpu().eval()
+        chosen = history[-1]
+        if data.validation is not None:
+            saved = read_checkpoint(best.path)
+            network.load_state_dict(saved["state_dict"])
+            chosen = history[saved["epoch"] - 1]
+        result = TrainResult(
+            network,
+            chosen["test_accuracy"],
+            chosen["test_loss"],
+            history,
+            out,
+            is_main,
+            best_epoch=int(chosen["epoch"]) if data.validation is not None else None,
+        )
+        if is_main and (metrics.started or not reported):
+            _write_result(config, result, time.perf_counter() - began)
     return result
 
 
@@ -282,7 +341,8 @@ def make_data(config: TrainConfig, splits: Splits) -> ImageData:
     """The data of a run, split and in batches."""
     parts = isinstance(splits.train, OverlappingDigits) and getattr(config.loss, "reconstruction", 0) > 0
     size, held_out = config.batch_size, config.data.validation
-    return ImageData(splits, size, seed=config.seed, workers=config.workers, validation=held_out, parts=parts)
+    workers = min(config.workers, os.cpu_count() or 1)
+    return ImageData(splits, size, seed=config.seed, workers=workers, validation=held_out, parts=parts)
 
 
 def write_settings(config: TrainConfig, out: Path) -> None:

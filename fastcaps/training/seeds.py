@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_only
 
 from fastcaps.data import Splits
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import TrainConfig, one_run
 from fastcaps.training.data import read_data
-from fastcaps.training.run import TrainResult, prepare_folder, train, versions, write_settings, write_whole
+from fastcaps.training.run import (
+    TrainResult,
+    clear,
+    is_finished,
+    prepared,
+    train,
+    versions,
+    write_settings,
+    write_whole,
+)
 
 
 @dataclass(frozen=True)
@@ -56,27 +68,29 @@ def train_seeds(
     """
     if config.runs < 2:
         raise ValueError(f"runs: got {config.runs}, want 2 or more (train makes one)")
-    if config.devices not in ("1", "auto") and config.strategy != "auto":
-        raise ValueError(
-            f"runs: got {config.runs} on devices {config.devices!r}; where Lightning starts a process for each device, "
-            "start each run by itself: --set runs=1 --seed 0, --seed 1, …"
-        )
     splits = splits or read_data(config.data)
     out = config.folder
-    prepare_folder(out, resume, overwrite)
-    write_settings(config, out)
-    results = []
-    for index in range(config.runs):
-        one = one_run(config, index)
-        results.append(train(one, resume=resume, overwrite=overwrite, report=report or Report(), splits=splits))
-    accuracies = [result.test_accuracy for result in results]
-    mean, spread = statistics.mean(accuracies), statistics.stdev(accuracies)
-    summary: dict[str, Any] = {
-        "test_accuracy": {"mean": mean, "spread": spread},
-        "test_accuracies": accuracies,
-        "seeds": [config.seed + index for index in range(config.runs)],
-        "metric": config.metric,
-        "versions": versions(),
-    }
-    write_whole(out / "result.json", json.dumps(summary, indent=2) + "\n")
+    every = [one_run(config, index) for index in range(config.runs)]
+    # Lightning starts this very command once more for every further device
+    is_main = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    reported = resume and (out / "result.json").is_file() and all(is_finished(one) for one in every)
+    with prepared(out, resume, overwrite) if is_main else nullcontext():
+        if is_main and overwrite:  # all at once: a run that goes on after a kill must not find the old ones finished
+            for one in every:
+                clear(one.folder)
+        if is_main and not reported:
+            write_settings(config, out)
+        options: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "splits": splits}
+        results = [train(one, report=report or Report(), **options) for one in every]
+        accuracies = [result.test_accuracy for result in results]
+        mean, spread = statistics.mean(accuracies), statistics.stdev(accuracies)
+        summary: dict[str, Any] = {
+            "test_accuracy": {"mean": mean, "spread": spread},
+            "test_accuracies": accuracies,
+            "seeds": [one.seed for one in every],
+            "metric": config.metric,
+            "versions": versions(),
+        }
+        if is_main and not reported:
+            write_whole(out / "result.json", json.dumps(summary, indent=2) + "\n")
     return SeedsResult(results, mean, spread, out)

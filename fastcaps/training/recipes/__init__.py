@@ -64,9 +64,14 @@ class Recipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a field stands once."""
+    """YAML in which a field stands once, and where it is written."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(
+                    problem="<< merges another mapping, want its fields written out", problem_mark=key.start_mark
+                )
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
