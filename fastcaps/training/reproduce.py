@@ -228,7 +228,7 @@ def train_missing(
 
 
 def short_settings(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
-    """What the shortened form changes, by paths: what it is, and what it is in full (None where rows differ)."""
+    """What the short form changes, by paths: what it is, and what it is in full (None where rows differ)."""
     full = [flat(as_data(entry.config)) for entry in table.entries(Path())]
     short = [flat(as_data(entry.config)) for entry in entries]
     found = {}
@@ -248,12 +248,14 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
         f"{MEASURES[table.measure]}, {better} is better"
         + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")
     ]
+    if table.reading:
+        found.append(f"Our reading: {table.reading}")
     if short:
         parts = [
             f"{path} {now}" + (f" (in full {full})" if full is not None else "")
             for path, (now, full) in short_settings(table, [line.entry for line in lines]).items()
         ]
-        found.append(f"Shortened: {', '.join(parts)}." + (f" {table.shortened}" if table.shortened else ""))
+        found.append(f"Shortened: {', '.join(parts)}." + (f" {table.short_note}" if table.short_note else ""))
     if changes:
         found.append("Changed: " + ", ".join(f"{path} {value}" for path, value in changes.items()) + ".")
     both = [line for line in lines if line.difference is not None]
@@ -317,10 +319,18 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
-    """Draw the table: ours beside the paper's, or what the trained networks show; RunError if there is none yet."""
+    """Draw the table: ours beside the paper's, or what the trained networks show, of each row's first finished seed.
+
+    Raises
+    ------
+    RunError
+        If no run is finished yet.
+    """
     title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
-        trained = [figures.load(runs_of(line.entry.config)[0], line.entry.label) for line in lines if line.results]
+        done = [next((one for one in runs_of(line.entry.config) if read_result(one)), None) for line in lines]
+        found = zip(done, lines, strict=True)
+        trained = [figures.load(one, line.entry.label) for one, line in found if one is not None]
         if not trained:
             raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
         figures.FIGURES[table.draw](trained, path, title)

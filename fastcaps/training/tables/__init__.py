@@ -51,7 +51,7 @@ class Row:
     name : str
         The folder of its run; the recipe's name by default. Where a value is varied, it is added: ``NAME-3``.
     set, short : mapping
-        Other values for fields, by their paths; ``short`` in the shortened form only.
+        Other values for fields, by their paths; ``short`` in the short form only.
     paper : tuple of float
         The paper's figure: one, or one for each value that is varied. May be left out.
     spread : float, optional
@@ -120,11 +120,11 @@ class Table:
     over : Over, optional
         What is varied; with ``lines``.
     set, short : mapping
-        Other values for fields of all rows, by their paths; ``short`` in the shortened form only.
-    shortened : str
-        What else the shortened form is, in words.
-    ours : str
-        What the paper does not say, and we chose.
+        Other values for fields of all rows, by their paths; ``short`` in the short form only.
+    short_note : str
+        What else the short form is, in words.
+    reading : str
+        What the paper does not say, and we chose: told below the table.
     """
 
     title: str
@@ -137,8 +137,8 @@ class Table:
     over: Over | None = None
     set: Mapping[str, Any] = field(default_factory=dict)
     short: Mapping[str, Any] = field(default_factory=dict)
-    shortened: str = ""
-    ours: str = ""
+    short_note: str = ""
+    reading: str = ""
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -166,7 +166,7 @@ class Table:
         out : Path
             The folder that holds the runs.
         short : bool
-            In the shortened form.
+            In the short form.
         changes : mapping
             Other values for fields of all rows, by their paths.
 
