@@ -181,7 +181,7 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
             "measure: speed",
             "digits.yaml: measure: got 'speed', want one of error, accuracy, memory, time",
         ),
-        ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 figures, want 1 or none"),
+        ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
         ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),
         ("name: two", "name: one", "row 'two turns': name: got 'one', want letters"),
