@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     reproduce.add_argument("table", nargs="?", metavar="NAME", help="one of those listed, or a .yaml file")
-    reproduce.add_argument("--short", action="store_true", help="in the shortened form that the table declares")
+    reproduce.add_argument("--short", action="store_true", help="in the short form that the table declares")
     reproduce.add_argument("--data-dir", help=next(text for name, _, _, text in _FLAGS if name == "data-dir"))
     reproduce.add_argument("--row", nargs="+", metavar="LABEL", default=[], help="train only these rows")
     reproduce.add_argument(

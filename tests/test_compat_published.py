@@ -83,6 +83,14 @@ def test_a_model_is_converted(name: str) -> None:
         assert torch.equal(copied(draw(name)), model(draw(name)))
 
 
+def test_primary_capsules_are_left_as_they_are() -> None:
+    plain = nn_plain_routings.CapsuleLayer(3, 6, 4, 4)
+    plain.num_route_nodes = -1
+    del plain.route_weights
+    (layer,) = fastcaps.convert(nn.Sequential(plain)).layers
+    assert not layer.converted and layer.why == "makes primary capsules by convolutions, routes nothing"
+
+
 def test_primary_capsules_by_name() -> None:
     layer = CapsuleLayer(3, -1, 2, 4, kernel_size=3, stride=2)
     images = torch.randn(2, 2, 9, 7)

@@ -391,7 +391,16 @@ def test_shortcuts_without_parameters():
 
 def test_a_network_of_ones_own_has_a_name_too():
     config = models.NetworkConfig(
-        "tiny", 8, 2, 4, (CapsuleSpec(3),), 5, 6, 1, layer=EMRouting, primary={"normalize": None}
+        "tiny",
+        channels=8,
+        capsules=2,
+        dim=4,
+        hidden=(CapsuleSpec(3),),
+        classes=5,
+        image_size=6,
+        in_channels=1,
+        layer=EMRouting,
+        primary={"normalize": None},
     )
     models.register("own", config)
     try:

@@ -19,7 +19,7 @@ from fastcaps.training import TrainConfig, figures, tables, train
 from fastcaps.training.callbacks import Report
 
 SMALL = models.NetworkConfig(
-    (Conv(8, 3),), None, 4, 4, (), 3, 8, 1,
+    (Conv(8, 3),), capsules=4, dim=4, classes=3, image_size=8, in_channels=1,
     layer=DynamicRouting, pose="vector", iterations=2, primary={"kernel_size": 3, "stride": 2, "normalize": "squash"},
     class_layer={"dim": 6}, decoder=(12,),
 )  # fmt: skip

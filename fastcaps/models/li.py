@@ -18,7 +18,7 @@ in the fourth convolution for the activations, and no ReLU there, which would ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from fastcaps.models.layers import Conv
 from fastcaps.models.networks import Config, NetworkConfig
@@ -40,6 +40,7 @@ class CapNetConfig(NetworkConfig):
         Capsules of the fifth layer: a multiple of 32.
     """
 
+    _: KW_ONLY
     parents: int = 512
 
     def build(self) -> CapsNet:
@@ -61,13 +62,11 @@ CLASSES = {"kernel_size": "all", "share": True, "types": 32}
 NETWORKS: dict[str, Config] = {
     "li-capnet-dynamic": CapNetConfig(
         convolutions(256, "conv norm relu"),
-        None,
-        32,
-        8,
-        (),
-        10,
-        32,
-        3,
+        capsules=32,
+        dim=8,
+        classes=10,
+        image_size=32,
+        in_channels=3,
         layer=DynamicRouting,
         pose="vector",
         iterations=3,
@@ -77,13 +76,11 @@ NETWORKS: dict[str, Config] = {
     ),
     "li-capnet-em": CapNetConfig(
         convolutions(256 + 32, "conv norm"),
-        None,
-        32,
-        8,
-        (),
-        10,
-        32,
-        3,
+        capsules=32,
+        dim=8,
+        classes=10,
+        image_size=32,
+        in_channels=3,
         layer=EMRouting,
         pose="vector",
         iterations=3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -78,10 +78,11 @@ class NetworkConfig:
     """
 
     backbone: str | tuple[Layer, ...]
-    channels: int | None
+    _: KW_ONLY
+    channels: int | None = None
     capsules: int
     dim: int
-    hidden: tuple[CapsuleSpec, ...]
+    hidden: tuple[CapsuleSpec, ...] = ()
     classes: int
     image_size: int | tuple[int, int]
     in_channels: int
@@ -194,6 +195,7 @@ class CNNConfig:
     """
 
     layers: tuple[Layer, ...]
+    _: KW_ONLY
     classes: int
     image_size: int | tuple[int, int]
     in_channels: int

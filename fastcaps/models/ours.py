@@ -8,6 +8,24 @@ from fastcaps.nn.stack import CapsuleSpec
 __all__ = ["NETWORKS"]
 
 NETWORKS: dict[str, Config] = {
-    "mnist": NetworkConfig("small", 64, 16, 16, (CapsuleSpec(16, kernel_size=3, stride=2),), 10, 28, 1),
-    "digits": NetworkConfig("tiny", 32, 8, 16, (CapsuleSpec(8, kernel_size=3),), 10, 8, 1),
+    "mnist": NetworkConfig(
+        "small",
+        channels=64,
+        capsules=16,
+        dim=16,
+        hidden=(CapsuleSpec(16, kernel_size=3, stride=2),),
+        classes=10,
+        image_size=28,
+        in_channels=1,
+    ),
+    "digits": NetworkConfig(
+        "tiny",
+        channels=32,
+        capsules=8,
+        dim=16,
+        hidden=(CapsuleSpec(8, kernel_size=3),),
+        classes=10,
+        image_size=8,
+        in_channels=1,
+    ),
 }

@@ -30,6 +30,10 @@ PAIR = (CapsuleSpec(32, kernel_size=3, stride=2), CapsuleSpec(32, kernel_size=3)
 
 STEM = Conv(64, 3, padding=1, bias=False, order="conv norm relu")
 
+CIFAR: dict[str, Any] = {"image_size": 32, "in_channels": 3}
+DMM: dict[str, Any] = {"classes": 10, "image_size": 36, "in_channels": 1}
+"""DiverseMultiMNIST."""
+
 SQUASHED: dict[str, Any] = {"normalize": "squash"}
 DYNAMIC: dict[str, Any] = {"layer": DynamicRouting, "pose": "vector", "iterations": 3, "class_layer": {"dim": 16}}
 EM: dict[str, Any] = {
@@ -42,18 +46,20 @@ EM: dict[str, Any] = {
 def attention(backbone: str, channels: int, dim: int, classes: int) -> NetworkConfig:
     """Table 8, or Table 9 with its one layer more for 100 classes."""
     hidden = (*PAIR, CapsuleSpec(20)) if classes == 100 else PAIR
-    return NetworkConfig(backbone, channels, 32, dim, hidden, classes, 32, 3)
+    return NetworkConfig(backbone, channels=channels, capsules=32, dim=dim, hidden=hidden, classes=classes, **CIFAR)
 
 
 def dynamic(classes: int, backbone: tuple[Layer, ...], stride: int) -> NetworkConfig:
     """Tables 4 and 5: a 9 x 9 convolution makes 8 x 8 positions of 32 capsules."""
     primary = {**SQUASHED, "kernel_size": 9, "stride": stride}
-    return NetworkConfig(backbone, None, 32, 8, (), classes, 32, 3, primary=primary, **DYNAMIC)
+    return NetworkConfig(backbone, capsules=32, dim=8, classes=classes, primary=primary, **CIFAR, **DYNAMIC)
 
 
 def em(classes: int, backbone: str | tuple[Layer, ...], channels: int | None = None) -> NetworkConfig:
     """Tables 6 and 7."""
-    return NetworkConfig(backbone, channels, 32, 16, PAIR, classes, 32, 3, iterations=2, **EM)
+    return NetworkConfig(
+        backbone, channels=channels, capsules=32, dim=16, hidden=PAIR, classes=classes, iterations=2, **CIFAR, **EM
+    )
 
 
 def dmm(types: int = 16, **more: Any) -> NetworkConfig:
@@ -61,14 +67,14 @@ def dmm(types: int = 16, **more: Any) -> NetworkConfig:
     backbone = (Conv(1024, 3, stride=2, padding=1),)
     primary = {"kernel_size": 3, "stride": 2, **more.pop("primary", {})}
     hidden = (CapsuleSpec(types, kernel_size=3),)
-    return NetworkConfig(backbone, None, types, 64, hidden, 10, 36, 1, primary=primary, **more)
+    return NetworkConfig(backbone, capsules=types, dim=64, hidden=hidden, primary=primary, **DMM, **more)
 
 
 def cnn(classes: int) -> CNNConfig:
     """Tables 2 and 3."""
     first = Conv(1024, 3, stride=2, padding=1)
     pair = (Conv(1024, 3, stride=2, padding=1, order="conv relu norm"), Pool("average", 2))
-    return CNNConfig((first, *pair, *pair, Flatten(), Linear()), classes, 32, 3)
+    return CNNConfig((first, *pair, *pair, Flatten(), Linear()), classes=classes, **CIFAR)
 
 
 def dmm_cnn(*end: Layer) -> CNNConfig:
@@ -78,13 +84,13 @@ def dmm_cnn(*end: Layer) -> CNNConfig:
         Conv(1024, 3, stride=2, order="conv relu norm"),
         Conv(1024, 3, order="conv relu norm"),
     )
-    return CNNConfig((*convs, *end, Linear()), 10, 36, 1)
+    return CNNConfig((*convs, *end, Linear()), **DMM)
 
 
 def resnet18(classes: int) -> CNNConfig:
     """He et al. (2016), with a 3 x 3 convolution before the blocks, as is usual for small images."""
     blocks = (Blocks(64, 2), Blocks(128, 2, stride=2), Blocks(256, 2, stride=2), Blocks(512, 2, stride=2))
-    return CNNConfig((STEM, *blocks, Pool("average"), Flatten(), Linear()), classes, 32, 3)
+    return CNNConfig((STEM, *blocks, Pool("average"), Flatten(), Linear()), classes=classes, **CIFAR)
 
 
 NETWORKS: dict[str, Config] = {

@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastcaps.models.layers import Blocks, Conv, Flatten, Layer, Linear, Pool
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
 from fastcaps.nn.routing_pool import RoutingPool
@@ -34,13 +36,11 @@ def capsules(image_size: int, sharpness: float) -> NetworkConfig:
     """Figure 2."""
     return NetworkConfig(
         resnet(20),
-        None,
-        2,
-        32,
-        (),
-        10,
-        image_size,
-        1,
+        capsules=2,
+        dim=32,
+        classes=10,
+        image_size=image_size,
+        in_channels=1,
         layer=RoutingPool,
         pose="vector",
         iterations=3,
@@ -51,12 +51,14 @@ def capsules(image_size: int, sharpness: float) -> NetworkConfig:
     )
 
 
+CIFAR: dict[str, Any] = {"classes": 10, "image_size": 32, "in_channels": 3}
+
 NETWORKS: dict[str, Config] = {"zhao-affnist": capsules(40, 1.0), "zhao-multimnist": capsules(36, 5.0)}
 for _kind in ("max", "average", "routing"):
     _convs = (Conv(64, 5, padding=2),) * 4
-    NETWORKS[f"zhao-cnn-{_kind}"] = CNNConfig((*_convs, Pool(_kind), Flatten(), Linear()), 10, 32, 3)
+    NETWORKS[f"zhao-cnn-{_kind}"] = CNNConfig((*_convs, Pool(_kind), Flatten(), Linear()), **CIFAR)
 for _depth in (20, 32, 44, 56):
     for _pool in (Pool("average"), Pool("routing", sharpness=5.0)):
         NETWORKS[f"zhao-resnet{_depth}-{_pool.kind}"] = CNNConfig(
-            (*resnet(_depth), _pool, Flatten(), Linear()), 10, 32, 3
+            (*resnet(_depth), _pool, Flatten(), Linear()), **CIFAR
         )

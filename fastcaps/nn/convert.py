@@ -142,6 +142,9 @@ def _misfit(module: Any, recipe: Recipe) -> str:
     missing = [name for name in recipe.needed if not hasattr(module, name)]
     if missing:
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
+    wrong = recipe.unfit(module)
+    if wrong:
+        return wrong
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name in recipe.held(module):
         if not hasattr(module, name):
@@ -152,9 +155,6 @@ def _misfit(module: Any, recipe: Recipe) -> str:
     others |= {name for name, _ in module.named_buffers()} - set(recipe.buffers)
     if others:
         return f"holds {', '.join(sorted(others))}, which the authors' layer does not"
-    wrong = recipe.unfit(module)
-    if wrong:
-        return wrong
     try:
         with torch.device("meta"):
             wanted = dict(recipe.construct(module).named_parameters(remove_duplicate=False))

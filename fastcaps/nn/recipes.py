@@ -65,7 +65,7 @@ class Recipe(ABC):
         return tuple(name for name in self.parameters if name not in self.optional or hasattr(old, name))
 
     def unfit(self, old: Any) -> str:
-        """What is wrong with the submodules of a layer that has the attributes; an empty string if nothing is."""
+        """Why a layer that has the attributes is left alone all the same; an empty string if it need not be."""
         return ""
 
     def construct(self, old: Any) -> nn.Module:
@@ -123,6 +123,9 @@ class _DenseCapsule(Recipe):
 
 class _CapsuleLayer(Recipe):
     """gram-ai's layer, where it routes; it keeps no sizes of poses."""
+
+    def unfit(self, old: Any) -> str:
+        return "makes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
 
     def construct(self, old: Any) -> nn.Module:
         learned = "route_logits" in self.held(old)

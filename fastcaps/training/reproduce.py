@@ -80,9 +80,9 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         raise RunError(f"{path} cannot be read: {error}") from error
     if not isinstance(result, dict):
         raise RunError(f"{path} cannot be read: it holds no mapping; delete it, and the run is finished anew")
-    figures_there = ("memory", "time") if "memory" in result else ("test_accuracy",)
+    measured = ("memory", "time") if "memory" in result else ("test_accuracy",)
     kinds: dict[str, Any] = {
-        **dict.fromkeys(figures_there, (int, float)),
+        **dict.fromkeys(measured, (int, float)),
         "seed": int,
         "parameters": int,
         "versions": dict,
@@ -104,7 +104,7 @@ class Line:
     results : list of dict
         The ``result.json`` of each run that is finished.
     values : list of float
-        Their figures, in percent, as the table measures.
+        What they came to, as the table measures.
     """
 
     entry: Entry
@@ -133,11 +133,11 @@ class Line:
         measured = bool(self.results) and "memory" in self.results[0]
         images = "all" if limit is None else f"{limit - config.data.validation:,}"
         missing = config.runs - len(self.results)
-        ours = _figure(self.mean, self.spread) + (f" ({len(self.results)} of {config.runs} seeds)" if missing else "")
+        ours = _number(self.mean, self.spread) + (f" ({len(self.results)} of {config.runs} seeds)" if missing else "")
         return (
             self.entry.label,
             ours if self.values else "not run",
-            self.entry.row.note if paper is None else _figure(paper, self.entry.row.spread),
+            self.entry.row.note if paper is None else _number(paper, self.entry.row.spread),
             "" if self.difference is None else f"{self.difference:+.2f}",
             f"batch of {config.batch_size}" if measured else f"{config.epochs:,} × {images}",
             f"{self.results[0]['parameters']:,}" if self.results else "",
@@ -145,7 +145,7 @@ class Line:
 
 
 def _value(measure: str, result: Mapping[str, Any]) -> float:
-    """The figure of a run that a table measures."""
+    """The number of a run that a table measures."""
     if measure in ("memory", "time"):
         return float(result[measure])
     share = float(result["test_accuracy"])
@@ -162,7 +162,7 @@ def _measure_cost(entry: Entry, console: Console) -> None:
     write_whole(folder / "result.json", json.dumps(result, indent=2) + "\n")
 
 
-def _figure(value: float | None, spread: float | None) -> str:
+def _number(value: float | None, spread: float | None) -> str:
     return "" if value is None else f"{value:.2f}" + (f" ± {spread:.2g}" if spread is not None else "")
 
 
@@ -228,7 +228,7 @@ def train_missing(
 
 
 def short_settings(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
-    """What the shortened form changes, by paths: what it is, and what it is in full (None where rows differ)."""
+    """What the short form changes, by paths: what it is, and what it is in full (None where rows differ)."""
     full = [flat(as_data(entry.config)) for entry in table.entries(Path())]
     short = [flat(as_data(entry.config)) for entry in entries]
     found = {}
@@ -248,12 +248,14 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
         f"{MEASURES[table.measure]}, {better} is better"
         + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")
     ]
+    if table.reading:
+        found.append(f"Our reading: {table.reading}")
     if short:
         parts = [
             f"{path} {now}" + (f" (in full {full})" if full is not None else "")
             for path, (now, full) in short_settings(table, [line.entry for line in lines]).items()
         ]
-        found.append(f"Shortened: {', '.join(parts)}." + (f" {table.shortened}" if table.shortened else ""))
+        found.append(f"Shortened: {', '.join(parts)}." + (f" {table.short_note}" if table.short_note else ""))
     if changes:
         found.append("Changed: " + ", ".join(f"{path} {value}" for path, value in changes.items()) + ".")
     both = [line for line in lines if line.difference is not None]
@@ -317,10 +319,18 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
-    """Draw the table: ours beside the paper's, or what the trained networks show; RunError if there is none yet."""
+    """Draw the table: ours beside the paper's, or what the trained networks show, of each row's first finished seed.
+
+    Raises
+    ------
+    RunError
+        If no run is finished yet.
+    """
     title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
-        trained = [figures.load(runs_of(line.entry.config)[0], line.entry.label) for line in lines if line.results]
+        done = [next((one for one in runs_of(line.entry.config) if read_result(one)), None) for line in lines]
+        found = zip(done, lines, strict=True)
+        trained = [figures.load(one, line.entry.label) for one, line in found if one is not None]
         if not trained:
             raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
         figures.FIGURES[table.draw](trained, path, title)

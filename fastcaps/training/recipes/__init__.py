@@ -4,7 +4,7 @@ A recipe is the fields of :class:`fastcaps.training.TrainConfig`, and
 
 - ``source``: the paper, its section and its table or figure; a recipe of your own needs none;
 - ``reported``: what the paper says came of it;
-- ``ours``: what the paper does not say, and we chose.
+- ``reading``: what the paper does not say, and we chose.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Recipe:
     name : str
     source : Source, optional
     config : TrainConfig
-    reported, ours : str
-        What came of it, and what is our reading.
+    reported, reading : str
+        What the paper says came of it, and what is our reading.
     """
 
     name: str
     source: Source | None
     config: TrainConfig
     reported: str = ""
-    ours: str = ""
+    reading: str = ""
 
 
 class _Loader(yaml.SafeLoader):
@@ -155,7 +155,7 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         if not isinstance(given, dict):
             raise wrong("recipe", given, "a mapping of fields")
         source = read(Source, given.pop("source"), "source") if "source" in given else None
-        told = {key: read(str, given.pop(key, ""), key) for key in ("reported", "ours")}
+        told = {key: read(str, given.pop(key, ""), key) for key in ("reported", "reading")}
         config = read(TrainConfig, {**given, "recipe": path.stem if path.parent == FOLDER else str(path)})
     except (SettingError, UnicodeDecodeError) as error:
         raise SettingError(f"{path.name}: {error}") from error

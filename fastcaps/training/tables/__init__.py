@@ -1,4 +1,4 @@
-"""The tables and figures of the papers as YAML files, one each: the recipes they are made of, and the paper's figures.
+"""The tables and figures of the papers as YAML files, one each: the recipes they are made of, and the paper's numbers.
 
 A file is the fields of :class:`Table`. What is trained for it are recipes, changed by paths as ``--set`` changes them.
 """
@@ -51,13 +51,13 @@ class Row:
     name : str
         The folder of its run; the recipe's name by default. Where a value is varied, it is added: ``NAME-3``.
     set, short : mapping
-        Other values for fields, by their paths; ``short`` in the shortened form only.
+        Other values for fields, by their paths; ``short`` in the short form only.
     paper : tuple of float
-        The paper's figure: one, or one for each value that is varied. May be left out.
+        The paper's number: one, or one for each value that is varied. May be left out.
     spread : float, optional
         The paper's standard deviation.
     note : str
-        What the paper has in the place of a figure.
+        What the paper has in the place of a number.
     eager : bool
         Memory and time are those of plain PyTorch, whose autograd keeps the votes.
     """
@@ -85,7 +85,7 @@ class Entry:
     at : Any
         The value that is varied; None where none is.
     paper : float, optional
-        The paper's figure.
+        The paper's number.
     config : TrainConfig
         The settings of its runs.
     """
@@ -120,11 +120,11 @@ class Table:
     over : Over, optional
         What is varied; with ``lines``.
     set, short : mapping
-        Other values for fields of all rows, by their paths; ``short`` in the shortened form only.
-    shortened : str
-        What else the shortened form is, in words.
-    ours : str
-        What the paper does not say, and we chose.
+        Other values for fields of all rows, by their paths; ``short`` in the short form only.
+    short_note : str
+        What else the short form is, in words.
+    reading : str
+        What the paper does not say, and we chose: told below the table.
     """
 
     title: str
@@ -137,8 +137,8 @@ class Table:
     over: Over | None = None
     set: Mapping[str, Any] = field(default_factory=dict)
     short: Mapping[str, Any] = field(default_factory=dict)
-    shortened: str = ""
-    ours: str = ""
+    short_note: str = ""
+    reading: str = ""
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -148,7 +148,7 @@ class Table:
         wanted = len(self.over.values) if self.over is not None else 1
         for index, row in enumerate(self.rows):
             if len(row.paper) not in (0, wanted):
-                raise ValueError(f"rows[{index}].paper: got {len(row.paper)} figures, want {wanted} or none")
+                raise ValueError(f"rows[{index}].paper: got {len(row.paper)} numbers, want {wanted} or none")
 
     def changes(self, row: Row, short: bool) -> dict[str, Any]:
         """What a row sets, by paths, beside what is varied."""
@@ -166,7 +166,7 @@ class Table:
         out : Path
             The folder that holds the runs.
         short : bool
-            In the shortened form.
+            In the short form.
         changes : mapping
             Other values for fields of all rows, by their paths.
 
@@ -188,8 +188,8 @@ class Table:
                     if not re.fullmatch(r"[\w-][\w.-]*", name) or name in [entry.name for entry in found]:
                         raise wrong("name", name, "letters, digits, dots and dashes, and another than the rows above")
                     given = {**self.changes(row, short), **at, **(changes or {}), "out": str(out / name)}
-                    figure = row.paper[index] if row.paper else None
-                    found.append(Entry(row, label, name, value, figure, recipe.changed(given)))
+                    number = row.paper[index] if row.paper else None
+                    found.append(Entry(row, label, name, value, number, recipe.changed(given)))
             except ValueError as error:
                 raise SettingError(f"row {row.label!r}: {error}") from error
         return found
@@ -219,7 +219,7 @@ def table(name: str) -> Table:
         rows = given.get("rows") if isinstance(given, dict) else None
         for row in rows if isinstance(rows, list) else ():
             if isinstance(row, dict) and not isinstance(row.get("paper", []), list):
-                row["paper"] = [row["paper"]]  # one figure may stand without brackets
+                row["paper"] = [row["paper"]]  # one number may stand without brackets
         return read(Table, given)
     except (SettingError, UnicodeDecodeError) as error:
         raise SettingError(f"{path.name}: {error}") from error
