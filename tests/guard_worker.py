@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import sys
 
 import torch
@@ -17,6 +18,16 @@ def is_small(case: Case) -> bool:
     return case.layout == "plain" and case.seen * case.parents * case.pose[0] * case.pose[2] * case.batch < 1 << 18
 
 
+def squash_sum(dim: int, width: int, dtype: torch.dtype) -> None:
+    """Run squash_sum on two types of capsules, forward and backward, with both summands and with one."""
+    print("squash_sum", dim, width, dtype, flush=True)
+    x, y, grad = (torch.randn(1, 2 * dim, 3, width).to(dtype) for _ in range(3))
+    a, b = (torch.randn(1, 2, 3, width).to(dtype) for _ in range(2))
+    for given, needs in (((x, a, y, b), 15), ((x, None, None, None), 1)):
+        torch.ops.fastcaps_cpu.squash_sum(*given, 2, True)
+        torch.ops.fastcaps_cpu.squash_sum_backward(grad, *given, 2, True, needs)
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -29,3 +40,7 @@ if __name__ == "__main__":
         )
         routing.call(case).forward(forward)
         routing.backward_call(case).results(backward, 0)
+    for dtype, dim, width in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float64), (1, 2, 4, 5, 17), (1, 3, 7, 8, 9, 17, 33)
+    ):
+        squash_sum(dim, width, dtype)

@@ -251,6 +251,28 @@ def test_affine_digits_are_the_sampled_map() -> None:
         np.testing.assert_allclose(seen[i, 0].numpy(), wanted, atol=0.05)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"size": 15, "rotation": 50.0, "shear": 0.7, "scale": (0.5, 0.9)}], ids=["defaults", "options"]
+)
+def test_affine_maps_are_the_formula_of_their_draws(options: dict[str, Any]) -> None:
+    images, labels = digits(5, size=9)  # ink everywhere
+    made, items = AffineDigits(images, labels, **options), torch.arange(5)
+    given = {"size": 40, "rotation": 20.0, "shear": 0.2, "scale": (0.8, 1.2), **options}
+    matrix, place = made.maps(made.images, Draws(7, items))
+    for i, (turn, slant, wide, tall, *at) in enumerate(Draws(7, items).uniform(6).tolist()):
+        angle, k = math.radians(given["rotation"] * (2 * turn - 1)), given["shear"] * (2 * slant - 1)
+        low, high = given["scale"]
+        rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        scale = np.diag([low + (high - low) * wide, low + (high - low) * tall])
+        wanted = rotation @ np.array([[1, k], [0, 1]]) @ scale
+        np.testing.assert_allclose(matrix[i].numpy(), wanted, atol=1e-5)
+        corners = [wanted @ [x, y] for x in (-4.5, 4.5) for y in (-4.5, 4.5)]
+        room = given["size"] - np.ptp(corners, 0)
+        assert (room > 0).all()
+        wanted_place = room * at - given["size"] / 2 - np.min(corners, 0)
+        np.testing.assert_allclose(place[i].numpy(), wanted_place, atol=1e-4)
+
+
 def test_affine_maps_keep_to_their_ranges() -> None:
     images = np.zeros((1, 1, 28, 28), np.uint8)
     images[0, 0, 4:24, 7:20] = 200

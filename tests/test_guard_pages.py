@@ -43,7 +43,7 @@ def _run(library: Path, *command: str, level: str = "default") -> subprocess.Com
 @native_only
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_kernel_leaves_its_memory(guard: Path, level: str) -> None:
-    """A third of the registry's small cases at each instruction set, and all that have one parent."""
+    """A third of the registry's small cases at each instruction set, all that have one parent, and squash_sum."""
     script = "from fastcaps import backends as b; print(b.native_capability())"
     if _run(guard, "-c", script, level=level).stdout.strip() != level:
         pytest.skip(f"{level} is not built, or this processor does not have it")

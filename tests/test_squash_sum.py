@@ -191,6 +191,19 @@ def test_capsules_of_every_length(name: str, scale: float) -> None:
     expect_close(found, wanted, torch.float32, 4)
 
 
+@pytest.mark.parametrize("dim", [2, 5, 17])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_capsule_whose_length_overflows_keeps_its_direction(name: str, dim: int) -> None:
+    needs_kernel(name)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        if takes(name, dtype):
+            given = draw((2, 3, dim, 5, 7), "x a y", dtype)
+            given["x"] = given["x"].clamp(-1, 1) * torch.finfo(dtype).max
+            found, wanted = run_both(given, True, on(name))
+            assert (wanted[0] - reference.squash_sum(given["y"].double(), None, None, None, 3, True)).abs().max() > 0.1
+            expect_close(found, wanted, dtype, dim)
+
+
 @pytest.mark.parametrize("name", ["reference", *KERNELS])
 def test_nan_and_infinity_stay_where_they_are(name: str) -> None:
     needs_kernel(name)

@@ -20,11 +20,11 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fastcaps import backends, functional
+from fastcaps import backends, functional, ops
 from fastcaps.functional import Window
 from tools.judge import Bar
 
-__all__ = ["CALLS", "Call", "check", "main"]
+__all__ = ["CALLS", "Call", "SquashSum", "check", "main"]
 
 _ROUTINGS = {
     "attention": functional.inverted_attention_routing,
@@ -92,6 +92,36 @@ class Call:
             found["bias"] = 0.1 * normal(groups if self.shared else seen, self.parents, rows, columns)
         return {name: tensor.to(device) for name, tensor in found.items()}
 
+    def run(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Return the results of the call."""
+        made = _ROUTINGS[self.routing](**tensors, **dict(self.options), window=self.window)  # type: ignore[arg-type]
+        return [made] if isinstance(made, Tensor) else list(made)
+
+
+@dataclass(frozen=True)
+class SquashSum:
+    """One call of squash_sum: its ``summands`` of capsules ``[batch, types * dim, *grid]``, with or without a ReLU."""
+
+    name: str
+    batch: int
+    types: int
+    dim: int
+    grid: tuple[int, int]
+    summands: str = "xayb"
+    relu: bool = True
+
+    def tensors(self, device: str) -> dict[str, Tensor]:
+        """Return the arguments of the call, in float64."""
+        generator = torch.Generator().manual_seed(0)
+        channels = {"x": self.types * self.dim, "y": self.types * self.dim, "a": self.types, "b": self.types}
+        shapes = {name: (self.batch, channels[name], *self.grid) for name in self.summands}
+        made = {name: torch.randn(*shapes[name], generator=generator, dtype=torch.float64) for name in shapes}
+        return {name: tensor.to(device) for name, tensor in made.items()}
+
+    def run(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Return the result of the call."""
+        return [ops.squash_sum(**tensors, types=self.types, relu=self.relu)]
+
 
 _GRID = Window(3, stride=2)
 _PADDED = Window((2, 3), padding=1)
@@ -126,18 +156,26 @@ _WHOLE = (
     Call("heinsen, 1x64 to 1x2", 2, 20, 64, (1, 64, 2), shared=True, extras=True, routing="heinsen"),
     Call("heinsen, k-means", 2, 12, 5, (1, 2, 2), routing="heinsen", options=(("model", "kmeans"),)),
 )
-CALLS = (*_ATTENTION, *_WHOLE)
+_SQUASH_SUM = (
+    SquashSum("squash_sum, 4 numbers", 2, 3, 4, (5, 7)),
+    SquashSum("squash_sum, 16 numbers, several blocks", 1, 5, 16, (11, 13), "xy", relu=False),
+    SquashSum("squash_sum, 19 numbers", 2, 2, 19, (3, 11), "xa"),
+    SquashSum("squash_sum, one of everything", 1, 1, 1, (1, 1), "x", relu=False),
+)
+Calls = Call | SquashSum
+CALLS: tuple[Calls, ...] = (*_ATTENTION, *_WHOLE, *_SQUASH_SUM)
 
 
-def check(call: Call, device: str, backend: str | None, dtype: torch.dtype, deterministic: bool) -> list[str]:
+def check(
+    call: Call | SquashSum, device: str, backend: str | None, dtype: torch.dtype, deterministic: bool
+) -> list[str]:
     """Return what is wrong with the results and gradients of a call, by the rule of :mod:`tools.judge`."""
     given = call.tensors(device)
 
     def run(tensors: Sequence[Tensor | None], name: str | None = "reference") -> dict[str, Tensor]:
         leaves = {key: tensor.requires_grad_() for key, tensor in zip(given, tensors, strict=True)}
         with nullcontext() if name is None else backends.backend(name):
-            made = _ROUTINGS[call.routing](**leaves, **dict(call.options), window=call.window)  # type: ignore[arg-type]
-            results = [made] if isinstance(made, Tensor) else list(made)
+            results = call.run(leaves)
             generator = torch.Generator().manual_seed(1)
             cotangents = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one) for one in results]
             gradients = torch.autograd.grad(results, tuple(leaves.values()), cotangents)

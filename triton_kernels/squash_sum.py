@@ -16,6 +16,7 @@ from .schedule import power_of_two
 
 __all__ = ["refusal", "squash_sum", "squash_sum_backward"]
 
+LONG = tl.constexpr(1e15)  # as in csrc/algebra/squash_sum.h: a number whose square is far from the end of float32
 _TILE = 2048  # numbers of a tile: of each summand a program keeps that many
 
 
@@ -41,20 +42,23 @@ def _capsules(start, at, inside, RELU: tl.constexpr):
 
 @triton.jit
 def _sizes(x):
-    """Return |x| and |x| / (1 + |x|^2) of capsules [D, P], safe from overflow."""
+    """Shrink the longest capsules [D, P]; return all, by how much, |x| and |x| / (1 + |x|^2), safe from overflow."""
     largest = tl.max(tl.abs(x), 0)
+    too_long = (largest > LONG) & (largest < float("inf"))
+    shrink = tl.where(too_long, LONG / tl.where(too_long, largest, 1.0), 1.0)
+    x *= shrink[None, :]
+    largest *= shrink
     by = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
     scaled = x / by[None, :]
     size = tl.sqrt(tl.sum(scaled * scaled, 0)) * by
     short = size < 1
     within, beyond = tl.where(short, size, 0.0), tl.where(short, 1.0, size)
-    return size, tl.where(short, within / (1 + within * within), 1 / (1 / beyond + beyond))
+    return x, shrink, size, tl.where(short, within / (1 + within * within), 1 / (1 / beyond + beyond))
 
 
 @triton.jit
 def _forward_part(x, a, at, inside, number, pixel, RELU: tl.constexpr):
-    capsules = _capsules(x, at, inside, RELU)
-    _, share = _sizes(capsules)
+    capsules, _, _, share = _sizes(_capsules(x, at, inside, RELU))
     if a is not None:
         share *= tl.load(a + number, mask=pixel, other=0.0).to(tl.float32)
     return capsules * share[None, :]
@@ -83,14 +87,14 @@ def _squash_sum_kernel(x, a, y, b, out, pixels, blocks, dim, RELU: tl.constexpr,
 @triton.jit
 def _backward_part(x, a, dx, da, grad, at, inside, number, pixel, RELU: tl.constexpr):
     """With n = |x|, u = x / n, h = <u, g>: da = f n h, dx = a f (g + (2 / (1 + n^2) - 1) h u)."""
-    capsules = _capsules(x, at, inside, RELU)
-    size, share = _sizes(capsules)
+    capsules, shrink, size, share = _sizes(_capsules(x, at, inside, RELU))
     long = size > 1e-30  # shorter capsules have no gradient to speak of
     direction = capsules * tl.where(long, 1 / tl.where(long, size, 1.0), 0.0)[None, :]
     along = tl.sum(direction * grad, 0)
     if da is not None:
         tl.store(da + number, (share * size * along).to(da.dtype.element_ty), mask=pixel)
     if dx is not None:
+        share *= shrink  # for the numbers before they were shrunk
         if a is not None:
             share *= tl.load(a + number, mask=pixel, other=0.0).to(tl.float32)
         bend = (2 / (1 + size * size) - 1) * along

@@ -2,7 +2,7 @@
 // neighbours in memory, so that number k of a capsule is one vector over kLanes pixels, and lengths never leave a lane.
 #include "squash_sum.h"
 
-#include "../algebra/turns.h"
+#include "../algebra/squash_sum.h"
 #include "vec.h"
 
 namespace fastcaps {
@@ -25,14 +25,15 @@ FASTCAPS_INLINE void store_pixels(S* p, int64_t count, Vec<T> v) {
   for (int64_t k = 0; k < count; ++k) p[k] = narrow<S>(wide[k]);
 }
 
-// Of kLanes capsules: |x|, |x| / (1 + |x|^2) and 1 / (1 + |x|^2).
+// Of kLanes capsules, the longest of which are shrunk in place: |x|, |x| / (1 + |x|^2), 1 / (1 + |x|^2), and the second
+// of them for what x was before.
 template <class T>
 struct Sizes {
-  Vec<T> size, share, rest;
+  Vec<T> size, share, rest, slope;
 };
 
 template <class T>
-FASTCAPS_INLINE Sizes<T> sizes(const Vec<T>* x, int64_t dim) {
+FASTCAPS_INLINE Sizes<T> sizes(Vec<T>* x, int64_t dim) {
   using V = Vec<T>;
   V largest{}, squares{};
   for (int64_t k = 0; k < dim; ++k) {
@@ -40,13 +41,15 @@ FASTCAPS_INLINE Sizes<T> sizes(const Vec<T>* x, int64_t dim) {
     largest = size > largest ? size : largest;
     squares += x[k] * x[k];
   }
-  const T most = sizeof(T) == 4 ? T(1e15) : T(1e150);  // whose square is far from the ends of the type
+  const T most = kLong<T>;
   if (all((largest == 0) | ((largest > 1 / most) & (largest < most)))) {
-    const V size = Number<V>::sqrt(squares), rest = 1 / (1 + squares);
-    return {size, size * rest, rest};
+    const V size = Number<V>::sqrt(squares), rest = 1 / (1 + squares), share = size * rest;
+    return {size, share, rest, share};
   }
-  const V size = length(x, dim);
-  return {size, squash_share(size), 1 / (1 + size * size)};
+  const V by = shrink(largest);
+  for (int64_t k = 0; k < dim; ++k) x[k] *= by;
+  const V size = length(x, dim), share = squash_share(size);
+  return {size, share, 1 / (1 + size * size), share * by};
 }
 
 // Number k of the capsules at `count` pixels, after the ReLU.
@@ -136,7 +139,7 @@ void squash_sum_backward(const SquashSum& call, int64_t begin, int64_t end) {
       if (part.dcoefficient)
         store_pixels<S, T>(static_cast<S*>(part.dcoefficient) + row * P + p, count, of.share * of.size * along);
       if (!part.dcapsules) continue;
-      V factor = of.share;
+      V factor = of.slope;
       if (part.coefficient) factor *= load_pixels<T>(static_cast<const S*>(part.coefficient) + row * P + p, count);
       const V bend = (2 * of.rest - 1) * along * inverse;
       S* dx = static_cast<S*>(part.dcapsules) + at;

@@ -3,7 +3,7 @@
 // written once; those of capsules of more than 16 numbers are read again, from cache.
 #include "../squash_sum.h"
 
-#include "../algebra/turns.h"
+#include "../algebra/squash_sum.h"
 #include "call.h"
 #include "stage.h"
 
@@ -22,13 +22,13 @@ FASTCAPS_DEVICE void each(int64_t dim, F&& f) {
   }
 }
 
-// The numbers of one capsule, in registers where there are at most MOST.
+// The numbers of one capsule, times its scale, in registers where there are at most MOST.
 template <Storage S, int MOST>
 struct Capsule {
   const void* data;
   int64_t first, step, dim;
   bool relu;
-  float kept[MOST ? MOST : 1];
+  float scale = 1.0f, kept[MOST ? MOST : 1];
 
   FASTCAPS_DEVICE Capsule(const SquashSum& call, const void* from, int64_t begin, bool rectified)
       : data(from), first(begin), step(call.positions), dim(call.dim), relu(rectified) {
@@ -40,14 +40,16 @@ struct Capsule {
   }
   FASTCAPS_DEVICE float operator[](int64_t k) const {
     if constexpr (MOST == 0)
-      return read(k);
+      return scale * read(k);
     else
-      return kept[k];
+      return scale * kept[k];
   }
-  // As in algebra/turns.h: no square overflows or vanishes.
-  FASTCAPS_DEVICE float length() const {
+  // Shrinks the longest capsules. As in algebra/turns.h no square overflows or vanishes, nor does the length.
+  FASTCAPS_DEVICE float length() {
     float largest = 0.0f, sum = 0.0f;
     each<MOST>(dim, [&](int64_t k) { largest = fmaxf(largest, fabsf((*this)[k])); });
+    scale = shrink(largest);
+    largest *= scale;
     const float by = largest > 0.0f && largest < INFINITY ? largest : 1.0f;
     each<MOST>(dim, [&](int64_t k) {
       const float part = (*this)[k] / by;
@@ -73,17 +75,17 @@ FASTCAPS_KERNEL(256, 2)
 squash_sum_kernel(const FASTCAPS_CONSTANT SquashSum call) {
   const Place at(call);
   if (!at.exists) return;
-  const auto share_of = [&](const Squashed& part, const Capsule<S, MOST>& x) {
+  const auto share_of = [&](const Squashed& part, Capsule<S, MOST>& x) {
     const float share = squash_share(x.length());
     return part.coefficient ? share * load_number(part.coefficient, at.number, S) : share;
   };
-  const Capsule<S, MOST> x(call, call.parts[0].capsules, at.capsule, call.relu);
+  Capsule<S, MOST> x(call, call.parts[0].capsules, at.capsule, call.relu);
   const float share = share_of(call.parts[0], x);
   const auto store = [&](int64_t k, float number) {
     store_number(call.out, at.capsule + k * call.positions, number, S);
   };
   if (call.count == 1) return each<MOST>(call.dim, [&](int64_t k) { store(k, share * x[k]); });
-  const Capsule<S, MOST> y(call, call.parts[1].capsules, at.capsule, call.relu);
+  Capsule<S, MOST> y(call, call.parts[1].capsules, at.capsule, call.relu);
   const float other = share_of(call.parts[1], y);
   each<MOST>(call.dim, [&](int64_t k) { store(k, share * x[k] + other * y[k]); });
 }
@@ -101,14 +103,15 @@ squash_sum_backward_kernel(const FASTCAPS_CONSTANT SquashSum call) {
     if (which >= call.count) break;
     const Squashed& part = call.parts[which];
     if (!part.dcapsules && !part.dcoefficient) continue;
-    const Capsule<S, MOST> x(call, part.capsules, at.capsule, call.relu);
+    Capsule<S, MOST> x(call, part.capsules, at.capsule, call.relu);
     const float size = x.length(), share = squash_share(size);
     const float inverse = size > 1e-30f ? 1.0f / size : 0.0f;  // shorter capsules have no gradient to speak of
     float along = 0.0f;
     each<MOST>(call.dim, [&](int64_t k) { along += x[k] * inverse * g[k]; });
     if (part.dcoefficient) store_number(part.dcoefficient, at.number, share * size * along, S);
     if (!part.dcapsules) continue;
-    const float factor = part.coefficient ? share * load_number(part.coefficient, at.number, S) : share;
+    const float slope = share * x.scale;  // of the numbers before they were shrunk
+    const float factor = part.coefficient ? slope * load_number(part.coefficient, at.number, S) : slope;
     const float bend = (2.0f / (1.0f + size * size) - 1.0f) * along * inverse;
     each<MOST>(call.dim, [&](int64_t k) {
       const float found = factor * (g[k] + bend * x[k]);
