@@ -100,6 +100,16 @@ def test_windows_that_see_padding_alone_and_no_eps(batch: int, bias: str | None)
     held(ATTENTION.call(Case("no-eps", Rule.LAYER_NORM, batch, grid, window=window, bias=bias, eps=0.0, turns=2)))
 
 
+@pytest.mark.parametrize("log_weight", [-78.0, -80.0])
+@pytest.mark.parametrize(("batch", "types"), [(2, 300), (19, 64)])
+def test_a_parent_whom_hardly_a_child_chose(batch: int, types: int, log_weight: float) -> None:
+    """A sum of weights may be so small that 1 / sum is infinite; its parts' shares of it are numbers all the same."""
+    call = GAUSSIAN.call(Case("hardly", Rule.HEINSEN, batch, types=types, parents=8, pose=(4, 4, 4), gate="some"))
+    call.given["gate"] *= 1e-4
+    call.given["log_weight"][..., 0] = log_weight
+    held(call)
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 

@@ -206,7 +206,7 @@ struct GaussianForward {
     const Planes<const X> from{other, in.M, CE, 2};
     for (int64_t m = 0; m < in.M; ++m) {
       const X before = *to.number(0, m), n = *from.number(0, m), sum = before + n;
-      const X share = n * inverse_or_zero(sum);
+      const X share = sum == 0 ? X{} : n / sum;  // of a sum that is barely a number 1 / sum is none
       for (int64_t k = 0; k < CE; ++k)
         gaussian::join(X(from.pose(0, m)[k]), X(from.pose(1, m)[k]), share, before * share, to.pose(0, m)[k],
                        to.pose(1, m)[k]);
