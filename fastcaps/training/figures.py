@@ -296,12 +296,14 @@ def draw_changes(trained: Sequence[Trained], path: Path, title: str) -> Path:
     (each,) = trained
     images, labels = each.images(60)
     ways = {"turned": (rotations, range(0, 341, 20)), "laid back": (tilts, [7.5 * step for step in range(9)])}
-    figure, plots = pyplot().subplots(3, 2, figsize=(11, 7.5), layout="constrained", sharex="col", sharey="row")
+    figure, plots = pyplot().subplots(3, 2, figsize=(11, 7.5), layout="constrained", sharex="col")
     for column, (way, (maps, degrees)) in enumerate(ways.items()):
         poses = [moved(each.network, *pair, maps(degrees)) for pair in zip(images, labels.tolist(), strict=True)]
         for plot, (name, lines) in zip(plots[:, column], changes(torch.cat(poses, 1)).items(), strict=True):
             plot.plot(degrees, lines, color="#BBBBBB", linewidth=0.5)
             plot.plot(degrees, lines.mean(1), color=BLUE, linewidth=2)
+            low, high = lines.flatten().quantile(torch.tensor([0.005, 0.995])).tolist()  # a few go far beyond
+            plot.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
             plot.set_ylabel("" if column else f"{name}, from the first view")
         plots[0, column].set_title(f"{len(images)} test images, {way}")
         plots[-1, column].set_xlabel("degrees")
