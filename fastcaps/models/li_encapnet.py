@@ -77,7 +77,8 @@ class EncapModule(nn.Module):
         """Return the capsules after the type I layer, and those at the end."""
         first = found = self.first(capsules)
         for k, layer in enumerate(self.rest, 1):
-            found = layer(found, first if self.skips_rest and k == len(self.rest) else None)
+            is_last = k == len(self.rest)
+            found = layer(found, first if self.skips_rest and is_last else None)
         return first, found
 
 

@@ -155,7 +155,7 @@ class Table:
         return {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
 
     def runs_folder(self, out: Path, name: str) -> Path:
-        """The folder of the runs: ``out``, or, with ``beside``, ``out`` with this table's name replaced by that one's."""
+        """The folder of the runs: ``out``; with ``beside``, the table's ``name`` in it is replaced by that one's."""
         return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
 
     def entries(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Entry]:
