@@ -10,7 +10,7 @@ Tensor result(const Tensor& beside, const Shape& shape) {
   return fresh(new_tensor(beside, shape, beside.scalar_type()));
 }
 
-// A thread gets rows of some 8,192 numbers at least.
+// Runs a kernel over all rows; a thread gets rows of 8,192 numbers or more at a time.
 template <class Kernel>
 void run(const SquashSum& call, Kernel kernel) {
   STD_TORCH_CHECK(call.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");

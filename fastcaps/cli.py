@@ -6,6 +6,7 @@ Each command imports what it needs when it runs, so that ``fastcaps --help`` and
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import sys
@@ -13,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-# module that an import may find missing -> the extra of the package that brings it
+# a module that may be missing -> the extra of the package that installs it
 _EXTRAS = {
     **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "rich", "numpy", "yaml"), "train"),
     **dict.fromkeys(("sklearn", "matplotlib"), "demo"),
 }
-# option, the setting that it is, its type, help
+# options of `fastcaps train`: name, path of the setting, type, help
 _FLAGS = (
     ("network", "network.name", str, "network to train (see --list)"),
     ("data", "data.name", str, "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)"),
@@ -61,7 +62,7 @@ class _Fail(Exception):
 
 
 class _Stopped(_Fail):
-    """Ctrl-C, or the system's wish that the process ends."""
+    """The command was stopped, by Ctrl-C or by a signal of the system."""
 
     status = 130
 
@@ -171,13 +172,13 @@ def _list() -> int:
 
 
 def _changes(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings that were given, by path: those of ``--set`` last."""
+    """The settings that were given, by paths. ``--set`` wins over an option of its own."""
     changes = {path: given[path] for _, path, _, _ in _FLAGS if path in given}
     return changes | _set(given.get("set", ()))
 
 
 def _set(given: Sequence[str]) -> dict[str, Any]:
-    """What ``--set FIELD=VALUE`` sets, by paths."""
+    """The settings given by ``--set FIELD=VALUE``, by paths."""
     from fastcaps.training.recipes import read_yaml
 
     changes = {}
@@ -192,8 +193,13 @@ def _set(given: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
+def _absolute(path: str) -> str:
+    """A path under which a run finds its data again, whatever folder it is resumed from."""
+    return str(Path(path).expanduser().resolve())
+
+
 def _fresh(given: dict[str, Any], changes: dict[str, Any]) -> Any:
-    """The settings of a new run: the recipe's or the defaults, and over them whatever was given."""
+    """The settings of a new run: the recipe's, or the defaults, with the changes."""
     from fastcaps.training.config import TrainConfig, defaults
     from fastcaps.training.fields import changed, read
     from fastcaps.training.recipes import recipe
@@ -211,7 +217,7 @@ def _fresh(given: dict[str, Any], changes: dict[str, Any]) -> Any:
 
 
 def _kept(given: dict[str, Any], changes: dict[str, Any]) -> Any:
-    """The settings of a run that goes on: those it began with. The same options may be given again, others may not."""
+    """The settings of a run that goes on: those it began with, but for where it runs; others must not be given."""
     from fastcaps.training.config import WHERE, differences, kept
 
     folder = Path(changes["out"]) if "out" in changes else _fresh(given, changes).folder
@@ -222,10 +228,10 @@ def _kept(given: dict[str, Any], changes: dict[str, Any]) -> Any:
     options = {path: f"--{name}" for name, path, _, _ in _FLAGS}
     differ = differences(before, fresh)
     if differ:
-        name = min(differ, key=lambda name: name not in changes)  # one that was given, if any was
+        name = next((name for name in differ if name in changes), next(iter(differ)))  # one that was given, if any was
         old, new = differ[name]
-        told = options.get(name, f"--set {name}")
-        raise _Fail(f"{told} {new} does not agree with the run in {folder}, which began with {old}")
+        option = options.get(name, f"--set {name}")
+        raise _Fail(f"{option} {new} does not agree with the run in {folder}, which began with {old}")
     where = {name: changes[name] for name in WHERE if name in changes}
     return before.changed({**where, "out": str(folder)})
 
@@ -276,15 +282,15 @@ def _reproduce(args: argparse.Namespace) -> int:
         stem = Path(args.table).stem
         out = Path(args.out or f"runs/reproduce/{stem}{'-short' if args.short else ''}")
         given = _set(args.set)
-        where = {"data.dir": str(Path(args.data_dir).expanduser().resolve())} if args.data_dir else {}
+        where = {"data.dir": _absolute(args.data_dir)} if args.data_dir else {}
         runs = table.runs_folder(out, stem)
         entries = table.entries(runs, short=args.short, changes={**given, **where})
-        reproduce.collect(table, entries)  # refuses what does not belong here before anything is trained
+        reproduce.collect(table, entries)  # if a run has other settings, fail before anything is trained
         if not args.collect and not reproduce.train_missing(table, entries, args.row, console):
             return 0  # one of several processes; the first one speaks
         lines = reproduce.collect(table, entries)
-        told = reproduce.remarks(table, lines, args.short, given)
-        reproduce.write(table, lines, told, out, short=args.short, command=_command(args))
+        remarks = reproduce.remarks(table, lines, args.short, given)
+        reproduce.write(table, lines, remarks, out, short=args.short, command=_command(args))
     except (DataError, RunError, ValueError) as error:
         raise _Fail(str(error)) from error
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
@@ -295,7 +301,7 @@ def _reproduce(args: argparse.Namespace) -> int:
     for line in lines:
         shown.add_row(*line.cells())
     console.print(shown)
-    for text in (*told, f"{out}/: table.md, table.json, picture.png"):
+    for text in (*remarks, f"{out}/: table.md, table.json, picture.png"):
         console.print(text, highlight=False, soft_wrap=True)
     return 0
 
@@ -329,24 +335,22 @@ def _train(args: argparse.Namespace) -> int:
         raise _Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
     try:
         changes = _changes(given)
-        for path in ("data.dir", "data.options.transformer"):  # found again from any folder
+        for path in ("data.dir", "data.options.transformer"):
             if isinstance(changes.get(path), str):
-                changes[path] = str(Path(changes[path]).expanduser().resolve())
+                changes[path] = _absolute(changes[path])
         config = _kept(given, changes) if resume else _fresh(given, changes)
     except ValueError as error:
         raise _Fail(str(error)) from error
-    console = Console()
+    say = functools.partial(Console().print, highlight=False, soft_wrap=True)
     try:
         if config.runs > 1:
             several = training.train_seeds(config, resume=resume, overwrite=overwrite)
             if several.is_main:
-                console.print(
+                say(
                     f"test accuracy {100 * several.mean:.2f} ± {100 * several.spread:.2f} % "
-                    f"(mean and standard deviation of {config.runs} runs)",
-                    highlight=False,
-                    soft_wrap=True,
+                    f"(mean and standard deviation of {config.runs} runs)"
                 )
-                console.print(f"{several.out}/: result.json, a folder for each run", highlight=False, soft_wrap=True)
+                say(f"{several.out}/: result.json, a folder for each run")
             return 0
         result = training.train(config, resume=resume, overwrite=overwrite)
     except (DataError, RunError, ValueError) as error:
@@ -356,14 +360,12 @@ def _train(args: argparse.Namespace) -> int:
     if not result.is_main:
         return 0  # one of several processes; the first one speaks
     seconds = [row["seconds"] for row in result.history]
-    console.print(
+    say(
         f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
         f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
-        + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}"),
-        highlight=False,
-        soft_wrap=True,
+        + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}")
     )
-    console.print(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard", highlight=False, soft_wrap=True)
+    say(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard")
     return 0
 
 

@@ -1,4 +1,4 @@
-// Capsules that are squashed whatever their length: of the longest, squares and the length itself would overflow.
+// Squashing very long capsules, whose squares, or whose length itself, would overflow.
 #pragma once
 
 #include "turns.h"
@@ -9,8 +9,8 @@ namespace fastcaps {
 template <class T>
 inline constexpr T kLong = sizeof(T) == 4 ? T(1e15) : T(1e150);
 
-// What a capsule of that largest number is multiplied by before it is squashed. Beyond kLong a squashed capsule is its
-// direction to the last bit, so that one with a number of kLong has the same. What is not finite stays.
+// The factor that brings a capsule whose largest number is `largest` down to kLong, 1 where it is not beyond that. The
+// squash of so long a capsule is its direction to the last bit, before and after. What is not finite stays.
 template <class X>
 FASTCAPS_FORMULA X shrink(X largest) {
   const Scalar<X> most = kLong<Scalar<X>>;

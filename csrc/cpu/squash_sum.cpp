@@ -1,5 +1,5 @@
 // The kernels of squash_sum of one instruction set. A lane is a position: neighbouring pixels of a channel are
-// neighbours in memory, so that number k of a capsule is one vector over kLanes pixels, and lengths never leave a lane.
+// neighbours in memory. So number k of kLanes capsules is one vector, and a capsule's length is summed up in its lane.
 #include "squash_sum.h"
 
 #include "../algebra/squash_sum.h"
@@ -8,7 +8,7 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
-// `count` pixels, all kLanes of them or what is left at the end of a channel; lanes without a pixel hold 0.
+// Loads `count` pixels: kLanes, or fewer at the end of a channel. Lanes without a pixel hold 0.
 template <class T, class S>
 FASTCAPS_INLINE Vec<T> load_pixels(const S* p, int64_t count) {
   if (count == kLanes<T>) return load_as<T>(p);
@@ -25,13 +25,14 @@ FASTCAPS_INLINE void store_pixels(S* p, int64_t count, Vec<T> v) {
   for (int64_t k = 0; k < count; ++k) p[k] = narrow<S>(wide[k]);
 }
 
-// Of kLanes capsules, the longest of which are shrunk in place: |x|, |x| / (1 + |x|^2), 1 / (1 + |x|^2), and the second
-// of them for what x was before.
+// Of kLanes capsules x: size = |x|, share = |x| / (1 + |x|^2), rest = 1 / (1 + |x|^2), where very long capsules have
+// been shrunk first. slope is the share of the capsule as it was before; its gradient is scaled by that.
 template <class T>
 struct Sizes {
   Vec<T> size, share, rest, slope;
 };
 
+// Measures kLanes capsules; shrinks very long ones in place.
 template <class T>
 FASTCAPS_INLINE Sizes<T> sizes(Vec<T>* x, int64_t dim) {
   using V = Vec<T>;
@@ -42,6 +43,7 @@ FASTCAPS_INLINE Sizes<T> sizes(Vec<T>* x, int64_t dim) {
     squares += x[k] * x[k];
   }
   const T most = kLong<T>;
+  // as a rule all capsules are zero or of numbers whose squares neither overflow nor vanish
   if (all((largest == 0) | ((largest > 1 / most) & (largest < most)))) {
     const V size = Number<V>::sqrt(squares), rest = 1 / (1 + squares), share = size * rest;
     return {size, share, rest, share};
@@ -52,7 +54,7 @@ FASTCAPS_INLINE Sizes<T> sizes(Vec<T>* x, int64_t dim) {
   return {size, share, 1 / (1 + size * size), share * by};
 }
 
-// Number k of the capsules at `count` pixels, after the ReLU.
+// Loads the capsules at `count` pixels: x[k] is number k of each, after the ReLU.
 template <class T, class S>
 FASTCAPS_INLINE void load_capsules(const SquashSum& call, int64_t dim, const S* from, int64_t count, Vec<T>* x) {
   for (int64_t k = 0; k < dim; ++k) {
@@ -61,7 +63,7 @@ FASTCAPS_INLINE void load_capsules(const SquashSum& call, int64_t dim, const S* 
   }
 }
 
-// The numbers of two capsules for every lane: in registers where `kDim` says how many there are, else (0) anywhere.
+// Room for two capsules in every lane: in registers where kDim is the number of their numbers, in memory where it is 0.
 template <class T, int kDim>
 struct Room {
   explicit Room(int64_t) {}
@@ -81,7 +83,7 @@ struct Room<T, 0> {
   Vec<T>*first, *second;
 };
 
-// block(row, first pixel, pixels) for all rows; the number of pixels is a constant but at a channel's end.
+// Calls block(row, first pixel, number of pixels) for all rows. The number is a constant, except at a channel's end.
 template <class T, class F>
 FASTCAPS_INLINE void each_block(const SquashSum& call, int64_t begin, int64_t end, F&& block) {
   for (int64_t row = begin; row < end; ++row) {
@@ -117,7 +119,8 @@ void squash_sum_forward(const SquashSum& call, int64_t begin, int64_t end) {
 }
 
 // Of a summand c f(n) x with n = |x|, u = x / n and the gradient g of the sum: h = <u, g>, dc = f n h, and
-// dx = c f (g + (2 / (1 + n^2) - 1) h u).
+// dx = c f (g + (2 / (1 + n^2) - 1) h u). Below, h is `along`, 1 / n `inverse`, c f `factor`, and the term of u is
+// `bend` x.
 template <class T, class S, int kDim>
 void squash_sum_backward(const SquashSum& call, int64_t begin, int64_t end) {
   using V = Vec<T>;

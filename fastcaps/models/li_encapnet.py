@@ -57,7 +57,7 @@ class EncapModule(nn.Module):
     coefficients : str
         Of every layer, as :class:`~fastcaps.nn.CapConv2d` has them.
     skip : "none", "I", "II" or "both"
-        Which layers a connection skips: type I by itself, type II all together.
+        Which layers have a skip connection: type I one of its own, the type II layers one over all of them.
     """
 
     def __init__(
@@ -77,12 +77,13 @@ class EncapModule(nn.Module):
         """Return the capsules after the type I layer, and those at the end."""
         first = found = self.first(capsules)
         for k, layer in enumerate(self.rest, 1):
-            found = layer(found, first if self.skips_rest and k == len(self.rest) else None)
+            is_last = k == len(self.rest)
+            found = layer(found, first if self.skips_rest and is_last else None)
         return first, found
 
 
 class Stage(nn.Module):
-    """Residual blocks, as a module of capsules is seen from outside."""
+    """Residual blocks that return two maps, as :class:`EncapModule` does."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class ClassCapsules(nn.Module):
 
 
 class EncapNet(nn.Module):
-    """Images to logits by way of modules, any of which may be asked to give back what it was made of.
+    """Images to logits through modules; feedback units can ask each to give back its input, for the loss.
 
     Parameters
     ----------
@@ -117,12 +118,12 @@ class EncapNet(nn.Module):
     modules_ : sequence of Module
         Each takes a map and returns two: the one after its first layer, and the one at its end.
     feedback : sequence of sequence of FeedbackAgreement
-        For each module none, or one unit (from its end to what came into it), or two (also from its end to what its
-        first layer left).
+        The units of each module: none; or one, which makes the module's input from its output; or two, the second of
+        which makes the output of its first layer.
     head : Module
         The last map to logits.
     in_channels, image_size
-        What the network was built for; for those who feed it.
+        Channels, height and width of the images that the network was built for.
     fixed : bool
         Whether images must be of that size.
     """
@@ -174,7 +175,8 @@ class EncapNet(nn.Module):
         found = self.stem(images)
         feedback = found.new_zeros((), dtype=accumulation_dtype(found.dtype))
         for k, layer in enumerate(self.layers):
-            before, (first, found) = found, layer(found)
+            before = found
+            first, found = layer(before)
             if return_feedback and self.training:
                 units: Any = self.feedback[k]
                 for unit, lower in zip(units, (before, first), strict=False):
@@ -192,17 +194,18 @@ def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """The switches of the feedback units (Li et al., 2018, Table 3).
+    """The options of the feedback units (Li et al., 2018, Table 3).
 
     Attributes
     ----------
     feedback : "none", "one" or "two"
-        Units for each module: (c), and (8), "two OTs". They have parameters of their own, and are used in training
-        only.
+        Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have parameters of their own,
+        and are used in training only.
     divergence, bias_fix, through_plan, critic, cost
         As :class:`~fastcaps.nn.FeedbackAgreement` has them: (b), (d1), (d2), (d3), (d5).
     generator : "capsules" or "vanilla"
-        Whether the generator is grouped by capsule and squashes: (d4) is "vanilla", and so is every plain network's.
+        "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Plain networks always have
+        the latter.
     """
 
     feedback: str = "none"
@@ -239,8 +242,8 @@ class EncapNetConfig(FeedbackConfig):
     types : int
         Capsule types in every layer.
     stem : tuple of (int, int, int)
-        First convolutions, each with BatchNorm and ReLU: channels for each type, kernel size, stride. The last one's
-        channels for each type are the dimension of the first capsules.
+        First convolutions, each with BatchNorm and ReLU: channels for each type, kernel size, stride. The first
+        capsules have as many numbers as the last convolution has channels for each type.
     dims, layers, strides : tuple of int
         Of each module: numbers in a capsule, layers, stride of the first one.
     coefficients : str or tuple of str
@@ -267,23 +270,23 @@ class EncapNetConfig(FeedbackConfig):
         for name in ("layers", "strides"):
             if len(getattr(self, name)) != len(self.dims):
                 raise ValueError(f"{name} must have {len(self.dims)} numbers as dims, got {getattr(self, name)}")
-        each = self.coefficients
-        each = (each,) * len(self.dims) if isinstance(each, str) else tuple(each)
-        if len(each) != len(self.dims):
-            raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {each}")
+        given = self.coefficients
+        of_modules = (given,) * len(self.dims) if isinstance(given, str) else tuple(given)
+        if len(of_modules) != len(self.dims):
+            raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {of_modules}")
         stem = nn.Sequential()
         for dim, kernel, stride in self.stem:
             stem.extend(Conv(types * dim, kernel, stride, kernel // 2, order=CHAIN).modules((channels,), None))
             channels = types * dim
         modules: list[nn.Module] = []
         units = []
-        before = self.stem[-1][0]
-        for dim, layers, stride, coefficients in zip(self.dims, self.layers, self.strides, each, strict=True):
-            modules.append(EncapModule(types, before, dim, layers, stride, coefficients, self.skip))
-            units.append(self.units(types * before, types * dim, stride, layers > 1, types))
-            before = dim
+        dim_below = self.stem[-1][0]
+        for dim, layers, stride, coefficients in zip(self.dims, self.layers, self.strides, of_modules, strict=True):
+            modules.append(EncapModule(types, dim_below, dim, layers, stride, coefficients, self.skip))
+            units.append(self.units(types * dim_below, types * dim, stride, layers > 1, types))
+            dim_below = dim
         height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
-        head = ClassCapsules(types * height * width, check_count("classes", self.classes), before)
+        head = ClassCapsules(types * height * width, check_count("classes", self.classes), dim_below)
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
 
 
@@ -296,7 +299,7 @@ class PlainNetConfig(FeedbackConfig):
     classes, in_channels : int
         Classes, and channels of an image.
     image_size : int or (int, int)
-        For those who feed the network.
+        Height and width of the images that it is meant for; it takes any.
     stem : tuple of (int, int)
         First convolutions of 3 x 3, each with BatchNorm and ReLU: channels, stride.
     stages : tuple of (int, int, int)

@@ -24,11 +24,12 @@ class CapConv2d(nn.Module):
 
     The *master* is a convolution grouped by capsule type: each type sees its own kind below. The *aide*, not grouped
     and four pixels wider, sees all of them. Each is followed by BatchNorm, ReLU and a squash over every capsule's
-    numbers; :math:`m` and :math:`n` are what they leave, and
+    numbers, which gives :math:`m` of the master and :math:`n` of the aide. The capsules of the next layer are
 
     .. math:: P = \mathrm{squash}(\mathrm{ReLU}(\mathrm{BN}(a \, m + b \, n + \text{skip})))
 
-    with one coefficient :math:`a, b` for each capsule and position, from 3 x 3 convolutions grouped by type.
+    where :math:`a` and :math:`b` are coefficients, one for each capsule and position. They are made from m and n by
+    3 x 3 convolutions grouped by type.
 
     Capsules lie in channels, ``[B, types * dim, H, W]``: those of type t are channels ``t * dim`` to ``t * dim + dim -
     1``.
@@ -48,7 +49,7 @@ class CapConv2d(nn.Module):
         (``v2``), or both's (``v3``). "none": no aide and no coefficients, the master's convolution alone (the table's
         baseline).
     skip : bool
-        Add what comes in before the last BatchNorm; by way of a 3 x 3 convolution where the shapes differ.
+        Add the layer's input before the last BatchNorm, through a 3 x 3 convolution where the shapes differ.
     bias : bool
         Whether the convolutions have biases.
 
@@ -106,11 +107,12 @@ class CapConv2d(nn.Module):
         if coefficients != "none":
             self.aide = convolution(4)
             self.master_norm, self.aide_norm = nn.BatchNorm2d(above, **place), nn.BatchNorm2d(above, **place)
-            # One coefficient for each type; two, the master's and the aide's, where each branch has a say in both.
-            several = 2 if coefficients == "both" else 1
+            # With "both", each branch makes coefficients for master and aide, which are then added: one bias is enough.
+            both = coefficients == "both"
+            outputs = (2 if both else 1) * self.types
             options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
-            self.of_master = nn.Conv2d(above, several * self.types, 3, bias=self.bias, **options)
-            self.of_aide = nn.Conv2d(above, several * self.types, 3, bias=self.bias and several == 1, **options)
+            self.of_master = nn.Conv2d(above, outputs, 3, bias=self.bias, **options)
+            self.of_aide = nn.Conv2d(above, outputs, 3, bias=self.bias and not both, **options)
         if self.skip and (self.in_dim != self.out_dim or self.stride != (1, 1)):
             self.shortcut = nn.Conv2d(below, above, 3, stride=self.stride, padding=1, bias=self.bias, **place)
         self.norm = nn.BatchNorm2d(above, **place)
@@ -132,9 +134,8 @@ class CapConv2d(nn.Module):
         capsules : Tensor
             ``[B, types * in_dim, H, W]``.
         skipped : Tensor, optional
-            Added before the last BatchNorm in place of what the layer skips by itself (with ``skip=True``: the
-            capsules): the beginning of several layers, which a connection of the paper's skips together.
-            ``[B, types * out_dim, Ho, Wo]``.
+            Added before the last BatchNorm, in the place of the layer's own skip connection: the input of the first of
+            several layers, where one connection skips all of them. ``[B, types * out_dim, Ho, Wo]``.
 
         Returns
         -------
@@ -158,7 +159,7 @@ class CapConv2d(nn.Module):
         return self._squash(self.norm(summed))
 
     def combine(self, capsules: Tensor) -> Tensor:
-        """Return what is summed up of master and aide, before skip connection and BatchNorm."""
+        """Return a m + b n, before skip connection and BatchNorm."""
         master = self.master(capsules)
         if self.aide is None:
             return master
@@ -167,12 +168,12 @@ class CapConv2d(nn.Module):
         master, aide = self.master_norm(master), self.aide_norm(self.aide(capsules))
         by_master, by_aide = self.of_master(self._squash(master)), self.of_aide(self._squash(aide))
         if self.coefficients == "own":
-            first, second = by_master, by_aide
+            a, b = by_master, by_aide
         elif self.coefficients == "other":
-            first, second = by_aide, by_master
+            a, b = by_aide, by_master
         else:
-            first, second = (by_master + by_aide).unflatten(1, (self.types, 2)).unbind(2)
-        return squash_sum(master, first, aide, second, types=self.types, relu=True)
+            a, b = (by_master + by_aide).unflatten(1, (self.types, 2)).unbind(2)
+        return squash_sum(master, a, aide, b, types=self.types, relu=True)
 
     def _squash(self, normal: Tensor) -> Tensor:
         return squash_sum(normal, types=self.types, relu=True)

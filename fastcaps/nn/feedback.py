@@ -17,7 +17,7 @@ __all__ = ["FeedbackAgreement"]
 
 
 class FeedbackAgreement(nn.Module):
-    r"""Ask a higher layer to give back the lower one; how far it is from doing so is a loss.
+    r"""Ask a higher layer to give back the lower one; the loss is how far it is from that.
 
     A *generator* makes :math:`x` of the higher layer, in the shape of the lower layer :math:`y`: a 3 x 3 transposed
     convolution, BatchNorm, ReLU, and a squash. A *critic*, the same for both, makes them small: two convolutions of
@@ -45,8 +45,8 @@ class FeedbackAgreement(nn.Module):
     critic : bool
         False: compare the layers as they are (d3).
     divergence : "ot" or "kl"
-        "kl": Kullback and Leibler's divergence (b), our reading of which is: a softmax over what the critic finds in a
-        sample makes a distribution of it; the mean over samples of that of y from that of x.
+        "kl" is Kullback and Leibler's divergence (b) in our reading: a softmax over what the critic finds in a sample
+        makes a distribution of it; the divergence of y's distribution from x's, a mean over samples.
     cost, eps, iterations, bias_fix, through_plan
         As :class:`~fastcaps.losses.SinkhornDivergence` has them: ``bias_fix=False`` is d1 of Table 3,
         ``through_plan=True`` d2, ``cost="l2"`` d5.

@@ -48,7 +48,7 @@ def squash_sum(
     ----------
     x, y : Tensor
         Capsules in channels, ``[B, types * dim, H, W]``: those of type t are channels ``t * dim`` to
-        ``t * dim + dim - 1``. Without y there is one summand.
+        ``t * dim + dim - 1``. Without y only the first summand is made.
     a, b : Tensor, optional
         ``[B, types, H, W]``: one number for each capsule and position; 1 if None.
     types : int
@@ -139,7 +139,7 @@ def refusal(name: str, call: backends.Call) -> str | None:
 
 def call_of(x: Tensor) -> backends.Call:
     """Return a call on ``x`` as :mod:`fastcaps.backends` asks about calls."""
-    # it has no votes: pose and parents stand for nothing, and kernels heed no option
+    # the op has no votes, so pose and parents are placeholders, and its kernels have no options
     return backends.Call("squash_sum", x.device, x.dtype, pose=(1, 1, 1), parents=1, has_weight=False, options=0)
 
 
@@ -201,7 +201,7 @@ def _differentiate(
 
 
 def _fake(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
-    """Return an empty tensor as the op would, and tell :func:`fastcaps.explain`, if it listens, of the call."""
+    """Return an empty tensor of the op's result; if :func:`fastcaps.explain` is listening, tell it of the call."""
     _check(x, a, y, b, types)
     let_inductor_call("fastcaps::squash_sum")
     explanation.tell_other(call_of(x), lambda: _describe(x, a, y, b, types), refusal)

@@ -24,9 +24,9 @@ VALIDATION_COLUMNS = ("validation_loss", "validation_accuracy")
 
 @contextmanager
 def replacing(path: Path, first: bool = True) -> Iterator[Path]:
-    """A file to write that takes the place of ``path`` once it is whole: a kill, or a full disk, leaves the old one.
+    """Write a new file beside ``path`` and put it in its place once it is whole.
 
-    Of several processes the first one replaces.
+    A kill, or a full disk, leaves the old file. Of several processes only the ``first`` one replaces it.
     """
     fresh = path.with_name(f"{path.name}.writing")
     yield fresh
@@ -72,7 +72,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 class BestWriter(Callback):
-    """Keep the weights of the epoch whose held-out images it does best by; of equals the first.
+    """Keep the weights of the epoch that is best on the held-out images; of equally good ones the first.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class BestWriter(Callback):
         self.epoch, self.accuracy = trainer.current_epoch + 1, float(found)
         if trainer.is_global_zero:
             network: torch.nn.Module = pl_module.network  # type: ignore[assignment]
-            # of a path, torch would tell a full disk by an error of its own
+            # given a path, torch would report a full disk by an error of its own; a file raises OSError
             with replacing(self.path) as fresh, fresh.open("wb") as file:
                 torch.save({"epoch": self.epoch, "state_dict": network.state_dict()}, file)
 
@@ -132,7 +132,11 @@ class MetricsWriter(Callback):
         self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Lightning calls the callbacks before the module: the means are read here, not from what it will log."""
+        """Add the epoch's row.
+
+        Lightning calls callbacks before the module, which has not logged the training means yet. So they are computed
+        here.
+        """
         seen, train = trainer.callback_metrics, pl_module.figures("train")  # type: ignore[operator]
         row = {
             "epoch": float(len(self.rows) + 1),

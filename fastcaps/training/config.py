@@ -19,13 +19,14 @@ WHERE = (
     *("out", "recipe", "data.dir", "data.options.transformer"),
     *("devices", "accelerator", "strategy", "workers", "checkpoint_every"),
 )
-"""Where and how fast a run is: what may differ when it goes on. What it computes may not."""
+"""Settings that say where and how fast a run computes. They may change when it goes on; all others must not."""
 
 FOLLOW = ("name", "device", "dtype", "classes", "in_channels", "image_size", "layers", "embedding")
-"""Arguments of :func:`fastcaps.models.create` that other settings, or the data, decide."""
+"""Arguments of :func:`fastcaps.models.create` that follow from other settings or from the data."""
 MOST_SEED = 2**32 - 1
+"""NumPy takes no more."""
 MOST_PIXELS = 4096
-"""Of the side of an image that is padded or resized."""
+"""The largest padding, and the largest side of a resized image."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,18 @@ class Data:
     pad : int, optional
         Pad training images by so many pixels and crop them at random, in the place of ``augment``.
     resize : int, optional
-        Resize training images to so many pixels and crop them at random, likewise.
+        Resize training images to so many pixels and crop them at random, in the place of ``augment``.
     crop : int, optional
-        To so many pixels: then test images are resized too, and their middle is cut out. To the old size otherwise.
+        The size of these crops; test images are then resized too, and their middle is cut out. Without it crops have
+        the images' own size, and test images are left as they are, but for ``multi_crop``.
     multi_crop : bool
         Test on the corners and the middle of the resized images, and with ``flip`` on their mirror images: the class
         probabilities of the five or ten are averaged. It needs ``resize``.
     jitter : bool
         Disturb the colours of training images.
     mixup : float
-        Blend training images (of texts: embeddings) and their targets; the parameter of the Beta distribution, 0 for
-        none.
+        The Beta distribution's parameter for blending training images (of texts: embeddings) and their targets; 0 for
+        no mixup.
     validation : int
         How many training images are held out; the best epoch is chosen by them.
     limit : int, optional
@@ -129,7 +131,7 @@ class TrainConfig:
     seed : int
         Decides initial weights, order of images and augmentation.
     runs : int
-        So many runs, with ``seed`` and those after it.
+        How many runs: the first with ``seed``, the next with the seed after it, and so on.
     precision : str
         ``mixed`` means autocast.
     accelerator, devices, strategy : str
@@ -167,7 +169,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_count(self, "epochs batch_size runs checkpoint_every")
         require_count(self, "seed workers", 0)
-        if self.seed + self.runs - 1 > MOST_SEED:  # NumPy takes no more
+        if self.seed + self.runs - 1 > MOST_SEED:
             raise ValueError(f"seed: got {self.seed} with {self.runs} runs, want seeds of {MOST_SEED} or less")
 
     @classmethod
@@ -188,7 +190,7 @@ class TrainConfig:
         return read(cls, settings)
 
     def changed(self, changes: Mapping[str, Any]) -> TrainConfig:
-        """The same with other values, by their paths: ``config.changed({"optimizer.lr": 0.01})``."""
+        """A copy with other values, given by paths: ``config.changed({"optimizer.lr": 0.01})``."""
         return read(TrainConfig, changed(as_data(self), changes))
 
     @property
@@ -233,7 +235,7 @@ def kept(folder: Path) -> TrainConfig:
 
 
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """What two runs compute differently: paths, and the two values. :data:`WHERE` does not count."""
+    """The settings in which two runs differ, by paths, with both values; those of :data:`WHERE` are left out."""
     old, new = flat(as_data(before)), flat(as_data(after))
     names = sorted({*old, *new} - {*WHERE})
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}

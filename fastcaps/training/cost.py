@@ -1,6 +1,6 @@
 """Memory and time of a training step of a whole network: ``python -m fastcaps.training.cost FOLDER [eager]``.
 
-In a process of its own, since memory means something only where nothing else was done. ``eager`` is the same network by
+It runs in a process of its own, so that nothing else has taken memory before. ``eager`` measures the same network in
 ordinary differentiable PyTorch, whose autograd keeps the votes of every turn, as it does in the published codes.
 """
 
@@ -30,10 +30,10 @@ def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -
     config : TrainConfig
         Its network, batch size and seed.
     eager : bool
-        By plain PyTorch, which keeps the votes. What cannot reach the result is left out there too, and the first turn,
-        which is linear, makes no votes either: the published codes need more.
+        In plain PyTorch, which keeps the votes. It also leaves out what cannot reach the result, and makes no votes in
+        the first turn, which is linear: the published codes need more.
     seconds : float
-        How long to repeat it.
+        How long to repeat the step for its time.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -
         network(some).logsumexp(1).sum().backward()
         network.zero_grad()
 
-    step(images[:1])  # threads, code and caches that every later step shares are not part of the figure
+    step(images[:1])  # threads, code and caches are made once, and are not part of a step's memory
     grown = peak_growth(lambda: step(images))
     milliseconds = median_ms(lambda: step(images), seconds)
     parameters = sum(weight.numel() for weight in weights.values())
@@ -68,7 +68,7 @@ def measure_apart(folder: Path, *, eager: bool = False) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        With that process's last words, if it fails.
+        If that process fails, with the last line that it wrote.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "fastcaps.training.cost", str(folder), *(["eager"] if eager else [])]

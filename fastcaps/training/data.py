@@ -33,7 +33,7 @@ from fastcaps.data.transforms import resized
 from fastcaps.training.config import Data
 
 SPLIT_SEED = 0
-"""Of the images that are held out: the same ones in every run, whatever its own seed."""
+"""Decides which images are held out: the same ones in every run, whatever its own seed."""
 
 
 class TestCrops:
@@ -44,7 +44,7 @@ class TestCrops:
 
     def __init__(self, resize: int, size: int, several: bool, flip: bool) -> None:
         self.resize, self.size, self.several, self.flip = resize, size, several, flip
-        self.count = 1 if not several else 10 if flip else 5
+        self.count = (10 if flip else 5) if several else 1
 
     def __call__(self, images: Tensor, *_: Any) -> Tensor:
         made = crops(resized(images, self.resize), self.size, flip=self.several and self.flip)
@@ -52,7 +52,7 @@ class TestCrops:
 
 
 def read_data(data: Data) -> Splits:
-    """Read the data set and set up what is done to its images.
+    """Read a data set and set up its augmentation.
 
     Raises
     ------
@@ -63,8 +63,7 @@ def read_data(data: Data) -> Splits:
         raise MissingDataError(
             f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
         )
-    own = data.pad is not None or data.resize is not None
-    # what is padded or resized here is not augmented there
+    own = data.pad is not None or data.resize is not None  # then prepare() augments, and load() must not
     given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
     try:
         splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
@@ -74,7 +73,7 @@ def read_data(data: Data) -> Splits:
 
 
 def prepare(splits: Splits, data: Data) -> Splits:
-    """Set up what is done to the images of a data set."""
+    """Set up the augmentation that a data set's settings ask for, of training and of test images."""
     train = splits.train
     if not isinstance(train, ImageDataset):
         texts = isinstance(train, TextDataset)
@@ -104,7 +103,7 @@ def prepare(splits: Splits, data: Data) -> Splits:
 
 
 class Pairs:
-    """A torch data set of pairs, an image and its class: taken item by item, and finished as they come."""
+    """A torch data set of pairs, an image and its class, as a data set that gathers and finishes batches."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -117,12 +116,12 @@ class Pairs:
         return tuple(default_collate([self.dataset[index] for index in indices]))
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What was gathered."""
+        """The batch as it was gathered: nothing is left to do."""
         return gathered
 
 
 def gathering(splits: Splits) -> Splits:
-    """Splits whose parts can all be gathered and finished: torch data sets of pairs become :class:`Pairs`.
+    """The same splits, with torch data sets of pairs made :class:`Pairs`: so that each part gathers and finishes.
 
     Raises
     ------
@@ -150,7 +149,7 @@ def gathering(splits: Splits) -> Splits:
 
 
 class Subset(Dataset[Any]):
-    """A data set, or some of it: a loader gathers its batches, the device that trains finishes them.
+    """A data set, or part of one. A loader gathers its batches; they are finished on the device that trains.
 
     Parameters
     ----------
@@ -175,12 +174,12 @@ class Subset(Dataset[Any]):
 
 
 def _as_it_is(gathered: Any) -> Any:
-    """What a loader collates is whole already."""
+    """The batch itself: it was gathered whole, and the loader has nothing to collate."""
     return gathered
 
 
 def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Subset | None]:
-    """Split training images: those to train with, and those held out; the same ones whatever the run's seed.
+    """Split training images into those to train with and those held out, alike for every seed of a run.
 
     Parameters
     ----------
@@ -188,12 +187,12 @@ def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Sub
     count : int
         How many are held out.
     tested_as : callable, optional
-        What is done to test images, and so to these; the training images' augmentation and mixup are not.
+        The transform of test images. Held-out images get it too, in the place of augmentation and mixup.
 
     Raises
     ------
     ValueError
-        If none would remain.
+        If no training image would remain.
     """
     if not count:
         return Subset(train), None
@@ -208,7 +207,7 @@ def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Sub
 
 
 class WithParts:
-    """Images made of several, with the parts that they are made of: for their reconstruction."""
+    """Overlapping digits together with the single digits that they are made of, for the reconstruction loss."""
 
     def __init__(self, dataset: OverlappingDigits) -> None:
         self.dataset = dataset
@@ -225,22 +224,23 @@ class WithParts:
 
 
 class EpochBatches(ShuffledBatches):
-    """Batches that let a data set whose images are made as they are asked for make others in every epoch."""
+    """Shuffled batches that tell the data set which epoch it is, so that one with a seed makes other images in each."""
 
     def __init__(self, source: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.source = source
 
     def __iter__(self) -> Iterator[list[int]]:
-        if hasattr(self.source, "set_epoch"):  # at once, and not with the first batch: workers are started in between
+        # here, and not when the first batch is drawn: workers, which copy the data set, are started in between
+        if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
         return super().__iter__()
 
 
 class ImageData(pl.LightningDataModule):
-    """Lightning's view of a data set; remembers how far its epoch had come.
+    """A data set as Lightning wants it, which can go on in the middle of an epoch.
 
-    Batches travel as bytes, or tokens, and are finished on the device that trains.
+    Batches go to the device that trains as bytes or tokens, and are finished there.
 
     Parameters
     ----------
@@ -252,9 +252,9 @@ class ImageData(pl.LightningDataModule):
     workers : int
         Processes that gather what batches are made of.
     validation : int
-        How many training images are held out; a data set that has some of its own needs none.
+        How many training images are held out; 0 where the data set has a validation part.
     parts : bool
-        Whether batches hold the parts that images are made of.
+        Whether batches also hold the single digits that images are made of (:class:`WithParts`).
     """
 
     def __init__(
@@ -287,9 +287,10 @@ class ImageData(pl.LightningDataModule):
             batch_sampler=batches,
             collate_fn=_as_it_is,
             num_workers=self.workers,
-            # workers that stay would not hear of the next epoch
+            # a data set with a seed must hear of each epoch, and workers that stay would not
             persistent_workers=self.workers > 0 and getattr(self.source, "seed", None) is None,
-            # its own generator: a loader takes a seed when iteration begins, and a run that resumes begins once more
+            # a loader draws a seed whenever iteration begins, once more in a run that resumes: not from the run's
+            # generator, whose numbers would then differ
             generator=torch.Generator().manual_seed(self.seed),
         )
 

@@ -43,13 +43,13 @@ class Choice:
 
 
 def wrong(path: str, got: Any, want: str) -> SettingError:
-    """The error of a setting: ``got`` is shown as Python writes it, and cut if it is long."""
+    """An error that says of a setting what came, cut if it is long, and what is wanted."""
     shown = "nothing" if got is MISSING else repr(got)
     return SettingError(f"{path}: got {shown if len(shown) <= 80 else shown[:77] + '...'}, want {want}")
 
 
 def require_number(owner: Any, names: str, least: float = 0.0, *, above: bool = False, most: float = math.inf) -> None:
-    """Raise ValueError unless the named attributes are finite numbers in their range (or None)."""
+    """Raise ValueError unless the named attributes (words in ``names``) are finite numbers in the range, or None."""
     for name in names.split():
         value = getattr(owner, name)
         for each in value if isinstance(value, tuple) else (value,):
@@ -62,7 +62,7 @@ def require_number(owner: Any, names: str, least: float = 0.0, *, above: bool = 
 
 
 def require_count(owner: Any, names: str, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError unless the named attributes are at least so many, and at most (or None)."""
+    """Raise ValueError unless the named attributes (words in ``names``) are from ``least`` to ``most``, or None."""
     for name in names.split():
         value = getattr(owner, name)
         if value is not None and (value < least or (most is not None and value > most)):
@@ -135,8 +135,8 @@ def _read_scalar(kind: Any, value: Any, path: str) -> Any:
 def _number(value: Any, path: str) -> float:
     try:
         if isinstance(value, str):  # YAML takes 1e-5 for text
-            above, _, below = value.partition("/")
-            return float(above) / float(below) if below else float(above)
+            numerator, _, denominator = value.partition("/")
+            return float(numerator) / float(denominator) if denominator else float(numerator)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
     except (ValueError, OverflowError, ZeroDivisionError):
@@ -176,7 +176,7 @@ def _read_fields(kind: Any, value: Any, path: str) -> Any:
 
 
 def paths_of(kind: Any) -> list[str]:
-    """The fields of a dataclass, and by their paths those of the dataclasses and choices that they hold."""
+    """The paths of a dataclass's fields, and of the fields one level below: ``optimizer``, ``optimizer.lr``."""
     hints, found = typing.get_type_hints(kind), dict[str, None]()
     for each in fields(kind):
         hint: Any = hints[each.name]
@@ -191,7 +191,7 @@ def _join(path: str, name: str) -> str:
 
 
 def as_data(value: Any) -> Any:
-    """The mappings, lists and plain values that :func:`read` makes the same of."""
+    """A value as mappings, lists and plain values, which :func:`read` turns back into it."""
     if is_dataclass(value) and not isinstance(value, type):
         own = {"name": value.name} if isinstance(value, Choice) else {}
         return own | {each.name: as_data(getattr(value, each.name)) for each in fields(value)}
@@ -210,12 +210,13 @@ def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     settings : mapping
         As :func:`as_data` makes them.
     changes : mapping
-        Paths to values: ``{"optimizer.lr": 0.01}``. Another ``name`` begins from the defaults of that name.
+        Paths to values: ``{"optimizer.lr": 0.01}``. Where a ``name`` changes, the other fields beside it begin from
+        the new one's defaults.
 
     Raises
     ------
     SettingError
-        If a path leads through something that has no fields. Whether it ends well, :func:`read` will say.
+        If a path leads through something that has no fields. Whether its last field exists, :func:`read` checks.
     """
     made = copy.deepcopy(dict(settings))
     # a name first: it clears what belonged to the old one
@@ -235,7 +236,7 @@ def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Every setting by its path."""
+    """Nested settings as one mapping, from paths to values."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         inner = _join(path, name)

@@ -1,6 +1,7 @@
-"""Figures of trained networks: what the papers draw of one, from the run of a recipe.
+"""The papers' figures of trained networks, drawn from finished runs.
 
-Each is a function that computes, and one that draws; :data:`FIGURES` names the latter for the tables' ``draw``.
+For each figure one function computes and another draws; :data:`FIGURES` has those that draw, by the name in a table's
+``draw``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Trained:
 
 
 def load(config: TrainConfig, label: str = "") -> Trained:
-    """The network of a finished run: of its best epoch, if images were held out, or of its last.
+    """The network of a finished run, after its best epoch if images were held out, else after its last.
 
     Parameters
     ----------
@@ -109,13 +110,13 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float
     if network.decoder is None:
         raise ValueError("network: got one without a decoder, want one that reconstructs")
     capsules = network(images, return_trace=True)[1].poses[-1]  # [B, M, d]
-    many, dim = len(images), capsules.shape[-1]
-    moves = torch.linspace(-reach, reach, 2 * round(reach / step) + 1)
-    moved = capsules[:, None, None].repeat(1, dim, len(moves), 1, 1)  # [B, d, steps, M, d]
-    one = torch.eye(dim)[:, None] * moves[:, None]  # [d, steps, d]
-    moved[torch.arange(many), :, :, labels] += one
-    drawn = network.decoder(moved.flatten(0, 2), labels.repeat_interleave(dim * len(moves)))
-    return drawn.unflatten(0, (many, dim, len(moves)))
+    count, dim = len(images), capsules.shape[-1]
+    steps = torch.linspace(-reach, reach, 2 * round(reach / step) + 1)
+    perturbed = capsules[:, None, None].repeat(1, dim, len(steps), 1, 1)  # [B, d, steps, M, d]
+    one_number = torch.eye(dim)[:, None] * steps[:, None]  # [d, steps, d]: a step of one number, the others 0
+    perturbed[torch.arange(count), :, :, labels] += one_number
+    drawn = network.decoder(perturbed.flatten(0, 2), labels.repeat_interleave(dim * len(steps)))
+    return drawn.unflatten(0, (count, dim, len(steps)))
 
 
 def some_classes(trained: Trained) -> list[int]:
@@ -212,14 +213,14 @@ def in_two_dimensions(points: Tensor) -> Tensor:
 
 
 def rotations(degrees: Sequence[float]) -> Tensor:
-    """Maps ``[steps, 2, 3]`` that turn an image to the left, from where it is seen to where it comes from."""
+    """Maps ``[steps, 2, 3]`` that turn an image to the left: from a place in the result to its place in the image."""
     angles = torch.tensor([math.radians(each) for each in degrees])
     zero = torch.zeros_like(angles)
     return torch.stack([angles.cos(), -angles.sin(), zero, angles.sin(), angles.cos(), zero], 1).view(-1, 2, 3)
 
 
 def tilts(degrees: Sequence[float]) -> Tensor:
-    """Maps ``[steps, 2, 3]`` that lay an image back, seen from far away: its height shrinks by the angle's cosine."""
+    """Maps ``[steps, 2, 3]`` that lay an image back, seen from far: its height shrinks by the cosine of the angle."""
     return torch.stack([torch.tensor([[1, 0, 0], [0, 1 / math.cos(math.radians(each)), 0]]) for each in degrees])
 
 
@@ -281,7 +282,7 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
         image = images[int((labels == label).nonzero()[0])]
         paths = moved(each.network, image, label, rotations(degrees))  # [steps, C, D]
         flat = in_two_dimensions(paths.flatten(0, 1)).unflatten(0, paths.shape[:2])
-        if paths.shape[1] == 1:  # one vector: its way
+        if paths.shape[1] == 1:  # of one vector, join its places from step to step
             plot.plot(*flat[:, 0].T, color="#BBBBBB", linewidth=1, zorder=0)
         for step, vertices in enumerate(flat):
             plot.plot(*vertices.T, color=plt.get_cmap("viridis")(step / (len(degrees) - 1)), marker="o", linewidth=1)
@@ -302,7 +303,7 @@ def draw_changes(trained: Sequence[Trained], path: Path, title: str) -> Path:
         for plot, (name, lines) in zip(plots[:, column], changes(torch.cat(poses, 1)).items(), strict=True):
             plot.plot(degrees, lines, color="#BBBBBB", linewidth=0.5)
             plot.plot(degrees, lines.mean(1), color=BLUE, linewidth=2)
-            low, high = lines.flatten().quantile(torch.tensor([0.005, 0.995])).tolist()  # a few go far beyond
+            low, high = lines.flatten().quantile(torch.tensor([0.005, 0.995])).tolist()  # leave out a few far beyond
             plot.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
             plot.set_ylabel("" if column else f"{name}, from the first view")
         plots[0, column].set_title(f"{len(images)} test images, {way}")
@@ -317,4 +318,4 @@ FIGURES: dict[str, Callable[[Sequence[Trained], Path, str], Path]] = {
     "poses": draw_poses,
     "changes": draw_changes,
 }
-"""What a table's ``draw`` may name beside bars and lines."""
+"""What a table's ``draw`` may be, other than bars and lines."""

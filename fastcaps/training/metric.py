@@ -1,6 +1,6 @@
-"""How right answers are counted; the means over an epoch are torchmetrics'.
+"""How right answers are counted; torchmetrics takes the mean over an epoch.
 
-Whatever the count, tables and files call it accuracy: a share of 1.
+Tables and files call it accuracy whichever metric it is. It is a share of 1.
 """
 
 from __future__ import annotations

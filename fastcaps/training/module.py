@@ -25,7 +25,7 @@ class CapsuleClassifier(pl.LightningModule):
     config : TrainConfig
     classes : int
     mean, std : Tensor, optional
-        By which the images are normalised, ``[1, channels, 1, 1]``; so that a loss can see their pixels.
+        What the images were normalised by, ``[1, channels, 1, 1]``: a loss that compares pixels undoes it.
     """
 
     mean: Tensor | None
@@ -46,8 +46,9 @@ class CapsuleClassifier(pl.LightningModule):
         self.accuracy = Accuracy(config.metric, classes, config.loss.threshold)
         self.losses = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in STAGES})
         self.counts = nn.ModuleDict({f"{stage}_accuracy": self.accuracy.fresh() for stage in STAGES})
+        # kept in the checkpoint, so that an epoch that was resumed reports the means over all of it
         for metric in (self.losses["train_loss"], self.counts["train_accuracy"]):
-            metric.persistent(True)  # type: ignore[operator]  # in the checkpoint: an epoch resumed in its middle still reports all of itself
+            metric.persistent(True)  # type: ignore[operator]
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
 
@@ -73,10 +74,9 @@ class CapsuleClassifier(pl.LightningModule):
         batch, done = self.batch(given), min(self.done(), 1.0)
         images = batch.inputs[0]
         if images.dim() == 5:  # the multi-crop test: [B, crops, channels, height, width]
-            each = batch._replace(
-                inputs=(images.flatten(0, 1),), target=batch.target.repeat_interleave(images.shape[1], 0)
-            )
-            loss, logits = self.config.loss(self.network, each, done)
+            targets = batch.target.repeat_interleave(images.shape[1], 0)
+            every_crop = batch._replace(inputs=(images.flatten(0, 1),), target=targets)
+            loss, logits = self.config.loss(self.network, every_crop, done)
             logits = self.config.loss.average(logits.unflatten(0, images.shape[:2]))
         else:
             loss, logits = self.config.loss(self.network, batch, done)

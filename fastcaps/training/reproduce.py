@@ -1,8 +1,8 @@
 """A table or figure of a paper, trained and collected: what ``fastcaps reproduce`` does.
 
-The runs of a table lie in one folder, each in one of its row's name; several seeds of a row in ``seed-0`` and so on
-within, as :func:`fastcaps.training.train_seeds` has them. What is finished is not trained again, what was killed goes
-on, and a run with other settings is refused before anything is trained.
+The runs of a table lie in one folder: each row has a folder of its name there, and several seeds have ``seed-0`` and so
+on within it, as :func:`fastcaps.training.train_seeds` makes them. A finished run is not trained again, and a killed one
+goes on. If a folder holds a run with other settings, nothing is trained at all.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ MEASURES = {
     "memory": "Memory of a training step in MB",
     "time": "Time of a training step in ms",
 }
+COSTS = ("memory", "time")
+"""Measures of a training step; nothing is trained for them."""
 HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
 
 
@@ -41,8 +43,8 @@ def runs_of(config: TrainConfig) -> list[TrainConfig]:
     return [config] if config.runs == 1 else [one_run(config, index) for index in range(config.runs)]
 
 
-def refuse_other(config: TrainConfig) -> bool:
-    """Whether the folder of a configuration holds a run of its settings.
+def has_run(config: TrainConfig) -> bool:
+    """Whether the folder of a configuration holds a run, which must have the same settings.
 
     Raises
     ------
@@ -52,10 +54,10 @@ def refuse_other(config: TrainConfig) -> bool:
     folder = config.folder
     if not (folder / "config.json").is_file():
         return False
-    found = differences(kept(folder), config)
-    if found:
-        name, (there, wanted) = next(iter(found.items()))
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    differ = differences(kept(folder), config)
+    if differ:
+        name, (there, wanted) = next(iter(differ.items()))
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         raise RunError(
             f"{folder} holds a run with other settings: {name} is {there} there and {wanted} here{more}; "
             "take another --out"
@@ -64,7 +66,7 @@ def refuse_other(config: TrainConfig) -> bool:
 
 
 def read_result(config: TrainConfig) -> dict[str, Any] | None:
-    """What the run of a configuration came to, or None if it is not finished, or not begun.
+    """The ``result.json`` of a configuration's run, or None if there is none yet.
 
     Raises
     ------
@@ -72,7 +74,7 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         If its folder holds a run with other settings, or what cannot be read.
     """
     path = config.folder / "result.json"
-    if not refuse_other(config) or not path.is_file():
+    if not has_run(config) or not path.is_file():
         return None
     try:
         result: dict[str, Any] = json.loads(path.read_text())
@@ -80,7 +82,7 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         raise RunError(f"{path} cannot be read: {error}") from error
     if not isinstance(result, dict):
         raise RunError(f"{path} cannot be read: it holds no mapping; delete it, and the run is finished anew")
-    measured = ("memory", "time") if "memory" in result else ("test_accuracy",)
+    measured = COSTS if "memory" in result else ("test_accuracy",)
     kinds: dict[str, Any] = {
         **dict.fromkeys(measured, (int, float)),
         "seed": int,
@@ -96,7 +98,7 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: what was to be done, and what came of it.
+    """A line of a table: an entry, and the results of its runs.
 
     Attributes
     ----------
@@ -104,7 +106,7 @@ class Line:
     results : list of dict
         The ``result.json`` of each run that is finished.
     values : list of float
-        What they came to, as the table measures.
+        The number of each that the table measures.
     """
 
     entry: Entry
@@ -127,10 +129,10 @@ class Line:
         return None if self.mean is None or self.entry.paper is None else self.mean - self.entry.paper
 
     def cells(self) -> tuple[str, ...]:
-        """As it is printed, a cell a column of ``HEADER``."""
+        """What is printed: a cell for each column of ``HEADER``."""
         config, paper = self.entry.config, self.entry.paper
         limit = config.data.limit
-        measured = bool(self.results) and "memory" in self.results[0]
+        is_cost = bool(self.results) and "memory" in self.results[0]
         images = "all" if limit is None else f"{limit - config.data.validation:,}"
         missing = config.runs - len(self.results)
         ours = _number(self.mean, self.spread) + (f" ({len(self.results)} of {config.runs} seeds)" if missing else "")
@@ -139,14 +141,14 @@ class Line:
             ours if self.values else "not run",
             self.entry.row.note if paper is None else _number(paper, self.entry.row.spread),
             "" if self.difference is None else f"{self.difference:+.2f}",
-            f"batch of {config.batch_size}" if measured else f"{config.epochs:,} × {images}",
+            f"batch of {config.batch_size}" if is_cost else f"{config.epochs:,} × {images}",
             f"{self.results[0]['parameters']:,}" if self.results else "",
         )
 
 
 def _value(measure: str, result: Mapping[str, Any]) -> float:
     """The number of a run that a table measures."""
-    if measure in ("memory", "time"):
+    if measure in COSTS:
         return float(result[measure])
     share = float(result["test_accuracy"])
     return 100 * (1 - share if measure == "error" else share)
@@ -167,7 +169,7 @@ def _number(value: float | None, spread: float | None) -> str:
 
 
 def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
-    """What there is of a table.
+    """The lines of a table, with the results of the runs that are finished.
 
     Raises
     ------
@@ -176,7 +178,7 @@ def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
     """
     lines = []
     for entry in entries:
-        refuse_other(entry.config)  # where there are several seeds, the folder above theirs has settings too
+        has_run(entry.config)  # of several seeds the folder above theirs has settings too: they must agree
         results = [result for one in runs_of(entry.config) if (result := read_result(one)) is not None]
         lines.append(Line(entry, results, [_value(table.measure, result) for result in results]))
     return lines
@@ -185,7 +187,7 @@ def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
 def train_missing(
     table: Table, entries: Sequence[Entry], chosen: Sequence[str], console: Console, report: Report | None = None
 ) -> bool:
-    """Train (or measure) what is not finished, one run after the other.
+    """Train (or measure) the entries that are not finished, one after the other.
 
     Parameters
     ----------
@@ -194,7 +196,7 @@ def train_missing(
     chosen : sequence of str
         Labels or names of those to train; none for all.
     console : Console
-        Told which row of how many.
+        Where it says which row it is at.
     report : Report, optional
         As :func:`fastcaps.training.train` takes it.
 
@@ -213,13 +215,16 @@ def train_missing(
         if text not in known:
             labels = dict.fromkeys(entry.row.label for entry in entries)
             raise ValueError(f"--row: got {text!r}, want one of {'; '.join(labels)}")
-    wanted = [e for e in entries if not chosen or {e.label, e.row.label, e.name} & {*chosen}]
-    unfinished = [e for e in wanted if any(read_result(one) is None for one in runs_of(e.config))]
+    unfinished = []
+    for entry in entries:
+        wanted = not chosen or {entry.label, entry.row.label, entry.name} & {*chosen}
+        if wanted and any(read_result(one) is None for one in runs_of(entry.config)):
+            unfinished.append(entry)
     main = True
     for index, entry in enumerate(unfinished):
         text = f"{index + 1} of {len(unfinished)}: {entry.label} ({entry.config.folder})"
         console.print(text, highlight=False, soft_wrap=True, style="bold")
-        if table.measure in ("memory", "time"):
+        if table.measure in COSTS:
             _measure_cost(entry, console)
             continue
         work = train if entry.config.runs == 1 else train_seeds
@@ -228,26 +233,30 @@ def train_missing(
 
 
 def short_settings(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
-    """What the short form changes, by paths: what it is, and what it is in full (None where rows differ)."""
+    """The settings that the short form changes, by paths: their value in the short form, and in full.
+
+    The latter is None where rows differ in it.
+    """
     full = [flat(as_data(entry.config)) for entry in table.entries(Path())]
     short = [flat(as_data(entry.config)) for entry in entries]
     found = {}
     for path in dict.fromkeys(path for entry in entries for path in {**table.short, **entry.row.short}):
-        before, after = [settings.get(path) for settings in full], [settings.get(path) for settings in short]
-        if any(value != after[0] for value in after):  # only some rows change it: theirs
-            after = [entry.row.short[path] for entry in entries if path in entry.row.short]
-        found[path] = (after[0], before[0] if all(value == before[0] for value in before) else None)
+        now, before = [settings.get(path) for settings in short], [settings.get(path) for settings in full]
+        if any(value != now[0] for value in now):  # only some rows change it: theirs is told
+            now = [entry.row.short[path] for entry in entries if path in entry.row.short]
+        found[path] = (now[0], before[0] if all(value == before[0] for value in before) else None)
     return found
 
 
+def measure_text(table: Table) -> str:
+    """What a table measures, and which way is better."""
+    return f"{MEASURES[table.measure]}, {'higher' if table.measure == 'accuracy' else 'lower'} is better"
+
+
 def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[str, Any]) -> list[str]:
-    """What is told below a table, a sentence or two a line."""
-    better = "higher" if table.measure == "accuracy" else "lower"
+    """The remarks below a table, a sentence or two a line."""
     several = any(line.spread is not None for line in lines)
-    found = [
-        f"{MEASURES[table.measure]}, {better} is better"
-        + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")
-    ]
+    found = [measure_text(table) + ("; mean and standard deviation (n − 1) of the seeds." if several else ".")]
     if table.reading:
         found.append(f"Our reading: {table.reading}")
     if short:
@@ -258,11 +267,11 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
         found.append(f"Shortened: {', '.join(parts)}." + (f" {table.short_note}" if table.short_note else ""))
     if changes:
         found.append("Changed: " + ", ".join(f"{path} {value}" for path, value in changes.items()) + ".")
-    both = [line for line in lines if line.difference is not None]
-    if len(both) > 1:
+    compared = [line for line in lines if line.difference is not None]
+    if len(compared) > 1:
         sign = -1 if table.measure == "accuracy" else 1
-        ours = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.mean or 0))]
-        paper = [line.entry.label for line in sorted(both, key=lambda line: sign * (line.entry.paper or 0))]
+        ours = [line.entry.label for line in sorted(compared, key=lambda line: sign * (line.mean or 0))]
+        paper = [line.entry.label for line in sorted(compared, key=lambda line: sign * (line.entry.paper or 0))]
         if ours == paper:
             found.append(f"Best first, ours and the paper's: {'; '.join(ours)}.")
         else:
@@ -270,22 +279,22 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
     seeds = sorted({result["seed"] for line in lines for result in line.results})
     if seeds:
         machines = dict.fromkeys(
-            ", ".join(f"{name} {version}" if name != "machine" else version for name, version in told.items())
-            for told in (result["versions"] for line in lines for result in line.results)
+            ", ".join(f"{name} {version}" if name != "machine" else version for name, version in used.items())
+            for used in (result["versions"] for line in lines for result in line.results)
         )
         word = "Seed" if len(seeds) == 1 else "Seeds"
         found.append(f"{word} {', '.join(map(str, seeds))}; {'; '.join(machines)}.")
     return found
 
 
-def as_markdown(table: Table, lines: Sequence[Line], told: Sequence[str]) -> str:
-    """The table as Markdown, with what is told below it."""
+def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> str:
+    """The table as Markdown, with its remarks below."""
     rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *(line.cells() for line in lines)]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-    return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n" + "\n".join(told) + "\n"
+    return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n" + "\n".join(remarks) + "\n"
 
 
-def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[str, Any]:
+def as_record(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> dict[str, Any]:
     """Everything that is shown, and what it comes from, for ``table.json``."""
     rows = []
     for line in lines:
@@ -312,14 +321,16 @@ def as_record(table: Table, lines: Sequence[Line], told: Sequence[str]) -> dict[
         "source": str(table.source),
         "claim": table.claim,
         "measure": table.measure,
-        "remarks": list(told),
+        "remarks": list(remarks),
         "rows": rows,
         "versions": versions(),
     }
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
-    """Draw the table: ours beside the paper's, or what the trained networks show, of each row's first finished seed.
+    """Draw a table's picture: its numbers beside the paper's, or a figure of its trained networks.
+
+    Of several seeds, that figure shows the first one that is finished.
 
     Raises
     ------
@@ -328,30 +339,32 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
     """
     title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
-        done = [next((one for one in runs_of(line.entry.config) if read_result(one)), None) for line in lines]
-        found = zip(done, lines, strict=True)
-        trained = [figures.load(one, line.entry.label) for one, line in found if one is not None]
+        trained = []
+        for line in lines:
+            finished = next((one for one in runs_of(line.entry.config) if read_result(one)), None)
+            if finished is not None:
+                trained.append(figures.load(finished, line.entry.label))
         if not trained:
             raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
         figures.FIGURES[table.draw](trained, path, title)
         return
-    axis = f"{MEASURES[table.measure]}, {'higher' if table.measure == 'accuracy' else 'lower'} is better"
+    axis = measure_text(table)
     ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
     paper = [None if line.entry.paper is None else (line.entry.paper, line.entry.row.spread) for line in lines]
     if table.over is None:
         viz.bars([line.entry.label for line in lines], ours, paper, path, title=title, axis=axis)
         return
     size, labels = len(table.over.values), [row.label for row in table.rows]
-    cut = [slice(index * size, (index + 1) * size) for index in range(len(labels))]
-    together = {label: (ours[part], paper[part]) for label, part in zip(labels, cut, strict=True)}
-    viz.lines(table.over.values, together, path, title=title, over=table.over.name, axis=axis)
+    parts = [slice(index * size, (index + 1) * size) for index in range(len(labels))]  # a row's lines follow each other
+    drawn = {label: (ours[part], paper[part]) for label, part in zip(labels, parts, strict=True)}
+    viz.lines(table.over.values, drawn, path, title=title, over=table.over.name, axis=axis)
 
 
-def write(table: Table, lines: Sequence[Line], told: Sequence[str], out: Path, *, short: bool, command: str) -> None:
+def write(table: Table, lines: Sequence[Line], remarks: Sequence[str], out: Path, *, short: bool, command: str) -> None:
     """Write ``table.md``, ``table.json`` and ``picture.png``, each as a whole."""
     out.mkdir(parents=True, exist_ok=True)
-    record = {"command": command, "short": short, **as_record(table, lines, told)}
-    texts = {"table.md": as_markdown(table, lines, told), "table.json": json.dumps(record, indent=2) + "\n"}
+    record = {"command": command, "short": short, **as_record(table, lines, remarks)}
+    texts = {"table.md": as_markdown(table, lines, remarks), "table.json": json.dumps(record, indent=2) + "\n"}
     for name, text in texts.items():
         write_whole(out / name, text)
     draw(table, lines, out / "picture.png", short=short)

@@ -9,8 +9,8 @@ One call does everything::
 A run writes into its ``out`` folder: ``config.json`` (every setting and version), ``metrics.csv`` (a row per epoch),
 ``tensorboard/``, ``last.ckpt`` (replaced as a whole every ``checkpoint_every`` steps and after every epoch),
 ``result.json`` and, where training images were held out, ``best.ckpt``. A run that was killed goes on from
-``last.ckpt`` in the middle of its epoch: order of the images, random state, optimiser and schedule are those that the
-run would have had, so on the CPU it ends in the same weights.
+``last.ckpt`` in the middle of its epoch, with the same order of the images, random state, optimiser and schedule. So on
+the CPU it ends in the same weights as without the interruption.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ if sys.platform != "win32":
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes
     ----------
     network : torch.nn.Module
         The trained network, in evaluation mode, on the CPU.
     test_accuracy, test_loss : float
-        Of its weights over the whole test set; the accuracy is a share of 1. They are the last epoch's, or, where
-        training images were held out, those of the epoch that did best by these.
+        Over the whole test set; the accuracy is a share of 1. Of the last epoch, or, where training images were held
+        out, of the epoch that did best on these.
     history : list of dict
         A row per epoch, as in ``metrics.csv``.
     out : Path
@@ -78,7 +78,7 @@ class TrainResult:
 
 
 class RunError(RuntimeError):
-    """The folder of a run cannot serve: it holds another run, is in use, or has a checkpoint that cannot be read."""
+    """The folder of a run cannot be used: it holds another run, is locked by one, or its checkpoint cannot be read."""
 
 
 @contextmanager
@@ -157,9 +157,9 @@ def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
 
 @contextmanager
 def only_run(out: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, as long as the block lasts; RunError if one is in it.
+    """Lock a folder as long as the block lasts; RunError if another run has locked it.
 
-    The system lets go of the lock when the process dies. Where there are no such locks, nobody is kept out.
+    The system releases the lock when the process dies. Where there are no such locks, nobody is kept out.
     """
     if sys.platform == "win32":
         yield
@@ -179,7 +179,7 @@ def only_run(out: Path) -> Iterator[None]:
 
 @contextmanager
 def prepared(out: Path, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Make the folder of a run, or see that the one that is there may be used; then keep other runs out of it."""
+    """Make the folder of a run, or check that an existing one may be used; and keep other runs out during the block."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -295,29 +295,29 @@ def train(
     report = report or Report()
     callbacks = [metrics, best, CheckpointWriter(checkpoint, config.checkpoint_every), report]
     going_on = resume and checkpoint.is_file()
-    reported = going_on and is_finished(config)  # nothing is computed, and nothing written
-    trainer = _make_trainer(config, callbacks, None if reported else out / "tensorboard")
+    only_report = going_on and is_finished(config)  # nothing is computed, and nothing written
+    trainer = _make_trainer(config, callbacks, None if only_report else out / "tensorboard")
     if config.batch_size % trainer.world_size:
         raise ValueError(
             f"batch_size: got {config.batch_size} for {trainer.world_size} devices together, want a multiple of them"
         )
     is_main = trainer.is_global_zero
     with prepared(out, resume, overwrite) if is_main else nullcontext():
-        if is_main and not reported:
+        if is_main and not only_report:
             write_settings(config, out)
             if config.workers > data.workers:
                 report.say(f"workers: got {config.workers}, {data.workers} are started, one a core")
         began = time.perf_counter()
         try:
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
-        except (
-            Exception
-        ) as error:  # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
+        # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
+        except Exception as error:
             if going_on and not metrics.started and not isinstance(error, (DataError, ValueError)):
                 what = " ".join(str(error).split())
                 raise RunError(f"{checkpoint} cannot be resumed from: {type(error).__name__}: {what}") from error
             raise
-        history = metrics.rows or read_metrics(metrics.path)  # processes that Lightning spawned keep their rows
+        # where Lightning spawned processes, the rows stayed with them: read the file
+        history = metrics.rows or read_metrics(metrics.path)
         network = module.network.cpu().eval()
         chosen = history[-1]
         if data.validation is not None:
@@ -333,7 +333,7 @@ def train(
             is_main,
             best_epoch=int(chosen["epoch"]) if data.validation is not None else None,
         )
-        if is_main and (metrics.started or not reported):
+        if is_main and (metrics.started or not only_report):
             _write_result(config, result, time.perf_counter() - began)
     return result
 

@@ -29,7 +29,7 @@ from fastcaps.training.run import (
 
 @dataclass(frozen=True)
 class SeedsResult:
-    """What several runs came to.
+    """The results of several runs.
 
     Attributes
     ----------
@@ -62,9 +62,9 @@ def train_seeds(
 ) -> SeedsResult:
     """Train ``config.runs`` networks, which differ in their seed alone, one after the other.
 
-    Each has a folder of its own, ``seed-0`` and so on, in ``config.out``, where ``result.json`` has all of them. The
-    arguments, and what is raised, are those of :func:`fastcaps.training.train`; what was killed is resumed, what is
-    finished only reported again.
+    Each has a folder of its own in ``config.out``, ``seed-0`` and so on; ``result.json`` beside them has the figures of
+    all. Arguments and errors are those of :func:`fastcaps.training.train`. With ``resume``, a killed run goes on, and a
+    finished one is only reported again.
     """
     if config.runs < 2:
         raise ValueError(f"runs: got {config.runs}, want 2 or more (train makes one)")
@@ -73,12 +73,13 @@ def train_seeds(
     every = [one_run(config, index) for index in range(config.runs)]
     # Lightning starts this very command once more for every further device
     is_main = rank_zero_only.rank == 0  # type: ignore[attr-defined]
-    reported = resume and (out / "result.json").is_file() and all(is_finished(one) for one in every)
+    only_report = resume and (out / "result.json").is_file() and all(is_finished(one) for one in every)
     with prepared(out, resume, overwrite) if is_main else nullcontext():
-        if is_main and overwrite:  # all at once: a run that goes on after a kill must not find the old ones finished
+        # all at once: if this is killed and resumed, no old result must pass for a new one
+        if is_main and overwrite:
             for one in every:
                 clear(one.folder)
-        if is_main and not reported:
+        if is_main and not only_report:
             write_settings(config, out)
         options: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "splits": splits}
         results = [train(one, report=report or Report(), **options) for one in every]
@@ -91,6 +92,6 @@ def train_seeds(
             "metric": config.metric,
             "versions": versions(),
         }
-        if is_main and not reported:
+        if is_main and not only_report:
             write_whole(out / "result.json", json.dumps(summary, indent=2) + "\n")
     return SeedsResult(results, mean, spread, out)

@@ -1,6 +1,6 @@
-"""The tables and figures of the papers as YAML files, one each: the recipes they are made of, and the paper's numbers.
+"""The tables and figures of the papers as YAML files, one each: the recipes to train, and the paper's numbers.
 
-A file is the fields of :class:`Table`. What is trained for it are recipes, changed by paths as ``--set`` changes them.
+A file has the fields of :class:`Table`. Its rows name recipes, and may change their fields by paths, as ``--set`` does.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Over:
-    """What a figure varies.
+    """The setting that a figure varies.
 
     Attributes
     ----------
     field : str
-        The path of a setting, e.g. ``network.options.iterations``.
+        Its path, e.g. ``network.options.iterations``.
     name : str
-        It in a word, for the axis.
+        A word for it, below the axis.
     values : tuple
-        What it takes: a run of each row for each of them.
+        Its values: each row has a run for each of them.
     """
 
     field: str
@@ -45,11 +45,11 @@ class Row:
     Attributes
     ----------
     label : str
-        What stands before it.
+        Its name in the table.
     recipe : str
         The experiment, as :func:`fastcaps.training.recipe` takes it.
     name : str
-        The folder of its run; the recipe's name by default. Where a value is varied, it is added: ``NAME-3``.
+        The folder of its run; the recipe's name by default. Where a setting is varied, its value follows: ``NAME-3``.
     set, short : mapping
         Other values for fields, by their paths; ``short`` in the short form only.
     paper : tuple of float
@@ -59,7 +59,7 @@ class Row:
     note : str
         What the paper has in the place of a number.
     eager : bool
-        Memory and time are those of plain PyTorch, whose autograd keeps the votes.
+        Whether memory and time are measured in plain PyTorch, whose autograd keeps the votes.
     """
 
     label: str
@@ -75,13 +75,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a table as it will be made: a row at one value.
+    """One line of a table: a row, at one value of the setting that is varied.
 
     Attributes
     ----------
     row : Row
     label, name : str
-        What stands before it, and its folder.
+        Its name in the table, and its folder.
     at : Any
         The value that is varied; None where none is.
     paper : float, optional
@@ -107,7 +107,7 @@ class Table:
     title : str
     source : Source
     claim : str
-        What is put to the test, in a sentence.
+        What the paper says of it, in a sentence.
     measure : str
         ``error`` or ``accuracy``: of the test images, in percent, by the recipes' metrics. ``memory`` in MB or ``time``
         in ms of a training step of freshly drawn networks, of which nothing is trained.
@@ -116,15 +116,15 @@ class Table:
         ``bars``, ``lines`` over what is varied, or one of :data:`fastcaps.training.figures.FIGURES`: a figure of the
         trained networks.
     beside : str
-        A table whose runs it shares: they lie in that one's folder.
+        Another table, whose runs it uses, in that one's folder.
     over : Over, optional
         What is varied; with ``lines``.
     set, short : mapping
         Other values for fields of all rows, by their paths; ``short`` in the short form only.
     short_note : str
-        What else the short form is, in words.
+        A remark on the short form, shown below the table.
     reading : str
-        What the paper does not say, and we chose: told below the table.
+        What we chose where the paper is silent, shown below the table.
     """
 
     title: str
@@ -151,11 +151,11 @@ class Table:
                 raise ValueError(f"rows[{index}].paper: got {len(row.paper)} numbers, want {wanted} or none")
 
     def changes(self, row: Row, short: bool) -> dict[str, Any]:
-        """What a row sets, by paths, beside what is varied."""
+        """The settings that a row changes, by paths, without the one that is varied."""
         return {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
 
     def runs_folder(self, out: Path, name: str) -> Path:
-        """The folder of the runs: ``out``, or ``out`` with the table's name replaced by that of the one ``beside``."""
+        """The folder of the runs: ``out``; with ``beside``, the table's ``name`` in it is replaced by that one's."""
         return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
 
     def entries(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Entry]:
