@@ -14,7 +14,7 @@ from stand_ins import SHAPES
 from fastcaps import cli, models
 from fastcaps.training import figures, recipes, tables
 from fastcaps.training.fields import as_data, flat
-from fastcaps.training.reproduce import Line, as_markdown, draw, remarks
+from fastcaps.training.reproduce import Line, as_markdown, draw, remarks, short_settings
 from fastcaps.training.run import write_settings
 
 
@@ -264,3 +264,12 @@ def test_the_page_takes_tables_between_its_markers(tmp_path: Path, monkeypatch: 
     filled = reproduction_page.fill(text, tmp_path, tmp_path / "pictures")
     assert filled == text.replace("old\n", "| new |\n\n![one](pictures/one.png)\n")
     assert (tmp_path / "pictures" / "one.png").read_bytes() == b"drawn"
+
+
+def test_what_a_name_in_the_short_form_changes_is_told() -> None:
+    """Another data set is not padded, another optimiser has no decay; what only one of them has goes without saying."""
+    table = tables.table("tsai-figure-4")
+    found = short_settings(table, table.entries(Path("runs"), short=True))
+    assert list(found)[:3] == ["precision", "data.name", "data.flip"]
+    assert found["data.pad"] == (None, 4) and found["optimizer.weight_decay"] == (0.0, 5e-4)
+    assert "optimizer.momentum" not in found and "out" not in found

@@ -233,18 +233,25 @@ def train_missing(
 
 
 def short_settings(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
-    """The settings that the short form changes, by paths: their value in the short form, and in full.
+    """The settings in which the short form differs, by paths: their value in the short form, and in full.
 
-    The latter is None where rows differ in it.
+    Those that the table names come first; another data set or optimiser, say, changes settings beside its name. The
+    latter value is None where rows differ in it.
     """
-    full = [flat(as_data(entry.config)) for entry in table.entries(Path())]
-    short = [flat(as_data(entry.config)) for entry in entries]
+    full = {entry.name: entry.config for entry in table.entries(Path())}
+    changed, beside = [], []
+    for entry in entries:
+        whole = full[entry.name]
+        changed.append(differences(whole, entry.config))
+        both = flat(as_data(whole)).keys() & flat(as_data(entry.config)).keys()  # what only one has, its name tells
+        beside += [path for path in changed[-1] if path in both]
+    named = [path for entry in entries for path in {**table.short, **entry.row.short}]
     found = {}
-    for path in dict.fromkeys(path for entry in entries for path in {**table.short, **entry.row.short}):
-        now, before = [settings.get(path) for settings in short], [settings.get(path) for settings in full]
-        if any(value != now[0] for value in now):  # only some rows change it: theirs is told
-            now = [entry.row.short[path] for entry in entries if path in entry.row.short]
-        found[path] = (now[0], before[0] if all(value == before[0] for value in before) else None)
+    for path in dict.fromkeys([*named, *beside]):
+        values = [each[path] for each in changed if path in each]
+        if values:
+            before, now = values[0]
+            found[path] = (now, before if all(value[0] == before for value in values) else None)
     return found
 
 
@@ -261,7 +268,7 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
         found.append(f"Our reading: {table.reading}")
     if short:
         parts = [
-            f"{path} {now}" + (f" (in full {full})" if full is not None else "")
+            (f"no {path}" if now is None else f"{path} {now}") + ("" if full is None else f" (in full {full})")
             for path, (now, full) in short_settings(table, [line.entry for line in lines]).items()
         ]
         found.append(f"Shortened: {', '.join(parts)}." + (f" {table.short_note}" if table.short_note else ""))
