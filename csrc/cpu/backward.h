@@ -192,7 +192,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   // Row by row: the parents turned to the children's poses before, their gradients turned back after.
   void walk_folded(int64_t row_count, T* dW, T* dB) {
     if constexpr (Pass::kFolds) {
-      const T* W = weights.matrix(range, 0, 0);
+      weights.enter(range, 0, 1);
+      const T* W = weights.matrix(0, 0);
       if (dW) dW += W - weights.weight;
       for (int64_t t = 0; t < row_count; ++t) {
         const X* state = states + t * turns * state_size;
@@ -217,6 +218,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   // + j.
   void block(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     const int64_t stride = schedule.block_children;
+    weights.enter(range, first, count);
     for (int64_t t = 0; t < nt; ++t) Base::load(tiles[t0 + t], t, first, count);
     if (call.dchildren) zero(dP, slots * CD);
     kept = false;
@@ -252,7 +254,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       if (schedule.keep_votes) {
         kept = true;
         if constexpr (Base::kMadeOneByOne) return score<Source::kMadeAndKept>(k, first, count, t0, nt);
-        Base::make_votes(first, count, nt);
+        Base::make_votes(count, nt);
         return score<Source::kKept>(k, first, count, t0, nt);
       }
     }
@@ -292,8 +294,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       for (int64_t j = 0; j < count; ++j) {
         const int64_t q = child_of(first, j);
         const bool made = kSource != Source::kKept;
-        const Weight* W = made ? weights.matrix(range, q, m) : nullptr;
-        const Weight* bias = made ? weights.bias_of(range, q, m) : nullptr;
+        const Weight* W = made ? weights.matrix(j, m) : nullptr;
+        const Weight* bias = made ? weights.bias_of(j, m) : nullptr;
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children + j;
           V* kept = Base::votes_of(m, slot);
@@ -361,8 +363,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     const int64_t stride = schedule.block_children;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t q = child_of(first, j);
-      const Weight* W = weights.matrix(range, q, m0);
-      const Weight* bias = weights.bias_of(range, q, m0);
+      const Weight* W = weights.matrix(j, m0);
+      const Weight* bias = weights.bias_of(j, m0);
       for (int64_t t = 0; t < nt; ++t) {
         const int64_t slot = t * stride + j;
         for (int which = 0; which < kMany; ++which)

@@ -22,7 +22,7 @@ struct Block {
   const Votes& in;
   const Schedule& schedule;
   const Pose pose;
-  const WeightsOf<T, kLane> weights;
+  WeightsOf<T, kLane> weights;
   const int64_t slots, CE, CD;
   Tile<T>* tiles;  // where the rows are
   V *P, *gates, *votes_kept;
@@ -33,7 +33,7 @@ struct Block {
         in(call.votes),
         schedule(call.schedule),
         pose(pose),
-        weights(call.votes, arena),
+        weights(call.votes, arena, schedule.block_children),
         slots(schedule.block_rows * schedule.block_children),
         CE(int64_t(pose.C) * pose.E),
         CD(in.child_size()),
@@ -64,16 +64,16 @@ struct Block {
 
   // All votes of a block, to be kept. Where a parent's are few, those of several parents at once: each number of a pose
   // that is read then serves many products.
-  void make_votes(int64_t first, int64_t count, int64_t rows) {
+  void make_votes(int64_t count, int64_t rows) {
     int64_t m = 0;
-    for (; m + Pose::kTogether <= in.M; m += Pose::kTogether) make_votes<Pose::kTogether>(first, count, rows, m);
-    for (; m < in.M; ++m) make_votes<1>(first, count, rows, m);
+    for (; m + Pose::kTogether <= in.M; m += Pose::kTogether) make_votes<Pose::kTogether>(count, rows, m);
+    for (; m < in.M; ++m) make_votes<1>(count, rows, m);
   }
   template <int kMany>
-  void make_votes(int64_t first, int64_t count, int64_t rows, int64_t m) {
+  void make_votes(int64_t count, int64_t rows, int64_t m) {
     for (int64_t j = 0; j < count; ++j) {
-      const Weight* W = weights.matrix(range, child_of(first, j), m);
-      const Weight* bias = weights.bias_of(range, child_of(first, j), m);
+      const Weight* W = weights.matrix(j, m);
+      const Weight* bias = weights.bias_of(j, m);
       for (int64_t t = 0; t < rows; ++t) {
         const int64_t slot = t * schedule.block_children + j;
         votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,

@@ -27,7 +27,7 @@ template <class T, class Pose, Lanes kLane, template <class, class> class Policy
 struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   using Base = ForwardBlock<T, Pose, kLane, Policy>;
   using Base::call, Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::tiles;
-  using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range, Base::child_of;
+  using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range;
   using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
   using Pass = Policy<T, X>;
   using Call = ForwardCall<typename Pass::Operands>;
@@ -77,11 +77,12 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
           Pass::clear(result(t) + before, in, in.M);
         }
         each_range(begin, count, [&] {
+          weights.enter(range, 0, min(range.count, 1));
           if constexpr (Pass::kFolds)
-            for (int64_t t = 0; t < nt; ++t) pass.enter(turn, weights.matrix(range, 0, 0), state(t));
+            for (int64_t t = 0; t < nt; ++t) pass.enter(turn, weights.matrix(0, 0), state(t));
           for (int64_t q = 0; q < range.count; q += Base::children_at_once()) block(q, Base::units_from(q), nt);
           if constexpr (Pass::kFolds)
-            for (int64_t t = 0; t < nt; ++t) pass.leave(turn, weights.matrix(range, 0, 0), result(t));
+            for (int64_t t = 0; t < nt; ++t) pass.leave(turn, weights.matrix(0, 0), result(t));
           return true;
         });
         for (int64_t t = 0; t < nt; ++t) {
@@ -145,8 +146,9 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = schedule.block_children;
     const bool equal = pass.equal(turn);
+    weights.enter(range, first, count);
     if (schedule.stay && turn > call.turn) {  // poses, and votes if kept, are as the turn before left them
-      score_again(first, count, nt);
+      score_again(count, nt);
     } else {
       for (int64_t t = 0; t < nt; ++t) {
         if constexpr (Pass::kSilent)
@@ -155,9 +157,9 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
           Base::load(tiles[t], t, first, count);
       }
       if (schedule.keep_votes && (schedule.stay || !equal))
-        make(first, count, nt);
+        make(count, nt);
       else if (!equal)
-        score<Source::kMade>(first, count, nt);
+        score<Source::kMade>(count, nt);
     }
     for (int64_t t = 0; t < nt; ++t)
       for (int64_t slot = t * stride; slot < t * stride + count; ++slot) {
@@ -173,38 +175,41 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       add_again(first, count, nt);
   }
 
-  void score_again(int64_t first, int64_t count, int64_t nt) {
+  void score_again(int64_t count, int64_t nt) {
     if constexpr (!Pose::kIdentity)
-      if (schedule.keep_votes) return score<Source::kKept>(first, count, nt);
-    score<Source::kMade>(first, count, nt);
+      if (schedule.keep_votes) return score<Source::kKept>(count, nt);
+    score<Source::kMade>(count, nt);
   }
 
-  void make(int64_t first, int64_t count, int64_t nt) {
+  void make(int64_t count, int64_t nt) {
     if constexpr (Pose::kIdentity) {
-      score<Source::kMade>(first, count, nt);  // there is nothing to keep
+      score<Source::kMade>(count, nt);  // there is nothing to keep
     } else if constexpr (Base::kMadeOneByOne) {
-      score<Source::kMadeAndKept>(first, count, nt);
+      score<Source::kMadeAndKept>(count, nt);
     } else {
-      Base::make_votes(first, count, nt);
-      score<Source::kKept>(first, count, nt);
+      Base::make_votes(count, nt);
+      score<Source::kKept>(count, nt);
     }
   }
 
   template <Source kSource>
-  void score(int64_t first, int64_t count, int64_t nt) {
-    for (int64_t m = 0; m < in.M; ++m)
-      for (int64_t j = 0; j < count; ++j) {
-        const bool made = kSource != Source::kKept;
-        const Weight* W = made ? weights.matrix(range, child_of(first, j), m) : nullptr;
-        const Weight* bias = made ? weights.bias_of(range, child_of(first, j), m) : nullptr;
-        for (int64_t t = 0; t < nt; ++t) {
-          const int64_t slot = t * schedule.block_children + j;
-          V* kept = Base::votes_of(m, slot);
-          const V logit = pass.score(state(t), m, gates[slot], [&](auto&& sink) FASTCAPS_LAMBDA {
-            each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink);
+  void score(int64_t count, int64_t nt) {
+    constexpr bool kMade = kSource != Source::kKept;
+    const int64_t M = in.M, pose_size = CD, vote_size = pose.C * pose.E;
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t t = 0; t < nt; ++t) {
+        const int64_t slot = t * schedule.block_children;
+        const X* parents = state(t);
+        const V* poses = P + slot * CD;
+        V *kept = Base::votes_of(m, slot), *logits = a + slot * M + m, *high = highest + slot;
+        for (int64_t j = 0; j < count; ++j) {
+          const Weight* W = kMade ? weights.matrix(j, m) : nullptr;
+          const Weight* bias = kMade ? weights.bias_of(j, m) : nullptr;
+          const V logit = pass.score(parents, m, gates[slot + j], [&](auto&& sink) FASTCAPS_LAMBDA {
+            each_vote<kSource, T>(pose, poses + j * pose_size, W, bias, kept + j * vote_size, sink);
           });
-          a[slot * in.M + m] = logit;
-          highest[slot] = m ? max(highest[slot], logit) : logit;
+          logits[j * M] = logit;
+          high[j] = m ? max(high[j], logit) : logit;
         }
       }
   }
@@ -239,8 +244,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     for (int64_t m = 0; m < many; ++m) {
       for (int64_t t = 0; t < nt; ++t) weigh(first, count, t, m);
       for (int64_t j = 0; j < count; ++j) {
-        const Weight* W = weights.matrix(range, child_of(first, j), m);
-        const Weight* bias = weights.bias_of(range, child_of(first, j), m);
+        const Weight* W = weights.matrix(j, m);
+        const Weight* bias = weights.bias_of(j, m);
         for (int64_t t = 0; t < nt; ++t) {
           const int64_t slot = t * schedule.block_children;
           pass.add_again(pose, state(t), m, P + (slot + j) * CD, W, bias, shares + (slot + j) * Pass::kShares,
@@ -278,9 +283,10 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     }
     for (int r = 0; r < n; ++r) all = all && found[r];
     const V mask = load<T>(take);
+    weights.enter(range, q, 1);
     for (int64_t m = 0; any && m < in.M; ++m) {
       X* base = pass.base(state(t), m);
-      votes<T>(pose, P, weights.matrix(range, q, m), weights.bias_of(range, q, m), [&](int k, V v) FASTCAPS_LAMBDA {
+      votes<T>(pose, P, weights.matrix(0, m), weights.bias_of(0, m), [&](int k, V v) FASTCAPS_LAMBDA {
         if constexpr (kChildLanes) {
           T lane[n];
           store<T>(lane, v);

@@ -27,6 +27,7 @@ void add_rest(Item& item, int64_t k, int64_t first, int64_t units) {
   const Votes& in = item.in;
   const auto& pass = item.passes[k];
   const auto* state = item.state(0, k);
+  item.weights.enter(item.range, first, units);
   item.load_silenced(item.tiles[0], 0, first, units);
   if (pass.plain())
     item.share_plainly(k, units, 0, 1);
@@ -36,10 +37,9 @@ void add_rest(Item& item, int64_t k, int64_t first, int64_t units) {
     V* row = item.rows_of(k) + j * in.M;
     if (!pass.plain()) softmax<T>(row, in.M, item.highest[k * item.slots + j], item.gates[j]);
     for (int64_t m = 0; m < in.M; ++m) {
-      const int64_t q = item.child_of(first, j);
       const V w = item.gates[j] == 0 ? V{} : row[m];
-      votes<T>(item.pose, item.P + j * item.CD, item.weights.matrix(item.range, q, m),
-               item.weights.bias_of(item.range, q, m), [&](int at, V v) FASTCAPS_LAMBDA { item.dV[at] = v; });
+      votes<T>(item.pose, item.P + j * item.CD, item.weights.matrix(j, m), item.weights.bias_of(j, m),
+               [&](int at, V v) FASTCAPS_LAMBDA { item.dV[at] = v; });
       auto *count = pass.count(item.scratch) + m, *rest = pass.rest(item.scratch) + m * item.CE;
       if constexpr (Item::kChildLanes) {
         zero(item.votes_kept, item.CE);

@@ -50,13 +50,25 @@ struct SameStaticPose : StaticPose<C_, D_, D_> {
   static constexpr int kTogether = 1;
 };
 
+struct FromZero {};
+
 // X[i, j] = init(i, j) + sum_k a(i, k) b(k, j), given to sink(i, j, X), in register blocks of I x J.
 template <int I, int J, class V, class A, class B, class Init, class Sink>
 FASTCAPS_INLINE void product_block(int i0, int j0, int depth, A&& a, B&& b, Init&& init, Sink&& sink) {
+  constexpr bool kFromZero = std::is_same_v<std::remove_cvref_t<Init>, FromZero>;
   V x[I * J];
-  unroll<I * J>([&](auto k) FASTCAPS_LAMBDA { x[k] = init(i0 + k / J, j0 + k % J); });
+  if constexpr (kFromZero) {
+    V left[I];
+    unroll<I>([&](auto i) FASTCAPS_LAMBDA { left[i] = a(i0 + i, 0); });
+    unroll<J>([&](auto j) FASTCAPS_LAMBDA {
+      const auto right = b(0, j0 + j);
+      unroll<I>([&](auto i) FASTCAPS_LAMBDA { x[i * J + j] = left[i] * right; });
+    });
+  } else {
+    unroll<I * J>([&](auto k) FASTCAPS_LAMBDA { x[k] = init(i0 + k / J, j0 + k % J); });
+  }
 #pragma GCC unroll 8
-  for (int k = 0; k < depth; ++k) {
+  for (int k = kFromZero; k < depth; ++k) {
     std::remove_cvref_t<decltype(a(0, 0))> left[I];
     unroll<I>([&](auto i) FASTCAPS_LAMBDA { left[i] = a(i0 + i, k); });
     unroll<J>([&](auto j) FASTCAPS_LAMBDA {
@@ -95,8 +107,8 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
-      [&](int c, int e) FASTCAPS_LAMBDA { return bias ? Vec<T>{} + bias[c * pose.E + e] : Vec<T>{}; },
-      [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, v); });
+      FromZero{},
+      [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, bias ? v + bias[c * pose.E + e] : v); });
 }
 
 // The votes for kMany parents, whose matrices follow one another and whose biases are bias_m apart: sink(which of them,

@@ -11,8 +11,8 @@ namespace FASTCAPS_NAMESPACE {
 // Who sits in the lanes (see lanes.h): positions; children with weights of their own; children that share them all.
 enum class Lanes { kPositions, kChildren, kSharing };
 
-// The weights and biases of a unit of children for one parent: where the user put them, or, where lanes are children
-// with weights of their own, turned to lanes in scratch memory and good until the next call.
+// The weights and biases of the units of children at hand: where the user put them, or, where lanes are children with
+// weights of their own, turned to lanes in scratch memory and good until the next is asked for.
 template <class T, Lanes kLane>
 struct WeightsOf {
   static constexpr bool kTurned = kLane == Lanes::kChildren;
@@ -21,8 +21,9 @@ struct WeightsOf {
   const T* bias;
   const int64_t G, M, size, pose, bias_i, bias_m;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
+  const T **matrices, **biases;  // of each lane at hand, or each unit where its lanes share them; for parent 0
 
-  WeightsOf(const Votes& in, Arena& arena)
+  WeightsOf(const Votes& in, Arena& arena, int64_t units)
       : weight(static_cast<const T*>(in.weight)),
         bias(static_cast<const T*>(in.bias)),
         G(in.G),
@@ -30,31 +31,44 @@ struct WeightsOf {
         size(in.D * in.E),
         pose(in.parent_size()),
         bias_i(in.bias_stride_i),
-        bias_m(in.bias_stride_m) {
+        bias_m(in.bias_stride_m),
+        matrices(arena.take<const T*>(units * kLanesEach)),
+        biases(arena.take<const T*>(units * kLanesEach)) {
     if (kTurned && weight) weight_lanes = arena.take<Vec<T>>(size);
     if (kTurned && bias) bias_lanes = arena.take<Vec<T>>(pose);
   }
 
   FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
 
-  FASTCAPS_INLINE const Weight* matrix(const Range& range, int64_t q, int64_t m) const {
-    return weight ? taken(range, q, size, weight_lanes, [&](int64_t i) { return weight + offset(i, m); }) : nullptr;
+  // Units [0, count) are those that begin with child `first` of the range. Divisions are made here, once for all parents.
+  void enter(const Range& range, int64_t first, int64_t count) {
+    for (int64_t k = 0; k < count * kLanesEach; ++k) {
+      const int64_t q = first + k * kStep;
+      const bool here = q < range.count;
+      const int64_t i = here ? range.child(q) : 0;
+      matrices[k] = here && weight ? weight + offset(i, 0) : nullptr;
+      biases[k] = here && bias ? bias + i * bias_i : nullptr;
+    }
   }
-  FASTCAPS_INLINE const Weight* bias_of(const Range& range, int64_t q, int64_t m) const {
-    const auto at = [&](int64_t i) { return bias + i * bias_i + m * bias_m; };
-    return bias ? taken(range, q, pose, bias_lanes, at) : nullptr;
+  FASTCAPS_INLINE const Weight* matrix(int64_t j, int64_t m) const {
+    return weight ? taken(matrices + j * kLanesEach, m * size, size, weight_lanes) : nullptr;
+  }
+  FASTCAPS_INLINE const Weight* bias_of(int64_t j, int64_t m) const {
+    return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, bias_lanes) : nullptr;
   }
 
  private:
-  template <class At>
-  FASTCAPS_INLINE const Weight* taken(const Range& range, int64_t q, int64_t numbers, Vec<T>* lanes, At&& at) const {
+  static constexpr int kLanesEach = kTurned ? kLanes<T> : 1;
+  static constexpr int64_t kStep = kLane == Lanes::kSharing ? kLanes<T> : 1;
+
+  FASTCAPS_INLINE const Weight* taken(const T* const* at, int64_t offset, int64_t numbers, Vec<T>* lanes) const {
     if constexpr (kTurned) {
       const T* lane[kLanes<T>];
-      for (int r = 0; r < kLanes<T>; ++r) lane[r] = q + r < range.count ? at(range.child(q + r)) : nullptr;
+      for (int r = 0; r < kLanes<T>; ++r) lane[r] = at[r] ? at[r] + offset : nullptr;
       gather_rows<T>(lane, numbers, lanes);
       return lanes;
     } else {
-      return at(range.child(q));
+      return *at + offset;
     }
   }
 };
