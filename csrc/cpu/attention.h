@@ -50,21 +50,7 @@ struct QueryForward {
 
   FASTCAPS_INLINE void add(const X*, int64_t, const V* kept, const V* share, int64_t count, Planes<V> to,
                            int64_t to_m) const {
-    constexpr int kBlock = 8;
-    V* S = to.pose(0, to_m);
-    int64_t k = 0;
-    for (; k + kBlock <= to.size; k += kBlock) {
-      V sum[kBlock];
-      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] = S[k + u]; });
-      for (int64_t j = 0; j < count; ++j)
-        unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += share[j] * kept[j * to.size + k + u]; });
-      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { S[k + u] = sum[u]; });
-    }
-    for (; k < to.size; ++k) {
-      V sum = S[k];
-      for (int64_t j = 0; j < count; ++j) sum += share[j] * kept[j * to.size + k];
-      S[k] = sum;
-    }
+    add_votes(kept, share, 1, count, to.size, to.pose(0, to_m));
   }
   template <class Pose, class Weight>
   FASTCAPS_INLINE void add_again(const Pose& pose, const X*, int64_t, const V* P, const Weight* W, const Weight* bias,
@@ -222,25 +208,25 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
     return mean;
   }
 
-  // dV, and what the vote adds to the parent's gradient.
-  template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
-                             V* dV, Planes<V> to, int64_t to_m) const {
-    const X *ds = state + m * CE, *q = ds + in.parents_size();
-    const V share = row[0], da = row[stride];
-    if (call.wants_votes()) add_gradient<kAdd>(pose, share, ds, da, with.query.data ? q : nullptr, dV);
-    if (with.dquery) {
-      V* dq = to.pose(0, to_m);
-      for (int k = 0; k < pose.C * pose.E; ++k) dq[k] += da * vote[k];
-    }
+  // dV = share dS + da Q
+  template <int kCount>
+  FASTCAPS_INLINE void dvote(const X* state, int64_t m, const V* row, int64_t stride, const V*, int first, int count,
+                             auto&& put) const {
+    const X* ds = state + m * CE;
+    put_gradient<kCount>(row[0], ds, row[stride], ds + in.parents_size(), first, count, put);
   }
-  // dV = share ds + da q
-  template <bool kAdd, class Pose>
-  static FASTCAPS_INLINE void add_gradient(const Pose& pose, V share, const X* ds, V da, const X* q, V* dV) {
-    if (q)
-      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + attention::dvote(share, ds[k], da, q[k]);
+  template <int kCount>
+  FASTCAPS_INLINE void put_gradient(V share, const X* ds, V da, const X* q, int first, int count, auto&& put) const {
+    if (with.query.data)
+      each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
+        put(at, attention::dvote(share, ds[k], da, q[k]));
+      });
     else
-      for (int k = 0; k < pose.C * pose.E; ++k) dV[k] = (kAdd ? dV[k] : V{}) + share * ds[k];
+      each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA { put(at, share * ds[k]); });
+  }
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* rows, int64_t stride, const V* votes, int64_t count,
+                           Planes<V> to, int64_t to_m) const {
+    if (with.dquery) add_votes(votes, rows + stride, in.M, count, to.size, to.pose(0, to_m));
   }
 };
 

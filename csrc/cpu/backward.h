@@ -12,7 +12,8 @@
 //   leave    have all been met (folded.h alone)
 //   score    a vote against a parent: its logit, and the products of the gradients with it
 //   dscore   from logits to shares and the logits' gradients; returns the gate's
-//   dvote    the vote's gradient, and what the vote adds to its parent's
+//   dvote    numbers of a vote's gradient
+//   add      what votes add to their parent's gradient
 //   finish   the parents' gradients are written
 #pragma once
 
@@ -34,7 +35,7 @@ template <class T, class Pose, Lanes kLane, template <class, class> class Policy
 struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   using Base = BackwardBlock<T, Pose, kLane, Policy>;
   using Base::call, Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::tiles;
-  using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range, Base::child_of;
+  using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range, Base::child_of, Base::votes_of;
   using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
   using Number = T;
   using Pass = Policy<T, X>;
@@ -290,22 +291,25 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
 
   template <Source kSource>
   void score(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
-    for (int64_t m = 0; m < in.M; ++m)
-      for (int64_t j = 0; j < count; ++j) {
-        const int64_t q = child_of(first, j);
-        const bool made = kSource != Source::kKept;
-        const Weight* W = made ? weights.matrix(j, m) : nullptr;
-        const Weight* bias = made ? weights.bias_of(j, m) : nullptr;
-        for (int64_t t = 0; t < nt; ++t) {
-          const int64_t slot = t * schedule.block_children + j;
-          V* kept = Base::votes_of(m, slot);
-          V* row = rows_of(k) + slot * in.M + m;
+    constexpr bool kMade = kSource != Source::kKept;
+    const int64_t M = in.M, pose_size = CD, vote_size = pose.C * pose.E, plane = slots * M;
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t t = 0; t < nt; ++t) {
+        const int64_t slot = t * schedule.block_children;
+        const X* parents = state(t0 + t, k);
+        const V* poses = P + slot * CD;
+        V *kept = votes_of(m, slot), *row = rows_of(k) + slot * M + m, *high = highest + k * slots + slot;
+        for (int64_t j = 0; j < count; ++j) {
+          const Weight* W = kMade ? weights.matrix(j, m) : nullptr;
+          const Weight* bias = kMade ? weights.bias_of(j, m) : nullptr;
           passes[k].score(
-              state(t0 + t, k), m, gates[slot],
-              [&](auto&& sink) FASTCAPS_LAMBDA { each_vote<kSource, T>(pose, P + slot * CD, W, bias, kept, sink); },
-              row, slots * in.M, highest[k * slots + slot]);
+              parents, m, gates[slot + j],
+              [&](auto&& sink) FASTCAPS_LAMBDA {
+                each_vote<kSource, T>(pose, poses + j * pose_size, W, bias, kept + j * vote_size, sink);
+              },
+              row + j * M, plane, high[j]);
           if constexpr (Pass::kBetas)
-            row[slots * in.M] += passes[k].evidence_gain(state(t0 + t, k), m, Sits{}, range, q);
+            row[j * M + plane] += passes[k].evidence_gain(parents, m, Sits{}, range, child_of(first, j));
         }
       }
   }
@@ -322,7 +326,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         for (int64_t d = 0; d < CD; ++d) hush(P[slot * CD + d]);
         for (int64_t m = 0; m < in.M; ++m) {
           for (int r = 0; r < Pass::kRows; ++r) hush(rows_of(k)[(r * slots + slot) * in.M + m]);
-          for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) hush(Base::votes_of(m, slot)[e]);
+          for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) hush(votes_of(m, slot)[e]);
         }
       }
     }
@@ -361,15 +365,54 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   template <int kMany>
   void gradients_of(int64_t m0, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
     const int64_t stride = schedule.block_children;
+    const bool own = (Pose::kIdentity || (Pose::kDynamic && !in.weight)) && !in.bias;  // the poses are the votes
+    const bool at_hand = own || kept;
+    const bool at_once = Pose::kGradientRows > 0 && call.dchildren && dW_lanes && !dB && !unsafe;
+    for (int which = 0; which < kMany; ++which)
+      for (int64_t t = 0; t < nt; ++t) {
+        if (kChildLanes && has_results())
+          for (int64_t k = 0; k < turns; ++k) zero(target(t0, t, k, which).base, target_numbers(1));
+        if (at_hand) add_to_parent(m0 + which, which, t0, t, t * stride, own ? P : votes_of(m0 + which, 0), count);
+      }
     for (int64_t j = 0; j < count; ++j) {
       const int64_t q = child_of(first, j);
       const Weight* W = weights.matrix(j, m0);
       const Weight* bias = weights.bias_of(j, m0);
       for (int64_t t = 0; t < nt; ++t) {
         const int64_t slot = t * stride + j;
-        for (int which = 0; which < kMany; ++which)
-          vote_gradient(m0 + which, which, j == 0, q, t0, t, slot, W ? W + which * DE : W,
-                        bias ? bias + which * weights.bias_m : bias, dV + (which * slots + slot) * CE, dB);
+        for (int which = 0; which < kMany; ++which) {
+          const int64_t m = m0 + which;
+          const V* vote = own ? P + slot * CD : kept ? votes_of(m, slot) : votes_kept;
+          if (!at_hand && needs_vote) {
+            const Weight* mine = bias ? bias + which * weights.bias_m : bias;
+            votes<T>(pose, P + slot * CD, W + which * DE, mine,
+                     [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
+            add_to_parent(m, which, t0, t, slot, vote - slot * CE, 1);
+          }
+          if constexpr (Pass::kBetas)
+            for (int64_t k = 0; k < turns; ++k)
+              passes[k].add_betas(state(t0 + t, k), m, rows_of(k)[slot * in.M + m], gates[slot], Sits{}, range, q,
+                                  item);
+          if (!call.wants_votes()) continue;
+          if constexpr (Pose::kGradientRows > 0) {
+            if (at_once) {
+              V* sum = shared ? dW_lanes + (one_matrix ? m * DE : 0) : dW_lanes + (kChildLanes ? 0 : (j * in.M + m) * DE);
+              if (shared ? !one_matrix && j == 0 && t == 0 : t0 + t == 0) zero(sum, DE);
+              add_both_gradients<T>(
+                  pose,
+                  [&](int at, V* g) FASTCAPS_LAMBDA {
+                    vote_gradient<Pose::kGradientRows * Pose::E>(m, t0 + t, slot, vote, at, 0, g);
+                  },
+                  P + slot * CD, W, dP + slot * CD, sum);
+              continue;
+            }
+          }
+          V* sum = dV + (which * slots + slot) * CE;
+          vote_gradient<0>(m, t0 + t, slot, vote, 0, int(CE), sum);
+          if (unsafe) clear_absent(q, tiles[t0 + t], sum);
+          if (dB) add_bias_gradient(q, m, sum, dB);
+        }
+        if (at_once) continue;
         if (call.dchildren) add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
         if (dV_rows) {
           T* lane[n];
@@ -381,7 +424,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         if (dV_rows)
           add_weight_gradient_by_rows(P_rows + j * schedule.block_rows * n * in.D, nt * n,
                                       dW + weights.offset(range.child(q), m0));
-      if (dW_lanes && !shared)
+      if (dW_lanes && !shared && !at_once)
         for (int which = 0; which < kMany; ++which) {
           V* unit = dW_lanes + (kChildLanes ? 0 : (j * in.M + m0 + which) * DE);
           add_weight_gradient<T>(pose, nt, stride, P + j * CD, dV + (which * slots + j) * CE, t0 == 0, unit);
@@ -397,7 +440,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       const int64_t m = m0 + which;
       if (dW_lanes && shared) {
         V* sum = dW_lanes + (one_matrix ? m * DE : 0);  // of all children
-        for (int64_t t = 0; t < nt; ++t)
+        for (int64_t t = 0; t < nt && !at_once; ++t)
           add_weight_gradient<T>(pose, count, 1, P + t * stride * CD, dV + (which * slots + t * stride) * CE,
                                  !one_matrix && t == 0, sum);
         if (!one_matrix) add_lane_sums<T>(sum, DE, dW + weights.offset(range.child(first), m));
@@ -416,29 +459,24 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
           }
   }
 
-  // dV of one unit and parent, of all turns; what the vote adds to its parent's, its bias's and its betas' gradients.
-  FASTCAPS_INLINE void vote_gradient(int64_t m, int which, bool begins, int64_t q, int64_t t0, int64_t t, int64_t slot,
-                                     const Weight* W, const Weight* bias, V* sum, T* dB) {
-    const bool own = are_poses<Pose>(W) && bias == nullptr;  // the pose is the vote
-    const V* vote = own ? P + slot * CD : votes_kept + (kept ? (m * slots + slot) * CE : 0);
-    if (!kept && !own && needs_vote)
-      votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
-    for (int64_t k = 0; k < turns; ++k) {
-      const V* row = rows_of(k) + slot * in.M + m;
-      const Planes<V> to = target(t0, t, k, which);
-      if (kChildLanes && begins && has_results()) zero(to.base, target_numbers(1));
-      const auto dvote = [&](auto adds) FASTCAPS_LAMBDA {
-        passes[k].template dvote<adds>(pose, state(t0 + t, k), m, row, slots * in.M, vote, sum, to,
-                                       kChildLanes ? 0 : m);
-      };
-      if (k == 0)
-        dvote(std::false_type{});
-      else
-        dvote(std::true_type{});
-      if constexpr (Pass::kBetas) passes[k].add_betas(state(t0 + t, k), m, *row, gates[slot], Sits{}, range, q, item);
-    }
-    if (unsafe && call.wants_votes()) clear_absent(q, tiles[t0 + t], sum);
-    if (dB) add_bias_gradient(q, m, sum, dB);
+  // Numbers [first, first + count) of dV of one unit and parent, of all turns; kCount of them, if it is not 0.
+  template <int kCount>
+  FASTCAPS_INLINE void vote_gradient(int64_t m, int64_t row, int64_t slot, const V* vote, int first, int count,
+                                     V* sum) const {
+    const auto dvote = [&](int64_t k, auto&& put) FASTCAPS_LAMBDA {
+      passes[k].template dvote<kCount>(state(row, k), m, rows_of(k) + slot * in.M + m, slots * in.M, vote, first, count,
+                                       put);
+    };
+    dvote(0, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] = number; });
+    for (int64_t k = 1; k < turns; ++k) dvote(k, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
+  }
+
+  // What `count` units from `slot` on add to the gradient of parent m of row t0 + t; votes: of slot 0.
+  FASTCAPS_INLINE void add_to_parent(int64_t m, int which, int64_t t0, int64_t t, int64_t slot, const V* votes,
+                                     int64_t count) {
+    for (int64_t k = 0; k < turns; ++k)
+      passes[k].add(state(t0 + t, k), m, rows_of(k) + slot * in.M + m, slots * in.M, votes + slot * CE, count,
+                    target(t0, t, k, which), kChildLanes ? 0 : m);
   }
 
   static bool are_finite(const X* numbers, int64_t count) {

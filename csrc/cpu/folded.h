@@ -171,18 +171,16 @@ struct FoldedBackward : AttentionBackward<T, X> {
   FASTCAPS_INLINE void score(const X* inner, int64_t m, V, Each&& each_pose, V* row, int64_t stride, V& highest) const {
     Base::score_with(inner + m * CD, inner + MCD + m * CD, m, each_pose, row, stride, highest);
   }
-  template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void dvote(const Pose& pose, const X* inner, int64_t m, const V* row, int64_t stride, const V* child,
-                             V* dP, Planes<V> to, int64_t to_m) const {
-    const X *y = inner + m * CD, *u = y + MCD;
-    V *z = to.pose(0, to_m), *x = to.pose(1, to_m);
-    const V share = row[0], da = row[stride];
-    if (call.dchildren || call.dbias)
-      Base::template add_gradient<kAdd>(pose, share, y, da, with.query.data ? u : nullptr, dP);
-    if (call.dweight)
-      for (int k = 0; k < pose.C * pose.D; ++k) x[k] += share * child[k];
-    if (with.query.data)
-      for (int k = 0; k < pose.C * pose.D; ++k) z[k] += da * child[k];
+  template <int kCount>
+  FASTCAPS_INLINE void dvote(const X* inner, int64_t m, const V* row, int64_t stride, const V*, int first, int count,
+                             auto&& put) const {
+    const X* y = inner + m * CD;
+    Base::template put_gradient<kCount>(row[0], y, row[stride], y + MCD, first, count, put);
+  }
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* rows, int64_t stride, const V* children, int64_t count,
+                           Planes<V> to, int64_t to_m) const {
+    if (with.query.data) add_votes(children, rows + stride, in.M, count, CD, to.pose(0, to_m));
+    if (call.dweight) add_votes(children, rows, in.M, count, CD, to.pose(1, to_m));
   }
 };
 

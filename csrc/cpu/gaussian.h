@@ -404,26 +404,40 @@ struct GaussianBackward {
     return mean;
   }
 
-  template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
-                             V* dV, Planes<V> to, int64_t to_m) const {
+  template <int kCount>
+  FASTCAPS_INLINE void dvote(const X* state, int64_t m, const V* row, int64_t stride, const V* vote, int first,
+                             int count, auto&& put) const {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
     const X *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
     const V w = row[0], da = row[stride];
-    if (call.wants_votes())
-      for (int k = 0; k < pose.C * pose.E; ++k) {
-        const V off = vote[k] - base[k], dv = gaussian::dvote(w, u[k], s[k], off - means[k], da, p[k], off);
-        dV[k] = kAdd ? dV[k] + dv : dv;
-      }
+    each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
+      const V off = vote[k] - base[k];
+      put(at, gaussian::dvote(w, u[k], s[k], off - means[k], da, p[k], off));
+    });
+  }
+  FASTCAPS_INLINE void add(const X* state, int64_t m, const V* rows, int64_t stride, const V* votes, int64_t count,
+                           Planes<V> to, int64_t to_m) const {
     if (!wants_results()) return;
+    constexpr int kBlock = kManyRegisters ? 8 : 4;
+    const X* base = parents(state).pose(kBase, m);
+    const V* das = rows + stride;
     V *first = to.pose(0, to_m), *second = to.pose(1, to_m);
-    for (int k = 0; k < pose.C * pose.E; ++k) {
-      const V off = vote[k] - base[k], share = da * off;
-      first[k] += share;
-      second[k] += share * off;
-    }
-    *to.number(0, to_m) += da;
+    const auto add_from = [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+      V sum[many], squares[many];
+      unroll<many>([&](auto u) FASTCAPS_LAMBDA { sum[u] = first[k + u], squares[u] = second[k + u]; });
+      for (int64_t j = 0; j < count; ++j)
+        unroll<many>([&](auto u) FASTCAPS_LAMBDA {
+          const V off = votes[j * CE + k + u] - base[k + u], share = das[j * in.M] * off;
+          sum[u] += share;
+          squares[u] += share * off;
+        });
+      unroll<many>([&](auto u) FASTCAPS_LAMBDA { first[k + u] = sum[u], second[k + u] = squares[u]; });
+    };
+    int64_t k = 0;
+    for (; k + kBlock <= CE; k += kBlock) add_from(k, std::integral_constant<int, kBlock>{});
+    for (; k < CE; ++k) add_from(k, std::integral_constant<int, 1>{});
+    for (int64_t j = 0; j < count; ++j) *to.number(0, to_m) += das[j * in.M];
   }
 
   // duse += w devidence, dignore += (w - g) devidence

@@ -238,23 +238,22 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
     return with.detach ? dgate - dgate : dgate;  // 0, but not where it is not finite: that is how broken children show
   }
 
-  template <bool kAdd, class Pose>
-  FASTCAPS_INLINE void dvote(const Pose& pose, const X* state, int64_t m, const V* row, int64_t stride, const V* vote,
-                             V* dV, Planes<V> to, int64_t to_m) const {
+  template <int kCount>
+  FASTCAPS_INLINE void dvote(const X* state, int64_t m, const V* row, int64_t stride, const V* vote, int first,
+                             int count, auto&& put) const {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     const V share = row[0], c = row[stride], d = row[3 * stride];
-    const auto put = [&](int k, V dv) FASTCAPS_LAMBDA { dV[k] = kAdd ? dV[k] + dv : dv; };
-    if (!with.query.data) {
-      for (int k = 0; k < pose.C * pose.E; ++k) put(k, share * ds[k]);
-      return;
-    }
-    if (call.wants_votes())
-      for (int k = 0; k < pose.C * pose.E; ++k) put(k, pooling::dvote(share, ds[k], c, q[k], d, vote[k]));
-    if (with.dquery) {
-      V* dq = to.pose(0, to_m);
-      for (int k = 0; k < pose.C * pose.E; ++k) dq[k] += c * vote[k];
-    }
+    if (with.query.data)
+      each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
+        put(at, pooling::dvote(share, ds[k], c, q[k], d, vote[k]));
+      });
+    else
+      each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA { put(at, share * ds[k]); });
+  }
+  FASTCAPS_INLINE void add(const X*, int64_t, const V* rows, int64_t stride, const V* votes, int64_t count,
+                           Planes<V> to, int64_t to_m) const {
+    if (with.dquery) add_votes(votes, rows + stride, in.M, count, to.size, to.pose(0, to_m));
   }
 };
 

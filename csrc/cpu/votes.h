@@ -25,6 +25,8 @@ struct StaticPose {
   // Weights' gradients: vectors by vectors.
   static constexpr int kWeightRows = largest_divisor(D, kManyRegisters ? 6 : 4);
   static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
+  // Rows of a vote's gradient that meet matrix and child while they are in registers; 0: it is written down first.
+  static constexpr int kGradientRows = C == 1 ? 0 : largest_divisor(C, kLimit / E);
   // Parents whose votes, when they are few numbers each, are made together.
   static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
   // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (see backward.h).
@@ -34,7 +36,7 @@ struct StaticPose {
 struct DynamicPose {
   int C, D, E;
   static constexpr bool kIdentity = false, kDynamic = true;
-  static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4;
+  static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4, kGradientRows = 0;
   static constexpr int kTogether = 1;
   static constexpr bool kWeightGradientByRows = false;
 };
@@ -47,7 +49,7 @@ struct SamePose : DynamicPose {
 template <int C_, int D_>
 struct SameStaticPose : StaticPose<C_, D_, D_> {
   static constexpr bool kIdentity = true, kWeightGradientByRows = false;
-  static constexpr int kTogether = 1;
+  static constexpr int kTogether = 1, kGradientRows = 0;
 };
 
 struct FromZero {};
@@ -125,6 +127,34 @@ FASTCAPS_INLINE void votes_of_many(const Pose& pose, const Vec<T>* P, const Weig
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(e / E, c * E + e % E, v); });
 }
 
+// S[k] += sum over `count` votes of weight[j * stride] * vote j's number k, `size` numbers each.
+template <class V>
+FASTCAPS_INLINE void add_votes(const V* votes, const V* weight, int64_t stride, int64_t count, int64_t size, V* S) {
+  constexpr int kBlock = 8;
+  int64_t k = 0;
+  for (; k + kBlock <= size; k += kBlock) {
+    V sum[kBlock];
+    unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] = S[k + u]; });
+    for (int64_t j = 0; j < count; ++j)
+      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { sum[u] += weight[j * stride] * votes[j * size + k + u]; });
+    unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { S[k + u] = sum[u]; });
+  }
+  for (; k < size; ++k) {
+    V sum = S[k];
+    for (int64_t j = 0; j < count; ++j) sum += weight[j * stride] * votes[j * size + k];
+    S[k] = sum;
+  }
+}
+
+// f of numbers [first, first + count) of a pose: unrolled where kCount says how many they are.
+template <int kCount, class F>
+FASTCAPS_INLINE void each_number(int first, int count, F&& f) {
+  if constexpr (kCount > 0)
+    unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { f(first + k, k); });
+  else
+    for (int k = 0; k < count; ++k) f(first + k, k);
+}
+
 // Where the votes of a unit for a parent come from when they are asked for.
 enum class Source { kMade, kMadeAndKept, kKept };
 
@@ -173,6 +203,32 @@ FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, int6
       [&](int e, int d) FASTCAPS_LAMBDA { return kMany == 1 ? W[d * E + e] : W[(e / E * pose.D + d) * E + e % E]; },
       [&](int c, int d) FASTCAPS_LAMBDA { return dP[c * pose.D + d]; },
       [&](int c, int d, Vec<T> v) FASTCAPS_LAMBDA { dP[c * pose.D + d] = v; });
+}
+
+// dP += dV W^T and dW += P^T dV of one unit; gradient(first, g) writes the numbers of dV from `first` on.
+template <class T, class Pose, class Weight, class Gradient>
+FASTCAPS_INLINE void add_both_gradients(const Pose&, Gradient&& gradient, const Vec<T>* P, const Weight* W, Vec<T>* dP,
+                                        Vec<T>* dW) {
+  constexpr int R = Pose::kGradientRows, D = Pose::D, E = Pose::E;
+  for (int c = 0; c < Pose::C; c += R, P += R * D, dP += R * D) {
+    Vec<T> g[R * E];
+    gradient(c * E, g);
+#pragma GCC unroll 2
+    for (int d = 0; d < D; ++d) {
+      Vec<T> sum[R];
+      unroll<R>([&](auto r) FASTCAPS_LAMBDA { sum[r] = dP[r * D + d]; });
+      unroll<E>([&](auto e) FASTCAPS_LAMBDA {
+        const Weight w = W[d * E + e];
+        Vec<T> dw = dW[d * E + e];
+        unroll<R>([&](auto r) FASTCAPS_LAMBDA {
+          sum[r] += g[r * E + e] * w;
+          dw += P[r * D + d] * g[r * E + e];
+        });
+        dW[d * E + e] = dw;
+      });
+      unroll<R>([&](auto r) FASTCAPS_LAMBDA { dP[r * D + d] = sum[r]; });
+    }
+  }
 }
 
 // dW += sum of P^T dV over `units` poses and vote gradients, `stride` units apart; each lane for itself; = where dW is
