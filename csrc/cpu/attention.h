@@ -68,10 +68,10 @@ struct QueryBackward {
   const BackwardCall<Operands>& call;
   const Votes& in;
   const Operands& with;
-  const int64_t CE;
+  const int64_t CE, MCE;
 
   QueryBackward(const BackwardCall<Operands>& call_, const Operands& with_)
-      : call(call_), in(call.votes), with(with_), CE(in.parent_size()) {}
+      : call(call_), in(call.votes), with(with_), CE(in.parent_size()), MCE(in.parents_size()) {}
 
   // Results: dQ.
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * in.parent_size(); }
@@ -140,7 +140,7 @@ struct AttentionForward : QueryForward<T, X, Attention> {
 template <class T, class X>
 struct AttentionBackward : QueryBackward<T, X, Attention> {
   using Base = QueryBackward<T, X, Attention>;
-  using Base::Base, Base::call, Base::in, Base::with, Base::CE;
+  using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::MCE;
   using V = Vec<T>;
   static constexpr int kRows = 2;  // a, then g r; h, then s da
   static constexpr bool kSilent = false;
@@ -153,7 +153,6 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
 
   // Q, and the gradient of the sums S through LayerNorm.
   FASTCAPS_NOINLINE void load(const Tile<T>& tile, int64_t row, X* state, X* scratch) const {
-    const int64_t MCE = in.parents_size();
     X *ds = state, *sums = scratch, *dnorm = scratch + MCE;
     zero(state, 2 * MCE);
     if (with.query.data) gather_parents<T>(in, tile, in.storage, with.query, in.M, in.C, in.E, state + MCE);
@@ -213,7 +212,7 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
   FASTCAPS_INLINE void dvote(const X* state, int64_t m, const V* row, int64_t stride, const V*, int first, int count,
                              auto&& put) const {
     const X* ds = state + m * CE;
-    put_gradient<kCount>(row[0], ds, row[stride], ds + in.parents_size(), first, count, put);
+    put_gradient<kCount>(row[0], ds, row[stride], ds + MCE, first, count, put);
   }
   template <int kCount>
   FASTCAPS_INLINE void put_gradient(V share, const X* ds, V da, const X* q, int first, int count, auto&& put) const {

@@ -44,6 +44,8 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   // dW of vector poses is a matmul over the lanes: poses and vote gradients turned back into rows of scalars. Poses
   // with small matrices keep a vector over the lanes for each weight instead and add the lanes up once, at the end.
   static constexpr bool kByRows = Pose::kWeightGradientByRows && kLane != Lanes::kChildren;
+  // Poses whose vote gradients are not written down give both gradients, if only one is wanted, too.
+  static constexpr bool kAtOnce = Pose::kGradientRows > 0;
 
   std::vector<Pass> passes;  // of every turn
   const int64_t turns, DE, state_size, result_size;
@@ -77,7 +79,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     const int64_t matrices = kLane == Lanes::kChildren || (in.G == 1 && !one_matrix) ? 1
                              : one_matrix                                            ? in.M
                                                                                      : schedule.block_children * in.M;
-    const bool by_vote = call.dweight && !Pass::kFolds;
+    const bool by_vote = (call.dweight || kAtOnce) && !Pass::kFolds;
     dW_lanes = by_vote && !kByRows ? arena.take<V>(matrices * DE) : nullptr;
     local = kChildLanes ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(1))
                         : nullptr;
@@ -183,11 +185,11 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       if (dW && in.G == in.I) clear_matrices(first, min(size, range.count - first), dW);
       for (int64_t t = 0; t < row_count; t += schedule.block_rows)
         block(first, count, t, min(schedule.block_rows, row_count - t), dW, dB);
-      if (dW_lanes && !kChildLanes && !shared)
+      if (dW && dW_lanes && !kChildLanes && !shared)
         for (int64_t j = 0; j < count; ++j)
           add_lane_sums<T>(dW_lanes + j * in.M * DE, in.M * DE, dW + weights.offset(range.child(first + j), 0));
     }
-    if (dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, in.M * DE, dW + weights.offset(range.child(0), 0));
+    if (dW && dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, in.M * DE, dW + weights.offset(range.child(0), 0));
   }
 
   // Row by row: the parents turned to the children's poses before, their gradients turned back after.
@@ -221,7 +223,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     const int64_t stride = schedule.block_children;
     weights.enter(range, first, count);
     for (int64_t t = 0; t < nt; ++t) Base::load(tiles[t0 + t], t, first, count);
-    if (call.dchildren) zero(dP, slots * CD);
+    if (call.dchildren || kAtOnce) zero(dP, slots * CD);
     kept = false;
     for (int64_t k = 0; k < turns; ++k)
       if (passes[k].plain())
@@ -367,19 +369,21 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     const int64_t stride = schedule.block_children;
     const bool own = (Pose::kIdentity || (Pose::kDynamic && !in.weight)) && !in.bias;  // the poses are the votes
     const bool at_hand = own || kept;
-    const bool at_once = Pose::kGradientRows > 0 && call.dchildren && dW_lanes && !dB && !unsafe;
     for (int which = 0; which < kMany; ++which)
       for (int64_t t = 0; t < nt; ++t) {
         if (kChildLanes && has_results())
           for (int64_t k = 0; k < turns; ++k) zero(target(t0, t, k, which).base, target_numbers(1));
         if (at_hand) add_to_parent(m0 + which, which, t0, t, t * stride, own ? P : votes_of(m0 + which, 0), count);
       }
-    for (int64_t j = 0; j < count; ++j) {
+    V* unit = shared ? dW_lanes + (one_matrix ? m0 * DE : 0) : dW_lanes + (kChildLanes ? 0 : m0 * DE);
+    const int64_t next_unit = shared || kChildLanes ? 0 : in.M * DE;
+    for (int64_t j = 0; j < count; ++j, unit += next_unit) {
       const int64_t q = child_of(first, j);
       const Weight* W = weights.matrix(j, m0);
       const Weight* bias = weights.bias_of(j, m0);
       for (int64_t t = 0; t < nt; ++t) {
         const int64_t slot = t * stride + j;
+        const V here = unsafe ? are_here(q, tiles[t0 + t]) : V{};
         for (int which = 0; which < kMany; ++which) {
           const int64_t m = m0 + which;
           const V* vote = own ? P + slot * CD : kept ? votes_of(m, slot) : votes_kept;
@@ -394,26 +398,26 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
               passes[k].add_betas(state(t0 + t, k), m, rows_of(k)[slot * in.M + m], gates[slot], Sits{}, range, q,
                                   item);
           if (!call.wants_votes()) continue;
-          if constexpr (Pose::kGradientRows > 0) {
-            if (at_once) {
-              V* sum = shared ? dW_lanes + (one_matrix ? m * DE : 0) : dW_lanes + (kChildLanes ? 0 : (j * in.M + m) * DE);
-              if (shared ? !one_matrix && j == 0 && t == 0 : t0 + t == 0) zero(sum, DE);
-              add_both_gradients<T>(
-                  pose,
-                  [&](int at, V* g) FASTCAPS_LAMBDA {
-                    vote_gradient<Pose::kGradientRows * Pose::E>(m, t0 + t, slot, vote, at, 0, g);
-                  },
-                  P + slot * CD, W, dP + slot * CD, sum);
-              continue;
-            }
-          }
           V* sum = dV + (which * slots + slot) * CE;
-          vote_gradient<0>(m, t0 + t, slot, vote, 0, int(CE), sum);
-          if (unsafe) clear_absent(q, tiles[t0 + t], sum);
+          if constexpr (kAtOnce) {
+            if (shared ? !one_matrix && j == 0 && t == 0 : t0 + t == 0) zero(unit, DE);
+            add_both_gradients<T>(
+                pose,
+                [&](int first, V* g) FASTCAPS_LAMBDA {
+                  constexpr int kCount = Pose::kGradientRows * Pose::E;
+                  vote_gradient<kCount>(m, t0 + t, slot, vote, first, 0, g);
+                  if (unsafe) unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { g[k] = here != 0 ? g[k] : V{}; });
+                  if (dB) unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { sum[first + k] = g[k]; });
+                },
+                P + slot * CD, W, dP + slot * CD, unit);
+          } else {
+            vote_gradient<0>(m, t0 + t, slot, vote, 0, int(CE), sum);
+            for (int64_t k = 0; unsafe && k < CE; ++k) sum[k] = here != 0 ? sum[k] : V{};
+          }
           if (dB) add_bias_gradient(q, m, sum, dB);
         }
-        if (at_once) continue;
-        if (call.dchildren) add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
+        if constexpr (!kAtOnce)
+          if (call.dchildren) add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
         if (dV_rows) {
           T* lane[n];
           for (int r = 0; r < n; ++r) lane[r] = dV_rows + (t * n + r) * in.E;
@@ -424,12 +428,11 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         if (dV_rows)
           add_weight_gradient_by_rows(P_rows + j * schedule.block_rows * n * in.D, nt * n,
                                       dW + weights.offset(range.child(q), m0));
-      if (dW_lanes && !shared && !at_once)
-        for (int which = 0; which < kMany; ++which) {
-          V* unit = dW_lanes + (kChildLanes ? 0 : (j * in.M + m0 + which) * DE);
-          add_weight_gradient<T>(pose, nt, stride, P + j * CD, dV + (which * slots + j) * CE, t0 == 0, unit);
-        }
-      if (kLane == Lanes::kChildren && dW_lanes) {
+      if (!kAtOnce && dW_lanes && !shared)
+        for (int which = 0; which < kMany; ++which)
+          add_weight_gradient<T>(pose, nt, stride, P + j * CD, dV + (which * slots + j) * CE, t0 == 0,
+                                 unit + (kChildLanes ? 0 : which * DE));
+      if (kLane == Lanes::kChildren && dW) {
         T* lane[n];
         for (int r = 0; r < n; ++r)
           lane[r] = q + r < range.count ? dW + weights.offset(range.child(q + r), m0) : nullptr;
@@ -438,9 +441,9 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     }
     for (int which = 0; which < kMany; ++which) {
       const int64_t m = m0 + which;
-      if (dW_lanes && shared) {
+      if (dW && dW_lanes && shared) {
         V* sum = dW_lanes + (one_matrix ? m * DE : 0);  // of all children
-        for (int64_t t = 0; t < nt && !at_once; ++t)
+        for (int64_t t = 0; t < nt && !kAtOnce; ++t)
           add_weight_gradient<T>(pose, count, 1, P + t * stride * CD, dV + (which * slots + t * stride) * CE,
                                  !one_matrix && t == 0, sum);
         if (!one_matrix) add_lane_sums<T>(sum, DE, dW + weights.offset(range.child(first), m));
@@ -486,13 +489,13 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     add_lanes<T>(&rest, 1, &sum);
     return sum == 0;
   }
-  // The lanes of a vote's gradient whose window does not hold the child.
-  void clear_absent(int64_t q, const Tile<T>& tile, V* dvote) const {
+  // 1 for the lanes whose window holds the child, else 0.
+  FASTCAPS_NOINLINE V are_here(int64_t q, const Tile<T>& tile) const {
     const char* lane[n];
     T found[n];
     Sits::find(in, tile, static_cast<const char*>(in.children.data), in.children.stride, range, q, lane);
     for (int r = 0; r < n; ++r) found[r] = lane[r] ? T(1) : T(0);
-    for (int64_t k = 0; k < CE; ++k) dvote[k] = load<T>(found) != 0 ? dvote[k] : V{};
+    return load<T>(found);
   }
 
   void add_bias_gradient(int64_t q, int64_t m, const V* sum, T* dB) {

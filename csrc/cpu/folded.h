@@ -140,10 +140,10 @@ struct FoldedBackward : AttentionBackward<T, X> {
   using Base = AttentionBackward<T, X>;
   using V = Vec<T>;
   static constexpr bool kFolds = true;
-  using Base::call, Base::in, Base::with;
-  const int64_t CD, MCD, MCE;
+  using Base::call, Base::in, Base::with, Base::MCE;
+  const int64_t CD, MCD;
   FoldedBackward(const BackwardCall<Attention>& call_, const Attention& with_)
-      : Base(call_, with_), CD(in.child_size()), MCD(in.M * CD), MCE(in.parents_size()) {}
+      : Base(call_, with_), CD(in.child_size()), MCD(in.M * CD) {}
 
   // State of a row and a group of children: Y and U. Results: dQ of a row; of a group of children Z, X.
   template <class Y>

@@ -83,6 +83,19 @@ FASTCAPS_INLINE void store(T* p, Vec<T> v) {
   std::memcpy(p, &v, sizeof v);
 }
 
+// x, kept in a register: a compiler would rather load it anew for each use, and loads may be what is scarce.
+template <class V>
+FASTCAPS_INLINE V in_register(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 template <class V>
 FASTCAPS_INLINE V max(V a, V b) {
   return a > b ? a : b;  // a NaN in `a` loses; softmax still turns it into NaN through exp

@@ -213,16 +213,16 @@ FASTCAPS_INLINE void add_both_gradients(const Pose&, Gradient&& gradient, const 
   for (int c = 0; c < Pose::C; c += R, P += R * D, dP += R * D) {
     Vec<T> g[R * E];
     gradient(c * E, g);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int d = 0; d < D; ++d) {
-      Vec<T> sum[R];
-      unroll<R>([&](auto r) FASTCAPS_LAMBDA { sum[r] = dP[r * D + d]; });
+      Vec<T> sum[R], p[R];
+      unroll<R>([&](auto r) FASTCAPS_LAMBDA { sum[r] = dP[r * D + d], p[r] = in_register(P[r * D + d]); });
       unroll<E>([&](auto e) FASTCAPS_LAMBDA {
         const Weight w = W[d * E + e];
         Vec<T> dw = dW[d * E + e];
         unroll<R>([&](auto r) FASTCAPS_LAMBDA {
           sum[r] += g[r * E + e] * w;
-          dw += P[r * D + d] * g[r * E + e];
+          dw += p[r] * g[r * E + e];
         });
         dW[d * E + e] = dw;
       });
