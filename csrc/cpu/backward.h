@@ -256,7 +256,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       if (kept) return score<Source::kKept>(k, first, count, t0, nt);
       if (schedule.keep_votes) {
         kept = true;
-        if constexpr (Base::kMadeOneByOne) return score<Source::kMadeAndKept>(k, first, count, t0, nt);
+        if (Base::made_one_by_one(nt)) return score<Source::kMadeAndKept>(k, first, count, t0, nt);
         Base::make_votes(count, nt);
         return score<Source::kKept>(k, first, count, t0, nt);
       }
@@ -416,14 +416,20 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
           }
           if (dB) add_bias_gradient(q, m, sum, dB);
         }
-        if constexpr (!kAtOnce)
-          if (call.dchildren) add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
         if (dV_rows) {
           T* lane[n];
           for (int r = 0; r < n; ++r) lane[r] = dV_rows + (t * n + r) * in.E;
           scatter_rows<false, T>(lane, in.E, dV + slot * CE);
         }
       }
+      if constexpr (!kAtOnce)
+        each_group<Pose::kTiles>(call.dchildren ? nt : 0, [&](int64_t t, auto many) {
+          const int64_t slot = t * stride + j;
+          if constexpr (Pose::kTiles > 1)
+            add_child_gradient_of_tiles<many, T>(pose, dV + slot * CE, W, stride, dP + slot * CD);
+          else
+            add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
+        });
       if constexpr (kByRows)
         if (dV_rows)
           add_weight_gradient_by_rows(P_rows + j * schedule.block_rows * n * in.D, nt * n,

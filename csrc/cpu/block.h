@@ -16,8 +16,10 @@ struct Block {
   using Weight = typename WeightsOf<T, kLane>::Weight;
   using Sits = Seats<T, kChildLanes>;
   static constexpr int n = kLanes<T>;
-  // Votes are made and met in one go, unless several parents' are made together.
-  static constexpr bool kMadeOneByOne = Pose::kTogether == 1 || kLane == Lanes::kChildren;
+  // Votes are made and met in one go, unless those of several parents or tiles are made together.
+  bool made_one_by_one(int64_t rows) const {
+    return kLane == Lanes::kChildren || (Pose::kTogether == 1 && (Pose::kTiles == 1 || rows == 1));
+  }
   const Call& call;
   const Votes& in;
   const Schedule& schedule;
@@ -74,11 +76,17 @@ struct Block {
     for (int64_t j = 0; j < count; ++j) {
       const Weight* W = weights.matrix(j, m);
       const Weight* bias = weights.bias_of(j, m);
-      for (int64_t t = 0; t < rows; ++t) {
+      each_group<Pose::kTiles>(rows, [&](int64_t t, auto tiles) {
         const int64_t slot = t * schedule.block_children + j;
-        votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
-                                [&](int which, int k, V v) FASTCAPS_LAMBDA { votes_of(m + which, slot)[k] = v; });
-      }
+        if constexpr (Pose::kTiles > 1)
+          votes_of_tiles<tiles, T>(pose, P + slot * CD, schedule.block_children * CD, W, bias,
+                                   [&](int which, int k, V v) FASTCAPS_LAMBDA {
+                                     votes_of(m, slot + which * schedule.block_children)[k] = v;
+                                   });
+        else
+          votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
+                                  [&](int which, int k, V v) FASTCAPS_LAMBDA { votes_of(m + which, slot)[k] = v; });
+      });
     }
   }
 };

@@ -182,14 +182,12 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   }
 
   void make(int64_t count, int64_t nt) {
-    if constexpr (Pose::kIdentity) {
-      score<Source::kMade>(count, nt);  // there is nothing to keep
-    } else if constexpr (Base::kMadeOneByOne) {
-      score<Source::kMadeAndKept>(count, nt);
-    } else {
+    if constexpr (!Pose::kIdentity) {  // else there is nothing to keep
+      if (Base::made_one_by_one(nt)) return score<Source::kMadeAndKept>(count, nt);
       Base::make_votes(count, nt);
-      score<Source::kKept>(count, nt);
+      return score<Source::kKept>(count, nt);
     }
+    score<Source::kMade>(count, nt);
   }
 
   template <Source kSource>

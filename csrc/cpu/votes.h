@@ -27,8 +27,9 @@ struct StaticPose {
   static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
   // Rows of a vote's gradient that meet matrix and child while they are in registers; 0: it is written down first.
   static constexpr int kGradientRows = C == 1 ? 0 : largest_divisor(C, kLimit / E);
-  // Parents whose votes, when they are few numbers each, are made together.
+  // Parents whose votes, when they are few numbers each, are made together; tiles, where a row meets a large matrix.
   static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
+  static constexpr int kTiles = C > 1 || D * E < 1024 ? 1 : kManyRegisters ? 4 : 2;
   // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (see backward.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
@@ -37,7 +38,7 @@ struct DynamicPose {
   int C, D, E;
   static constexpr bool kIdentity = false, kDynamic = true;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4, kGradientRows = 0;
-  static constexpr int kTogether = 1;
+  static constexpr int kTogether = 1, kTiles = 1;
   static constexpr bool kWeightGradientByRows = false;
 };
 
@@ -49,7 +50,7 @@ struct SamePose : DynamicPose {
 template <int C_, int D_>
 struct SameStaticPose : StaticPose<C_, D_, D_> {
   static constexpr bool kIdentity = true, kWeightGradientByRows = false;
-  static constexpr int kTogether = 1, kGradientRows = 0;
+  static constexpr int kTogether = 1, kTiles = 1, kGradientRows = 0;
 };
 
 struct FromZero {};
@@ -153,6 +154,48 @@ FASTCAPS_INLINE void each_number(int first, int count, F&& f) {
     unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { f(first + k, k); });
   else
     for (int k = 0; k < count; ++k) f(first + k, k);
+}
+
+// Part `which` of `parts` of the matrix after W is asked for: large matrices come from memory, and one by one.
+template <int kNumbers, class Weight>
+FASTCAPS_INLINE void prefetch_next(const Weight* W, int which, int parts) {
+  const Weight* next = W + kNumbers + int64_t(kNumbers) * which / parts;
+  for (int k = 0; k < kNumbers / parts; k += 64 / int(sizeof(Weight))) __builtin_prefetch(next + k);
+}
+
+// The votes of kMany tiles, whose poses are a single row each and `apart`: sink(which of them, index in E, vote). A
+// weight that is read then serves several tiles.
+template <int kMany, class T, class Pose, class Weight, class Sink>
+FASTCAPS_INLINE void votes_of_tiles(const Pose& pose, const Vec<T>* P, int64_t apart, const Weight* W,
+                                    const Weight* bias, Sink&& sink) {
+  product<kMany, Pose::largest_divisor(Pose::E, Pose::kLimit / kMany), Vec<T>>(
+      kMany, pose.E, pose.D, [&](int t, int d) FASTCAPS_LAMBDA { return P[t * apart + d]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; }, FromZero{},
+      [&](int t, int e, Vec<T> v) FASTCAPS_LAMBDA {
+        prefetch_next<Pose::D * Pose::E>(W, e * kMany + t, kMany * pose.E);
+        sink(t, e, bias ? v + bias[e] : v);
+      });
+}
+
+// Their way back: dP += dV W^T of kMany tiles.
+template <int kMany, class T, class Pose, class Weight>
+FASTCAPS_INLINE void add_child_gradient_of_tiles(const Pose& pose, const Vec<T>* dV, const Weight* W, int64_t apart,
+                                                 Vec<T>* dP) {
+  product<kMany, Pose::largest_divisor(Pose::D, Pose::kLimit / kMany), Vec<T>>(
+      kMany, pose.D, pose.E, [&](int t, int e) FASTCAPS_LAMBDA { return dV[t * apart * pose.E + e]; },
+      [&](int e, int d) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
+      [&](int t, int d) FASTCAPS_LAMBDA { return dP[t * apart * pose.D + d]; },
+      [&](int t, int d, Vec<T> v) FASTCAPS_LAMBDA {
+        prefetch_next<Pose::D * Pose::E>(W, d * kMany + t, kMany * pose.D);
+        dP[t * apart * pose.D + d] = v;
+      });
+}
+
+// f(first, many) for [0, count), kMost at a time while there are so many, then half of it.
+template <int kMost, class F>
+FASTCAPS_INLINE void each_group(int64_t count, F&& f, int64_t first = 0) {
+  for (; first + kMost <= count; first += kMost) f(first, std::integral_constant<int, kMost>{});
+  if constexpr (kMost > 1) each_group<kMost / 2>(count, f, first);
 }
 
 // Where the votes of a unit for a parent come from when they are asked for.
