@@ -11,7 +11,8 @@ template <int C_, int D_, int E_>
 struct StaticPose {
   static constexpr bool kIdentity = false, kDynamic = false;
   static constexpr int C = C_, D = D_, E = E_;
-  static constexpr int kLimit = kManyRegisters ? 18 : 8;
+  static constexpr int kLimit = kManyRegisters ? 18 : 12;         // of votes in registers,
+  static constexpr int kGradientLimit = kManyRegisters ? 18 : 8;  // and of their gradients, beside what meets them
   static constexpr int largest_divisor(int of, int limit) {
     int best = 1;
     for (int k = 1; k <= limit && k <= of; ++k)
@@ -26,7 +27,7 @@ struct StaticPose {
   static constexpr int kWeightRows = largest_divisor(D, kManyRegisters ? 6 : 4);
   static constexpr int kWeightCols = largest_divisor(E, kLimit / kWeightRows);
   // Rows of a vote's gradient that meet matrix and child while they are in registers; 0: it is written down first.
-  static constexpr int kGradientRows = C == 1 ? 0 : largest_divisor(C, kLimit / E);
+  static constexpr int kGradientRows = C == 1 ? 0 : largest_divisor(C, kGradientLimit / E);
   // Parents whose votes, when they are few numbers each, are made together; tiles, where a row meets a large matrix.
   static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
   static constexpr int kTiles = C > 1 || D * E < 1024 ? 1 : kManyRegisters ? 4 : 2;
