@@ -83,7 +83,8 @@ FASTCAPS_INLINE void store(T* p, Vec<T> v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-// x, kept in a register: a compiler would rather load it anew for each use, and loads may be what is scarce.
+// x, in a register, and the compiler forgets how it came there: it would load it anew for each use, where loads are
+// what is scarce, or fuse its product with a sum.
 template <class V>
 FASTCAPS_INLINE V in_register(V x) {
 #if defined(__AVX512F__)
@@ -92,6 +93,8 @@ FASTCAPS_INLINE V in_register(V x) {
   asm("" : "+x"(x));
 #elif defined(__aarch64__)
   asm("" : "+w"(x));
+#else
+  asm("" : "+m"(x));
 #endif
   return x;
 }

@@ -66,7 +66,8 @@ FASTCAPS_INLINE void product_block(int i0, int j0, int depth, A&& a, B&& b, Init
     unroll<I>([&](auto i) FASTCAPS_LAMBDA { left[i] = a(i0 + i, 0); });
     unroll<J>([&](auto j) FASTCAPS_LAMBDA {
       const auto right = b(0, j0 + j);
-      unroll<I>([&](auto i) FASTCAPS_LAMBDA { x[i * J + j] = left[i] * right; });
+      // opaque, so that it is the later products that are fused, whatever the pose: the same votes have the same bits
+      unroll<I>([&](auto i) FASTCAPS_LAMBDA { x[i * J + j] = in_register(V(left[i] * right)); });
     });
   } else {
     unroll<I * J>([&](auto k) FASTCAPS_LAMBDA { x[k] = init(i0 + k / J, j0 + k % J); });
