@@ -58,9 +58,8 @@ struct Shared {
   Shared(const Schedule& c, const Votes& v, const Task& task) {
     const bool backward = task.backward;
     const PassKernel& kernel = *c.kernel;
-    const int64_t rows = kernel.C ? v.C : c.rows * kernel.tile_rows;
-    const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(v.D, kernel.vector) * kernel.vector;
-    child_rows = c.tile * rows * depth * 4;
+    const int64_t any = int64_t(c.rows) * kernel.tile_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
+    child_rows = c.tile * (kernel.C ? kernel.child_stride : any) * 4;
     weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile * 8;
     dchildren = backward ? child_rows * c.warps_parents : 0;
