@@ -16,7 +16,7 @@ std::vector<Tensor> attention_routing(Stack stack) {
   if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.eps = float(op.eps), a.rule = op.rule;
   const Schedule c = call.schedule_forward(op.iterations);
-  Tensor result = torch::stable::new_empty(children, call.poses());
+  Tensor result = new_tensor(children, call.poses(), children.scalar_type());
   Tensor sums = call.empty(call.poses(op.iterations));
   if (v.positions() == 0) return {result, sums};
   call.take(c);
@@ -58,7 +58,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   if (op.norm_weight) end.norm_weight = data_of(norm = torch::stable::contiguous(*op.norm_weight));
   const int64_t blocks = end_blocks(end, 1024), numbers = wants_norm ? v.parent_size() : 0;
   const Tensor dnorms = empty ? call.zeros({1, 2, numbers}) : call.empty({turns.count * blocks, 2, numbers});
-  Tensor dquery = torch::stable::new_empty(children, wants_query ? call.poses() : Shape{0});
+  Tensor dquery = new_tensor(children, wants_query ? call.poses() : Shape{0}, storage);
   const bool direct = c.chunks == 1 && storage == ScalarType::Float;
   const Tensor dqueries = direct || empty || !wants_query ? dquery : call.empty(call.parts(c, true));
   const Tensor dsums = call.empty({v.positions() * v.parents_size()});

@@ -20,9 +20,8 @@ template <int N>
 FASTCAPS_DEVICE void add_vector(float* at, const float (&x)[N], bool alone) {
   if constexpr (N == 4) {
     if (alone) {
-      float4* to = reinterpret_cast<float4*>(at);
-      const float4 old = *to;
-      *to = make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]);
+      const float4 old = load4(at);
+      store4(at, make_float4(old.x + x[0], old.y + x[1], old.z + x[2], old.w + x[3]));
     } else {
       atomic_add4(at, make_float4(x[0], x[1], x[2], x[3]));
     }
@@ -48,7 +47,7 @@ FASTCAPS_DEVICE float* gradient_of_weights(const PassArgs& a, int t, int m) {
 // adds it all up.
 template <class Pose>
 struct Found {
-  float* children;  // [tile, warps that share parents, C, D]
+  float* children;  // [warps that share parents, tile, C, D], child_stride apart
   float* weight;    // [warps that take other positions, parents of the block, stride]; or, where weights are large,
                     // dL/dV: [parents of the block, tile, E]
   float* gates;     // [tile, warps that share parents]
@@ -58,16 +57,15 @@ struct Found {
         weight(reinterpret_cast<float*>(shared + a.shared_dweight)),
         gates(reinterpret_cast<float*>(shared + a.shared_dgate)) {}
   FASTCAPS_DEVICE void next(const PassArgs& a) {
-    children += a.tile * a.warps_parents * child_numbers(a);
+    children += a.tile * a.warps_parents * child_stride<Pose>(a);
     gates += a.tile * a.warps_parents;
     weight += Lane<Pose>::block_parents(a) *
               (kLargeWeights<Pose> ? a.tile * Pose::kE : warps_positions(a) * Pose::kWeightStride);
   }
 
   static FASTCAPS_DEVICE int warps_positions(const PassArgs& a) { return block_threads() / kWarp / a.warps_parents; }
-  static FASTCAPS_DEVICE int child_numbers(const PassArgs& a) { return Pose::padded_rows(a) * row_stride<Pose>(a); }
   FASTCAPS_DEVICE float* child(const PassArgs& a, int seat, int warp_parent) const {
-    return children + (seat * a.warps_parents + warp_parent) * child_numbers(a);
+    return children + (warp_parent * a.tile + seat) * child_stride<Pose>(a);
   }
   FASTCAPS_DEVICE float* weights(const PassArgs& a, int warp_position, int own) const {
     return weight + (warp_position * Lane<Pose>::block_parents(a) + own) * Pose::kWeightStride;
@@ -279,11 +277,11 @@ FASTCAPS_DEVICE void flush_children(const PassArgs& a, const Found<Pose>& found,
     const int k = a.by_tile.quotient(rest), at = a.by_tile.remainder(rest, k);
     const Child child(a, first + k);
     if (!child.exists(a, seats[at]) || c >= Pose::C_(a)) continue;
-    const float* from = found.child(a, k * a.tile + at, 0) + c * row_stride<Pose>(a) + d;
+    const float* from = found.child(a, at, k * a.warps_parents) + c * row_stride<Pose>(a) + d;
     float sum[V] = {};
     for (int w = 0; w < a.warps_parents; ++w) {
       float x[V];
-      load_vector<V>(from + w * Found<Pose>::child_numbers(a), x);
+      load_vector<V>(from + w * a.tile * child_stride<Pose>(a), x);
       FASTCAPS_UNROLL
       for (int v = 0; v < V; ++v) sum[v] += x[v];
     }

@@ -44,8 +44,6 @@ Call::Call(Pass pass_, const VoteTensors& given, int64_t options_)
     : pass(pass_), votes(given.check()), options(options_), children(given.children) {
   const Votes& v = votes;
   STD_TORCH_CHECK(v.storage != Storage::kFloat64, "fastcaps: the CUDA kernels take no float64");
-  const std::string why_not = refusal(pass, v.C, v.D, v.E, !given.weight);
-  STD_TORCH_CHECK(why_not.empty(), "fastcaps: the CUDA kernels cannot take this call: ", why_not);
   for (const int64_t size : {v.I, v.M, v.H * v.W, v.C * v.D * v.M, v.Ho * v.Wo})
     STD_TORCH_CHECK(size < (int64_t(1) << 30), "fastcaps: the CUDA kernels count children and parents in 30 bits");
   PassArgs& a = args;
@@ -78,15 +76,24 @@ void Call::take_betas(const MaybeTensor& use, const MaybeTensor& ignore) {
   table_strides(*ignore, 1, args.ignore_stride_i, args.ignore_stride_m);
 }
 
+Schedule Call::cut(const Task& task, const Bias& bias) const {
+  const Schedule c = make_schedule(task, votes, bias, machine());
+  if (c.kernel) return c;
+  const std::string why_not = refusal(pass, votes.C, votes.D, votes.E, task.identity);
+  STD_TORCH_CHECK(false, "fastcaps: the CUDA kernels cannot take this call: ",
+                  why_not.empty() ? "this device's shared memory does not hold these poses" : why_not);
+  return c;
+}
+
 Schedule Call::schedule_forward(int64_t turns) const {
   STD_TORCH_CHECK(turns >= 1 && turns <= kMostTurns, "fastcaps: one launch has 1 to ", kMostTurns, " turns, got ",
                   turns);
   const bool whole = turns > 1;
-  const Schedule c = make_schedule({.pass = pass,
-                                    .tensor = rounds(options, args.storage, Storage::kFloat16),
-                                    .identity = !args.weight,
-                                    .whole = whole},
-                                   votes, {}, machine());
+  const Schedule c = cut({.pass = pass,
+                          .tensor = rounds(options, args.storage, Storage::kFloat16),
+                          .identity = !args.weight,
+                          .whole = whole},
+                         {});
   STD_TORCH_CHECK(!whole || pass == Pass::kPooling || c.parent_blocks == 1,
                   "fastcaps: one launch cannot take this routing: its ", votes.M, " parents take several blocks");
   return c;
@@ -98,14 +105,13 @@ void Call::take_ranges(const Schedule& c) {
 }
 
 void Call::take(const Schedule& c) {
-  STD_TORCH_CHECK(c.kernel, "fastcaps: this device's shared memory does not hold these poses");
   PassArgs& a = args;
   static_cast<Cut&>(a) = c;
   a.by_chunk = Divider(c.chunks);
   a.by_tile = Divider(c.tile);
   a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
   a.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
-  if (c.kernel->tensor && a.storage == Storage::kFloat32) {  // half-precision numbers are round already
+  if (c.kernel->tensor && a.storage == Storage::kFloat32 && votes.positions() > 0) {  // half precision is round already
     rounded = empty({weight.numel()});
     gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
                 RoundArgs{a.weight, floats(rounded), weight.numel()});
@@ -170,9 +176,8 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   Bias parts_of = wanted.bias ? Bias::of(v, given.bias->size(0) == 1) : Bias{};
   const int64_t biases = parts_of.numbers;
   parts_of.numbers += wanted.use + wanted.ignore;
-  schedule =
-      make_schedule({call.pass, true, rounds(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity},
-                    v, parts_of, machine());
+  schedule = call.cut(
+      {call.pass, true, rounds(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
   call.take(schedule);
   const int64_t parts = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
   dchildren_ = call.zeros({wanted.children ? call.children.numel() : 0});
@@ -222,7 +227,7 @@ void VoteGradients::run(int statistics) {
 
 Tensor VoteGradients::finished(bool wanted, const Tensor& x, const Shape& shape) const {
   const ScalarType type = call_.children.scalar_type();
-  if (!wanted) return torch::stable::new_empty(call_.children, {0});  // one each: outputs must not alias
+  if (!wanted) return new_tensor(call_.children, {0}, type);  // one each: outputs must not alias
   const Tensor shaped = torch::stable::view(x, shape);
   return type == ScalarType::Float ? shaped : torch::stable::to(shaped, type);
 }

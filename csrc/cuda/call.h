@@ -53,8 +53,11 @@ struct Call {
   Shape poses(int64_t turns = 0) const { return poses_shape(votes, turns); }
   Shape numbers(int64_t turns = 0) const { return numbers_shape(votes, turns); }
 
-  Tensor empty(const Shape& shape) const { return torch::stable::new_empty(children, shape, ScalarType::Float); }
-  Tensor zeros(const Shape& shape) const { return torch::stable::new_zeros(children, shape, ScalarType::Float); }
+  Tensor empty(const Shape& shape) const { return new_tensor(children, shape, ScalarType::Float); }
+  Tensor zeros(const Shape& shape) const {  // torch takes as long to fill no numbers as to fill some
+    Tensor x = empty(shape);
+    return x.numel() == 0 ? x : torch::stable::zero_(x);
+  }
   // A tensor in float, where it lies if it is dense.
   float* dense(const MaybeTensor& x);
   // A Gaussian turn's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
@@ -62,6 +65,8 @@ struct Call {
   // Betas [I or 1, M or 1].
   void take_betas(const MaybeTensor& use, const MaybeTensor& ignore);
 
+  // How a task is cut, or an error that says why no kernel takes it.
+  Schedule cut(const Task& task, const Bias& bias) const;
   // The schedule of so many turns. One launch takes several, each of whose blocks sees all children of its positions.
   Schedule schedule_forward(int64_t turns) const;
   void take(const Schedule& c);
@@ -105,7 +110,7 @@ class VoteGradients {
 
   // A gradient as the op returns it: in the children's type, empty if it is not wanted.
   Tensor finished(bool wanted, const Tensor& x, const Shape& shape) const;
-  Tensor none() const { return torch::stable::new_empty(call_.children, {0}, ScalarType::Float); }
+  Tensor none() const { return call_.empty({0}); }
 
  private:
   Call& call_;

@@ -34,6 +34,12 @@ FASTCAPS_DEVICE char* shared_memory() {
   return reinterpret_cast<char*>(memory);
 }
 
+// ---- neighbours in one go, at an address that is a multiple of their size -------------------------------------------
+FASTCAPS_DEVICE float2 load2(const float* at) { return *reinterpret_cast<const float2*>(at); }
+FASTCAPS_DEVICE float4 load4(const float* at) { return *reinterpret_cast<const float4*>(at); }
+FASTCAPS_DEVICE void store2(float* at, float2 x) { *reinterpret_cast<float2*>(at) = x; }
+FASTCAPS_DEVICE void store4(float* at, float4 x) { *reinterpret_cast<float4*>(at) = x; }
+
 // ---- barriers -------------------------------------------------------------------------------------------------------
 FASTCAPS_DEVICE void barrier() { __syncthreads(); }
 FASTCAPS_DEVICE void barrier_warp() { __syncwarp(); }

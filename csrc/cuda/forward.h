@@ -101,7 +101,8 @@ struct Built {
     PassKernel k{};
     k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.tile_rows = Pose::kTileRows, k.tile_columns = Pose::kTileColumns;
     k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.tensor = Pose::kTensor;
-    k.vector = Pose::kVector, k.row_stride = Pose::kRowStride, k.weight_copy = Pose::kWeightCopy;
+    k.vector = Pose::kVector, k.weight_copy = Pose::kWeightCopy;
+    k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
     k.weight_stride = Pose::kWeightStride, k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;
     k.run = run, k.run_plain = run_plain;
     return k;

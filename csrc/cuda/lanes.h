@@ -23,6 +23,8 @@ struct FixedPose {
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
   static_assert(TE * COLUMNS == E && TE % VECTOR == 0 && 32 % (COLUMNS * PARENTS) == 0);
   static constexpr int kRowStride = D;  // of a child's rows in shared memory
+  // Behind a child in shared memory: the rows of 8 positions then lie on all banks.
+  static constexpr int kChildPad = C == 4 && D == 4 ? 4 : 0;
   static_assert(COLUMNS == 1 || PARENTS == 1 || kPositions == 1,
                 "the lanes of a sum over columns and parents must be neighbours");
 
@@ -43,7 +45,7 @@ struct FreePose {
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kTileRows = TC, kTileColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
-  static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0;
+  static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0, kChildPad = 0;
 
   static FASTCAPS_DEVICE int C_(const PassArgs& a) { return a.C; }
   static FASTCAPS_DEVICE int D_(const PassArgs& a) { return a.D; }
@@ -113,6 +115,12 @@ constexpr bool kLargeWeights = Pose::kFixed && Pose::kWeightStride == 0;
 template <class Pose>
 FASTCAPS_DEVICE int row_stride(const PassArgs& a) {
   return Pose::kFixed ? Pose::kRowStride : Pose::padded_depth(a);
+}
+
+// From one position's child to the next one's, in shared memory.
+template <class Pose>
+FASTCAPS_DEVICE int child_stride(const PassArgs& a) {
+  return Pose::padded_rows(a) * row_stride<Pose>(a) + Pose::kChildPad;
 }
 
 // A lane's part of one pose, and all such parts that it holds.

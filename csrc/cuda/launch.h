@@ -8,6 +8,9 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
+#include <set>
+#include <utility>
+
 #include "../tensors.h"
 
 #ifndef FASTCAPS_CUDA_DRIVER  // the tests have one of their own
@@ -88,13 +91,22 @@ inline int attribute(cudaDeviceAttr which) {
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 inline int64_t shared_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes a block can have
 
+// Lets blocks of a kernel have as much shared memory as the device has; asked once by every thread, since it takes
+// longer than the launch. Always to the limit: another thread may be about to launch the same kernel.
+inline void allow_shared_memory(const void* kernel) {
+  static thread_local std::set<std::pair<int, const void*>> allowed;
+  const std::pair<int, const void*> key{DeviceGuard::device(), kernel};
+  if (allowed.count(key)) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_limit())),
+        "cudaFuncSetAttribute");
+  allowed.insert(key);
+}
+
 template <class Args>
 void launch(void (*kernel)(const Args), const Grid& grid, const Args& args) {
   if (grid.x == 0 || grid.y == 0) return;
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (grid.shared_bytes > 48 * 1024)  // always to the limit: another thread may be about to launch the same kernel
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_limit())),
-          "cudaFuncSetAttribute");
+  if (grid.shared_bytes > 48 * 1024) allow_shared_memory(function);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));
   config.blockDim = dim3(unsigned(grid.threads));

@@ -9,10 +9,10 @@ template <int N>
 FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
   static_assert(N == 1 || N == 2 || N == 4);
   if constexpr (N == 4) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
+    const float4 v = load4(from);
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   } else if constexpr (N == 2) {
-    const float2 v = *reinterpret_cast<const float2*>(from);
+    const float2 v = load2(from);
     to[0] = v.x, to[1] = v.y;
   } else {
     to[0] = *from;
@@ -23,9 +23,9 @@ template <int N>
 FASTCAPS_DEVICE void store_vector(float* to, const float* from) {
   static_assert(N == 1 || N == 2 || N == 4);
   if constexpr (N == 4)
-    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+    store4(to, make_float4(from[0], from[1], from[2], from[3]));
   else if constexpr (N == 2)
-    *reinterpret_cast<float2*>(to) = make_float2(from[0], from[1]);
+    store2(to, make_float2(from[0], from[1]));
   else
     *to = *from;
 }
@@ -74,7 +74,7 @@ struct Weights {
 template <class Pose>
 FASTCAPS_DEVICE const float* child_row(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int seat,
                                        int i) {
-  return stage.children + (seat * Pose::padded_rows(a) + lane.c(i)) * row_stride<Pose>(a);
+  return stage.children + seat * child_stride<Pose>(a) + lane.c(i) * row_stride<Pose>(a);
 }
 
 }  // namespace fastcaps::gpu

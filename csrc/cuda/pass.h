@@ -136,7 +136,8 @@ struct PassKernel {
   int columns, parents;            // lanes; 0: chosen at the launch
   int each;                        // parents of a lane
   bool tensor;                     // products in tf32
-  int vector, row_stride;          // of a child's rows, in floats: what is copied together; in shared memory, 0: any
+  int vector;                      // of a child's rows: floats that are copied together
+  int child_stride;                // from child to child in shared memory, in floats; 0: any
   int weight_copy, weight_stride;  // of a parent's weights; no stride: they are read where they lie
   int positions;                   // R
   int threads, blocks;             // of a block, at most; of a multiprocessor, at least

@@ -20,8 +20,8 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.normalize = op.normalize, a.rule = op.rule;
   const Schedule c = call.schedule_forward(op.iterations);
-  const Tensor result = torch::stable::new_empty(children, call.poses());
-  const Tensor sums = torch::stable::new_empty(children, call.poses(op.iterations));
+  const Tensor result = new_tensor(children, call.poses(), children.scalar_type());
+  const Tensor sums = new_tensor(children, call.poses(op.iterations), children.scalar_type());
   const Tensor logsumexp = call.empty(call.numbers(op.iterations));
   const auto results = [&]() -> std::vector<Tensor> {
     if (!flattened) return {result, sums, logsumexp};

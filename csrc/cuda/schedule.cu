@@ -58,9 +58,8 @@ struct Shared {
   Shared(const Schedule& c, const Votes& v, const Task& task) {
     const bool backward = task.backward;
     const PassKernel& kernel = *c.kernel;
-    const int64_t rows = kernel.C ? v.C : c.rows * kernel.tile_rows;
-    const int64_t depth = kernel.C ? kernel.row_stride : ceil_div(v.D, kernel.vector) * kernel.vector;
-    child_rows = c.tile * rows * depth * 4;
+    const int64_t any = int64_t(c.rows) * kernel.tile_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
+    child_rows = c.tile * (kernel.C ? kernel.child_stride : any) * 4;
     weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile * 8;
     dchildren = backward ? child_rows * c.warps_parents : 0;
@@ -170,19 +169,22 @@ constexpr int64_t kLeastShared = 99 * 1024;
 }  // namespace
 
 std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
-  const std::string pose = std::to_string(C) + " x " + std::to_string(D) + " children and " + std::to_string(C) +
-                           " x " + std::to_string(E) + " parents";
+  const auto pose = [&] {
+    const auto n = [](int64_t x) { return std::to_string(x); };
+    return n(C) + " x " + n(D) + " children and " + n(C) + " x " + n(E) + " parents";
+  };
   const Votes one{1, 1, 1, 1, C, D, 1, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
   if (!choose(kernels_of(pass, false), one, {.pass = pass, .identity = identity}))
-    return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose;
+    return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose();
   if (!make_schedule({.pass = pass, .backward = true, .identity = identity}, one, {}, {1, kLeastShared}).kernel)
-    return "its shared memory does not hold so large a pose, got " + pose;
+    return "its shared memory does not hold so large a pose, got " + pose();
   return "";
 }
 
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine) {
   Schedule c{};
   c.kernel = choose(kernels_of(task.pass, task.backward), v, task);
+  if (!c.kernel) return c;
   const PassKernel& kernel = *c.kernel;
   const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
   c.columns = lanes.columns, c.rows = lanes.rows, c.parents = lanes.parents;

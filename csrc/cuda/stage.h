@@ -156,10 +156,10 @@ FASTCAPS_DEVICE void stage_children(const PassArgs& a, int count, const Seat* se
     const Seat& seat = seats[which];
     const int inside = Pose::kFixed ? V : c >= a.C ? 0 : a.D - d < V ? a.D - d : V;
     const int64_t at = seat.children + c * a.children.stride[4] + d * a.children.stride[5];
-    float* target = to + row * stride + d;
+    float* target = to + which * child_stride<Pose>(a) + c * stride + d;
     for (int k = 0; k < count; ++k) {
       stage_vector<V>(a, target, at + offsets[k].children, offsets[k].exists(a, seat) ? inside : 0);
-      target += a.tile * rows * stride;
+      target += a.tile * child_stride<Pose>(a);
     }
   }
 }
@@ -204,7 +204,7 @@ FASTCAPS_DEVICE void stage_seen(const PassArgs& a, int count, const Seat* seats,
 // One child after another of a stage in shared memory.
 template <class Pose>
 struct Stage {
-  const float* children;  // [tile, C, D]
+  const float* children;  // [tile, C, D], child_stride apart
   const float* weight;    // [parents of the block, stride]
   const Seen* seen;       // [tile]
   int t;                  // which child it is, in the order of the kernels
@@ -216,7 +216,7 @@ struct Stage {
     seen = reinterpret_cast<const Seen*>(base + a.shared_seen);
   }
   FASTCAPS_DEVICE void next(const PassArgs& a) {
-    children += a.tile * Pose::padded_rows(a) * row_stride<Pose>(a);
+    children += a.tile * child_stride<Pose>(a);
     weight += Lane<Pose>::block_parents(a) * Pose::kWeightStride;
     seen += a.tile;
     ++t;
@@ -245,7 +245,7 @@ struct Stage {
     const int numbers = Pose::padded_rows(a) * row_stride<Pose>(a), depth = Pose::padded_depth(a);
     for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
       if (seen[unit].gate != 0.0f || seen[unit].exists == 0.0f) continue;
-      float* child = reinterpret_cast<float*>(base) + unit * numbers;
+      float* child = reinterpret_cast<float*>(base) + unit * child_stride<Pose>(a);
       float all = 0.0f;  // NaN as soon as one is not finite
       for (int row = 0; row < numbers; row += row_stride<Pose>(a))
         for (int d = 0; d < depth; ++d) all += 0.0f * child[row + d];

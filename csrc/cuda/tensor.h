@@ -16,6 +16,8 @@ namespace fastcaps::gpu {
 template <int EACH>
 struct TensorPose4x4 : FixedPose<4, 4, 4, 4, 4, 1, 8, EACH, 16> {
   static constexpr bool kTensor = true;
+  static constexpr int kChildPad = 8;  // 4 positions x 8 numbers of a fragment meet 32 banks
+  static constexpr int kChildStride = 16 + kChildPad;
 };
 
 // 1 x 64 poses. One instruction takes 16 positions (rows) and 8 columns of one parent's pose, for 8 of the child's
@@ -34,7 +36,8 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<Tens
   const int t = lane.position, seat = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
   uint32_t children[2];
   FASTCAPS_UNROLL
-  for (int half = 0; half < 2; ++half) children[half] = to_tf32(stage.children[seat * 16 + (2 * half + row) * 4 + t]);
+  for (int half = 0; half < 2; ++half)
+    children[half] = to_tf32(stage.children[seat * Pose::kChildStride + (2 * half + row) * 4 + t]);
   FASTCAPS_UNROLL
   for (int p = 0; p < EACH; ++p) {
     float weights[4];
@@ -84,10 +87,10 @@ template <int EACH>
 FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH>>& lane,
                                            const Stage<TensorPose4x4<EACH>>& stage,
                                            const Tile<TensorPose4x4<EACH>>& dvotes, float (&rows)[2][4]) {
+  const float* rows_of = stage.children + lane.template seat<1>(0) * TensorPose4x4<EACH>::kChildStride;
   uint32_t children[4];
   FASTCAPS_UNROLL
-  for (int c = 0; c < 4; ++c)
-    children[c] = to_tf32(stage.children[lane.template seat<1>(0) * 16 + c * 4 + lane.parent % 4]);
+  for (int c = 0; c < 4; ++c) children[c] = to_tf32(rows_of[c * 4 + lane.parent % 4]);
   FASTCAPS_UNROLL
   for (int e = 0; e < 4; e += 2) {
     float d[4] = {};

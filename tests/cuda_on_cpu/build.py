@@ -37,9 +37,8 @@ def _tool(name: str) -> str:
     return found
 
 
-@functools.cache
-def library(target: str) -> ctypes.CDLL:
-    """Build a target, load its ops into torch and return the library; skip where there is no compiler.
+def make(source: Path, folder: Path, target: str, **definitions: str | Path) -> Path:
+    """Build a target of the CMake project in ``source`` and return the library; skip where there is no compiler.
 
     Raises
     ------
@@ -48,17 +47,24 @@ def library(target: str) -> ctypes.CDLL:
     """
     compilers = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     if not any(name and shutil.which(name.split()[0]) for name in compilers):
-        pytest.skip("the CUDA sources are not run on the CPU: no C++ compiler")
-    configure = [_tool("cmake"), "-S", str(HERE), "-B", str(BUILD), "-G", "Ninja"]
+        pytest.skip(f"{source.name} is not built: no C++ compiler")
+    configure = [_tool("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", f"-DFASTCAPS_TORCH_DIR={Path(torch.__file__).parent}"]
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with FileLock(BUILD / ".lock"):  # the test processes that run side by side build it once
-        for command in (configure, [_tool("cmake"), "--build", str(BUILD), "--target", target]):
+    configure += [f"-D{name}={value}" for name, value in definitions.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):  # the test processes that run side by side build it once
+        for command in (configure, [_tool("cmake"), "--build", str(folder), "--target", target]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = (done.stdout + done.stderr)[-8000:]
-                raise RuntimeError(f"the CUDA sources do not build for the CPU:\n{said}")
-    path = next(path for suffix in ("so", "dylib") if (path := BUILD / f"lib{target}.{suffix}").is_file())
+                raise RuntimeError(f"{source.name} does not build:\n{said}")
+    return next(path for suffix in ("so", "dylib") if (path := folder / f"lib{target}.{suffix}").is_file())
+
+
+@functools.cache
+def library(target: str) -> ctypes.CDLL:
+    """Build the CUDA sources for the CPU, load a target's ops into torch and return the library."""
+    path = make(HERE, BUILD, target)
     torch.ops.load_library(str(path))
     return ctypes.CDLL(str(path))
 

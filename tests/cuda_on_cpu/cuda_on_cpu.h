@@ -54,6 +54,12 @@ int64_t blocks_x();
 
 char* shared_memory();
 
+// ---- neighbours in one go: one access, as on a GPU ------------------------------------------------------------------
+float2 load2(const float* at);
+float4 load4(const float* at);
+void store2(float* at, float2 x);
+void store4(float* at, float4 x);
+
 // ---- barriers -------------------------------------------------------------------------------------------------------
 void barrier();
 void barrier_warp();

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "watch.h"
+#include "wavefronts.h"
 
 namespace cuda_on_cpu {
 
@@ -116,16 +117,6 @@ void thread_main() {
   if (warp.arrived) fail("returned while other lanes of its warp wait for all 32 in " + std::string(warp.what->name));
   run_next(threads[self].fiber);
   std::abort();  // nobody runs a thread that has returned
-}
-
-std::string kernel_name() {
-  Dl_info info;
-  if (!dladdr(launch_now->kernel, &info) || !info.dli_sname) return "a kernel";
-  int status = 1;
-  char* text = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
-  std::string name = status == 0 ? text : info.dli_sname;
-  std::free(text);
-  return name.substr(0, name.rfind('('));
 }
 
 std::string where() {
@@ -230,6 +221,7 @@ void run_block(const Launch& launch) {
   warp_at = std::countr_zero(ready_warps);
   run_next(host);
   block.running = false;
+  settle_wavefronts(~0u);
   if (!failure.empty()) throw std::runtime_error(std::exchange(failure, {}));
   if (done < launch.threads) throw std::runtime_error(where() + " never ends: " + who_waits_for_whom());
 }
@@ -243,6 +235,16 @@ int64_t permuted(int64_t k, int64_t count, int order, uint32_t seed) {
 }
 
 }  // namespace
+
+std::string kernel_name() {
+  Dl_info info;
+  if (!dladdr(launch_now->kernel, &info) || !info.dli_sname) return "a kernel";
+  int status = 1;
+  char* text = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
+  std::string name = status == 0 ? text : info.dli_sname;
+  std::free(text);
+  return name.substr(0, name.rfind('('));
+}
 
 void fail(const std::string& what) {
   failure = where() + ", thread " + std::to_string(block.thread) + " " + what;
@@ -265,6 +267,7 @@ void meet_warp(const Collective& what, void* part) {
   warp.arrived |= 1u << lane;
   if (warp.arrived != ~0u) return wait(State::kWarp);
   warp.arrived = 0;
+  settle_wavefronts(1u << block.warp());
   what.finish(warp.parts);
   for (int k = 0; k < kWarp; ++k)
     if (k != lane) make_ready(block.warp() * kWarp + k);
@@ -295,6 +298,7 @@ void wait_barrier(int id, int expected) {
     met |= 1u << w;
   }
   watch_barrier(met);
+  settle_wavefronts(met);
   for (int w = 0; w < kWarps; ++w)
     if (met >> w & 1)
       for (int k = 0; k < kWarp; ++k)

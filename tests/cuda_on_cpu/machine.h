@@ -31,6 +31,9 @@ extern Block block;
 // Called by a thread: gives up the block and raises an error from the launch, which names kernel, block and thread.
 [[noreturn]] void fail(const std::string& what);
 
+std::string kernel_name();                         // of the launch at hand
+std::string place_in_library(const void* caller);  // what addr2line wants to know of it; empty if nothing is known
+
 // What all lanes of a warp do together: each gives a pointer to its part, and whoever comes last finishes for all.
 struct Collective {
   const char* name;

@@ -116,6 +116,32 @@ int64_t block_y() { return block.y; }
 int64_t blocks_x() { return block.blocks_x; }
 char* shared_memory() { return block.shared; }
 
+namespace {
+
+template <class T>
+T load(const float* at, const void* caller) {
+  if (!aligned(at, sizeof(T)))
+    fail("reads " + std::to_string(sizeof(T)) + " bytes at an address that is not a multiple of them");
+  cuda_on_cpu::watch(at, sizeof(T), Access::kRead, caller);
+  T x;
+  std::memcpy(&x, at, sizeof(T));
+  return x;
+}
+template <class T>
+void store(float* at, const T& x, const void* caller) {
+  if (!aligned(at, sizeof(T)))
+    fail("writes " + std::to_string(sizeof(T)) + " bytes at an address that is not a multiple of them");
+  cuda_on_cpu::watch(at, sizeof(T), Access::kWrite, caller);
+  std::memcpy(at, &x, sizeof(T));
+}
+
+}  // namespace
+
+float2 load2(const float* at) { return load<float2>(at, __builtin_return_address(0)); }
+float4 load4(const float* at) { return load<float4>(at, __builtin_return_address(0)); }
+void store2(float* at, float2 x) { store(at, x, __builtin_return_address(0)); }
+void store4(float* at, float4 x) { store(at, x, __builtin_return_address(0)); }
+
 void barrier() { cuda_on_cpu::wait_barrier(0, block.threads); }
 void barrier_part(int id, int threads) {
   if (id == 0) fail("waits at barrier_part 0, which is the whole block's");

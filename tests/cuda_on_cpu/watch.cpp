@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "machine.h"
+#include "wavefronts.h"
 
 namespace cuda_on_cpu {
 namespace {
@@ -48,12 +49,8 @@ const char* called(Access access) {
 
 // Where the compiler's announcement came from, for addr2line.
 std::string source(const void* caller) {
-  Dl_info info;
-  if (!caller || !dladdr(caller, &info) || !info.dli_fname) return "";
-  char text[32];
-  snprintf(text, sizeof text, " %#zx)",
-           size_t(static_cast<const char*>(caller) - static_cast<char*>(info.dli_fbase)) - 1);
-  return std::string(" (addr2line -ife ") + info.dli_fname + text;
+  const std::string place = place_in_library(caller);
+  return place.empty() ? "" : " (addr2line -ife " + place + ")";
 }
 
 // Two threads may write the same number with no barrier in between, whoever comes last. Whether it is the same shows
@@ -189,6 +186,15 @@ void watch_global(uintptr_t address, size_t bytes, Access access, const void* ca
 
 }  // namespace
 
+std::string place_in_library(const void* caller) {
+  Dl_info info;
+  if (!caller || !dladdr(caller, &info) || !info.dli_fname) return "";
+  char text[32];
+  snprintf(text, sizeof text, " %#zx",
+           size_t(static_cast<const char*>(caller) - static_cast<char*>(info.dli_fbase)) - 1);
+  return info.dli_fname + std::string(text);
+}
+
 void watch_launch() { launch_began = block.serial + 1; }
 
 void watch_block() {
@@ -232,10 +238,13 @@ void watch(const void* at, size_t bytes, Access access, const void* caller) {
     fail(called(access) + (" byte " + std::to_string(int64_t(offset))) + " of shared memory, of which it has " +
          std::to_string(block.shared_bytes) + source(caller));
   watch_shared(offset, bytes, access, false, caller);
+  count_shared(offset, bytes, access == Access::kRead ? Shared::kRead : Shared::kWrite, caller);
 }
 
 void watch_copy_issued(const void* target, size_t bytes, const void* caller) {
-  watch_shared(size_t(static_cast<const char*>(target) - block.shared), bytes, Access::kWrite, true, caller);
+  const size_t first = size_t(static_cast<const char*>(target) - block.shared);
+  watch_shared(first, bytes, Access::kWrite, true, caller);
+  count_shared(first, bytes, Shared::kCopy, caller);
 }
 
 void watch_copy_landed(const void* target, size_t bytes) {

@@ -1,0 +1,183 @@
+"""The host code of the CUDA library as nvcc built it, over a runtime without a GPU (``cuda_stub``).
+
+The runtime refuses what a device would: more shared memory than was asked for, a grid too large, a stream of another
+device, an unknown kernel. So a call that comes through has launched what can be launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from cuda_rows import row
+from cuda_stub.host import SHARED, STREAMS, Host
+from cuda_target import OPTIONS
+from registry import ATTENTION, ROUTINGS, Routing
+from torch import Tensor
+
+from fastcaps.rules import Rule
+
+CASES = (
+    "papers-c10-conv",
+    "papers-c10-fc",
+    "papers-dr",
+    "padded",
+    "same-4x4",
+    "sweeps",
+    "one-position",
+    "pose-1x64-20",
+)
+LARGE = Case("large", Rule.LAYER_NORM, batch=512, types=16, parents=32, pose=(1, 16, 16))
+"""A call whose blocks take more shared memory than a kernel has without asking."""
+Op = Callable[[], list[Tensor]]
+
+
+@pytest.fixture(scope="module")
+def host(cuda_library: Path, nvcc: Path) -> Host:
+    return Host(nvcc)
+
+
+def ops_of(host: Host, routing: Routing, case: Case, option: str = "fast", device: int = 0) -> tuple[Op, Op, Tensor]:
+    """Return a case's forward and backward, ready to be called, and the children that the forward is given."""
+    forward = getattr(torch.ops.fastcaps_cuda, routing.name).default
+    backward = getattr(torch.ops.fastcaps_cuda, f"{routing.name}_backward").default
+    turns = case.turns if case.parents <= 32 else 1  # so many parents take several blocks, and turns several calls
+    given = Host.moved([*routing.call(replace(case, turns=turns)).given.values()], device)
+    back = Host.moved([*routing.backward_call(case).given.values()], device)
+    return (lambda: forward(*given, OPTIONS[option])), (lambda: backward(*back, OPTIONS[option])), given[0]
+
+
+def squash_sums(device: int = 0, batch: int = 2) -> tuple[Op, Op, Tensor]:
+    x = torch.randn(batch, 8, 3, 5)
+    scale = torch.randn(batch, 2, 3, 5)
+    forward = torch.ops.fastcaps_cuda.squash_sum.default
+    backward = torch.ops.fastcaps_cuda.squash_sum_backward.default
+    given: list[Any] = Host.moved([x, scale, x.clone(), scale.clone(), 2, True], device)
+    grad = Host.moved(x.clone(), device)
+    return (lambda: [forward(*given)]), (lambda: backward(grad, *given, 15)), given[0]
+
+
+def both(host: Host, name: str, **options: Any) -> tuple[Op, Op, Tensor]:
+    if name == "squash_sum":
+        return squash_sums(options.get("device", 0))
+    routing = next(routing for routing in ROUTINGS if routing.stem == name)
+    return ops_of(host, routing, row(routing, "papers-c10-conv"), **options)
+
+
+every_op = pytest.mark.parametrize("name", [*(routing.stem for routing in ROUTINGS), "squash_sum"])
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_a_device_takes_every_launch(host: Host, routing: Routing, case: str, device: int) -> None:
+    """On the device and stream of its tensors, in no more threads and shared memory than the kernel may have."""
+    for option in OPTIONS:
+        for op in ops_of(host, routing, row(routing, case), option, device)[:2]:
+            host.begin()
+            results = op()
+            launches = host.launches()
+            assert launches
+            for launch in launches:
+                assert (launch.device, launch.stream) == (device, STREAMS[device])
+                assert launch.threads <= launch.bounds and launch.shared <= SHARED[device]
+            assert all(result.device == torch.device("cuda", device) for result in results)
+
+
+@every_op
+def test_kernels_are_given_the_tensors(host: Host, name: str) -> None:
+    forward, _, children = both(host, name)
+    host.begin()
+    (result, *_) = forward()
+    launches = host.launches()
+    assert any(host.reads(launch, children) for launch in launches)
+    assert any(host.reads(launch, result) for launch in launches)
+
+
+@every_op
+@pytest.mark.parametrize("before", [-1, 0, 1])
+def test_the_threads_context_is_put_back(host: Host, name: str, before: int) -> None:
+    for op in both(host, name, device=1)[:2]:
+        host.begin(before)
+        op()
+        assert host.context == before
+        assert host.contexts == sum(1 << one for one in {before, 1} if one >= 0)
+
+
+@every_op
+def test_a_call_may_be_captured(host: Host, name: str) -> None:
+    """Its launches are all that reaches a stream, they go to the captured one, and again they are the same."""
+    for op in both(host, name)[:2]:
+        host.begin(0, captured=True)
+        op()
+        first = host.launches()
+        host.forget()
+        op()
+        assert first and all(launch.captured for launch in first)
+        assert host.launches() == first
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: str) -> None:
+    case = replace(row(routing, "pose-4x4-20"), batch=0)
+    for op in ops_of(host, routing, case, option)[:2]:
+        host.begin()
+        op()
+        assert host.launches() == []
+
+
+def in_new_thread(body: Callable[[], None]) -> None:
+    """Run the body in a thread of its own, which has asked for nothing yet."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(body).result()
+
+
+def test_a_thread_asks_once_for_shared_memory(host: Host) -> None:
+    """Above 48 KB a kernel has none without asking; where that fails, the next call asks again."""
+    forward = ops_of(host, ATTENTION, LARGE)[0]
+
+    def asked() -> int:
+        host.begin(0)
+        forward()
+        assert max(launch.shared for launch in host.launches()) > 48 << 10
+        return host.calls("cudaFuncSetAttribute")
+
+    def body() -> None:
+        host.begin(0)
+        host.fail("cudaFuncSetAttribute", 46)
+        with pytest.raises(RuntimeError, match="fastcaps: cudaFuncSetAttribute: error 46"):
+            forward()
+        assert [asked(), asked()] == [1, 0]
+
+    in_new_thread(body)
+
+
+def test_an_empty_squash_sum_launches_nothing(host: Host) -> None:
+    for op in squash_sums(batch=0)[:2]:
+        host.begin()
+        op()
+        assert host.launches() == []
+
+
+@every_op
+@pytest.mark.parametrize("function", ["cudaSetDevice", "cudaDeviceGetAttribute", "cudaLaunchKernelExC"])
+def test_what_fails_is_an_error_and_leaves_nothing_behind(host: Host, name: str, function: str) -> None:
+    for op in both(host, name)[:2]:
+        host.begin(1)
+        host.fail(function, 46)
+        if name == "squash_sum" and function == "cudaDeviceGetAttribute":
+            op()  # it asks for none
+            continue
+        with pytest.raises(RuntimeError, match=r"fastcaps: .*: error 46"):
+            op()
+        assert host.context == 1 and host.launches() == []
+        host.fail("", 0)
+        op()
+        assert host.launches()
