@@ -36,7 +36,7 @@ NATIVE  := csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu'
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench build abi-check clean distclean python compiler
+.PHONY: help demo test test-slow lint format bench build docs abi-check clean distclean python compiler
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -69,6 +69,9 @@ bench: $(VENV)/.installed-test ## run the whole benchmark, and keep its record i
 	$(BIN)/python -m pytest bench --full --record $(PYTEST_ARGS)
 
 build: $(VENV)/.installed-test ## create .venv and (re)build the native library, nothing more
+
+docs: $(VENV)/.installed-docs ## build the documentation site in build/site, links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 abi-check: $(VENV)/.installed-test ## build one wheel here, try it under another torch (TORCH=2.10.0)
 	rm -rf build/abi/wheel

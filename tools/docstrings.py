@@ -1,4 +1,4 @@
-"""What mkdocstrings makes of docstrings: their equations, in LaTeX, become MathML; names in roles become code.
+"""Docstrings for mkdocstrings: their equations, in LaTeX, become MathML; names in roles become code.
 
 mkdocs.yml names this file. A browser draws MathML by itself, so that no script is loaded.
 """
@@ -15,8 +15,20 @@ from latex2mathml.converter import convert
 
 __all__ = ["Equations", "translated"]
 
-BLOCK = re.compile(r"^(?P<indent> *)\.\. math::(?P<first>[^\n]*)\n(?P<rest>(?:(?P=indent) +[^\n]*\n|[ ]*\n)*)", re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?P<indent> *)\.\. math::(?P<first>[^\n]*)\n(?P<rest>(?:(?P=indent) +[^\n]*\n|[ ]*\n)*)", re.MULTILINE
+)
 ROLE = re.compile(r":(?P<role>math|\w+):`(?P<text>[^`]+)`")
+
+SHARED = re.compile(
+    r"^(?P<head>Parameters\n-+\n)(?P<names>in_capsules, [\w, ]+)\n(?P<told>(?: +[^\n]*\n)+)", re.MULTILINE
+)
+
+
+def _shared(found: re.Match[str]) -> str:
+    """Say once what many arguments have in common; a list would repeat it for each."""
+    names = ", ".join(f"``{name.strip()}``" for name in found["names"].split(","))
+    return f"{names}: {' '.join(found['told'].split())}\n\n{found['head']}"
 
 
 def _block(found: re.Match[str]) -> str:
@@ -35,7 +47,7 @@ def _role(found: re.Match[str]) -> str:
 def translated(text: str) -> str:
     """Return a docstring as Markdown."""
     joined = inspect.cleandoc(re.sub(r"\\\n *", "", text))  # a list of names that goes on in the next line
-    return ROLE.sub(_role, BLOCK.sub(_block, f"{joined}\n")).rstrip("\n")
+    return ROLE.sub(_role, BLOCK.sub(_block, SHARED.sub(_shared, f"{joined}\n"))).rstrip("\n")
 
 
 class Equations(griffe.Extension):

@@ -1,7 +1,7 @@
 """What MkDocs does besides turning docs/ into pages (mkdocs.yml names this file).
 
-Pages link to files of the tree as a forge shows them: ``../bench/workloads.py``. The site gets a copy of each file that is
-named so; CONTRIBUTING.md and CHANGELOG.md become pages. The page of all measured rows is drawn from bench/results.
+Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
+CONTRIBUTING.md and CHANGELOG.md become pages. The page of all measured rows is drawn from bench/results.
 """
 
 from __future__ import annotations
