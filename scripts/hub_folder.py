@@ -61,7 +61,8 @@ def write(wheel: Path, out: Path) -> Path:
         version = wheel.name.split("-")[1]
         for member in files.namelist():
             path = PurePosixPath(member)
-            if path.parts[0] != "fastcaps" or LEFT_OUT.search(member.removeprefix("fastcaps/")):
+            folder = member.endswith("/")  # auditwheel lists folders too
+            if folder or path.parts[0] != "fastcaps" or LEFT_OUT.search(member.removeprefix("fastcaps/")):
                 continue
             path, content = path.relative_to("fastcaps"), files.read(member)
             if path.suffix == ".py":
