@@ -10,8 +10,12 @@ PYTEST_ARGS ?=
 # Test processes side by side, a file of tests to a process at a time; WORKERS=0 runs them in one.
 WORKERS ?= auto
 DEMO_ARGS   ?=
+# Interpreters with headers that a wheel holds fastcaps._C for, beside that of .venv.
+WHEEL_PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13; do python$$version -c 'import os, sys, sysconfig; \
+	os.path.exists(sysconfig.get_path("include") + "/Python.h") and print(sys.executable)' 2>/dev/null; done)
 
 BIN := $(VENV)/bin
+ABI  = build/abi/torch-$(TORCH)-$(notdir $(PYTHON))
 export PIP_CACHE_DIR := $(CURDIR)/.cache/pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
@@ -36,7 +40,7 @@ NATIVE  := csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu'
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench build abi-check clean distclean python compiler
+.PHONY: help demo test test-slow lint format bench build docs sdist wheel abi-check clean distclean python compiler
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -70,13 +74,27 @@ bench: $(VENV)/.installed-test ## run the whole benchmark, and keep its record i
 
 build: $(VENV)/.installed-test ## create .venv and (re)build the native library, nothing more
 
-abi-check: $(VENV)/.installed-test ## build one wheel here, try it under another torch (TORCH=2.10.0)
-	rm -rf build/abi/wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/abi/wheel .
-	test -x build/abi/torch-$(TORCH)/bin/python || $(BIN)/python -m venv build/abi/torch-$(TORCH)
-	build/abi/torch-$(TORCH)/bin/python -m pip install --quiet torch==$(TORCH) numpy
-	build/abi/torch-$(TORCH)/bin/python -m pip install --quiet --no-deps --force-reinstall build/abi/wheel/*.whl
-	cd build/abi && torch-$(TORCH)/bin/python $(CURDIR)/scripts/abi_smoke.py
+docs: $(VENV)/.installed-docs ## build the documentation site in build/site, links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+sdist: $(VENV)/.installed-wheel ## make the source distribution in dist/
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
+
+# Every one of WHEEL_PYTHONS gets its fastcaps._C; the kernels are compiled once, for all CUDA architectures.
+wheel: sdist ## build one wheel for all Pythons in dist/: audited, under 10 MB
+	rm -rf build/wheel dist/*.whl
+	env -u TORCH_CUDA_ARCH_LIST FASTCAPS_PYTHONS="$(WHEEL_PYTHONS)" \
+		$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel .
+	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel show build/wheel/*.whl
+	PATH="$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	@ls -l dist/*.whl; test -z "$$(find dist -name '*.whl' -size +10000000c)" || \
+		{ echo "fastcaps: the wheel has more than 10 MB" >&2; exit 1; }
+
+abi-check: wheel ## try the wheel under another torch (TORCH=2.10.0) and PYTHON, in an environment of its own
+	test -x $(ABI)/bin/python || $(PYTHON) -m venv $(ABI)
+	$(ABI)/bin/python -m pip install --quiet torch==$(TORCH) numpy
+	$(ABI)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
+	cd build/abi && $(CURDIR)/$(ABI)/bin/python $(CURDIR)/scripts/abi_smoke.py
 
 clean: ## remove builds and caches
 	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks fastcaps.egg-info

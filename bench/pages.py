@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.goals import number, place
 
-__all__ = ["CHOSEN", "html", "speedup_picture"]
+__all__ = ["CHOSEN", "FIRST", "first_picture", "html", "speedup_picture"]
 
 Row = dict[str, Any]
 
@@ -23,8 +23,12 @@ CHOSEN = (  # noqa: SIM905
 ).split()
 """The layers of the first table and picture, one or two of every kind."""
 
+FIRST = "tsai-c10-conv1 tsai-c100-fc1 hinton-conv sabour-mnist heinsen-norb-1".split()  # noqa: SIM905
+"""The layers of the README's picture: whole routings, and passes of inverted attention."""
+
 _WIDTH = 400
 _OURS, _TRAINING, _OTHER = "var(--ours)", "var(--training)", "var(--other)"
+_MODES = (("forward", _OURS), ("training step", _TRAINING))
 _COLOURS = {"--ours": "#1d5fd1", "--training": "#7fb0f5", "--other": "#c2670a", "--ink": "#222", "--faint": "#d5d8dc"}
 
 _STYLE = """
@@ -63,8 +67,13 @@ def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
     return head + "".join(parts) + "</svg>"
 
 
-def bars(rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, mark: float | None = None) -> str:
-    """Return a chart of a name and two bars (forward, training step) a row; ``mark`` is a line to compare with."""
+def bars(
+    rows: Sequence[tuple[str, Sequence[float | None]]],
+    unit: str,
+    mark: float | None = None,
+    keys: Sequence[tuple[str, str]] = _MODES,
+) -> str:
+    """Return a chart of a name and two bars a row, of the two ``keys``; ``mark`` is a line to compare with."""
     left, right = 150, _WIDTH - 52
     most = max((value for _, values in rows for value in values if value is not None), default=1.0)
     most = max(most, mark or 0.0)
@@ -72,12 +81,12 @@ def bars(rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, mark: fl
     for k, (name, values) in enumerate(rows):
         top = 32 * k + 4
         parts.append(_text(left - 6, top + 17, name, "end"))
-        for j, (value, colour) in enumerate(zip(values, (_OURS, _TRAINING), strict=True)):
+        for j, (value, (key, colour)) in enumerate(zip(values, keys, strict=True)):
             if value is None:
                 continue
             width, y = (right - left) * value / most, top + 13 * j
             label = f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
-            what = f"{name}, {'training step' if j else 'forward'}: {label}"
+            what = f"{name}, {key}: {label}"
             parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="11" fill="{colour}">')
             parts.append(f"<title>{escape(what)}</title></rect>{_text(left + width + 4, y + 10, label)}")
     height = 32 * len(rows)
@@ -172,21 +181,46 @@ def _pairs(rows: Sequence[Row], field: str) -> list[tuple[str, list[float | None
     return sorted(found.items(), key=lambda item: -max(value or 0.0 for value in item[1]))
 
 
-def speedup_picture(rows: Sequence[Row]) -> str:
-    """Return the speed-ups of the chosen layers as an SVG file of its own."""
-    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in CHOSEN]
-    body = bars(pairs, "×", 1.0).partition(">")[2].removesuffix("</svg>")
-    key = _text(10, 16, "times faster")
-    for x, name, colour in ((150, "forward", _OURS), (230, "training step", _TRAINING)):
-        key += f'<rect x="{x}" y="6" width="11" height="11" fill="{colour}"/>' + _text(x + 15, 16, name)
+def _chart(title: str, keys: Sequence[tuple[str, str]], chart: str) -> str:
+    """Return a chart with its title and the colours of its bars, 26 units higher."""
+    head = _text(10, 16, title)
+    for k, (name, colour) in enumerate(keys):
+        x = 150 + 90 * k
+        head += f'<rect x="{x}" y="6" width="11" height="11" fill="{colour}"/>' + _text(x + 15, 16, name)
+    return f'{head}<g transform="translate(0 26)">{chart.partition(">")[2].removesuffix("</svg>")}</g>'
+
+
+def _file(width: int, height: int, shown: int, body: str) -> str:
+    """Return an SVG file of its own, whose colours are numbers."""
     made = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {32 * len(pairs) + 30}" width="720">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{shown}">'
         f'<rect width="100%" height="100%" fill="#fff"/><style>text{{fill:#222;font:12px system-ui,sans-serif}}</style>'
-        f'{key}<g transform="translate(0 26)">{body}</g></svg>\n'
+        f"{body}</svg>\n"
     )
     for name, colour in _COLOURS.items():
         made = made.replace(f"var({name})", colour)
     return made
+
+
+def speedup_picture(rows: Sequence[Row]) -> str:
+    """Return the speed-ups of the chosen layers as an SVG file of its own."""
+    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in CHOSEN]
+    return _file(_WIDTH, 32 * len(pairs) + 30, 720, _chart("times faster", _MODES, bars(pairs, "×", 1.0)))
+
+
+def first_picture(rows: Sequence[Row]) -> str:
+    """Return the picture of the README: speed-up, and memory of a training step, of a few layers."""
+    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in FIRST]
+    memory: dict[str, list[float | None]] = {name: [None, None] for name, _ in pairs}
+    for row in rows:
+        if row["default"] and row["mode"] != "forward" and row["workload"] in memory:
+            found = [(row.get("memory") or {}).get(name, {}).get("beyond") for name in ("fastcaps", "batched-matmul")]
+            memory[row["workload"]] = [None if one is None else one / 1e6 for one in found]
+    keys = (("fastcaps", _OURS), ("stored votes", _OTHER))
+    left = _chart("times faster", _MODES, bars(pairs, "×", 1.0))
+    right = _chart("a step's own MB", keys, bars([*memory.items()], "", keys=keys))
+    body = f'{left}<g transform="translate({_WIDTH} 0)">{right}</g>'
+    return _file(2 * _WIDTH, 32 * len(pairs) + 30, 800, body)
 
 
 def _legend(first: str, second: str, colour: str) -> str:

@@ -1,7 +1,7 @@
 """Tables and pages from the records in ``bench/results``: the newest complete row of each, by the date inside.
 
 python -m bench.report                       # what there is, as tables
-python -m bench.report --write               # the tables of docs/performance*, and the picture
+python -m bench.report --write               # the tables of docs/performance*, and the pictures
 python -m bench.report --html page.html      # one page with pictures, for a browser
 python -m bench.report --prune               # take superseded rows out of bench/results
 """
@@ -178,7 +178,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
-    """Put the tables and the picture of all rows into the pages of the docs; return the files that were written."""
+    """Put the tables and the pictures of all rows into the pages of the docs; return the files that were written."""
     passes = {work.name for work in WORKLOADS.values() if isinstance(work.routing, AttentionPass)}
     on_cpu = [row for row in rows if "rates" not in row["machine"]]
     devices = Counter(row["machine"]["device"] for row in on_cpu)  # a page shows one: that of the most rows
@@ -192,6 +192,7 @@ def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
     wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
     if on_cpu:
         wanted[docs / "speedup.svg"] = pages.speedup_picture(on_cpu)
+        wanted[docs / "first.svg"] = pages.first_picture(on_cpu)
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)

@@ -83,7 +83,7 @@ _LAZY = dict.fromkeys(
         "RoutingStack",
         "convert",
     ),
-    "fastcaps.nn",
+    f"{__name__}.nn",
 )
 _LAZY_MODULES = ("compat", "data", "losses", "models", "nn", "training", "viz")
 
@@ -92,7 +92,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     if name in _LAZY_MODULES:
-        return import_module(f"fastcaps.{name}")
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'fastcaps' has no attribute {name!r}")
 
 

@@ -131,7 +131,7 @@ def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
     """Import the Triton kernels of a pass, ``"attention"`` for one; return the module, or None and why not."""
     if importlib.util.find_spec("triton") is None:
         return None, "triton is not installed (pip install 'fastcaps[triton]')"
-    name = f"fastcaps.triton_kernels.{stem}"
+    name = f"{__package__}.triton_kernels.{stem}"
     if importlib.util.find_spec(name) is None:
         return None, f"it has no kernels of the {stem} pass"
     try:
@@ -148,7 +148,7 @@ def _find_kernels_of_checkout() -> None:
 
     The folder lies at the top of the tree, and only an installation puts it under ``fastcaps``.
     """
-    name = "fastcaps.triton_kernels"
+    name = f"{__package__}.triton_kernels"
     root = Path(__file__).resolve().parents[1]
     folder = root / "triton_kernels"
     if not (root / "setup.py").is_file() or not folder.is_dir() or importlib.util.find_spec(name) is not None:

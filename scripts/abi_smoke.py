@@ -1,7 +1,8 @@
-"""Try an installed fastcaps under whatever torch is here: import, route, differentiate, compare with the reference.
+"""Try an installed fastcaps under whatever torch is here: every op, forward and backward, and every routing's layer.
 
-``make abi-check TORCH=2.10.0`` runs this in an environment with another torch than the one the wheel was built against.
-Exits with an error unless the compiled kernels run and agree with the float64 reference.
+``make abi-check TORCH=2.10.0`` runs this in an environment with another torch than the one the wheel was built against,
+``make wheel`` in fresh ones. Exits with an error unless the compiled kernels run and agree with the float64 reference.
+The cases are the tests' own, one for each rule, dtype, and set or grid; nothing but torch is needed to run them.
 """
 
 from __future__ import annotations
@@ -9,62 +10,110 @@ from __future__ import annotations
 import copy
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastcaps
-from fastcaps import _C, Window
+from fastcaps import _C, ops, reference
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the rule alone: the package was imported before
-from tools.judge import Bar
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path += [str(CHECKOUT), str(CHECKOUT / "tests")]  # for the rule and the cases; the package was imported before
+from cases import Case  # noqa: E402
+from registry import ROUTINGS, Call, Routing  # noqa: E402
 
-Case = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Window | None]
-
-CASES: list[Case] = [
-    # name, children, weight [G, M, D, E], parents, window
-    ("set, 4x4 poses", (3, 40, 4, 4), (40, 10, 4, 4), (3, 10, 4, 4), None),
-    ("grid, 4x4 poses, 3x3 window", (2, 8, 9, 9, 4, 4), (72, 16, 4, 4), (2, 16, 4, 4, 4, 4), Window(3, stride=2)),
-    ("grid, vector poses, padded", (2, 3, 5, 5, 1, 7), (3, 5, 7, 11), (2, 5, 5, 5, 1, 11), Window(3, padding=1)),
-]
+from tools.judge import Bar, Verdict  # noqa: E402
 
 
-def arguments(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of one case, the same numbers in every dtype."""
-    _, children, weight, parents, _ = case
-    generator = torch.Generator().manual_seed(0)
-
-    def leaf(shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
-        return values.to(torch.bfloat16).to(dtype)  # exact in every dtype
-
-    numbers = weight[-1] * children[-2]
-    return {
-        "children": leaf(children),
-        "weight": leaf(weight, 0.5),
-        "parents": leaf(parents),
-        "gate": leaf(children[:-2]),
-        "norm_weight": leaf((numbers,)),
-        "norm_bias": leaf((numbers,)),
-    }
+def cases() -> Iterator[tuple[Routing, Case]]:
+    """The first case with samples of every rule, dtype, and set or grid."""
+    for routing in ROUTINGS:
+        first: dict[Any, Case] = {}
+        for case in filter(lambda case: case.batch, routing.cases):
+            first.setdefault((case.rule, case.dtype, case.grid == (1, 1)), case)
+        yield from ((routing, case) for case in first.values())
 
 
-def run(case: Case, tensors: Sequence[torch.Tensor | None], backend: str = "reference") -> dict[str, torch.Tensor]:
-    """The parents and every gradient."""
-    names = ("children", "weight", "parents", "gate", "norm_weight", "norm_bias")
-    given = {name: one.detach().requires_grad_() for name, one in zip(names, tensors, strict=True) if one is not None}
-    with fastcaps.backend(backend):
-        parents = fastcaps.functional.inverted_attention_routing(**given, window=case[4])
-        # A cotangent without a trend: LayerNorm's gradient takes its mean away, and would leave rounding alone.
-        cotangent = torch.randn(parents.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        gradients = torch.autograd.grad(parents, tuple(given.values()), cotangent.to(parents.dtype))
-    return {"result": parents.detach(), **{f"d{name}": one for name, one in zip(given, gradients, strict=True)}}
+def told(verdict: Verdict) -> str:
+    """How near results came to what they may err; AssertionError if they err more."""
+    if verdict.complaints:
+        raise AssertionError("; ".join(verdict.complaints))
+    worst = max((error / verdict.allowed[name] for name, error in verdict.errors.items() if error), default=0.0)
+    return f"the largest error is {worst:.0%} of its limit"
 
 
-def check(name: str, test: Callable[[], Any]) -> bool:
+def routing_op(routing: Routing, case: Case) -> str:
+    """Hold an op and its backward to the rule of the tests."""
+    call = routing.call(case)
+    with fastcaps.backend("cpu"):
+        found = call.training(Call.by_op)
+    return told(call.bar().judge(found))
+
+
+def squash_sum(dtype: torch.dtype) -> str:
+    """The same of ``squash_sum``, which is no routing."""
+    generator, names = torch.Generator().manual_seed(0), ("x", "a", "y", "b")
+    shapes = ((2, 12, 5, 7), (2, 3, 5, 7)) * 2
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    cotangent = torch.randn(shapes[0], generator=generator, dtype=torch.float64).to(dtype)
+
+    def run(function: Callable[..., Tensor], tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors[:4] if tensor is not None]
+        result = function(**dict(zip(names, leaves, strict=True)), types=3, relu=True)
+        gradients = torch.autograd.grad(result, leaves, tensors[4])
+        return {"result": result.detach(), **{f"d{name}": one for name, one in zip(names, gradients, strict=True)}}
+
+    tensors = [*given, cotangent]
+    with fastcaps.backend("cpu"):
+        found = run(ops.squash_sum, tensors)
+    return told(Bar(partial(run, reference.squash_sum), tensors).judge(found))
+
+
+class Squash(torch.nn.Module):
+    """A layer of ``squash_sum`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.randn(2, 8, 5, 5))
+
+    def forward(self, capsules: Tensor) -> Tensor:
+        return ops.squash_sum(capsules, self.a, types=8, relu=True)
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "InvertedAttentionRouting": lambda: fastcaps.InvertedAttentionRouting(8, 4, 16, 16, kernel_size=3, iterations=2),
+    "EquilibriumRouting": lambda: fastcaps.EquilibriumRouting(8, 4, 16, 16, kernel_size=3, iterations=3),
+    "DynamicRouting": lambda: fastcaps.DynamicRouting(8, 4, 16, 16, kernel_size=3),
+    "DynamicRouting, children compete": lambda: fastcaps.DynamicRouting(
+        8, 4, 16, 16, kernel_size=3, compete="children"
+    ),
+    "EMRouting": lambda: fastcaps.EMRouting(8, 4, 16, 16, kernel_size=3),
+    "HeinsenRouting": lambda: fastcaps.HeinsenRouting(8, 4, 16, 16, kernel_size=3),
+    "HeinsenRouting, k-means": lambda: fastcaps.HeinsenRouting(8, 4, 16, 16, kernel_size=3, model="kmeans"),
+    "RoutingPool": lambda: fastcaps.RoutingPool(8, 4, 16, 16, kernel_size=3),
+    "squash_sum": Squash,
+}
+
+
+def compiled(make: Callable[[], torch.nn.Module], shape: tuple[int, ...]) -> str:
+    """One training step under torch.compile's front end: schemas, fake kernels and autograd under this torch."""
+    torch.manual_seed(0)
+    layer, children = make(), torch.randn(shape)
+    twin = copy.deepcopy(layer)
+    for one in (layer, torch.compile(twin, backend="aot_eager", fullgraph=True)):
+        result = one(children)
+        poses = result if isinstance(result, Tensor) else result[0]
+        (poses * torch.linspace(-1, 1, poses.numel()).view_as(poses)).sum().backward()
+    for own, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, own.grad)
+    return "gradients equal to eager's"
+
+
+def check(name: str, test: Callable[[], str]) -> bool:
     """Run one check; print how it went."""
     try:
         detail = test()
@@ -75,26 +124,28 @@ def check(name: str, test: Callable[[], Any]) -> bool:
     return True
 
 
-def numbers(case: Case, dtype: torch.dtype) -> str:
-    """Hold the kernels to the rule of the tests."""
-    tensors = list(arguments(case, dtype).values())
-    verdict = Bar(partial(run, case), tensors).judge(run(case, tensors, "cpu"))
-    if verdict.complaints:
-        raise AssertionError("; ".join(verdict.complaints))
-    worst = max(error / verdict.allowed[name] for name, error in verdict.errors.items())
-    return f"the largest error is {worst:.0%} of its limit"
+def every_op_is_covered() -> str:
+    """By torch's own list: an op without a check here fails."""
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")}
+    checked = {f"fastcaps::{name}{end}" for name in (*(r.name for r in ROUTINGS), "squash_sum")
+               for end in ("", "_backward")}  # fmt: skip
+    if registered != checked:
+        raise AssertionError(f"registered, but not checked: {sorted(registered - checked)}")
+    return f"{len(checked)} ops"
 
 
-def compiled() -> str:
-    """One training step under torch.compile's front end: the op's schema, fake and autograd under this torch."""
-    layer = fastcaps.InvertedAttentionRouting(8, 4, 16, 16, kernel_size=3)
-    children = torch.randn(2, 8, 5, 5, 16)
-    parents = layer(children).detach()
-    twin = copy.deepcopy(layer)
-    layer(children, parents).sum().backward()
-    torch.compile(twin, backend="aot_eager", fullgraph=True)(children, parents).sum().backward()
-    torch.testing.assert_close(twin.weight.grad, layer.weight.grad)
-    return "gradient equal to eager's"
+def checks() -> dict[str, Callable[[], str]]:
+    """All checks by name."""
+    found: dict[str, Callable[[], str]] = {"every op is covered": every_op_is_covered}
+    for routing, case in cases():
+        name = f"{routing.name}, {case.rule.name}, case {case.name}, {str(case.dtype).removeprefix('torch.')}"
+        found[name] = partial(routing_op, routing, case)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        found[f"squash_sum, {str(dtype).removeprefix('torch.')}"] = partial(squash_sum, dtype)
+    for name, make in LAYERS.items():
+        shape = (2, 32, 5, 5) if name == "squash_sum" else (2, 8, 5, 5, 16)
+        found[f"{name} under torch.compile"] = partial(compiled, make, shape)
+    return found
 
 
 def main() -> int:
@@ -105,12 +156,7 @@ def main() -> int:
     )
     print(f"running under torch {torch.__version__}, Python {platform.python_version()}, level {_C.capability()}")
     fastcaps.backends.show()
-    done = [
-        check(f"{case[0]}, {str(dtype).removeprefix('torch.')}", lambda case=case, dtype=dtype: numbers(case, dtype))
-        for case in CASES
-        for dtype in (torch.float32, torch.float64, torch.bfloat16)
-    ]
-    done.append(check("torch.compile", compiled))
+    done = [check(name, test) for name, test in checks().items()]
     print(f"{sum(done)} of {len(done)} checks passed")
     return 0 if all(done) else 1
 

@@ -246,6 +246,18 @@ def test_a_loaded_library_stays_whole_when_a_new_one_is_installed(setup_py: Modu
     assert {path.name for path in tmp_path.rglob("*.*")} == {"_C.so", "libfastcaps_cpu.so", "backends.py"}
 
 
+def test_a_wheel_names_the_pythons_that_it_is_built_for(setup_py: ModuleType, tmp_path: Path) -> None:
+    own = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    other = tmp_path / "other python"
+    other.write_text("#!/bin/sh\necho cp399 /usr/bin/other\n")
+    other.chmod(0o755)
+    assert setup_py.pythons({}) == {own: sys.executable}
+    asked = {"FASTCAPS_PYTHONS": f"{sys.executable} '{other}'"}
+    assert setup_py.pythons(asked) == {own: sys.executable, "cp399": "/usr/bin/other"}
+    with pytest.raises(setup_py.SetupError, match="FASTCAPS_PYTHONS: 'no-such-python' is no Python that runs"):
+        setup_py.pythons({"FASTCAPS_PYTHONS": "no-such-python"})
+
+
 def test_every_native_source_is_compiled() -> None:
     text = (ROOT / "CMakeLists.txt").read_text()
     sources = [path for kind in ("*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind)]
@@ -277,6 +289,13 @@ def test_every_requirement_is_pinned_in_the_constraints(pyproject: dict) -> None
     wanted = {name(text) for group in groups for text in group} | {"torch"}
     wanted |= {name(text) for text in pyproject["build-system"]["requires"]}
     assert wanted - {"fastcaps"} <= pinned
+
+
+def test_the_version_stands_in_one_place(pyproject: dict) -> None:
+    assert pyproject["project"]["dynamic"] == ["version"] and "version" not in pyproject["project"]
+    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fastcaps.__version__"}
+    other = [ROOT / name for name in ("CMakeLists.txt", "setup.py", "pyproject.toml", "conda/meta.yaml", "mkdocs.yml")]
+    assert not [path.name for path in other if f'"{fastcaps.__version__}"' in path.read_text(encoding="utf-8")]
 
 
 def test_the_installed_version_is_the_packages_own() -> None:
@@ -371,6 +390,57 @@ def test_without_the_native_library_the_reference_serves_and_says_so_once(
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert Path(out.strip()).is_relative_to(tmp_path)
+
+
+def test_the_folder_for_the_hub_loads_under_a_name_of_its_own(pure_wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """As the hub's reader does it: from a path, under another name, with no fastcaps to be imported."""
+    script = [sys.executable, str(ROOT / "scripts/hub_folder.py"), pure_wheel.filename or "", str(tmp_path)]
+    assert subprocess.run(script, capture_output=True, text=True).returncode == 0
+    folder = tmp_path / "build/torch-universal"
+    told = json.loads((folder / "metadata.json").read_text())
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {*told["digest"]["files"], "metadata.json"} and told["id"] == "fastcaps"
+    code = f"""if True:
+        import importlib.util, sys, warnings
+        from pathlib import Path
+        warnings.simplefilter("ignore")
+        sys.modules["fastcaps"] = None  # an import of it fails
+        folder = Path({str(folder)!r})
+        spec = importlib.util.spec_from_file_location("hub_1f", folder / "__init__.py",
+                                                      submodule_search_locations=[str(folder)])
+        package = sys.modules["hub_1f"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+        import torch
+        assert package.DynamicRouting(6, 3, 4, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
+        assert package.models.create("mnist")(torch.randn(1, 1, 28, 28)).shape == (1, 10)
+        compatible = importlib.import_module("hub_1f.fastcaps")
+        assert compatible.DynamicRouting is package.DynamicRouting
+        for name in package.__all__:
+            assert getattr(compatible, name) is not None
+    """
+    process = python(code)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+
+
+def test_the_source_distribution_holds_all_that_a_build_needs(tmp_path: Path) -> None:
+    """Without a network: what is unpacked from it has every file that the tree's build and tests read."""
+    tree = copy_tree(tmp_path / "tree")
+    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tree)
+    code = "import setuptools.build_meta as m; m.build_sdist('out')"
+    run = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (archive,) = (tree / "out").glob("*.tar.gz")
+    assert archive.name == f"fastcaps-{fastcaps.__version__}.tar.gz"
+    shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    sources = {path.relative_to(ROOT) for folder in ("csrc", "triton_kernels") for path in (ROOT / folder).rglob("*")}
+    sources = {path for path in sources if (ROOT / path).is_file() and "__pycache__" not in path.parts}
+    assert not [path for path in sources if not (unpacked / path).is_file()]
+    assert not list(unpacked.rglob("*.so"))
+    run = build_wheel(unpacked, FASTCAPS_BUILD="0", no_proxy="*", PIP_NO_INDEX="1")
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_native_build_without_torch_fails_with_advice(tmp_path: Path) -> None:

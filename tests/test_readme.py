@@ -1,24 +1,95 @@
-"""The Python of the README runs, and prints what its comments say."""
+"""The Python of the README and of docs/ runs, and prints what its comments say; their links lead somewhere."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-PRINTED = re.compile(r"^print\(.*\)\s+# (.+)$", re.MULTILINE)
+from bench import pages, record
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(r"^\s*print\(.*\)\s+# (.+)$", re.MULTILINE)
+LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 
 
-def test_the_readme_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path: Path) -> list[str]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def shape(text: str) -> str:
+    """A shape as it is printed, or as a comment has it for short."""
+    return re.sub(r"torch\.Size\(|\)|,(?= \[)", "", text)
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if blocks(path)], ids=name)
+def test_the_python_of_a_page_runs_as_printed(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write checkpoints
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 8
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), names)
-        printed = capsys.readouterr().out.replace("torch.Size(", "").replace(")", "")
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), names)
+        printed = shape(capsys.readouterr().out)
         for told in PRINTED.findall(block):
-            wanted = re.sub(r"torch\.Size\(|\)|,(?= \[)", "", told)
-            assert wanted in printed, (told, printed)
+            if re.match(r"torch\.Size|\[|\d|True|False", told):
+                assert shape(told) in printed, (told, printed)
+
+
+def test_no_page_lost_its_python() -> None:
+    assert len(blocks(ROOT / "README.md")) >= 8
+    assert all(blocks(path) for path in (ROOT / "docs" / "routings").glob("*.md"))
+
+
+def test_the_first_screen_of_the_readme() -> None:
+    """What it is, measured speed and memory, two commands, one import, and what was not measured."""
+    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:32])
+    for wanted in ("(docs/performance/first.svg)", "make demo", "make test", "from fastcaps.compat", "instead of:",
+                   "No figure of a GPU has been measured yet"):  # fmt: skip
+        assert wanted in screen, wanted
+
+
+def test_the_readme_claims_no_gpu_figure_before_there_is_one() -> None:
+    measured = any("rates" in row["machine"] for row in record.merge(record.load(record.RESULTS)))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for claim in ("No figure of a GPU has been measured yet", "speed and memory on a GPU | **not measured**"):
+        assert (claim in text) is not measured, claim
+
+
+def test_the_pictures_are_drawn_from_the_measured_rows() -> None:
+    rows = [row for row in record.merge(record.load(record.RESULTS)) if "rates" not in row["machine"]]
+    for name, picture in (("first", pages.first_picture), ("speedup", pages.speedup_picture)):
+        assert (ROOT / f"docs/performance/{name}.svg").read_text(encoding="utf-8") == picture(rows)
+    for name in pages.FIRST:
+        drawn = pages.first_picture(rows)
+        assert f"{name}, training step: " in drawn and f"{name}, stored votes: " in drawn
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as forges and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = (re.sub(r"[`*]|\]\([^)]*\)", "", head).lower() for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", head).strip().replace(" ", "-") for head in heads}
+
+
+def wrong_links(path: Path) -> Iterator[str]:
+    for link in LINK.finditer(re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)):
+        if link["path"].startswith(("http://", "https://")):
+            continue
+        target = path.parent / link["path"] if link["path"] else path
+        if not target.exists() or (link["anchor"] and link["anchor"] not in anchors(target)):
+            yield link[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert not list(wrong_links(page))

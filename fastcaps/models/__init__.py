@@ -67,7 +67,7 @@ def register(name: str, config: Config) -> None:
 
 
 for _paper in PAPERS:
-    for _name, _config in import_module(f"fastcaps.models.{_paper}").NETWORKS.items():
+    for _name, _config in import_module(f"{__name__}.{_paper}").NETWORKS.items():
         register(_name, _config)
 
 

@@ -1,0 +1,111 @@
+"""Make of a wheel a folder in the layout of the Hugging Face hub for kernels.
+
+    python scripts/hub_folder.py dist/fastcaps-*.whl build/hub
+
+The hub loads a package under a name of its own, from a folder that is not on Python's path. So imports of the package
+become relative, and what needs other packages than torch (training, data, the command line) stays behind, as does
+``fastcaps._C``, which is made for one Python each and only tells what was built. Two of the hub's rules are not kept:
+the ops are ``torch.ops.fastcaps``, whatever the version, so that a process can hold one version; and a wheel that was
+not built on an old system asks for a newer one than the hub wants (docs/building.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path, PurePosixPath
+
+LEFT_OUT = re.compile(r"(training|data)/|(cli|demo|measure|viz|__main__)\.py$|_C\.")
+NAMED = re.compile(r'^    "(training|data)",\n', re.MULTILINE)  # in the list of public names
+IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
+PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)
+
+
+def relative(text: str, path: PurePosixPath) -> str:
+    """Return the source of a module of the package with its imports of the package made relative.
+
+    Raises
+    ------
+    ValueError
+        If it says ``import fastcaps``, which has no relative form.
+    """
+    dots = "." * len(path.parts)
+    if plain := PLAIN.search(text):
+        raise ValueError(f"{path}: {plain[0].strip()!r} has no relative form; import from the package instead")
+    return IMPORT.sub(lambda found: f"{found['before']}from {dots}{(found['module'] or '.')[1:]} import ", text)
+
+
+def variant(wheel: Path) -> tuple[str, bool]:
+    """Return the hub's name for what a wheel holds, and whether it holds compiled code."""
+    *_, platform = wheel.stem.split("-")
+    if platform == "any":
+        return "torch-universal", False
+    machine = re.search(r"(x86_64|aarch64|arm64)", platform)
+    if machine is None or "linux" not in platform:
+        raise ValueError(f"{wheel.name}: the hub's folder is made of Linux wheels, or of one without compiled code")
+    return f"torch-stable-abi210-cpu-{machine[1]}-linux", True
+
+
+def write(wheel: Path, out: Path) -> Path:
+    """Write the folder; return that of the variant."""
+    name, _ = variant(wheel)
+    root = out / "build" / name
+    shutil.rmtree(root, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as files:
+        version = wheel.name.split("-")[1]
+        for member in files.namelist():
+            path = PurePosixPath(member)
+            folder = member.endswith("/")  # auditwheel lists folders too
+            if folder or path.parts[0] != "fastcaps" or LEFT_OUT.search(member.removeprefix("fastcaps/")):
+                continue
+            path, content = path.relative_to("fastcaps"), files.read(member)
+            if path.suffix == ".py":
+                text = re.sub(NAMED, "", content.decode()) if path.name == "__init__.py" else content.decode()
+                content = relative(text, path).encode()
+            place = root / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+    # older readers look for a folder of the repository's name
+    (root / "fastcaps").mkdir()
+    (root / "fastcaps/__init__.py").write_text(
+        "import sys\n\n_package = sys.modules[__package__.rpartition('.')[0]]\n__all__ = _package.__all__\n\n\n"
+        "def __getattr__(name):\n    return getattr(_package, name)\n"
+    )
+    digests = {
+        path.relative_to(root).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+    told = {
+        "name": "fastcaps",
+        "id": "fastcaps",
+        "version": int(version.split(".")[0]),
+        "license": "Apache-2.0",
+        "backend": {"type": "cpu"},
+        "digest": {"algorithm": "sha256", "files": digests},
+    }
+    (root / "metadata.json").write_text(json.dumps(told, indent=2) + "\n")
+    return root
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make of a wheel a folder in the layout of the hub for kernels.")
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    try:
+        print(f"written: {write(given.wheel, given.out)}")
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        print(f"hub_folder: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

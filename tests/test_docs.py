@@ -1,0 +1,79 @@
+"""The documentation site: its pages, what is drawn and listed on them, links out of docs/, equations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import recipes_page, routing_pictures, site
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = set(re.findall(r"\w: ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert menu == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | set(site.PAGES.values())
+
+
+@pytest.mark.parametrize("name", routing_pictures.SCENES)
+def test_a_routing_has_a_page_with_its_equation_and_its_picture_as_it_is_drawn_now(name: str) -> None:
+    drawn = routing_pictures.picture(name)
+    assert (DOCS / f"routings/{name}.svg").read_text(encoding="utf-8") == drawn and len(drawn) < 10_000
+    page = (DOCS / f"routings/{name}.md").read_text(encoding="utf-8")
+    assert f"]({name}.svg)" in page and re.search(r"^    r_im ", page, re.MULTILINE)
+
+
+def test_routing_finds_who_agrees() -> None:
+    """What the pictures show: in the last turn a child goes to the parent whose other children it agrees with."""
+    own = [child * routing_pictures.PARENTS // routing_pictures.CHILDREN for child in range(routing_pictures.CHILDREN)]
+    for name, scene in routing_pictures.SCENES.items():
+        r, _, _ = scene(routing_pictures.votes()[:, :, None], routing_pictures.TURNS)
+        assert r.argmax(1).tolist() == own, name
+
+
+def test_the_page_of_recipes_lists_them_all() -> None:
+    assert recipes_page.table() in recipes_page.PAGE.read_text(encoding="utf-8")
+
+
+def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
+    assert site.for_site("a/b.md", "[x](../../CONTRIBUTING.md#style) [y](../c.md) [z](../../bench/workloads.py)") == (
+        "[x](../contributing.md#style) [y](../c.md) [z](../source/bench/workloads.py)"
+    )
+    assert "bench/workloads.py" in site.named_outside(DOCS)
+    assert all((ROOT / path).is_file() for path in site.named_outside(DOCS))
+
+
+def test_the_page_of_all_rows_has_its_place() -> None:
+    assert (DOCS / "performance.md").read_text(encoding="utf-8").count(site.MEASURED) == 1
+    assert "measured.html" in site.on_page_markdown(
+        site.MEASURED, type("Page", (), {"file": type("F", (), {"src_uri": "x.md"})})
+    )
+
+
+def test_docstrings_become_markdown() -> None:
+    pytest.importorskip("griffe")
+    pytest.importorskip("latex2mathml")
+    from tools.docstrings import translated
+
+    given = """Route.
+
+    .. math::
+        a &= b, \\\\
+        c &= d
+
+    See :func:`~fastcaps.convert` and :math:`x`.
+
+    Parameters
+    ----------
+    in_capsules, \\
+out_dim
+        As ever.
+    eps : float
+        Small.
+    """
+    made = translated(given)
+    assert made.count("<math") == 2 and "::" not in made and "`convert`" in made
+    assert made.index("``out_dim``: As ever.") < made.index("Parameters") < made.index("eps : float")

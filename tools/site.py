@@ -1,0 +1,76 @@
+"""What MkDocs does besides turning docs/ into pages (mkdocs.yml names this file).
+
+Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
+CONTRIBUTING.md and CHANGELOG.md become pages. The page of all measured rows is drawn from bench/results.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
+MEASURED = "<!-- site: measured -->"
+
+
+def outside(page: str, link: str) -> str | None:
+    """Return the path in the tree that a link of a page of docs/ leads to, or None if it stays in docs/."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if path.startswith("docs/") else path
+
+
+def place(path: str) -> str:
+    """Return where the site has a file of the tree."""
+    return PAGES.get(path, f"source/{path}")
+
+
+def for_site(page: str, text: str) -> str:
+    """Return a page's text with the links that leave docs/ turned to where the site has those files."""
+
+    def turned(link: re.Match[str]) -> str:
+        path = outside(page, link["path"])
+        here = link["path"] if path is None else posixpath.relpath(place(path), posixpath.dirname(page) or ".")
+        return here + (link["anchor"] or "")
+
+    return LINK.sub(turned, text)
+
+
+def named_outside(docs: Path) -> set[str]:
+    """Return the files of the tree, other than pages, that pages of docs/ link to."""
+    found = set()
+    for path in docs.rglob("*.md"):
+        page = path.relative_to(docs).as_posix()
+        targets = (outside(page, link["path"]) for link in LINK.finditer(path.read_text(encoding="utf-8")))
+        found |= {target for target in targets if target is not None and target not in PAGES}
+    return found
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what is not in docs/."""
+    from mkdocs.structure.files import File
+
+    sys.path.insert(0, str(ROOT))
+    from bench import pages, record
+
+    for name, page in PAGES.items():  # their links lead from the top of the tree
+        text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
+        files.append(File.generated(config, page, content=text))
+    for path in sorted(named_outside(Path(config["docs_dir"]))):
+        files.append(File.generated(config, place(path), content=(ROOT / path).read_text(encoding="utf-8")))
+    rows = record.merge(record.load(record.RESULTS))
+    files.append(File.generated(config, "performance/measured.html", content=pages.html(rows)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links; put the page of all measured rows where its marker is."""
+    frame = (
+        '<iframe class="measured" src="performance/measured.html" title="all measured rows"></iframe>\n\n'
+        "[Open it alone](performance/measured.html)"
+    )
+    return for_site(page.file.src_uri, markdown).replace(MEASURED, frame)
