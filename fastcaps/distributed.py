@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops import ROUTINGS, Routing, attention_routing, gaussian_routing, pooling_routing
+from fastcaps.ops.query import QueryRouting
 from fastcaps.reference.gaussian import distances
 from fastcaps.reference.seen import POSE, inverse_or_zero, make_votes, see
 from fastcaps.rules import DETACH, Rule
@@ -156,34 +157,28 @@ class Layout:
         if "parents" in self.axes:
             if not votes.is_set and self.routing is not pooling_routing:
                 raise ValueError("parents must be whole where the children are a grid: shard the batch or the children")
-            self._check_parts("parents", votes.parents)
+            self._parts("parents", votes.parents)
         if "children" not in self.axes:
             return
-        part = self._check_parts("children", types)
-        for name, rows in (("weight [G, ...]", groups), *((name, given[name].shape[0]) for name in self._tables(given))):
-            if rows != 1 and rows != types and (name != "weight [G, ...]" or part % rows):
-                raise ValueError(
-                    f"{name} must have a row for each of the {types} children that are sharded, or rows that divide "
-                    f"the {part} of each process, got {rows}"
-                )
+        parts = self._parts("children", types)
+        if any(part % groups for part in parts) and groups != types:
+            raise ValueError(
+                f"weight [G, ...] must have a G of {types}, a matrix for every child that is sharded, or one that "
+                f"divides the children of each process, {parts}; got {groups}"
+            )
+        for name in ("bias", "beta_use", "beta_ignore"):
+            table = given.get(name)
+            if table is not None and table.dim() > 1 and table.shape[0] not in (1, types):
+                raise ValueError(f"{name} must have 1 row, or one for each of {types} children, got {table.shape[0]}")
 
-    def _tables(self, given: dict[str, Any]) -> list[str]:
-        names = ("bias", "beta_use", "beta_ignore")
-        return [name for name in names if given.get(name) is not None and given[name].dim() > 1]
-
-    def _check_parts(self, axis: str, count: int) -> int:
-        """Return how many children or parents a process has, but perhaps the last; raise unless all have some."""
-        first = last = count
-        for size in self.sizes(axis):
-            step = -(-last // size)
-            first, last = -(-first // size), last - step * (size - 1)
-            if last < 1:
-                raise ValueError(f"{axis} must be enough for every process to have one, got {count} on {self.mesh}")
-        return first
-
-    def sizes(self, axis: str) -> list[int]:
-        """How many processes each dimension of the mesh that cuts an axis has."""
-        return [self.mesh.size(k) for k, each in enumerate(self.axes) if each == axis]
+    def _parts(self, axis: str, count: int) -> list[int]:
+        """Return how many of ``count`` children or parents each process has; raise where one has none."""
+        parts = [count]
+        for size in (self.mesh.size(k) for k, each in enumerate(self.axes) if each == axis):
+            parts = [min(-(-part // size), part + (-part // size) * k) for part in parts for k in range(size)]
+        if min(parts) < 1:
+            raise ValueError(f"{axis} must leave every process one, got {count}, of which PyTorch makes {parts}")
+        return parts
 
     def placements(self, name: str) -> list[Placement]:
         """How an argument has to lie."""
@@ -204,14 +199,20 @@ class Layout:
         """Return a process's part of a call, as plain tensors, in the dtype that autocast wants."""
         device = arguments[0].device.type
         dtype = autocast_dtype(device)
-        local, rule = list(arguments), arguments[self.names.index("rule")]
-        for k in self.routing.tensors:
+        local, given = list(arguments), self.routing.given(arguments)
+        constant = self.routing.constant if isinstance(self.routing, QueryRouting) and given.detach else 0
+        for bit, k in enumerate(self.routing.tensors):
             x, name = arguments[k], self.names[k]
             if x is None:
                 continue
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self.mesh, self.whole, run_check=False)
-            x = x.redistribute(placements=self.placements(name)).to_local(grad_placements=self.gradients(name, rule))
+            if constant >> bit & 1:  # gets no gradient; torch's way back through a redistribution trips over that
+                x = x.detach()
+            placements = self.placements(name)
+            if list(x.placements) != placements:
+                x = x.redistribute(placements=placements)
+            x = x.to_local(grad_placements=self.gradients(name, given.rule))
             if dtype is not None and x.dtype != torch.float64:
                 x = x.to(accumulation_dtype(dtype) if name in self.routing.wide else dtype)
             local[k] = x

@@ -24,7 +24,7 @@ from tools.judge import Bar
 
 Tensors = dict[str, Tensor]
 
-BATCH, CHILDREN, PARENTS = 5, 9, 7  # none of them divides evenly
+BATCH, CHILDREN, PARENTS = 5, 11, 7  # none of them divides evenly
 
 
 @dataclass(frozen=True)
