@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -547,7 +548,8 @@ def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> list[
 def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> list[Placement]:
     found: list[Placement] = []
     for k, name in enumerate(routing.tensor_names):
-        if axis is None or not given["needs"] >> k & 1 or given.get(name) is None:
+        absent = routing.shape_of(name, SimpleNamespace(**given)) is None
+        if axis is None or absent or not given["needs"] >> k & 1:
             found.append(Replicate())
         elif name in cuts:
             found.append(Shard(cuts[name] - (name in routing.stacked)))

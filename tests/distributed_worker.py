@@ -5,21 +5,28 @@ Every process makes all numbers by the same seed. Nothing here needs pytest: wha
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from cases import Case as OneCall
+from registry import ROUTINGS
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fastcaps
 from fastcaps import Window, functional
+from fastcaps.rules import Rule
 from tools.judge import Bar
 
 Tensors = dict[str, Tensor]
@@ -171,6 +178,156 @@ MESHES = (
 )
 
 
+# ---- networks: DDP and FSDP2 -----------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Features to children, children to classes: the least capsule network that trains all parts of a layer."""
+
+    def __init__(self, routing: str) -> None:
+        super().__init__()
+        self.poses, self.gates = nn.Linear(8, 6 * 4), nn.Linear(8, 6)
+        self.routing = LAYERS[routing]()
+
+    def forward(self, features: Tensor) -> Tensor:
+        children, gates = self.poses(features).unflatten(-1, (6, 4)), self.gates(features)
+        if self.routing.numbers == "activations":
+            gates = gates.sigmoid()
+        named = {self.routing.numbers: gates}
+        found = self.routing(children, **named)
+        poses = found if isinstance(found, Tensor) else found[0]
+        return fastcaps.losses.length(poses)
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "attention": lambda: fastcaps.InvertedAttentionRouting(6, 3, 4, 4, iterations=2),
+    "dynamic": lambda: fastcaps.DynamicRouting(6, 3, 4, 4),
+    "em": lambda: fastcaps.EMRouting(6, 3, 4, 4, inverse_temperature=0.5),
+    "heinsen": lambda: fastcaps.HeinsenRouting(6, 3, 4, 4, bias=True),
+    "pool": lambda: fastcaps.nn.RoutingPool(6, 3, 4, 4, sharpness=2.0),
+}
+
+
+def _train(network: nn.Module, features: Tensor, targets: Tensor) -> None:
+    """Two steps on all that is given."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (network(features) - targets).square().mean().backward()
+        optimizer.step()
+
+
+def check_training(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], routing: str, mesh: DeviceMesh) -> None:
+    """Hold the parameters after two steps, on a part of the batch a process, to those of one process."""
+    torch.manual_seed(3)
+    network = Network(routing)
+    start = {name: x.detach().clone() for name, x in network.named_parameters()}
+    batch = 4 * mesh.size()
+    data = torch.randn(batch, 8), torch.rand(batch, 3)
+
+    def alone(given: Any) -> Tensors:
+        single = Network(routing).to(given[0].dtype)
+        with torch.no_grad():
+            for parameter, x in zip(single.parameters(), given[2:], strict=True):
+                parameter.copy_(x)
+        with fastcaps.backend("reference"):
+            _train(single, *given[:2])
+        return {name: x.detach() for name, x in single.named_parameters()}
+
+    wrapped = wrap(network, mesh)
+    _train(wrapped, *(x.chunk(mesh.size())[mesh.get_local_rank()] for x in data))
+    found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in network.named_parameters()}
+    assert any(not torch.equal(found[name], x) for name, x in start.items())
+    Bar(alone, [*data, *start.values()]).hold({name: x.detach() for name, x in found.items()})
+
+
+def _fully(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(network.routing, mesh=mesh)
+    return fully_shard(network, mesh=mesh)
+
+
+# ---- what a user writes ----------------------------------------------------------------------------------------------
+
+
+def check_layer(mesh: DeviceMesh) -> None:
+    """Only the children are distributed; the layer's own parameters, and their gradients, are the same everywhere."""
+    layer = fastcaps.DynamicRouting(CHILDREN, PARENTS, 4, 6, pose="vector", share=True)
+    whole = torch.randn(BATCH, CHILDREN, 4)
+    for dim in (0, 1):
+        layer.zero_grad()
+        layer(distribute_tensor(whole, mesh, [Shard(dim)])).full_tensor().square().sum().backward()
+        assert layer.weight is not None and type(layer.weight.grad) is Tensor
+        found, layer.weight.grad = layer.weight.grad, None
+        layer(whole).square().sum().backward()
+        torch.testing.assert_close(found, layer.weight.grad)
+
+
+def check_ops(mesh: DeviceMesh) -> None:
+    """The raw ops and their backwards by the rules that PyTorch keeps."""
+    for routing in ROUTINGS:
+        for case in OPS:
+            if case.rule not in RULES[routing.stem]:
+                continue
+            call = routing.call(case)
+            plain = call.training(lambda one: one.by_op())
+            sharded = {
+                name: distribute_tensor(x, mesh, [Shard(0) if name in BATCHED else Replicate()])
+                for name, x in call.given.items()
+                if isinstance(x, Tensor)
+            }
+            grads = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in call.grads.items()}
+            given = {**call.given, **sharded}
+            found = dataclasses.replace(call, given=given, grads=grads).training(lambda one: one.by_op())
+            assert found["dchildren"].placements == (Shard(0),)
+            for name, x in found.items():
+                torch.testing.assert_close(x.full_tensor(), plain[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+def check_errors(mesh: DeviceMesh) -> None:
+    """What a routing cannot work on is refused, by name."""
+    children, weight = torch.randn(2, 12, 2, 3), torch.randn(5, 4, 3, 3)
+
+    def refused(text: str, cut: Placement, other: Placement = Replicate(), **changes: Tensor) -> None:
+        given = {"children": children, "weight": weight, **changes}
+        window = Window(1) if given["children"].dim() == 6 else None
+        try:
+            functional.dynamic_routing(
+                distribute_tensor(given["children"], mesh, [cut]),
+                distribute_tensor(given["weight"], mesh, [other]),
+                window=window,
+            )
+        except ValueError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"not refused: {text}")
+
+    refused("children must be sharded over the batch or the children", Shard(2), weight=weight[:1])
+    refused("children must leave every process one", Shard(1), children=children[:, :1], weight=weight[:1])
+    refused("parents must leave every process one", Replicate(), Shard(1), weight=weight[:1, :1])
+    refused("weight [G, ...] must have a G of 12", Shard(1), weight=torch.randn(4, 4, 3, 3))
+    grid = torch.randn(2, 4, 3, 3, 2, 3)
+    refused("parents must be whole where the children are a grid", Replicate(), Shard(1), children=grid, weight=weight[:4])
+
+
+BATCHED = ("children", "gate", "query", "mean", "variance", "log_weight")
+RULES = {
+    "attention": (Rule.LAYER_NORM, Rule.SQUASH),
+    "pooling": (Rule.UNIT, Rule.SQUASH),
+    "gaussian": (Rule.EM, Rule.HEINSEN, Rule.KMEANS),
+}
+OPS = [
+    OneCall(rule.name.lower(), rule, batch=5, types=6, bias="IM", gate="some", turns=2, start=rule != Rule.SQUASH)
+    for rule in Rule
+]
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
+    "layer": check_layer,
+    "ops": check_ops,
+    "errors": check_errors,
+    **{f"ddp-{name}": partial(check_training, lambda network, _: DistributedDataParallel(network), name) for name in LAYERS},
+    **{f"fsdp-{name}": partial(check_training, _fully, name) for name in LAYERS},
+}
+
+
 def work(rank: int, world: int, folder: str, names: list[str]) -> None:
     """Run the named checks as one of several processes, and leave what went wrong in a file."""
     torch.set_num_threads(1)
@@ -193,6 +350,3 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
     torch.save(wrong, Path(folder, f"found-{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
-
-
-CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
