@@ -24,6 +24,7 @@ their gradients. What an op as a whole can do in shards is also registered as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ from fastcaps.reference.seen import POSE, inverse_or_zero, make_votes, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype
 
-__all__ = ["route"]
+__all__ = ["acceptable", "route"]
 
 AXES = ("batch", "children", "parents")
 
@@ -126,7 +127,7 @@ class Layout:
     """
 
     def __init__(self, routing: Routing, arguments: Sequence[Any]) -> None:
-        self.routing, self.names = routing, routing.names
+        self.routing, self.names, self.parents = routing, routing.names, arguments[4]
         given = dict(zip(self.names, arguments, strict=True))
         spread = {name: x for name, x in given.items() if isinstance(x, DTensor)}
         self.mesh = next(iter(spread.values())).device_mesh
@@ -265,11 +266,10 @@ class Layout:
         """Return which share of each child's softmax over all parents falls on a process's own, ``[B, I]``."""
         if "parents" not in self.axes:
             return None
-        if all(x is None for x in state):
-            log_sum = votes.children.new_zeros(votes.children.shape[:2]).to(accumulation_dtype(votes.children.dtype))
-            log_sum = log_sum + torch.tensor(float(votes.parents)).log().item()
-        else:
-            log_sum = _log_sum(votes, logits, *state)
+        if all(x is None for x in state):  # r = 1 / M
+            dtype = accumulation_dtype(votes.children.dtype)
+            return votes.children.new_full(votes.children.shape[:2], votes.parents / self.parents, dtype=dtype)
+        log_sum = _log_sum(votes, logits, *state)
         (top,) = self.joined("parents", log_sum.detach(), by="max")
         own = (log_sum - top.masked_fill(~top.isfinite(), 0.0)).exp()
         (total,) = self.entered("parents", *self.joined("parents", own))
@@ -499,34 +499,28 @@ _TURNS: dict[str, Callable[..., Any]] = {"attention": _attention, "gaussian": _g
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def _acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Return how the tensors of an op, or of its backward, may lie along one dimension of a mesh: results, arguments.
+def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+    """Return how tensors may lie along one dimension of a mesh: an op's (or its backward's) results, and its arguments.
 
-    The batch always; the children where a turn of attention is nothing but a sum over them; the parents of pooling,
-    which do not compete.
+    The batch always; the children where a turn of attention is nothing but a sum over them. A rule cannot cut the
+    parents: it cannot change M, which is a number among the arguments.
     """
     names = routing.backward_names if backward else routing.names
     given = dict(zip(names, arguments, strict=True))
     axes: list[str | None] = [None, "batch"]
     if routing is attention_routing:
+        types = given["children"].shape[-3]
         plain = given["sums"] is None if backward else (given["rule"], given["iterations"]) == (Rule.PLAIN, 1)
-        axes += ["children"] if plain and _splits(given) else []
-    elif routing is pooling_routing:
-        axes.append("parents")
+        rows = [given[name].shape[0] for name in ("weight", "bias") if given[name] is not None]
+        if plain and all(count in (1, types) for count in rows):
+            axes.append("children")
     found = []
     for axis in axes:
         cuts = {} if axis is None else _cuts(axis, given, routing)
         inputs = [_at(cuts.get(name)) if hasattr(given[name], "shape") else None for name in names]
-        outputs = _gradients(routing, given, axis, cuts) if backward else _results(routing, given, axis)
-        found.append((outputs, inputs))
+        results = _gradients(routing, given, axis, cuts) if backward else _results(routing, given, axis)
+        found.append((results, inputs))
     return found
-
-
-def _splits(given: dict[str, Any]) -> bool:
-    """Return whether tables have one row, or one for each of the children that may be cut."""
-    types = given["children"].shape[-3]
-    tables = [given[name].shape[0] for name in ("weight", "bias") if given[name] is not None]
-    return all(rows in (1, types) for rows in tables)
 
 
 def _at(dim: int | None) -> Placement:
@@ -534,18 +528,17 @@ def _at(dim: int | None) -> Placement:
 
 
 def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> list[Placement]:
+    """Return how an op's results lie."""
     place, history = len(given["children"].shape) - 3, len(routing.op._schema.returns) - 1 - routing.finals
+    shares = _at({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
     if axis == "children":
-        results: list[Placement] = [Partial()] * (routing.finals + history)
-    else:
-        dims = {None: None, "batch": 0, "parents": place}
-        dim = dims[axis]
-        results = [_at(dim)] * routing.finals + [_at(None if dim is None else dim + 1)] * history
-    shares = {None: None, "batch": 0, "children": place, "parents": place + 1}[axis]
-    return [*results, _at(shares if given["coefficients"] else None)]
+        return [*[Partial()] * (routing.finals + history), shares]
+    batch, later = (None, None) if axis is None else (0, 1)  # in the history, turns lead
+    return [*[_at(batch)] * routing.finals, *[_at(later)] * history, shares]
 
 
 def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> list[Placement]:
+    """Return how a backward's results lie; what is absent or not wanted is an empty tensor."""
     found: list[Placement] = []
     for k, name in enumerate(routing.tensor_names):
         absent = routing.shape_of(name, SimpleNamespace(**given)) is None
@@ -561,7 +554,7 @@ def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: 
 def _register() -> None:
     for routing in ROUTINGS:
         for op, backward in ((routing.op, False), (routing.backward_op, True)):
-            register_sharding(op)(lambda *given, _of=routing, _way=backward: _acceptable(_of, _way, *given))
+            register_sharding(op)(partial(acceptable, routing, backward))
 
 
 _register()

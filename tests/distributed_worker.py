@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import Case as OneCall
-from registry import ROUTINGS
+from registry import ATTENTION, GAUSSIAN, POOLING, Routing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps.distributed  # the rules of the raw ops
 from fastcaps import Window, functional
@@ -264,23 +266,24 @@ def check_layer(mesh: DeviceMesh) -> None:
 
 def check_ops(mesh: DeviceMesh) -> None:
     """The raw ops and their backwards by the rules that PyTorch keeps."""
-    for routing in ROUTINGS:
-        for case in OPS:
-            if case.rule not in RULES[routing.stem]:
-                continue
-            call = routing.call(case)
-            plain = call.training(lambda one: one.by_op())
-            sharded = {
-                name: distribute_tensor(x, mesh, [Shard(0) if name in BATCHED else Replicate()])
-                for name, x in call.given.items()
-                if isinstance(x, Tensor)
-            }
-            grads = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in call.grads.items()}
-            given = {**call.given, **sharded}
-            found = dataclasses.replace(call, given=given, grads=grads).training(lambda one: one.by_op())
-            assert found["dchildren"].placements == (Shard(0),)
-            for name, x in found.items():
-                torch.testing.assert_close(x.full_tensor(), plain[name], msg=lambda text, n=name: f"{n}: {text}")
+    for routing, case, cut in OPS:
+        call = routing.call(case)
+        plain = call.training(lambda one: one.by_op())
+        over = {"batch": ("children", "gate", *routing.state), "children": ("children", "gate")}[cut]
+        dim = {"batch": 0, "children": 3}[cut]
+
+        def placed(name: str, x: Tensor, over: Any = over, dim: int = dim) -> DTensor:
+            own = Shard(0) if dim == 3 and name in ("weight", "bias") else Replicate()
+            return distribute_tensor(x, mesh, [Shard(dim) if name in over else own])
+
+        given = {name: placed(name, x) if isinstance(x, Tensor) else x for name, x in call.given.items()}
+        grads = {name: placed(name, x, call.grads if cut == "batch" else ()) for name, x in call.grads.items()}
+        found = dataclasses.replace(call, given=given, grads=grads).training(lambda one: one.by_op())
+        assert found["dchildren"].placements == (Shard(dim),), found["dchildren"].placements  # type: ignore[attr-defined]
+        assert found[routing.results[0]].placements == ((Shard(0) if cut == "batch" else Partial()),)  # type: ignore[attr-defined]
+        for name, x in found.items():
+            whole = x.full_tensor()  # type: ignore[attr-defined]
+            torch.testing.assert_close(whole, plain[name], msg=lambda text, n=name, c=case: f"{c} {n}: {text}")
 
 
 def check_errors(mesh: DeviceMesh) -> None:
@@ -309,20 +312,62 @@ def check_errors(mesh: DeviceMesh) -> None:
     refused("parents must be whole where the children are a grid", Replicate(), Shard(1), children=grid, weight=weight[:4])
 
 
-BATCHED = ("children", "gate", "query", "mean", "variance", "log_weight")
-RULES = {
-    "attention": (Rule.LAYER_NORM, Rule.SQUASH),
-    "pooling": (Rule.UNIT, Rule.SQUASH),
-    "gaussian": (Rule.EM, Rule.HEINSEN, Rule.KMEANS),
-}
-OPS = [
-    OneCall(rule.name.lower(), rule, batch=5, types=6, bias="IM", gate="some", turns=2, start=rule != Rule.SQUASH)
-    for rule in Rule
-]
+class Traffic(TorchDispatchMode):
+    """Counts the numbers that a process sends into collectives, by the kind of collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("_c10d_functional.") and not any(word in name for word in ("wait", "wrap")):
+            self.numbers[name.split(".")[1]] += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def check_traffic(mesh: DeviceMesh) -> None:
+    """What crosses is what docs/distributed.md says: the parents' state, or two numbers a child, a turn; never votes."""
+    turns, pose = 3, 2 * 3
+    state, child = BATCH * PARENTS, BATCH * CHILDREN
+    for routing, cut, forward, backward in (
+        ("dynamic", "batch", 0, 0),
+        ("dynamic", "children", turns * state * pose, (turns - 1) * state * pose),
+        ("em", "children", turns * state * (2 * pose + 2), (turns - 1) * state * (2 * pose + 1) + turns * state * pose),
+        ("pool", "children", turns * state * (pose + 2), (turns - 1) * state * pose),
+        ("dynamic", "parents", (turns - 1) * 2 * child, (turns - 1) * child),
+        ("pool", "parents", 0, 0),
+    ):
+        case = Case("", routing, (cut,), groups=1, options={"iterations": turns - (routing == "pool")})
+        tensors = _numbers(case)
+        spread = {n: distribute_tensor(x, mesh, [_placement(case, n, x, cut)]) for n, x in tensors.items()}
+        spread["children"].requires_grad_()
+        with Traffic() as sent:
+            found = _function(routing)(**spread, **case.options)
+        assert sent.numbers == +Counter(all_reduce=forward), (routing, cut, forward, sent.numbers)
+        with Traffic() as sent:
+            torch.stack([x.to_local().sum() for x in ([found] if isinstance(found, Tensor) else found)]).sum().backward()
+        assert sent.numbers == +Counter(all_reduce=backward), (routing, cut, backward, sent.numbers)
+
+
+def _ops() -> list[tuple[Routing, OneCall, str]]:
+    """One case of the raw ops for every rule, the batch in shards; and a sum over children in shards."""
+    options: dict[str, Any] = {"batch": 5, "types": 7, "bias": "IM", "gate": "some"}
+    rows = {ATTENTION: (Rule.LAYER_NORM, Rule.SQUASH), POOLING: (Rule.UNIT, Rule.SQUASH), GAUSSIAN: tuple(Rule)[4:]}
+    found = [
+        (routing, OneCall(f"{routing}-{rule.name}", rule, turns=2, start=rule != Rule.SQUASH, **options), "batch")
+        for routing, rules in rows.items()
+        for rule in rules
+    ]
+    return [*found, (ATTENTION, OneCall("children", Rule.PLAIN, **options), "children")]
+
+
+OPS = _ops()
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "layer": check_layer,
     "ops": check_ops,
     "errors": check_errors,
+    "traffic": check_traffic,
     **{f"ddp-{name}": partial(check_training, lambda network, _: DistributedDataParallel(network), name) for name in LAYERS},
     **{f"fsdp-{name}": partial(check_training, _fully, name) for name in LAYERS},
 }
