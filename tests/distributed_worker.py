@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tools.judge import Bar
 
 Tensors = dict[str, Tensor]
 
+MINUTE = timedelta(minutes=1)
 BATCH, CHILDREN, PARENTS = 5, 11, 7  # none of them divides evenly
 
 
@@ -350,13 +352,20 @@ def check_traffic(mesh: DeviceMesh) -> None:
         assert sent.numbers == +Counter(all_reduce=backward), (routing, cut, backward, sent.numbers)
 
 
+RULES = {
+    ATTENTION: (Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH),
+    POOLING: (Rule.UNIT, Rule.SQUASH),
+    GAUSSIAN: (Rule.EM, Rule.HEINSEN, Rule.KMEANS),
+}
+"""What each op may do between two turns."""
+
+
 def _ops() -> list[tuple[Routing, OneCall, str]]:
     """One case of the raw ops for every rule, the batch in shards; and a sum over children in shards."""
     options: dict[str, Any] = {"batch": 5, "types": 7, "bias": "IM", "gate": "some"}
-    rows = {ATTENTION: (Rule.LAYER_NORM, Rule.SQUASH), POOLING: (Rule.UNIT, Rule.SQUASH), GAUSSIAN: tuple(Rule)[4:]}
     found = [
         (routing, OneCall(f"{routing}-{rule.name}", rule, turns=2, start=rule != Rule.SQUASH, **options), "batch")
-        for routing, rules in rows.items()
+        for routing, rules in RULES.items()
         for rule in rules
     ]
     return [*found, (ATTENTION, OneCall("children", Rule.PLAIN, **options), "children")]
@@ -377,7 +386,7 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
     """Run the named checks as one of several processes, and leave what went wrong in a file."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=MINUTE)
     flat = init_device_mesh("cpu", (world,))
     square = init_device_mesh("cpu", (2, world // 2)) if world % 2 == 0 else flat
     known = {case.name: case for case in (*SET, *MESHES)}
@@ -390,8 +399,10 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
             else:
                 CHECKS[name](flat)
             wrong[name] = ""
+        except AssertionError:
+            wrong[name] = traceback.format_exc()
         except Exception:
             wrong[name] = traceback.format_exc()
+            break  # the others may be waiting within a collective
     torch.save(wrong, Path(folder, f"found-{rank}.pt"))
-    dist.barrier()
     dist.destroy_process_group()
