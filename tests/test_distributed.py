@@ -6,6 +6,7 @@ The processes are forks of a server that has imported torch once.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from multiprocessing import get_context
@@ -25,7 +26,9 @@ CASES = [case.name for case in SET]
 def _run(world: int, folder: Path, names: list[str]) -> Found:
     """Return what went wrong in each check, in whichever process: empty text for nothing."""
     get_context("forkserver").set_forkserver_preload(["distributed_worker"])
-    start_processes(work, (world, str(folder), names), nprocs=world, start_method="forkserver")  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:  # before Python 3.12 the server does not take over sys.path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        start_processes(work, (world, str(folder), names), nprocs=world, start_method="forkserver")  # type: ignore[no-untyped-call]
     every = [torch.load(folder / f"found-{rank}.pt") for rank in range(world)]
     return {name: "\n".join(filter(None, (one.get(name, "did not run") for one in every))) for name in names}
 
@@ -83,8 +86,14 @@ print(tried)
 @pytest.mark.slow
 def test_torchs_own_validation_accepts_every_rule() -> None:
     """In a process of its own: it takes a process group, and imports much of torch's test helpers."""
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", VALIDATION], cwd=ROOT / "tests", capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", VALIDATION],
+        cwd=ROOT,
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 64, done.stdout
