@@ -46,8 +46,8 @@ def main() -> None:
     for step in range(options.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
-        poses, scores, variances = layer(children)  # the same parents on every process
-        loss = (poses.to_local() - wanted).square().mean()
+        parents = layer(children)  # the same on every process
+        loss = (parents.poses.to_local() - wanted).square().mean()
         loss.backward()  # the layer's gradients, too, are the same on every process
         optimizer.step()
         if rank == 0:

@@ -24,56 +24,27 @@ their gradients. What an op as a whole can do in shards is also registered as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 from torch.utils.checkpoint import checkpoint
 
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops import ROUTINGS, Routing, attention_routing, gaussian_routing, pooling_routing
+from fastcaps.ops import Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.query import QueryRouting
+from fastcaps.ops.sharding import AXES, cuts_of
 from fastcaps.reference.gaussian import distances
 from fastcaps.reference.seen import POSE, inverse_or_zero, make_votes, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype
 
-__all__ = ["acceptable", "route"]
-
-AXES = ("batch", "children", "parents")
+__all__ = ["route"]
 
 _BLOCK = 1 << 22  # votes that `_log_sum` holds at a time, counted in numbers: 16 MB of float32
-
-
-def _cuts(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int]:
-    """Return which dimension of each argument of an op, or of its backward, an axis cuts; the others stay whole."""
-    shapes = {name: tuple(value.shape) for name, value in given.items() if hasattr(value, "shape")}
-    place, rule = len(shapes["children"]) - 3, given.get("rule")
-    heads = [name for name in shapes if name.startswith("grad")]
-    kept = [name for name in ("sums", "logsumexp", "counts", "means", "variances") if name in shapes]
-    own = [*heads, *kept, *(name for name in routing.state if name in shapes)]
-    tables = [name for name in ("bias", "beta_use", "beta_ignore") if name in shapes]
-    if axis == "batch":
-        cuts = dict.fromkeys(("children", "gate", *own), 0)
-    elif axis == "children":
-        own = []
-        cuts = dict.fromkeys(("children", "gate"), place)
-        cuts |= {name: 0 for name in tables if len(shapes[name]) > 1 and shapes[name][0] > 1}
-        if "weight" in shapes and shapes["weight"][0] == shapes["children"][place] > 1:
-            cuts["weight"] = 0
-    else:
-        cuts = dict.fromkeys(own, place) | {"weight": 1}
-        cuts |= {name: 1 for name in tables if len(shapes[name]) > 1 and shapes[name][1] > 1}
-        cuts |= {name: 0 for name in tables if rule == Rule.EM and len(shapes[name]) == 1}
-    if heads:  # a backward's have a leading dimension of turns
-        cuts |= {name: cuts[name] + 1 for name in own if name in routing.stacked or name in heads}
-    return {name: dim for name, dim in cuts.items() if name in shapes}
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -118,7 +89,7 @@ def route(routing: Routing, arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class Layout:
-    """How a call lies on a mesh: which of :data:`AXES` each of the mesh's dimensions cuts, if any.
+    """How a call lies on a mesh: whether each of the mesh's dimensions cuts, if any.
 
     Parameters
     ----------
@@ -134,7 +105,7 @@ class Layout:
         for name, x in spread.items():
             if x.device_mesh != self.mesh:
                 raise ValueError(f"{name} must be on the mesh of the others, {self.mesh}, got {x.device_mesh}")
-        self.cuts = {axis: _cuts(axis, given, routing) for axis in AXES}
+        self.cuts = {axis: cuts_of(axis, given, routing) for axis in AXES}
         self.axes = [self._axis(k, spread) for k in range(self.mesh.ndim)]
         self.whole = [Replicate() for _ in self.axes]
         self._check(given)
@@ -233,9 +204,7 @@ class Layout:
         placements = [Replicate() if dim is None else Shard(dim) for dim in cut]
         stride = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
         size = torch.Size(shape)
-        return DTensor.from_local(
-            local.contiguous(), self.mesh, placements, run_check=False, shape=size, stride=stride
-        )
+        return DTensor.from_local(local.contiguous(), self.mesh, placements, run_check=False, shape=size, stride=stride)
 
     # ---- what crosses ------------------------------------------------------------------------------------------------
 
@@ -253,7 +222,7 @@ class Layout:
         whole = DTensor.from_local(_packed(parts), self.mesh, self.over(axis, Partial(by)), run_check=False)
         return _unpacked(whole.redistribute(placements=self.whole).to_local(), parts)
 
-    def entered(self, axis: str, *same: Tensor | None) -> list[Tensor | None]:
+    def entered(self, axis: str, *same: Any) -> list[Any]:
         """Return what all processes that share an axis have alike, to be used on their shards: gradients are summed."""
         given = [x for x in same if x is not None]
         if axis not in self.axes or not any(x.requires_grad for x in given):
@@ -272,8 +241,7 @@ class Layout:
         log_sum = _log_sum(votes, logits, *state)
         (top,) = self.joined("parents", log_sum.detach(), by="max")
         own = (log_sum - top.masked_fill(~top.isfinite(), 0.0)).exp()
-        (total,) = self.entered("parents", *self.joined("parents", own))
-        return own / total
+        return own / self.entered("parents", *self.joined("parents", own))[0]
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
@@ -346,8 +314,8 @@ def _attention(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], 
             (sums,) = layout.joined("children", sums.to(dtype))
             parents = attention_routing.left(given, sums)
             (query,) = attention_routing.advance(given, (query,), (parents,))
-            if share is not None and shares is not None:
-                shares = shares * share.detach()[..., None] if given.coefficients and last else shares
+            if share is not None and last and given.coefficients:
+                shares = shares * share.detach()[..., None]
     return [parents], shares
 
 
@@ -359,11 +327,12 @@ def _pooling(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Te
         with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not given.detach)):
             (asked,) = layout.entered("children", query)
             settings = (votes.parents, votes.window, given.scale, given.normalize, given.detach)
-            sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)  # type: ignore[no-untyped-call]
+            sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)
             parents = sums if given.rule == Rule.UNIT else pooling_routing.left(given, sums)
             if last and given.coefficients:
-                shares = reference.pooling_coefficients(*_on_grid(votes, asked), given.scale, given.normalize)
-                shares = shares.reshape(Votes(*votes).shares) * part.unsqueeze(-2)
+                on_grid, last_query = _on_grid(votes, asked)
+                shares = reference.pooling_coefficients(on_grid, last_query, given.scale, given.normalize)
+                shares = shares.reshape(votes.shares) * part.unsqueeze(-2)
             (query,) = pooling_routing.advance(given, (query,), (parents,))
     return [parents], shares
 
@@ -422,7 +391,7 @@ def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], T
         share = layout.share(votes, logits, *asked)
         gated = _gated(votes, share)
         settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else given.rule), eps)
-        counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)  # type: ignore[no-untyped-call]
+        counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)
         if share is not None and not em:
             evidence = evidence - _ignored(votes, share, given.beta_ignore)
         # the first moment is (n + eps) mean; about any c the second is (n + eps) variance + 2 eps mean d + n d^2
@@ -494,67 +463,3 @@ def _on_grid(votes: Votes, *state: Tensor | None) -> tuple[Any, ...]:
 
 
 _TURNS: dict[str, Callable[..., Any]] = {"attention": _attention, "gaussian": _gaussian, "pooling": _pooling}
-
-
-# ---- rules -----------------------------------------------------------------------------------------------------------
-
-
-def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
-    """Return how tensors may lie along one dimension of a mesh: an op's (or its backward's) results, and its arguments.
-
-    The batch always; the children where a turn of attention is nothing but a sum over them. A rule cannot cut the
-    parents: it cannot change M, which is a number among the arguments.
-    """
-    names = routing.backward_names if backward else routing.names
-    given = dict(zip(names, arguments, strict=True))
-    axes: list[str | None] = [None, "batch"]
-    if routing is attention_routing:
-        types = given["children"].shape[-3]
-        plain = given["sums"] is None if backward else (given["rule"], given["iterations"]) == (Rule.PLAIN, 1)
-        rows = [given[name].shape[0] for name in ("weight", "bias") if given[name] is not None]
-        if plain and all(count in (1, types) for count in rows):
-            axes.append("children")
-    found = []
-    for axis in axes:
-        cuts = {} if axis is None else _cuts(axis, given, routing)
-        inputs = [_at(cuts.get(name)) if hasattr(given[name], "shape") else None for name in names]
-        results = _gradients(routing, given, axis, cuts) if backward else _results(routing, given, axis)
-        found.append((results, inputs))
-    return found
-
-
-def _at(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)
-
-
-def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> list[Placement]:
-    """Return how an op's results lie."""
-    place, history = len(given["children"].shape) - 3, len(routing.op._schema.returns) - 1 - routing.finals
-    shares = _at({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
-    if axis == "children":
-        return [*[Partial()] * (routing.finals + history), shares]
-    batch, later = (None, None) if axis is None else (0, 1)  # in the history, turns lead
-    return [*[_at(batch)] * routing.finals, *[_at(later)] * history, shares]
-
-
-def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> list[Placement]:
-    """Return how a backward's results lie; what is absent or not wanted is an empty tensor."""
-    found: list[Placement] = []
-    for k, name in enumerate(routing.tensor_names):
-        absent = routing.shape_of(name, SimpleNamespace(**given)) is None
-        if axis is None or absent or not given["needs"] >> k & 1:
-            found.append(Replicate())
-        elif name in cuts:
-            found.append(Shard(cuts[name] - (name in routing.stacked)))
-        else:
-            found.append(Partial())
-    return found
-
-
-def _register() -> None:
-    for routing in ROUTINGS:
-        for op, backward in ((routing.op, False), (routing.backward_op, True)):
-            register_sharding(op)(partial(acceptable, routing, backward))
-
-
-_register()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -123,9 +124,7 @@ def _run(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     results = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
     draw = torch.Generator().manual_seed(8)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=draw).to(x.dtype)).sum() for x in whole.values() if x.requires_grad
-    )
+    loss = sum((x * torch.randn(x.shape, generator=draw).to(x.dtype)).sum() for x in whole.values() if x.requires_grad)
     loss.backward()  # type: ignore[union-attr]
     for name, leaf in leaves.items():
         if leaf.grad is not None:
@@ -245,6 +244,10 @@ def check_training(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], routing: 
     Bar(alone, [*data, *start.values()]).hold({name: x.detach() for name, x in found.items()})
 
 
+def _parallel(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(network)
+
+
 def _fully(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
     fully_shard(network.routing, mesh=mesh)
     return fully_shard(network, mesh=mesh)
@@ -291,8 +294,9 @@ def check_ops(mesh: DeviceMesh) -> None:
 def check_errors(mesh: DeviceMesh) -> None:
     """What a routing cannot work on is refused, by name."""
     children, weight = torch.randn(2, 12, 2, 3), torch.randn(5, 4, 3, 3)
+    whole = Replicate()
 
-    def refused(text: str, cut: Placement, other: Placement = Replicate(), **changes: Tensor) -> None:
+    def refused(text: str, cut: Placement, other: Placement, **changes: Tensor) -> None:
         given = {"children": children, "weight": weight, **changes}
         window = Window(1) if given["children"].dim() == 6 else None
         try:
@@ -306,12 +310,14 @@ def check_errors(mesh: DeviceMesh) -> None:
         else:
             raise AssertionError(f"not refused: {text}")
 
-    refused("children must be sharded over the batch or the children", Shard(2), weight=weight[:1])
-    refused("children must leave every process one", Shard(1), children=children[:, :1], weight=weight[:1])
-    refused("parents must leave every process one", Replicate(), Shard(1), weight=weight[:1, :1])
-    refused("weight [G, ...] must have a G of 12", Shard(1), weight=torch.randn(4, 4, 3, 3))
+    refused("children must be sharded over the batch or the children", Shard(2), whole, weight=weight[:1])
+    refused("children must leave every process one", Shard(1), whole, children=children[:, :1], weight=weight[:1])
+    refused("parents must leave every process one", whole, Shard(1), weight=weight[:1, :1])
+    refused("weight [G, ...] must have a G of 12", Shard(1), whole, weight=torch.randn(4, 4, 3, 3))
     grid = torch.randn(2, 4, 3, 3, 2, 3)
-    refused("parents must be whole where the children are a grid", Replicate(), Shard(1), children=grid, weight=weight[:4])
+    refused(
+        "parents must be whole where the children are a grid", Replicate(), Shard(1), children=grid, weight=weight[:4]
+    )
 
 
 class Traffic(TorchDispatchMode):
@@ -329,7 +335,7 @@ class Traffic(TorchDispatchMode):
 
 
 def check_traffic(mesh: DeviceMesh) -> None:
-    """What crosses is what docs/distributed.md says: the parents' state, or two numbers a child, a turn; never votes."""
+    """What crosses in a turn is what docs/distributed.md says: the parents' state, or two numbers a child."""
     turns, pose = 3, 2 * 3
     state, child = BATCH * PARENTS, BATCH * CHILDREN
     for routing, cut, forward, backward in (
@@ -348,7 +354,9 @@ def check_traffic(mesh: DeviceMesh) -> None:
             found = _function(routing)(**spread, **case.options)
         assert sent.numbers == +Counter(all_reduce=forward), (routing, cut, forward, sent.numbers)
         with Traffic() as sent:
-            torch.stack([x.to_local().sum() for x in ([found] if isinstance(found, Tensor) else found)]).sum().backward()
+            torch.stack(
+                [x.to_local().sum() for x in ([found] if isinstance(found, Tensor) else found)]
+            ).sum().backward()
         assert sent.numbers == +Counter(all_reduce=backward), (routing, cut, backward, sent.numbers)
 
 
@@ -377,7 +385,10 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "ops": check_ops,
     "errors": check_errors,
     "traffic": check_traffic,
-    **{f"ddp-{name}": partial(check_training, lambda network, _: DistributedDataParallel(network), name) for name in LAYERS},
+    **{
+        f"ddp-{name}": partial(check_training, lambda network, _: DistributedDataParallel(network), name)
+        for name in LAYERS
+    },
     **{f"fsdp-{name}": partial(check_training, _fully, name) for name in LAYERS},
 }
 
@@ -385,7 +396,8 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
 def work(rank: int, world: int, folder: str, names: list[str]) -> None:
     """Run the named checks as one of several processes, and leave what went wrong in a file."""
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=MINUTE)
     flat = init_device_mesh("cpu", (world,))
     square = init_device_mesh("cpu", (2, world // 2)) if world % 2 == 0 else flat

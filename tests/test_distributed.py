@@ -60,8 +60,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor._ops.strategy_validation import validate_aten_combination as validate
 from cases import Case
 from distributed_worker import RULES
-from fastcaps.distributed import acceptable
 from fastcaps.ops import ROUTINGS
+from fastcaps.ops.sharding import acceptable
 
 dist.init_process_group("fake", rank=0, world_size=2)
 tried = 0

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow  # every process imports torch
 
 def run(*arguments: str) -> str:
     """Return what an example prints."""
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    variables = (
+        os.environ | {"PYTHONPATH": str(ROOT)} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    )
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300
     )

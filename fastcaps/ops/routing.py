@@ -28,7 +28,17 @@ from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse, turn_after_turn
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
-__all__ = ["LIBRARY", "NATIVE", "TAGS", "Gradients", "Routing", "is_sharded", "is_transformed", "let_inductor_call", "native_op"]
+__all__ = [
+    "LIBRARY",
+    "NATIVE",
+    "TAGS",
+    "Gradients",
+    "Routing",
+    "is_sharded",
+    "is_transformed",
+    "let_inductor_call",
+    "native_op",
+]
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
