@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -262,8 +263,9 @@ def _log_sum(votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None)
     """
     children, weight, bias, gate, parents, _ = votes
     rows, _, columns = votes.pose
-    if gate is not None:
-        children = children.masked_fill((gate == 0)[..., None, None], 0.0)  # not there: its numbers may be anything
+    if gate is not None:  # a child that is not there may hold anything; if its numbers are finite, its gate may open
+        broken = (gate == 0) & ~children.isfinite().all(-1).all(-1)
+        children = children.masked_fill(broken[..., None, None], 0.0)
     batch, count = children.shape[:2]
     step = max(1, _BLOCK // (max(1, batch) * parents * rows * columns))
 
@@ -362,6 +364,7 @@ class _Pooled(torch.autograd.Function):
         return joint.clone(), part
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (grad, _), (children, weight, bias, gate, query, sums, log_sum) = grads, ctx.saved_tensors
         parents, window, scale, normalize, detach = ctx.settings
@@ -435,6 +438,7 @@ class _Moments(torch.autograd.Function):
         return counts[0].clone(), means[0].clone(), narrow[0].clone(), evidence
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         parents, window, _, eps = ctx.settings
         *tensors, counts, means, narrow = ctx.saved_tensors
