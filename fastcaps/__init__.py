@@ -85,7 +85,7 @@ _LAZY = dict.fromkeys(
     ),
     f"{__name__}.nn",
 )
-_LAZY_MODULES = ("compat", "data", "losses", "models", "nn", "training", "viz")
+_LAZY_MODULES = ("compat", "data", "distributed", "losses", "models", "nn", "training", "viz")
 
 
 def __getattr__(name: str) -> Any:

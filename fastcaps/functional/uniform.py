@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
+from fastcaps.ops.routing import is_sharded
 from fastcaps.reference.seen import windows
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size
 
@@ -26,10 +27,11 @@ def kernel_beats_library(votes: Votes) -> bool:
     they are large: with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which reads them as
     they lie, 17. Where children share weights, summing them first wins. On a GPU the library's convolution may round
     float32 to TF32 though its matmul, whose setting is the one that counts here, may not: then our kernel runs. Nothing
-    but shapes and settings decides, so that the same numbers give the same bits with and without gradients.
+    but shapes and settings decides, so that the same numbers give the same bits with and without gradients. DTensors
+    go to the op, which knows what has to cross.
     """
     children, weight, window = votes.children, votes.weight, votes.window
-    if weight is None or backends.forced() == "reference":
+    if weight is None or backends.forced() == "reference" or is_sharded(votes[:4]):
         return True
     if children.device.type == "cuda":
         convolution = tuple(window) != SET_WINDOW and children.shape[3] % weight.shape[0] != 0

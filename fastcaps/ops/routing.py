@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from operator import itemgetter
 from typing import Any
 
@@ -27,7 +28,17 @@ from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse, turn_after_turn
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
-__all__ = ["LIBRARY", "NATIVE", "TAGS", "Gradients", "Routing", "is_transformed", "let_inductor_call", "native_op"]
+__all__ = [
+    "LIBRARY",
+    "NATIVE",
+    "TAGS",
+    "Gradients",
+    "Routing",
+    "is_sharded",
+    "is_transformed",
+    "let_inductor_call",
+    "native_op",
+]
 
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -53,6 +64,14 @@ def _is_watched() -> bool:
         or torch._C._is_tracing()
         or torch._C._is_any_autocast_enabled()
     )
+
+
+def is_sharded(tensors: Sequence[Any]) -> bool:
+    """Return whether a tensor is a DTensor: there is none as long as nobody has imported them."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return False
+    known: Any = sys.modules.get("torch.distributed.tensor")
+    return known is not None and any(isinstance(tensor, known.DTensor) for tensor in tensors)
 
 
 def is_transformed() -> bool:
@@ -219,6 +238,8 @@ class Routing(ABC):
             backends.refuse_unless_reference(self.stem)
             return self.by_reference(*arguments)
         tensors = self._tensors_of(arguments)
+        if is_sharded(tensors):
+            return import_module("fastcaps.distributed").route(self, arguments)
         if _is_watched() or not _PLAIN.issuperset(map(type, tensors)):
             return self.op(*arguments)
         if torch.is_grad_enabled():
@@ -411,7 +432,8 @@ class Routing(ABC):
         if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
             return self._through_reference(arguments, finals, needed)
         given = self.given(arguments)
-        run = self.backward_op if _is_watched() else self.run_backward
+        watched = _is_watched() or type(arguments[0]) not in _PLAIN
+        run = self.backward_op if watched else self.run_backward
         turns, needs = self.turns(given), 0
         for k, want in enumerate(needed):
             needs |= want << k

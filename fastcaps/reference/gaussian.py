@@ -23,7 +23,7 @@ from fastcaps.reference.seen import (
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
-__all__ = ["gaussian_coefficients", "gaussian_routing", "gaussian_routing_backward", "next_log_weight"]
+__all__ = ["distances", "gaussian_coefficients", "gaussian_routing", "gaussian_routing_backward", "next_log_weight"]
 
 
 def _precision(variance: Tensor | None) -> Tensor | float:
@@ -31,7 +31,7 @@ def _precision(variance: Tensor | None) -> Tensor | float:
     return 1.0 if variance is None else 0.5 / variance.unsqueeze(3)
 
 
-def _distances(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
+def distances(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
     """Return ``sum_ce (V_im - mean_m)^2 / (2 variance_m)`` ``[B, Ho, Wo, I, M]``; 0 without a mean."""
     if mean is None:
         return all_votes.new_zeros(all_votes.shape[:5])
@@ -46,13 +46,13 @@ def _responsibility(
         with torch.no_grad():
             all_votes = make_votes(seen)
             squares = (2 * all_votes).square()  # no smaller than a square about any mean within the votes
-            finite = squares.isfinite().all(-1).all(-1) & _distances(all_votes, mean, variance).isfinite()
+            finite = squares.isfinite().all(-1).all(-1) & distances(all_votes, mean, variance).isfinite()
         seen = without(seen, finite.all(-1))
     all_votes = make_votes(seen)
     if seen.broken is not None:  # a vote at the mean: whatever the variance, nothing there overflows
         stand_in = torch.zeros((), device=all_votes.device) if mean is None else mean.detach().unsqueeze(3)
         all_votes = torch.where(seen.broken[..., None, None, None], stand_in.to(all_votes), all_votes)
-    logits = -_distances(all_votes, mean, variance)
+    logits = -distances(all_votes, mean, variance)
     if log_weight is not None:
         logits = logits + log_weight.unsqueeze(3)
     return seen, all_votes, logits.softmax(-1)

@@ -1,0 +1,68 @@
+"""Train a capsule network on scikit-learn's digits, each process on its part of every batch.
+
+    torchrun --nproc-per-node 2 examples/data_parallel.py          # DDP: every process holds all parameters
+    torchrun --nproc-per-node 2 examples/data_parallel.py --fsdp   # FSDP2: every process holds its shards of them
+
+Capsule layers are ordinary modules: nothing in here is special to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fastcaps import data, models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=64, help="images a step, of all processes together")
+    parser.add_argument("--images", type=int, default=None, help="train on the first ones only")
+    parser.add_argument("--fsdp", action="store_true")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = dist.init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+
+    torch.manual_seed(0)
+    network: nn.Module = models.create("digits", device=device)
+    if options.fsdp:
+        network.to(memory_format=torch.contiguous_format)  # FSDP2 takes no convolution that lies channels last
+        for child in network.children():
+            fully_shard(child, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+    else:
+        network = DistributedDataParallel(network)
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+
+    splits = data.load("digits")
+    images = torch.utils.data.Subset(splits.train, range(options.images or len(splits.train)))
+    sampler = DistributedSampler(images)
+    loader = DataLoader(images, options.batch // mesh.size(), sampler=sampler)
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)
+        total = torch.zeros((), device=device)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(network(inputs.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        if mesh.get_rank() == 0:
+            print(f"epoch {epoch}: loss {total.item() / (len(loader) * mesh.size()):.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

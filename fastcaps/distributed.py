@@ -1,0 +1,469 @@
+"""Routings of DTensors: which shard each process holds, what crosses between them, and PyTorch's rules for the ops.
+
+A call whose children, weights or parents are :class:`torch.distributed.tensor.DTensor` comes here from the border
+(:class:`fastcaps.ops.Routing`). Each dimension of the mesh cuts one of three things:
+
+*batch*
+    Every process routes its own samples. Nothing crosses.
+*children*
+    Every process sums over its own children. The parents' state crosses once a turn: S for attention; S and two numbers
+    for each parent for pooling, whose softmax over the children is merged by its log-sum-exp; counts and means, and
+    then variances about the joint mean (Chan's formula), for Gaussians.
+*parents*
+    Every process has its own parents. Where parents compete, the softmax's log-sum-exp is exchanged: two numbers a
+    child and turn. A process's share of a child's softmax then multiplies the child's gate, so that the same kernels
+    serve. Pooling, whose parents do not compete, exchanges nothing.
+
+Votes never cross. Backwards the same tensors cross the other way.
+
+Tensors that are not DTensors, such as a layer's own parameters, are taken to be the same on every process, and so are
+their gradients. What an op as a whole can do in shards is also registered as a rule with PyTorch, for whoever calls
+``torch.ops.fastcaps`` or compiles; importing this module does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from fastcaps import reference
+from fastcaps.checks import accumulation_dtype
+from fastcaps.ops import Routing, attention_routing, gaussian_routing, pooling_routing
+from fastcaps.ops.query import QueryRouting
+from fastcaps.ops.sharding import AXES, cuts_of
+from fastcaps.reference.gaussian import distances
+from fastcaps.reference.seen import POSE, inverse_or_zero, make_votes, see
+from fastcaps.rules import DETACH, Rule
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype
+
+__all__ = ["route"]
+
+_BLOCK = 1 << 22  # votes that `_log_sum` holds at a time, counted in numbers: 16 MB of float32
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def route(routing: Routing, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Run a call some of whose tensors are DTensors.
+
+    Parameters
+    ----------
+    routing : Routing
+        Whose call it is.
+    arguments : sequence
+        The op's; tensors that are not DTensors are the same on every process.
+
+    Returns
+    -------
+    tuple
+        What the op returns, as DTensors, but None for the history of turns: parents sharded as the batch and the
+        parents are, the same on all processes that share the children.
+
+    Raises
+    ------
+    ValueError
+        For shards that a routing cannot work on, such as a process without children.
+    """
+    layout = Layout(routing, arguments)
+    local = layout.local(arguments)
+    votes, given = Votes(*local[:6]), routing.given(local)
+    with torch.autocast(votes.children.device.type, enabled=False):
+        if "children" in layout.axes or ("parents" in layout.axes and routing is not pooling_routing):
+            finals, shares = _TURNS[routing.stem](layout, votes, given)
+        else:
+            *finals, shares = routing(votes, *local[6:])
+    globally, place = Votes(*arguments[:6]), votes.children.dim() - 3
+    history = [None] * (len(routing.op._schema.returns) - 1 - routing.finals)
+    poses, many = globally.poses, globally.numbers
+    results = [layout.wrap(x, poses if x.dim() == len(poses) else many, place) for x in finals[: routing.finals]]
+    if given.coefficients:
+        shares = layout.wrap(shares, globally.shares, place + 1, place)
+    return (*results, *history, shares)
+
+
+class Layout:
+    """How a call lies on a mesh: whether each of the mesh's dimensions cuts, if any.
+
+    Parameters
+    ----------
+    routing, arguments
+        As :func:`route` takes them.
+    """
+
+    def __init__(self, routing: Routing, arguments: Sequence[Any]) -> None:
+        self.routing, self.names, self.parents = routing, routing.names, arguments[4]
+        given = dict(zip(self.names, arguments, strict=True))
+        spread = {name: x for name, x in given.items() if isinstance(x, DTensor)}
+        self.mesh = next(iter(spread.values())).device_mesh
+        for name, x in spread.items():
+            if x.device_mesh != self.mesh:
+                raise ValueError(f"{name} must be on the mesh of the others, {self.mesh}, got {x.device_mesh}")
+        self.cuts = {axis: cuts_of(axis, given, routing) for axis in AXES}
+        self.axes = [self._axis(k, spread) for k in range(self.mesh.ndim)]
+        self.whole = [Replicate() for _ in self.axes]
+        self._check(given)
+
+    def _axis(self, k: int, spread: dict[str, Any]) -> str | None:
+        """Return what the mesh's k-th dimension cuts: what it cuts of the children or, where these are whole, of the
+        first of the others that is cut in a known way."""
+        for name, x in spread.items():  # in the op's order: children first
+            placement = x.placements[k]
+            if isinstance(placement, Shard):
+                for axis in AXES:
+                    if self.cuts[axis].get(name) == placement.dim % x.dim():
+                        return axis
+                if name == "children":
+                    raise ValueError(f"children must be sharded over the batch or the children, got {placement}")
+        return None
+
+    def _check(self, given: dict[str, Any]) -> None:
+        """Raise unless every process has a part that it can route."""
+        votes = Votes(*(given[name] for name in Votes._fields))
+        types, groups = votes.children.shape[-3], votes.groups
+        if "parents" in self.axes:
+            if not votes.is_set and self.routing is not pooling_routing:
+                raise ValueError("parents must be whole where the children are a grid: shard the batch or the children")
+            self._parts("parents", votes.parents)
+        if "children" not in self.axes:
+            return
+        parts = self._parts("children", types)
+        if any(part % groups for part in parts) and groups != types:
+            raise ValueError(
+                f"weight [G, ...] must have a G of {types}, a matrix for every child that is sharded, or one that "
+                f"divides the children of each process, {parts}; got {groups}"
+            )
+        for name in ("bias", "beta_use", "beta_ignore"):
+            table = given.get(name)
+            if table is not None and table.dim() > 1 and table.shape[0] not in (1, types):
+                raise ValueError(f"{name} must have 1 row, or one for each of {types} children, got {table.shape[0]}")
+
+    def _parts(self, axis: str, count: int) -> list[int]:
+        """Return how many of ``count`` children or parents each process has; raise where one has none."""
+        parts = [count]
+        for size in (self.mesh.size(k) for k, each in enumerate(self.axes) if each == axis):
+            parts = [min(-(-part // size), part + (-part // size) * k) for part in parts for k in range(size)]
+        if min(parts) < 1:
+            raise ValueError(f"{axis} must leave every process one, got {count}, of which PyTorch makes {parts}")
+        return parts
+
+    def placements(self, name: str) -> list[Placement]:
+        """How an argument has to lie."""
+        dims = (None if axis is None else self.cuts[axis].get(name) for axis in self.axes)
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+    def gradients(self, name: str, rule: int) -> list[Placement]:
+        """How the gradient of an argument comes out: in parts where an argument that is whole meets shards.
+
+        Where children are cut, what is used between two turns meets the joint sums, which are the same everywhere.
+        """
+        between = name in (*self.routing.state, "norm_weight", "norm_bias") or (rule == Rule.EM and "beta" in name)
+        same = (None, "children") if between else (None,)
+        found = zip(self.placements(name), self.axes, strict=True)
+        return [at if isinstance(at, Shard) or axis in same else Partial() for at, axis in found]
+
+    def local(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return a process's part of a call, as plain tensors, in the dtype that autocast wants."""
+        device = arguments[0].device.type
+        dtype = autocast_dtype(device)
+        local, given = list(arguments), self.routing.given(arguments)
+        constant = self.routing.constant if isinstance(self.routing, QueryRouting) and given.detach else 0
+        for bit, k in enumerate(self.routing.tensors):
+            x, name = arguments[k], self.names[k]
+            if x is None:
+                continue
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, self.mesh, self.whole, run_check=False)
+            if constant >> bit & 1:  # gets no gradient; torch's way back through a redistribution trips over that
+                x = x.detach()
+            placements = self.placements(name)
+            if list(x.placements) != placements:
+                x = x.redistribute(placements=placements)
+            x = x.to_local(grad_placements=self.gradients(name, given.rule))
+            if dtype is not None and x.dtype != torch.float64:
+                x = x.to(accumulation_dtype(dtype) if name in self.routing.wide else dtype)
+            local[k] = x
+        many, at = arguments[4], self.mesh.get_coordinate() or self.whole
+        for k, axis in enumerate(self.axes):
+            if axis == "parents":
+                step = -(-many // self.mesh.size(k))
+                many = min(step, many - step * at[k])
+        local[4] = many
+        return local
+
+    def wrap(self, local: Tensor, shape: Sequence[int], parents: int, children: int | None = None) -> Tensor:
+        """Return a process's part of a result as a DTensor whose dimensions of parents, and of children, are told."""
+        dims = {"batch": 0, "parents": parents, "children": children}
+        cut = [None if axis is None else dims[axis] for axis in self.axes]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in cut]
+        stride = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+        size = torch.Size(shape)
+        return DTensor.from_local(local.contiguous(), self.mesh, placements, run_check=False, shape=size, stride=stride)
+
+    # ---- what crosses ------------------------------------------------------------------------------------------------
+
+    def over(self, axis: str, one: Placement) -> list[Placement]:
+        """Return ``one`` for the mesh's dimensions that cut an axis; along the others nothing shall cross."""
+        return [one if each == axis else Replicate() for each in self.axes]
+
+    def joined(self, axis: str, *parts: Tensor, by: str = "sum") -> list[Tensor]:
+        """Return sums over the processes that share an axis, of all tensors in one message.
+
+        Every process goes on alike with them, so that their gradients need not cross.
+        """
+        if axis not in self.axes:
+            return list(parts)
+        whole = DTensor.from_local(_packed(parts), self.mesh, self.over(axis, Partial(by)), run_check=False)
+        return _unpacked(whole.redistribute(placements=self.whole).to_local(), parts)
+
+    def entered(self, axis: str, *same: Any) -> list[Any]:
+        """Return what all processes that share an axis have alike, to be used on their shards: gradients are summed."""
+        given = [x for x in same if x is not None]
+        if axis not in self.axes or not any(x.requires_grad for x in given):
+            return list(same)
+        whole = DTensor.from_local(_packed(given), self.mesh, self.whole, run_check=False)
+        found = iter(_unpacked(whole.to_local(grad_placements=self.over(axis, Partial())), given))
+        return [None if x is None else next(found) for x in same]
+
+    def share(self, votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor | None:
+        """Return which share of each child's softmax over all parents falls on a process's own, ``[B, I]``."""
+        if "parents" not in self.axes:
+            return None
+        if all(x is None for x in state):  # r = 1 / M
+            dtype = accumulation_dtype(votes.children.dtype)
+            return votes.children.new_full(votes.children.shape[:2], votes.parents / self.parents, dtype=dtype)
+        log_sum = _log_sum(votes, logits, *state)
+        (top,) = self.joined("parents", log_sum.detach(), by="max")
+        own = (log_sum - top.masked_fill(~top.isfinite(), 0.0)).exp()
+        return own / self.entered("parents", *self.joined("parents", own))[0]
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """Return all tensors as one message."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat([x.reshape(-1) for x in parts])
+
+
+def _unpacked(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    if len(like) == 1:
+        return [message]
+    return [x.view(y.shape) for x, y in zip(message.split([y.numel() for y in like]), like, strict=True)]
+
+
+def _log_sum(votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None) -> Tensor:
+    """Return ``log sum_m exp(logit_im)`` of a set's children ``[B, I]``; their votes are made a few at a time.
+
+    No kernel returns it, so that PyTorch makes it, and makes it again on the way back.
+    """
+    children, weight, bias, gate, parents, _ = votes
+    rows, _, columns = votes.pose
+    if gate is not None:  # a child that is not there may hold anything; if its numbers are finite, its gate may open
+        broken = (gate == 0) & ~children.isfinite().all(-1).all(-1)
+        children = children.masked_fill(broken[..., None, None], 0.0)
+    batch, count = children.shape[:2]
+    step = max(1, _BLOCK // (max(1, batch) * parents * rows * columns))
+
+    def block(some: Tensor, own: Tensor | None, table: Tensor | None, *state: Tensor | None) -> Tensor:
+        part = Votes(some, own, table, None, parents, SET_WINDOW).on_grid()
+        on_grid = [None if x is None else x[:, None, None] for x in state]
+        return logits(make_votes(see(part)), *on_grid).logsumexp(-1).flatten(1)
+
+    found = []
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        own = weight
+        if weight is not None and votes.groups > 1:
+            own = weight[torch.arange(first, last, device=weight.device) % votes.groups]
+        table = bias if bias is None or bias.shape[0] == 1 else bias[first:last]
+        found.append(checkpoint(block, children[:, first:last], own, table, *state, use_reentrant=False))
+    return torch.cat(found, 1)
+
+
+def _gated(votes: Votes, share: Tensor | None) -> Votes:
+    """Return votes whose gates hold a process's share of each child."""
+    if share is None:
+        return votes
+    share = share.to(votes.children.dtype)
+    return votes._replace(gate=share if votes.gate is None else votes.gate * share)
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+def _attention(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Tensor | None]:
+    """Route turn by turn: S is summed over the processes that share the children."""
+    dtype = accumulation_dtype(votes.children.dtype)
+    query, parents, shares = given.query, votes.children, None
+
+    def logits(all_votes: Tensor, asked: Tensor) -> Tensor:
+        return torch.einsum("bhwmce,bhwimce->bhwim", asked.to(all_votes.dtype), all_votes) * given.scale
+
+    for turn in range(given.iterations):
+        last = turn + 1 == given.iterations
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not given.detach)):
+            (asked,) = layout.entered("children", query)
+            share = layout.share(votes, logits, asked)
+            if share is not None and given.detach:
+                share = share.detach()
+            own = (asked, None, None, given.scale, given.eps, int(Rule.PLAIN), 1, given.detach)
+            sums, _, shares = attention_routing(_gated(votes, share), *own, given.coefficients and last)
+            (sums,) = layout.joined("children", sums.to(dtype))
+            parents = attention_routing.left(given, sums)
+            (query,) = attention_routing.advance(given, (query,), (parents,))
+            if share is not None and last and given.coefficients:
+                shares = shares * share.detach()[..., None]
+    return [parents], shares
+
+
+def _pooling(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Tensor | None]:
+    """Route turn by turn: S and the log-sum-exp over the children are merged."""
+    query, parents, shares = given.query, votes.children, None
+    for turn in range(given.iterations):
+        last = turn + 1 == given.iterations
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not given.detach)):
+            (asked,) = layout.entered("children", query)
+            settings = (votes.parents, votes.window, given.scale, given.normalize, given.detach)
+            sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)
+            parents = sums if given.rule == Rule.UNIT else pooling_routing.left(given, sums)
+            if last and given.coefficients:
+                on_grid, last_query = _on_grid(votes, asked)
+                shares = reference.pooling_coefficients(on_grid, last_query, given.scale, given.normalize)
+                shares = shares.reshape(votes.shares) * part.unsqueeze(-2)
+            (query,) = pooling_routing.advance(given, (query,), (parents,))
+    return [parents], shares
+
+
+class _Pooled(torch.autograd.Function):
+    """A turn of pooling over all processes' children: S, and a process's part of each parent's softmax.
+
+    A backward asks for S and the log-sum-exp of the softmax over all children, and is then right for any of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, settings: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        (children, weight, bias, gate, query), (parents, window, scale, normalize, detach) = tensors, settings
+        votes = (children, weight, bias, gate, parents, window)
+        own = (query, scale, normalize, int(Rule.UNIT), 1, detach, False)
+        _, (sums,), (log_sum,), _ = pooling_routing.compute((*votes, *own))
+        (top,) = layout.joined("children", log_sum, by="max")
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        part = (log_sum - top).exp()
+        joint, total = layout.joined("children", part[..., None, None] * sums, part)
+        inverse = inverse_or_zero(total)
+        joint, log_sum = (joint * inverse[..., None, None]).to(sums.dtype), top + total.log()
+        ctx.settings = settings
+        ctx.save_for_backward(*tensors, joint, log_sum)
+        part = part * inverse
+        ctx.mark_non_differentiable(part)
+        return joint.clone(), part
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (grad, _), (children, weight, bias, gate, query, sums, log_sum) = grads, ctx.saved_tensors
+        parents, window, scale, normalize, detach = ctx.settings
+        votes = (children, weight, bias, gate, parents, window)
+        own = (None if query is None else query[None], sums[None], log_sum[None], scale, normalize)
+        wide = grad.to(log_sum.dtype).contiguous()[None]  # type: ignore[union-attr]
+        needs = _bits(ctx.needs_input_grad[2:])
+        if detach:
+            needs = needs & ~pooling_routing.constant | DETACH
+        return None, None, *_wanted(needs, pooling_routing.run_backward(wide, *votes, *own, needs))
+
+
+def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Tensor | None]:
+    """Route turn by turn: the moments of all processes' children are joined by Chan's formula."""
+    em, eps = given.rule == Rule.EM, given.eps
+    state, shares = gaussian_routing.first(given), None
+    one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
+    betas = (one, one) if em else (given.beta_use, given.beta_ignore)
+    results: list[Tensor] = []
+
+    def logits(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None) -> Tensor:
+        found = -distances(all_votes, mean, variance)
+        return found if weight is None else found + weight.unsqueeze(3)
+
+    for turn, temperature in enumerate(given.schedule):
+        asked = layout.entered("children", *state)
+        share = layout.share(votes, logits, *asked)
+        gated = _gated(votes, share)
+        settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else given.rule), eps)
+        counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)
+        if share is not None and not em:
+            evidence = evidence - _ignored(votes, share, given.beta_ignore)
+        # the first moment is (n + eps) mean; about any c the second is (n + eps) variance + 2 eps mean d + n d^2
+        whole, n = (counts + eps)[..., None, None], counts[..., None, None]
+        counts, sums, evidence = layout.joined("children", counts, whole * means, evidence)
+        inverse = inverse_or_zero(counts + eps)[..., None, None]
+        mean = sums * inverse
+        apart = means - layout.entered("children", mean)[0]
+        (second,) = layout.joined("children", whole * narrow + apart * (2 * eps * means + n * apart))
+        variances = second * inverse + eps
+        if em:
+            log_sigma = 0.5 * variances.log().sum(POSE)
+            numbers = mean.shape[-2] * mean.shape[-1]
+            evidence = temperature * (given.beta_ignore - (numbers * given.beta_use + log_sigma) * counts)
+        if given.coefficients and turn + 1 == len(given.schedule):
+            shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
+            shares = shares if share is None else shares * share.detach()[..., None]
+        results = [evidence, mean, variances]
+        state = gaussian_routing.advance(given, state, results)
+    return results, shares
+
+
+def _ignored(votes: Votes, share: Tensor, beta: Tensor) -> Tensor:
+    """Return ``sum_i beta_ignore_im (g_i - g'_i)``: what the kernel misses where gates g' hold a share of the child."""
+    gate = 1.0 if votes.gate is None else votes.gate
+    missed = gate - gate * share
+    return missed.sum(1, keepdim=True) * beta if beta.shape[0] == 1 else missed @ beta
+
+
+class _Moments(torch.autograd.Function):
+    """A turn of a process's own Gaussians: counts, means, variances without eps, evidence; all have gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        parents, window, rule, eps = settings
+        own = (*tensors[4:], [1.0], rule, eps, False)
+        evidence, *_, counts, means, narrow, _, _ = gaussian_routing.compute((*tensors[:4], parents, window, *own))
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, counts, means, narrow)
+        return counts[0].clone(), means[0].clone(), narrow[0].clone(), evidence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        parents, window, _, eps = ctx.settings
+        *tensors, counts, means, narrow = ctx.saved_tensors
+        heads = [None if x is None else x.contiguous()[None] for x in grads]
+        state = [None if x is None else x[None] for x in tensors[4:7]]
+        needs = _bits(ctx.needs_input_grad[1:])
+        own = (*state, *tensors[7:], counts, means, narrow, eps, needs)
+        found = gaussian_routing.run_backward(*heads, *tensors[:4], parents, window, *own)
+        return None, *_wanted(needs, found)
+
+
+def _bits(needed: Sequence[bool]) -> int:
+    return sum(want << k for k, want in enumerate(needed))
+
+
+def _wanted(needs: int, found: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients that were wanted."""
+    return [gradient if needs >> k & 1 else None for k, gradient in enumerate(found)]
+
+
+def _on_grid(votes: Votes, *state: Tensor | None) -> tuple[Any, ...]:
+    """Return a call on a set as one on a grid of one position, for the reference."""
+    if not votes.is_set:
+        return votes, *state
+    return votes.on_grid(), *(None if x is None else x[:, None, None] for x in state)
+
+
+_TURNS: dict[str, Callable[..., Any]] = {"attention": _attention, "gaussian": _gaussian, "pooling": _pooling}

@@ -1,0 +1,109 @@
+"""The ops in shards: what an axis of a call cuts of each tensor, and the rules that PyTorch's own registry takes.
+
+A rule tells how the tensors of one op may lie on the processes of a mesh. What takes more than one op, and a message
+between two turns, is in :mod:`fastcaps.distributed`. Importing this module registers the rules.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from fastcaps.ops import ROUTINGS, Routing, attention_routing
+from fastcaps.rules import Rule
+
+__all__ = ["AXES", "acceptable", "cuts_of"]
+
+AXES = ("batch", "children", "parents")
+Places = list[Placement | None]
+"""How each tensor lies along one dimension of a mesh; None where there is none."""
+
+
+def cuts_of(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int]:
+    """Return which dimension of each argument of an op, or of its backward, an axis cuts; the others stay whole."""
+    shapes = {name: tuple(value.shape) for name, value in given.items() if hasattr(value, "shape")}
+    place, rule = len(shapes["children"]) - 3, given.get("rule")
+    heads = [name for name in shapes if name.startswith("grad")]
+    kept = [name for name in ("sums", "logsumexp", "counts", "means", "variances") if name in shapes]
+    own = [*heads, *kept, *(name for name in routing.state if name in shapes)]
+    tables = [name for name in ("bias", "beta_use", "beta_ignore") if name in shapes]
+    if axis == "batch":
+        cuts = dict.fromkeys(("children", "gate", *own), 0)
+    elif axis == "children":
+        own = []
+        cuts = dict.fromkeys(("children", "gate"), place)
+        cuts |= {name: 0 for name in tables if len(shapes[name]) > 1 and shapes[name][0] > 1}
+        if "weight" in shapes and shapes["weight"][0] == shapes["children"][place] > 1:
+            cuts["weight"] = 0
+    else:
+        cuts = dict.fromkeys(own, place) | {"weight": 1}
+        cuts |= {name: 1 for name in tables if len(shapes[name]) > 1 and shapes[name][1] > 1}
+        cuts |= {name: 0 for name in tables if rule == Rule.EM and len(shapes[name]) == 1}
+    if heads:  # a backward's have a leading dimension of turns
+        cuts |= {name: cuts[name] + 1 for name in own if name in routing.stacked or name in heads}
+    return {name: dim for name, dim in cuts.items() if name in shapes}
+
+
+def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[Places, Places]]:
+    """Return how tensors may lie along one dimension of a mesh: an op's (or its backward's) results, and its arguments.
+
+    The batch always; the children where a turn of attention is nothing but a sum over them. A rule cannot cut the
+    parents: it cannot change M, which is a number among the arguments.
+    """
+    names = routing.backward_names if backward else routing.names
+    given = dict(zip(names, arguments, strict=True))
+    axes: list[str | None] = [None, "batch"]
+    if routing is attention_routing:
+        types = given["children"].shape[-3]
+        plain = given["sums"] is None if backward else (given["rule"], given["iterations"]) == (Rule.PLAIN, 1)
+        rows = [given[name].shape[0] for name in ("weight", "bias") if given[name] is not None]
+        if plain and all(count in (1, types) for count in rows):
+            axes.append("children")
+    found: list[tuple[Places, Places]] = []
+    for axis in axes:
+        cuts = {} if axis is None else cuts_of(axis, given, routing)
+        inputs = [_at(cuts.get(name)) if hasattr(given[name], "shape") else None for name in names]
+        results = _gradients(routing, given, axis, cuts) if backward else _results(routing, given, axis)
+        found.append((results, inputs))
+    return found
+
+
+def _at(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> Places:
+    """Return how an op's results lie."""
+    place, history = len(given["children"].shape) - 3, len(routing.op._schema.returns) - 1 - routing.finals
+    shares = _at({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
+    if axis == "children":
+        return [*[Partial()] * (routing.finals + history), shares]
+    batch, later = (None, None) if axis is None else (0, 1)  # in the history, turns lead
+    return [*[_at(batch)] * routing.finals, *[_at(later)] * history, shares]
+
+
+def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> Places:
+    """Return how a backward's results lie; what is absent or not wanted is an empty tensor."""
+    found: Places = []
+    for k, name in enumerate(routing.tensor_names):
+        absent = routing.shape_of(name, SimpleNamespace(**given)) is None
+        if axis is None or absent or not given["needs"] >> k & 1:
+            found.append(Replicate())
+        elif name in cuts:
+            found.append(Shard(cuts[name] - (name in routing.stacked)))
+        else:
+            found.append(Partial())
+    return found
+
+
+def _register() -> None:
+    for routing in ROUTINGS:
+        for op, backward in ((routing.op, False), (routing.backward_op, True)):
+            register_sharding(op)(partial(acceptable, routing, backward))
+
+
+_register()

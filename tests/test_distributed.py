@@ -1,0 +1,99 @@
+"""Several processes against one: DDP, FSDP2, and calls whose tensors are DTensors, over gloo on the CPU.
+
+All checks of a number of processes are one start of them (tests/distributed_worker.py), since a start costs seconds.
+The processes are forks of a server that has imported torch once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_worker import CHECKS, MESHES, SET, work
+from torch.multiprocessing import start_processes
+
+Found = dict[str, str]
+
+ROOT = Path(__file__).parents[1]
+CASES = [case.name for case in SET]
+
+
+def _run(world: int, folder: Path, names: list[str]) -> Found:
+    """Return what went wrong in each check, in whichever process: empty text for nothing."""
+    get_context("forkserver").set_forkserver_preload(["distributed_worker"])
+    with pytest.MonkeyPatch.context() as patch:  # before Python 3.12 the server does not take over sys.path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        start_processes(work, (world, str(folder), names), nprocs=world, start_method="forkserver")  # type: ignore[no-untyped-call]
+    every = [torch.load(folder / f"found-{rank}.pt") for rank in range(world)]
+    return {name: "\n".join(filter(None, (one.get(name, "did not run") for one in every))) for name in names}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return _run(2, tmp_path_factory.mktemp("two"), [*CHECKS, *CASES])
+
+
+@pytest.mark.parametrize("name", [*CHECKS, *CASES])
+def test_two_processes_do_what_one_does(name: str, two: Found) -> None:
+    assert not two[name], two[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_processes_do_what_one_does(world: int, tmp_path: Path) -> None:
+    names = [*CASES, *(case.name for case in MESHES if world == 4)]
+    wrong = {name: text for name, text in _run(world, tmp_path, names).items() if text}
+    assert not wrong, wrong
+
+
+VALIDATION = """
+import sys, types, unittest
+sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))  # which torch's helpers import
+import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._ops.strategy_validation import validate_aten_combination as validate
+from cases import Case
+from distributed_worker import RULES
+from fastcaps.ops import ROUTINGS
+from fastcaps.ops.sharding import acceptable
+
+dist.init_process_group("fake", rank=0, world_size=2)
+tried = 0
+for routing, rules in RULES.items():
+    ours = next(one for one in ROUTINGS if one.stem == routing.stem)
+    for rule in rules:
+        for turns in (1, 2):
+            case = Case("", rule, batch=4, types=6, parents=4, bias="IM", gate="some", turns=turns)
+            there, back = routing.call(case).arguments(True), list(routing.backward_call(case).given.values())
+            for op, given, backward in ((routing.op, there, False), (routing.backward_op, back, True)):
+                for results, arguments in acceptable(ours, backward, *given):
+                    lies = tuple(one for one in arguments if one is not None), tuple(results)
+                    with LocalTensorMode(2):
+                        mesh = init_device_mesh("cpu", (2,))
+                        right, why = validate(op, tuple(given), {}, list(op(*given)), lies, 2, mesh)
+                    assert right, (op, rule, turns, lies, why)
+                    tried += 1
+print(tried)
+"""
+
+
+@pytest.mark.slow
+def test_torchs_own_validation_accepts_every_rule() -> None:
+    """In a process of its own: it takes a process group, and imports much of torch's test helpers."""
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", VALIDATION],
+        cwd=ROOT,
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 64, done.stdout
