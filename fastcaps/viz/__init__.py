@@ -1,0 +1,40 @@
+"""Pictures: trainings, routings, capsules. They are drawn by matplotlib, which the extra ``demo`` brings."""
+
+from fastcaps.viz.charts import (
+    BLUE,
+    COLOURS,
+    DIVERGING,
+    GREY,
+    MARKERS,
+    ORANGE,
+    Measured,
+    bars,
+    finish,
+    learning_curve,
+    lines,
+    pyplot,
+)
+from fastcaps.viz.diagnosing import diagnosis
+from fastcaps.viz.listening import last_votes, listening, listening_map
+from fastcaps.viz.perturbing import perturbation_map, perturbations
+
+__all__ = [
+    "BLUE",
+    "COLOURS",
+    "DIVERGING",
+    "GREY",
+    "MARKERS",
+    "ORANGE",
+    "Measured",
+    "bars",
+    "diagnosis",
+    "finish",
+    "last_votes",
+    "learning_curve",
+    "lines",
+    "listening",
+    "listening_map",
+    "perturbation_map",
+    "perturbations",
+    "pyplot",
+]
