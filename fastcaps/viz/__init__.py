@@ -17,6 +17,7 @@ from fastcaps.viz.charts import (
 from fastcaps.viz.diagnosing import diagnosis
 from fastcaps.viz.listening import last_votes, listening, listening_map
 from fastcaps.viz.perturbing import perturbation_map, perturbations
+from fastcaps.viz.routes import coefficient_map, coefficients, descent, parse_tree, places
 
 __all__ = [
     "BLUE",
@@ -27,6 +28,9 @@ __all__ = [
     "ORANGE",
     "Measured",
     "bars",
+    "coefficient_map",
+    "coefficients",
+    "descent",
     "diagnosis",
     "finish",
     "last_votes",
@@ -34,7 +38,9 @@ __all__ = [
     "lines",
     "listening",
     "listening_map",
+    "parse_tree",
     "perturbation_map",
     "perturbations",
+    "places",
     "pyplot",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps.nn import CapsNet
@@ -69,13 +70,21 @@ def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], t
         ``path``.
     """
     count, dim, steps = drawn.shape[:3]
-    wide = 2.7 * drawn.shape[-1] * steps / (drawn.shape[-2] * dim) * 1.75
-    figure, plots = pyplot().subplots(1, count, figsize=(wide * count, 4.9), layout="constrained", squeeze=False)
-    for plot, grid, name in zip(plots[0], drawn.mean(3), names, strict=True):
-        plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1), cmap="gray_r", vmin=0, vmax=1)
-        height, width = drawn.shape[-2:]
-        plot.set(title=f"a {name}", xticks=[width / 2 - 0.5, (steps / 2) * width - 0.5, (steps - 0.5) * width - 0.5])
-        plot.set(xticklabels=[f"−{reach:g}", "0", f"+{reach:g}"], yticks=[(k + 0.5) * height - 0.5 for k in range(dim)])
+    framed = F.pad(drawn.mean(3), (1, 1, 1, 1), value=0.15)  # a thin frame keeps images apart
+    height, width = framed.shape[-2:]
+    side = 0.3  # inches an image
+    figure, plots = pyplot().subplots(
+        1,
+        count,
+        figsize=(count * (steps * side * width / height + 0.2) + 0.6, dim * side + 1.1),
+        layout="constrained",
+        squeeze=False,
+    )
+    for plot, grid, name in zip(plots[0], framed, names, strict=True):
+        plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1).numpy(), cmap="gray_r", vmin=0, vmax=1)
+        ends = [(k + 0.5) * width - 0.5 for k in (0, (steps - 1) / 2, steps - 1)]
+        plot.set(title=f"a {name}", xticks=ends, yticks=[(k + 0.5) * height - 0.5 for k in range(dim)])
+        plot.set_xticklabels([f"−{reach:g}", "0", f"+{reach:g}"])
         plot.set_yticklabels([str(k) for k in range(dim)] if plot is plots[0][0] else [], fontsize=7)
         plot.tick_params(length=0, labelsize=8)
     plots[0][0].set_ylabel("which number of the capsule is moved")
