@@ -6,8 +6,9 @@ python -m bench.compare ../base .                     # two trees that have thei
 
 Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
 the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once and
-kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 % slower. The exit
-status is 1 if the median over rows is above `--limit`, or if two sides disagree in a result.
+kept under `build/compare/`. The ratio is the newer side's time over the older one's: 1.03 is 3 % slower. A row of which
+the newer side's result breaks the rule of :mod:`bench.gate`, or differs from the older one's, has no ratio. The exit
+status is 1 if there is such a row, or if the median over rows is above `--limit`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ import fastcaps
 from bench.alternatives import OURS, build, runner
 from bench.goals import place
 from bench.record import ROOT
-from bench.runner import Case, Remote, WorkerError
+from bench.runner import Case, Remote, Runner, WorkerError
 from bench.timing import time_calls
 from bench.workloads import TINY, WORKLOADS
 
@@ -43,11 +44,11 @@ MODES = ("forward", "graph", "training step")
 _AGREE = 1e-3  # the most that results may differ by, as a share of the largest number
 
 
-class Side:
+class Side(Runner):
     """One of the two packages, in a process of its own."""
 
     def __init__(self) -> None:
-        self._ready: Callable[[], Any] = dict
+        super().__init__("cpu")
 
     def package(self) -> Path:
         return Path(fastcaps.__file__)
@@ -65,10 +66,6 @@ class Side:
         seconds = time_calls(self._ready, 1, 1)[0]
         found = {name: tensor.detach().flatten() for name, tensor in self._ready().items()}
         return {"seconds": seconds, "some": {n: t[:: 1 + t.numel() // 64].numpy() for n, t in found.items()}}
-
-    def time(self, calls: int, warm: int) -> list[float]:
-        """Return the seconds of calls of the case that was prepared last."""
-        return time_calls(self._ready, calls, warm)
 
 
 @contextmanager
@@ -105,11 +102,18 @@ def disagreement(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, rounds: int) -> dict[str, Any]:
-    """Time one row in rounds of blocks, old, new, new, old; return the medians, and those of the rounds' ratios."""
+    """Time one row in rounds of blocks, old, new, new, old; return the medians, and those of the rounds' ratios.
+
+    Of a row whose newer result is wrong, or other than the older one, no time is taken: it is ``refused``, or it
+    ``differs``.
+    """
     row = {"workload": case.workload.name, "batch": case.batch, "mode": mode}
     samples: list[list[float]] = [[], []]
     ratios: list[float] = []
     try:
+        wrong = pair[1].call(_SECONDS, "check", case, OURS)["complaint"]
+        if wrong:
+            return row | {"refused": wrong}
         answers = [side.call(_SECONDS, "prepare", case, mode == "graph") for side in pair]
         differs = disagreement(answers[0]["some"], answers[1]["some"])
         if differs:
@@ -155,16 +159,21 @@ def rows_of(words: Sequence[str]) -> list[tuple[Case, str]]:
     return [(case, mode) for case, mode in rows if any(word in case.workload.name for word in words)]
 
 
+def without_ratio(row: dict[str, Any]) -> str:
+    """Return why a row has no ratio."""
+    return f"refused: {row['refused']}" if "refused" in row else row.get("differs") or row["failed"]
+
+
 def _line(row: dict[str, Any]) -> str:
     if "ratio" not in row:
-        return f"{place(row):<52} {row.get('differs') or row.get('failed')}"
+        return f"{place(row):<52} {without_ratio(row)}"
     spread = f"{row['ratio']:.3f} ({row['least']:.3f}-{row['most']:.3f})"
     return f"{place(row):<52} {row['old'] * 1e3:10.3f} {row['new'] * 1e3:10.3f}  {spread}"
 
 
 def summary(rows: Sequence[dict[str, Any]], limit: float) -> tuple[list[str], bool]:
     """Return what is to be said of all rows, and whether the newer side passes: tiny calls are counted apart."""
-    lines, passed = [], not any("differs" in row for row in rows)
+    lines, passed = [], not any("differs" in row or "refused" in row for row in rows)
     measured = [row for row in rows if "ratio" in row]
     for title, tiny in (("workloads", False), ("tiny calls", True)):
         for mode in ("all modes", *MODES):
@@ -175,6 +184,15 @@ def summary(rows: Sequence[dict[str, Any]], limit: float) -> tuple[list[str], bo
                 passed &= mode != "all modes" or median(ratios) <= 1 + limit
     lines += [f"slower in every round: {_line(row)}" for row in measured if row["least"] > 1 + limit]
     return lines + [f"no ratio: {_line(row)}" for row in rows if "ratio" not in row], passed
+
+
+def compare(
+    trees: Sequence[Path], rows: Sequence[tuple[Case, str]], seconds: float, rounds: int, threads: int
+) -> Iterator[dict[str, Any]]:
+    """Measure rows of two trees, the older one first, one after the other."""
+    with sides(trees, threads) as pair:
+        for case, mode in rows:
+            yield measure(pair, case, mode, seconds, rounds)
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -196,10 +214,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
         return 2
     print(f"old {trees[0]}\nnew {trees[1]}\n{'row':<52} {'old ms':>10} {'new ms':>10}  ratio (over rounds)")
     rows = []
-    with sides(trees, given.threads) as pair:
-        for case, mode in rows_of(given.workload.split(",")):
-            rows.append(measure(pair, case, mode, given.seconds, given.rounds))
-            print(_line(rows[-1]), flush=True)
+    for row in compare(trees, rows_of(given.workload.split(",")), given.seconds, given.rounds, given.threads):
+        rows.append(row)
+        print(_line(row), flush=True)
     if given.output is not None:
         given.output.write_text(json.dumps({"old": str(trees[0]), "new": str(trees[1]), "rows": rows}, indent=1) + "\n")
     lines, passed = summary(rows, given.limit)

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from bench import record, report
-from bench.alternatives import ALTERNATIVES, OURS, is_compiled
-from bench.device import cases
+from bench.alternatives import OURS
 from bench.runner import PRECISIONS, Case
+from bench.selection import alternatives, cases
 from bench.session import Session
 from bench.timing import FULL, QUICK
-from bench.workloads import QUICK as QUICK_ROWS
-from bench.workloads import WORKLOADS, find
 
 _SESSION = pytest.StashKey[Session]()
 
@@ -41,22 +39,16 @@ def _quick(config: pytest.Config) -> bool:
 
 
 def _cases(config: pytest.Config) -> list[Case]:
-    option, quick = config.getoption, _quick(config)
+    option = config.getoption
     names = [name for given in option("workload") for name in given.split(",")]
     try:
-        workloads = [find(name) for name in names or (QUICK_ROWS if quick else WORKLOADS)]
+        return cases(names, _quick(config), option("device"), option("batch"), option("precision"))
     except ValueError as error:
         raise pytest.UsageError(f"--workload: {error}") from error
-    if option("device") == "cuda":
-        return cases(workloads, option("batch"), option("precision"))
-    usual = {one.name: QUICK_ROWS.get(one.name, (1,))[:1] if quick else one.batches for one in workloads}
-    batches = {name: option("batch") or some for name, some in usual.items()}
-    return [Case(one, batch, mode) for one in workloads for batch in batches[one.name] for mode in (False, True)]
 
 
 def _names(config: pytest.Config) -> list[str]:
-    eager = _quick(config) or config.getoption("no_compile")
-    return [name for name in ALTERNATIVES if not (eager and is_compiled(name))]
+    return alternatives(eager=_quick(config) or config.getoption("no_compile"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,6 +17,7 @@ from fastcaps.functional import Window, explain
 
 if TYPE_CHECKING:
     from fastcaps import data, losses, models, nn, training
+    from fastcaps.diagnosis import diagnose
     from fastcaps.nn import (
         CapConv2d,
         CapFC,
@@ -57,6 +58,7 @@ __all__ = [
     "backends",
     "convert",
     "data",
+    "diagnose",
     "explain",
     "functional",
     "losses",
@@ -66,7 +68,7 @@ __all__ = [
     "training",
 ]
 
-_LAZY = dict.fromkeys(
+_LAZY = {"diagnose": "fastcaps.diagnosis"} | dict.fromkeys(
     (
         "CapConv2d",
         "CapFC",

@@ -68,7 +68,7 @@ def test_wrong_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--epochs", "many"])
     assert caught.value.code == 2
-    assert "argument --epochs: invalid int value: 'many'" in capsys.readouterr().err
+    assert "Invalid value for '--epochs': 'many' is not a valid int" in capsys.readouterr().err
 
 
 # --- info ------------------------------------------------------------------------------------------------------------
@@ -244,3 +244,172 @@ def test_missing_extras_are_told(
     status, _, err = call(capsys, command)
     assert status == 1
     assert f"{module} is not installed; install it with: pip install 'fastcaps[{extra}]'" in err
+
+
+# --- what every command keeps to --------------------------------------------------------------------------------------
+
+
+def test_every_command_has_help_and_the_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("info", "bench", "compare", "explain", "train", "recipes", "reproduce", "demo"):
+        status, out, err = call(capsys, name, "--help")
+        assert (status, err) == (0, "") and f"fastcaps {name}" in out and "--json" in out
+
+
+def test_a_command_that_is_not_there_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["trian"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("fastcaps trian: No such command 'trian'.")
+
+
+def test_without_typer_one_line_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    status, out, err = call(capsys, "info")
+    wanted = "fastcaps info: typer is not installed; install it with: pip install 'fastcaps[cli]'\n"
+    assert (status, out, err) == (1, "", wanted)
+
+
+def test_ctrl_c_anywhere_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fastcaps, "explain", interrupted)
+    status, _, err = call(capsys, "info")
+    assert (status, err) == (130, "fastcaps info: stopped\n")
+
+
+def test_train_as_json_prints_the_result_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    status, out, err = call(capsys, *train_digits(tmp_path / "run", "--json"))
+    kept = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert status == 0 and json.loads(out) == {"out": str(tmp_path / "run"), **kept}
+    assert "epoch 1/1: training loss" in err
+
+
+def test_lists_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightning")
+    listed = json.loads(call(capsys, "train", "--list", "--json")[1])
+    assert "digits" in listed["networks"] and "cifar100" in listed["data"]
+    shown = json.loads(call(capsys, "recipes", "sabour-mnist", "--json")[1])
+    assert shown["name"] == "sabour-mnist" and shown["settings"]["network"]["name"] == "sabour-mnist"
+    assert json.loads(call(capsys, "reproduce", "--json")[1])["sabour-table-1"].startswith("Sabour et al. 2017")
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_tells_of_every_call_of_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("yaml")
+    arguments = ("explain", "digits", "--batch", "3", "--set", "iterations=3", "--backend", "reference", "--json")
+    status, out, _ = call(capsys, *arguments)
+    told = json.loads(out)
+    assert status == 0 and told["batch"] == 3
+    assert [one["backend"] for one in told["calls"]] == ["reference"] * 5
+    assert all(one["call"].startswith("batch 3, ") for one in told["calls"])
+    status, out, _ = call(capsys, "explain", "heinsen-sst2")  # a network of texts
+    assert status == 0 and "2 routing calls" in out and "[1] " in out and "  not " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nets"], "no network is called 'nets'"),
+        (["digits", "--dtype", "float31"], "--dtype float31: not a dtype of torch"),
+        (["digits", "--backend", "gpu"], "'gpu'"),
+        (["digits", "--set", "turns=3"], "turns"),
+        (["digits", "--device", "abacus"], "abacus"),
+    ],
+)
+def test_explain_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    status, out, err = call(capsys, "explain", *arguments)
+    assert (status, out) == (1, "") and message in err and err.count("\n") == 1
+
+
+# --- bench and compare -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["bench"], ["compare", "main"]])
+def test_without_a_checkout_bench_says_where_it_lies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+) -> None:
+    monkeypatch.setattr(fastcaps, "__file__", str(tmp_path / "fastcaps" / "__init__.py"))
+    status, out, err = call(capsys, *command)
+    assert (status, out) == (1, "") and "lies in the source checkout" in err and err.count("\n") == 1
+
+
+def test_bench_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = json.loads(call(capsys, "bench", "--list", "--json")[1])
+    assert "sabour-mnist" in listed["workloads"] and "einsum" in listed["alternatives"]
+    for arguments, message in (
+        (["sabour-mnits"], "unknown workload 'sabour-mnits'"),
+        (["--against", "jax"], "--against: got jax, want some of einsum"),
+        (["--device", "tpu"], "--device: got tpu, want cpu or cuda"),
+    ):
+        status, out, err = call(capsys, "bench", *arguments)
+        assert (status, out) == (1, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.slow  # it starts a process for each contender
+def test_bench_measures_and_writes_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, few = tmp_path / "page.html", ("--batch", "1", "--against", "einsum", "--threads", "1", "--no-goals")
+    status, out, err = call(
+        capsys, "bench", "tiny-attention", *few, "--results", str(tmp_path), "--html", str(page), "--json"
+    )
+    rows = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [(row["workload"], row["batch"], row["mode"]) for row in rows] == [
+        ("tiny-attention", 1, "forward"),
+        ("tiny-attention", 1, "training step"),
+    ]
+    assert all(row["fastcaps"]["median"] > 0 and set(row["alternatives"]) == {"einsum"} for row in rows)
+    assert "<svg" in page.read_text() and len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_bench_fails_where_a_result_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from bench.session import Session
+
+    def refused(self: Session, case: Any) -> None:
+        self.rows.append(self.row(case) | {"refused": "parents are off by 1", "lost": []})
+
+    monkeypatch.setattr(Session, "run", refused)
+    status, _, err = call(capsys, "bench", "tiny-attention", "--results", str(tmp_path))
+    assert status == 1 and "tiny-attention batch 1 forward: refused, parents are off by 1" in err
+
+
+def test_compare_refuses_what_is_fast_and_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench import compare
+
+    wrong: list[str] = []
+
+    class Pretender:
+        """A side that answers at once; the newer one is four times as fast."""
+
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def call(self, _: float, method: str, *given: Any) -> Any:
+            if method == "check":
+                return {"complaint": "".join(wrong)}
+            return {"seconds": 1.0, "some": {}} if method == "prepare" else [self.seconds] * given[0]
+
+    rows = compare.rows_of(["tiny-attention"])
+    monkeypatch.setattr(compare, "tree_of", lambda given: Path(given))
+    monkeypatch.setattr(
+        compare,
+        "compare",
+        lambda trees, rows, *more: (compare.measure([Pretender(4.0), Pretender(1.0)], *row, 0.1, 2) for row in rows),
+    )
+    status, out, _ = call(capsys, "compare", "main", "--workload", "tiny-attention", "--json")
+    told = json.loads(out)
+    assert status == 0 and told["passed"] and [row["ratio"] for row in told["rows"]] == [0.25] * len(rows)
+    wrong.append("parents err by 1")
+    status, out, _ = call(capsys, "compare", "main", "--workload", "tiny-attention")
+    assert status == 1 and "refused: parents err by 1" in out and "0.250" not in out
+    status, _, err = call(capsys, "compare", "main", "--workload", "no-such-row")
+    assert status == 1 and "--workload: no row's name holds no-such-row" in err

@@ -21,7 +21,7 @@ from fastcaps.nn import CapsNet
 from fastcaps.training.config import TrainConfig, kept
 from fastcaps.training.data import read_data
 from fastcaps.training.run import build_network, read_checkpoint
-from fastcaps.viz import BLUE, GREY, finish, last_votes, pyplot
+from fastcaps.viz import BLUE, GREY, finish, last_votes, perturbation_map, perturbations, pyplot
 
 
 @dataclass(frozen=True)
@@ -84,41 +84,6 @@ def class_poses(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
     return poses[torch.arange(len(labels)), labels]
 
 
-@torch.no_grad()
-def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float = 0.25, step: float = 0.05) -> Tensor:
-    """What the decoder draws when one number of the class capsule is moved (Sabour et al. 2017, Figure 4).
-
-    Parameters
-    ----------
-    network : CapsNet
-        With a decoder.
-    images, labels : Tensor
-        ``[B, channels, H, W]`` and ``[B]``.
-    reach, step : float
-        Each number goes from ``-reach`` to ``reach`` in such steps.
-
-    Returns
-    -------
-    Tensor
-        ``[B, d, steps, channels, H, W]``; the middle step is the reconstruction itself.
-
-    Raises
-    ------
-    ValueError
-        If the network has no decoder.
-    """
-    if network.decoder is None:
-        raise ValueError("network: got one without a decoder, want one that reconstructs")
-    capsules = network(images, return_trace=True)[1].poses[-1]  # [B, M, d]
-    count, dim = len(images), capsules.shape[-1]
-    steps = torch.linspace(-reach, reach, 2 * round(reach / step) + 1)
-    perturbed = capsules[:, None, None].repeat(1, dim, len(steps), 1, 1)  # [B, d, steps, M, d]
-    one_number = torch.eye(dim)[:, None] * steps[:, None]  # [d, steps, d]: a step of one number, the others 0
-    perturbed[torch.arange(count), :, :, labels] += one_number
-    drawn = network.decoder(perturbed.flatten(0, 2), labels.repeat_interleave(dim * len(steps)))
-    return drawn.unflatten(0, (count, dim, len(steps)))
-
-
 def some_classes(trained: Trained) -> list[int]:
     """Four classes to show, spread over all of them."""
     return [index * len(trained.splits.classes) // 4 for index in range(4)]
@@ -129,15 +94,8 @@ def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Pa
     (each,) = trained
     images, labels = each.images(200)
     chosen = [int((labels == label).nonzero()[0]) for label in some_classes(each)]
-    drawn = perturbations(each.network, images[chosen], labels[chosen])
-    figure, plots = pyplot().subplots(1, len(chosen), figsize=(11, 4.9), layout="constrained")
-    for plot, grid, label in zip(plots, drawn[:, :, :, 0], labels[chosen], strict=True):
-        plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1), cmap="gray_r", vmin=0, vmax=1)
-        plot.set(title=f"a {each.splits.classes[int(label)]}", xticks=[], yticks=[])
-        plot.set_xlabel("-0.25 … 0.25", fontsize=9)
-    plots[0].set_ylabel(f"one of the {drawn.shape[1]} numbers moved, a row each")
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
+    names = [each.splits.classes[int(label)] for label in labels[chosen]]
+    return perturbation_map(perturbations(each.network, images[chosen], labels[chosen]), path, names=names, title=title)
 
 
 @dataclass(frozen=True)

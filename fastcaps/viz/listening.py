@@ -1,100 +1,19 @@
-"""Pictures: how a training went, which children each class listened to, our numbers beside those of a paper."""
+"""Which children each class listened to: what the class capsules' logits are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastcaps.nn import CapsNet
 from fastcaps.reference.seen import make_votes, see
+from fastcaps.viz.charts import DIVERGING, finish, pyplot
 from fastcaps.votes import Votes
-
-# Okabe and Ito's colours and a map from orange to purple: told apart by people of every colour vision
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#595959"
-COLOURS = (ORANGE, BLUE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = "osD^vP"
-DIVERGING = "PuOr_r"
-
-
-def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files: a machine without a screen must do."""
-    matplotlib.use("Agg", force=False)
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def finish(figure: Any, path: str | Path, dpi: int = 120) -> Path:
-    """Write a figure into its file, and forget it."""
-    figure.savefig(path, dpi=dpi)
-    pyplot().close(figure)
-    return Path(path)
-
-
-def learning_curve(
-    history: Sequence[dict[str, float]], path: str | Path, *, title: str, target: float | None = None
-) -> Path:
-    """Draw loss and accuracy over the epochs.
-
-    Parameters
-    ----------
-    history : sequence of dict
-        Rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them.
-    path : str or Path
-        Where the picture goes; the ending says the format.
-    title : str
-        What was trained on what.
-    target : float, optional
-        An accuracy (share of 1) to mark with a line.
-
-    Returns
-    -------
-    Path
-        ``path``.
-
-    Raises
-    ------
-    ValueError
-        If there is no row.
-    """
-    if not history:
-        raise ValueError("history: got no rows, want one per epoch")
-    plt = pyplot()
-    epochs = [row["epoch"] for row in history]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    for axis, quantity, factor in ((left, "loss", 1.0), (right, "accuracy", 100.0)):
-        for part, colour, marker in (("train", BLUE, "o"), ("test", ORANGE, "s")):
-            values = [factor * row[f"{part}_{quantity}"] for row in history]
-            label = {"train": "training images", "test": "test images"}[part]
-            axis.plot(epochs, values, color=colour, marker=marker, markersize=5, linewidth=2, label=label)
-        axis.set_xlabel("epoch")
-        axis.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
-        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-        axis.set_axisbelow(True)
-    left.set_title("Cross-entropy loss (lower is better)", loc="left", fontsize=11)
-    left.set_ylabel("loss (nats per image)")
-    left.set_yscale("log")
-    left.legend(frameon=False)
-    right.set_title("Accuracy (higher is better)", loc="left", fontsize=11)
-    right.set_ylabel("images classified correctly (%)")
-    last = 100 * history[-1]["test_accuracy"]
-    lowest = 100 * min(min(row["test_accuracy"], row["train_accuracy"]) for row in history)
-    right.set_ylim(max(0.0, lowest - 3), 101)
-    if target is not None:
-        right.axhline(100 * target, color=GREY, linewidth=1, linestyle="--")
-        where = max(epochs) + 0.4
-        right.text(where, 100 * target - 0.3, f"{100 * target:.0f} % wanted", color=GREY, ha="right", va="top")
-    right.set_title(f"last: {last:.2f} % of test images", loc="right", fontsize=10, color=ORANGE)
-    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    return finish(figure, path)
 
 
 def last_votes(network: CapsNet, images: Tensor) -> tuple[Any, tuple[Any, ...], Tensor]:
@@ -264,102 +183,3 @@ def listening_map(
     figure.text(0.01, 1 - 0.2 / figure.get_figheight(), title, fontsize=13, fontweight="bold", va="center")
     figure.text(0.01, 1 - 0.5 / figure.get_figheight(), explained, fontsize=10.5, va="center")
     return finish(figure, path, dpi=110)
-
-
-Measured = tuple[float, float | None] | None
-"""A number and its standard deviation; None where there is none."""
-
-
-def bars(
-    labels: Sequence[str],
-    ours: Sequence[Measured],
-    paper: Sequence[Measured],
-    path: str | Path,
-    *,
-    title: str,
-    axis: str,
-) -> Path:
-    """Draw numbers beside those of a paper, a pair of bars each, from zero.
-
-    Parameters
-    ----------
-    labels : sequence of str
-        What each pair is.
-    ours, paper : sequence
-        Numbers with their standard deviations; None where there is none.
-    path : str or Path
-        Where the picture goes.
-    title, axis : str
-        What stands above, and what is measured.
-
-    Returns
-    -------
-    Path
-        ``path``.
-    """
-    figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
-    widest = max((each[0] + (each[1] or 0) for each in (*ours, *paper) if each is not None), default=1.0)
-    for shift, values, colour, who in ((-0.2, ours, ORANGE, "ours"), (0.2, paper, BLUE, "paper")):
-        plot.scatter([], [], color=colour, marker="s", s=80, label=who)  # in the legend even if there is none yet
-        for index, value in enumerate(values):
-            if value is None:
-                text = "not run" if who == "ours" else ""
-                plot.text(0.01 * widest, index + shift, text, va="center", fontsize=9, color=GREY)
-                continue
-            spread = value[1] or 0.0
-            plot.barh(index + shift, value[0], 0.38, color=colour, xerr=spread or None, error_kw={"capsize": 3})
-            end = value[0] + spread + 0.01 * widest
-            plot.text(end, index + shift, f"{value[0]:.2f}", va="center", fontsize=9, color=colour)
-    plot.set(xlim=(0, 1.12 * widest), xlabel=axis, yticks=range(len(labels)), yticklabels=labels)
-    plot.invert_yaxis()
-    plot.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, loc="outside lower right", ncols=2)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
-
-
-def lines(
-    values: Sequence[Any],
-    measured: Mapping[str, tuple[Sequence[Measured], Sequence[Measured]]],
-    path: str | Path,
-    *,
-    title: str,
-    over: str,
-    axis: str,
-) -> Path:
-    """Draw numbers over what is varied: ours as lines, those of a paper dashed.
-
-    Parameters
-    ----------
-    values : sequence
-        What is varied.
-    measured : mapping
-        Labels to ours and the paper's, a number and its standard deviation for each value; None where there is none.
-    path : str or Path
-        Where the picture goes.
-    title, over, axis : str
-        What stands above, what is varied, and what is measured.
-
-    Returns
-    -------
-    Path
-        ``path``.
-    """
-    figure, plot = pyplot().subplots(figsize=(8, 5.2), layout="constrained")
-    for index, (label, both) in enumerate(measured.items()):
-        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-        for who, line, found in (("ours", "-", both[0]), ("paper", "--", both[1])):
-            here = [(x, *each) for x, each in zip(values, found, strict=True) if each is not None]
-            if here:
-                at, means, spreads = zip(*here, strict=True)
-                fill = style["color"] if who == "ours" else "white"
-                errors = [spread or 0.0 for spread in spreads] if any(spreads) else None
-                name = f"{label}, {who}" if any(both[1]) else label
-                plot.errorbar(at, means, errors, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
-    plot.set(xlabel=over, ylabel=axis, xticks=list(values))
-    plot.spines[["top", "right"]].set_visible(False)
-    plot.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-    if plot.get_legend_handles_labels()[0]:
-        figure.legend(frameon=False, loc="outside lower center", ncols=2)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)

@@ -1,0 +1,62 @@
+"""The command line. Each command imports what it needs when it runs, so that ``import fastcaps.cli`` stays light.
+
+Exit statuses: 0; 1 for an error that the user can mend, told in one line on the error stream, or where a check failed;
+2 for a wrong command line; 130 if it was stopped. With ``--json`` the output is one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from fastcaps.cli.common import Fail, refuse_missing
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    Raises
+    ------
+    SystemExit
+        Of status 2, for a wrong command line.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = " ".join(["fastcaps", *[word for word in given if not word.startswith("-")][:1]])
+
+    def say(error: BaseException | str) -> None:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+
+    try:
+        try:
+            import typer
+        except ImportError as error:
+            refuse_missing(error)
+        from fastcaps.cli.app import app
+
+        try:
+            status = app(given, prog_name="fastcaps", standalone_mode=False)
+        except typer.TyperException as error:
+            say(f"{error.format_message()} ({name if name.split()[-1] in commands() else 'fastcaps'} --help)")
+            raise SystemExit(error.exit_code) from None
+    except Fail as error:
+        say(error)
+        return error.status
+    except OSError as error:  # a full disk, a folder that may not be written
+        say(error)
+        return 1
+    if status == 130:  # what Typer makes of Ctrl-C
+        say("stopped")
+    return status or 0
+
+
+def commands() -> list[str]:
+    """The names of the commands."""
+    from fastcaps.cli.app import app
+
+    return [command.name or "" for command in app.registered_commands]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

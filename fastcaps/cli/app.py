@@ -1,0 +1,42 @@
+"""The commands, in the order of their help."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fastcaps.cli import bench, demo, explain, info, reproduce, train
+
+app = typer.Typer(
+    name="fastcaps",
+    help="Capsule networks, routed without ever storing a vote.",
+    add_completion=False,  # it would import torch at every press of the key
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def fastcaps(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+) -> int:
+    """Print the version, or the help if there is no command."""
+    if version:
+        from fastcaps import __version__
+
+        print(f"fastcaps {__version__}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+    return 0
+
+
+app.command("info")(info.info)
+app.command("bench")(bench.bench)
+app.command("compare")(bench.compare)
+app.command("explain")(explain.explain)
+app.command("train")(train.train)
+app.command("recipes")(reproduce.recipes)
+app.command("reproduce")(reproduce.reproduce)
+app.command("demo")(demo.demo)

@@ -1,0 +1,87 @@
+"""What the commands share: errors of one line, JSON, a sign of life."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# a module that may be missing -> the extra of the package that installs it
+EXTRAS = {
+    **dict.fromkeys(("rich", "typer"), "cli"),
+    **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "numpy", "yaml"), "train"),
+    **dict.fromkeys(("sklearn", "matplotlib"), "demo"),
+}
+
+
+class Fail(Exception):
+    """An error that the user can mend: one line, without a traceback."""
+
+    status = 1
+
+
+class Stopped(Fail):
+    """The command was stopped, by Ctrl-C or by a signal of the system."""
+
+    status = 130
+
+
+def refuse_missing(error: ImportError) -> NoReturn:
+    """Say which extra brings the missing module; anything else is a fault of ours and stays a traceback."""
+    module = (error.name or "").split(".")[0]
+    if module not in EXTRAS:
+        raise error
+    raise Fail(f"{module} is not installed; install it with: pip install 'fastcaps[{EXTRAS[module]}]'") from error
+
+
+def show(result: Any) -> None:
+    """Print a result as JSON."""
+    print(json.dumps(result, indent=2, default=str))
+
+
+def told_on(as_json: bool) -> Console:
+    """Where a command tells how far it is: beside the JSON, if that is asked for."""
+    from rich.console import Console
+
+    return Console(stderr=as_json)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say what is being done for as long as it takes, on the error stream of a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def absolute(path: str) -> str:
+    """A path under which a run finds its data again, whatever folder it is resumed from."""
+    return str(Path(path).expanduser().resolve())
+
+
+def read_settings(given: list[str]) -> dict[str, Any]:
+    """The settings given by ``--set FIELD=VALUE``, by paths."""
+    try:
+        from fastcaps.training.recipes import read_yaml
+    except ImportError as error:
+        refuse_missing(error)
+    changes = {}
+    for text in given:
+        path, equals, value = text.partition("=")
+        if not equals or not path:
+            raise Fail(f"--set {text}: got no value, want FIELD=VALUE, as in optimizer.lr=0.01")
+        try:
+            changes[path] = read_yaml(value)
+        except ValueError as error:
+            raise Fail(f"--set {text}: {error}") from error
+    return changes

@@ -1,0 +1,34 @@
+"""``fastcaps demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from fastcaps.cli.common import Fail, refuse_missing, show, told_on
+
+
+def demo(
+    out: Annotated[Path, Option(help="folder for the pictures and figures")] = Path("fastcaps-demo"),
+    epochs: Annotated[int | None, Option(help="passes over the digits")] = None,
+    seed: Annotated[int, Option(help="seed of the training")] = 0,
+    skip_speed: Annotated[bool, Option("--skip-speed", help="leave out the measurement of speed and memory")] = False,
+    as_json: Annotated[bool, Option("--json", help="print what demo.json holds, and nothing else")] = False,
+) -> int:
+    """Train on handwritten digits, measure this machine, draw two pictures."""
+    try:
+        from fastcaps.data import DataError
+        from fastcaps.demo import EPOCHS, run
+        from fastcaps.training import RunError
+    except ImportError as error:
+        refuse_missing(error)
+    try:
+        passes = EPOCHS if epochs is None else epochs
+        summary = run(out, epochs=passes, seed=seed, speed=not skip_speed, console=told_on(as_json))
+    except (DataError, RunError, ValueError) as error:
+        raise Fail(str(error)) from error
+    if as_json:
+        show(summary)
+    return 0

@@ -1,0 +1,128 @@
+"""``fastcaps recipes`` and ``fastcaps reproduce``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from fastcaps.cli.common import Fail, Stopped, absolute, read_settings, refuse_missing, show, told_on, working
+from fastcaps.cli.train import DATA_DIR
+
+
+def recipes(
+    recipe: Annotated[str | None, Argument(metavar="NAME", help="show this one whole")] = None,
+    as_json: Annotated[bool, Option("--json", help="as JSON: the source by name, or every setting of one")] = False,
+) -> int:
+    """List the experiments of the papers, with their source."""
+    try:
+        from fastcaps.training import recipes
+        from fastcaps.training.fields import as_data
+    except ImportError as error:
+        refuse_missing(error)
+    try:
+        if recipe is not None and as_json:
+            found = recipes.recipe(recipe)
+            show({"name": found.name, "source": str(found.source), "settings": as_data(found.config)})
+            return 0
+        if recipe is not None:
+            print(recipes.find(recipe).read_text(encoding="utf-8"), end="")
+            return 0
+        with working("reading the recipes"):
+            sources = {name: str(recipes.recipe(name).source) for name in recipes.names()}
+    except ValueError as error:
+        raise Fail(str(error)) from error
+    return _listed(sources, as_json)
+
+
+def _listed(found: dict[str, str], as_json: bool) -> int:
+    """Show names and what they are."""
+    if as_json:
+        show(found)
+        return 0
+    width = max(map(len, found))
+    for name, what in found.items():
+        print(f"{name:<{width}}  {what}")
+    return 0
+
+
+def _list_tables(as_json: bool) -> int:
+    from fastcaps.training import tables
+
+    every = {name: tables.table(name) for name in tables.names()}
+    return _listed({name: f"{table.source}: {table.title}" for name, table in every.items()}, as_json)
+
+
+def reproduce(
+    name: Annotated[str | None, Argument(metavar="NAME", help="one of those listed, or a .yaml file")] = None,
+    short: Annotated[bool, Option("--short", help="in the short form that the table declares")] = False,
+    data_dir: Annotated[str | None, Option(help=DATA_DIR)] = None,
+    row: Annotated[list[str] | None, Option(metavar="LABEL", help="train only this row (repeat)")] = None,
+    settings: Annotated[
+        list[str] | None, Option("--set", metavar="FIELD=VALUE", help="as for train; of all rows (repeat)")
+    ] = None,
+    out: Annotated[str | None, Option(help="folder of its runs (runs/reproduce/NAME, or NAME-short)")] = None,
+    collect: Annotated[bool, Option("--collect", help="train nothing, show what there is")] = False,
+    as_json: Annotated[bool, Option("--json", help="print what table.json holds, and nothing else")] = False,
+) -> int:
+    """Make a table or figure of a paper, beside the paper's figures.
+
+    Trains what the table needs, as far as it is not finished. Without NAME, lists the tables.
+    """
+    given = {"short": short, "collect": collect, "data-dir": data_dir, "out": out, "row": row, "set": settings}
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        from fastcaps.data import DataError
+        from fastcaps.training import RunError, reproduce, tables
+    except ImportError as error:
+        refuse_missing(error)
+    console = told_on(as_json)
+    try:
+        if name is None:
+            return _list_tables(as_json)
+        table = tables.table(name)
+        stem = Path(name).stem
+        folder = Path(out or f"runs/reproduce/{stem}{'-short' if short else ''}")
+        changes = read_settings(settings or [])
+        where = {"data.dir": absolute(data_dir)} if data_dir else {}
+        entries = table.entries(table.runs_folder(folder, stem), short=short, changes={**changes, **where})
+        reproduce.collect(table, entries)  # if a run has other settings, fail before anything is trained
+        if not collect and not reproduce.train_missing(table, entries, row or [], console):
+            return 0  # one of several processes; the first one speaks
+        lines = reproduce.collect(table, entries)
+        remarks = reproduce.remarks(table, lines, short, changes)
+        reproduce.write(table, lines, remarks, folder, short=short, command=_command(name, given))
+    except (DataError, RunError, ValueError) as error:
+        raise Fail(str(error)) from error
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        raise Stopped(f"stopped; {_command(name, given)} goes on") from None
+    if as_json:
+        show(json.loads((folder / "table.json").read_text(encoding="utf-8")))
+        return 0
+    shown = Table(title=f"{table.title} ({table.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in reproduce.HEADER:
+        shown.add_column(
+            heading, justify="right" if heading else "left", overflow="fold", min_width=None if heading else 14
+        )
+    for line in lines:
+        shown.add_row(*line.cells())
+    console.print(shown)
+    for text in (*remarks, f"{folder}/: table.md, table.json, picture.png"):
+        console.print(text, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _command(name: str | None, given: dict[str, Any]) -> str:
+    """The command line of ``fastcaps reproduce``, to be given again."""
+    words = ["fastcaps", "reproduce", name or ""]
+    for option, value in given.items():
+        if value is True:
+            words.append(f"--{option}")
+        elif value:
+            words += [word for each in ([value] if isinstance(value, str) else value) for word in (f"--{option}", each)]
+    return shlex.join(words)

@@ -1,0 +1,223 @@
+"""``fastcaps train``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from fastcaps.cli.common import Fail, Stopped, absolute, read_settings, refuse_missing, show, told_on
+
+PATHS = {
+    "network": "network.name",
+    "data": "data.name",
+    "data_dir": "data.dir",
+    "epochs": "epochs",
+    "batch_size": "batch_size",
+    "loss": "loss.name",
+    "optimizer": "optimizer.name",
+    "lr": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "momentum": "optimizer.momentum",
+    "schedule": "schedule.name",
+    "seed": "seed",
+    "runs": "runs",
+    "precision": "precision",
+    "accelerator": "accelerator",
+    "devices": "devices",
+    "strategy": "strategy",
+    "augment": "data.augment",
+    "flip": "data.flip",
+    "limit": "data.limit",
+    "validation": "data.validation",
+    "workers": "workers",
+    "checkpoint_every": "checkpoint_every",
+    "iterations": "network.options.iterations",
+    "routing": "network.options.routing",
+    "out": "out",
+}
+"""The setting that each option of ``fastcaps train`` stands for."""
+
+WHAT, HOW, WHERE, RUN = "What to train on what", "How to train", "On which machine", "The run"
+DATA_DIR = "folder that holds the data set's files, or a folder of them; nothing is downloaded"
+
+
+def _text(panel: str, text: str, **more: Any) -> Any:
+    return Option(help=text, rich_help_panel=panel, **more)
+
+
+def train(
+    network: Annotated[str | None, _text(WHAT, "network to train (see --list)")] = None,
+    data: Annotated[
+        str | None, _text(WHAT, "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)")
+    ] = None,
+    data_dir: Annotated[str | None, _text(WHAT, DATA_DIR)] = None,
+    recipe: Annotated[
+        str | None,
+        _text(WHAT, "begin from an experiment of a paper (fastcaps recipes), or from a .yaml file", metavar="NAME"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="any setting by its path, as in a recipe: optimizer.lr=0.01, network.options.iterations=3 (repeat)",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    iterations: Annotated[int | None, _text(WHAT, "routing iterations")] = None,
+    routing: Annotated[str | None, _text(WHAT, "concurrent or sequential")] = None,
+    augment: Annotated[
+        bool | None,
+        _text(WHAT, "pad and crop training images at random (CIFAR and smallNORB are)"),
+    ] = None,
+    flip: Annotated[
+        bool | None,
+        _text(WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)"),
+    ] = None,
+    limit: Annotated[int | None, _text(WHAT, "use only the first training images, for a quick try")] = None,
+    validation: Annotated[
+        int | None,
+        _text(WHAT, "hold out so many training images, and keep the epoch that does best by them"),
+    ] = None,
+    epochs: Annotated[int | None, _text(HOW, "passes over the training images")] = None,
+    batch_size: Annotated[int | None, _text(HOW, "images a step, on all devices together")] = None,
+    loss: Annotated[str | None, _text(HOW, "cross-entropy, bce, margin, spread or feedback")] = None,
+    optimizer: Annotated[str | None, _text(HOW, "adam, adamw, radam, rmsprop or sgd")] = None,
+    lr: Annotated[float | None, _text(HOW, "highest learning rate")] = None,
+    weight_decay: Annotated[float | None, _text(HOW, "weight decay")] = None,
+    momentum: Annotated[float | None, _text(HOW, "momentum, for sgd and rmsprop")] = None,
+    schedule: Annotated[str | None, _text(HOW, "one-cycle, cosine, milestones, exponential or constant")] = None,
+    seed: Annotated[int | None, _text(HOW, "decides initial weights, order of images, augmentation")] = None,
+    runs: Annotated[int | None, _text(HOW, "so many runs, with this seed and those after it: mean and spread")] = None,
+    precision: Annotated[
+        str | None,
+        _text(WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true"),
+    ] = None,
+    accelerator: Annotated[str | None, _text(WHERE, "auto, cpu, gpu, … as Lightning has them")] = None,
+    devices: Annotated[str | None, _text(WHERE, "how many devices, or which (0,1)")] = None,
+    strategy: Annotated[str | None, _text(WHERE, "auto, ddp, fsdp, … as Lightning has them")] = None,
+    workers: Annotated[int | None, _text(WHERE, "processes that gather what batches are made of")] = None,
+    out: Annotated[str | None, _text(RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)")] = None,
+    checkpoint_every: Annotated[int | None, _text(RUN, "steps between two checkpoints")] = None,
+    resume: Annotated[
+        bool,
+        Option(
+            "--resume",
+            help="go on from the last checkpoint in --out, with the settings kept there; what is given must agree",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="replace a run that --out already holds", rich_help_panel=RUN)
+    ] = False,
+    listed: Annotated[bool, Option("--list", help="list the networks and data sets, and stop")] = False,
+    as_json: Annotated[bool, Option("--json", help="print what result.json holds, and nothing else")] = False,
+) -> int:
+    """Train a network on images or texts. The sizes of its inputs and its classes follow from the data."""
+    options = locals()
+    if listed:
+        return _list(as_json)
+    try:
+        from fastcaps import training
+        from fastcaps.data import DataError
+        from fastcaps.training import RunError
+        from fastcaps.training.callbacks import Report
+    except ImportError as error:
+        refuse_missing(error)
+    if resume and overwrite:
+        raise Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
+    try:
+        changes = {path: options[name] for name, path in PATHS.items() if options[name] is not None}
+        changes |= read_settings(settings or [])  # --set wins over an option of its own
+        for path in ("data.dir", "data.options.transformer"):
+            if isinstance(changes.get(path), str):
+                changes[path] = absolute(changes[path])
+        config = _kept(recipe, changes) if resume else _fresh(recipe, changes)
+    except ValueError as error:
+        raise Fail(str(error)) from error
+    console = told_on(as_json)
+    say = functools.partial(console.print, highlight=False, soft_wrap=True)
+    try:
+        work = training.train if config.runs == 1 else training.train_seeds
+        result: Any = work(config, resume=resume, overwrite=overwrite, report=Report(console))
+    except (DataError, RunError, ValueError) as error:
+        raise Fail(str(error)) from error
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        raise Stopped(f"stopped; fastcaps train --resume --out {shlex.quote(str(config.folder))} goes on") from None
+    if not result.is_main:
+        return 0  # one of several processes; the first one speaks
+    if as_json:
+        show({"out": str(result.out), **json.loads((result.out / "result.json").read_text(encoding="utf-8"))})
+    elif config.runs > 1:
+        say(
+            f"test accuracy {100 * result.mean:.2f} ± {100 * result.spread:.2f} % "
+            f"(mean and standard deviation of {config.runs} runs)"
+        )
+        say(f"{result.out}/: result.json, a folder for each run")
+    else:
+        seconds = [row["seconds"] for row in result.history]
+        say(
+            f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
+            f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
+            + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}")
+        )
+        say(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard")
+    return 0
+
+
+def _list(as_json: bool) -> int:
+    from fastcaps import data, models
+
+    if as_json:
+        show({"networks": models.names(), "data": data.names()})
+        return 0
+    print("networks: " + ", ".join(models.names()))
+    print("data:     " + ", ".join(data.names()))
+    return 0
+
+
+def _option(path: str, value: Any) -> str:
+    """How a setting is given on the command line."""
+    names = {path: name for name, path in PATHS.items()}
+    return f"--{names[path].replace('_', '-')} {value}" if path in names else f"--set {path} {value}"
+
+
+def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
+    """The settings of a new run: the recipe's, or the defaults, with the changes."""
+    from fastcaps.training.config import TrainConfig, defaults
+    from fastcaps.training.fields import changed, read
+    from fastcaps.training.recipes import recipe
+
+    if name is not None:
+        return recipe(name, changes).config
+    settings = changed(defaults(), changes)
+    missing = [f"--{name}" for name in ("network", "data") if name not in settings]
+    if missing:
+        raise Fail(
+            f"missing {' and '.join(missing)}, or --recipe "
+            "(fastcaps train --list and fastcaps recipes show what there is)"
+        )
+    return read(TrainConfig, settings)
+
+
+def _kept(name: str | None, changes: dict[str, Any]) -> Any:
+    """The settings of a run that goes on: those it began with, but for where it runs; others must not be given."""
+    from fastcaps.training.config import WHERE, differences, kept
+
+    folder = Path(changes["out"]) if "out" in changes else _fresh(name, changes).folder
+    if not (folder / "config.json").is_file():
+        raise Fail(f"{folder} holds no run to resume (no config.json); begin one without --resume")
+    before = kept(folder)
+    fresh = _fresh(name, changes) if name is not None else before.changed(changes)
+    differ = differences(before, fresh)
+    if differ:
+        path = next((path for path in differ if path in changes), next(iter(differ)))  # one that was given, if any was
+        old, new = differ[path]
+        raise Fail(f"{_option(path, new)} does not agree with the run in {folder}, which began with {old}")
+    where = {path: changes[path] for path in WHERE if path in changes}
+    return before.changed({**where, "out": str(folder)})

@@ -1,0 +1,294 @@
+"""What :func:`fastcaps.diagnose` answers: which capsules are dead, how undecided the routing is, what gradients come
+down to each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps.checks import check_finite
+from fastcaps.inside import Inside, watched
+from fastcaps.nn import CapConv2d, CapFC, DynamicRouting, InvertedAttentionRouting
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
+
+HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")
+
+
+@dataclass(frozen=True)
+class LayerDiagnosis:
+    """What was found in one layer; :func:`diagnose` has the equations.
+
+    Attributes
+    ----------
+    path, layer : str
+        Where it is in the model, and its class.
+    measured_by : str
+        What a parent's strength is: "activation", "length", "relative length" or "share".
+    strengths : tuple of float
+        Of each parent (of each type of parents, on a grid): the greatest strength over batch and places.
+    dead : tuple of int
+        The parents whose strength is below the threshold.
+    compete : "parents", "children" or ""
+        Whose coefficients add up to 1; empty for layers without coefficients.
+    entropy : float or None
+        Of the coefficients: 0 if each goes to one, 1 if all are alike. None where there is no choice.
+    weight_gradient, parent_gradient : float or None
+        Lengths of the loss's gradients; None without a loss, or where no gradient is wanted.
+    """
+
+    path: str
+    layer: str
+    measured_by: str
+    strengths: tuple[float, ...]
+    dead: tuple[int, ...]
+    compete: str
+    entropy: float | None
+    weight_gradient: float | None
+    parent_gradient: float | None
+
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        numbers = [_text(each, "{:.3f}") for each in (self.entropy,)]
+        numbers += [_text(each, "{:.2e}") for each in (self.weight_gradient, self.parent_gradient)]
+        return (self.path, self.layer, str(len(self.strengths)), str(len(self.dead)), self.measured_by, *numbers)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`diagnose` found. It prints as a table, with rich as a rich one.
+
+    In the table, "by" is what a parent's strength is measured by, "grad θ" and "grad v" are the lengths of the
+    gradients of the layer's parameters and of what it returned.
+
+    Attributes
+    ----------
+    layers : tuple of LayerDiagnosis
+        In the order in which they ran.
+    samples : int
+        In the batch.
+    threshold : float
+        Below it a parent is dead.
+    loss : float or None
+        The loss of the batch.
+    """
+
+    layers: tuple[LayerDiagnosis, ...]
+    samples: int
+    threshold: float
+    loss: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers, texts and lists: what ``json.dumps`` takes."""
+        return asdict(self)
+
+    @property
+    def title(self) -> str:
+        """What the table is about, in one line."""
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        return f"{self.samples} sample{'' if self.samples == 1 else 's'}{loss}; dead: below {self.threshold:g}"
+
+    def __str__(self) -> str:
+        rows = [HEADER, *(layer.cells() for layer in self.layers)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self.title, *lines])
+
+    def __rich__(self) -> Table:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("layer", *HEADER[2:]):
+            table.add_column(name, justify="left" if name in ("layer", "by") else "right", no_wrap=name == "layer")
+        for layer in self.layers:
+            path, kind, *numbers = layer.cells()
+            table.add_row(f"{path}\n{kind}", *numbers, style="yellow" if layer.dead else None)
+        return table
+
+    def picture(self, path: str | Path) -> Path:
+        """Draw it into a file: strengths of all parents, entropies, gradients (needs the extra ``demo``)."""
+        from fastcaps import viz
+
+        return viz.diagnosis(self, path)
+
+
+def diagnose(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    threshold: float = 0.01,
+) -> Diagnosis:
+    r"""Look into the capsule layers of ``model`` while it runs a batch.
+
+    For parent m (of a type, on a grid, at any place l) of the layer, and children i with gates :math:`g_i` (their
+    activations, the sigmoid of their scores, or 1) and coefficients :math:`r_{im}` of the last turn:
+
+    **Dead capsules.** A parent is dead if it never wakes in this batch,
+
+    .. math:: \max_{b,l}\; \text{strength}_{blm} < \text{threshold}.
+
+    The strength is the *activation* where the layer returns one (the sigmoid of the score, where it returns scores);
+    else, where poses are squashed, the *length* :math:`\lVert v_m \rVert`, which the routing reads as a probability.
+    Inverted attention normalises its poses, so that their lengths say nothing: there it is the *share* of the children,
+    :math:`M \sum_i g_i r_{im} / \sum_i g_i`, 1 where all parents get as much. Else (routing as pooling, whose lengths
+    have no bound, and attention without LayerNorm) it is the *relative length*, :math:`\lVert v_m \rVert` over the
+    longest of the layer.
+
+    **Routing entropy.** Where parents compete for a child, the mean over samples, places and children, weighed by their
+    gates, of
+
+    .. math:: H_i = -\frac{1}{\ln M} \sum_m r_{im} \ln r_{im};
+
+    a leaky routing has the share that leaks for one parent more. Where children compete for a parent, the mean over
+    samples, places and parents of :math:`H_m = -\sum_i r_{im} \ln r_{im} / \ln n`, n the number of children with a
+    share. 1 is a routing that decides nothing, 0 a tree. None where there is only one to choose, and for layers without
+    coefficients (``CapConv2d``, ``CapFC``).
+
+    **Gradient norms.** :math:`\lVert \partial L / \partial \theta \rVert_2` over all parameters of the layer together,
+    and :math:`\lVert \partial L / \partial v \rVert_2` over all that it returned last, poses and activations (scores)
+    together.
+
+    The model runs in evaluation mode, so that nothing is drawn and no statistics move; each layer runs once more for
+    its coefficients, which need memory for a number per pair of child and parent. Afterwards modes, hooks and
+    ``.grad`` are as they were.
+
+    Parameters
+    ----------
+    model : Module
+        With layers of :mod:`fastcaps.nn`: a network of :mod:`fastcaps.models`, your own, or one layer.
+    batch : Tensor or (inputs, target)
+        What it is called with: a tensor, or a tuple where it takes several. The target is what the loss wants; None
+        for none.
+    loss : callable, optional
+        ``loss(found, target)``, a scalar of what the model returns. Cross-entropy if there is a target, else nothing
+        is differentiated.
+    threshold : float
+        Below it a parent is dead.
+
+    Returns
+    -------
+    Diagnosis
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``model`` is no module or has no capsule layer, or the loss is no scalar.
+
+    Examples
+    --------
+    >>> import torch, fastcaps
+    >>> net = fastcaps.models.create("digits")
+    >>> found = fastcaps.diagnose(net, (torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])))
+    >>> [(layer.path, len(layer.strengths), layer.compete) for layer in found.layers]
+    [('routing.layers.0', 8, 'parents'), ('routing.layers.1', 10, 'parents')]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_finite("threshold", threshold, 0.0)
+    inputs, target = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+    if loss is None and target is not None:
+        loss = F.cross_entropy
+    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    with watched(model) as calls:
+        with torch.set_grad_enabled(loss is not None):
+            found = model(*given)
+            value = None if loss is None else loss(found, target)
+        seen = calls()
+        if not seen:
+            raise ValueError(f"model must have a capsule layer of fastcaps.nn that runs, got {type(model).__name__}")
+        gradients = _gradients(value, seen)
+        layers = [_look(each, threshold, *both) for each, both in zip(seen, gradients, strict=True)]
+    samples = next(each.shape[0] for each in given if isinstance(each, Tensor))
+    return Diagnosis(tuple(layers), samples, threshold, None if value is None else float(value.detach()))
+
+
+def _gradients(value: Tensor | None, seen: list[Inside]) -> list[tuple[float | None, float | None]]:
+    """The lengths of the gradients of each layer's parameters and of what it returned."""
+    if value is None:
+        return [(None, None)] * len(seen)
+    if value.numel() != 1:
+        raise ValueError(f"loss must return a scalar, got {list(value.shape)}")
+    wanted = [([each for each in one.layer.parameters() if each.requires_grad], one.returned) for one in seen]
+    flat = [tensor for both in wanted for part in both for tensor in part]
+    if not flat or not value.requires_grad:
+        return [(None, None)] * len(seen)
+    left = iter(torch.autograd.grad(value, flat, allow_unused=True))
+    return [(_norm([next(left) for _ in mine]), _norm([next(left) for _ in found])) for mine, found in wanted]
+
+
+def _norm(gradients: list[Tensor | None]) -> float | None:
+    """The length of several gradients together; None if there are none. What the loss does not depend on has 0."""
+    if not gradients:
+        return None
+    return math.sqrt(sum(float(each.double().square().sum()) for each in gradients if each is not None))
+
+
+@torch.no_grad()
+def _look(
+    one: Inside, threshold: float, weight_gradient: float | None, parent_gradient: float | None
+) -> LayerDiagnosis:
+    shares = one.coefficients().double() if one.routes else None
+    gates = one.gates() if one.routes else None
+    gates = gates if gates is None else gates.double()
+    measured_by, strength = _strength(one, shares, gates)
+    greatest = strength.amax((0, 2)).tolist()
+    compete = "" if shares is None else "children" if one.children_compete else "parents"
+    return LayerDiagnosis(
+        one.path or "(the model)",
+        type(one.layer).__name__,
+        measured_by,
+        tuple(greatest),
+        tuple(index for index, each in enumerate(greatest) if each < threshold),
+        compete,
+        None if shares is None else _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False))),
+        weight_gradient,
+        parent_gradient,
+    )
+
+
+def _strength(one: Inside, shares: Tensor | None, gates: Tensor | None) -> tuple[str, Tensor]:
+    """What a parent's strength is measured by, and the strengths ``[B, M, places]``."""
+    if one.activations is not None:
+        return "activation", one.activations
+    layer = one.layer
+    if isinstance(layer, InvertedAttentionRouting) and layer.norm is not None:
+        assert shares is not None
+        gated = shares if gates is None else shares * gates[..., None]
+        there = gated.sum((-2, -1))[..., None].clamp_min(torch.finfo(gated.dtype).tiny)
+        return "share", (gated.sum(-2) * gated.shape[-1] / there).flatten(1, 2).transpose(1, 2)
+    lengths = one.parents.double().norm(dim=-1)
+    squashed = isinstance(layer, (DynamicRouting, CapConv2d, CapFC)) or getattr(layer, "activation", None) == "squash"
+    if squashed:
+        return "length", lengths
+    return "relative length", lengths / lengths.amax().clamp_min(torch.finfo(lengths.dtype).tiny)
+
+
+def _entropy(shares: Tensor, gates: Tensor | None, compete: str, leaky: bool) -> float | None:
+    """The mean entropy of the coefficients ``[B, Ho, Wo, I, M]``, as a share of the greatest there can be."""
+    if compete == "children":
+        choices = (shares > 0).sum(-2)  # [B, Ho, Wo, M]
+        entropy = -torch.special.xlogy(shares, shares).sum(-2) / choices.clamp_min(2).log()
+        return float(entropy[choices > 1].mean()) if bool((choices > 1).any()) else None
+    there = (shares.sum(-1) > 0).to(shares.dtype) if gates is None else gates.expand(shares.shape[:-1])
+    if leaky:
+        shares = torch.cat([shares, (1 - shares.sum(-1, keepdim=True)).clamp_min(0)], dim=-1)
+    if shares.shape[-1] == 1 or not bool(there.sum() > 0):
+        return None
+    entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(shares.shape[-1])
+    return float((entropy * there).sum() / there.sum())
+
+
+def _text(number: float | None, form: str) -> str:
+    return "" if number is None else form.format(number)

@@ -1,0 +1,143 @@
+"""What happened in the capsule layers of a network during one call: for :func:`fastcaps.diagnose` and the pictures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps.nn import CapConv2d, CapFC, RoutingPool, RoutingPool2d
+from fastcaps.nn.layer import RoutingLayer
+from fastcaps.reference.seen import windows
+from fastcaps.votes import as_grid, to_op
+
+LAYERS = (RoutingLayer, RoutingPool2d, CapConv2d, CapFC)
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The last call of one capsule layer.
+
+    Attributes
+    ----------
+    path : str
+        Where the layer is in the model.
+    layer : Module
+        One of :data:`LAYERS`.
+    given : dict
+        What it was called with, by name.
+    result
+        What it returned.
+    """
+
+    path: str
+    layer: Any
+    given: dict[str, Any]
+    result: Any
+
+    @property
+    def poses(self) -> Tensor:
+        """The parents' poses as the layer returned them."""
+        return self.result if isinstance(self.result, Tensor) else self.result[0]
+
+    @property
+    def returned(self) -> list[Tensor]:
+        """What it returned that has a gradient."""
+        found = [self.result] if isinstance(self.result, Tensor) else list(self.result)
+        return [each for each in found if each.requires_grad]
+
+    @property
+    def parents(self) -> Tensor:
+        """The parents' poses ``[B, M, places, d]``."""
+        poses, layer = self.poses, self.layer
+        if isinstance(layer, CapConv2d):
+            poses = poses.unflatten(1, (layer.types, layer.out_dim)).movedim(2, -1)
+        elif isinstance(layer, RoutingPool2d):
+            poses = poses.unflatten(1, (-1, layer.out_dim or layer.dim)).movedim(2, -1)
+        return poses.flatten(2, -2) if poses.dim() > 3 else poses[:, :, None]
+
+    @property
+    def activations(self) -> Tensor | None:
+        """The parents' activations, or the sigmoid of their scores, ``[B, M, places]``; None if they have none."""
+        found = getattr(self.result, "activations", None)
+        scores = getattr(self.result, "scores", None)
+        found = found if scores is None else scores.sigmoid()
+        return None if found is None else found.reshape(*found.shape[:2], -1)
+
+    @property
+    def routes(self) -> bool:
+        """Whether the layer has coefficients."""
+        return isinstance(self.layer, (RoutingLayer, RoutingPool2d))
+
+    @property
+    def children_compete(self) -> bool:
+        """Whether the coefficients of a parent add up to 1, and not those of a child."""
+        pools = isinstance(self.layer, (RoutingPool, RoutingPool2d))
+        return pools or getattr(self.layer, "compete", "") == "children"
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Height and width of the children's grid; None if they came as a set."""
+        children = next(iter(self.given.values()))
+        if isinstance(self.layer, RoutingPool2d):
+            return children.shape[2], children.shape[3]
+        return (children.shape[2], children.shape[3]) if children.dim() == 5 else None
+
+    @torch.no_grad()
+    def coefficients(self) -> Tensor:
+        """The coefficients of the last turn, ``[B, Ho, Wo, I, M]``; the layer is called once more for them."""
+        found = self.layer.forward(**{**self.given, "return_coefficients": True})[-1]
+        return found if found.dim() == 5 else found[:, None, None]
+
+    @torch.no_grad()
+    def gates(self) -> Tensor | None:
+        """How much each child counts, as the coefficients have them: ``[B, Ho, Wo, I]``; None if all count alike."""
+        if not isinstance(self.layer, RoutingLayer):
+            return None
+        children, numbers = self.given["children"], self.given.get(self.layer.numbers)
+        if numbers is None:
+            return None
+        call = self.layer.prepare(children, numbers.sigmoid() if self.layer.numbers == "scores" else numbers)
+        assert call.numbers is not None
+        if call.window is None:
+            return as_grid(call.numbers)
+        return windows(to_op(call.numbers, call.window), call.window.spec)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
+    """Watch the capsule layers of ``model`` in evaluation mode, as long as the block lasts.
+
+    The function that it gives returns the last call of every layer so far, in the order in which they end. Modes and
+    hooks are afterwards what they were.
+    """
+    last: dict[str, Inside] = {}
+    modes = {module: module.training for module in model.modules()}
+
+    def keep(path: str) -> Callable[..., None]:
+        def hook(layer: Any, given: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+            bound = inspect.signature(layer.forward).bind(*given, **options).arguments
+            bound.pop("return_coefficients", None)
+            last.pop(path, None)
+            last[path] = Inside(path, layer, dict(bound), result)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(keep(path), with_kwargs=True)
+        for path, module in model.named_modules()
+        if isinstance(module, LAYERS)
+    ]
+    try:
+        model.eval()
+        yield lambda: list(last.values())
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,46 @@
+"""Pictures: trainings, routings, capsules. They are drawn by matplotlib, which the extra ``demo`` brings."""
+
+from fastcaps.viz.charts import (
+    BLUE,
+    COLOURS,
+    DIVERGING,
+    GREY,
+    MARKERS,
+    ORANGE,
+    Measured,
+    bars,
+    finish,
+    learning_curve,
+    lines,
+    pyplot,
+)
+from fastcaps.viz.diagnosing import diagnosis
+from fastcaps.viz.listening import last_votes, listening, listening_map
+from fastcaps.viz.perturbing import perturbation_map, perturbations
+from fastcaps.viz.routes import coefficient_map, coefficients, descent, parse_tree, places
+
+__all__ = [
+    "BLUE",
+    "COLOURS",
+    "DIVERGING",
+    "GREY",
+    "MARKERS",
+    "ORANGE",
+    "Measured",
+    "bars",
+    "coefficient_map",
+    "coefficients",
+    "descent",
+    "diagnosis",
+    "finish",
+    "last_votes",
+    "learning_curve",
+    "lines",
+    "listening",
+    "listening_map",
+    "parse_tree",
+    "perturbation_map",
+    "perturbations",
+    "places",
+    "pyplot",
+]

@@ -1,0 +1,92 @@
+"""What the numbers of a class capsule mean: the decoder draws it with one of them moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastcaps.nn import CapsNet
+from fastcaps.viz.charts import finish, pyplot
+
+
+@torch.no_grad()
+def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float = 0.25, step: float = 0.05) -> Tensor:
+    """What the decoder draws when one number of the class capsule is moved (Sabour et al. 2017, Figure 4).
+
+    Parameters
+    ----------
+    network : CapsNet
+        With a decoder.
+    images, labels : Tensor
+        ``[B, channels, H, W]`` and ``[B]``.
+    reach, step : float
+        Each number goes from ``-reach`` to ``reach`` in such steps.
+
+    Returns
+    -------
+    Tensor
+        ``[B, d, steps, channels, H, W]``; the middle step is the reconstruction itself.
+
+    Raises
+    ------
+    ValueError
+        If the network has no decoder.
+    """
+    if network.decoder is None:
+        raise ValueError("network: got one without a decoder, want one that reconstructs")
+    capsules = network(images, return_trace=True)[1].poses[-1]  # [B, M, d]
+    count, dim = len(images), capsules.shape[-1]
+    steps = torch.linspace(-reach, reach, 2 * round(reach / step) + 1)
+    perturbed = capsules[:, None, None].repeat(1, dim, len(steps), 1, 1)  # [B, d, steps, M, d]
+    one_number = torch.eye(dim)[:, None] * steps[:, None]  # [d, steps, d]: a step of one number, the others 0
+    perturbed[torch.arange(count), :, :, labels] += one_number
+    drawn = network.decoder(perturbed.flatten(0, 2), labels.repeat_interleave(dim * len(steps)))
+    return drawn.unflatten(0, (count, dim, len(steps)))
+
+
+def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], title: str, reach: float = 0.25) -> Path:
+    """Draw, for some images, a row for each number of the capsule and a column for each step.
+
+    Parameters
+    ----------
+    drawn : Tensor
+        ``[n, d, steps, channels, H, W]`` from :func:`perturbations`; of several channels the mean is shown.
+    path : str or Path
+        Where the picture goes.
+    names : sequence of str
+        The images' classes.
+    title : str
+        What network and data.
+    reach : float
+        What :func:`perturbations` was given.
+
+    Returns
+    -------
+    Path
+        ``path``.
+    """
+    count, dim, steps = drawn.shape[:3]
+    framed = F.pad(drawn.mean(3), (1, 1, 1, 1), value=0.15)  # a thin frame keeps images apart
+    height, width = framed.shape[-2:]
+    side = 0.3  # inches an image
+    figure, plots = pyplot().subplots(
+        1,
+        count,
+        figsize=(count * (steps * side * width / height + 0.2) + 0.6, dim * side + 1.1),
+        layout="constrained",
+        squeeze=False,
+    )
+    for plot, grid, name in zip(plots[0], framed, names, strict=True):
+        plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1).numpy(), cmap="gray_r", vmin=0, vmax=1)
+        ends = [(k + 0.5) * width - 0.5 for k in (0, (steps - 1) / 2, steps - 1)]
+        plot.set(title=f"a {name}", xticks=ends, yticks=[(k + 0.5) * height - 0.5 for k in range(dim)])
+        plot.set_xticklabels([f"−{reach:g}", "0", f"+{reach:g}"])
+        plot.set_yticklabels([str(k) for k in range(dim)] if plot is plots[0][0] else [], fontsize=7)
+        plot.tick_params(length=0, labelsize=8)
+    plots[0][0].set_ylabel("which number of the capsule is moved")
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)

@@ -1,0 +1,401 @@
+"""Where the routes of a class come from: shares of every capsule below it, down to the places of the image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.colors import LogNorm
+from torch import Tensor, nn
+
+from fastcaps.inside import watched
+from fastcaps.nn import CapsNet, RoutingPool2d
+from fastcaps.nn.stack import RoutingStack, RoutingTrace
+from fastcaps.reference.seen import windows, windows_adjoint
+from fastcaps.viz.charts import DIVERGING, GREY, ORANGE, finish, pyplot
+
+Places = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def descent(stack: RoutingStack, trace: RoutingTrace) -> list[Tensor]:
+    r"""How much of each class capsule comes from every capsule below it.
+
+    A parent m at place l is made of children, child i with the part
+    :math:`q_{im} = g_i r_{im} / \sum_{i'} g_{i'} r_{i'm}` (coefficient r, gate g). From the class capsules down, the
+    parts multiply and the ways to a child add up:
+
+    .. math:: R^k_{ci} = \sum_{m,l} R^{k+1}_{cml} \, q_{iml}, \quad R^{top}_{cm} = [c = m].
+
+    What a class is made of adds up to 1 in every layer. How strong the votes are does not enter: that is
+    :func:`listening`, for one layer.
+
+    Parameters
+    ----------
+    stack : RoutingStack
+        Layers of any routing whose last parents are a set.
+    trace : RoutingTrace
+        Of a call of it.
+
+    Returns
+    -------
+    list of Tensor
+        For ``trace.poses[k]``, ``[B, classes, N, H, W]`` of a grid or ``[B, classes, I]`` of a set; the last is 1 for
+        each class at itself.
+    """
+    batch, classes = trace.poses[-1].shape[:2]
+    found = [torch.eye(classes, device=trace.poses[-1].device).expand(batch, -1, -1)]
+    for k in reversed(range(len(stack.layers))):
+        found.insert(0, _below(stack, trace, k, found[0]))
+    return found
+
+
+def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> Tensor:
+    """One step of :func:`descent`: of ``above``, ``[B, C, M]`` or ``[B, C, M, Ho, Wo]``, what lies on layer k's
+    children."""
+    layer, children, shares = stack.layers[k], trace.poses[k], trace.coefficients[k].float()
+    shares = shares if shares.dim() == 5 else shares[:, None, None]  # [B, Ho, Wo, I, M]
+    batch, is_grid = children.shape[0], children.dim() == 5
+    # a layer over a whole grid reads a set as so many types in a row of places
+    sizes = children.shape[1:4] if is_grid else (layer.in_capsules or 1, 1, -1) if layer.on_grid else (-1, 1, 1)
+    gates = trace.activations[k]
+    if gates is not None:
+        scores = stack.layers[max(k - 1, 0)].numbers == "scores"
+        gates = (gates.sigmoid() if scores else gates).float().reshape(batch, *sizes)
+        if layer.window is not None:
+            shares = shares * windows(gates.movedim(1, 3), layer.window.spec)[..., None]
+        else:
+            shares = shares * (gates.movedim(1, 3) if layer.on_grid else gates).flatten(1)[:, None, None, :, None]
+    parts = shares / shares.sum(-2, keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
+    found = torch.einsum("bcmhw,bhwim->bchwi", above if above.dim() == 5 else above[..., None, None], parts)
+    if layer.window is not None:
+        types, *grid = sizes
+        back = windows_adjoint(found.flatten(0, 1), (found.shape[0] * found.shape[1], *grid, types), layer.window.spec)
+        return back.unflatten(0, found.shape[:2]).movedim(-1, 2)
+    found = found.flatten(2)
+    if layer.on_grid:  # types are fastest there
+        types, *grid = sizes
+        found = found.unflatten(2, (*grid, types)).movedim(-1, 2)
+        return found if is_grid else found.flatten(2)
+    return found.unflatten(2, tuple(sizes)) if is_grid else found
+
+
+def _traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace]:
+    with watched(network), torch.no_grad():  # in evaluation mode
+        return network(images, return_trace=True)
+
+
+def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> Tensor:
+    """Where every class, or every parent of a routing pool, takes its children from.
+
+    Parameters
+    ----------
+    network : Module
+        A :class:`~fastcaps.nn.CapsNet` whose primary capsules lie on a grid: what :func:`descent` finds for them, the
+        types of a place added. Or a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the
+        coefficients of the last such layer (Zhao and Huang 2019, Table 3).
+    images : Tensor
+        ``[B, channels, H, W]``.
+    even : bool
+        What it would be instead if all children counted, and all coefficients were, alike.
+
+    Returns
+    -------
+    Tensor
+        ``[B, M, H', W']``; each map adds up to 1.
+
+    Raises
+    ------
+    ValueError
+        If the network has neither.
+    """
+    if isinstance(network, CapsNet):
+        _, trace = _traced(network, images)
+        if even:
+            alike = tuple((each > 0).float() for each in trace.coefficients)
+            trace = RoutingTrace(trace.poses, (None,) * len(trace.activations), alike)
+        lowest = descent(network.routing, trace)[0]
+        if lowest.dim() == 5:
+            return lowest.sum(2)
+    else:
+        with watched(network) as calls, torch.no_grad():
+            network(images)
+            pools = [one for one in calls() if isinstance(one.layer, RoutingPool2d) and one.layer.window is None]
+            if pools:
+                shares, grid = pools[-1].coefficients()[:, 0, 0], pools[-1].grid  # [B, H'W' (groups), M]
+                assert grid is not None
+                shares = torch.full_like(shares, 1 / shares.shape[1]) if even else shares
+                return shares.unflatten(1, (*grid, -1)).sum(3).movedim(-1, 1)
+    raise ValueError(
+        f"network must be a CapsNet whose primary capsules lie on a grid, or have a RoutingPool2d over a whole map; "
+        f"got {type(network).__name__}"
+    )
+
+
+def places(network: nn.Module, images: Tensor, grid: tuple[int, int]) -> Places:
+    """The middles of the receptive fields of a grid of features, in pixels: rows ``[H']`` and columns ``[W']``.
+
+    They are found by what a place's features depend on, on images of noise; where that is no lattice (everything
+    depends on everything), the grid is laid over the whole image.
+    """
+    size = images.shape[-2:]
+    even = [(torch.arange(n) + 0.5) * s / n - 0.5 for n, s in zip(grid, size, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(4, *images.shape[1:], generator=generator).to(images.device, images.dtype).requires_grad_()
+    with watched(network) as calls, torch.enable_grad():
+        if isinstance(network, CapsNet):
+            made = network.primary(network.backbone(noise))
+            features = (made if isinstance(made, Tensor) else made[0]).movedim((2, 3), (-2, -1))
+        else:
+            network(noise)
+            features = next(one.given["features"] for one in reversed(calls()) if isinstance(one.layer, RoutingPool2d))
+        if features.shape[-2:] != grid:
+            return even[0], even[1]
+        middles = []
+        for y, x in ((n // 2 - (n > 1), m // 2 - (m > 1)) for n, m in [grid]):
+            for step in (0, 1):
+                at = features[..., min(y + step, grid[0] - 1), min(x + step, grid[1] - 1)].sum()
+                (slope,) = torch.autograd.grad(at, noise, retain_graph=True)
+                seen = slope.abs().sum((0, 1)) > 0
+                middles.append([_middle(seen.any(1)), _middle(seen.any(0))])
+    found = []
+    for axis, n in enumerate(grid):
+        pitch = middles[1][axis] - middles[0][axis]
+        first = n // 2 - (n > 1)
+        lattice = middles[0][axis] + pitch * (torch.arange(n) - first)
+        inside = bool((lattice > -1).all() and (lattice < size[axis]).all())
+        found.append(lattice if n > 1 and pitch > 0 and inside else even[axis])
+    return found[0], found[1]
+
+
+def _middle(seen: Tensor) -> float:
+    where = seen.nonzero()
+    return float(where[0] + where[-1]) / 2 if len(where) else 0.0
+
+
+def _edges(middles: Tensor, size: int) -> tuple[float, float]:
+    """Where a heat map of these places begins and ends, in pixels."""
+    half = float(middles[1] - middles[0]) / 2 if len(middles) > 1 else size / 2
+    return float(middles[0]) - half, float(middles[-1]) + half
+
+
+def _paper(image: Tensor) -> str:
+    """The colour map in which the image's background is light, as paper is."""
+    grey = image.mean(0)
+    edge = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]]).median()
+    return "gray_r" if edge < (grey.min() + grey.max()) / 2 else "gray"
+
+
+def _overlay(plot: Any, image: Tensor, heat: Tensor, where: Places, **colours: Any) -> Any:
+    """A heat map where its places lie in the image, and the image's outline over it."""
+    height, width = image.shape[-2:]
+    (low, high), (left, right) = _edges(where[0], height), _edges(where[1], width)
+    plot.set_facecolor("#EEEEEE")
+    drawn = plot.imshow(heat.numpy(), extent=(left, right, high, low), interpolation="nearest", **colours)
+    grey = image.mean(0)
+    if grey.min() < grey.max():
+        plot.contour(grey.numpy(), levels=[float(grey.min() + grey.max()) / 2], colors="black", linewidths=1)
+    plot.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xticks=[], yticks=[])
+    return drawn
+
+
+def coefficient_map(
+    network: nn.Module,
+    images: Tensor,
+    path: str | Path,
+    *,
+    title: str,
+    names: Sequence[str] = (),
+    labels: Sequence[str] = (),
+) -> Path:
+    """Draw the coefficients over images: a row an image, a column a class or parent.
+
+    The colour says how many times as much a class takes from a place as it would if all coefficients were alike: inner
+    places are seen by more windows, and lie in more routes, than outer ones. Lines are the image's outline.
+
+    Parameters
+    ----------
+    network, images
+        As :func:`coefficients` takes them.
+    path : str or Path
+        Where the picture goes.
+    title : str
+        What network and data.
+    names : sequence of str
+        Of the columns; their numbers if left out.
+    labels : sequence of str
+        Of the images.
+
+    Returns
+    -------
+    Path
+        ``path``.
+    """
+    even = coefficients(network, images, even=True).clamp_min(torch.finfo(torch.float32).tiny)
+    heat = (coefficients(network, images) / even).float().cpu()
+    images = images.detach().float().cpu()
+    where = places(network, images.to(next(network.parameters()).device), (heat.shape[-2], heat.shape[-1]))
+    rows, columns = heat.shape[:2]
+    bound = max(1.01, *(float((heat**sign).flatten().quantile(0.99)) for sign in (1, -1)))
+    figure, plots = pyplot().subplots(
+        rows, columns + 1, figsize=(1.15 * (columns + 1) + 1.6, 1.15 * rows + 0.9), layout="constrained", squeeze=False
+    )
+    drawn: Any = None
+    for row, (line, image) in enumerate(zip(plots, images, strict=True)):
+        line[0].imshow(image.mean(0).numpy(), cmap=_paper(image))
+        line[0].set(xticks=[], yticks=[])
+        if labels:
+            line[0].set_ylabel(labels[row], rotation=0, ha="right", va="center", labelpad=6)
+        for column, plot in enumerate(line[1:]):
+            drawn = _overlay(plot, image, heat[row, column], where, cmap=DIVERGING, norm=LogNorm(1 / bound, bound))
+            if row == 0:
+                plot.set_title(names[column] if names else f"parent {column}", fontsize=10)
+    plots[0][0].set_title("image", fontsize=10)
+    ticks = [bound ** (k / 2) for k in range(-2, 3)]
+    bar = figure.colorbar(drawn, ax=plots, fraction=0.02, pad=0.01, aspect=30, extend="both", ticks=ticks)
+    bar.ax.minorticks_off()
+    bar.set_ticklabels([f"{each:.2g}" for each in ticks])
+    bar.set_label("times an even share", fontsize=9)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return finish(figure, path)
+
+
+def parse_tree(
+    network: CapsNet,
+    image: Tensor,
+    path: str | Path,
+    *,
+    title: str,
+    names: Sequence[str] = (),
+    branches: int = 3,
+) -> Path:
+    """Draw one image's parse tree: the class chosen, the capsules that made it, and theirs, down to the image.
+
+    Under each capsule stand the ``branches`` children with the largest part of it (:func:`descent`'s q), with that part
+    in percent; a line is as thick as the part. A frame shows where in the image a capsule lies; at the left is all of a
+    layer's part in the class.
+
+    Parameters
+    ----------
+    network : CapsNet
+        Of any stack; capsules on no grid are drawn without a frame.
+    image : Tensor
+        ``[channels, H, W]``.
+    path : str or Path
+        Where the picture goes.
+    title : str
+        What network and data.
+    names : sequence of str
+        Of the classes; their numbers if left out.
+    branches : int
+        Children to show of each capsule.
+
+    Returns
+    -------
+    Path
+        ``path``.
+    """
+    logits, trace = _traced(network, image[None])
+    chosen = int(logits[0].argmax())
+    levels = [each[0, chosen].cpu() for each in descent(network.routing, trace)][::-1]
+    tree: list[list[Node]] = [[Node((chosen,), 0, 1.0)]]
+    for k in reversed(range(len(network.routing.layers))):
+        line = []
+        for index, node in enumerate(tree[-1]):
+            above = torch.zeros_like(trace.poses[k + 1][..., 0])[:, None]  # [1, 1, M] or [1, 1, M, Ho, Wo]
+            above[(0, 0, *node.capsule)] = 1
+            parts = _below(network.routing, trace, k, above.float())[0, 0]
+            best = parts.flatten().topk(min(parts.numel(), max(1, min(branches, _MOST // len(tree[-1])))))
+            spots = zip(*(each.tolist() for each in torch.unravel_index(best.indices, parts.shape)), strict=True)
+            line += [Node(spot, index, part) for spot, part in zip(spots, best.values.tolist(), strict=True)]
+        tree.append(line)
+    name = names[chosen] if names else f"class {chosen}"
+    return _draw_tree(image.detach().float().cpu(), levels, tree, _frames(network, image, levels), path, title, name)
+
+
+_MOST = 12  # capsules side by side
+
+
+class Node(NamedTuple):
+    """A capsule of a parse tree: where it is in its layer, its parent in the line above, its part of that."""
+
+    capsule: tuple[int, ...]
+    above: int
+    part: float
+
+
+Frames = list[tuple[Places, tuple[float, float]] | None]
+"""For each level: where its places lie in the image, and how high and wide what one sees is; None for a set."""
+
+
+def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames:
+    if levels[-1].dim() != 3:
+        return [None] * len(levels)
+    rows, columns = places(network, image[None], (levels[-1].shape[1], levels[-1].shape[2]))
+    steps = [float(each[1] - each[0]) if len(each) > 1 else float(size) for each, size in
+             zip((rows, columns), image.shape[1:], strict=True)]  # fmt: skip
+    spans, found = list(steps), [((rows, columns), (steps[0], steps[1]))]
+    frames: Frames = [*found]
+    for layer, level in zip(network.routing.layers, levels[-2::-1], strict=True):
+        below = frames[0]
+        if level.dim() != 3 or layer.window is None or below is None:
+            frames.insert(0, None)
+            continue
+        kh, kw, sh, sw, ph, pw, dh, dw = layer.window.spec
+        sizes = zip(below[0], level.shape[1:], (kh, kw), (sh, sw), (ph, pw), (dh, dw), steps, strict=True)
+        middles = [m[0] + by * (torch.arange(n) * s - p + (k - 1) * d / 2) for m, n, k, s, p, d, by in sizes]
+        spans = [span + (k - 1) * d * by for span, k, d, by in zip(spans, (kh, kw), (dh, dw), steps, strict=True)]
+        steps = [step * s for step, s in zip(steps, (sh, sw), strict=True)]
+        frames.insert(0, ((middles[0], middles[1]), (spans[0], spans[1])))
+    return frames
+
+
+def _draw_tree(
+    image: Tensor,
+    levels: Sequence[Tensor],
+    tree: Sequence[Sequence[Node]],
+    frames: Frames,
+    path: str | Path,
+    title: str,
+    name: str,
+) -> Path:
+    plt = pyplot()
+    widest = max(map(len, tree))
+    width, height = 1.9 + 1.15 * widest, 0.2 + 1.75 * len(tree)
+    figure = plt.figure(figsize=(width, height))
+    paper = _paper(image)
+
+    def panel(x: float, y: float, side: float) -> Any:
+        """An axis of so many inches, its middle at x from the left and y from the top."""
+        return figure.add_axes(((x - side / 2) / width, 1 - (y + side / 2) / height, side / width, side / height))
+
+    middles: list[list[float]] = []
+    for depth, (level, line, frame) in enumerate(zip(levels, tree, frames, strict=True)):
+        y = 1.2 + 1.75 * depth
+        if frame is not None:
+            whole = panel(0.85, y, 1.2)
+            _overlay(whole, image, level.sum(0), frame[0], cmap="Oranges", vmin=0)
+            whole.set_title("all of this layer's", fontsize=8, color=GREY, pad=3)
+        middles.append([1.9 + 1.15 * (index + 0.5) * widest / len(line) for index in range(len(line))])
+        for x, node in zip(middles[-1], line, strict=True):
+            plot = panel(x, y, 0.95)
+            plot.imshow(image.mean(0).numpy(), cmap=paper)
+            plot.set(xticks=[], yticks=[], xlim=(-0.5, image.shape[2] - 0.5), ylim=(image.shape[1] - 0.5, -0.5))
+            kind = (
+                name if depth == 0 else f"type {node.capsule[0]}" if level.dim() == 3 else f"capsule {node.capsule[0]}"
+            )
+            plot.set_title(kind if depth == 0 else f"{kind}: {100 * node.part:.1f} %", fontsize=9, pad=3)
+            if frame is not None and len(node.capsule) == 3:
+                (rows, columns), (tall, wide) = frame
+                corner = float(columns[node.capsule[2]]) - wide / 2, float(rows[node.capsule[1]]) - tall / 2
+                plot.add_patch(plt.Rectangle(corner, wide, tall, fill=False, edgecolor=ORANGE, linewidth=2))
+            if depth:
+                most = max(each.part for each in line)
+                ends = ([middles[depth - 1][node.above] / width, x / width],
+                        [1 - (y - 1.75 + 0.49) / height, 1 - (y - 0.72) / height])  # fmt: skip
+                thick = 0.6 + 3.4 * node.part / most if most > 0 else 0.6
+                figure.add_artist(plt.Line2D(*ends, color=GREY, linewidth=thick, alpha=0.7, zorder=0))
+    figure.text(0.1 / width, 1 - 0.22 / height, title, fontsize=12, va="center")
+    return finish(figure, path)

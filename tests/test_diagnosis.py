@@ -1,0 +1,168 @@
+"""What ``fastcaps.diagnose`` finds, against its equations, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastcaps
+from fastcaps.diagnosis import Diagnosis, LayerDiagnosis
+
+
+def digits() -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return fastcaps.models.create("digits"), (torch.randn(3, 1, 8, 8), torch.tensor([1, 2, 3]))
+
+
+def entropy(shares: torch.Tensor, dim: int) -> torch.Tensor:
+    return -(shares * shares.log()).sum(dim) / math.log(shares.shape[dim])
+
+
+def test_attention_by_its_equations() -> None:
+    layer = fastcaps.InvertedAttentionRouting(6, 4, 16, 16, iterations=3)
+    children, gates = torch.randn(2, 6, 16), torch.rand(2, 6)
+    (found,) = fastcaps.diagnose(layer, ((children, None, gates), None)).layers
+    r = layer(children, None, gates, return_coefficients=True).coefficients
+    assert (found.measured_by, found.compete) == ("share", "parents")
+    share = 4 * (gates[..., None] * r).sum(1) / gates.sum(1, keepdim=True)
+    torch.testing.assert_close(torch.tensor(found.strengths), share.amax(0))
+    assert found.entropy == pytest.approx(float((entropy(r, -1) * gates).sum() / gates.sum()), rel=1e-5)
+    assert found.weight_gradient is None
+
+
+def test_children_that_compete_and_those_in_the_padding() -> None:
+    layer = fastcaps.RoutingPool(2, 3, 4, 4, kernel_size=3, padding=1, sharpness=4.0)
+    children = torch.randn(2, 2, 4, 4, 4)
+    (found,) = fastcaps.diagnose(layer, children).layers
+    r = layer(children, return_coefficients=True).coefficients  # [B, Ho, Wo, I, M]
+    there = (r > 0).sum(-2)
+    wanted = (-torch.special.xlogy(r, r).sum(-2) / there.log()).mean()
+    assert (found.compete, found.measured_by) == ("children", "relative length")
+    assert found.entropy == pytest.approx(float(wanted), rel=1e-5) and int(there.min()) == 8
+    assert max(found.strengths) == pytest.approx(1.0)
+
+
+def test_dead_capsules_are_found_by_length_and_activation() -> None:
+    dynamic = fastcaps.DynamicRouting(6, 4, 8, 8, pose="vector")
+    with torch.no_grad():
+        dynamic.weight[:, 2] = 0  # type: ignore[index]
+    (found,) = fastcaps.diagnose(dynamic, torch.randn(2, 6, 8)).layers
+    assert (found.measured_by, found.dead, found.strengths[2]) == ("length", (2,), 0.0)
+    em = fastcaps.EMRouting(6, 4, 4, 4, iterations=1)
+    with torch.no_grad():
+        em.beta_a[1] = -1e6  # costs more than it can be worth
+    (found,) = fastcaps.diagnose(em, ((torch.randn(2, 6, 4), torch.rand(2, 6)), None), threshold=0.001).layers
+    assert (found.measured_by, found.dead) == ("activation", (1,))
+
+
+def test_scores_and_one_parent() -> None:
+    layer = fastcaps.HeinsenRouting(None, 5, 4, 4, bias=True)
+    scores = torch.zeros(2, 7)
+    scores[0, 3:] = -torch.inf  # not there: they must not count
+    poses = torch.randn(2, 7, 4)
+    (found,) = fastcaps.diagnose(layer, ((poses, scores), None)).layers
+    r = layer(poses, scores, return_coefficients=True).coefficients
+    there = scores.sigmoid()
+    assert found.entropy == pytest.approx(
+        float((entropy(r.clamp_min(1e-38), -1) * there).sum() / there.sum()), rel=1e-4
+    )
+    (found,) = fastcaps.diagnose(fastcaps.HeinsenRouting(3, 1, 4, 4), torch.randn(2, 3, 4)).layers
+    assert found.entropy is None
+
+
+def test_gradients_are_those_of_the_loss() -> None:
+    net, (images, labels) = digits()
+    found = fastcaps.diagnose(net, (images, labels))
+    net.eval()
+    loss = F.cross_entropy(net(images), labels)
+    loss.backward()
+    for layer in found.layers:
+        grads = [each.grad for each in net.get_submodule(layer.path).parameters()]
+        wanted = math.sqrt(sum(float(each.double().square().sum()) for each in grads))
+        assert layer.weight_gradient == pytest.approx(wanted, rel=1e-5)
+        assert layer.parent_gradient is not None and layer.parent_gradient > 0
+    assert found.loss == pytest.approx(loss.item())
+
+
+def test_it_leaves_no_trace() -> None:
+    net, batch = digits()
+    net.train()
+    net.routing.eval()
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    state = torch.get_rng_state()
+    for target in (batch[1], batch[1][:1]):  # the second does not fit
+        if len(target) == 3:
+            fastcaps.diagnose(net, (batch[0], target))
+        else:
+            with pytest.raises(ValueError):
+                fastcaps.diagnose(net, (batch[0], target))
+        assert net.training and not net.routing.training and not net.routing.layers[0].training
+        assert not any(module._forward_hooks for module in net.modules())
+        assert all(bool((each.grad == 1).all()) for each in net.parameters())
+        assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+        assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "name", ["zhao-cnn-routing", "zhao-affnist", "li-encapnet-six", "heinsen-sst2", "sabour-mnist"]
+)
+def test_networks_of_every_kind(name: str) -> None:
+    options: dict[str, Any] = {"layers": 3, "embedding": 16} if "sst" in name else {}
+    net = fastcaps.models.create(name, **options)
+    size = (5, 3, 16) if "sst" in name else (net.in_channels, *net.image_size)
+    found = fastcaps.diagnose(net, (torch.randn(2, *size), torch.tensor([0, 1])))
+    kinds = {type(module).__name__ for module in net.modules()} & {
+        "RoutingPool2d", "RoutingPool", "CapConv2d", "CapFC", "HeinsenRouting", "DynamicRouting"
+    }  # fmt: skip
+    assert {layer.layer for layer in found.layers} == kinds
+    for layer in found.layers:
+        assert all(math.isfinite(each) and each >= 0 for each in layer.strengths)
+        assert (layer.entropy is None) == (layer.compete == "") and layer.parent_gradient is not None
+        assert layer.entropy is None or 0 <= layer.entropy <= 1.000001
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
+        fastcaps.diagnose(3, torch.randn(1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model must have a capsule layer of fastcaps.nn that runs, got Linear"):
+        fastcaps.diagnose(nn.Linear(3, 3), torch.randn(2, 3))
+    net, batch = digits()
+    with pytest.raises(ValueError, match=r"loss must return a scalar, got \[3, 10\]"):
+        fastcaps.diagnose(net, batch, loss=lambda found, _: found)
+
+
+def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    pytest.importorskip("matplotlib")
+    dying = LayerDiagnosis("below", "DynamicRouting", "length", (0.5, 0.001), (1,), "children", 0.25, 0.0, 1e-3)
+    plain = LayerDiagnosis("above", "CapFC", "length", (0.5,), (), "", None, None, None)
+    found = Diagnosis((dying, plain), 3, 0.01, 1.25)
+    text = str(found)
+    assert text.splitlines()[0] == "3 samples, loss 1.2500; dead: below 0.01"
+    assert text.splitlines()[2].split() == [
+        "below",
+        "DynamicRouting",
+        "2",
+        "1",
+        "length",
+        "0.250",
+        "0.00e+00",
+        "1.00e-03",
+    ]
+    assert json.loads(json.dumps(found.as_dict()))["layers"][0]["dead"] == [1]
+    console = rich.Console(width=100, file=io.StringIO())
+    console.print(found)
+    assert "DynamicRouting" in console.file.getvalue() and "0.250" in console.file.getvalue()
+    drawn = found.picture(tmp_path / "found.svg").read_text()
+    alive = Diagnosis((LayerDiagnosis(**{**vars(dying), "dead": ()}), plain), 3, 0.01, 1.25)
+    assert drawn.count("<svg") == 1 and drawn != alive.picture(tmp_path / "alive.svg").read_text()
