@@ -217,9 +217,8 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
   template <int kCount>
   FASTCAPS_INLINE void put_gradient(V share, const X* ds, V da, const X* q, int first, int count, auto&& put) const {
     if (with.query.data)
-      each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
-        put(at, attention::dvote(share, ds[k], da, q[k]));
-      });
+      each_number<kCount>(first, count,
+                          [&](int k, int at) FASTCAPS_LAMBDA { put(at, attention::dvote(share, ds[k], da, q[k])); });
     else
       each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA { put(at, share * ds[k]); });
   }

@@ -389,8 +389,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
           const V* vote = own ? P + slot * CD : kept ? votes_of(m, slot) : votes_kept;
           if (!at_hand && needs_vote) {
             const Weight* mine = bias ? bias + which * weights.bias_m : bias;
-            votes<T>(pose, P + slot * CD, W + which * DE, mine,
-                     [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
+            votes<T>(pose, P + slot * CD, W + which * DE, mine, [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
             add_to_parent(m, which, t0, t, slot, vote - slot * CE, 1);
           }
           if constexpr (Pass::kBetas)

@@ -80,9 +80,8 @@ struct Block {
         const int64_t slot = t * schedule.block_children + j;
         if constexpr (Pose::kTiles > 1)
           votes_of_tiles<tiles, T>(pose, P + slot * CD, schedule.block_children * CD, W, bias,
-                                   [&](int which, int k, V v) FASTCAPS_LAMBDA {
-                                     votes_of(m, slot + which * schedule.block_children)[k] = v;
-                                   });
+                                   [&](int which, int k, V v)
+                                       FASTCAPS_LAMBDA { votes_of(m, slot + which * schedule.block_children)[k] = v; });
         else
           votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
                                   [&](int which, int k, V v) FASTCAPS_LAMBDA { votes_of(m + which, slot)[k] = v; });

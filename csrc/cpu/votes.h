@@ -30,7 +30,7 @@ struct StaticPose {
   static constexpr int kGradientRows = C == 1 ? 0 : largest_divisor(C, kGradientLimit / E);
   // Parents whose votes, when they are few numbers each, are made together; tiles, where a row meets a large matrix.
   static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
-  static constexpr int kTiles = C > 1 || D * E < 1024 ? 1 : kManyRegisters ? 4 : 2;
+  static constexpr int kTiles = C > 1 || D* E < 1024 ? 1 : kManyRegisters ? 4 : 2;
   // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (see backward.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
@@ -111,8 +111,7 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
   }
   product<Pose::kRows, Pose::kCols, Vec<T>>(
       pose.C, pose.E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
-      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
-      FromZero{},
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; }, FromZero{},
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, bias ? v + bias[c * pose.E + e] : v); });
 }
 

@@ -40,7 +40,8 @@ struct WeightsOf {
 
   FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
 
-  // Units [0, count) are those that begin with child `first` of the range. Divisions are made here, once for all parents.
+  // Units [0, count) are those that begin with child `first` of the range. Divisions are made here, once for all
+  // parents.
   void enter(const Range& range, int64_t first, int64_t count) {
     for (int64_t k = 0; k < count * kLanesEach; ++k) {
       const int64_t q = first + k * kStep;
