@@ -16,7 +16,7 @@ struct QueryForward {
   using Operands = Operands_;
   using V = Vec<T>;
   static constexpr int kShares = 1;
-  static constexpr bool kBase = false, kFolds = false;
+  static constexpr bool kBase = false, kFolds = false, kEvenSums = false;
   const ForwardCall<Operands>& call;
   const Votes& in;
   const Operands& with;
@@ -91,7 +91,7 @@ struct AttentionForward : QueryForward<T, X, Attention> {
   using Base = QueryForward<T, X, Attention>;
   using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
-  static constexpr bool kSilent = false;
+  static constexpr bool kSilent = false, kEvenSums = true;
 
   template <class Each>
   FASTCAPS_INLINE V score(const X* Q, int64_t m, V, Each&& each_vote) const {

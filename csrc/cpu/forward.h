@@ -7,7 +7,7 @@
 //   load         the parents before the first turn
 //   score        a vote against a parent: its logit
 //   compete      the parents' competition for a child, and
-//   equal_share  its outcome where all their logits are alike
+//   equal_share  its outcome where all their logits are alike (kEvenSums: the same for all parents, and linear)
 //   weigh, add   what a block's votes for a parent weigh, and their way into its results
 //   join_lanes   the results of a block whose lanes are children, into the row's
 //   join         the results of two ranges of children
@@ -31,6 +31,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
   using Pass = Policy<T, X>;
   using Call = ForwardCall<typename Pass::Operands>;
+  static constexpr bool kEvenSums =
+      Pass::kEvenSums && kLane == Lanes::kPositions && !Pose::kDynamic && !Pose::kIdentity;
   const Pass pass;
   const int64_t state_size;
   const int64_t before, result_size;  // of a row's results: numbers that no vote is added to, and all of them
@@ -146,6 +148,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   void block(int64_t first, int64_t count, int64_t nt) {
     const int64_t stride = schedule.block_children;
     const bool equal = pass.equal(turn);
+    const bool keeps = schedule.keep_votes && (schedule.stay || !equal || !Pass::kEvenSums);
     weights.enter(range, first, count);
     if (schedule.stay && turn > call.turn) {  // poses, and votes if kept, are as the turn before left them
       score_again(count, nt);
@@ -156,8 +159,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         else
           Base::load(tiles[t], t, first, count);
       }
-      if (schedule.keep_votes && (schedule.stay || !equal))
-        make(count, nt);
+      if (keeps)
+        make(equal, count, nt);
       else if (!equal)
         score<Source::kMade>(count, nt);
     }
@@ -169,10 +172,10 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
         else
           pass.compete(row, highest[slot], gates[slot]);
       }
-    if (schedule.keep_votes && (schedule.stay || !equal))
-      add_kept(first, count, nt);
-    else
-      add_again(first, count, nt);
+    if (keeps) return add_kept(first, count, nt);
+    if constexpr (kEvenSums)
+      if (equal && !weights.bias) return add_even(count, nt);
+    add_again(first, count, nt);
   }
 
   void score_again(int64_t count, int64_t nt) {
@@ -181,13 +184,15 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     score<Source::kMade>(count, nt);
   }
 
-  void make(int64_t count, int64_t nt) {
+  // Votes to be kept, and unless all logits are equal their logits.
+  void make(bool equal, int64_t count, int64_t nt) {
     if constexpr (!Pose::kIdentity) {  // else there is nothing to keep
-      if (Base::made_one_by_one(nt)) return score<Source::kMadeAndKept>(count, nt);
+      if (!equal && Base::made_one_by_one(nt)) return score<Source::kMadeAndKept>(count, nt);
       Base::make_votes(count, nt);
-      return score<Source::kKept>(count, nt);
+      if (!equal) score<Source::kKept>(count, nt);
+    } else if (!equal) {
+      score<Source::kMade>(count, nt);
     }
-    score<Source::kMade>(count, nt);
   }
 
   template <Source kSource>
@@ -233,6 +238,17 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
                  kChildLanes ? 0 : m);
         join_lanes(t, m);
       }
+  }
+
+  // What all parents weigh alike: children are weighted once, and a parent's sum stays in registers for all of a block.
+  void add_even(int64_t count, int64_t nt) {
+    for (int64_t t = 0; t < nt; ++t) {
+      V* poses = P + t * schedule.block_children * CD;
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t k = 0; k < CD; ++k) poses[j * CD + k] *= a[(t * schedule.block_children + j) * in.M];
+      for (int64_t m = 0; m < in.M; ++m)
+        add_sum_of_votes<T>(pose, count, poses, weights.matrices, m * weights.size, target(t).pose(0, m));
+    }
   }
 
   void add_again(int64_t first, int64_t count, int64_t nt) {

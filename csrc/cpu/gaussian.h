@@ -53,7 +53,7 @@ struct GaussianForward {
   using Operands = Gaussian;
   using V = Vec<T>;
   static constexpr int kShares = 2;
-  static constexpr bool kSilent = true, kBase = true, kFolds = false;
+  static constexpr bool kSilent = true, kBase = true, kFolds = false, kEvenSums = false;
   const ForwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;

@@ -232,6 +232,18 @@ FASTCAPS_INLINE void add_weighted_votes(const Pose& pose, const Vec<T>* P, Vec<T
     for (int k = 0; k < pose.C * pose.E; ++k) X[k] += weight * bias[k];
 }
 
+// X += sum of P W over `units` poses, whose matrices begin at W[unit] + offset.
+template <class T, class Pose>
+FASTCAPS_INLINE void add_sum_of_votes(const Pose&, int64_t units, const Vec<T>* P, const T* const* W, int64_t offset,
+                                      Vec<T>* X) {
+  constexpr int C = Pose::C, D = Pose::D, E = Pose::E;
+  product<Pose::kRows, Pose::kCols, Vec<T>>(
+      C, E, int(units) * D, [&](int c, int k) FASTCAPS_LAMBDA { return P[(k / D * C + c) * D + k % D]; },
+      [&](int k, int e) FASTCAPS_LAMBDA { return W[k / D][offset + k % D * E + e]; },
+      [&](int c, int e) FASTCAPS_LAMBDA { return X[c * E + e]; },
+      [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { X[c * E + e] = v; });
+}
+
 // dP += sum of dV W^T over kMany parents, whose dV are `apart` and whose matrices follow one another.
 template <int kMany, class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_child_gradient(const Pose& pose, const Vec<T>* dV, int64_t apart, const Weight* W,
