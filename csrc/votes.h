@@ -47,6 +47,7 @@ struct Votes {
   View children{}, gate{};              // gate: data may be null
   // Dense, in the type that a backend computes in:
   const void* weight = nullptr;  // [G, M, D, E]; null: votes are the children's own poses, and E = D
+  bool narrow_weight = false;    // but for these on the CPU: they lie in bfloat16, and are widened as they are met
   const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 

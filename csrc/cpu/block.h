@@ -13,18 +13,20 @@ struct Block {
   using V = Vec<T>;
   static constexpr bool kChildLanes = kLane != Lanes::kPositions;
   using X = std::conditional_t<kChildLanes, T, V>;  // a row's numbers
-  using Weight = typename WeightsOf<T, kLane>::Weight;
+  using Weights = WeightsOf<T, kLane, Pose::kDynamic || Pose::kTiles != 1>;
+  using Weight = typename Weights::Weight;
   using Sits = Seats<T, kChildLanes>;
   static constexpr int n = kLanes<T>;
-  // Votes are made and met in one go, unless those of several parents or tiles are made together.
+  static constexpr bool kUnitsShare = kLane == Lanes::kSharing && Pose::kUnits > 1;
+  // Votes are made and met in one go, unless those of several parents, units or tiles are made together.
   bool made_one_by_one(int64_t rows) const {
-    return kLane == Lanes::kChildren || (Pose::kTogether == 1 && (Pose::kTiles == 1 || rows == 1));
+    return kLane == Lanes::kChildren || (Pose::kTogether == 1 && !kUnitsShare && (Pose::kTiles == 1 || rows == 1));
   }
   const Call& call;
   const Votes& in;
   const Schedule& schedule;
   const Pose pose;
-  WeightsOf<T, kLane> weights;
+  Weights weights;
   const int64_t slots, CE, CD;
   Tile<T>* tiles;  // where the rows are
   V *P, *gates, *votes_kept;
@@ -67,26 +69,30 @@ struct Block {
   // All votes of a block, to be kept. Where a parent's are few, those of several parents at once: each number of a pose
   // that is read then serves many products.
   void make_votes(int64_t count, int64_t rows) {
+    constexpr int kMany = kLane == Lanes::kChildren ? 1 : Pose::kTogether;  // theirs are turned one by one
     int64_t m = 0;
-    for (; m + Pose::kTogether <= in.M; m += Pose::kTogether) make_votes<Pose::kTogether>(count, rows, m);
+    for (; m + kMany <= in.M; m += kMany) make_votes<kMany>(count, rows, m);
     for (; m < in.M; ++m) make_votes<1>(count, rows, m);
   }
   template <int kMany>
   void make_votes(int64_t count, int64_t rows, int64_t m) {
-    for (int64_t j = 0; j < count; ++j) {
+    const auto make = [&](auto units, int64_t slot, int64_t next_slot, int64_t j) FASTCAPS_LAMBDA {
       const Weight* W = weights.matrix(j, m);
       const Weight* bias = weights.bias_of(j, m);
-      each_group<Pose::kTiles>(rows, [&](int64_t t, auto tiles) {
-        const int64_t slot = t * schedule.block_children + j;
-        if constexpr (Pose::kTiles > 1)
-          votes_of_tiles<tiles, T>(pose, P + slot * CD, schedule.block_children * CD, W, bias,
-                                   [&](int which, int k, V v)
-                                       FASTCAPS_LAMBDA { votes_of(m, slot + which * schedule.block_children)[k] = v; });
-        else
-          votes_of_many<kMany, T>(pose, P + slot * CD, W, bias, weights.bias_m,
-                                  [&](int which, int k, V v) FASTCAPS_LAMBDA { votes_of(m + which, slot)[k] = v; });
-      });
-    }
+      const auto keep = [&](int unit, int which, int k, V v)
+                            FASTCAPS_LAMBDA { votes_of(m + which, slot + unit * next_slot)[k] = v; };
+      if constexpr (Pose::kUnits > 1)
+        votes_of_rows<units, kMany, T>(pose, P + slot * CD, next_slot * CD, W, bias, weights.bias_m, keep);
+      else
+        votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { keep(0, 0, k, v); });
+    };
+    const int64_t stride = schedule.block_children;
+    if constexpr (kUnitsShare)
+      for (int64_t t = 0; t < rows; ++t)
+        each_group<Pose::kUnits>(count, [&](int64_t j, auto units) { make(units, t * stride + j, 1, j); });
+    else
+      for (int64_t j = 0; j < count; ++j)
+        each_group<Pose::kTiles>(rows, [&](int64_t t, auto tiles) { make(tiles, t * stride + j, stride, j); });
   }
 };
 

@@ -8,6 +8,9 @@
 
 namespace fastcaps {
 
+// Numbers of a matrix that is read from memory rather than from cache.
+inline constexpr int64_t kLargeMatrix = 1024;
+
 // How a call is cut into items. An item is a group of rows times a range of children; a row is a tile of `lanes`
 // positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
 // threads, so the same input gives the same bits.

@@ -174,7 +174,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       }
     if (keeps) return add_kept(first, count, nt);
     if constexpr (kEvenSums)
-      if (equal && !weights.bias) return add_even(count, nt);
+      if (equal && !weights.bias && !weights.narrow) return add_even(count, nt);
     add_again(first, count, nt);
   }
 

@@ -15,6 +15,16 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
+// f(first, many) for the numbers of a pose, as many at once as there are registers for two sums each.
+template <class F>
+FASTCAPS_INLINE void by_blocks(int64_t numbers, F&& f) {
+  constexpr int kBlock = kManyRegisters ? 8 : 4;
+  int64_t k = 0;
+  for (; k + kBlock <= numbers; k += kBlock) f(k, std::integral_constant<int, kBlock>{});
+  for (; k + 2 <= numbers; k += 2) f(k, std::integral_constant<int, 2>{});
+  if (k < numbers) f(k, std::integral_constant<int, 1>{});
+}
+
 // The betas of a unit of children for one parent.
 template <class T>
 struct Betas {
@@ -32,7 +42,8 @@ struct Betas {
   template <class Sits>
   static FASTCAPS_INLINE Vec<T> at(const T* beta, int64_t stride_i, int64_t stride_m, const Range& range, int64_t q,
                                    int64_t m) {
-    if (Sits::kUnit == 1 || stride_i == 0) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
+    if (stride_i == 0) return broadcast(beta[m * stride_m]);  // and no divisions
+    if (Sits::kUnit == 1) return broadcast(beta[range.child(q) * stride_i + m * stride_m]);
     T lane[kLanes<T>];
     for (int r = 0; r < kLanes<T>; ++r)
       lane[r] = q + r < range.count ? beta[range.child(q + r) * stride_i + m * stride_m] : T(0);
@@ -142,24 +153,17 @@ struct GaussianForward {
   }
   FASTCAPS_INLINE void add(const X* state, int64_t m, const V* kept, const V* share, int64_t count, Planes<V> to,
                            int64_t to_m) const {
-    constexpr int kBlock = kManyRegisters ? 8 : 4;
     const X* base = parents(state).pose(0, m);
     V *mean = to.pose(0, to_m), *square = to.pose(1, to_m);
-    int64_t k = 0;
-    for (; k + kBlock <= CE; k += kBlock) {
-      V at[kBlock], sum[kBlock];
-      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { at[u] = mean[k + u], sum[u] = square[k + u]; });
+    by_blocks(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+      V at[many], sum[many];
+      unroll<many>([&](auto u) FASTCAPS_LAMBDA { at[u] = mean[k + u], sum[u] = square[k + u]; });
       for (int64_t j = 0; j < count; ++j)
-        unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA {
-          const V d = (kept[j * CE + k + u] - base[k + u]) - at[u];
-          at[u] += share[2 * j] * d;
-          sum[u] += share[2 * j + 1] * d * d;
+        unroll<many>([&](auto u) FASTCAPS_LAMBDA {
+          gaussian::add(kept[j * CE + k + u] - base[k + u], share[2 * j], share[2 * j + 1], at[u], sum[u]);
         });
-      unroll<kBlock>([&](auto u) FASTCAPS_LAMBDA { mean[k + u] = at[u], square[k + u] = sum[u]; });
-    }
-    for (; k < CE; ++k)
-      for (int64_t j = 0; j < count; ++j)
-        gaussian::add(kept[j * CE + k] - base[k], share[2 * j], share[2 * j + 1], mean[k], square[k]);
+      unroll<many>([&](auto u) FASTCAPS_LAMBDA { mean[k + u] = at[u], square[k + u] = sum[u]; });
+    });
   }
   template <class Pose, class Weight>
   FASTCAPS_INLINE void add_again(const Pose& pose, const X* state, int64_t m, const V* P, const Weight* W,
@@ -419,11 +423,10 @@ struct GaussianBackward {
   FASTCAPS_INLINE void add(const X* state, int64_t m, const V* rows, int64_t stride, const V* votes, int64_t count,
                            Planes<V> to, int64_t to_m) const {
     if (!wants_results()) return;
-    constexpr int kBlock = kManyRegisters ? 8 : 4;
     const X* base = parents(state).pose(kBase, m);
     const V* das = rows + stride;
     V *first = to.pose(0, to_m), *second = to.pose(1, to_m);
-    const auto add_from = [&](int64_t k, auto many) FASTCAPS_LAMBDA {
+    by_blocks(CE, [&](int64_t k, auto many) FASTCAPS_LAMBDA {
       V sum[many], squares[many];
       unroll<many>([&](auto u) FASTCAPS_LAMBDA { sum[u] = first[k + u], squares[u] = second[k + u]; });
       for (int64_t j = 0; j < count; ++j)
@@ -433,10 +436,7 @@ struct GaussianBackward {
           squares[u] += share * off;
         });
       unroll<many>([&](auto u) FASTCAPS_LAMBDA { first[k + u] = sum[u], second[k + u] = squares[u]; });
-    };
-    int64_t k = 0;
-    for (; k + kBlock <= CE; k += kBlock) add_from(k, std::integral_constant<int, kBlock>{});
-    for (; k < CE; ++k) add_from(k, std::integral_constant<int, 1>{});
+    });
     for (int64_t j = 0; j < count; ++j) *to.number(0, to_m) += das[j * in.M];
   }
 
@@ -456,7 +456,7 @@ struct GaussianBackward {
   static FASTCAPS_INLINE void add_beta(T* to, int64_t stride_i, int64_t stride_m, V sum, const Range& range, int64_t q,
                                        int64_t m) {
     if (Sits::kUnit == 1 || stride_i == 0) {
-      to[range.child(q) * stride_i + m * stride_m] += sum_lanes<T>(sum);
+      to[(stride_i == 0 ? 0 : range.child(q) * stride_i) + m * stride_m] += sum_lanes<T>(sum);
       return;
     }
     T lane[kLanes<T>];

@@ -1,6 +1,7 @@
 // The vote transform and its two gradients: small matrix products whose elements are vectors over the lanes.
 #pragma once
 
+#include "call.h"
 #include "vec.h"
 
 namespace fastcaps {
@@ -30,7 +31,8 @@ struct StaticPose {
   static constexpr int kGradientRows = C == 1 ? 0 : largest_divisor(C, kGradientLimit / E);
   // Parents whose votes, when they are few numbers each, are made together; tiles, where a row meets a large matrix.
   static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
-  static constexpr int kTiles = C > 1 || D* E < 1024 ? 1 : kManyRegisters ? 4 : 2;
+  static constexpr int kUnits = C > 1 ? 1 : 4;  // units that share their matrices meet them together
+  static constexpr int kTiles = C > 1 || D* E < kLargeMatrix ? 1 : kManyRegisters ? 4 : 2;
   // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (see backward.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
@@ -39,7 +41,7 @@ struct DynamicPose {
   int C, D, E;
   static constexpr bool kIdentity = false, kDynamic = true;
   static constexpr int kRows = 1, kCols = 4, kChildCols = 4, kWeightRows = 1, kWeightCols = 4, kGradientRows = 0;
-  static constexpr int kTogether = 1, kTiles = 1;
+  static constexpr int kTogether = 1, kTiles = 1, kUnits = 1;
   static constexpr bool kWeightGradientByRows = false;
 };
 
@@ -51,7 +53,7 @@ struct SamePose : DynamicPose {
 template <int C_, int D_>
 struct SameStaticPose : StaticPose<C_, D_, D_> {
   static constexpr bool kIdentity = true, kWeightGradientByRows = false;
-  static constexpr int kTogether = 1, kTiles = 1, kGradientRows = 0;
+  static constexpr int kTogether = 1, kTiles = 1, kUnits = 1, kGradientRows = 0;
 };
 
 struct FromZero {};
@@ -115,20 +117,6 @@ FASTCAPS_INLINE void votes(const Pose& pose, const Vec<T>* P, const Weight* W, c
       [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(c * pose.E + e, bias ? v + bias[c * pose.E + e] : v); });
 }
 
-// The votes for kMany parents, whose matrices follow one another and whose biases are bias_m apart: sink(which of them,
-// index in C x E, vote).
-template <int kMany, class T, class Pose, class Weight, class Sink>
-FASTCAPS_INLINE void votes_of_many(const Pose& pose, const Vec<T>* P, const Weight* W, const Weight* bias,
-                                   int64_t bias_m, Sink&& sink) {
-  static_assert(!Pose::kIdentity);
-  const int E = pose.E;
-  product<Pose::kRows, kMany * Pose::kCols, Vec<T>>(
-      pose.C, kMany * E, pose.D, [&](int c, int d) FASTCAPS_LAMBDA { return P[c * pose.D + d]; },
-      [&](int d, int e) FASTCAPS_LAMBDA { return W[(e / E * pose.D + d) * E + e % E]; },
-      [&](int c, int e) FASTCAPS_LAMBDA { return bias ? Vec<T>{} + bias[e / E * bias_m + c * E + e % E] : Vec<T>{}; },
-      [&](int c, int e, Vec<T> v) FASTCAPS_LAMBDA { sink(e / E, c * E + e % E, v); });
-}
-
 // S[k] += sum over `count` votes of weight[j * stride] * vote j's number k, `size` numbers each.
 template <class V>
 FASTCAPS_INLINE void add_votes(const V* votes, const V* weight, int64_t stride, int64_t count, int64_t size, V* S) {
@@ -164,17 +152,19 @@ FASTCAPS_INLINE void prefetch_next(const Weight* W, int which, int parts) {
   for (int k = 0; k < kNumbers / parts; k += 64 / int(sizeof(Weight))) __builtin_prefetch(next + k);
 }
 
-// The votes of kMany tiles, whose poses are a single row each and `apart`: sink(which of them, index in E, vote). A
-// weight that is read then serves several tiles.
-template <int kMany, class T, class Pose, class Weight, class Sink>
-FASTCAPS_INLINE void votes_of_tiles(const Pose& pose, const Vec<T>* P, int64_t apart, const Weight* W,
-                                    const Weight* bias, Sink&& sink) {
-  product<kMany, Pose::largest_divisor(Pose::E, Pose::kLimit / kMany), Vec<T>>(
-      kMany, pose.E, pose.D, [&](int t, int d) FASTCAPS_LAMBDA { return P[t * apart + d]; },
-      [&](int d, int e) FASTCAPS_LAMBDA { return W[d * pose.E + e]; }, FromZero{},
-      [&](int t, int e, Vec<T> v) FASTCAPS_LAMBDA {
-        prefetch_next<Pose::D * Pose::E>(W, e * kMany + t, kMany * pose.E);
-        sink(t, e, bias ? v + bias[e] : v);
+// Votes of poses of a single row, kUnits of them at once, `apart`, for kParents whose matrices follow one another and
+// whose biases are bias_m apart: sink(which unit, which parent, index in E, vote). A number that is read then serves
+// many products.
+template <int kUnits, int kParents, class T, class Pose, class Weight, class Sink>
+FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t apart, const Weight* W,
+                                   const Weight* bias, int64_t bias_m, Sink&& sink) {
+  constexpr int E = Pose::E, kCols = Pose::largest_divisor(kParents * E, Pose::kLimit / kUnits);
+  product<kUnits, kCols, Vec<T>>(
+      kUnits, kParents * E, pose.D, [&](int unit, int d) FASTCAPS_LAMBDA { return P[unit * apart + d]; },
+      [&](int d, int e) FASTCAPS_LAMBDA { return W[(e / E * Pose::D + d) * E + e % E]; }, FromZero{},
+      [&](int unit, int e, Vec<T> v) FASTCAPS_LAMBDA {
+        if constexpr (Pose::kTiles > 1) prefetch_next<Pose::D * E>(W, e * kUnits + unit, kUnits * E);
+        sink(unit, e / E, e % E, bias ? v + bias[e / E * bias_m + e % E] : v);
       });
 }
 

@@ -12,20 +12,24 @@ namespace FASTCAPS_NAMESPACE {
 enum class Lanes { kPositions, kChildren, kSharing };
 
 // The weights and biases of the units of children at hand: where the user put them, or, where lanes are children with
-// weights of their own, turned to lanes in scratch memory and good until the next is asked for.
-template <class T, Lanes kLane>
+// weights of their own, turned to lanes in scratch memory and good until the next is asked for. So are weights that are
+// widened.
+template <class T, Lanes kLane, bool kLarge>
 struct WeightsOf {
   static constexpr bool kTurned = kLane == Lanes::kChildren;
   using Weight = std::conditional_t<kTurned, Vec<T>, T>;
   const T* weight;
   const T* bias;
+  const bool narrow;  // weight is really bfloat16: of large matrices alone
   const int64_t G, M, size, pose, bias_i, bias_m;
   Vec<T>*weight_lanes = nullptr, *bias_lanes = nullptr;
+  T* wide = nullptr;
   const T **matrices, **biases;  // of each lane at hand, or each unit where its lanes share them; for parent 0
 
   WeightsOf(const Votes& in, Arena& arena, int64_t units)
       : weight(static_cast<const T*>(in.weight)),
         bias(static_cast<const T*>(in.bias)),
+        narrow(kLarge && in.narrow_weight),
         G(in.G),
         M(in.M),
         size(in.D * in.E),
@@ -36,6 +40,7 @@ struct WeightsOf {
         biases(arena.take<const T*>(units * kLanesEach)) {
     if (kTurned && weight) weight_lanes = arena.take<Vec<T>>(size);
     if (kTurned && bias) bias_lanes = arena.take<Vec<T>>(pose);
+    if (!kTurned && narrow) wide = arena.take<T>(size);
   }
 
   FASTCAPS_INLINE int64_t offset(int64_t i, int64_t m) const { return (i % G * M + m) * size; }
@@ -47,11 +52,12 @@ struct WeightsOf {
       const int64_t q = first + k * kStep;
       const bool here = q < range.count;
       const int64_t i = here ? range.child(q) : 0;
-      matrices[k] = here && weight ? weight + offset(i, 0) : nullptr;
+      matrices[k] = here && weight ? at(weight, offset(i, 0)) : nullptr;
       biases[k] = here && bias ? bias + i * bias_i : nullptr;
     }
   }
   FASTCAPS_INLINE const Weight* matrix(int64_t j, int64_t m) const {
+    if (kLarge && narrow) return widened(matrices + j * kLanesEach, m * size);
     return weight ? taken(matrices + j * kLanesEach, m * size, size, weight_lanes) : nullptr;
   }
   FASTCAPS_INLINE const Weight* bias_of(int64_t j, int64_t m) const {
@@ -59,17 +65,35 @@ struct WeightsOf {
   }
 
  private:
+  const T* at(const T* first, int64_t offset) const {
+    return narrow ? reinterpret_cast<const T*>(reinterpret_cast<const BFloat16*>(first) + offset) : first + offset;
+  }
+
+  FASTCAPS_NOINLINE const Weight* widened(const T* const* first, int64_t offset) const {
+    if constexpr (kTurned) {
+      const BFloat16* lane[kLanes<T>];
+      for (int r = 0; r < kLanes<T>; ++r)
+        lane[r] = first[r] ? reinterpret_cast<const BFloat16*>(first[r]) + offset : nullptr;
+      gather_rows<T>(lane, size, weight_lanes);
+      return weight_lanes;
+    } else {
+      const BFloat16* from = reinterpret_cast<const BFloat16*>(*first) + offset;
+      for (int64_t k = 0; k < size; ++k) wide[k] = widen<T>(from[k]);
+      return wide;
+    }
+  }
+
   static constexpr int kLanesEach = kTurned ? kLanes<T> : 1;
   static constexpr int64_t kStep = kLane == Lanes::kSharing ? kLanes<T> : 1;
 
-  FASTCAPS_INLINE const Weight* taken(const T* const* at, int64_t offset, int64_t numbers, Vec<T>* lanes) const {
+  FASTCAPS_INLINE const Weight* taken(const T* const* first, int64_t offset, int64_t numbers, Vec<T>* lanes) const {
     if constexpr (kTurned) {
       const T* lane[kLanes<T>];
-      for (int r = 0; r < kLanes<T>; ++r) lane[r] = at[r] ? at[r] + offset : nullptr;
+      for (int r = 0; r < kLanes<T>; ++r) lane[r] = first[r] ? first[r] + offset : nullptr;
       gather_rows<T>(lane, numbers, lanes);
       return lanes;
     } else {
-      return *at + offset;
+      return *first + offset;
     }
   }
 };
