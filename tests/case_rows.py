@@ -124,6 +124,9 @@ ATTENTION_CASES = (
     )),
     _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=(5, 5, 1, 1, 0, 0, 1, 1),
           groups="types", turns=2),
+    # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles, or turned to lanes
+    _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16, turns=2),
+    _norm("narrow-children", batch=1, types=18, parents=2, pose=(2, 32, 32), dtype=torch.bfloat16, gate="some"),
     # one parent, whose row and block are alike, with shared weights
     _norm("one-parent-shared", batch=1, types=64, parents=1, pose=(4, 4, 4), groups="one"),
     _squash("one-parent-shared-1x8", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", turns=3),
