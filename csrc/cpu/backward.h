@@ -425,7 +425,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         each_group<Pose::kTiles>(call.dchildren ? nt : 0, [&](int64_t t, auto many) {
           const int64_t slot = t * stride + j;
           if constexpr (Pose::kTiles > 1)
-            add_child_gradient_of_tiles<many, T>(pose, dV + slot * CE, W, stride, dP + slot * CD);
+            add_child_gradient_of_tiles<many, T>(pose, dV + slot * CE, W, stride, weights.after(j, m0), dP + slot * CD);
           else
             add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
         });

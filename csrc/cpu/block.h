@@ -82,7 +82,8 @@ struct Block {
       const auto keep = [&](int unit, int which, int k, V v)
                             FASTCAPS_LAMBDA { votes_of(m + which, slot + unit * next_slot)[k] = v; };
       if constexpr (Pose::kUnits > 1)
-        votes_of_rows<units, kMany, T>(pose, P + slot * CD, next_slot * CD, W, bias, weights.bias_m, keep);
+        votes_of_rows<units, kMany, T>(pose, P + slot * CD, next_slot * CD, W, bias, weights.bias_m,
+                                       weights.after(j, m), keep);
       else
         votes<T>(pose, P + slot * CD, W, bias, [&](int k, V v) FASTCAPS_LAMBDA { keep(0, 0, k, v); });
     };

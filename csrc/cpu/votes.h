@@ -91,7 +91,7 @@ FASTCAPS_INLINE void product(int rows, int cols, int depth, A&& a, B&& b, Init&&
   for (int i = 0; i + I <= rows; i += I) {  // every pose's I divides its rows
     int j = 0;
     for (; j + J <= cols; j += J) product_block<I, J, V>(i, j, depth, a, b, init, sink);
-    if constexpr (J > 1)
+    if (cols % J != 0)  // never, where the pose is known at compile time
       for (; j < cols; ++j) product_block<I, 1, V>(i, j, depth, a, b, init, sink);
   }
 }
@@ -145,25 +145,29 @@ FASTCAPS_INLINE void each_number(int first, int count, F&& f) {
     for (int k = 0; k < count; ++k) f(first + k, k);
 }
 
-// Part `which` of `parts` of the matrix after W is asked for: large matrices come from memory, and one by one.
-template <int kNumbers, class Weight>
-FASTCAPS_INLINE void prefetch_next(const Weight* W, int which, int parts) {
-  const Weight* next = W + kNumbers + int64_t(kNumbers) * which / parts;
-  for (int k = 0; k < kNumbers / parts; k += 64 / int(sizeof(Weight))) __builtin_prefetch(next + k);
-}
+// The matrix that is met next: large ones come from memory, and are asked for part by part while one is at work.
+struct Next {
+  const char* data;
+  int64_t number;  // bytes of one
+
+  template <int kNumbers>
+  FASTCAPS_INLINE void prefetch(int part) const {
+    for (int k = 0; k < kNumbers; k += 16) __builtin_prefetch(data + (part * kNumbers + k) * number);
+  }
+};
 
 // Votes of poses of a single row, kUnits of them at once, `apart`, for kParents whose matrices follow one another and
 // whose biases are bias_m apart: sink(which unit, which parent, index in E, vote). A number that is read then serves
 // many products.
 template <int kUnits, int kParents, class T, class Pose, class Weight, class Sink>
 FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t apart, const Weight* W,
-                                   const Weight* bias, int64_t bias_m, Sink&& sink) {
+                                   const Weight* bias, int64_t bias_m, Next next, Sink&& sink) {
   constexpr int E = Pose::E, kCols = Pose::largest_divisor(kParents * E, Pose::kLimit / kUnits);
   product<kUnits, kCols, Vec<T>>(
       kUnits, kParents * E, pose.D, [&](int unit, int d) FASTCAPS_LAMBDA { return P[unit * apart + d]; },
       [&](int d, int e) FASTCAPS_LAMBDA { return W[(e / E * Pose::D + d) * E + e % E]; }, FromZero{},
       [&](int unit, int e, Vec<T> v) FASTCAPS_LAMBDA {
-        if constexpr (Pose::kTiles > 1) prefetch_next<Pose::D * E>(W, e * kUnits + unit, kUnits * E);
+        if constexpr (Pose::kTiles > 1) next.template prefetch<Pose::D / kUnits>(e * kUnits + unit);
         sink(unit, e / E, e % E, bias ? v + bias[e / E * bias_m + e % E] : v);
       });
 }
@@ -171,13 +175,13 @@ FASTCAPS_INLINE void votes_of_rows(const Pose& pose, const Vec<T>* P, int64_t ap
 // Their way back: dP += dV W^T of kMany tiles.
 template <int kMany, class T, class Pose, class Weight>
 FASTCAPS_INLINE void add_child_gradient_of_tiles(const Pose& pose, const Vec<T>* dV, const Weight* W, int64_t apart,
-                                                 Vec<T>* dP) {
+                                                 Next next, Vec<T>* dP) {
   product<kMany, Pose::largest_divisor(Pose::D, Pose::kLimit / kMany), Vec<T>>(
       kMany, pose.D, pose.E, [&](int t, int e) FASTCAPS_LAMBDA { return dV[t * apart * pose.E + e]; },
       [&](int e, int d) FASTCAPS_LAMBDA { return W[d * pose.E + e]; },
       [&](int t, int d) FASTCAPS_LAMBDA { return dP[t * apart * pose.D + d]; },
       [&](int t, int d, Vec<T> v) FASTCAPS_LAMBDA {
-        prefetch_next<Pose::D * Pose::E>(W, d * kMany + t, kMany * pose.D);
+        next.template prefetch<Pose::E / kMany>(d * kMany + t);
         dP[t * apart * pose.D + d] = v;
       });
 }

@@ -4,6 +4,7 @@
 #include "call.h"
 #include "lanes.h"
 #include "scratch.h"
+#include "votes.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
@@ -59,6 +60,11 @@ struct WeightsOf {
   FASTCAPS_INLINE const Weight* matrix(int64_t j, int64_t m) const {
     if (kLarge && narrow) return widened(matrices + j * kLanesEach, m * size);
     return weight ? taken(matrices + j * kLanesEach, m * size, size, weight_lanes) : nullptr;
+  }
+  // The matrix after that of unit j and parent m.
+  FASTCAPS_INLINE Next after(int64_t j, int64_t m) const {
+    const int64_t number = narrow ? sizeof(BFloat16) : sizeof(T);
+    return {reinterpret_cast<const char*>(matrices[j * kLanesEach]) + (m + 1) * size * number, number};
   }
   FASTCAPS_INLINE const Weight* bias_of(int64_t j, int64_t m) const {
     return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, bias_lanes) : nullptr;
