@@ -71,22 +71,20 @@ def test_lanes_meet_at_banks(width: int, stride: int, wavefronts: int) -> None:
 
 # How many times the least wavefronts may be, of the backward kernels' writes and of their copies.
 MOST = {
-    ((4, 4, 4), "fast"): (2.25, 2.0),
-    ((4, 4, 4), "tf32"): (1.15, 1.35),
-    ((6, 6, 6), "fast"): (1.0, 1.75),
-    ((8, 8, 8), "fast"): (1.06, 1.0),
-    ((1, 8, 16), "fast"): (1.0, 1.0),
-    ((1, 16, 16), "fast"): (1.0, 1.0),
-    ((1, 64, 64), "fast"): (2.2, 1.0),
-    ((1, 64, 64), "tf32"): (2.8, 1.0),
+    ((4, 4, 4), "fast", 5): (2.25, 2.0),
+    ((4, 4, 4), "fast", 32): (1.0, 1.9),
+    ((4, 4, 4), "tf32", 5): (1.15, 1.35),
+    ((4, 4, 4), "tf32", 32): (1.15, 1.35),
+    ((6, 6, 6), "fast", 5): (1.0, 1.75),
+    ((8, 8, 8), "fast", 5): (1.06, 1.0),
+    ((1, 8, 16), "fast", 5): (1.0, 1.0),
+    ((1, 16, 16), "fast", 5): (1.0, 1.0),
+    ((1, 64, 64), "fast", 5): (2.2, 1.0),
+    ((1, 64, 64), "tf32", 5): (2.8, 1.0),
 }
 
 
-@pytest.mark.parametrize(
-    ("pose", "option", "parents"),
-    [(pose, option, m) for pose, option in MOST for m in ((5, 32) if pose == (4, 4, 4) else (5,))],
-    ids=str,
-)
+@pytest.mark.parametrize(("pose", "option", "parents"), MOST, ids=str)
 def test_the_kernels_of_attention(pose: tuple[int, int, int], option: str, parents: int) -> None:
     """Forward, nothing is read twice: that is the loop. Backward, what warps found for each other is, in part."""
     target, case = Target("cpu"), Case("counted", Rule.LAYER_NORM, batch=8, types=2, parents=parents, pose=pose)
@@ -96,6 +94,6 @@ def test_the_kernels_of_attention(pose: tuple[int, int, int], option: str, paren
     backward = counted(build.KERNELS, "backward_kernel", lambda: target.backward(back, option))
     assert forward[READS].accesses and forward[READS].wavefronts <= 1.01 * forward[READS].least
     assert backward[READS].accesses and backward[READS].wavefronts <= 1.15 * backward[READS].least
-    writes, copies = MOST[pose, option]
+    writes, copies = MOST[pose, option, parents]
     assert backward[WRITES].wavefronts <= writes * backward[WRITES].least
     assert backward[COPIES].wavefronts <= copies * backward[COPIES].least

@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
 
 from bench.workloads import find  # noqa: E402
 from fastcaps import libraries  # noqa: E402
-from tools import estimates, sass, static_report, triton_report  # noqa: E402
+from tools import estimates, latency, sass, static_report, triton_report  # noqa: E402
 from tools.sass import H200, Instruction, Kernel, Usage, macs, wavefronts  # noqa: E402
 from tools.static_report import Compiled, collect, identify, spilled  # noqa: E402
 
@@ -259,13 +259,34 @@ def test_the_estimate_of_a_loop_counted_by_hand(monkeypatch: pytest.MonkeyPatch)
     trips = 128 * 49 / 2 * 288
     assert one.units["issue"] == pytest.approx(trips * 250 / 4 / 132 / 1.755e9)
     assert one.units["multiply-add"] == pytest.approx(trips * 215 / 4 / 132 / 1.755e9)
-    # weights: 32 parents x 16 numbers, 128 bytes a cycle; eight loads of children; 20 shuffles
-    assert one.units["shared memory"] == pytest.approx(trips * (16 + 8 + 20) / 132 / 1.755e9)
+    # weights: 32 parents x 16 numbers, 128 bytes a cycle; eight loads of children, two each; 20 shuffles
+    assert one.units["shared memory"] == pytest.approx(trips * (16 + 16 + 20) / 132 / 1.755e9)
     assert one.bound[0] == "issue" and one.tail == 1.0
-    assert one.seconds == pytest.approx(one.units["issue"] / 0.85 + 4e-6)
+    assert one.seconds == pytest.approx(one.units["issue"] / 0.69 + 4e-6)
     assert estimates.estimate(found, find("tsai-c10-conv1"), 128, "backward") is None
     fc = estimates.estimate(found, find("tsai-c10-fc"), 128, "forward")
     assert fc is not None and fc.kernel is found[1]  # 16 parents suffice for 10
+    assert fc.seconds == estimates.HOST["forward"]  # so small that the host takes longer
+
+
+def test_a_warp_waits_for_its_own_results() -> None:
+    """A load, two multiply-adds that want it, one that wants the second, and a store of that."""
+
+    def made(opcode: str, operands: str, guard: str = "") -> Instruction:
+        return Instruction(0, guard, opcode, operands)
+
+    chain = [made("LDS.128", "R4, [R2]"), made("FFMA", "R8, R7.reuse, R1, RZ"), made("FFMA", "R9, R5, R1, RZ")]
+    chain += [made("FFMA", "R10, R9, R1, R10"), made("STS.64", "[R2+0x10], R10")]
+    wide = latency.CYCLES["LDS"] + 3
+    assert latency.registers(chain[0]) == ({"R4", "R5", "R6", "R7"}, {"R2"})
+    assert latency.registers(chain[4]) == (set(), {"R2", "R10", "R11"})
+    assert latency.registers(made("ISETP.NE.AND", "P5, PT, R74, RZ, PT", "@!P1")) == ({"P5"}, {"R74", "P1"})
+    assert latency.registers(made("SHFL.BFLY", "PT, R9, R8, 0x10, 0x1f")) == ({"R9"}, {"R8"})
+    assert latency.registers(made("HMMA.1688.F32.TF32", "R4, R40, R118, R4"))[0] == {"R4", "R5", "R6", "R7"}
+    # the second multiply-add issues a cycle behind the first, the last four behind that, the store four more
+    assert latency.alone(chain) == wide + 1 + 4 + 4 + 1
+    assert latency.alone([made("LDS.128", "R4, [R2]"), made("FADD", "R2, R4, R2")]) == wide + 4
+    assert latency.alone([made("FFMA", f"R{k}, R1, R1, RZ") for k in range(2, 12)]) == 10
 
 
 def test_a_whole_routing_is_so_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +296,7 @@ def test_a_whole_routing_is_so_many_passes(monkeypatch: pytest.MonkeyPatch) -> N
     found = [_kernel("forward", 16, path, pose, subject) for subject in ("Attention", "Gaussian")]
     three = estimates.estimate(found, find("sabour-mnist"), 128, "forward")
     assert three is not None and three.kernel is found[0] and three.passes == 3
-    one = max(three.units["issue"] / 0.85, three.bound[1])
+    one = max(three.units["issue"] / 0.69, three.bound[1])
     assert three.seconds == pytest.approx(3 * (one + 4e-6))
     em = estimates.estimate(found, find("li-capnet-em"), 128, "forward")
     assert em is not None and em.kernel is found[1]  # of its own pass
@@ -303,7 +324,7 @@ def test_targets_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [_kernel(way, 32, ["FFMA"] * 200 + ["MUFU.RCP"]) for way in ("forward", "backward")]
     lines = estimates.supported(found)[1:]
     assert [line[-1] for line in lines] == ["yes", "yes", "no", "yes", "yes"]
-    assert [line[2] for line in lines[:3]] == ["0.236", "0.476", "0.236"]  # no tensor cores: tf32 takes as long
+    assert [line[2] for line in lines[:3]] == ["0.289", "0.579", "0.289"]  # no tensor cores: tf32 takes as long
     assert [line[-1] for line in estimates.supported([])[1:]].count("no: no kernel") == 5
 
 

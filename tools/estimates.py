@@ -3,7 +3,8 @@
 A warp's trip through the loop over children covers so many positions and parents; the trips of a call, spread over the
 multiprocessors, keep each of their units busy for a time, and the longest is the bound. The memory's share is counted
 in bytes: from device memory each tensor once (results that a later step reads again: twice), through the second-level
-cache what every block asks for. Small calls are bound by the latency of a chain of steps, and are not estimated.
+cache what every block asks for. A warp's wait for its own results is shared by the warps that fit on a multiprocessor.
+Small calls are bound by the host, whose time was measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.workload import Workload
 from bench.workloads import WORKLOADS, find
 from fastcaps import libraries
 from fastcaps.backends import ALLOW_TF32
-from tools import sass
+from tools import latency, sass
 from tools.markdown import as_markdown
 from tools.sass import H200, macs, wavefronts
 from tools.static_report import Compiled, Identity
@@ -29,8 +30,16 @@ __all__ = ["Estimate", "choose", "estimate", "markdown", "supported", "training"
 L2_READS, L2_ADDS = 5.5e12, 2.0e12
 """Bytes a second that the second-level cache is assumed to hand out, and to take in as sums (atomics)."""
 
-ISSUED = 0.85
-"""Share of the issue slots that a kernel with eight to twelve warps a multiprocessor is assumed to fill."""
+ISSUED = 0.69
+"""Share of the issue slots that a kernel bound by them fills: the mean of four public kernels on an H100, whose shares
+were 0.64 to 0.73 (docs/performance/compiled.md)."""
+
+BROADCAST = 2
+"""Wavefronts of a load of 16 bytes a lane whose lanes all want the same: what fits two public kernels best."""
+
+HOST = {"forward": 16e-6, "backward": 40e-6}
+"""Seconds of the host for a call: its code as measured over a runtime without a GPU, and some 2.5 us for each of two to
+five launches, which is assumed."""
 
 LAUNCH = 4e-6
 """Seconds that a launch's start and end are assumed to add: filling the pipeline, and the LayerNorm that follows."""
@@ -50,9 +59,12 @@ class Estimate:
     slots
         Issue slots for one child at a warp's positions and parents.
     units
-        Seconds that each unit is busy, at the sustained clock; ``issue`` the schedulers.
+        Seconds that each unit is busy, at the sustained clock; ``issue`` the schedulers, ``latency`` the wait of the
+        warps that fit on a multiprocessor for their own results.
     tail
         Share of the multiprocessors' room that the launch's blocks fill on average.
+    host
+        Seconds of the host for the call.
     passes
         How many passes the call makes, each counted as one with parents; all else here is of one.
     """
@@ -61,6 +73,7 @@ class Estimate:
     slots: float
     units: dict[str, float]
     tail: float
+    host: float = 0.0
     passes: int = 1
 
     @property
@@ -71,8 +84,9 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """The time: of the schedulers if they fill :data:`ISSUED` of their slots, of another unit if that is longer."""
-        return self.passes * (max(self.bound[1], self.units["issue"] / ISSUED) / self.tail + LAUNCH)
+        """The time: of schedulers that fill :data:`ISSUED` of their slots, of another unit or the host if longer."""
+        device = max(self.bound[1], self.units["issue"] / ISSUED) / self.tail + LAUNCH
+        return max(self.passes * device, self.host)
 
 
 def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor: bool) -> Compiled | None:
@@ -159,6 +173,7 @@ def estimate(
     body = whole_child(kernel)
     cycles = H200.cycles(body)
     cycles["shared memory"] = _shared_cycles(named, workload, body, backward)
+    cycles["latency"] = latency.alone(body) / max(1, H200.occupancy(threads, kernel.usage.registers, 0).warps)
     units = {name: H200.seconds(trips * value) for name, value in cycles.items() if value}
 
     weight = 4 * workload.matrices * workload.parents * workload.columns_in * workload.columns_out
@@ -172,18 +187,18 @@ def estimate(
     else:
         units["device memory"] = (children + weight + 4 * parents) / H200.bandwidth
         units["second-level cache"] = (seen + tiles * weight) / L2_READS
-    return Estimate(kernel, len(body), units, _tail(kernel, threads, blocks), workload.routing.passes)
+    return Estimate(kernel, len(body), units, _tail(kernel, threads, blocks), HOST[direction], workload.routing.passes)
 
 
 def _shared_cycles(named: Identity, workload: Workload, body: Sequence[sass.Instruction], backward: bool) -> float:
-    """Return the cycles of shared memory: weights by their bytes, children (all lanes read the same few) one a load."""
+    """Return the cycles of shared memory: weights by their bytes, children (all lanes read the same few) by load."""
     loads = sum(1 for one in body if sass.classify(one.opcode) == "LDS")
     rest = sum(wavefronts(one) for one in body if sass.classify(one.opcode) != "LDS")
     numbers = named.parents * workload.columns_in * workload.columns_out * (2 if backward else 1)
     wide = [one for one in body if one.opcode.startswith("LDS.128")]
     each_load = 128 if 4 * len(wide) > loads else 32  # numbers that the 32 lanes of one load of weights read
     weights = min(loads, numbers / each_load)
-    return rest + (loads - weights) + numbers / 32
+    return rest + (loads - weights) * (BROADCAST if each_load == 128 else 1) + numbers / 32
 
 
 def _tail(kernel: Compiled, threads: int, blocks: int) -> float:
@@ -227,9 +242,21 @@ def supported(found: Sequence[Compiled]) -> list[list[str]]:
 def table(found: Sequence[Compiled], workloads: Sequence[Workload]) -> list[list[str]]:
     """Return a line for each workload and direction, twice where tensor cores make a difference, the head first."""
     several = any(workload.routing.passes > 1 for workload in workloads)
-    head = ["workload", "direction", "kernel", "slots", "issue", "multiply-add", "matrix", "shared", "L2", "HBM"]
+    head = [
+        "workload",
+        "direction",
+        "kernel",
+        "slots",
+        "issue",
+        "multiply-add",
+        "matrix",
+        "shared",
+        "latency",
+        "L2",
+        "HBM",
+    ]
     lines = [[*head, "fills", *(["passes"] if several else []), "estimate, ms"]]
-    names = ("issue", "multiply-add", "matrix", "shared memory", "second-level cache", "device memory")
+    names = ("issue", "multiply-add", "matrix", "shared memory", "latency", "second-level cache", "device memory")
     for workload in workloads:
         for direction in ("forward", "backward"):
             for tensor in (False, True):
@@ -263,15 +290,18 @@ def _whole(found: Sequence[Compiled]) -> list[str]:
 def markdown(found: Sequence[Compiled]) -> str:
     """Return assumptions, estimates and targets as markdown."""
     assumed = (
-        "**Estimates** (nothing here was measured): milliseconds that each unit of an H200 is busy at batch "
+        "**Estimates** (none of these times was measured): milliseconds that each unit of an H200 is busy at batch "
         f"{BATCH}, if its {H200.multiprocessors} multiprocessors hold {H200.sustained} GHz (the boost clock is "
         f"{H200.boost}). One instruction a cycle and scheduler; a cycle and multiprocessor do 128 multiply-adds (the "
         f"tensor cores {H200.matrix:.0f} in tf32) and "
         f"one access of 128 bytes to shared memory; {L2_READS / 1e12:.1f} TB/s come out of the second-level cache and "
         f"{L2_ADDS / 1e12:.1f} TB/s of sums go into it; device memory moves {H200.bandwidth / 1e12:.1f} TB/s. "
-        "*Slots*: of a warp for one child at its positions and parents. *Fills*: how full the rounds of blocks leave "
+        f"A load of 16 bytes that lanes share counts {BROADCAST}. *Latency*: of the warps that registers leave room "
+        "for, each waiting for its own results. *Slots*: of a warp for one child at its positions and parents. "
+        "*Fills*: how full the rounds of blocks leave "
         f"the device. The estimate is the longest of these, the schedulers filling {ISSUED:.0%} of their slots, and "
-        f"{LAUNCH * 1e6:.0f} us for a launch's ends."
+        f"{LAUNCH * 1e6:.0f} us for a launch's ends; the host's time, {HOST['forward'] * 1e6:.0f} us forward and "
+        f"{HOST['backward'] * 1e6:.0f} backward, where that is longer."
     )
     passes = [work for work in WORKLOADS.values() if work.routing == AttentionPass()]  # with parents and LayerNorm
     parts = [assumed, as_markdown(table(found, passes)), as_markdown(supported(found)), *_whole(found)]

@@ -68,7 +68,13 @@ struct Found {
     return children + (warp_parent * a.tile + seat) * child_stride<Pose>(a);
   }
   FASTCAPS_DEVICE float* weights(const PassArgs& a, int warp_position, int own) const {
-    return weight + (warp_position * Lane<Pose>::block_parents(a) + own) * Pose::kWeightStride;
+    return weight + (warp_position * Lane<Pose>::block_parents(a) + place(own)) * Pose::kWeightStride;
+  }
+  // Some lanes put down dW of their first parent while others do of their second, which would lie on the same banks
+  // (4x4 poses: kParents * 20 floats on). So each four of the second ones change places with the next four.
+  static FASTCAPS_DEVICE int place(int own) {
+    constexpr bool kMeet = Pose::kEach == 2 && Pose::kWeightStride == 20 && Pose::kParents % 8 == 0;
+    return kMeet ? own ^ own / (kMeet ? Pose::kParents : 1) % 2 * 4 : own;
   }
 };
 

@@ -23,8 +23,8 @@ struct FixedPose {
   static constexpr int kDepthUnroll = D <= 16 ? D / kVector : 2;
   static_assert(TE * COLUMNS == E && TE % VECTOR == 0 && 32 % (COLUMNS * PARENTS) == 0);
   static constexpr int kRowStride = D;  // of a child's rows in shared memory
-  // Behind a child in shared memory: the rows of 8 positions then lie on all banks.
-  static constexpr int kChildPad = C == 4 && D == 4 ? 4 : 0;
+  // Behind a child in shared memory: the rows of 8 positions then lie on all banks. Those of two do without.
+  static constexpr int kChildPad = C == 4 && D == 4 && kPositions >= 4 ? 4 : 0;
   static_assert(COLUMNS == 1 || PARENTS == 1 || kPositions == 1,
                 "the lanes of a sum over columns and parents must be neighbours");
 
