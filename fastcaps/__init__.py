@@ -68,7 +68,7 @@ __all__ = [
     "training",
 ]
 
-_LAZY = {"diagnose": "fastcaps.diagnosis"} | dict.fromkeys(
+_LAZY = {"diagnose": f"{__name__}.diagnosis"} | dict.fromkeys(
     (
         "CapConv2d",
         "CapFC",

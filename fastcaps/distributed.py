@@ -121,7 +121,10 @@ class Layout:
                     if self.cuts[axis].get(name) == placement.dim % x.dim():
                         return axis
                 if name == "children":
-                    raise ValueError(f"children must be sharded over the batch or the children, got {placement}")
+                    raise ValueError(
+                        f"children must be sharded over the batch or the children (places of a grid cannot be cut), "
+                        f"got {placement} of channels last, {list(x.shape)}"
+                    )
         return None
 
     def _check(self, given: dict[str, Any]) -> None:

@@ -176,6 +176,11 @@ def test_a_wrong_recipe_is_told_in_one_line(
     assert told.startswith("fastcaps train: mine.yaml: " + message) and told.count("\n") == 1
 
 
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.yaml', and there is no such file"):
+        recipe(str(tmp_path / "nowhere.yaml"))
+
+
 def test_any_field_is_overridden_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(WHOLE)

@@ -140,3 +140,21 @@ def test_pictures(tmp_path: Path) -> None:
     assert viz.parse_tree(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
     moved = torch.rand(2, 4, 5, 1, 8, 6)
     assert viz.perturbation_map(moved, tmp_path / "moved.png", names=["3", "5"], title="Moved").stat().st_size > 5000
+
+
+def test_wrong_calls_are_told_in_one_line(tmp_path: Path) -> None:
+    net, images, plain = network(), torch.rand(2, 1, 8, 8), torch.nn.Flatten()
+    for draw in (
+        lambda: viz.parse_tree(plain, images[0], tmp_path / "a.png", title=""),
+        lambda: viz.listening(plain, images),
+    ):
+        with pytest.raises(TypeError, match="network must be a CapsNet, got Flatten"):
+            draw()
+    for wrong, said in (
+        ({"names": ["a", "b"]}, "names: got 2, want one for each of 10"),
+        ({"labels": ["a"]}, "labels: got 1, want one for each of 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            viz.coefficient_map(net, images, tmp_path / "a.png", title="", **wrong)
+    with pytest.raises(ValueError, match="names: got 1, want one for each of 10"):
+        viz.parse_tree(net, images[0], tmp_path / "a.png", title="", names=["a"])

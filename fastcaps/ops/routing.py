@@ -239,7 +239,7 @@ class Routing(ABC):
             return self.by_reference(*arguments)
         tensors = self._tensors_of(arguments)
         if is_sharded(tensors):
-            return import_module("fastcaps.distributed").route(self, arguments)
+            return import_module("..distributed", __package__).route(self, arguments)
         if _is_watched() or not _PLAIN.issuperset(map(type, tensors)):
             return self.op(*arguments)
         if torch.is_grad_enabled():

@@ -25,6 +25,8 @@ def last_votes(network: CapsNet, images: Tensor) -> tuple[Any, tuple[Any, ...], 
         The trace of the call; what the last layer was given, children first; its votes ``[B, I, M, d]``, all places
         together.
     """
+    if not isinstance(network, CapsNet):
+        raise TypeError(f"network must be a CapsNet, got {type(network).__name__}")
     layer: Any = network.routing.layers[-1]
     calls: list[tuple[Any, ...]] = []
     # what the last pass read: with concurrent routing the layer below has moved on since, in the trace as well
@@ -67,11 +69,11 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
 
     Raises
     ------
-    ValueError
-        If the class capsules' children lie on no grid.
+    TypeError, ValueError
+        If ``network`` is no CapsNet, or its class capsules' children lie on no grid.
     """
-    layer: Any = network.routing.layers[-1]
     trace, (_, _, gate), votes = last_votes(network, images)  # children [B, I, d], types slowest
+    layer: Any = network.routing.layers[-1]
     below = trace.poses[-2]
     if below.dim() != 5:
         raise ValueError(f"the class capsules' children are {list(below.shape)}, want a grid [B, N, H, W, d]")

@@ -83,6 +83,8 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
 
 
 def _traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace]:
+    if not isinstance(network, CapsNet):
+        raise TypeError(f"network must be a CapsNet, got {type(network).__name__}")
     with watched(network), torch.no_grad():  # in evaluation mode
         return network(images, return_trace=True)
 
@@ -232,12 +234,20 @@ def coefficient_map(
     -------
     Path
         ``path``.
+
+    Raises
+    ------
+    ValueError
+        As :func:`coefficients` does; or if there are more or fewer names than columns, or labels than images.
     """
     even = coefficients(network, images, even=True).clamp_min(torch.finfo(torch.float32).tiny)
     heat = (coefficients(network, images) / even).float().cpu()
     images = images.detach().float().cpu()
     where = places(network, images.to(next(network.parameters()).device), (heat.shape[-2], heat.shape[-1]))
     rows, columns = heat.shape[:2]
+    for name, given, count in (("names", names, columns), ("labels", labels, rows)):
+        if given and len(given) != count:
+            raise ValueError(f"{name}: got {len(given)}, want one for each of {count}")
     bound = max(1.01, *(float((heat**sign).flatten().quantile(0.99)) for sign in (1, -1)))
     figure, plots = pyplot().subplots(
         rows, columns + 1, figsize=(1.15 * (columns + 1) + 1.6, 1.15 * rows + 0.9), layout="constrained", squeeze=False
@@ -296,9 +306,16 @@ def parse_tree(
     -------
     Path
         ``path``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``network`` is no CapsNet, or there are more or fewer names than classes.
     """
     logits, trace = _traced(network, image[None])
     chosen = int(logits[0].argmax())
+    if names and len(names) != logits.shape[1]:
+        raise ValueError(f"names: got {len(names)}, want one for each of {logits.shape[1]}")
     levels = [each[0, chosen].cpu() for each in descent(network.routing, trace)][::-1]
     tree: list[list[Node]] = [[Node((chosen,), 0, 1.0)]]
     for k in reversed(range(len(network.routing.layers))):

@@ -92,9 +92,12 @@ def find(name: str, folder: Path = FOLDER, kind: str = "recipe", listing: str = 
     ValueError
         If there is none.
     """
-    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    own = name.endswith((".yaml", ".yml"))
+    path = Path(name).expanduser() if own else folder / f"{name}.yaml"
     if path.is_file():
         return path
+    if own:
+        raise SettingError(f"{kind}: got {name!r}, and there is no such file")
     hint = did_you_mean(name, names(folder))
     raise SettingError(f"{kind}: got {name!r}{hint}, want one of those that fastcaps {listing} lists, or a .yaml file")
 
