@@ -68,8 +68,8 @@ def build(name: str, workload: Workload, safe: bool = False) -> Implementation:
 def swept(
     workload: Workload, inputs: Inputs, training: bool, seconds: Callable[[Callable[[], Any]], float]
 ) -> dict[str, Any]:
-    """Return the blocks that serve a call best, by the ``seconds`` that it takes: order of dimensions, then bytes, then,
-    of a training step, whether votes are kept for the way back."""
+    """Return the blocks that serve a call best, by the ``seconds`` that it takes: order of dimensions, then bytes, then
+    whether a training step's way back finds votes kept."""
     best: dict[str, Any] = {"axes": workload.routing.layout(workload), "block": 2**20}
     least = math.inf
     for change in ({}, {"axes": "imecp"}, {"block": 2**18}, {"block": 2**22}, *[{"kept": True}] * training):

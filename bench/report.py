@@ -99,7 +99,10 @@ def about(rows: Sequence[Row]) -> str:
         for row in sorted(rows, key=lambda row: row["machine"]["date"])
     )
     speed = ""
-    for field, what in (("sgemm_gflops", f"sgemm of {found.get('sgemm_size')}³"), ("peak_gflops", "multiply-adds alone")):
+    for field, what in (
+        ("sgemm_gflops", f"sgemm of {found.get('sgemm_size')}³"),
+        ("peak_gflops", "multiply-adds alone"),
+    ):
         rates = sorted(row[field] for row in rows if field in row)
         if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
             middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))

@@ -40,7 +40,7 @@ class AttentionPass(Routing):
     function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
 
     @property
-    def makes_votes(self) -> bool:  # type: ignore[override]
+    def makes_votes(self) -> bool:
         return not self.uniform
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ class RoutingPool(Routing):
 
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
-    makes_votes: ClassVar[bool] = False  # type: ignore[misc]
+    makes_votes: ClassVar[bool] = False
     last: ClassVar[int] = 1
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:

@@ -187,8 +187,10 @@ class Session:
         """Time all in turns, and with them a large matrix product and, where there is native code, the machine's peak;
         return the seconds of their calls."""
         contenders = []
-        machine = {"sgemm": ("time_sgemm", self.plan.sgemm)} | {"peak": ("time_peak",)} * bool(self.machine["capability"])
-        for name, asked in machine.items():
+        yardsticks: dict[str, tuple[Any, ...]] = {"sgemm": ("time_sgemm", self.plan.sgemm)}
+        if self.machine["capability"]:
+            yardsticks["peak"] = ("time_peak",)
+        for name, asked in yardsticks.items():
             timer = partial(self._remotes[OURS].call, self._patience, *asked)
             contenders.append(Contender(name, timer, timer(1, 1)[0], self.plan.budget))
         for name, took in seconds.items():

@@ -167,7 +167,9 @@ class Stored:
         if log_weight is None:
             gated = (gates / votes.shape[layout.parent]).expand(layout.agree_shape(votes))
         else:
-            gated = gates * torch.softmax(log_weight - layout.agree(self._squares, 0.5 / self._variances), layout.parent)
+            gated = gates * torch.softmax(
+                log_weight - layout.agree(self._squares, 0.5 / self._variances), layout.parent
+            )
         counts = gated.sum(layout.child, keepdim=True)
         inverse = 1 / (counts + eps)
         means = layout.weigh(gated, votes) * inverse

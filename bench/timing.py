@@ -25,8 +25,18 @@ import torch
 import fastcaps
 from bench.workload import size_of
 
-__all__ = [  # noqa: SIM905
-    *"FULL MULTIPLY_ADDS QUICK Contender Plan describe measure multiply_adds quantiles take_turns time_calls".split()
+__all__ = [
+    "FULL",
+    "MULTIPLY_ADDS",
+    "QUICK",
+    "Contender",
+    "Plan",
+    "describe",
+    "measure",
+    "multiply_adds",
+    "quantiles",
+    "take_turns",
+    "time_calls",
 ]
 
 Call = Callable[[], Any]

@@ -18,7 +18,7 @@ from bench.memory_probe import kept_by, measure
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
 from bench.runner import Case, Remote, Runner, WorkerError
 from bench.stored import Layout
-from bench.timing import Contender, Plan, quantiles, take_turns
+from bench.timing import MULTIPLY_ADDS, Contender, Plan, quantiles, take_turns
 from bench.workload import Workload, is_batched
 from bench.workloads import TINY as TINY_CALLS
 from bench.workloads import WORKLOADS, find
@@ -329,6 +329,15 @@ def test_a_slow_contender_has_few_turns_and_a_broken_one_none() -> None:
     take_turns(contenders, Plan(rounds=9, block=0.01))
     assert [one.samples for one in contenders] == [[9.0], [0.05, 0.05], []] and made == [1]
     assert contenders[2].error == "it died"
+
+
+def test_the_peak_counts_what_it_runs_and_no_product_beats_it() -> None:
+    module = pytest.importorskip("fastcaps._C")
+    assert module.multiply_adds(1000) == 1000 * module.multiply_adds(1) > 0 and module.multiply_adds(0) == 0
+    served = Runner("cpu")
+    peak = MULTIPLY_ADDS * torch.get_num_threads() / min(served.time_peak(5, 1))
+    assert 0.5 * peak > 1e8  # a processor of this century, however busy
+    assert 2 * 768**3 / min(served.time_sgemm(768, 5, 1)) < 1.3 * peak
 
 
 # Memory
