@@ -99,7 +99,8 @@ class Runner:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
 
         Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, the ``seconds`` of a call, and
-        the ``blocks`` that serve it best, where it makes votes in blocks. The call is then ready for :meth:`time` or :meth:`measure`.
+        the ``blocks`` that serve it best, where it makes votes in blocks. The
+        call is then ready for :meth:`time` or :meth:`measure`.
         """
         precision = PRECISIONS[case.precision]
         if is_compiled(name):

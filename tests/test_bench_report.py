@@ -241,7 +241,7 @@ def test_the_page_has_every_chart_and_nothing_from_the_network() -> None:
 def _grown(power: float) -> list[dict[str, Any]]:
     return [
         {"axis": axis, "mode": mode, "size": size, "operations": size, "seconds": 1e-3 * size**power, "beyond": 1e6}
-        | {"votes_bytes": 64 * size, "peak_gflops": rate}
+        | {"votes_bytes": 64 * size, "sgemm_gflops": rate}
         for axis in ("batch", "turns")
         for size, rate in ((1, 95.0), (10, 100.0), (100, 100.0), (1000, 100.0))
         for mode in ("forward", "training step")
@@ -262,8 +262,8 @@ def test_growth_is_told_with_what_it_was_measured_on() -> None:
     assert (
         "| turns | training step | 1 | 1000 | 1.00 (1.00) | 1.00 (1.00) | 1.00 to 1,000 | 1.0, 1.0, 1.0, 1.0 |" in text
     )
-    assert "multiply-adds alone: 95.0 to 100 GFLOP/s" in text and "not quiet" not in text
-    rows[0]["peak_gflops"] = 85.0
+    assert "sgemm of 512³: 95.0 to 100 GFLOP/s" in text and "not quiet" not in text
+    rows[0]["sgemm_gflops"] = 85.0
     assert "not quiet" in growth.table(MACHINE, rows)
     picture = pages.growth_picture(rows)
     assert "training step, turns 1000: 1,000 ms" in picture and "forward, batch 10: 1.00 MB" in picture
