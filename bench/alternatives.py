@@ -1,15 +1,18 @@
-"""What a PyTorch user would run instead: four alternatives, and this package itself, under one signature.
+"""What a PyTorch user would run instead: five alternatives, and this package itself, under one signature.
 
 ``einsum`` makes votes and sums by ``torch.einsum``; ``batched-matmul`` makes the votes by one product, in the layout
-that the steps that follow like best (``bench/stored.py``). ``-compiled`` is ``torch.compile`` of each, with static
+that the steps that follow like best (``bench/stored.py``); ``blocked-matmul`` makes them by a product for each block of
+children, whenever they are asked for (``bench/blocked.py``). ``-compiled`` is ``torch.compile`` of each, with static
 shapes and without graph breaks. Every one takes a routing's arguments by name, in public layout, and returns a tuple of
 its results.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +21,10 @@ import fastcaps
 from bench.stored import Layout
 from bench.workload import Implementation, Inputs, Workload
 
-__all__ = ["ALTERNATIVES", "OURS", "build", "eager", "is_compiled", "reference", "runner"]
+__all__ = ["ALTERNATIVES", "BLOCKED", "OURS", "build", "eager", "is_compiled", "reference", "runner", "swept"]
 
-OURS = "fastcaps"
-ALTERNATIVES = ("einsum", "batched-matmul", "einsum-compiled", "batched-matmul-compiled")
+OURS, BLOCKED = "fastcaps", "blocked-matmul"
+ALTERNATIVES = ("einsum", "batched-matmul", BLOCKED, "einsum-compiled", "batched-matmul-compiled")
 _SUFFIX = "-compiled"
 
 
@@ -35,12 +38,18 @@ def reference(workload: Workload) -> Implementation:
     return fastcaps.backend("reference")(workload.routing.ours(workload))  # type: ignore[operator, no-any-return]
 
 
-def eager(name: str, workload: Workload) -> Implementation:
-    """Return the implementation ``name`` of a workload, without the compilation that its name may ask for."""
+def eager(name: str, workload: Workload, blocks: dict[str, Any] | None = None) -> Implementation:
+    """Return the implementation ``name`` of a workload, without the compilation that its name may ask for.
+
+    ``blocks`` is what :func:`swept` found of the blocked one. Raises ValueError for a name that is unknown.
+    """
     if name not in (OURS, *ALTERNATIVES):
         raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
     if name == OURS:
         return workload.routing.ours(workload)
+    if name == BLOCKED:
+        wanted = blocks or {"axes": workload.routing.layout(workload), "block": 2**20}
+        return partial(workload.routing.turns, workload, Layout(**wanted), 1)
     einsum = name.removesuffix(_SUFFIX) == "einsum"
     layout = Layout("pimce", einsum=True) if einsum else Layout(workload.routing.layout(workload))
     return partial(workload.routing.turns, workload, layout, 1)
@@ -54,6 +63,26 @@ def build(name: str, workload: Workload, safe: bool = False) -> Implementation:
     """
     run, options = eager(name, workload), {"cpp.enable_loop_tail_vec": False} if safe else None
     return torch.compile(run, dynamic=False, fullgraph=True, options=options) if is_compiled(name) else run
+
+
+def swept(
+    workload: Workload, inputs: Inputs, training: bool, seconds: Callable[[Callable[[], Any]], float]
+) -> dict[str, Any]:
+    """Return the blocks that serve a call best, by the ``seconds`` that it takes: order of dimensions, then bytes, then
+    whether a training step's way back finds votes kept."""
+    best: dict[str, Any] = {"axes": workload.routing.layout(workload), "block": 2**20}
+    least = math.inf
+    for change in ({}, {"axes": "imecp"}, {"block": 2**18}, {"block": 2**22}, *[{"kept": True}] * training):
+        one = best | change
+        if change and one == best:
+            continue
+        try:
+            took = seconds(runner(eager(BLOCKED, workload, one), inputs, training))
+        except RuntimeError:  # votes that are kept may not fit
+            continue
+        if took < least:
+            best, least = one, took
+    return best
 
 
 def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.goals import number, place
 
-__all__ = ["CHOSEN", "FIRST", "first_picture", "html", "speedup_picture"]
+__all__ = ["CHOSEN", "FIRST", "first_picture", "growth_picture", "html", "speedup_picture"]
 
 Row = dict[str, Any]
 
@@ -221,6 +221,31 @@ def first_picture(rows: Sequence[Row]) -> str:
     right = _chart("a step's own MB", keys, bars([*memory.items()], "", keys=keys))
     body = f'{left}<g transform="translate({_WIDTH} 0)">{right}</g>'
     return _file(2 * _WIDTH, 32 * len(pairs) + 30, 800, body)
+
+
+def growth_picture(rows: Sequence[Row]) -> str:
+    """Return milliseconds, and MB beside the results, over every size that grows, as an SVG file of its own."""
+    axes, parts = list(dict.fromkeys(row["axis"] for row in rows)), []
+    keys = (("forward", _OURS, ""), ("training step", _TRAINING, ""), ("stored votes", _OTHER, "4 3"))
+    for k, (name, colour, dash) in enumerate(keys):
+        line = f'stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"'
+        parts.append(f'<path d="M{40 + 130 * k} 12h24" {line}/>' + _text(70 + 130 * k, 16, name))
+    for column, axis in enumerate(axes):
+        part = sorted((row for row in rows if row["axis"] == axis), key=lambda row: row["size"])
+        for line_, field, unit in ((0, "seconds", "ms"), (1, "beyond", "MB")):
+            series: list[Series] = []
+            for mode, colour, dash in keys[:2] if field == "seconds" else keys:
+                some = [row for row in part if row["mode"] == (mode if mode != "stored votes" else "forward")]
+                name = field if mode != "stored votes" else "votes_bytes"
+                scale, least = (1e3, 0.0) if field == "seconds" else (1e-6, 0.1)
+                values = [(row["size"], max(row[name] * scale, least)) for row in some]
+                said = [(x, y, f"{mode}, {axis} {x}: {number(y)} {unit}") for x, y in values]
+                series.append((said, colour, dash, False))
+            _, drawn = log_chart(series, (44, 216, 150, 20), 3)
+            title = _text(44, 12, f"{unit} over {axis}")
+            shift = f'transform="translate({230 * column} {28 + 180 * line_})"'
+            parts.append(f"<g {shift}>{title}{''.join(drawn)}</g>")
+    return _file(230 * len(axes), 390, 1000, "".join(parts))
 
 
 def _legend(first: str, second: str, colour: str) -> str:

@@ -34,6 +34,8 @@ LEGEND = (
     "tensors: that with inputs, parameters, results and gradients. * ran again without vectorised loop tails."
 )
 
+PEAK_LEGEND = " Of peak: of what a loop of multiply-adds and nothing else reaches, in turns with the row."
+
 DEVICE_LEGEND = (
     " On a GPU a call is timed between two events with a cold second-level cache; below 0.5 ms also by its share of a "
     "replayed graph, which the speed-up then goes by. Of sgemm: of this device's own large matrix product."
@@ -41,7 +43,7 @@ DEVICE_LEGEND = (
 
 
 def _short(name: str) -> str:
-    return name.replace("batched-matmul", "bmm").replace("-compiled", ", compiled")
+    return name.replace("batched-matmul", "bmm").replace("blocked-matmul", "blocks").replace("-compiled", ", compiled")
 
 
 def _milliseconds(entry: Row | None) -> str:
@@ -68,6 +70,8 @@ def cells(row: Row) -> dict[str, str]:
         for name, one in (("graph, ms", entry.get("graph")), ("Triton, ms", row["triton"])):
             found[name] = "" if one is None else number(device_seconds(one) * 1e3) if "median" in one else "failed"
     found |= {"GFLOP/s": number(row["gflops"]), "of sgemm": f"{row['sgemm_share']:.0%}"}
+    if "peak_share" in row:
+        found["of peak"] = f"{row['peak_share']:.0%}"
     memory = row.get("memory") or {}
     for title, name in (("own MB (of votes)", "fastcaps"), ("bmm's own MB", "batched-matmul")):
         beyond = memory.get(name, {}).get("beyond")
@@ -94,11 +98,15 @@ def about(rows: Sequence[Row]) -> str:
         f"{row['machine']['date'][:10]}"
         for row in sorted(rows, key=lambda row: row["machine"]["date"])
     )
-    rates = sorted(row["sgemm_gflops"] for row in rows if "sgemm_gflops" in row)
     speed = ""
-    if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
-        middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-        speed = f"; sgemm of {found['sgemm_size']}³: {middle} GFLOP/s ({least} to {most} over the rows)"
+    for field, what in (
+        ("sgemm_gflops", f"sgemm of {found.get('sgemm_size')}³"),
+        ("peak_gflops", "multiply-adds alone"),
+    ):
+        rates = sorted(row[field] for row in rows if field in row)
+        if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
+            middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
+            speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
@@ -138,6 +146,7 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
 def markdown(rows: Sequence[Row]) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
     legend = LEGEND + (DEVICE_LEGEND if "rates" in rows[0]["machine"] else "")
+    legend += PEAK_LEGEND if any("peak_share" in row for row in rows) else ""
     lines = [about(rows), "", legend, ""]
     for title, made in tables(rows):
         lines += [f"**{title}**", "", made, ""]

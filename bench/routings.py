@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.stored import Layout, as_parents, moments, seen, squash, unpadded
+from bench.blocked import votes_in
+from bench.stored import Layout, as_parents, seen, squash, summed, unpadded
 from bench.workload import Draw, Routing, Workload
 from fastcaps import functional
 
@@ -37,6 +38,10 @@ class AttentionPass(Routing):
     normalize: bool = True  # whether LayerNorm over the C * E numbers of a parent, with affine, ends the pass
 
     function: ClassVar[Callable[..., Any]] = functional.inverted_attention_routing
+
+    @property
+    def makes_votes(self) -> bool:
+        return not self.uniform
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw children and parents from N(0, 1), as LayerNorm leaves them; weights N(0, M / (D I)), as the authors
@@ -68,16 +73,11 @@ class AttentionPass(Routing):
         """Run the pass over stored votes; a uniform one as one matmul with the inner dimension I * D."""
         poses, weight = seen(given["children"], work), given["weight"]
         if self.uniform:
-            count, many, inner, columns = weight.shape
-            left = poses.permute(1, 2, 0, 3).reshape(-1, count * inner)  # [P * C, I * D]
-            right = weight.transpose(1, 2).reshape(count * inner, many * columns)
-            sums = (left @ right).view(-1, work.rows, many, columns).transpose(1, 2) / many
+            sums = summed(poses, weight) / work.parents
         else:
             asked = unpadded(given["parents"], work).flatten(0, 2)  # [P, M, C, E]
             query = layout.place(asked * work.pose**-0.5, "pmce").contiguous()
-            votes = layout.votes(poses, weight)
-            shares = torch.softmax(layout.agree(votes, query), layout.parent)
-            sums = layout.back(layout.weigh(shares, votes), "pmce")
+            sums = layout.back(votes_in(layout, poses, weight).attend(query), "pmce")
         if self.normalize:
             affine = given["norm_weight"], given["norm_bias"], _LAYER_NORM_EPS
             sums = F.layer_norm(sums.flatten(2), [work.pose], *affine).view(sums.shape)
@@ -109,12 +109,10 @@ class DynamicRouting(Routing):
         return work.pose * (2 * work.columns_in + 1 + 4 * (self.iterations - 1))
 
     def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
-        votes = layout.votes(seen(given["children"], work), given["weight"])
-        mean = votes.mean(layout.child, keepdim=True)
-        parents = query = squash(mean * (work.children / work.parents), layout.pose)
+        votes = votes_in(layout, seen(given["children"], work), given["weight"])
+        parents = query = squash(votes.mean() * (work.children / work.parents), layout.pose)
         for turn in range(1, self.iterations):
-            shares = torch.softmax(layout.agree(votes, query), layout.parent)
-            parents = squash(layout.weigh(shares, votes), layout.pose)
+            parents = squash(votes.attend(query), layout.pose)
             if turn + 1 < self.iterations:
                 query = query + parents
         return (as_parents(layout.back(parents, "pmce"), work, given["children"].shape[0]),)
@@ -155,18 +153,16 @@ class EMRouting(Routing):
 
     def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         """Run the turns over stored votes, with the customary schedule 0.01 (1 - 0.95^(t + 1))."""
-        votes = layout.votes(seen(given["children"], work), given["weight"], given.get("bias"))
+        votes = votes_in(layout, seen(given["children"], work), given["weight"], given.get("bias"))
         gates = layout.place(seen(given["activations"], work), "ip")
         use, wanted = layout.place(given["beta_u"], "m"), layout.place(given["beta_a"], "m")
-        gated = (gates / work.parents).expand(layout.agree_shape(votes))
+        log_weight = None
         for turn in range(self.iterations):
-            counts, means, squares, variances = moments(votes, layout, gated, _EM_EPS)
-            variances = variances + _EM_EPS
+            counts, means, variances = votes.moments(gates, _EM_EPS, log_weight)
             log_sigma = 0.5 * variances.log().sum(layout.pose, keepdim=True)
             score = 0.01 * (1 - 0.95 ** (turn + 1)) * (wanted - (work.pose * use + log_sigma) * counts)
             if turn + 1 < self.iterations:
-                logits = F.logsigmoid(score) - log_sigma - layout.agree(squares, 0.5 / variances)
-                gated = gates * torch.softmax(logits, layout.parent)
+                log_weight = F.logsigmoid(score) - log_sigma
         batch = given["children"].shape[0]
         found = layout.back(means, "pmce"), layout.back(score.sigmoid(), "pm")
         return as_parents(found[0], work, batch), as_parents(found[1], work, batch)
@@ -218,18 +214,14 @@ class HeinsenRouting(Routing):
     def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         """Run the turns over stored votes. All sums over children are linear in the gates, so that a gate ``copies``
         times as large is so many children."""
-        votes = layout.votes(seen(given["children"], work), given["weight"], given["bias"])
+        votes = votes_in(layout, seen(given["children"], work), given["weight"], given["bias"])
         gates = layout.place(seen(given["scores"], work).sigmoid(), "ip") * copies
         use, ignore = layout.place(given["beta_use"], "im"), layout.place(given["beta_ignore"], "im")
-        gated = (gates / work.parents).expand(layout.agree_shape(votes))
+        log_weight = None
         for turn in range(self.iterations):
-            _, means, squares, variances = moments(votes, layout, gated, _HEINSEN_EPS)
-            variances = variances + _HEINSEN_EPS
-            score = (use * gated - ignore * (gates - gated)).sum(layout.child, keepdim=True)
+            _, means, variances, score = votes.moments(gates, _HEINSEN_EPS, log_weight, (use, ignore))
             if turn + 1 < self.iterations:
                 log_weight = F.logsigmoid(score) - 0.5 * variances.log().sum(layout.pose, keepdim=True)
-                logits = log_weight - layout.agree(squares, 0.5 / variances)
-                gated = gates * torch.softmax(logits, layout.parent)
         found = layout.back(score, "pm"), layout.back(means, "pmce"), layout.back(variances, "pmce")
         batch = given["children"].shape[0]
         return tuple(as_parents(tensor, work, batch) for tensor in found)
@@ -249,6 +241,7 @@ class RoutingPool(Routing):
 
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
+    makes_votes: ClassVar[bool] = False
     last: ClassVar[int] = 1
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import fastcaps
-from bench.alternatives import OURS, build, is_compiled, runner
+from bench.alternatives import BLOCKED, OURS, build, eager, is_compiled, runner, swept
 from bench.gate import SAME, Gate
 from bench.memory_probe import peak_of
-from bench.timing import describe, measure, time_calls
+from bench.timing import describe, latency, measure, multiply_adds, time_calls
 from bench.workload import Inputs, Workload
 
 __all__ = ["PRECISIONS", "TRITON", "Case", "Precision", "Remote", "Runner", "WorkerError"]
@@ -98,15 +98,20 @@ class Runner:
     def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
 
-        Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, and the ``seconds`` of a call.
-        The call is then ready for :meth:`time` or :meth:`measure`.
+        Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, the ``seconds`` of a call, and
+        the ``blocks`` that serve it best, where it makes votes in blocks. The
+        call is then ready for :meth:`time` or :meth:`measure`.
         """
         precision = PRECISIONS[case.precision]
         if is_compiled(name):
             torch._dynamo.reset()
         precision.use()
         gate, inputs = self._gate(case)
-        call = runner(build(OURS if name == TRITON else name, case.workload, safe), inputs, case.training)
+        run, blocks = build(OURS if name == TRITON else name, case.workload, safe), {}
+        if name == BLOCKED:
+            blocks = swept(case.workload, inputs, case.training, self._seconds_of)
+            run = eager(name, case.workload, blocks)
+        call = runner(run, inputs, case.training)
         if name == TRITON:  # the whole step: the backward pass chooses for itself
             call = fastcaps.backend("triton")(call)  # type: ignore[operator]
         start = time.perf_counter()
@@ -120,7 +125,12 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what this process need not keep, others need
         told = {"complaint": "; ".join(verdict.complaints), "errors": verdict.errors, "allowed": verdict.allowed}
-        return told | {"seconds": seconds}
+        return told | {"seconds": seconds, "blocks": blocks}
+
+    def _seconds_of(self, call: Callable[[], Any]) -> float:
+        """Return about how long a call takes."""
+        first = latency(self.device, call, 1, 0)
+        return latency(self.device, call, 3, 0) if first < _SHORT else first
 
     def _gate(self, case: Case) -> tuple[Gate, Inputs]:
         """Return the gate of a case, and tensors of its own for one call."""
@@ -140,6 +150,10 @@ class Runner:
         """Return the seconds of a square matrix product by the library: what this machine reaches."""
         left, right, out = torch.randn(3, size, size)
         return time_calls(partial(torch.mm, left, right, out=out), calls, warm)
+
+    def time_peak(self, calls: int, warm: int) -> list[float]:
+        """Return the seconds of multiply-adds and nothing else on all threads; see :mod:`bench.timing`."""
+        return time_calls(multiply_adds(torch.get_num_threads()), calls, max(1, warm))
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Time the call that was checked last, and count its memory; see :mod:`bench.timing`."""

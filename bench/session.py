@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.alternatives import ALTERNATIVES, OURS, is_compiled
+from bench.alternatives import ALTERNATIVES, BLOCKED, OURS, is_compiled
 from bench.device import goal_of
 from bench.goals import device_seconds, lost
 from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
-from bench.timing import FULL, QUICK, Contender, Plan, quantiles, take_turns
+from bench.timing import FULL, MULTIPLY_ADDS, QUICK, Contender, Plan, quantiles, take_turns
 
 __all__ = ["LeftOut", "Session"]
 
@@ -111,14 +111,17 @@ class Session:
             return row | {"refused": entries[OURS]["failed"]}, {}
         row["gate"] = {name: ready[OURS][name] for name in ("errors", "allowed")}
         samples: dict[str, list[float]] = {}
+        most = None
         if self.clock:
             samples = self._turns({name: verdict["seconds"] for name, verdict in ready.items()}, entries)
             rate = 2 * self.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
+            if "peak" in samples:
+                most = self.machine["threads"] * MULTIPLY_ADDS / quantiles(samples.pop("peak"))["median"]
             memory = self._memory(case, entries)
         else:
             for name in ready:
                 try:
-                    entries[name] = self._remotes[name].call(self._patience, "measure", case)
+                    entries[name] = entries.get(name, {}) | self._remotes[name].call(self._patience, "measure", case)
                 except WorkerError as error:
                     entries[name] = {"failed": str(error)}
             rate = self.machine["rates"][case.precision]
@@ -133,6 +136,8 @@ class Session:
         reached = row["operations"] / own
         row |= {"fastest": fastest, "speedup": timed[fastest] / own if fastest else None}
         row |= {"gflops": reached / 1e9, "sgemm_gflops": rate / 1e9, "sgemm_share": reached / rate}
+        if most:
+            row |= {"peak_gflops": most / 1e9, "peak_share": reached / most}
         return row | {"complete": tuple(self.names) == ALTERNATIVES, "memory": memory}, samples
 
     def _check(self, case: Case, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -141,6 +146,9 @@ class Session:
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
         others = [name for name in self._remotes if name != OURS]
+        if BLOCKED in others and not case.workload.routing.makes_votes:
+            others.remove(BLOCKED)
+            entries[BLOCKED] = {"failed": "there are no votes to make"}
         votes = case.workload.votes_bytes(case.batch)
         together = others if votes < _TOGETHER * self.machine["memory"] else []
         ready = {}
@@ -157,6 +165,8 @@ class Session:
                 entries[name] = entries.get(name, {}) | {"failed": complaint}
             else:
                 ready[name] = verdict
+                if verdict.get("blocks"):
+                    entries[name] = {"blocks": verdict["blocks"]}
             if name == OURS:
                 if complaint:
                     break
@@ -174,9 +184,15 @@ class Session:
         return verdict, f"wrong result: {wrong}" if wrong and name in ALTERNATIVES else wrong
 
     def _turns(self, seconds: dict[str, float], entries: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-        """Time all in turns, and a large matrix product with them; return the seconds of their calls."""
-        sgemm = partial(self._remotes[OURS].call, self._patience, "time_sgemm", self.plan.sgemm)
-        contenders = [Contender("sgemm", sgemm, sgemm(1, 1)[0], self.plan.budget)]
+        """Time all in turns, and with them a large matrix product and, where there is native code, the machine's peak;
+        return the seconds of their calls."""
+        contenders = []
+        yardsticks: dict[str, tuple[Any, ...]] = {"sgemm": ("time_sgemm", self.plan.sgemm)}
+        if self.machine["capability"]:
+            yardsticks["peak"] = ("time_peak",)
+        for name, asked in yardsticks.items():
+            timer = partial(self._remotes[OURS].call, self._patience, *asked)
+            contenders.append(Contender(name, timer, timer(1, 1)[0], self.plan.budget))
         for name, took in seconds.items():
             timer = partial(self._remotes[name].call, self._patience, "time")
             contenders.append(Contender(name, timer, took, self.plan.own if name == OURS else self.plan.budget))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "as_parents", "moments", "seen", "squash", "unpadded"]
+__all__ = ["Layout", "Stored", "as_parents", "seen", "squash", "summed", "unpadded"]
 
 
 def squash(vectors: Tensor, pose: tuple[int, int]) -> Tensor:
@@ -40,17 +40,13 @@ def as_parents(tensor: Tensor, work: Any, batch: int) -> Tensor:
     return split if work.grid is None else split.movedim(3, 1)
 
 
-def moments(votes: Tensor, layout: Layout, gated: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return counts, means, squared differences ``(V_im - means_m)^2``, and variances without a floor.
-
-    ``gated`` are the coefficients times the children's gates; ``eps`` is added to the counts under the moments. The
-    next turn's distances need the same squares, so they are made once.
-    """
-    counts = gated.sum(layout.child, keepdim=True)
-    inverse = 1 / (counts + eps)
-    means = layout.weigh(gated, votes) * inverse
-    squares = (votes - means).square()
-    return counts, means, squares, layout.weigh(gated, squares) * inverse
+def summed(poses: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum of all votes ``[P, M, C, E]`` of ``poses`` ``[I, P, C, D]`` by one matmul: it is linear."""
+    groups, many, inner, columns = weight.shape
+    alike = poses.unflatten(0, (-1, groups)).sum(0) if groups < poses.shape[0] else poses
+    left = alike.permute(1, 2, 0, 3).reshape(-1, groups * inner)  # [P * C, G * D]
+    right = weight.transpose(1, 2).reshape(groups * inner, many * columns)
+    return (left @ right).view(*poses.shape[1:3], many, columns).transpose(1, 2)
 
 
 class Layout:
@@ -63,10 +59,14 @@ class Layout:
         products that are summed.
     einsum : bool
         Leave every product to ``torch.einsum``.
+    block : int
+        Bytes of votes that are made at a time (``bench/blocked.py``); 0: all of them, and they are stored.
+    kept : bool
+        Of blocks: let the way back find the votes that the way there made.
     """
 
-    def __init__(self, axes: str, einsum: bool = False) -> None:
-        self.axes, self.einsum = axes, einsum
+    def __init__(self, axes: str, einsum: bool = False, block: int = 0, kept: bool = False) -> None:
+        self.axes, self.einsum, self.block, self.kept = axes, einsum, block, kept
         self.child, self.parent = axes.index("i"), axes.index("m")
         self.pose = (axes.index("c"), axes.index("e"))
 
@@ -136,3 +136,49 @@ class Layout:
         if self.axes == "pmice":
             return (shares.flatten(3).transpose(2, 3) @ votes.flatten(3)).unflatten(3, votes.shape[3:])
         return (votes * shares).sum(self.child, keepdim=True)
+
+
+class Stored:
+    """The votes of one call, made and kept, and what a turn asks of them. All tensors have the layout's dimensions."""
+
+    def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.layout, self._votes = layout, layout.votes(poses, weight, bias)
+
+    def mean(self) -> Tensor:
+        """Return the mean over children."""
+        return self._votes.mean(self.layout.child, keepdim=True)
+
+    def attend(self, query: Tensor) -> Tensor:
+        """Return the votes' sums, each child's shares by its agreement with every parent's query."""
+        shares = torch.softmax(self.layout.agree(self._votes, query), self.layout.parent)
+        return self.layout.weigh(shares, self._votes)
+
+    def moments(
+        self, gates: Tensor, eps: float, log_weight: Tensor | None = None, worth: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, ...]:
+        """Return counts, means and variances of Gaussian parents and, with ``worth``, their scores.
+
+        Each child is shared out by ``log_weight`` and its distance from what the turn before found, evenly where there
+        was none. ``eps`` is added to the counts under the moments, and to the variances. The next turn's distances need
+        the same squares, so they are made once. Scores are what ``worth``, the betas of using and of ignoring a child,
+        makes of the shares.
+        """
+        layout, votes = self.layout, self._votes
+        if log_weight is None:
+            gated = (gates / votes.shape[layout.parent]).expand(layout.agree_shape(votes))
+        else:
+            gated = gates * torch.softmax(
+                log_weight - layout.agree(self._squares, 0.5 / self._variances), layout.parent
+            )
+        counts = gated.sum(layout.child, keepdim=True)
+        inverse = 1 / (counts + eps)
+        means = layout.weigh(gated, votes) * inverse
+        self._squares = (votes - means).square()
+        self._variances = layout.weigh(gated, self._squares) * inverse + eps
+        found = counts, means, self._variances
+        return (*found, scores(layout, gates, gated, *worth)) if worth else found
+
+
+def scores(layout: Layout, gates: Tensor, gated: Tensor, use: Tensor, ignore: Tensor) -> Tensor:
+    """Return what using the children is worth to each parent, less what ignoring them is."""
+    return (use * gated - ignore * (gates - gated)).sum(layout.child, keepdim=True)

@@ -14,6 +14,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,19 @@ import torch
 import fastcaps
 from bench.workload import size_of
 
-__all__ = ["FULL", "QUICK", "Contender", "Plan", "describe", "measure", "quantiles", "take_turns", "time_calls"]
+__all__ = [
+    "FULL",
+    "MULTIPLY_ADDS",
+    "QUICK",
+    "Contender",
+    "Plan",
+    "describe",
+    "measure",
+    "multiply_adds",
+    "quantiles",
+    "take_turns",
+    "time_calls",
+]
 
 Call = Callable[[], Any]
 
@@ -93,6 +106,21 @@ def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
                 one.error, one.samples = str(error) or type(error).__name__, []
 
 
+MULTIPLY_ADDS = 2**29  # operations of a thread, two for each multiply-add: some milliseconds
+
+
+def multiply_adds(threads: int) -> Call:
+    """Return a call that runs so many operations on each of some threads, multiply-adds and nothing else.
+
+    No matrix product by a library will do for the peak: it stays a tenth below, and more where it is small.
+    """
+    from fastcaps._C import multiply_adds as run  # not there in an install without native code
+
+    rounds = round(MULTIPLY_ADDS / run(1))
+    pool = ThreadPoolExecutor(threads)
+    return lambda: [*pool.map(run, [rounds] * threads)]
+
+
 _SIZES = {"cuda": (2**30, 8192), "cpu": (2**22, 256)}  # bytes of the copied tensor, and the matrices' size
 _SMALL = 5e-4  # seconds below which a call on a GPU is also timed by graph replay: without the host
 
@@ -121,7 +149,7 @@ def replayed(call: Call, seconds: float) -> dict[str, Any]:
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def latency(device: torch.device, call: Call, calls: int = 20) -> float:
+def latency(device: torch.device, call: Call, calls: int = 20, warm: int = 3) -> float:
     """Return the median of the seconds from a call to the end of the device's work, one call at a time."""
 
     def waited() -> None:
@@ -129,7 +157,7 @@ def latency(device: torch.device, call: Call, calls: int = 20) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return quantiles(time_calls(waited, calls, 3))["median"]
+    return quantiles(time_calls(waited, calls, warm))["median"]
 
 
 def peak(device: torch.device, call: Call) -> dict[str, int]:

@@ -27,6 +27,7 @@ class Routing(ABC):
     results: ClassVar[tuple[str, ...]] = ("parents",)
     fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
     subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
+    makes_votes: bool = True  # matrices make them; else they are the poses, or one matmul makes their sum
     iterations: int = 1
     last: ClassVar[int] = 0  # passes over the votes that follow the turns
 

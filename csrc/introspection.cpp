@@ -1,4 +1,4 @@
-// fastcaps._C: what this build holds and what it chose on this machine. It knows no torch and runs no kernel.
+// fastcaps._C: what this build holds and what it chose on this machine. It knows no torch and runs no routing.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -69,4 +69,7 @@ PYBIND11_MODULE(_C, m) {
         "The level that the kernels run at on this machine: the highest that the processor has, or the one that the "
         "environment variable FASTCAPS_CPU_CAPABILITY forces.\n\nRaises ValueError if it forces an unknown or "
         "unsupported one.");
+  m.def("multiply_adds", &fastcaps_multiply_adds, py::arg("rounds"), py::call_guard<py::gil_scoped_release>(),
+        "Run so many rounds of float32 multiply-adds and nothing else, on this thread and at that level; return the "
+        "operations, two for each. The time that it takes is the machine's peak.");
 }

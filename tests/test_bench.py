@@ -6,18 +6,19 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.alternatives import ALTERNATIVES, OURS, build, eager, reference, runner
+from bench.alternatives import ALTERNATIVES, BLOCKED, OURS, build, eager, is_compiled, reference, runner, swept
 from bench.gate import SAME, Gate, convolution
 from bench.memory_probe import kept_by, measure
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
 from bench.runner import Case, Remote, Runner, WorkerError
 from bench.stored import Layout
-from bench.timing import Contender, Plan, quantiles, take_turns
+from bench.timing import MULTIPLY_ADDS, Contender, Plan, quantiles, take_turns
 from bench.workload import Workload, is_batched
 from bench.workloads import TINY as TINY_CALLS
 from bench.workloads import WORKLOADS, find
@@ -134,10 +135,15 @@ def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
     wanted = runner(reference(workload), workload.inputs(workload.batch, dtype=torch.float64), True)()
     names = {f"d{name}" for name in workload.inputs(1).learned} | {*workload.routing.results}
     assert wanted.keys() == names
-    for name in (OURS, "einsum", "batched-matmul"):
+    ways = {name: build(name, workload) for name in (OURS, "einsum", "batched-matmul")}
+    if workload.routing.makes_votes:
+        own = workload.routing.layout(workload)
+        for axes, block, kept in (("imecp", 1, False), (own, 4 * workload.votes_bytes(workload.batch) // 5, True)):
+            ways[f"{axes} {block}"] = eager(BLOCKED, workload, {"axes": axes, "block": block, "kept": kept})
+    for name, way in ways.items():
         inputs = workload.inputs(workload.batch, dtype=torch.float64)
-        found = runner(build(name, workload), inputs, True)()
-        forward = runner(build(name, workload), workload.inputs(workload.batch, dtype=torch.float64), False)()
+        found = runner(way, inputs, True)()
+        forward = runner(way, workload.inputs(workload.batch, dtype=torch.float64), False)()
         assert found.keys() == names and forward.keys() == {*workload.routing.results}
         for key, tensor in forward.items():
             torch.testing.assert_close(tensor, wanted[key], rtol=1e-11, atol=1e-11)
@@ -171,7 +177,7 @@ def test_votes_and_steps_are_the_same_in_every_layout(axes: str, groups: int, ei
 @pytest.mark.parametrize("workload", [TINY[0], *TINY[7:]], ids=lambda w: w.name)
 def test_compiled_alternatives_have_no_graph_break_and_agree(workload: Workload) -> None:
     wanted = runner(reference(workload), workload.inputs(2), True)()
-    for name in ALTERNATIVES[2:]:
+    for name in filter(is_compiled, ALTERNATIVES):
         torch._dynamo.reset()
         # tracing is what may break; generating code takes a compiler and much longer
         traced = torch.compile(eager(name, workload), backend="aot_eager", fullgraph=True, dynamic=False)
@@ -179,6 +185,39 @@ def test_compiled_alternatives_have_no_graph_break_and_agree(workload: Workload)
         for key, tensor in wanted.items():
             torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
     torch._dynamo.reset()
+
+
+def test_blocks_hold_what_they_may_and_none_of_the_votes_is_kept() -> None:
+    workload, made, kept = find("tsai-c10-fc"), [], []
+    whole = workload.votes_bytes(4)
+
+    layout = Layout("imecp", block=whole // 8)
+    layout.votes = lambda *given: made.append(Layout.votes(layout, *given)) or made[-1]  # type: ignore[method-assign]
+    inputs = workload.inputs(4).require_grad()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        workload.routing.turns(workload, layout, 1, **inputs.arguments)
+    assert [one.numel() * 4 for one in made] == [whole // 8] * 8
+    assert max(one.numel() * 4 for one in kept) < whole // 8
+
+
+def test_the_sweep_takes_the_fastest_blocks_that_fit() -> None:
+    took = {"pmice 1048576": 4.0, "imecp 1048576": 3.0, "imecp 262144": 3.5, "imecp 4194304": 2.0}
+    workload, asked = TINY[2], []
+
+    def seconds(call: Any) -> float:
+        return took[asked[-1]]
+
+    class Recorded(Layout):
+        def __init__(self, axes: str, einsum: bool = False, block: int = 0, kept: bool = False) -> None:
+            super().__init__(axes, einsum, block, kept)
+            asked.append(f"{axes} {block}")
+            if kept:
+                raise RuntimeError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.alternatives.Layout", Recorded)
+        found = swept(workload, workload.inputs(3), True, seconds)
+    assert found == {"axes": "imecp", "block": 2**22} and len(asked) == 5
 
 
 # Gate
@@ -290,6 +329,15 @@ def test_a_slow_contender_has_few_turns_and_a_broken_one_none() -> None:
     take_turns(contenders, Plan(rounds=9, block=0.01))
     assert [one.samples for one in contenders] == [[9.0], [0.05, 0.05], []] and made == [1]
     assert contenders[2].error == "it died"
+
+
+def test_the_peak_counts_what_it_runs_and_no_product_beats_it() -> None:
+    module = pytest.importorskip("fastcaps._C")
+    assert module.multiply_adds(1000) == 1000 * module.multiply_adds(1) > 0 and module.multiply_adds(0) == 0
+    served = Runner("cpu")
+    peak = MULTIPLY_ADDS * torch.get_num_threads() / min(served.time_peak(5, 1))
+    assert 0.5 * peak > 1e8  # a processor of this century, however busy
+    assert 2 * 768**3 / min(served.time_sgemm(768, 5, 1)) < 1.3 * peak
 
 
 # Memory

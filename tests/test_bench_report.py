@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import compare, goals, pages, record, report
-from bench.alternatives import ALTERNATIVES, OURS
+from bench import compare, goals, growth, pages, record, report
+from bench.alternatives import ALTERNATIVES, BLOCKED, OURS
 from bench.record import ROOT
 from bench.runner import Case, WorkerError
 from bench.session import Session
-from bench.timing import Plan
+from bench.timing import MULTIPLY_ADDS, Plan
 from bench.workloads import QUICK, WORKLOADS, find
 from tools.markdown import into
 
@@ -110,6 +110,14 @@ def test_markdown_holds_the_figures() -> None:
     assert "38% of sgemm, goal 45%" in text
     assert "einsum, compiled: the process died (exit code -6)" in text
     assert "Commits: abc of 2026-01-02: 3 rows" in text
+
+
+def test_the_share_of_the_peak_stands_beside_that_of_sgemm() -> None:
+    text = report.markdown([_row(peak_gflops=250.0, peak_share=0.555), _row(batch=2)])
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    shares = [line[lines[0].index("of sgemm") + 1] for line in lines]
+    assert shares == ["of peak", "---:", "56%", ""] and "; multiply-adds alone: 250 GFLOP/s" in text
+    assert "Of peak:" in text and "peak" not in report.markdown([_row()]).replace("the peak of one call", "")
 
 
 def test_shortfalls_are_only_those() -> None:
@@ -227,6 +235,46 @@ def test_the_page_has_every_chart_and_nothing_from_the_network() -> None:
     assert pages.speedup_picture(rows).startswith("<svg xmlns=") and "var(" not in pages.speedup_picture(rows)
 
 
+# Growth
+
+
+def _grown(power: float) -> list[dict[str, Any]]:
+    return [
+        {"axis": axis, "mode": mode, "size": size, "operations": size, "seconds": 1e-3 * size**power, "beyond": 1e6}
+        | {"votes_bytes": 64 * size, "sgemm_gflops": rate}
+        for axis in ("batch", "turns")
+        for size, rate in ((1, 95.0), (10, 100.0), (100, 100.0), (1000, 100.0))
+        for mode in ("forward", "training step")
+    ]
+
+
+def test_slopes_are_powers_of_the_size() -> None:
+    part = [row for row in _grown(1.5) if row["axis"] == "batch" and row["mode"] == "forward"]
+    assert growth.slopes(part, "seconds") == pytest.approx((1.5, 1.5))
+    part[-1]["seconds"] *= 10
+    assert growth.slopes(part, "seconds") == pytest.approx((1.8, 2.5))
+    sizes = [size for axis, size, _ in growth.points() if axis == "pose"]
+    assert sizes == [1, 9, 100, 1024] and len({work.name for *_, work in growth.points()}) == 20
+
+
+def test_growth_is_told_with_what_it_was_measured_on() -> None:
+    text = growth.table(MACHINE, rows := _grown(1.0))
+    assert (
+        "| turns | training step | 1 | 1000 | 1.00 (1.00) | 1.00 (1.00) | 1.00 to 1,000 | 1.0, 1.0, 1.0, 1.0 |" in text
+    )
+    assert "sgemm of 512³: 95.0 to 100 GFLOP/s" in text and "not quiet" not in text
+    rows[0]["sgemm_gflops"] = 85.0
+    assert "not quiet" in growth.table(MACHINE, rows)
+    picture = pages.growth_picture(rows)
+    assert "training step, turns 1000: 1,000 ms" in picture and "forward, batch 10: 1.00 MB" in picture
+
+
+def test_the_page_of_growth_is_what_was_kept() -> None:
+    kept = json.loads(growth.KEPT.read_text())
+    assert growth.table(**kept) in (report.DOCS / "growth.md").read_text()
+    assert (report.DOCS / "growth.svg").read_text() == pages.growth_picture(kept["rows"])
+
+
 # Session
 
 
@@ -248,8 +296,9 @@ class _Served:
         if method == "check":
             complaint = "parents errs by 1" if arguments[1] == self.wrong and len(arguments) == 2 else ""
             seconds = 9.0 if arguments[1] == "einsum" else 0.1
-            return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": seconds}
-        if method in ("time", "time_sgemm"):
+            blocks = {"block": 7} if arguments[1] == BLOCKED else {}
+            return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": seconds, "blocks": blocks}
+        if method in ("time", "time_sgemm", "time_peak"):
             return [0.25] * arguments[-2]
         raise WorkerError("not here")
 
@@ -286,10 +335,14 @@ def test_a_row_that_disagrees_is_refused_and_one_that_agrees_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = replace(find("tsai-c10-fc"), types=8)
-    session = _session(tmp_path, monkeypatch, names=ALTERNATIVES[:2])
+    session = _session(tmp_path, monkeypatch, names=ALTERNATIVES[:3], threads=2)
+    session.machine["capability"] = "avx512"
     row, samples = session.run(Case(workload, 1, False))
+    assert row["peak_gflops"] == pytest.approx(2 * MULTIPLY_ADDS / 0.25 / 1e9)
+    assert row["peak_share"] == pytest.approx(row["gflops"] / row["peak_gflops"])
+    assert row["alternatives"][BLOCKED] == {"blocks": {"block": 7}} | row["alternatives"]["batched-matmul"]
     assert row["gflops"] == pytest.approx(workload.operations(1) / 0.25 / 1e9) and not row["complete"]
-    assert row["speedup"] == 1.0 and set(samples) == {OURS, "einsum", "batched-matmul"}
+    assert row["speedup"] == 1.0 and set(samples) == {OURS, *ALTERNATIVES[:3]}
     assert session.run(Case(workload, 1, False))[0] is row  # measured once
     monkeypatch.setattr(_Served, "wrong", OURS)
     row, samples = session.run(Case(workload, 1, True))
@@ -299,6 +352,11 @@ def test_a_row_that_disagrees_is_refused_and_one_that_agrees_is_written(
     assert [("refused" in row, "fastcaps" in row) for row in written] == [(False, True), (True, False)]
     assert written[0]["machine"] == session.machine and {"commit", "date", "device"} <= session.machine.keys()
     assert "refused" in report.markdown(session.rows)
+    monkeypatch.setattr(_Served, "wrong", "")
+    session.machine["capability"] = None  # no native code, and votes that no matmul makes
+    row, samples = session.run(Case(find("zhao-pool"), 1, False))
+    assert row["alternatives"][BLOCKED] == {"failed": "there are no votes to make"} and BLOCKED not in samples
+    assert "peak_share" not in row
     session.close()
 
 

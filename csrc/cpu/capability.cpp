@@ -14,7 +14,8 @@ namespace fastcaps {
   extern const Kernels<Attention> attention_kernels_##level; \
   extern const Kernels<Pooling> pooling_kernels_##level;     \
   extern const Kernels<Gaussian> gaussian_kernels_##level;   \
-  extern const SquashSumKernels squash_sum_kernels_##level;
+  extern const SquashSumKernels squash_sum_kernels_##level;  \
+  double multiply_adds_##level(int64_t rounds);
 FASTCAPS_TABLES(default)
 #if defined(FASTCAPS_BUILT_AVX512)
 FASTCAPS_TABLES(avx2)
@@ -29,11 +30,13 @@ struct Level {
   const Kernels<Pooling>* pooling;
   const Kernels<Gaussian>* gaussian;
   const SquashSumKernels* squash_sum;
+  double (*multiply_adds)(int64_t rounds);
   bool (*supported)();
 };
 
-#define FASTCAPS_LEVEL(level) \
-  &attention_kernels_##level, &pooling_kernels_##level, &gaussian_kernels_##level, &squash_sum_kernels_##level
+#define FASTCAPS_LEVEL(level)                                                                                   \
+  &attention_kernels_##level, &pooling_kernels_##level, &gaussian_kernels_##level, &squash_sum_kernels_##level, \
+      multiply_adds_##level
 
 const Level kLevels[] = {
     {"default", FASTCAPS_LEVEL(default), [] { return true; }},
@@ -105,6 +108,11 @@ const SquashSumKernels& squash_sum_kernels() { return *(chosen() ? chosen() : kL
 extern "C" {
 
 const char* fastcaps_capability(void) { return fastcaps::chosen() ? fastcaps::chosen()->name : nullptr; }
+
+double fastcaps_multiply_adds(int64_t rounds) {
+  using namespace fastcaps;
+  return (chosen() ? chosen() : kLevels)->multiply_adds(rounds);
+}
 
 const char* fastcaps_capabilities_built(void) {
 #if defined(FASTCAPS_BUILT_AVX512)

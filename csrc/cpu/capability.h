@@ -20,6 +20,10 @@ FASTCAPS_EXPORT const char* fastcaps_capability(void);
 /* The levels in this build, lowest first, commas between. */
 FASTCAPS_EXPORT const char* fastcaps_capabilities_built(void);
 
+/* Runs so many rounds of multiply-adds of float32 and nothing else, on this thread and at the level in use; returns the
+   operations, two for each. Whoever takes the time knows the peak of one thread. */
+FASTCAPS_EXPORT double fastcaps_multiply_adds(int64_t rounds);
+
 /* One line for people: how a call of a routing ("attention", "pooling", "gaussian") would be cut up, and by which
    kernel. `sizes`: B H W N C D Ho Wo M E G and the window's 8. `facts`, as for the CUDA library: backward or not, the
    children's Storage, the bias (0 none, 1 one for all children, 2 one each), whether there are parents to start from,

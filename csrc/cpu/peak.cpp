@@ -1,0 +1,22 @@
+// Multiply-adds and nothing else, for one instruction set: the most that one thread of this machine can do, by which
+// the bench measures the kernels. A matrix product by a library stays below it.
+#include "vec.h"
+
+namespace fastcaps {
+
+// A chain's next step waits for its last: four cycles, and two such units, make eight chains; more are on the safe
+// side. Chains end at 2 and stay there, as numbers that overflow or vanish might take longer.
+double FASTCAPS_CONCAT(multiply_adds, FASTCAPS_ISA)(int64_t rounds) {
+  using namespace FASTCAPS_NAMESPACE;
+  constexpr int kChains = kManyRegisters ? 24 : 12;
+  const VecF half = in_register(broadcast(0.5f)), one = in_register(broadcast(1.0f));
+  VecF chains[kChains];
+  unroll<kChains>([&](auto k) FASTCAPS_LAMBDA { chains[k] = broadcast(float(k)); });  // else one would stand for all
+  for (int64_t round = 0; round < rounds; ++round)
+    unroll<kChains>([&](auto k) FASTCAPS_LAMBDA { chains[k] = chains[k] * half + one; });
+  VecF sum{};  // asked for below, so that the compiler leaves nothing out
+  unroll<kChains>([&](auto k) FASTCAPS_LAMBDA { sum += chains[k]; });
+  return all(sum >= 0) ? 2.0 * kChains * kLanes<float> * double(rounds) : 0;
+}
+
+}  // namespace fastcaps
