@@ -153,7 +153,7 @@ def test_only_the_c_interface_is_exported(library: Path) -> None:
         "_edata",
         "__bss_start",
     }  # some linkers
-    asked = {"capability", "capabilities_built", "cpu_schedule"}
+    asked = {"capability", "capabilities_built", "cpu_schedule", "multiply_adds"}
     assert strong == {f"fastcaps_{name}" for name in asked}
 
 
@@ -167,5 +167,5 @@ def test_wide_registers_are_used_in_the_wide_levels_only(library: Path) -> None:
             function = line
         elif "%ymm" in line or "%zmm" in line:
             users["zmm" if "%zmm" in line else "ymm"].add(function)
-    assert users["zmm"] and not [name for name in users["zmm"] if "isa_avx512" not in name]
-    assert users["ymm"] and not [name for name in users["ymm"] if "isa_avx2" not in name and "isa_avx512" not in name]
+    assert users["zmm"] and not [name for name in users["zmm"] if "avx512" not in name]
+    assert users["ymm"] and not [name for name in users["ymm"] if "avx2" not in name and "avx512" not in name]
