@@ -96,12 +96,12 @@ TINY: dict[str, Workload] = {
 
 QUICK: dict[str, tuple[int, float, float]] = {
     "tsai-c10-conv1": (2, 5.0, 5.0),
-    "tsai-c10-fc": (16, 5.0, 3.0),
-    "tsai-c100-fc2": (16, 4.0, 1.0),
+    "tsai-c10-fc": (16, 3.0, 3.0),
+    "tsai-c100-fc2": (16, 2.0, 1.0),
     "tsai-dmm-vector-set": (4, 0.0, 0.0),
     "barham": (4, 0.0, 0.0),
     "sabour-mnist": (4, 0.0, 0.0),
-    "hinton-fc": (4, 2.0, 1.0),
+    "hinton-fc": (4, 1.5, 1.0),
     "heinsen-sst-1": (2, 0.0, 0.0),
     "zhao-pool": (8, 1.0, 0.0),
 }
