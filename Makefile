@@ -7,6 +7,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.10.0
 PYTEST_ARGS ?=
+SANITIZE_ARGS ?=
+SOAK_ARGS ?=
+MUTATE_ARGS ?=
 # Test processes side by side, a file of tests to a process at a time; WORKERS=0 runs them in one.
 WORKERS ?= auto
 DEMO_ARGS   ?=
@@ -40,7 +43,7 @@ NATIVE  := csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu'
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench build docs sdist wheel abi-check clean distclean python compiler
+.PHONY: help demo test test-slow sanitize soak mutate lint format bench build docs sdist wheel abi-check clean distclean python compiler
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -57,6 +60,15 @@ test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode 
 
 test-slow: $(VENV)/.installed-test ## run the tests marked slow
 	$(BIN)/python -m pytest tests -m slow $(PYTEST_ARGS)
+
+sanitize: $(VENV)/.installed-test ## run the kernels under the compiler's sanitizers (SANITIZE_ARGS=--short: a part)
+	$(BIN)/python tools/sanitizers.py $(SANITIZE_ARGS)
+
+soak: $(VENV)/.installed-test ## fuzz the functions and the raw ops for half an hour (SOAK_ARGS="--minutes 5")
+	$(BIN)/python -W ignore tools/soak.py --first $$(date +%s) $(SOAK_ARGS)
+
+mutate: $(VENV)/.installed-test ## plant faults in the kernels and count those that the tests see (MUTATE_ARGS="--count 50")
+	for backend in cpu cuda triton; do $(BIN)/python tools/mutate.py $$backend $(MUTATE_ARGS) || failed=1; done; test -z "$$failed"
 
 lint: $(VENV)/.installed-dev ## ruff, mypy and clang-format, all read-only
 	$(BIN)/ruff check .
@@ -121,5 +133,6 @@ $(BIN)/python: | python
 
 $(VENV)/.installed-%: $(SOURCES) | $(BIN)/python compiler
 	$(INSTALL) torch setuptools cmake ninja pybind11
-	$(INSTALL) --no-build-isolation --editable '.[$*]'
+	@echo "fastcaps: compiling the kernels, where they are not yet: a few minutes on two cores, without a word"
+	$(INSTALL) --no-build-isolation --editable '.[$*,bench]'
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test $(VENV)/.installed-demo) # dev holds both

@@ -260,7 +260,9 @@ class RoutingPool(Routing):
         """Run the turns over the poses, with the keys stored."""
         poses = seen(given["children"], work)
         votes = layout.place(poses, "ipce").contiguous()
-        keys = layout.place(F.normalize(poses.flatten(2), dim=2).view(poses.shape), "ipce").contiguous()
+        lengths = torch.linalg.vector_norm(poses, dim=(-2, -1), keepdim=True)
+        keys = poses / lengths.masked_fill(lengths == 0, torch.inf)  # F.normalize would give 10^12 times its gradient
+        keys = layout.place(keys, "ipce").contiguous()
         sums = votes.mean(layout.child, keepdim=True)
         query = torch.zeros_like(sums)
         for _ in range(self.iterations):

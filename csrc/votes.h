@@ -24,6 +24,10 @@ struct View {
 
 enum class Storage : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
+inline int64_t bytes_of(Storage storage) {
+  return storage == Storage::kFloat64 ? 8 : storage == Storage::kFloat32 ? 4 : 2;
+}
+
 // What lies between one turn of a routing and the next. The numbers are those of fastcaps.rules.Rule.
 enum class Rule : int {
   kLayerNorm,  // attention: the sums under LayerNorm are the next query

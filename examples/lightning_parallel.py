@@ -1,8 +1,10 @@
-"""The same with Lightning, which starts the processes itself.
+"""What data_parallel.py does, with Lightning, which starts the processes itself.
 
     python examples/lightning_parallel.py --devices 2
 
-``fastcaps train`` does this too: ``fastcaps train digits --devices 2 --strategy ddp``.
+``fastcaps train`` does this too:
+
+    fastcaps train --network digits --data digits --devices 2 --strategy ddp
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ def _torch_problem() -> str:
 def _cuda_problem() -> str:
     """Return why the CUDA kernels cannot run calls here, or an empty string. Loads their library, if torch has CUDA."""
     if not libraries.library_path("cuda").is_file():
-        why = libraries.native_build_info().get("cuda_why_not") or "the package was installed without native libraries"
-        return f"not built: {why}"
+        why = libraries.native_build_info().get("cuda_why_not")
+        return f"not built: {why or 'there is no ' + libraries.library_path('cuda').name}"
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is a ROCm build"
     return _torch_problem() or libraries.library("cuda").problem

@@ -59,9 +59,9 @@ class LayerDiagnosis:
 
     def cells(self) -> tuple[str, ...]:
         """A line of the table."""
-        numbers = [_text(each, "{:.3f}") for each in (self.entropy,)]
-        numbers += [_text(each, "{:.2e}") for each in (self.weight_gradient, self.parent_gradient)]
-        return (self.path, self.layer, str(len(self.strengths)), str(len(self.dead)), self.measured_by, *numbers)
+        numbers = [_text(each, "{:.2e}") for each in (self.weight_gradient, self.parent_gradient)]
+        counts = (str(len(self.strengths)), str(len(self.dead)))
+        return (self.path, self.layer, *counts, self.measured_by, _text(self.entropy, "{:.3f}"), *numbers)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def diagnose(
     Raises
     ------
     TypeError, ValueError
-        If ``model`` is no module or has no capsule layer, or the loss is no scalar.
+        If ``model`` is no module or has no capsule layer, ``batch`` holds no tensor, or the loss is no scalar.
 
     Examples
     --------
@@ -201,6 +201,8 @@ def diagnose(
     if loss is None and target is not None:
         loss = F.cross_entropy
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    if not any(isinstance(each, Tensor) for each in given):
+        raise TypeError(f"batch must be a tensor or (inputs, target), got {type(batch).__name__}")
     with watched(model) as calls:
         with torch.set_grad_enabled(loss is not None):
             found = model(*given)

@@ -77,6 +77,9 @@ _told: ContextVar[list[Explanation] | None] = ContextVar("fastcaps_explanations"
 def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
     """Say which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
 
+    Nothing is computed: the call is made with tensors that have shapes and no numbers, on a copy of the module. So
+    parameters, statistics, hooks and random numbers stay as they are, and no other thread notices.
+
     Parameters
     ----------
     call : Module or function
@@ -86,17 +89,20 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
         Its arguments. A routing layer may come without: it is then explained for a batch of 1 (on a grid, the
         smallest).
 
-    Nothing is computed: the call is made with tensors that have shapes and no numbers, on a copy of the module. So
-    parameters, statistics, hooks and random numbers stay as they are, and no other thread notices. A module whose way
-    depends on numbers (``if x.sum() > 0``) cannot be explained: that is a ValueError.
-
-    Raises what the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
-    backend cannot take the call is part of the answer.
-
     Returns
     -------
     Explanation or Explanations
         The latter, a tuple, for any other number of calls than one. Both print as text.
+
+    Raises
+    ------
+    TypeError
+        If ``call`` cannot be called, or is a module that needs inputs and got none.
+    ValueError
+        If the way through a module depends on numbers (``if x.sum() > 0``).
+    Exception
+        What the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
+        backend cannot take the call is part of the answer.
     """
     if isinstance(call, Tensor):
         from fastcaps.functional import inverted_attention_routing

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,12 @@ __all__ = [
 
 
 def library_path(name: str) -> Path:
-    """Return where an installation keeps the library ``"cpu"`` or ``"cuda"``."""
+    """Return where an installation keeps the library ``"cpu"`` or ``"cuda"``.
+
+    ``FASTCAPS_CPU_LIBRARY`` and ``FASTCAPS_CUDA_LIBRARY`` name another build of it: for sanitizers and planted faults.
+    """
+    if other := os.environ.get(f"FASTCAPS_{name.upper()}_LIBRARY"):
+        return Path(other)
     suffix = "dylib" if sys.platform == "darwin" else "so"
     return Path(__file__).with_name("lib") / f"libfastcaps_{name}.{suffix}"
 
@@ -41,6 +47,10 @@ def _to_c(argument: Any) -> Any:
     if isinstance(argument, str):
         return ctypes.c_char_p(argument.encode())
     return ctypes.c_int64(argument) if isinstance(argument, int) else argument
+
+
+_FOR_SIGNALS = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch", "PyErr_Restore")
+"""What a native library calls so that a long call gives way to a signal, in the order of ``csrc/cpu/signals.cpp``."""
 
 
 class Library:
@@ -55,6 +65,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.problem = ""
         self._handle: ctypes.CDLL | None = None
+        self._raise: Callable[[], object] | None = None
         if not path.is_file():
             self.problem = "it is not built"
             return
@@ -63,6 +74,11 @@ class Library:
             self._handle = ctypes.CDLL(str(path))
         except OSError as error:
             self.problem = f"it does not load ({error})"
+            return
+        if tell := getattr(self._handle, "fastcaps_cpu_python", None):
+            functions = (ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _FOR_SIGNALS)
+            tell((ctypes.c_void_p * len(_FOR_SIGNALS))(*functions))
+            self._raise = ctypes.PyDLL(str(path)).fastcaps_cpu_raise  # called with the GIL, and asked for an exception
 
     def ask(self, function: str, *arguments: int | str | ctypes.Array[ctypes.c_int64]) -> str | None:
         """Call a C function that returns text; None if the library, the function or the answer is not there."""
@@ -72,6 +88,11 @@ class Library:
         called.restype = ctypes.c_char_p
         answer = called(*(_to_c(argument) for argument in arguments))
         return None if answer is None else answer.decode()
+
+    def raise_signal(self) -> None:
+        """Raise what the handler of a signal raised during a call, KeyboardInterrupt for one, if that stopped it."""
+        if self._raise is not None:
+            self._raise()
 
 
 @cache

@@ -122,7 +122,7 @@ def peak_growth(run: Callable[[], object]) -> float:
     return max(0.0, end - start)
 
 
-def median_ms(run: Callable[[], object], seconds: float) -> float:
+def median_ms(run: Callable[[], object], seconds: float = 0.5) -> float:
     """The median of repeated runs within about ``seconds``, three at least."""
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds and len(times) < 200):
@@ -132,7 +132,7 @@ def median_ms(run: Callable[[], object], seconds: float) -> float:
     return 1000 * statistics.median(times)
 
 
-def measure(name: str, backend: str, seconds: float = 0.5) -> Figures:
+def measure(name: str, backend: str) -> Figures:
     """Measure a workload on a backend, here and now; memory means something only in a process that did nothing else."""
     workload = WORKLOADS[name]
 
@@ -149,11 +149,11 @@ def measure(name: str, backend: str, seconds: float = 0.5) -> Figures:
         step(tuple(tensor.requires_grad_() for tensor in workload.tensors(batch=1)))
         tensors = tuple(tensor.requires_grad_() for tensor in workload.tensors())
         grown = peak_growth(lambda: step(tensors))
-        step_ms = median_ms(lambda: step(tensors), seconds)
+        step_ms = median_ms(lambda: step(tensors))
         with torch.no_grad():
             children, weight, parents = tensors
             forward_ms = median_ms(
-                lambda: inverted_attention_routing(children, weight, parents, window=workload.window), seconds
+                lambda: inverted_attention_routing(children, weight, parents, window=workload.window)
             )
     return Figures(forward_ms, step_ms, grown / 1e6)
 

@@ -190,7 +190,7 @@ class Votes(NamedTuple):
     @property
     def seen(self) -> int:
         """I: the children that one position sees."""
-        return self.window[0] * self.window[1] * self.children.shape[-3]
+        return seen_of(self)
 
     @property
     def groups(self) -> int:
@@ -200,8 +200,7 @@ class Votes(NamedTuple):
     @property
     def pose(self) -> tuple[int, int, int]:
         """C, D, E: a child's pose is C x D numbers, a parent's C x E."""
-        rows, depth = self.children.shape[-2:]
-        return rows, depth, depth if self.weight is None else self.weight.shape[3]
+        return pose_of(self)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -221,8 +220,7 @@ class Votes(NamedTuple):
 
     @property
     def _positions(self) -> tuple[int, ...]:
-        batch = self.children.shape[0]
-        return (batch,) if self.is_set else (batch, *self.grid)
+        return positions_of(self)
 
     @property
     def is_set(self) -> bool:
@@ -309,8 +307,28 @@ class Votes(NamedTuple):
     def check_poses(self, name: str, poses: Tensor) -> None:
         """Raise unless parents' poses, given in public layout, fit."""
         check_tensor(name, poses, self.children, self.autocasts)
-        batch, *grid, many, rows, columns = self.poses
+        (batch, *grid), (rows, _, columns), many = positions_of(self), pose_of(self), self.parents
         check_shape(name, poses, (batch, many, *grid, rows, columns), "B, M, Ho, Wo, C, E" if grid else "B, M, C, E")
+
+
+# Functions, for what torch.compile traces: torch 2.10's knows a named tuple's fields and methods, no property.
+
+
+def pose_of(votes: Votes) -> tuple[int, int, int]:
+    """Return :attr:`Votes.pose`."""
+    rows, depth = votes.children.shape[-2:]
+    return rows, depth, depth if votes.weight is None else votes.weight.shape[3]
+
+
+def positions_of(votes: Votes) -> tuple[int, ...]:
+    """Return B, of grids B, Ho, Wo."""
+    batch, *grid = votes.children.shape[:-3]
+    return (batch, *output_size(votes.window, *grid)) if grid else (batch,)
+
+
+def seen_of(votes: Votes) -> int:
+    """Return :attr:`Votes.seen`."""
+    return votes.window[0] * votes.window[1] * votes.children.shape[-3]
 
 
 _found_right: dict[Any, int] = {}
@@ -424,7 +442,7 @@ def _check_bias(votes: Votes, cast: bool) -> None:
     if bias is None:
         return
     check_tensor("bias", bias, votes.children, cast)
-    rows, _, columns = votes.pose
+    rows, _, columns = pose_of(votes)
     fits = bias.dim() == 4
     if fits and not is_tracing():
         wanted = ((1, votes.seen), (1, votes.parents), (rows,), (columns,))

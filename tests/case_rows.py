@@ -103,6 +103,7 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         # too few positions to fill the lanes: children do, with weights of their own or shared ones
         make("children", batch=2, types=37, parents=5, pose=(4, 4, 4), gate="some"),
         make("children-6x6", batch=1, types=33, parents=4, pose=(6, 6, 6)),
+        make("children-large", batch=2, types=19, parents=3, pose=(2, 32, 48), bias="IM", gate="some"),
         make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
         make("sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", bias="1M", turns=2),
         # children in several ranges; and few enough to stay from turn to turn

@@ -147,3 +147,65 @@ class ConvCaps(nn.Module):
             shares = (logit + active.log()).softmax(-1)
         mean, active = mean[:, :, :, 0], active[:, :, :, 0]
         return active[:, 0, 0] if self.w_shared else torch.cat([mean.flatten(3), active], -1)
+
+
+class RoutingCapsules(DenseCapsule):
+    """Havir's layer: the same with other names, its matrices with a dimension of 1 in front."""
+
+    def __init__(self, in_dim, in_caps, num_caps, dim_caps, num_routing, device=None):
+        super().__init__(in_caps, in_dim, num_caps, dim_caps, num_routing)
+        self.in_dim, self.in_caps, self.num_caps, self.dim_caps = in_dim, in_caps, num_caps, dim_caps
+        self.num_routing, self.device = num_routing, device
+        del self.weight
+        self.W = nn.Parameter(0.01 * torch.randn(1, num_caps, in_caps, dim_caps, in_dim))
+
+    weight = property(lambda self: self.W[0])
+
+
+class DigitCaps(CapsuleLayer):
+    """cezannec's layer: gram-ai's with other names, in three turns."""
+
+    def __init__(self, num_capsules=10, previous_layer_nodes=1152, in_channels=8, out_channels=16):
+        super().__init__(num_capsules, previous_layer_nodes, in_channels, out_channels)
+        self.previous_layer_nodes, self.in_channels = previous_layer_nodes, in_channels
+        del self.route_weights
+        self.W = nn.Parameter(torch.randn(num_capsules, previous_layer_nodes, in_channels, out_channels))
+
+    route_weights = property(lambda self: self.W)
+
+
+class AgreementRouting(nn.Module):
+    """Bielski's routing of votes: a turn more than ``n_iterations``, from learned logits; the parents compete."""
+
+    def __init__(self, input_caps, output_caps, n_iterations):
+        super().__init__()
+        self.n_iterations = n_iterations
+        self.b = nn.Parameter(torch.zeros(input_caps, output_caps))
+
+    def forward(self, u_predict: Tensor) -> Tensor:
+        logits, parents = self.b, torch.zeros_like(u_predict[:, 0])
+        for _ in range(self.n_iterations + 1):
+            logits = logits + (u_predict * parents[:, None]).sum(-1)
+            sums = (logits.softmax(-1)[..., None] * u_predict).sum(1)
+            square = sums.square().sum(-1, keepdim=True)
+            parents = sums * square.sqrt() / (1 + square)
+        return parents
+
+
+class CapsLayer(nn.Module):
+    """Bielski's layer: makes votes, lets its routing module route them."""
+
+    def __init__(self, input_caps, input_dim, output_caps, output_dim, routing_module):
+        super().__init__()
+        self.input_caps, self.input_dim, self.output_caps, self.output_dim = (
+            input_caps,
+            input_dim,
+            output_caps,
+            output_dim,
+        )
+        self.routing_module = routing_module
+        self.weights = nn.Parameter(torch.randn(input_caps, input_dim, output_caps * output_dim))
+
+    def forward(self, caps_output: Tensor) -> Tensor:
+        votes = torch.einsum("bid,idn->bin", caps_output, self.weights)
+        return self.routing_module(votes.unflatten(-1, (self.output_caps, self.output_dim)))

@@ -111,6 +111,16 @@ def test_inputs_are_the_same_for_the_same_seed_and_lie_channels_last() -> None:
     assert {tensor.dtype for tensor in workload.inputs(2, dtype=torch.float64).arguments.values()} == {torch.float64}
 
 
+def test_a_pose_of_zeros_gets_no_gradient_through_its_length() -> None:
+    """``F.normalize`` gives it 10^12 times that of its key, and a time was refused for it."""
+    work = find("zhao-pool")
+    inputs = work.inputs(2)
+    with torch.no_grad():
+        inputs.arguments["children"][0, 3] = 0.0
+    wanted = runner(reference(work), inputs, training=True)()["dchildren"]
+    torch.testing.assert_close(runner(eager("einsum", work), inputs, training=True)()["dchildren"], wanted)
+
+
 def test_tiny_calls_are_those_that_were_promised() -> None:
     inputs = TINY_CALLS["tiny-attention"].inputs(1)
     assert inputs.children.shape == (1, 8, 4, 4) and inputs.arguments["weight"].shape == (8, 4, 4, 4)

@@ -235,6 +235,13 @@ def test_the_page_has_every_chart_and_nothing_from_the_network() -> None:
     assert pages.speedup_picture(rows).startswith("<svg xmlns=") and "var(" not in pages.speedup_picture(rows)
 
 
+def test_a_quick_run_draws_the_batches_that_it_has_and_no_empty_chart() -> None:
+    text = pages.html([_row(batch=2, default=False, memory=None), _row(batch=2, default=False, mode="training step")])
+    assert "tsai-c10-conv1, forward: 30.0×" in text and "tsai-c10-conv1, training step: 30.0×" in text
+    alone = pages.html([_row(batch=2, default=False, memory=None)])
+    assert "Memory against votes" not in alone and "Latency against batch" not in alone
+
+
 # Growth
 
 

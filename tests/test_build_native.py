@@ -153,7 +153,7 @@ def test_only_the_c_interface_is_exported(library: Path) -> None:
         "_edata",
         "__bss_start",
     }  # some linkers
-    asked = {"capability", "capabilities_built", "cpu_schedule", "multiply_adds"}
+    asked = {"capability", "capabilities_built", "cpu_schedule", "cpu_python", "cpu_raise", "multiply_adds"}
     assert strong == {f"fastcaps_{name}" for name in asked}
 
 

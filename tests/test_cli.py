@@ -118,8 +118,11 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "missing --network and --data"),
         (["--network", "digits"], "missing --data, or --recipe (fastcaps train --list"),
-        (["--network", "lstm", "--data", "digits"], "network.name: got 'lstm', want one of"),
-        (["--network", "mnits", "--data", "digits"], "network.name: got 'mnits' (did you mean mnist?), want one of"),
+        (["--network", "lstm", "--data", "digits"], "network.name: got 'lstm', want a network of"),
+        (
+            ["--network", "mnits", "--data", "digits"],
+            "network.name: got 'mnits' (did you mean mnist?), want a network of",
+        ),
         (["--network", "digits", "--data", "mnist"], "MNIST needs a data directory"),
         (["--network", "digits", "--data", "emnist"], "the data set 'emnist' is not in this fastcaps; there are mnist"),
         (["--network", "digits", "--data", "mnist", "--data-dir", "absent-folder"], "absent-folder: no such folder"),
@@ -132,6 +135,9 @@ def test_train_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["--network", "digits", "--data", "digits", "--accelerator", "tpu"], "accelerator 'tpu', devices '1'"),
         (["--network", "digits", "--data", "digits", "--resume"], "holds no run to resume"),
         (["--network", "digits", "--data", "digits", "--resume", "--overwrite"], "give one of them"),
+        (["--resume", "absent-folder"], "absent-folder holds no run to resume"),
+        (["--resume", "here", "--out", "there"], "both name the run's folder: give one of them"),
+        (["digits", "--data", "digits"], "digits: a folder stands after --resume alone"),
     ],
 )
 def test_train_errors_are_one_line(
@@ -169,7 +175,7 @@ def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     kept = json.loads((out / "config.json").read_text())
     assert kept["network"]["options"] == {"iterations": 3} and kept["seed"] == 5 and kept["epochs"] == 1
 
-    status, printed, _ = call(capsys, "train", "--resume", "--out", str(out))
+    status, printed, _ = call(capsys, "train", "--resume", str(out))
     assert status == 0 and f"test accuracy {accuracy:.2f} % after 1 epoch of" in printed
     assert json.loads((out / "config.json").read_text())["network"]["options"] == {"iterations": 3}
 
@@ -177,6 +183,9 @@ def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert status == 1 and "--seed 6 does not agree with the run" in err and "began with 5" in err
     status, _, err = call(capsys, "train", "--resume", "--out", str(out), "--iterations", "1")
     assert status == 1 and "--iterations 1 does not agree" in err
+    for given, named in (("data.flip=true", "--flip does"), ("optimizer.eps=0.5", "--set optimizer.eps=0.5 does")):
+        status, _, err = call(capsys, "train", "--resume", "--out", str(out), "--set", given)
+        assert status == 1 and f"{named} not agree" in err
     status, _, err = call(capsys, *train_digits(out))
     assert status == 1 and "holds a run already" in err
     status, _, _ = call(capsys, *train_digits(out, "--overwrite"))
@@ -224,17 +233,22 @@ def test_ctrl_c_says_how_to_go_on(
 
     monkeypatch.setattr(training, "train", interrupted)
     status, _, err = call(capsys, *train_digits(tmp_path / "run"))
-    assert status == 130 and f"stopped; fastcaps train --resume --out {tmp_path / 'run'} goes on" in err
+    assert status == 130 and f"stopped; fastcaps train --resume {tmp_path / 'run'} goes on" in err
 
 
 @pytest.mark.parametrize(
     ("command", "module", "extra"),
-    [("train", "lightning", "train"), ("demo", "lightning", "train"), ("demo", "matplotlib", "demo")],
+    [
+        ("train", "lightning", "train"),
+        ("demo", "lightning", "train"),
+        ("demo", "matplotlib", "demo"),
+        ("bench", "cpuinfo", "bench"),
+    ],
 )
 def test_missing_extras_are_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, module: str, extra: str
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+    for name in [name for name in sys.modules if name.split(".")[0] in (module, "bench")]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("training", "callbacks", "demo", "viz"):
         for loaded in [each for each in sys.modules if f"{each}.".startswith(f"fastcaps.{name}.")]:

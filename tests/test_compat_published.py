@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 import fastcaps
-from fastcaps.compat import CapsuleLayer, ConvCaps, DenseCapsule
+from fastcaps.compat import (
+    AgreementRouting,
+    CapsLayer,
+    CapsuleLayer,
+    ConvCaps,
+    DenseCapsule,
+    DigitCaps,
+    RoutingCapsules,
+)
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
 
@@ -21,6 +29,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "dynamic": (
         CapsuleLayer,
         {"num_capsules": 5, "num_route_nodes": 12, "in_channels": 3, "out_channels": 4},
+        (2, 12, 3),
+    ),
+    "detached": (
+        RoutingCapsules,
+        {"in_dim": 3, "in_caps": 12, "num_caps": 5, "dim_caps": 4, "num_routing": 3},
+        (2, 12, 3),
+    ),
+    "tutorial": (
+        DigitCaps,
+        {"num_capsules": 5, "previous_layer_nodes": 12, "in_channels": 3, "out_channels": 4},
         (2, 12, 3),
     ),
     "em": (ConvCaps, {"B": 3, "C": 4, "K": 3, "P": 2, "stride": 2}, (2, 7, 5, 15)),
@@ -83,6 +101,70 @@ def test_a_model_is_converted(name: str) -> None:
         assert torch.equal(copied(draw(name)), model(draw(name)))
 
 
+@pytest.mark.parametrize("turns", [0, 2])
+def test_a_layer_with_a_routing_module(turns: int) -> None:
+    torch.manual_seed(0)
+    plain = nn_plain_routings.CapsLayer(12, 3, 5, 4, nn_plain_routings.AgreementRouting(12, 5, turns)).double()
+    with torch.no_grad():
+        plain.routing_module.b.normal_()
+    ours = CapsLayer(12, 3, 5, 4, AgreementRouting(12, 5, turns)).double()
+    ours.load_state_dict(plain.state_dict())
+    model = nn.Sequential(copy.deepcopy(plain))
+    report = fastcaps.convert(model)
+    assert report.converted == ["0"] and "results agree" in report.layers[0].why
+    assert isinstance(model[0], CapsLayer) and model[0].routing_module.n_iterations == turns
+    assert list(model[0].state_dict()) == list(plain.state_dict())
+    children = torch.randn(2, 12, 3, dtype=torch.float64)
+    votes = torch.einsum("bid,idn->bin", children, plain.weights).unflatten(-1, (5, 4))
+    torch.testing.assert_close(ours.routing_module(votes), plain(children))
+    found = []
+    for layer in (plain, ours, model[0]):
+        given = children.clone().requires_grad_()
+        parents = layer(given)
+        weights = torch.linspace(-1, 1, parents.numel(), dtype=parents.dtype).view(parents.shape)
+        found.append([parents, *torch.autograd.grad((parents * weights).sum(), [given, *layer.parameters()])])
+    for want, *others in zip(*found, strict=True):
+        for got in others:
+            torch.testing.assert_close(got, want)
+
+
+def test_a_routing_module_that_is_another_or_watched_keeps_its_layer() -> None:
+    watched, other = (
+        nn_plain_routings.CapsLayer(12, 3, 5, 4, nn_plain_routings.AgreementRouting(12, 5, 2)) for _ in range(2)
+    )
+    watched.routing_module.register_forward_hook(lambda *_: None)
+    other.routing_module = nn.Identity()
+    report = fastcaps.convert(nn.Sequential(watched, other))
+    assert report.left == ["0", "1"]
+    assert "has hooks" in report.layers[0].why and "got Identity" in report.layers[1].why
+    with pytest.raises(ValueError, match=r"routing_module must have b of shape \(12, 5\), got \(12, 4\)"):
+        CapsLayer(12, 3, 5, 4, AgreementRouting(12, 4, 2))
+    with pytest.raises(TypeError, match="routing_module must be an AgreementRouting, got Identity"):
+        CapsLayer(12, 3, 5, 4, nn.Identity())
+
+
+def test_one_name_of_several_codes() -> None:
+    """``DigitCaps`` is cezannec's, or Havir's under another name, or one whose logits are averaged over the batch."""
+
+    class DigitCaps(nn_plain_routings.RoutingCapsules):
+        pass
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.in_channels, self.num_routes, self.num_capsules = 3, 12, 5
+            self.W = nn.Parameter(torch.randn(1, 12, 5, 4, 3))
+
+    Averaged.__name__ = "DigitCaps"
+    model = nn.Sequential(nn_plain_routings.DigitCaps(5, 12, 3, 4), DigitCaps(3, 12, 5, 4, 3), Averaged())
+    report = fastcaps.convert(model)
+    assert report.converted == ["0", "1"] and [type(layer) for layer in model[:2]] == [
+        fastcaps.compat.DigitCaps,
+        RoutingCapsules,
+    ]
+    assert "has no attribute previous_layer_nodes" in report.layers[2].why
+
+
 def test_primary_capsules_are_left_as_they_are() -> None:
     plain = nn_plain_routings.CapsuleLayer(3, 6, 4, 4)
     plain.num_route_nodes = -1
@@ -121,6 +203,12 @@ def test_signatures_are_the_authors() -> None:
         "coor_add",
         "w_shared",
     ]
+    havir = ["in_dim", "in_caps", "num_caps", "dim_caps", "num_routing", "device"]
+    assert list(inspect.signature(RoutingCapsules).parameters) == havir
+    cezannec = ["num_capsules", "previous_layer_nodes", "in_channels", "out_channels"]
+    assert list(inspect.signature(DigitCaps).parameters) == cezannec
+    bielski = ["input_caps", "input_dim", "output_caps", "output_dim", "routing_module"]
+    assert list(inspect.signature(CapsLayer).parameters) == bielski
     with pytest.raises(ValueError, match="K and stride must be 1 with w_shared=True, got 3 and 2"):
         ConvCaps(w_shared=True)
 
@@ -129,6 +217,9 @@ TWINS = [
     CapsuleFC(6, 4, 3, 4, True, 0.0),
     CapsuleCONV(2, 4, 3, 4, 3, 1, True, 0.0),
     DenseCapsule(6, 4, 3, 4),
+    RoutingCapsules(4, 6, 3, 4, 3),
+    DigitCaps(3, 6, 4, 4),
+    AgreementRouting(6, 3, 2),
     CapsuleLayer(3, 6, 4, 4),
     CapsuleLayer(3, 6, 4, 4, learned_logits=True),
     CapsuleLayer(3, -1, 4, 4, 3, 1),

@@ -18,7 +18,7 @@ from cases import Case
 from cuda_rows import row
 from cuda_stub.host import SHARED, STREAMS, Host
 from cuda_target import OPTIONS
-from registry import ATTENTION, ROUTINGS, Routing
+from registry import ATTENTION, GAUSSIAN, ROUTINGS, Routing
 from torch import Tensor
 
 from fastcaps.rules import Rule
@@ -131,6 +131,24 @@ def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: s
         host.begin()
         op()
         assert host.launches() == []
+
+
+@pytest.mark.parametrize("routing", [ATTENTION, GAUSSIAN], ids=str)
+def test_parents_in_many_blocks_take_few_launches(host: Host, routing: Routing) -> None:
+    """One finds what all blocks know of a softmax (two where there is no room for that), and one goes on from there."""
+    case = replace(row(routing, "sweeps"), types=3, parents=30_000, groups="one", betas="11", turns=1)
+    forward, backward, _ = ops_of(host, routing, case)
+    ordered = ops_of(host, routing, case, "ordered")[1]
+    large = Host.moved([*routing.call(replace(case, types=80_000)).given.values()], 0)
+    measured = 2 if routing is GAUSSIAN else 1  # softmaxes: a launch before the others has one too
+    calls: list[tuple[Callable[[], Any], int, int]] = [(forward, 1, 1), (backward, 1, measured), (ordered, 1, measured)]
+    calls.append((lambda: getattr(torch.ops.fastcaps_cuda, routing.name).default(*large, 0), 2, 1))
+    for op, finds, softmaxes in calls:
+        host.begin()
+        op()
+        blocks = [launch.y for launch in host.launches() if launch.y > 1]
+        assert len(blocks) == softmaxes * (finds + 1) and sum(blocks) == 2 * softmaxes * max(blocks) > 200
+        assert len(host.launches()) <= 2 * len(blocks) + 1
 
 
 def in_new_thread(body: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call,
 
 from bench.workloads import find
 from fastcaps.rules import Rule
+from fastcaps.vectors import unit
 from tools import estimates
 from tools.judge import Bar
 
@@ -58,6 +59,43 @@ def test_options(routing: Routing, case: Case, option: str, target: Target) -> N
 @every_case(9)
 def test_half_precision(routing: Routing, case: Case, dtype: torch.dtype, target: Target) -> None:
     target.check(routing, replace(case, dtype=dtype))
+
+
+def widened(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with float32 in the place of half precision."""
+    return {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+@on_every_target
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(torch.bfloat16, "plain"), (torch.float16, "offset"), (torch.float16, "plain")], ids=str
+)
+@pytest.mark.parametrize("pose", POSES, ids=str)
+def test_half_precision_is_widened_and_nothing_else(
+    pose: tuple[int, int, int], dtype: torch.dtype, layout: str, target: Target
+) -> None:
+    """The same bits as the same numbers in float32, however they lie; and weights are read where they lie.
+
+    Tensor cores that take 1x64 poses as they are add up in another order than TF32's: the same but for rounding.
+    """
+    case = Case(
+        "half", Rule.LAYER_NORM, batch=3, grid=(3, 2), types=5, parents=7, pose=pose, window=(2, 1, 1, 1, 0, 0, 1, 1),
+        gate="some", dtype=dtype, layout=layout,
+    )  # fmt: skip
+    call, back = ATTENTION.call(case), ATTENTION.backward_call(case)
+    forward = "tf32-ordered"  # the tensor cores make the votes of half precision, but not float16's backward
+    backward = forward if dtype == torch.bfloat16 else "ordered"
+    with target.guarded(), torch.profiler.profile() as profile:
+        found = {"sums": target.forward(call, forward)["sums"], **target.backward(back, backward)}
+    wide = Call(ATTENTION, widened(call.given), {}, call.detach), BackwardCall(ATTENTION, widened(back.given))
+    exact = {"sums": target.forward(wide[0], forward)["sums"], **target.backward(wide[1], backward)}
+    for name, value in exact.items():
+        if pose != (1, 64, 64):
+            assert torch.equal(found[name], value.to(found[name].dtype)), name
+        off = (found[name].float() - value).abs() - torch.finfo(found[name].dtype).eps * value.abs()
+        assert off.max() <= 1e-6 * value.abs().max(), name
+    moved = [x for x in profile.events() if x.name == "aten::_to_copy" and target.device == "cpu"]
+    assert len(moved) <= len([x for x in found.values() if x.dtype == dtype]), "more than the gradients are converted"
 
 
 @on_every_target
@@ -362,6 +400,18 @@ def test_squash_of_any_length(routing: Routing, turns: int, size: float, target:
     call.given["children"] *= size
     exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["parents"]
     torch.testing.assert_close(target.forward(call)["parents"].double(), exact, rtol=2e-6, atol=0)
+
+
+@on_every_target
+@pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
+def test_the_next_query_is_made_of_what_was_stored(dtype: torch.dtype, target: Target) -> None:
+    """Two turns in one launch are two calls, the second with the direction of the sums as the first stored them."""
+    case = Case("stored", Rule.UNIT, batch=8, types=9, parents=5, pose=(4, 4, 4), start=False, turns=2, scale=8.0)
+    call = POOLING.call(replace(case, dtype=dtype))
+    both = target.forward(call)
+    query = unit(both["sums"][0].float(), (-2, -1)).to(dtype)
+    second = target.forward(Call(POOLING, {**call.given, "query": query, "iterations": 1}, {}))
+    assert (second["parents"] == both["parents"]).float().mean() > 0.99
 
 
 # ---- what the kernels do not take -----------------------------------------------------------------------------------

@@ -87,6 +87,13 @@ def test_tensor_cores(depth: int) -> None:
     assert (found.double() - 1 - first.double() @ second.double()).abs().max() > 1e-5, "not rounded to tf32"
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("mma-bf16", torch.bfloat16), ("mma-f16", torch.float16)])
+def test_tensor_cores_of_half_precision(name: str, dtype: torch.dtype) -> None:
+    first, second = torch.randn(16, 16).to(dtype).float(), torch.randn(16, 8).to(dtype).float()
+    found = run(name, torch.cat([first.reshape(-1), second.reshape(-1)]), 16, 8)
+    torch.testing.assert_close(found.double(), 1 + first.double() @ second.double(), rtol=2e-7, atol=2e-7)
+
+
 NUMBERS = torch.cat(
     [
         torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, 1e-8, -126.0, -127.5]),

@@ -97,3 +97,14 @@ def test_the_kernels_of_attention(pose: tuple[int, int, int], option: str, paren
     writes, copies = MOST[pose, option, parents]
     assert backward[WRITES].wavefronts <= writes * backward[WRITES].least
     assert backward[COPIES].wavefronts <= copies * backward[COPIES].least
+
+
+@pytest.mark.parametrize("pose", [(4, 4, 4), (6, 6, 6), (1, 8, 16), (1, 64, 64)], ids=str)
+def test_half_precision(pose: tuple[int, int, int]) -> None:
+    """What widens it, forward, and what then reads it: (all but) no two lanes meet."""
+    case = Case("counted", Rule.LAYER_NORM, batch=8, types=2, parents=5, pose=pose, dtype=torch.bfloat16)
+    library()
+    call = ATTENTION.call(case)
+    found = counted(build.KERNELS, "forward_kernel", lambda: Target("cpu").forward(call))
+    for kind in (READS, WRITES):
+        assert found[kind].accesses and found[kind].wavefronts <= 1.04 * found[kind].least, kind

@@ -46,6 +46,13 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
     assert all((ROOT / path).is_file() for path in site.named_outside(DOCS))
 
 
+def test_a_notebook_becomes_a_page() -> None:
+    assert len(site.NOTEBOOKS) == 5
+    given = "# %% [markdown]\n# # Head\n#\n# [A page](../docs/l.md).\n\n# %%\nx = 1  # %% no cell\n\n# why\ny = 2\n"
+    wanted = "# Head\n\n[A page](../docs/l.md).\n\n```python\nx = 1  # %% no cell\n\n# why\ny = 2\n```"
+    assert site.as_page(given) == wanted
+
+
 def test_the_page_of_all_rows_has_its_place() -> None:
     assert (DOCS / "performance.md").read_text(encoding="utf-8").count(site.MEASURED) == 1
     assert "measured.html" in site.on_page_markdown(

@@ -1,12 +1,16 @@
-"""The examples, each as a user runs it, at a small size."""
+"""The examples: those for several processes each as a user runs it, at a small size; notebooks as they are."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SMALL = ["--images", "128", "--epochs", "2"]
 
-pytestmark = pytest.mark.slow  # every process imports torch
+slow = pytest.mark.slow  # every process imports torch; a compiler runs for half a minute
 
 
 def run(*arguments: str) -> str:
@@ -33,6 +37,7 @@ def last_loss(printed: str) -> str:
     return re.findall(r"loss ([0-9.]+)", printed)[-1]
 
 
+@slow
 def test_ddp_fsdp_and_lightning_learn_the_same() -> None:
     every = [
         run(*TORCHRUN, "2", "examples/data_parallel.py", *SMALL),
@@ -44,7 +49,65 @@ def test_ddp_fsdp_and_lightning_learn_the_same() -> None:
     assert losses[0] < 2.3  # ln 10, what guessing costs
 
 
+@slow
 def test_a_set_over_several_processes_is_the_set_of_one() -> None:
     printed = run(*TORCHRUN, "3", "examples/million_children.py", "--children", "3000")
     assert len(re.findall(r"1000 of them here", printed)) == 3
     assert "step 1" in printed
+
+
+# ---- notebooks: what their text says ---------------------------------------------------------------------------------
+
+
+def names(example: str) -> dict[str, Any]:
+    """Run a notebook here, and return its names."""
+    return runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+
+
+@slow
+def test_one_import_is_swapped(capsys: pytest.CaptureFixture[str]) -> None:
+    found = names("swap_one_import.py")
+    assert found["losses"]["after"] == pytest.approx(found["losses"]["before"], rel=1e-5)
+    assert len(set(found["losses"]["before"])) == 3
+    memory = {name: figures[0] for name, figures in found["figures"].items()}
+    assert memory["after"] < 47 <= memory["before"] or sys.platform != "linux"
+    assert "1 of 1 capsule layers converted" in capsys.readouterr().out
+
+
+def test_texts_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
+    found = names("texts_of_any_length.py")
+    assert found["together"].abs().max() > 0.1  # not one logit of 0 beside another
+    assert (found["alone"] - found["together"]).abs().max() <= 1e-5
+    printed = capsys.readouterr().out
+    assert "same bits: True" in printed and "gradient of padding: 0.0" in printed
+    short, long = (int(share) for share in re.findall(r"(\d+)% right", printed))
+    assert 50 < short < long
+
+
+@slow
+def test_pooling_in_a_resnet(capsys: pytest.CaptureFixture[str]) -> None:
+    found = names("pooling_resnet.py")
+    assert "to the bit: True" in capsys.readouterr().out
+    assert min(found["accuracy"].values()) > 0.9
+    assert found["share"] < 1 / 16 and found["moved"]["routing"] < found["moved"]["average"]
+
+
+@slow
+def test_a_loop_of_ones_own() -> None:
+    found = names("custom_loop.py")
+    losses, right = zip(*(found[name] for name in ("plain", "mixed", "both")), strict=True)
+    assert [run[0] for run in losses] == pytest.approx([losses[0][0]] * 3, rel=0.01)
+    assert list(right) == pytest.approx([right[0]] * 3, abs=0.03) and right[0] > 0.9
+
+
+@slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="AOTInductor needs a compiler")
+def test_what_is_exported_gives_the_same_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = names("export.py")
+    worst = dict(re.findall(r"(\S+) in a new process: differs by (\S+)", found["done"].stdout))
+    assert set(worst) == {"torch.export", "AOTInductor"} | (
+        {"ONNX"} if (found["folder"] / "net.onnx").exists() else set()
+    )
+    assert all(float(number) <= 1e-6 for number in worst.values())

@@ -22,9 +22,9 @@ from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call,
 from suite import cases_named, cases_where, drawn, every_routing, is_named, native_only, random_cases
 from torch import Tensor
 
-from fastcaps import backends
+from fastcaps import backends, ops
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import SET_WINDOW
+from fastcaps.votes import SET_WINDOW, Votes
 
 TESTS = Path(__file__).resolve().parent
 LEVELS = ("default", "avx2", "avx512")
@@ -171,6 +171,31 @@ def test_only_the_gradients_asked_for(routing: Routing, name: str) -> None:
         for one, gradient in found.items():
             scale = everything[one].abs().max()
             assert (gradient - everything[one]).abs().max() <= 4 * torch.finfo(gradient.dtype).eps * scale, one
+
+
+@pytest.mark.parametrize("bias", [None, "IM"])
+@pytest.mark.parametrize(("batch", "types"), [(20, 9), (1, 70)])
+def test_attention_over_votes_that_are_the_children(batch: int, types: int, bias: str | None) -> None:
+    for rule, dtype in ((Rule.LAYER_NORM, torch.float32), (Rule.SQUASH, torch.bfloat16), (Rule.PLAIN, torch.float64)):
+        options: dict[str, Any] = {"pose": (2, 3, 3), "groups": "none", "bias": bias, "turns": 2, "gate": "some"}
+        case = Case("same", rule, batch, types=types, dtype=dtype, **options)
+        held(ATTENTION.call(case))
+        ATTENTION.backward_bar(case).hold(ATTENTION.backward_call(case).results(reverse(ATTENTION)))
+
+
+@every_routing
+def test_turns_over_ranges_of_children(routing: Routing) -> None:
+    """Too many children to stay over turns: every range waits for the turn before, whose parents it reads back."""
+    held(routing.call(replace(routing.case("ranges-float32"), batch=2, types=900, parents=8, turns=3)))
+
+
+@every_routing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_groups_of_samples_that_end_within_a_vector(routing: Routing, dtype: torch.dtype) -> None:
+    """The backward of two groups of 45 positions: the last lanes of the first are nobody's, not the second's."""
+    case = replace(routing.case("stay-float32"), batch=10, grid=(5, 5), types=1, parents=8, turns=1, dtype=dtype)
+    case = replace(case, window=(3, 3, 1, 1, 0, 0, 1, 1))
+    routing.backward_bar(case).hold(routing.backward_call(case).results(reverse(routing)))
 
 
 @every_routing
@@ -366,3 +391,27 @@ def test_parents_of_about_one_child(routing: Routing, case: Case, dtype: torch.d
         for parents in (1, 3, 17):
             call = routing.call(replace(case, dtype=dtype, parents=parents), seed)
             call.bar().hold(call.training(by_op))
+
+
+def test_detached_pooling_of_a_broken_query() -> None:
+    """dV is the shares times dS alone: a child behind a gate of 0 gets 0, though its parents' query is no number."""
+    children, gate = torch.randn(2, 20, 3, 1, requires_grad=True), torch.ones(2, 20)
+    gate[:, ::3] = 0
+    with torch.no_grad():
+        children[0, 1, 0, 0] = torch.nan
+    weight = torch.randn(20, 4, 1, 5)
+    votes = Votes.of(children, weight, None, gate, None)
+    parents = ops.pooling_routing(votes, None, 1.0, False, int(Rule.UNIT), 2, True, False)[0]
+    (found,) = torch.autograd.grad(parents, children, torch.ones_like(parents))
+    assert (found[0, ::3] == 0).all() and found[0, 1:3].isnan().all() and found[1].isfinite().all()
+
+
+def test_a_broken_gradient_of_gaussians_without_a_start_stays_with_its_number() -> None:
+    """No vote is in their logits: an infinite gradient of one number reaches that number of votes alone."""
+    call = GAUSSIAN.call(Case("broken", Rule.HEINSEN, start=False, gate="some"))
+    broken = call.grads["variances"].clone()
+    broken[0].view(-1)[0] = torch.inf
+    call = replace(call, grads={**call.grads, "variances": broken})
+    found = call.training(by_op)["dchildren"].isfinite()
+    with backends.backend("reference"):
+        assert torch.equal(found, call.training(by_op)["dchildren"].isfinite()) and not found.all()

@@ -297,6 +297,14 @@ def test_wrong_constructor_arguments(kind: str, sizes: Any, options: Any, error:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+def test_an_unknown_argument_is_told_by_the_layer_that_was_called(kind: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"turns is no argument of {LAYERS[kind].__name__}, which takes in_.*iterations"
+    ):
+        LAYERS[kind](6, 3, 4, 4, turns=2)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 def test_wrong_inputs_are_named(kind: str) -> None:
     layer, grid = LAYERS[kind](6, 3, 4, 4), LAYERS[kind](2, 3, 4, 4, kernel_size=3)
     whole = LAYERS[kind](2, 3, 4, 4, kernel_size="all", share=True)

@@ -407,6 +407,25 @@ def test_errors_name_the_argument(error: type[Exception], named: str, change: di
             torch.ops.fastcaps.squash_sum(*(raw[key] for key in ("x", "a", "y", "b", "types")), False)
 
 
+@pytest.mark.parametrize("name", [name for name in ("cpu", "cuda") if name in KERNELS])
+def test_native_ops_check_for_themselves(name: str) -> None:
+    """What they would read beyond the end of, or as other numbers: Python has checked none of it here."""
+    needs_kernel(name)
+    if name == "cuda":
+        cuda_target.library()
+    ops_of = getattr(torch.ops, {"cpu": "fastcaps_cpu", "cuda": "fastcaps_cuda_on_cpu"}[name])
+    x, numbers = torch.ones(2, 6, 3, 3), torch.ones(2, 3, 3, 3)
+    right = {"x": x, "a": numbers, "y": x, "b": numbers, "types": 3, "relu": False}
+    for argument in ("a", "y", "b", "grad"):
+        whole = numbers if argument in "ab" else x
+        for wrong in (whole[:1], whole[..., :-1], whole.bfloat16()):
+            with pytest.raises(RuntimeError, match=rf"\b{argument} has "):
+                if argument == "grad":
+                    ops_of.squash_sum_backward(wrong, *right.values(), 15)
+                else:
+                    ops_of.squash_sum(*{**right, argument: wrong}.values())
+
+
 @pytest.mark.skipif("triton" not in KERNELS, reason="kernels are interpreted in another process")
 @pytest.mark.parametrize("shape", [(1, 1, 1, 5, 7), (2, 2, 3, 1, 3)], ids=str)
 def test_triton_writes_nothing_beyond_the_end(shape: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
 
 from bench.workloads import find  # noqa: E402
 from fastcaps import libraries  # noqa: E402
-from tools import estimates, latency, sass, static_report, triton_report  # noqa: E402
+from tools import calibration, estimates, latency, sass, static_report, triton_report  # noqa: E402
 from tools.sass import H200, Instruction, Kernel, Usage, macs, wavefronts  # noqa: E402
 from tools.static_report import Compiled, collect, identify, spilled  # noqa: E402
 
@@ -25,6 +25,9 @@ LIBRARY = libraries.library_path("cuda")
 NO_TOOL = "" if sass.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolkit that has it nor Triton"
 NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+KNOWN_SPILLS = {"sm_90 gaussian forward 4×4, 8 parents × 4 positions, all options: 8 bytes of local memory a thread"}
+"""It is held to 128 registers, so that two blocks fit on a multiprocessor."""
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -289,6 +292,21 @@ def test_a_warp_waits_for_its_own_results() -> None:
     assert latency.alone([made("FFMA", f"R{k}, R1, R1, RZ") for k in range(2, 12)]) == 10
 
 
+def test_the_model_is_held_against_published_times_at_their_devices_clock_and_memory() -> None:
+    kernels = {one.name: one for one in calibration.KERNELS}
+    tensor = kernels["CuTe SMEM k=8"]  # 2048 blocks of 4 warps, two on a multiprocessor: 31 rounds of 16 blocks
+    assert calibration.units(tensor)["shared memory"] == pytest.approx(2**24 * 67 / 132 / 1.24e9)
+    assert calibration.seconds(tensor) == pytest.approx(2**24 * 67 / 132 / 1.24e9 / (2048 / 132 / 16) + 4e-6)
+    copied = calibration.units(kernels["Tiled"])["device memory"]
+    assert copied == pytest.approx(2 * 4 * 32768**2 / (3.3523e12 * 4.3 / 4.8))
+    assert calibration.error(kernels["Tiled"]) == pytest.approx(calibration.seconds(kernels["Tiled"]) / 8.6235e-3 - 1)
+
+
+def test_the_page_has_the_model_against_published_times_as_it_is() -> None:
+    page = (ROOT / "docs" / "performance" / "compiled.md").read_text()
+    assert calibration.into(page, calibration.markdown(), "calibration") == page
+
+
 def test_a_whole_routing_is_so_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates, "_schedule", lambda *arguments: None)
     path = ["FFMA"] * 200 + ["MUFU.EX2", "MUFU.RCP"]
@@ -372,12 +390,6 @@ def test_local_memory_is_seen_in_what_nvcc_makes(index: str, spills: bool, tmp_p
     assert (told.registers, told.stack) == (found[0].usage.registers, found[0].usage.stack)
     assert found[0].kernel is not None and found[0].kernel.instructions
     assert static_report.main([str(made)]) == (1 if spills else 0)
-
-
-KNOWN_SPILLS = {
-    "sm_120 forward 1×64, 1 parents × 16 positions, tensor cores, all options: 8 bytes of local memory a thread"
-}
-"""Ten warps leave a thread 168 registers there, and calls with a bias or padding want two more."""
 
 
 @pytest.mark.skipif(bool(NO_TOOL or NO_LIBRARY), reason=NO_TOOL or NO_LIBRARY)

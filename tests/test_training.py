@@ -272,8 +272,10 @@ def test_networks_are_sized_by_the_data() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 0}, "epochs: got 0, want 1 or more"),
+        ({"epochs": 0}, "epochs: got 0, want 1 to 2147483647"),
         ({"batch_size": -1}, "batch_size: got -1"),
+        ({"batch_size": 10**30}, f"batch_size: got {10**30}, want 1 to 2147483647"),
+        ({"network__options__iterations": 10**30}, "network.options.iterations: got .*, want 10000 or fewer"),
         ({"optimizer__lr": float("nan")}, "optimizer.lr: got nan, want a finite number above 0"),
         ({"optimizer__lr": 0.0}, "lr: got 0.0"),
         ({"optimizer__name": "rprop"}, "optimizer.name: got 'rprop', want one of adam, adamw, radam, rmsprop, sgd"),
@@ -366,6 +368,7 @@ def test_several_seeds_that_are_overwritten_go_on_as_new_ones(tmp_path: Path) ->
 
 def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     told = io.StringIO()
     many = settings(tmp_path / "many", epochs=1, data__limit=64, workers=100_000)
     result = train(many, report=Report(Console(file=told)))

@@ -422,6 +422,15 @@ def test_compiles_without_a_gpu(shape: str, target: str, options: int) -> None:
 
 
 @compiled_here
+@pytest.mark.parametrize("stem", ["attention", "gaussian"])
+def test_backward_without_its_matrices_does_not_spill(stem: str) -> None:
+    """In TF32, where many children share matrices and programs of their own make dW: li-capnet's sizes."""
+    step = _step(stem, (128, 1, 1, 2048, 1, 8), (32, 512, 8, 16), 512, options=2)
+    backward = [launch for launch in launches(step) if launch.name == f"{stem}_backward_kernel"]
+    hold_compiled(backward, "sm_90", 0, {f"{stem}_backward_kernel"})
+
+
+@compiled_here
 @pytest.mark.parametrize("ordered", [0, 1])
 @every_routing
 def test_everything_at_once_compiles_without_a_gpu(routing: Routing, ordered: int) -> None:

@@ -20,13 +20,15 @@ import torch
 
 
 class Interpreter:
-    """The child; it starts with the first call and ends with the process."""
+    """The child; it starts with the first call and ends with the process. Who interprets kernels himself needs none."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
     def __call__(self, function: str, *arguments: Any, **options: Any) -> Any:
         """Call a function by name: ``"fastcaps.triton_kernels.attention.attention_routing"``."""
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return _run(function, arguments, options)
         if self._child is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
             environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
@@ -67,6 +69,16 @@ def _receive(stream: BinaryIO) -> Any:
     return torch.load(io.BytesIO(stream.read(struct.unpack("<q", head)[0])), weights_only=False)
 
 
+def _run(function: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    from fastcaps.triton_kernels.schedule import Limits
+
+    limits = options.pop("limits", None)
+    if limits is not None:
+        options["limits"] = Limits(**limits)
+    module, _, name = function.rpartition(".")
+    return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+
 def _serve() -> None:
     """Answer calls until the parent closes the pipe; whatever is printed goes to stderr."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
@@ -74,20 +86,13 @@ def _serve() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN: what no kernel writes shows
-    from fastcaps.triton_kernels.schedule import Limits
-
     while True:
         try:
             function, arguments, options = _receive(calls)
         except EOFError:
             return
         try:
-            limits = options.pop("limits", None)
-            if limits is not None:
-                options["limits"] = Limits(**limits)
-            module, _, name = function.rpartition(".")
-            run = getattr(importlib.import_module(module), name)
-            answer = ("result", run(*arguments, **options))
+            answer = ("result", _run(function, arguments, options))
         except Exception as error:
             answer = ("error", f"{type(error).__name__}: {error}")
         _send(answers, answer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.device import SECONDS
@@ -25,7 +25,7 @@ from tools.markdown import as_markdown
 from tools.sass import H200, macs, wavefronts
 from tools.static_report import Compiled, Identity
 
-__all__ = ["Estimate", "choose", "estimate", "markdown", "supported", "training"]
+__all__ = ["Estimate", "choose", "estimate", "fill", "launch", "markdown", "supported", "training"]
 
 L2_READS, L2_ADDS = 5.5e12, 2.0e12
 """Bytes a second that the second-level cache is assumed to hand out, and to take in as sums (atomics)."""
@@ -85,8 +85,12 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """The time: of schedulers that fill :data:`ISSUED` of their slots, of another unit or the host if longer."""
-        device = max(self.bound[1], self.units["issue"] / ISSUED) / self.tail + LAUNCH
-        return max(self.passes * device, self.host)
+        return max(self.passes * launch(self.units, self.tail), self.host)
+
+
+def launch(units: Mapping[str, float], tail: float) -> float:
+    """Return the seconds of a launch: of its busiest unit, the schedulers filling :data:`ISSUED` of their slots."""
+    return max(*units.values(), units["issue"] / ISSUED) / tail + LAUNCH
 
 
 def choose(found: Sequence[Compiled], workload: Workload, direction: str, tensor: bool) -> Compiled | None:
@@ -187,7 +191,8 @@ def estimate(
     else:
         units["device memory"] = (children + weight + 4 * parents) / H200.bandwidth
         units["second-level cache"] = (seen + tiles * weight) / L2_READS
-    return Estimate(kernel, len(body), units, _tail(kernel, threads, blocks), HOST[direction], workload.routing.passes)
+    tail = fill(kernel.usage.registers, threads, blocks)
+    return Estimate(kernel, len(body), units, tail, HOST[direction], workload.routing.passes)
 
 
 def _shared_cycles(named: Identity, workload: Workload, body: Sequence[sass.Instruction], backward: bool) -> float:
@@ -201,7 +206,7 @@ def _shared_cycles(named: Identity, workload: Workload, body: Sequence[sass.Inst
     return rest + (loads - weights) * (BROADCAST if each_load == 128 else 1) + numbers / 32
 
 
-def _tail(kernel: Compiled, threads: int, blocks: int) -> float:
+def fill(registers: int, threads: int, blocks: int) -> float:
     """Return the share of the schedulers' rounds that a launch's warps fill; 1 where the blocks are not known.
 
     A multiprocessor has as many blocks at a time as its registers allow, and its schedulers share their warps as evenly
@@ -210,7 +215,7 @@ def _tail(kernel: Compiled, threads: int, blocks: int) -> float:
     if not blocks:
         return 1.0
     warps = threads // 32
-    room = max(1, H200.occupancy(threads, kernel.usage.registers, 0).blocks)
+    room = max(1, H200.occupancy(threads, registers, 0).blocks)
     each = math.ceil(blocks / H200.multiprocessors)
     rounds = each // room * math.ceil(room * warps / 4) + math.ceil(each % room * warps / 4)
     return blocks * warps / (4 * H200.multiprocessors * rounds)

@@ -1,7 +1,8 @@
 """What MkDocs does besides turning docs/ into pages (mkdocs.yml names this file).
 
 Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
-CONTRIBUTING.md and CHANGELOG.md become pages. The page of all measured rows is drawn from bench/results.
+CONTRIBUTING.md, CHANGELOG.md and the notebooks of examples/ become pages. The page of all measured rows is drawn from
+bench/results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CELL = re.compile(r"^# %%(?P<kind> \[markdown\])?\n", re.MULTILINE)
+NOTEBOOKS = [path for path in sorted((ROOT / "examples").glob("*.py")) if CELL.match(path.read_text(encoding="utf-8"))]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in NOTEBOOKS}
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
 MEASURED = "<!-- site: measured -->"
 
@@ -50,6 +54,15 @@ def named_outside(docs: Path) -> set[str]:
     return found
 
 
+def as_page(notebook: str) -> str:
+    """Return a Python file in cells as Markdown: the text of its text cells, the rest as code."""
+    _, *parts = CELL.split(notebook)
+    cells = zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True)
+    return "\n\n".join(
+        re.sub(r"^# ?", "", text, flags=re.MULTILINE) if kind else f"```python\n{text}\n```" for kind, text in cells
+    )
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add what is not in docs/."""
     from mkdocs.structure.files import File
@@ -57,9 +70,10 @@ def on_files(files: Any, config: Any) -> Any:
     sys.path.insert(0, str(ROOT))
     from bench import pages, record
 
-    for name, page in PAGES.items():  # their links lead from the top of the tree
-        text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
-        files.append(File.generated(config, page, content=text))
+    for name, page in PAGES.items():  # their links lead from the top of the tree, or from examples/
+        text = (ROOT / name).read_text(encoding="utf-8")
+        text = as_page(text) if name.endswith(".py") else text
+        files.append(File.generated(config, page, content=re.sub(r"\]\((\.\./)?docs/", r"](\1", text)))
     for path in sorted(named_outside(Path(config["docs_dir"]))):
         files.append(File.generated(config, place(path), content=(ROOT / path).read_text(encoding="utf-8")))
     rows = record.merge(record.load(record.RESULTS))

@@ -221,6 +221,12 @@ class Gradients:
             how = ADD if "children" in found else STORE
             dtype = call.dtype if self.turns == 1 else torch.float32
             found.setdefault("children", torch.empty(children.shape, device=call.device, dtype=dtype))
+        tile, within = call.tile(chosen), chosen.positions * chosen.rows <= chosen.depth and chosen.votes >= inner
+        if dweight is None and within and call.precision != "ieee":
+            # Triton lays out the warps of products in a row alike: along the rows, if one has no more columns than rows
+            # (few rows are one warp's). Then each warp holds all votes. dW has many columns; in its absence dP gets
+            # more. No load ahead: that takes the registers.
+            tile = {**call.tile(chosen, 2 * chosen.depth), "num_stages": 1}
         make = call.zeros if ordered else call.empty
         parents = tuple(
             make(*call.parts(kind, chosen.splits)) if want else None
@@ -257,7 +263,7 @@ class Gradients:
                 CHILDREN=how.value,
                 PARENTS=(ADD if ordered else STORE).value,
                 EACH_TILE=self.each_tile,
-                **call.tile(chosen),
+                **tile,
             )
         found["parents"] = [t if t is None else t.sum(0) if chosen.splits > 1 else t[0] for t in parents]
 

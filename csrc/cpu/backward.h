@@ -15,6 +15,9 @@
 //   dvote    numbers of a vote's gradient
 //   add      what votes add to their parent's gradient
 //   finish   the parents' gradients are written
+//   plain, plain_share   whether shares ask no vote and no gate's gradient is wanted, and such a share
+//   needs_vote           whether dvote or add reads votes
+//   evidence_gain, ignored_evidence, add_betas   what a child's logits say through the betas (gaussian.h alone)
 #pragma once
 
 #include <vector>
@@ -166,7 +169,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
         walk(count, dW, dB);
       }
     } else {
-      const int64_t type = chunk * in.N / schedule.chunks, types = (chunk + 1) * in.N / schedule.chunks - type;
+      const int64_t type = Base::edge(chunk, in.N), types = Base::edge(chunk + 1, in.N) - type;
       range = {type, types, in.N, types * in.window.kh * in.window.kw};
       walk(count, dW, dB);
     }

@@ -18,9 +18,11 @@ struct Block {
   using Sits = Seats<T, kChildLanes>;
   static constexpr int n = kLanes<T>;
   static constexpr bool kUnitsShare = kLane == Lanes::kSharing && Pose::kUnits > 1;
-  // Votes are made and met in one go, unless those of several parents, units or tiles are made together.
+  // Votes are made and met in one go, unless those of several parents, units or tiles are made together, or child by
+  // child.
   bool made_one_by_one(int64_t rows) const {
-    return kLane == Lanes::kChildren || (Pose::kTogether == 1 && !kUnitsShare && (Pose::kTiles == 1 || rows == 1));
+    if (kLane == Lanes::kChildren) return !votes_by_child;
+    return Pose::kTogether == 1 && !kUnitsShare && (Pose::kTiles == 1 || rows == 1);
   }
   const Call& call;
   const Votes& in;
@@ -30,7 +32,8 @@ struct Block {
   const int64_t slots, CE, CD;
   Tile<T>* tiles;  // where the rows are
   V *P, *gates, *votes_kept;
-  Range range{};  // the children of the walk
+  T* votes_by_child;  // of a unit for a parent; null where matrices are turned
+  Range range{};      // the children of the walk
 
   Block(const Call& call, const Pose& pose, Arena& arena, int64_t rows)
       : call(call),
@@ -44,9 +47,20 @@ struct Block {
         tiles(arena.take<Tile<T>>(rows)),
         P(arena.take<V>(slots * CD)),
         gates(arena.take<V>(slots)),
-        votes_kept(arena.take<V>(schedule.keep_votes ? slots * in.M * CE : CE)) {}
+        votes_kept(arena.take<V>(schedule.keep_votes ? slots * in.M * CE : CE)),
+        votes_by_child(makes_votes_by_child() ? arena.take<T>(n * CE) : nullptr) {}
+
+  // A large matrix that one child has for itself would take longer to be turned to lanes than to be read.
+  bool makes_votes_by_child() const {
+    return kLane == Lanes::kChildren && Pose::kDynamic && in.weight && in.D * in.E >= kLargeMatrix && in.E % n == 0;
+  }
 
   int64_t children_at_once() const { return schedule.block_children * Sits::kUnit; }
+  // Where one of the schedule's ranges of `all` children begins: with a whole unit, so that no lane is empty before the
+  // last.
+  int64_t edge(int64_t chunk, int64_t all) const {
+    return min(chunk * ((all + Sits::kUnit - 1) / Sits::kUnit) / schedule.chunks * Sits::kUnit, all);
+  }
   // Units of a block that begins with child q of the range.
   int64_t units_from(int64_t q) const {
     return (min(children_at_once(), range.count - q) + Sits::kUnit - 1) / Sits::kUnit;
@@ -69,6 +83,8 @@ struct Block {
   // All votes of a block, to be kept. Where a parent's are few, those of several parents at once: each number of a pose
   // that is read then serves many products.
   void make_votes(int64_t count, int64_t rows) {
+    if constexpr (kLane == Lanes::kChildren && Pose::kDynamic)
+      if (votes_by_child) return make_votes_by_child(count, rows);
     constexpr int kMany = kLane == Lanes::kChildren ? 1 : Pose::kTogether;  // theirs are turned one by one
     int64_t m = 0;
     for (; m + kMany <= in.M; m += kMany) make_votes<kMany>(count, rows, m);
@@ -94,6 +110,36 @@ struct Block {
     else
       for (int64_t j = 0; j < count; ++j)
         each_group<Pose::kTiles>(rows, [&](int64_t t, auto tiles) { make(tiles, t * stride + j, stride, j); });
+  }
+
+  static constexpr int kAhead = 2048;  // numbers; a child's matrices follow one another
+
+  // The same child by child: a vector holds numbers of a matrix's row as it lies, and it is the votes that are turned.
+  void make_votes_by_child(int64_t count, int64_t rows) {
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t m = 0; m < in.M; ++m)
+        for (int64_t t = 0; t < rows; ++t) {
+          const int64_t slot = t * schedule.block_children + j;
+          const T* lane[n];
+          for (int r = 0; r < n; ++r) {
+            T* mine = votes_by_child + r * CE;
+            const auto meet = [&](const auto* W) FASTCAPS_LAMBDA {
+              product<1, Pose::kCols, V>(
+                  pose.C, pose.E / n, pose.D,
+                  [&](int c, int d) FASTCAPS_LAMBDA { return broadcast<T>(P[slot * CD + c * pose.D + d][r]); },
+                  [&](int d, int e) FASTCAPS_LAMBDA {
+                    __builtin_prefetch(W + d * pose.E + e * n + kAhead);
+                    return load_as<T>(W + d * pose.E + e * n);
+                  },
+                  FromZero{}, [&](int c, int e, V v) FASTCAPS_LAMBDA { store<T>(mine + c * pose.E + e * n, v); });
+            };
+            lane[r] = weights.as_it_lies(j, r, m, meet) ? mine : nullptr;
+          }
+          V* votes = votes_of(m, slot);
+          gather_rows<T>(lane, CE, votes);
+          const Weight* bias = weights.bias_of(j, m);
+          for (int k = 0; bias && k < CE; ++k) votes[k] += bias[k];
+        }
   }
 };
 

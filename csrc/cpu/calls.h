@@ -6,19 +6,21 @@
 #include "../arguments.h"
 #include "schedule.h"
 #include "scratch.h"
+#include "signals.h"
 
 namespace fastcaps {
 
 inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
 template <class Run>
-void run_items(int64_t items, int64_t scratch_bytes, Run&& run) {
+void run_items(SignalWatch& watch, int64_t items, int64_t scratch_bytes, Run&& run) {
   if (items == 0) return;
   torch::stable::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
     const Scratch scratch(scratch_bytes);
     STD_TORCH_CHECK(scratch.get() != nullptr, "fastcaps: no memory for ", scratch_bytes, " bytes of scratch");
-    run(begin, end, scratch.get());
+    watch.run_pieces(begin, end, [&](int64_t from, int64_t to) { run(from, to, scratch.get()); });
   });
+  STD_TORCH_CHECK(!watch.stopped(), "fastcaps: the handler of a signal stopped the call");
 }
 
 // A gradient of which every group, item or row makes a part of its own.
@@ -94,8 +96,8 @@ struct CpuCall {
     Tensor out = fresh(new_tensor(children, shape, compute));
     data = data_of(out);
     const size_t bytes = size_t(out.numel()) * out.element_size();
-    if (clear && bytes > 1 << 16) torch::stable::zero_(out);  // by all threads
-    if (clear && bytes <= 1 << 16) std::memset(data, 0, bytes);
+    if (clear && bytes > 1 << 16) torch::stable::zero_(out);              // by all threads
+    if (clear && bytes && bytes <= 1 << 16) std::memset(data, 0, bytes);  // of no bytes there is no address
     return out;
   }
   // `result`, if it is wanted.
@@ -149,13 +151,14 @@ void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   const MaybeTensor state =
       cpu.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
   const int64_t scratch = table.forward_scratch(call);
+  SignalWatch watch;
   call.turns = ranges ? 1 : call.total;  // where children are cut into ranges, turns wait for all of them
   for (call.turn = 0; call.turn < call.total; call.turn += call.turns) {
-    run_items(call.schedule.items(), scratch,
+    run_items(watch, call.schedule.items(), scratch,
               [&](int64_t begin, int64_t end, void* memory) { table.forward(call, begin, end, memory); });
     if (!ranges) continue;
     const int64_t rows = call.schedule.child_lanes ? in.positions() : ceil_div(in.positions(), lanes);
-    run_items(rows, scratch,
+    run_items(watch, rows, scratch,
               [&](int64_t begin, int64_t end, void* memory) { table.forward_finish(call, begin, end, memory); });
   }
 }
@@ -185,8 +188,10 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
     const MaybeTensor partial =
         cpu.rows(dparents, call.schedule, call.schedule.chunks, table.backward_results(call), lanes, call.partial);
     const int64_t scratch = table.backward_scratch(call);
+    SignalWatch watch;
     const auto run = [&](int64_t items, auto kernel) {
-      run_items(items, scratch, [&](int64_t begin, int64_t end, void* memory) { kernel(call, begin, end, memory); });
+      run_items(watch, items, scratch,
+                [&](int64_t begin, int64_t end, void* memory) { kernel(call, begin, end, memory); });
     };
     run(call.schedule.rows(), table.backward_prepare);
     run(call.schedule.items(), table.backward);

@@ -30,6 +30,12 @@ FASTCAPS_EXPORT double fastcaps_multiply_adds(int64_t rounds);
    turns, nothing here, and how many numbers bias and betas have. The text lives until the thread's next call. */
 FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_t* sizes, const int64_t* facts);
 
+/* Says once where five functions of Python lie, which signals.cpp names: long calls then give way to a signal. */
+FASTCAPS_EXPORT void fastcaps_cpu_python(void* const* functions);
+
+/* Called with the GIL: raises what the handler of a signal raised during a call, if one did. */
+FASTCAPS_EXPORT void fastcaps_cpu_raise(void);
+
 #ifdef __cplusplus
 }
 #endif

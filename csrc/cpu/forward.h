@@ -3,12 +3,18 @@
 // weigh; otherwise they are made again. Either way none reaches memory. Rows need nobody else, so where children are
 // not cut into ranges all turns of a row follow one another here.
 //
-// What a pass is, its policy says (attention.h, pooling.h, gaussian.h), with X the type of a row's numbers:
+// What a pass is, its policy says (attention.h, folded.h, pooling.h, gaussian.h), with X the type of a row's numbers:
 //   load         the parents before the first turn
+//   base         where a parent without a mean keeps what its sums are taken about (gaussian.h alone)
+//   clear        results before the first vote
+//   enter        children that share their weights are next, and
+//   leave        have all been met (folded.h alone)
 //   score        a vote against a parent: its logit
 //   compete      the parents' competition for a child, and
 //   equal_share  its outcome where all their logits are alike (kEvenSums: the same for all parents, and linear)
+//   equal        whether they are, in a turn
 //   weigh, add   what a block's votes for a parent weigh, and their way into its results
+//   add_again    the same of votes that were not kept, and are made again
 //   join_lanes   the results of a block whose lanes are children, into the row's
 //   join         the results of two ranges of children
 //   finish       results are written, and become the parents of the next turn
@@ -66,8 +72,8 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
   }
 
   void run(int64_t item) {
-    const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks, I = in.I;
-    const int64_t begin = chunk * I / schedule.chunks, count = (chunk + 1) * I / schedule.chunks - begin;
+    const int64_t chunk = item % schedule.chunks, group = item / schedule.chunks;
+    const int64_t begin = Base::edge(chunk, in.I), count = Base::edge(chunk + 1, in.I) - begin;
     const int64_t all = kChildLanes ? in.positions() : (in.positions() + n - 1) / n;
     const int64_t last = min((group + 1) * schedule.rows_per_group, all);
     for (int64_t first = group * schedule.rows_per_group; first < last; first += schedule.block_rows) {

@@ -139,6 +139,7 @@ struct GaussianForward {
   FASTCAPS_INLINE void weigh(const V* row, const V* gates, Sits sits, const Range& range, int64_t first, int64_t count,
                              int64_t m, Planes<V> to, int64_t to_m, V* share) const {
     V &n = *to.number(0, to_m), &evidence = *to.number(1, to_m);
+    V some{};  // of a few children: added one by one, hundreds lose digits
     for (int64_t j = 0; j < count; ++j) {
       const V w = row[j * in.M], sum = n + w, moved = sum == 0 ? V{} : w / sum;
       share[2 * j] = moved;
@@ -147,7 +148,8 @@ struct GaussianForward {
       if (betas.use) {
         const int64_t q = first + j * Sits::kUnit;
         const V ignore = betas.ignore_at(sits, range, q, m);
-        evidence += (betas.use_at(sits, range, q, m) + ignore) * w - ignore * gates[j];
+        some += (betas.use_at(sits, range, q, m) + ignore) * w - ignore * gates[j];
+        if (j % 16 == 15 || j + 1 == count) evidence += some, some = V{};
       }
     }
   }
@@ -414,7 +416,7 @@ struct GaussianBackward {
     const Planes<const X> from = parents(state);
     const X *base = from.pose(kBase, m), *p = from.pose(kPrecision, m);
     const X *means = from.pose(kMeans, m), *u = from.pose(kU, m), *s = from.pose(kS, m);
-    const V w = row[0], da = row[stride];
+    const V w = row[0], da = with.mean.data ? row[stride] : V{};  // else no vote is in it, and its NaN is nobody's
     each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
       const V off = vote[k] - base[k];
       put(at, gaussian::dvote(w, u[k], s[k], off - means[k], da, p[k], off));

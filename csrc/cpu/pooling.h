@@ -232,7 +232,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
       dgate += gain;
       row[m] = gate == 0 ? V{} : row[m] * gate;
       const V da = with.detach || !with.query.data ? V{} : gate == 0 ? V{} : gate * gain * T(with.scale);
-      row[stride + m] = da * row[2 * stride + m];
+      row[stride + m] = with.detach ? V{} : da * row[2 * stride + m];
       row[3 * stride + m] *= row[stride + m];
     }
     return with.detach ? dgate - dgate : dgate;  // 0, but not where it is not finite: that is how broken children show
@@ -244,7 +244,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
     const Planes<const X> from = parents(state);
     const X *ds = from.pose(0, m), *q = from.pose(1, m);
     const V share = row[0], c = row[stride], d = row[3 * stride];
-    if (with.query.data)
+    if (with.query.data && !with.detach)
       each_number<kCount>(first, count, [&](int k, int at) FASTCAPS_LAMBDA {
         put(at, pooling::dvote(share, ds[k], c, q[k], d, vote[k]));
       });
@@ -253,7 +253,7 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   }
   FASTCAPS_INLINE void add(const X*, int64_t, const V* rows, int64_t stride, const V* votes, int64_t count,
                            Planes<V> to, int64_t to_m) const {
-    if (with.dquery) add_votes(votes, rows + stride, in.M, count, to.size, to.pose(0, to_m));
+    if (with.dquery && !with.detach) add_votes(votes, rows + stride, in.M, count, to.size, to.pose(0, to_m));
   }
 };
 

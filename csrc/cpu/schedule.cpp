@@ -16,8 +16,10 @@ constexpr int64_t kPartialShare = 64;            // partial results of all items
 constexpr int64_t kPartialBytesLeast = 1 << 20;  // within these bounds
 constexpr int64_t kPartialBytes = 32 << 20;
 constexpr int64_t kWeightParts = 64 << 20;       // weight gradients of items that share their weights, all together
-constexpr int64_t kItems = 32;                   // enough to keep the threads of a large machine busy
+constexpr int64_t kItems = 64;                   // enough to keep the threads of a large machine busy
 constexpr int64_t kOperationsPerItem = 1 << 17;  // less than this is not worth an item of its own
+// What a byte of a backward's partial results costs, in multiply-adds: it is handed out, cleared, added to and read.
+constexpr double kOperationsPerByte = 12;
 
 double votes_bytes(const Votes& in, const Task& task) {
   return double(in.positions()) * double(in.I) * double(in.parents_size()) * double(task.number);
@@ -104,6 +106,25 @@ void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
   schedule.block_children = units(in, task, schedule.child_lanes);
 }
 
+// What idle threads make of a cost: with items of one size, the mean of how much longer machines of 2 to 64 threads
+// take than if every thread worked to the end, at a sixteenth of its weight. More threads are for larger calls, and no
+// cut is worth much more work.
+double with_idle_threads(double cost, int64_t items) {
+  double longer = 0;
+  for (const int64_t threads : {2, 8, 32, 64}) longer += double(threads * ceil_div(items, threads)) / 4;
+  return cost * (1 + (longer / double(items) - 1) / 16);
+}
+
+// f(chunks) for numbers of ranges that are worth a look: items just short of a power of two leave few threads idle.
+template <class F>
+void each_number_of_chunks(int64_t groups, int64_t most, F&& f) {
+  f(1);
+  for (int64_t items = kItems / 8, last = 1; items <= 4 * kItems && last < most; items *= 2) {
+    const int64_t chunks = std::min(items / std::max<int64_t>(groups, 1), most);
+    if (chunks > last) f(last = chunks);
+  }
+}
+
 int64_t operations(const Votes& in, int64_t positions, int64_t children) {
   return positions * children * in.M * (in.C * in.D * in.E + 2 * in.C * in.E);
 }
@@ -128,12 +149,20 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
   const int64_t positions = schedule.rows_per_group * (schedule.child_lanes ? 1 : task.lanes);
   const int64_t row_bytes = task.results * task.number * (schedule.child_lanes ? 1 : task.lanes);
   const int64_t most = std::min({
-      ceil_div(kItems, std::max<int64_t>(schedule.groups, 1)),
       schedule.child_lanes ? ceil_div(I, task.lanes) : I / std::max<int64_t>(schedule.block_children, 2 * task.lanes),
       operations(in, positions, I) / kOperationsPerItem,
       partial_bytes(in, task) / std::max<int64_t>(schedule.rows() * row_bytes, 1),
   });
-  schedule.chunks = std::max<int64_t>(most, 1);
+  const double work = double(operations(in, in.positions(), I));
+  double best = 0;
+  each_number_of_chunks(schedule.groups, most, [&](int64_t chunks) {
+    const double parts = chunks > 1 ? double(chunks * schedule.rows() * row_bytes) : 0;  // a byte: 4 multiply-adds
+    const double again = chunks > 1 && schedule.stay ? 2 : 1;  // votes that cannot stay are made every turn
+    const double cost = with_idle_threads(work * again + 4 * parts, schedule.groups * chunks);
+    if (best != 0 && cost >= best) return;
+    best = cost;
+    schedule.chunks = chunks;
+  });
   if (schedule.chunks > 1) schedule.stay = false;
   return schedule;
 }
@@ -169,20 +198,19 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
     }
     const double row = double(task.results * number) * double(child_lanes ? 1 : lanes);
     const double room = std::max(1.0, row * double(schedule.rows()));
-    schedule.chunks = std::max<int64_t>(
-        1, std::min<int64_t>({ceil_div(kItems / 2, std::max<int64_t>(schedule.groups, 1)), most_ranges,
-                              int64_t(work / 3.0 / double(std::max<int64_t>(schedule.groups, 1) * kOperationsPerItem)),
-                              int64_t(double(partials) / room),
-                              int64_t(double(partials) / own) / std::max<int64_t>(schedule.groups, 1),
-                              owned ? kItems : std::max<int64_t>(2, int64_t(weight_parts / weights))}));
-    const double busy = std::min<double>(1.0, double(schedule.items()) / 8.0);
-    const double parts = double(owned ? schedule.groups : schedule.items());
-    // Bytes weigh as much as 8 multiply-adds each: about what a core computes while memory moves one.
-    const double cost = work / std::max(filled * busy, 1e-9) + 8.0 * (parts * weights + double(schedule.chunks) * room);
-    if (best_cost == 0 || cost < best_cost) {
+    const int64_t most = std::min<int64_t>(
+        {most_ranges, int64_t(work / 3.0 / double(std::max<int64_t>(schedule.groups, 1) * kOperationsPerItem)),
+         int64_t(double(partials) / room), int64_t(double(partials) / own) / std::max<int64_t>(schedule.groups, 1),
+         owned ? kItems : std::max<int64_t>(2, int64_t(weight_parts / weights))});
+    each_number_of_chunks(schedule.groups, most, [&](int64_t chunks) {
+      schedule.chunks = chunks;
+      const double parts = double(owned ? schedule.groups : schedule.items());
+      const double moved = 2 * parts * weights + double(schedule.items()) * own + double(chunks) * room;
+      const double cost = with_idle_threads(work / filled + kOperationsPerByte * moved, schedule.items());
+      if (best_cost != 0 && cost >= best_cost) return;
       best_cost = cost;
       best = schedule;
-    }
+    });
   }
   if (!child_lanes) schedule_block(in, task, best.rows_per_group, in.M * in.D * in.E * number, best);
   if (task.identity) best.keep_votes = false;

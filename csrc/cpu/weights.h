@@ -70,6 +70,18 @@ struct WeightsOf {
     return bias ? taken(biases + j * kLanesEach, m * bias_m, pose, bias_lanes) : nullptr;
   }
 
+  // f(W) of the matrix of parent m and lane r of unit j as it lies; false where the lane is empty.
+  template <class F>
+  FASTCAPS_INLINE bool as_it_lies(int64_t j, int r, int64_t m, F&& f) const {
+    const T* first = matrices[j * kLanesEach + r];
+    if (!first) return false;
+    if (narrow)
+      f(reinterpret_cast<const BFloat16*>(first) + m * size);
+    else
+      f(first + m * size);
+    return true;
+  }
+
  private:
   const T* at(const T* first, int64_t offset) const {
     return narrow ? reinterpret_cast<const T*>(reinterpret_cast<const BFloat16*>(first) + offset) : first + offset;

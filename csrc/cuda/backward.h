@@ -79,7 +79,7 @@ struct Found {
 };
 
 // Rows d .. d + V of dP, summed over the parents and columns of the warp, for B of the lane's positions from r on.
-template <class Pose, int R, int B>
+template <class Pose, int R, int B, Storage S>
 FASTCAPS_DEVICE void differentiate_children(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                             const Found<Pose>& found, int d, int r, const Tiles<Pose, R>& dvotes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, N = B * TC * V;
@@ -87,7 +87,7 @@ FASTCAPS_DEVICE void differentiate_children(const PassArgs& a, const Lane<Pose>&
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
     float w[V][TE];
-    Weights<Pose>(a, lane, stage, p).rows(a, lane, d, w);
+    Weights<Pose, S>(a, lane, stage, p).rows(a, lane, d, w);
     FASTCAPS_UNROLL
     for (int b = 0; b < B; ++b) {
       FASTCAPS_UNROLL
@@ -239,15 +239,17 @@ template <class Pose, int R>
 FASTCAPS_DEVICE void multiply_back(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                    const Found<Pose>& found, const Tiles<Pose, R>& votes) {
   const int depth = Pose::padded_depth(a);
-  _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += Pose::kVector) {
-    if (a.dchildren) {
-      constexpr int B = Pose::kTileRows == 1 ? R : 1;
-      FASTCAPS_UNROLL
-      for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B>(a, lane, stage, found, d, r, votes);
+  with_weights<Pose>(a, [&](auto stored) {
+    _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += Pose::kVector) {
+      if (a.dchildren) {
+        constexpr int B = Pose::kTileRows == 1 ? R : 1;
+        FASTCAPS_UNROLL
+        for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B, stored()>(a, lane, stage, found, d, r, votes);
+      }
+      if constexpr (!kLargeWeights<Pose> && !Pose::kTensor)
+        if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, d, votes);
     }
-    if constexpr (!kLargeWeights<Pose> && !Pose::kTensor)
-      if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, d, votes);
-  }
+  });
   if (a.dweight) {
     if constexpr (kLargeWeights<Pose>)
       put_down<Pose, R>(a, lane, found, votes);
@@ -344,22 +346,23 @@ FASTCAPS_DEVICE void flush_weights(const PassArgs& a, const Found<Pose>& found, 
 
 // dW = sum over the tile's positions of P^T dV, four by four numbers a thread; children that share their weights are
 // added up first.
-template <class Pose>
+template <class Pose, Storage S>
 FASTCAPS_DEVICE void multiply_outer(const PassArgs& a, const Stage<Pose>& stage, const Found<Pose>& found, int first,
                                     int count) {
   constexpr int kColumns = Pose::kE / 4, kSquares = Pose::kD / 4 * kColumns;
   const int block_parents = Lane<Pose>::block_parents(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
+  const auto* children = stage.template children_as<S>();
   for (int unit = thread_index(); unit < block_parents * kSquares; unit += block_threads()) {
     const int own = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
     if (first_parent + own >= a.M) continue;
     float sum[4][4] = {};
     for (int k = 0; k < count; ++k) {
-      const float* rows = stage.children + k * a.tile * Pose::kRowStride + d;
+      const auto* rows = children + k * a.tile * Pose::kRowStride + d;
       const float* columns = found.weight + (k * block_parents + own) * a.tile * Pose::kE + e;
       for (int seat = 0; seat < a.tile; ++seat) {
         float p[4], v[4];
-        load_vector<4>(rows + seat * Pose::kRowStride, p);
+        load_vector<S>(rows + seat * Pose::kRowStride, p);
         load_vector<4>(columns + seat * Pose::kE, v);
         FASTCAPS_UNROLL
         for (int x = 0; x < 4; ++x) {
@@ -426,7 +429,15 @@ backward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
       if constexpr (Pose::kWeightStride > 0)
         if (a.dweight) flush_weights<Pose>(a, found, t, count);
       if constexpr (kLargeWeights<Pose>) {
-        if (a.dweight) multiply_outer<Pose>(a, Stage<Pose>(a, shared, which, t), found, t, count);
+        const auto outer = [&](auto stored) {
+          multiply_outer<Pose, stored()>(a, Stage<Pose>(a, shared, which, t), found, t, count);
+        };
+        if (a.dweight) {
+          if constexpr (Pose::kStored)
+            with_weights<Pose>(a, outer);
+          else
+            outer(Stored<Storage::kFloat32>());
+        }
         barrier();  // the children are read to the end
       }
     });

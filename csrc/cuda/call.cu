@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "softmax.h"
+
 namespace fastcaps::gpu {
 namespace {
 
@@ -18,13 +20,15 @@ round_kernel(const FASTCAPS_CONSTANT RoundArgs a) {
     a.to[k] = bits_float(to_tf32(a.from[k]));
 }
 
-// May rows of children be copied in vectors of so many floats?
-bool copies_in_vectors(const Votes& v, int floats_each) {
+constexpr int kMostAlongY = 65535;  // blocks of a grid
+
+// May rows of children be copied in vectors of so many numbers?
+bool copies_in_vectors(const Votes& v, int each) {
   const View& x = v.children;
-  if (v.storage != Storage::kFloat32 || x.stride[5] != 1 || v.D % floats_each != 0) return false;
+  if (x.stride[5] != 1 || v.D % each != 0) return false;
   for (int k = 0; k < 5; ++k)
-    if (x.stride[k] % floats_each != 0) return false;
-  return reinterpret_cast<uintptr_t>(x.data) % (4 * size_t(floats_each)) == 0;
+    if (x.stride[k] % each != 0) return false;
+  return reinterpret_cast<uintptr_t>(x.data) % (size_t(bytes_of(v.storage)) * size_t(each)) == 0;
 }
 
 // How many colours keep positions apart that see the same child, along one axis.
@@ -35,8 +39,8 @@ int colours(int64_t kernel, int64_t stride, int64_t dilation, int64_t positions)
 
 }  // namespace
 
-Tensor parameter(const Tensor& x) {
-  const Tensor dense = in_compute_type(x, ScalarType::Float);
+Tensor parameter(const Tensor& x, ScalarType type) {
+  const Tensor dense = in_compute_type(x, type);
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
 }
 
@@ -54,7 +58,7 @@ Call::Call(Pass pass_, const VoteTensors& given, int64_t options_)
   a.by_types = Divider(v.N), a.by_kernel_width = Divider(v.window.kw), a.by_group = Divider(v.I / v.G);
   a.padded = v.window.ph > 0 || v.window.pw > 0;
   a.children = v.children, a.gate = v.gate, a.storage = v.storage;
-  if (given.weight) a.weight = floats(weight = parameter(*given.weight));
+  if (given.weight) a.weight = data_of(weight = parameter(*given.weight, children.scalar_type()));
   if (given.bias) a.bias = floats(bias = parameter(*given.bias));
   a.bias_stride_m = v.bias_stride_m, a.bias_stride_i = v.bias_stride_i;
 }
@@ -99,22 +103,16 @@ Schedule Call::schedule_forward(int64_t turns) const {
   return c;
 }
 
-void Call::take_ranges(const Schedule& c) {
-  args.chunks = c.chunks, args.chunk_children = c.chunk_children;
-  args.by_chunk = Divider(c.chunks);
-}
-
 void Call::take(const Schedule& c) {
   PassArgs& a = args;
   static_cast<Cut&>(a) = c;
-  a.by_chunk = Divider(c.chunks);
   a.by_tile = Divider(c.tile);
   a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
   a.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
   if (c.kernel->tensor && a.storage == Storage::kFloat32 && votes.positions() > 0) {  // half precision is round already
     rounded = empty({weight.numel()});
     gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
-                RoundArgs{a.weight, floats(rounded), weight.numel()});
+                RoundArgs{floats(weight), floats(rounded), weight.numel()});
     a.weight = floats(rounded);
   }
   a.children_copy = copies_in_vectors(votes, c.kernel->vector);
@@ -131,30 +129,34 @@ void Call::launch(const Schedule& c, int first_block, int parent_blocks, int col
   STD_TORCH_CHECK(ceil_div(a.seats, c.tile) * c.chunks < (int64_t(1) << 31),
                   "fastcaps: too many positions for one launch");
   a.tiles = int(ceil_div(a.seats, c.tile));
+  a.chunks = c.chunks, a.chunk_children = c.chunk_children, a.by_chunk = Divider(c.chunks);
   a.groups = c.groups < a.tiles ? int(c.groups) : a.tiles;
   const bool plain = a.weight && !a.bias && !a.padded && a.query.data && c.parent_blocks == 1 && a.turns == 0;
-  constexpr int kMost = 65535;  // blocks along y
-  for (int block = 0; block < parent_blocks; block += kMost) {
+  for (int block = 0; block < parent_blocks; block += kMostAlongY) {
     a.first_parent = (first_block + block) * c.warps_parents * c.parents;
-    const Grid grid{int64_t(a.groups) * c.chunks, std::min(parent_blocks - block, kMost), c.threads(), c.shared_bytes};
+    const int blocks = std::min(parent_blocks - block, kMostAlongY);
+    const Grid grid{int64_t(a.groups) * c.chunks, blocks, c.threads(), c.shared_bytes};
     gpu::launch(plain ? c.kernel->run_plain : c.kernel->run, grid, a);
   }
 }
 
+int Call::places(const Schedule& c, int64_t numbers) const {
+  const int64_t most = std::clamp<int64_t>(parts_bytes() / (4 * numbers + 1), 1, kMostAlongY);
+  return int(ceil_div(c.parent_blocks, ceil_div(c.parent_blocks, most)));  // alike in every launch
+}
+
 Tensor Call::collect(const Schedule& c, int numbers) {
-  Tensor statistics = empty({c.parent_blocks > 1 ? votes.positions() * votes.I * numbers : 0});
-  if (c.parent_blocks == 1) return statistics;
-  args.statistics = floats(statistics);
-  args.collect = true;
-  Schedule all = c;  // nothing is summed over children: they may be spread over as many blocks as there is room for
+  if (c.parent_blocks == 1) return Tensor();
+  const int64_t count = votes.positions() * votes.I;
+  const int at_a_time = places(c, numbers * count);
+  const Tensor statistics = empty({at_a_time, count, numbers});
+  args.statistics = floats(statistics), args.collect = at_a_time;
+  Schedule all = c;  // nothing is added up: no sums are to be kept few
   all.groups = c.tiles;
-  const int64_t ranges = std::max<int64_t>(c.chunks, ceil_div(2 * multiprocessors(), c.tiles));
-  all.chunk_children = int(ceil_div(ceil_div(votes.I, ranges), c.stage) * c.stage);
-  all.chunks = int(ceil_div(votes.I, all.chunk_children));
-  take_ranges(all);
-  for (int block = 0; block < c.parent_blocks; ++block) launch(all, block, 1);
-  args.collect = false;
-  take_ranges(c);
+  for (int block = 0; block < c.parent_blocks; block += at_a_time)
+    launch(all, block, std::min(at_a_time, c.parent_blocks - block));
+  if (at_a_time > 1) gpu::launch(numbers == 2 ? &join_kernel<0> : &join_kernel<1>, blocks_for(count), args);
+  args.collect = 0;
   return statistics;
 }
 
@@ -180,8 +182,11 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
       {call.pass, true, rounds(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
   call.take(schedule);
   const int64_t parts = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
-  dchildren_ = call.zeros({wanted.children ? call.children.numel() : 0});
-  dgate_ = call.zeros({wanted.gate ? v.B * v.H * v.W * v.N : 0});
+  const int64_t cells = v.B * v.H * v.W, numbers = wanted.children ? call.children.numel() : 0;
+  const int64_t gates = wanted.gate ? cells * v.N : 0;
+  places_ = ordered_ ? call.places(schedule, numbers + gates) : 1;
+  dchildren_ = call.zeros({places_, numbers});
+  dgate_ = call.zeros({places_, gates});
   dweight_ = call.zeros({parts, wanted.weight ? weights : 0});
   dbias_ = call.zeros({parts, biases});
   duse_ = call.zeros({parts, wanted.use});
@@ -191,7 +196,7 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   if (wanted.use) a.duse = floats(duse_);
   if (wanted.ignore) a.dignore = floats(dignore_);
   a.dweight_part = ordered_ ? weights : 0, a.dbias_part = ordered_ ? biases : 0;
-  a.dbeta_part = ordered_ ? v.I * v.M : 0;
+  a.dbeta_part = ordered_ ? v.I * v.M : 0, a.cells_part = places_ > 1 ? cells : 0;
   a.alone_with_weights = ordered_;
 }
 
@@ -203,9 +208,7 @@ void VoteGradients::measure(int statistics, float* u, const float* tight) {
   Schedule whole = schedule;  // a sum over all children, made by one block
   whole.groups = schedule.tiles;
   whole.chunks = 1, whole.chunk_children = int(ceil_div(call_.votes.I, schedule.stage) * schedule.stage);
-  call_.take_ranges(whole);
   call_.launch(whole, 0, schedule.parent_blocks);
-  call_.take_ranges(schedule);
   a.measured = nullptr, a.tight = nullptr;
 }
 
@@ -221,8 +224,8 @@ void VoteGradients::run(int statistics) {
   }
   for (int y = 0; y < colours_y; ++y)
     for (int x = 0; x < colours_x; ++x)
-      for (int block = 0; block < schedule.parent_blocks; ++block)
-        call_.launch(schedule, block, 1, colours_y, colours_x, y, x);
+      for (int block = 0; block < schedule.parent_blocks; block += places_)
+        call_.launch(schedule, block, std::min(places_, schedule.parent_blocks - block), colours_y, colours_x, y, x);
 }
 
 Tensor VoteGradients::finished(bool wanted, const Tensor& x, const Shape& shape) const {
@@ -235,7 +238,7 @@ Tensor VoteGradients::finished(bool wanted, const Tensor& x, const Shape& shape)
 Tensor VoteGradients::gate() const {
   Shape shape = shape_of(call_.children);
   shape.resize(shape.size() - 2);
-  return finished(wanted_.gate, dgate_, shape);
+  return finished(wanted_.gate, over(dgate_, 0), shape);
 }
 
 Tensor VoteGradients::weight() const {

@@ -30,8 +30,8 @@ inline Grid blocks_for(int64_t count) {
   return {blocks < 4096 ? blocks : 4096, 1, 256};
 }
 
-// In float, dense, and at an address that vectors may be read from.
-Tensor parameter(const Tensor& x);
+// In a type, dense, and at an address that vectors may be read from.
+Tensor parameter(const Tensor& x, ScalarType type = ScalarType::Float);
 
 // Summed over a dimension; one part is the sum already.
 inline Tensor over(const Tensor& x, int64_t dim) {
@@ -74,15 +74,16 @@ struct Call {
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
   void launch(const Schedule& c, int first_block, int parent_blocks, int colours_y = 1, int colours_x = 1,
               int colour_y = 0, int colour_x = 0);
-  // The softmax over parents that do not fit into one block: a launch for each blockful of them, one after another.
+  // How many blocks of parents a launch takes where each puts down so many numbers for itself.
+  int places(const Schedule& c, int64_t numbers) const;
+  // The softmax over parents that do not fit into one block, `numbers` for each position and child: by a launch of all
+  // blocks, or as many at a time as there are places for, and one that joins what they know.
   Tensor collect(const Schedule& c, int numbers);
 
   // How many ranges' results there are for every parent, and one of them: numbers of a pose, or a single one.
   Shape parts(const Schedule& c, bool poses) const {
     return {c.chunks, votes.positions() * votes.M * (poses ? votes.parent_size() : 1)};
   }
-
-  void take_ranges(const Schedule& c);
 };
 
 // What every routing's backward makes alike: the gradients of the votes' parts, added up over turns, in parts where an
@@ -101,7 +102,7 @@ class VoteGradients {
   // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
   void run(int statistics);
 
-  Tensor children() const { return finished(wanted_.children, dchildren_, shape_of(call_.children)); }
+  Tensor children() const { return finished(wanted_.children, over(dchildren_, 0), shape_of(call_.children)); }
   Tensor gate() const;
   Tensor weight() const;
   Tensor bias() const;
@@ -119,6 +120,7 @@ class VoteGradients {
     int64_t use, ignore;
   } wanted_;
   bool ordered_;
+  int places_;  // blocks of parents that add to children's gradients at a time, each to its own
   Shape weight_shape_, bias_shape_;
   Tensor dchildren_, dgate_, dweight_, dbias_, duse_, dignore_;
 };

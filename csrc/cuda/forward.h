@@ -42,6 +42,13 @@ FASTCAPS_DEVICE void walk(const PassArgs& a, char* shared, const ChildRange& ran
     copy_wait<1>();
     barrier();
     const int count = range.last - t < a.stage ? range.last - t : a.stage;
+    if constexpr (!Pose::kStored) {
+      if (a.storage != Storage::kFloat32) {
+        Stage<Pose>::widen(a, shared, which, count);
+        barrier();
+      }
+    }
+    static_assert(!(State::kHushes && Pose::kStored), "only floats are hushed");
     if constexpr (State::kHushes) {
       if (a.gate.data) {
         Stage<Pose>::hush(a, shared, which, count);
@@ -100,7 +107,8 @@ struct Built {
   static PassKernel kernel(void (*run)(const PassArgs), void (*run_plain)(const PassArgs)) {
     PassKernel k{};
     k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.tile_rows = Pose::kTileRows, k.tile_columns = Pose::kTileColumns;
-    k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.tensor = Pose::kTensor;
+    k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.tensor = Pose::kTensor,
+    k.stored = Pose::kStored;
     k.vector = Pose::kVector, k.weight_copy = Pose::kWeightCopy;
     k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;
     k.weight_stride = Pose::kWeightStride, k.positions = R, k.threads = THREADS, k.blocks = BLOCKS;

@@ -12,6 +12,7 @@ namespace fastcaps::gpu {
 template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE>
 struct FixedPose {
   static constexpr bool kFixed = true, kTensor = false;
+  static constexpr bool kStored = false;  // children of half precision are read as they are stored, never widened
   static constexpr int kC = C, kD = D, kE = E;
   static constexpr int kTileRows = C, kTileColumns = TE;
   static constexpr int kVector = D % 4 == 0 ? 4 : D % 2 == 0 ? 2 : 1;  // of a child's row
@@ -41,7 +42,7 @@ struct FixedPose {
 // Any other pose: a lane holds TC x TE numbers of it, lanes stand in for the rest; what lies outside the pose is zero.
 template <int TC, int TE>
 struct FreePose {
-  static constexpr bool kFixed = false, kTensor = false;
+  static constexpr bool kFixed = false, kTensor = false, kStored = false;
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kTileRows = TC, kTileColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;

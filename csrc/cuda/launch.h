@@ -90,6 +90,7 @@ inline int attribute(cudaDeviceAttr which) {
 }
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 inline int64_t shared_limit() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes a block can have
+constexpr int64_t parts_bytes() { return 64 << 20; }  // of what each block of parents puts down for itself, about
 
 // Lets blocks of a kernel have as much shared memory as the device has; asked once by every thread, since it takes
 // longer than the launch. Always to the limit: another thread may be about to launch the same kernel.

@@ -21,7 +21,7 @@ FASTCAPS_DEVICE void add_bias(const PassArgs& a, const Lane<Pose>& lane, const S
   }
 }
 
-template <class Pose, int R>
+template <class Pose, int R, Storage S>
 FASTCAPS_DEVICE void multiply(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                               Tiles<Pose, R>& votes) {
   constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
@@ -38,7 +38,7 @@ FASTCAPS_DEVICE void multiply(const PassArgs& a, const Lane<Pose>& lane, const S
     FASTCAPS_UNROLL
     for (int p = 0; p < Pose::kEach; ++p) {
       float w[V][TE];
-      Weights<Pose>(a, lane, stage, p).rows(a, lane, d, w);
+      Weights<Pose, S>(a, lane, stage, p).rows(a, lane, d, w);
       FASTCAPS_UNROLL
       for (int r = 0; r < R; ++r) {
         FASTCAPS_UNROLL
@@ -78,12 +78,15 @@ FASTCAPS_DEVICE void take_children(const PassArgs& a, const Lane<Pose>& lane, co
 template <class Pose, int R, bool PLAIN, bool IDENTITY>
 FASTCAPS_DEVICE void make_votes(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                 Tiles<Pose, R>& votes) {
-  if constexpr (Pose::kTensor)
-    multiply_on_tensor_cores(a, lane, stage, votes);
-  else if (IDENTITY && !a.weight)
+  if (IDENTITY && !Pose::kTensor && !a.weight)
     take_children<Pose, R>(a, lane, stage, votes);
   else
-    multiply<Pose, R>(a, lane, stage, votes);
+    with_weights<Pose>(a, [&](auto stored) {
+      if constexpr (Pose::kTensor)
+        multiply_on_tensor_cores<stored()>(a, lane, stage, votes);
+      else
+        multiply<Pose, R, stored()>(a, lane, stage, votes);
+    });
   if constexpr (!PLAIN)
     if (a.bias) add_bias<Pose, R>(a, lane, stage, votes);
 }

@@ -30,11 +30,42 @@ FASTCAPS_DEVICE void store_vector(float* to, const float* from) {
     *to = *from;
 }
 
-// One child's weights towards one of the lane's parents.
-template <class Pose>
+// The same of half precision.
+template <Storage S, int N>
+FASTCAPS_DEVICE void load_vector(const uint16_t* from, float (&to)[N]) {
+  if constexpr (N == 4) {
+    widen_vector<S>(load2(reinterpret_cast<const float*>(from)), to);
+  } else {
+    FASTCAPS_UNROLL
+    for (int k = 0; k < N; ++k) to[k] = load_number(from, k, S);
+  }
+}
+template <Storage, int N>
+FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
+  load_vector<N>(from, to);
+}
+
+// Calls body(type) with the type of the weights that a lane meets: float in shared memory; elsewhere they are read
+// where they lie, as they lie, and one branch decides for all of them.
+template <class Pose, class Body>
+FASTCAPS_DEVICE void with_weights(const PassArgs& a, Body&& body) {
+  if constexpr (Pose::kWeightStride > 0) {
+    body(Stored<Storage::kFloat32>());
+  } else {
+    if (a.storage == Storage::kFloat32)
+      body(Stored<Storage::kFloat32>());
+    else if (a.storage == Storage::kBFloat16)
+      body(Stored<Storage::kBFloat16>());
+    else
+      body(Stored<Storage::kFloat16>());
+  }
+}
+
+// One child's weights towards one of the lane's parents, stored as S.
+template <class Pose, Storage S = Storage::kFloat32>
 struct Weights {
   static constexpr int V = Pose::kVector, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
-  const float* from;
+  const Element<S>* from;
   bool alive;
 
   FASTCAPS_DEVICE Weights(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p)
@@ -43,7 +74,8 @@ struct Weights {
       from = stage.weight + lane.own(p) * Pose::kWeightStride;
     } else {
       const int m = alive ? lane.m(p) : a.M - 1;  // whose numbers are read and not used
-      from = a.weight + (int64_t(a.by_group.quotient(stage.t)) * a.M + m) * Pose::D_(a) * Pose::E_(a);
+      from = static_cast<const Element<S>*>(a.weight) +
+             (int64_t(a.by_group.quotient(stage.t)) * a.M + m) * Pose::D_(a) * Pose::E_(a);
     }
   }
 
@@ -55,7 +87,7 @@ struct Weights {
         FASTCAPS_UNROLL
         for (int j = 0; j < TE; j += WV) {
           float part[WV];
-          load_vector<WV>(from + (d + v) * Pose::kE + lane.e(a, j), part);
+          load_vector<S>(from + (d + v) * Pose::kE + lane.e(a, j), part);
           FASTCAPS_UNROLL
           for (int x = 0; x < WV; ++x) w[v][j + x] = Pose::kWeightStride > 0 || alive ? part[x] : 0.0f;
         }
@@ -63,7 +95,7 @@ struct Weights {
         FASTCAPS_UNROLL
         for (int j = 0; j < TE; ++j) {
           const int e = lane.e(a, j);
-          w[v][j] = alive && d + v < a.D && e < a.E ? from[int64_t(d + v) * a.E + e] : 0.0f;
+          w[v][j] = alive && d + v < a.D && e < a.E ? load_number(from, int64_t(d + v) * a.E + e, S) : 0.0f;
         }
       }
     }

@@ -41,9 +41,11 @@ struct Cut {
   int stage;                   // children in shared memory at a time
   int chunks, chunk_children;  // ranges of children, and the children of one
   bool parts_by_chunk;         // parts of dW: one for each group and chunk, not for each group
-  // byte offsets in shared memory; shared_stage: from one of the two stages to the other
-  int shared_weight, shared_seen, shared_stage, shared_seat, shared_offset, shared_exchange, shared_dchildren,
-      shared_dweight, shared_dgate;
+  // Byte offsets in shared memory. shared_seen, shared_stage: within a stage, and from one of the two to the other.
+  // shared_float, float_stage: the same of its numbers in float, which are the stage itself, or one place for both
+  // where half precision is widened; shared_weight: within those.
+  int shared_seen, shared_stage, shared_float, float_stage, shared_weight, shared_seat, shared_offset, shared_exchange,
+      shared_dchildren, shared_dweight, shared_dgate;
 };
 
 // What all kernels of a call know of its parents, and of what lies between two turns.
@@ -69,8 +71,8 @@ struct PassArgs : Cut, ParentArgs {
 
   // tensors; strides in elements
   View children, query, gate;  // query, gate: data may be null
-  bool children_copy;          // children may be copied in vectors of the pose's kVector floats
-  const float* weight;         // [G, M, D, E]; null: votes are the children themselves
+  bool children_copy;          // children may be copied in vectors of the pose's kVector numbers
+  const void* weight;          // [G, M, D, E], in the children's type; null: votes are the children themselves
   const float* bias;           // [I or 1, M or 1, C, E] or null
   int64_t bias_stride_i, bias_stride_m;
   float scale;
@@ -80,10 +82,10 @@ struct PassArgs : Cut, ParentArgs {
   int first_parent;                              // block y is added
   Divider by_chunk, by_tile, by_rows, by_depth;  // chunks; tile; padded rows; vectors of a row
 
-  // Where parents do not fit into a block: what the softmax over all of them needs, [positions, I, 2 or 3], kept while
-  // one launch after another adds its parents (collect), and read by those that follow.
+  // Where parents do not fit into a block: what the softmax over all of them needs, [positions, I, 2 or 3] in the order
+  // of the walk. A launch that finds it has so many places for its blocks along y (collect; 0: one that reads it).
   float* statistics;
-  bool collect;
+  int collect;
 
   // What follows is null where not wanted. [..] stands for [chunks, positions, M], [.., C, E] for those poses; what a
   // call is given has no chunks, and all is in float.
@@ -121,11 +123,11 @@ struct PassArgs : Cut, ParentArgs {
   float* dvariance;        // [.., C, E]
   float* dlog_weight;      // [..]
   float *duse, *dignore;   // [parts, I, M], or [..] where all children have the same betas
-  float* dchildren;        // [B, H, W, N, C, D]
-  float* dgate;            // [B, H, W, N]
+  float* dchildren;        // [parts, B, H, W, N, C, D], where blocks along y have a part each (cells_part), or [B, ..]
+  float* dgate;            // [parts, B, H, W, N] or [B, ..]
   float* dweight;          // [parts, G, M, D, E]
   float* dbias;            // [parts, I or kSharedSums, M, C, E]
-  int64_t dweight_part, dbias_part, dbeta_part;  // from part to part; 0 where all blocks add to one
+  int64_t dweight_part, dbias_part, dbeta_part, cells_part;  // from part to part; 0 where all blocks add to one
   bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics
 };
 
@@ -135,8 +137,9 @@ struct PassKernel {
   int tile_rows, tile_columns;
   int columns, parents;            // lanes; 0: chosen at the launch
   int each;                        // parents of a lane
-  bool tensor;                     // products in tf32
-  int vector;                      // of a child's rows: floats that are copied together
+  bool tensor;                     // products on the tensor cores
+  bool stored;                     // reads children of half precision as they are
+  int vector;                      // of a child's rows: numbers that are copied together
   int child_stride;                // from child to child in shared memory, in floats; 0: any
   int weight_copy, weight_stride;  // of a parent's weights; no stride: they are read where they lie
   int positions;                   // R

@@ -51,13 +51,16 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
 
 constexpr int kOffsets = 2 * kMostChildren * 24;  // bytes: see Offset in stage.h
 
-// Bytes of shared memory: a part for each child on the way, and a part that is there once.
+// Bytes of shared memory: a part for each child on the way, and a part that is there once. Of half precision a stage
+// has the numbers as they are stored, and one place for both stages has them in float, if the kernel wants that.
 struct Shared {
   int64_t child_rows, weight, seen, dchildren, dweight, dgate, fixed;
+  bool narrow, widens;
 
   Shared(const Schedule& c, const Votes& v, const Task& task) {
     const bool backward = task.backward;
     const PassKernel& kernel = *c.kernel;
+    narrow = v.storage != Storage::kFloat32, widens = narrow && !kernel.stored;
     const int64_t any = int64_t(c.rows) * kernel.tile_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
     child_rows = c.tile * (kernel.C ? kernel.child_stride : any) * 4;
     weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
@@ -72,18 +75,23 @@ struct Shared {
     const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
     fixed = int64_t(c.tile) * 48 + kOffsets + aligned(exchange) + 64;
   }
+  int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
+  int64_t floats(int64_t stage) const { return children(stage) + ceil_div(stage * weight, 32) * 32; }
+  int64_t stored(int64_t stage) const { return floats(stage) / (narrow ? 2 : 1); }
   int64_t bytes(int64_t stage) const {
-    return 2 * (aligned(stage * child_rows) + aligned(stage * weight) + aligned(stage * seen)) +
-           aligned(stage * dchildren) + aligned(stage * dweight) + aligned(stage * dgate) + fixed;
+    return 2 * (stored(stage) + aligned(stage * seen)) + (widens ? floats(stage) : 0) + aligned(stage * dchildren) +
+           aligned(stage * dweight) + aligned(stage * dgate) + fixed;
   }
 };
 
 // Places in shared memory for `stage` children at a time.
 void place(Schedule& c, const Shared& shared) {
-  c.shared_weight = int(aligned(c.stage * shared.child_rows));
-  c.shared_seen = c.shared_weight + int(aligned(c.stage * shared.weight));
+  c.shared_weight = int(shared.children(c.stage));
+  c.shared_seen = int(shared.stored(c.stage));
   c.shared_stage = c.shared_seen + int(aligned(c.stage * shared.seen));
-  c.shared_dchildren = 2 * c.shared_stage;
+  c.shared_float = shared.widens ? 2 * c.shared_stage : 0;
+  c.float_stage = shared.widens ? 0 : c.shared_stage;
+  c.shared_dchildren = 2 * c.shared_stage + (shared.widens ? int(shared.floats(c.stage)) : 0);
   c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
   c.shared_dgate = c.shared_dweight + int(aligned(c.stage * shared.dweight));
   c.shared_seat = c.shared_dgate + int(aligned(c.stage * shared.dgate));
@@ -233,7 +241,7 @@ std::string describe(const Schedule& c) {
           n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " +
           n(c.groups * c.chunks * c.parent_blocks) + " blocks";
   if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";
-  if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " sweeps";
+  if (c.parent_blocks > 1) text += ", parents in " + n(c.parent_blocks) + " blocks";
   return text;
 }
 

@@ -46,25 +46,21 @@ FASTCAPS_DEVICE void meet(const PassArgs& a, const Lane<Pose>& lane, char* share
   }
 }
 
-// What earlier launches knew of the other parents: this launch's part joins it (collect), or it is all there is to
-// know.
-template <class Pose, int N>
-FASTCAPS_DEVICE void remember(const PassArgs& a, const Lane<Pose>& lane, float* kept, SoftmaxPart<N>& part) {
-  if (a.collect && (lane.warp_parent != 0 || !lane.speaks_for_position())) return;
-  if (!a.collect || a.first_parent > 0) {
-    SoftmaxPart<N> before;
-    before.top = kept[0];
-    FASTCAPS_UNROLL
-    for (int k = 0; k <= N; ++k) before.total[k] = kept[k + 1];
-    if (!a.collect) {
-      part = before;
-      return;
+// What blocks of parents know of their softmax, joined in their order.
+template <int N>
+FASTCAPS_KERNEL(256, 1)
+join_kernel(const FASTCAPS_CONSTANT PassArgs a) {
+  SoftmaxPart<N>* parts = reinterpret_cast<SoftmaxPart<N>*>(a.statistics);
+  const int64_t count = a.positions * a.I;
+  for (int64_t k = block_x() * block_threads() + thread_index(); k < count; k += blocks_x() * block_threads()) {
+    SoftmaxPart<N> all = parts[k];
+    for (int place = 1; place < a.collect; ++place) {
+      SoftmaxPart<N> more = parts[place * count + k];
+      more.join(all);
+      all = more;
     }
-    part.join(before);
+    parts[k] = all;
   }
-  kept[0] = part.top;
-  FASTCAPS_UNROLL
-  for (int k = 0; k <= N; ++k) kept[k + 1] = part.total[k];
 }
 
 // From a lane's logits (and h, if N = 1) to its shares r, and mean = sum_m r_m h_m at each of its R positions. Returns
@@ -74,46 +70,53 @@ FASTCAPS_DEVICE bool compete(const PassArgs& a, const Lane<Pose>& lane, const St
                              char* shared, const float (&logit)[R][Pose::kEach], const float (&h)[R][Pose::kEach],
                              float (&share)[R][Pose::kEach], float (&mean)[R]) {
   SoftmaxPart<N> part[R];
-  float x[R][Pose::kEach];  // logits; those of parents that there are not take no part
-  each_tile<Pose, R>([&](int r, int p) { x[r][p] = lane.alive(a, p) ? logit[r][p] : -INFINITY; });
-  FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    float top = x[r][0];
-    FASTCAPS_UNROLL
-    for (int p = 1; p < Pose::kEach; ++p) top = fmaxf(top, x[r][p]);
-    part[r].top = max_parents<Pose>(a, top);
-  }
-  FASTCAPS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const float shift = part[r].shift();
-    float total = 0.0f, product = 0.0f;
-    FASTCAPS_UNROLL
-    for (int p = 0; p < Pose::kEach; ++p) {
-      share[r][p] = exp2_fast(x[r][p] - shift);
-      total += share[r][p];
-      if constexpr (N > 0) product += share[r][p] * h[r][p];
-    }
-    part[r].total[0] = sum_parents<Pose>(a, total);
-    if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, product);
-  }
-  const auto take_up = [&] {  // what was below the lanes' own top is now below that of all
-    each_tile<Pose, R>(
-        [&](int r, int p) { share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f; });
+  const bool known = !PLAIN && a.statistics && !a.collect;  // what all parents come to
+  const auto kept = [&](int r) {
+    const int64_t position = seats[lane.template seat<R>(r)].position;
+    return reinterpret_cast<SoftmaxPart<N>*>(a.statistics) + (position < 0 ? 0 : position) * a.I + stage.t;
   };
-  if (a.warps_parents > 1) {
-    meet<Pose, R, N>(a, lane, shared, stage.t & 1, part);
-    take_up();
-  }
-  if (!PLAIN && a.statistics) {
+  if (known) {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) part[r] = *kept(r);
+  } else {
+    float x[R][Pose::kEach];  // logits; those of parents that there are not take no part
+    each_tile<Pose, R>([&](int r, int p) { x[r][p] = lane.alive(a, p) ? logit[r][p] : -INFINITY; });
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {
-      const int64_t position = seats[lane.template seat<R>(r)].position;
-      if (position >= 0)
-        remember<Pose, N>(a, lane, a.statistics + (position * a.I + Child(a, stage.t).i) * (N + 2), part[r]);
+      float top = x[r][0];
+      FASTCAPS_UNROLL
+      for (int p = 1; p < Pose::kEach; ++p) top = fmaxf(top, x[r][p]);
+      part[r].top = max_parents<Pose>(a, top);
     }
-    if (a.collect) return false;
-    take_up();
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float shift = part[r].shift();
+      float total = 0.0f, product = 0.0f;
+      FASTCAPS_UNROLL
+      for (int p = 0; p < Pose::kEach; ++p) {
+        share[r][p] = exp2_fast(x[r][p] - shift);
+        total += share[r][p];
+        if constexpr (N > 0) product += share[r][p] * h[r][p];
+      }
+      part[r].total[0] = sum_parents<Pose>(a, total);
+      if constexpr (N > 0) part[r].total[1] = sum_parents<Pose>(a, product);
+    }
+    if (a.warps_parents > 1) meet<Pose, R, N>(a, lane, shared, stage.t & 1, part);
   }
+  if (!PLAIN && a.collect) {
+    FASTCAPS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const bool exists = seats[lane.template seat<R>(r)].position >= 0;
+      if (!exists || lane.warp_parent != 0 || !lane.speaks_for_position()) continue;
+      SoftmaxPart<N>& place = kept(r)[block_y() * a.positions * a.I];
+      if (a.first_parent > 0) part[r].join(place);  // it is not new
+      place = part[r];
+    }
+    return false;
+  }
+  if (known || a.warps_parents > 1)  // what was below the lanes' own top is now below that of all
+    each_tile<Pose, R>(
+        [&](int r, int p) { share[r][p] = lane.alive(a, p) ? exp2_fast(logit[r][p] - part[r].shift()) : 0.0f; });
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
     const float one = reciprocal(part[r].total[0]);

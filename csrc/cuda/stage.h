@@ -1,6 +1,8 @@
 // Bringing children and weights into shared memory: a stage of a few children for all positions of the block's tile.
 #pragma once
 
+#include <type_traits>
+
 #include "lanes.h"
 
 namespace fastcaps::gpu {
@@ -10,6 +12,24 @@ FASTCAPS_DEVICE float load_number(const void* data, int64_t at, Storage storage)
     case Storage::kBFloat16: return bfloat16_to_float(static_cast<const uint16_t*>(data)[at]);
     case Storage::kFloat16: return float16_to_float(static_cast<const uint16_t*>(data)[at]);
     default: return static_cast<const float*>(data)[at];
+  }
+}
+
+// A type that is known when compiled, as an argument.
+template <Storage S>
+using Stored = std::integral_constant<Storage, S>;
+
+template <Storage S>
+using Element = std::conditional_t<S == Storage::kFloat32, float, uint16_t>;
+
+// Four neighbours of half precision, as they came in two words.
+template <Storage S>
+FASTCAPS_DEVICE void widen_vector(float2 pairs, float (&to)[4]) {
+  const uint32_t bits[2] = {float_bits(pairs.x), float_bits(pairs.y)};
+  FASTCAPS_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const uint16_t number = uint16_t(bits[k / 2] >> k % 2 * 16);
+    to[k] = load_number(&number, 0, S);
   }
 }
 
@@ -43,7 +63,7 @@ FASTCAPS_DEVICE int64_t offset_of_parent(const View& view, int64_t parent, int M
 // launch takes positions of one colour only: those far enough from each other to share no child.
 struct Seat {
   int64_t position;                     // (b * Ho + y) * Wo + x; -1: none
-  int64_t children, gate, query, cell;  // cell: (b * H + y) * W + x of the window's first child
+  int64_t children, gate, query, cell;  // cell: (b * H + y) * W + x of the window's first child, in the block's part
   int y, x;
 
   // Is there a child so far from the window's first, or only padding?
@@ -66,7 +86,7 @@ FASTCAPS_DEVICE Seat seat_of(const PassArgs& a, int64_t index) {
   s.children = b * a.children.stride[0] + s.y * a.children.stride[1] + s.x * a.children.stride[2];
   s.gate = b * a.gate.stride[0] + s.y * a.gate.stride[1] + s.x * a.gate.stride[2];
   s.query = b * a.query.stride[0] + y * a.query.stride[1] + x * a.query.stride[2];
-  s.cell = (b * a.H + s.y) * a.W + s.x;
+  s.cell = block_y() * a.cells_part + (b * a.H + s.y) * a.W + s.x;
   return s;
 }
 
@@ -118,28 +138,30 @@ FASTCAPS_DEVICE void make_offsets(const PassArgs& a, char* shared, int which, in
                                      child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.dy, child.dx};
 }
 
+// Numbers come into shared memory as they are stored: T is float, or the 16 bits of half precision.
+
 // V neighbours of a row to shared memory; `inside` says how many of them there are.
-template <int V>
-FASTCAPS_DEVICE void stage_vector(const PassArgs& a, float* to, int64_t at, int inside) {
-  const float* from = static_cast<const float*>(a.children.data);
+template <int V, class T>
+FASTCAPS_DEVICE void stage_vector(const PassArgs& a, T* to, int64_t at, int inside) {
+  const T* from = static_cast<const T*>(a.children.data);
   const int64_t step = a.children.stride[5];
   if (a.children_copy) {
-    copy_async<V * 4>(to, from + (inside > 0 ? at : 0), inside > 0);
+    copy_async<V * sizeof(T)>(to, from + (inside > 0 ? at : 0), inside > 0);
     return;
   }
   FASTCAPS_UNROLL
   for (int v = 0; v < V; ++v) {
-    if (a.storage == Storage::kFloat32)
+    if constexpr (sizeof(T) == 4)
       copy_async<4>(to + v, from + (v < inside ? at + v * step : 0), v < inside);
     else
-      to[v] = v < inside ? load_number(a.children.data, at + v * step, a.storage) : 0.0f;
+      to[v] = v < inside ? from[at + v * step] : T(0);  // no copy is so small
   }
 }
 
 // Children [count, tile, C, D], zero where there is none and in the padding of rows and depth. A thread keeps its place
 // within a child and goes through the children.
-template <class Pose>
-FASTCAPS_DEVICE void stage_children(const PassArgs& a, int count, const Seat* seats, const Offset* offsets, float* to) {
+template <class Pose, class T>
+FASTCAPS_DEVICE void stage_children(const PassArgs& a, int count, const Seat* seats, const Offset* offsets, T* to) {
   constexpr int V = Pose::kVector;
   const int rows = Pose::padded_rows(a), vectors = Pose::padded_depth(a) / V, stride = row_stride<Pose>(a);
   for (int unit = thread_index(); unit < a.tile * rows * vectors; unit += block_threads()) {
@@ -156,7 +178,7 @@ FASTCAPS_DEVICE void stage_children(const PassArgs& a, int count, const Seat* se
     const Seat& seat = seats[which];
     const int inside = Pose::kFixed ? V : c >= a.C ? 0 : a.D - d < V ? a.D - d : V;
     const int64_t at = seat.children + c * a.children.stride[4] + d * a.children.stride[5];
-    float* target = to + which * child_stride<Pose>(a) + c * stride + d;
+    T* target = to + which * child_stride<Pose>(a) + c * stride + d;
     for (int k = 0; k < count; ++k) {
       stage_vector<V>(a, target, at + offsets[k].children, offsets[k].exists(a, seat) ? inside : 0);
       target += a.tile * child_stride<Pose>(a);
@@ -165,19 +187,19 @@ FASTCAPS_DEVICE void stage_children(const PassArgs& a, int count, const Seat* se
 }
 
 // Weights [count, parents of the block, stride]; zero for parents that there are not. As above.
-template <class Pose>
-FASTCAPS_DEVICE void stage_weights(const PassArgs& a, int first, int count, float* to) {
+template <class Pose, class T>
+FASTCAPS_DEVICE void stage_weights(const PassArgs& a, int first, int count, T* to) {
   constexpr int V = Pose::kWeightCopy, kNumbers = Pose::kD * Pose::kE;
   const int block_parents = Lane<Pose>::block_parents(a);
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
   for (int unit = thread_index(); unit < block_parents * (kNumbers / V); unit += block_threads()) {
     const int m = unit / (kNumbers / V), number = unit % (kNumbers / V) * V;
     const bool exists = first_parent + m < a.M;
-    const float* from = a.weight + (exists ? int64_t(first_parent + m) * kNumbers + number : 0);
-    float* target = to + m * Pose::kWeightStride + number;
+    const T* from = static_cast<const T*>(a.weight) + (exists ? int64_t(first_parent + m) * kNumbers + number : 0);
+    T* target = to + m * Pose::kWeightStride + number;
     for (int k = 0; k < count; ++k) {
       const int64_t group = exists ? a.by_group.quotient(first + k) : 0;
-      copy_async<V * 4>(target, from + group * a.M * kNumbers, exists);
+      copy_async<V * sizeof(T)>(target, from + group * a.M * kNumbers, exists);
       target += block_parents * Pose::kWeightStride;
     }
   }
@@ -204,22 +226,34 @@ FASTCAPS_DEVICE void stage_seen(const PassArgs& a, int count, const Seat* seats,
 // One child after another of a stage in shared memory.
 template <class Pose>
 struct Stage {
-  const float* children;  // [tile, C, D], child_stride apart
-  const float* weight;    // [parents of the block, stride]
-  const Seen* seen;       // [tile]
-  int t;                  // which child it is, in the order of the kernels
+  const float* children;   // [tile, C, D], child_stride apart
+  const uint16_t* stored;  // the same as they came, of half precision
+  const float* weight;     // [parents of the block, stride]
+  const Seen* seen;        // [tile]
+  int t;                   // which child it is, in the order of the kernels
 
   FASTCAPS_DEVICE Stage(const PassArgs& a, char* shared, int which, int first) : t(first) {
-    char* base = shared + which * a.shared_stage;
-    children = reinterpret_cast<const float*>(base);
-    weight = reinterpret_cast<const float*>(base + a.shared_weight);
-    seen = reinterpret_cast<const Seen*>(base + a.shared_seen);
+    const char* floats = shared + a.shared_float + which * a.float_stage;
+    children = reinterpret_cast<const float*>(floats);
+    stored = reinterpret_cast<const uint16_t*>(shared + which * a.shared_stage);
+    weight = reinterpret_cast<const float*>(floats + a.shared_weight);
+    seen = reinterpret_cast<const Seen*>(shared + which * a.shared_stage + a.shared_seen);
   }
   FASTCAPS_DEVICE void next(const PassArgs& a) {
     children += a.tile * child_stride<Pose>(a);
+    stored += a.tile * child_stride<Pose>(a);
     weight += Lane<Pose>::block_parents(a) * Pose::kWeightStride;
     seen += a.tile;
     ++t;
+  }
+
+  // The children in a type that the caller knows them to be in.
+  template <Storage S>
+  FASTCAPS_DEVICE const Element<S>* children_as() const {
+    if constexpr (S == Storage::kFloat32)
+      return children;
+    else
+      return stored;
   }
 
   // Children [first, last), or as many as fit; they have come when copy_wait and a barrier are passed. The offsets of
@@ -231,21 +265,49 @@ struct Stage {
     const Seat* seats = reinterpret_cast<const Seat*>(shared + a.shared_seat);
     const Offset* offsets = offsets_of(a, shared, which);
     char* base = shared + which * a.shared_stage;
-    stage_children<Pose>(a, count, seats, offsets, reinterpret_cast<float*>(base));
-    if constexpr (Pose::kWeightStride > 0)
-      if (a.weight) stage_weights<Pose>(a, first, count, reinterpret_cast<float*>(base + a.shared_weight));
+    const auto numbers = [&](auto* to) {
+      stage_children<Pose>(a, count, seats, offsets, to);
+      if constexpr (Pose::kWeightStride > 0)
+        if (a.weight) stage_weights<Pose>(a, first, count, to + a.shared_weight / int(sizeof(float)));
+    };
+    if (a.storage == Storage::kFloat32)
+      numbers(reinterpret_cast<float*>(base));
+    else
+      numbers(reinterpret_cast<uint16_t*>(base));
     stage_seen(a, count, seats, offsets, reinterpret_cast<Seen*>(base + a.shared_seen));
+  }
+
+  // Half precision to float, once for all lanes that will read it: four neighbours at a time, from the stage to where
+  // its floats lie, in the same order and what lies between them too. Behind a barrier, and another must follow.
+  static FASTCAPS_DEVICE void widen(const PassArgs& a, char* shared, int which, int count) {
+    const float* from = reinterpret_cast<const float*>(shared + which * a.shared_stage);  // two numbers each
+    float* to = reinterpret_cast<float*>(shared + a.shared_float);
+    const bool staged = Pose::kWeightStride > 0 && a.weight;
+    const int numbers =
+        staged ? a.shared_weight / int(sizeof(float)) + count * Lane<Pose>::block_parents(a) * Pose::kWeightStride
+               : count * a.tile * child_stride<Pose>(a);
+    const auto all = [&](auto stored) {
+      for (int k = thread_index() * 4; k < numbers; k += block_threads() * 4) {
+        float x[4];
+        widen_vector<stored()>(load2(from + k / 2), x);
+        store4(to + k, make_float4(x[0], x[1], x[2], x[3]));
+      }
+    };
+    if (a.storage == Storage::kBFloat16)
+      all(Stored<Storage::kBFloat16>());
+    else
+      all(Stored<Storage::kFloat16>());
   }
 
   // Children behind a gate of exactly 0 that are NaN or infinite become zeros, as if they were not there: nothing that
   // they are multiplied by is a number. Behind a barrier, and another must follow.
   static FASTCAPS_DEVICE void hush(const PassArgs& a, char* shared, int which, int count) {
-    char* base = shared + which * a.shared_stage;
-    Seen* seen = reinterpret_cast<Seen*>(base + a.shared_seen);
+    Seen* seen = reinterpret_cast<Seen*>(shared + which * a.shared_stage + a.shared_seen);
+    float* children = reinterpret_cast<float*>(shared + a.shared_float + which * a.float_stage);
     const int numbers = Pose::padded_rows(a) * row_stride<Pose>(a), depth = Pose::padded_depth(a);
     for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
       if (seen[unit].gate != 0.0f || seen[unit].exists == 0.0f) continue;
-      float* child = reinterpret_cast<float*>(base) + unit * child_stride<Pose>(a);
+      float* child = children + unit * child_stride<Pose>(a);
       float all = 0.0f;  // NaN as soon as one is not finite
       for (int row = 0; row < numbers; row += row_stride<Pose>(a))
         for (int d = 0; d < depth; ++d) all += 0.0f * child[row + d];

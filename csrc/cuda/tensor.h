@@ -1,5 +1,6 @@
 // Votes on the tensor cores, in tf32: products of numbers rounded to 10 bits of mantissa, sums in float. Taken where
-// the user's precision allows it, and for half-precision tensors always: their numbers are such numbers.
+// the user's precision allows it, and for half-precision tensors always: their numbers are such numbers. Where the
+// depth fills an instruction of half precision that takes them as they are.
 //
 // The layouts are chosen so that the instruction leaves each lane with exactly the numbers that the lane holds anyway:
 // nothing moves between lanes before or after.
@@ -21,13 +22,13 @@ struct TensorPose4x4 : FixedPose<4, 4, 4, 4, 4, 1, 8, EACH, 16> {
 };
 
 // 1 x 64 poses. One instruction takes 16 positions (rows) and 8 columns of one parent's pose, for 8 of the child's
-// columns; a lane ends with two positions and two columns, which are neighbours.
+// columns, or 16 of half precision; a lane ends with two positions and two columns, which are neighbours.
 struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
-  static constexpr bool kTensor = true;
+  static constexpr bool kTensor = true, kStored = true;
   static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment meet 32 banks
 };
 
-template <int EACH, int R>
+template <Storage, int EACH, int R>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose4x4<EACH>>& lane,
                                               const Stage<TensorPose4x4<EACH>>& stage,
                                               Tile<TensorPose4x4<EACH>> (&votes)[R][EACH]) {
@@ -55,22 +56,44 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<Tens
   }
 }
 
-template <int R>
+FASTCAPS_DEVICE uint32_t pair_of(uint16_t low, uint16_t high) { return uint32_t(low) | uint32_t(high) << 16; }
+
+template <Storage S>
+FASTCAPS_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (S == Storage::kBFloat16)
+    mma_bf16_16x8x16(d, a, b);
+  else
+    mma_f16_16x8x16(d, a, b);
+}
+
+template <Storage S, int R>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose1x64>& lane,
                                               const Stage<TensorPose1x64>& stage, Tile<TensorPose1x64> (&votes)[R][1]) {
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
   const int t = lane.column;
-  const float* weight = Weights<TensorPose1x64>(a, lane, stage, 0).from + t * 64 + lane.position;
+  // Where the lane begins in the depth. Words of half precision, which are pairs, lie on all banks if lanes 2 and 3
+  // begin half a row on: the order of the depth is free.
+  const int begin = S == Storage::kFloat32 ? t : t % 2 * 2 + t / 2 * 32;
+  const auto* weight = Weights<TensorPose1x64, S>(a, lane, stage, 0).from + begin * 64 + lane.position;
+  const auto* rows = stage.template children_as<S>() + begin;
   float d[8][4] = {};
-  _Pragma("unroll 2") for (int first = 0; first < 64; first += 8) {
+  _Pragma("unroll 2") for (int first = 0; first < (S == Storage::kFloat32 ? 64 : 32); first += 8) {
     uint32_t children[4];
     FASTCAPS_UNROLL
-    for (int x = 0; x < 4; ++x)
-      children[x] = to_tf32(child_row(a, lane, stage, lane.seat<2>(x % 2), 0)[first + t + x / 2 * 4]);
+    for (int x = 0; x < 4; ++x) {
+      const auto* from = rows + lane.seat<2>(x % 2) * TensorPose1x64::kRowStride + first + x / 2 * 4;
+      if constexpr (S == Storage::kFloat32)
+        children[x] = to_tf32(*from);
+      else
+        children[x] = *reinterpret_cast<const uint32_t*>(from);
+    }
     FASTCAPS_UNROLL
     for (int e = 0; e < 8; ++e) {
-      const float* at = weight + first * 64 + e * 8;
-      mma_tf32_16x8x8(d[e], children, {float_bits(at[0]), float_bits(at[4 * 64])});
+      const auto* at = weight + first * 64 + e * 8;
+      if constexpr (S == Storage::kFloat32)
+        mma_tf32_16x8x8(d[e], children, {float_bits(at[0]), float_bits(at[4 * 64])});
+      else
+        mma_half<S>(d[e], children, {pair_of(at[0], at[64]), pair_of(at[4 * 64], at[5 * 64])});
     }
   }
   FASTCAPS_UNROLL

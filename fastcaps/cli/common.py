@@ -16,6 +16,7 @@ EXTRAS = {
     **dict.fromkeys(("rich", "typer"), "cli"),
     **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "numpy", "yaml"), "train"),
     **dict.fromkeys(("sklearn", "matplotlib"), "demo"),
+    "cpuinfo": "bench",
 }
 
 

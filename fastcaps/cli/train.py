@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from fastcaps.cli.common import Fail, Stopped, absolute, read_settings, refuse_missing, show, told_on
 
@@ -51,6 +51,7 @@ def _text(panel: str, text: str, **more: Any) -> Any:
 
 
 def train(
+    folder: Annotated[str | None, Argument(metavar="[RUN]", help="with --resume: the run's folder, as --out")] = None,
     network: Annotated[str | None, _text(WHAT, "network to train (see --list)")] = None,
     data: Annotated[
         str | None, _text(WHAT, "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)")
@@ -108,7 +109,7 @@ def train(
         bool,
         Option(
             "--resume",
-            help="go on from the last checkpoint in --out, with the settings kept there; what is given must agree",
+            help="go on from the last checkpoint in RUN, with the settings kept there; what is given must agree",
             rich_help_panel=RUN,
         ),
     ] = False,
@@ -131,6 +132,12 @@ def train(
         refuse_missing(error)
     if resume and overwrite:
         raise Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
+    if folder is not None:
+        if not resume:
+            raise Fail(f"{folder}: a folder stands after --resume alone; --network and --data say what to train")
+        if out is not None:
+            raise Fail(f"--resume {folder} and --out {out} both name the run's folder: give one of them")
+        options["out"] = folder
     try:
         changes = {path: options[name] for name, path in PATHS.items() if options[name] is not None}
         changes |= read_settings(settings or [])  # --set wins over an option of its own
@@ -148,7 +155,7 @@ def train(
     except (DataError, RunError, ValueError) as error:
         raise Fail(str(error)) from error
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        raise Stopped(f"stopped; fastcaps train --resume --out {shlex.quote(str(config.folder))} goes on") from None
+        raise Stopped(f"stopped; fastcaps train --resume {shlex.quote(str(config.folder))} goes on") from None
     if not result.is_main:
         return 0  # one of several processes; the first one speaks
     if as_json:
@@ -183,8 +190,12 @@ def _list(as_json: bool) -> int:
 
 def _option(path: str, value: Any) -> str:
     """How a setting is given on the command line."""
-    names = {path: name for name, path in PATHS.items()}
-    return f"--{names[path].replace('_', '-')} {value}" if path in names else f"--set {path} {value}"
+    names = {path: name.replace("_", "-") for name, path in PATHS.items()}
+    if path not in names:
+        return f"--set {path}={value}"
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{names[path]}"
+    return f"--{names[path]} {value}"
 
 
 def _fresh(name: str | None, changes: dict[str, Any]) -> Any:

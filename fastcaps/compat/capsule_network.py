@@ -114,16 +114,20 @@ class CapsuleLayer(nn.Module):
         require_tensor(x, "x")
         if self.num_route_nodes == -1:
             return squash(torch.stack([convolution(x).flatten(1) for convolution in self.capsules], dim=-1))
-        if x.dim() != 3 or x.shape[1:] != (self.num_route_nodes, self.in_channels):
-            raise ValueError(f"x must be [batch, {self.num_route_nodes}, {self.in_channels}], got {shape_text(x)}")
-        parents = functional.dynamic_routing(
-            x.unsqueeze(-2),
-            self.route_weights.transpose(0, 1),
-            iterations=self.num_iterations,
-            compete="children",
-            prior=self.route_logits.flatten(1).T if self.learned_logits else None,
-        )
-        assert isinstance(parents, Tensor)
-        return parents.transpose(0, 1).unsqueeze(2)
+        prior = self.route_logits.flatten(1).T if self.learned_logits else None
+        return route(x, "x", self.route_weights, self.num_iterations, prior)
 
     extra_repr = every_argument_repr
+
+
+def route(x: Tensor, name: str, weight: Tensor, iterations: int, prior: Tensor | None = None) -> Tensor:
+    """Route ``[batch, i, d]``, an argument called ``name``, by matrices ``[m, i, d, e]`` to ``[m, batch, 1, 1, e]``."""
+    require_tensor(x, name)
+    _, children, numbers, _ = weight.shape
+    if x.dim() != 3 or x.shape[1:] != (children, numbers):
+        raise ValueError(f"{name} must be [batch, {children}, {numbers}], got {shape_text(x)}")
+    parents = functional.dynamic_routing(
+        x.unsqueeze(-2), weight.transpose(0, 1), iterations=iterations, compete="children", prior=prior
+    )
+    assert isinstance(parents, Tensor)
+    return parents.transpose(0, 1).unsqueeze(2)

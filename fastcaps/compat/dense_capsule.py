@@ -82,15 +82,21 @@ class DenseCapsule(nn.Module):
         ValueError, TypeError
             If ``x`` does not fit.
         """
-        require_tensor(x, "x")
-        if x.dim() != 3 or x.shape[1:] != (self.in_num_caps, self.in_dim_caps):
-            raise ValueError(f"x must be [batch, {self.in_num_caps}, {self.in_dim_caps}], got {shape_text(x)}")
-        weight = self.weight.permute(1, 0, 3, 2)  # [G, M, D, E]
-        parents = functional.dynamic_routing(x.unsqueeze(-2), weight, iterations=self.routings, detach=True)
-        assert isinstance(parents, Tensor)
-        return _shorten(parents.squeeze(-2))
+        return route(x, self.weight, self.routings)
 
     extra_repr = every_argument_repr
+
+
+def route(x: Tensor, weight: Tensor, iterations: int) -> Tensor:
+    """Route ``[batch, i, d]`` by matrices ``[m, i, e, d]`` to ``[batch, m, e]``."""
+    require_tensor(x, "x")
+    _, children, _, numbers = weight.shape
+    if x.dim() != 3 or x.shape[1:] != (children, numbers):
+        raise ValueError(f"x must be [batch, {children}, {numbers}], got {shape_text(x)}")
+    weight = weight.permute(1, 0, 3, 2)  # [G, M, D, E]
+    parents = functional.dynamic_routing(x.unsqueeze(-2), weight, iterations=iterations, detach=True)
+    assert isinstance(parents, Tensor)
+    return _shorten(parents.squeeze(-2))
 
 
 def _shorten(parents: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ __all__ = ["CapsuleCONV", "CapsuleFC"]
 class _Capsule(nn.Module):
     """What the two layers share: names, initialisation and the pass itself."""
 
+    in_n_capsules: int
     window: Window | None = None
 
     def _setup(
@@ -102,11 +103,11 @@ class _Capsule(nn.Module):
             return poses if plain else norm(poses)
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened
 
-    def _check(self, children: Tensor, parents: Tensor | None, in_n_capsules: int, wanted: str) -> None:
+    def _check(self, children: Tensor, parents: Tensor | None, wanted: str) -> None:
         if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_d_capsules:
             raise ValueError(f"input must be {wanted}, got {shape_text(children)}")
-        if children.shape[1] != in_n_capsules:
-            raise ValueError(f"input must hold in_n_capsules = {in_n_capsules} capsules, got {children.shape[1]}")
+        if children.shape[1] != self.in_n_capsules:
+            raise ValueError(f"input must hold in_n_capsules = {self.in_n_capsules} capsules, got {children.shape[1]}")
         if parents is not None and (parents.dim() != children.dim() or parents.shape[-1] != self.out_d_capsules):
             grid = "" if self.window is None else "h, w, "
             want = f"[b, {self.out_n_capsules}, {grid}{self.out_d_capsules}]"
@@ -187,9 +188,7 @@ class CapsuleFC(_Capsule):
         elif input.dim() == 4:
             input = input.flatten(2)
         parents = _parents(next_capsule_value, 2)
-        self._check(
-            input, parents, self.in_n_capsules, f"[b, {self.in_n_capsules}, {self.in_d_capsules}] or [b, n, h, w, d]"
-        )
+        self._check(input, parents, f"[b, {self.in_n_capsules}, {self.in_d_capsules}] or [b, n, h, w, d]")
         return self._pass(input, parents)
 
 
@@ -260,5 +259,5 @@ class CapsuleCONV(_Capsule):
         if input.dim() == 6:
             input = input.flatten(4)
         parents = _parents(next_capsule_value, 4)
-        self._check(input, parents, self.in_n_capsules, f"[b, {self.in_n_capsules}, h, w, {self.in_d_capsules}]")
+        self._check(input, parents, f"[b, {self.in_n_capsules}, h, w, {self.in_d_capsules}]")
         return self._pass(input, parents)

@@ -13,7 +13,7 @@ from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import Votes, Window, from_op
+from fastcaps.votes import Votes, Window, from_op, pose_of, positions_of, seen_of
 
 __all__ = ["dynamic_routing"]
 
@@ -120,7 +120,7 @@ def dynamic_routing(
     turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
     if prior is not None or eps > 0:
         if prior is not None:
-            check_table("prior", prior, children, [(votes.seen, 1), (many,)], "I or 1, M", votes.autocasts)
+            check_table("prior", prior, children, [(seen_of(votes), 1), (many,)], "I or 1, M", votes.autocasts)
             if leaky:
                 raise ValueError("leaky must be False with a prior: the prior has no column for the leak")
         results = _turn_by_turn(votes, prior, iterations, eps, compete, detach, return_coefficients)
@@ -140,13 +140,13 @@ def _turn_by_turn(
     A prior becomes one number more in every vote, which the query multiplies by 1. That takes a table
     ``[I or 1, M, C, E + 1]`` and a copy of the weights at every call; neither grows with the batch.
     """
-    columns = votes.pose[2]
+    rows, _, columns = pose_of(votes)
     query: Tensor | None = None
     if prior is not None:
         votes = _with_prior(votes, prior)
-        one = torch.zeros(votes.poses[-2:], dtype=votes.children.dtype, device=votes.children.device)
+        one = torch.zeros((rows, columns + 1), dtype=votes.children.dtype, device=votes.children.device)
         one[0, -1] = 1.0
-        query = one.expand(votes.poses)
+        query = one.expand(*positions_of(votes), votes.parents, -1, -1)
     parents: Tensor = votes.children
     result: Any = ()
     for turn in range(iterations):
@@ -166,7 +166,7 @@ def _turn_by_turn(
 def _with_prior(votes: Votes, prior: Tensor) -> Votes:
     """Return votes with one column more, whose first number is the prior."""
     children, weight, bias, _, parents, _ = votes
-    rows, _, columns = votes.pose
+    rows, _, columns = pose_of(votes)
     table = prior.new_zeros((prior.shape[0], parents, rows, columns + 1))
     table[:, :, 0, columns] = prior
     if bias is not None:

@@ -12,7 +12,7 @@ from fastcaps.checks import check_count, check_eps, check_finite, check_shape, c
 from fastcaps.functional import uniform
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, once, to_op
+from fastcaps.votes import Votes, Window, from_op, once, pose_of, to_op
 
 __all__ = ["inverted_attention_routing"]
 
@@ -92,7 +92,8 @@ def inverted_attention_routing(
     many = once(_check, tensors, window, bool(normalize))
     votes = Votes.unchecked(children, weight, bias, gate, window, many)
     query = None if parents is None else to_op(parents, window)
-    pose = votes.pose[0] * votes.pose[2]
+    rows, _, columns = pose_of(votes)
+    pose = rows * columns
     eps, iterations = check_eps(eps), check_count("iterations", iterations)
     scale = pose**-0.5 if scale is None else check_finite("scale", scale)
     rule = Rule.LAYER_NORM if normalize and pose != 1 else Rule.PLAIN
@@ -118,10 +119,11 @@ def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:
     votes = Votes.of(children, weight, bias, gate, window, many)
     if parents is not None:
         votes.check_poses("parents", parents)
+    rows, _, columns = pose_of(votes)
     for name, affine in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if affine is not None:
             if not normalize:
                 raise ValueError(f"{name} must be None with normalize=False, got a tensor")
             check_tensor(name, affine, children, votes.autocasts)
-            check_shape(name, affine, (votes.pose[0] * votes.pose[2],), "C * E")
+            check_shape(name, affine, (rows * columns,), "C * E")
     return votes.parents

@@ -13,7 +13,7 @@ from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.routing import is_sharded
 from fastcaps.reference.seen import windows
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size, positions_of, seen_of
 
 __all__ = ["kernel_beats_library", "uniform_coefficients", "uniform_turn"]
 
@@ -36,7 +36,7 @@ def kernel_beats_library(votes: Votes) -> bool:
     if children.device.type == "cuda":
         convolution = tuple(window) != SET_WINDOW and children.shape[3] % weight.shape[0] != 0
         return convolution and (autocast_dtype("cuda") or children.dtype) == torch.float32 and _convolution_rounds()
-    own = weight.shape[0] == votes.seen
+    own = weight.shape[0] == seen_of(votes)
     return own and weight.numel() >= _LARGE and children.device.type == "cpu" and backends.native_serves()
 
 
@@ -76,6 +76,7 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
 def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
     children, weight, bias, gate, many, window = votes
     assert weight is not None
+    children = children.flatten(-2).unflatten(-1, children.shape[-2:])  # so that their gradient lies as they do
     gated = children if gate is None else children * gate[..., None, None]
     if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
         sums = _uniform_matmul(gated, weight, window)
@@ -93,7 +94,8 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
 def uniform_coefficients(votes: Votes) -> Tensor:
     """Return the coefficients of a first turn: 1 / M, and 0 of an absent (padded) child."""
     children, window = votes.children, votes.window
-    shares = children.new_full(votes.shares, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
+    shape = (*positions_of(votes), seen_of(votes), votes.parents)
+    shares = children.new_full(shape, 1.0 / votes.parents, dtype=accumulation_dtype(children.dtype))
     if not (window[4] or window[5]):
         return shares
     present = windows(children.new_ones((1, *children.shape[1:4])), window)

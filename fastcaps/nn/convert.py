@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.nn.recipes import Recipe, recipes
+from fastcaps.nn.published import Published, published
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far a swapped layer's result may lie from the old one's, relative to the largest: this tells another layer, not
@@ -52,7 +52,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return f"fastcaps.convert: this model has none of {', '.join(recipes())}"
+            return f"fastcaps.convert: this model has none of {', '.join(published())}"
         lines = [f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"]
         width = max(len(layer.path) for layer in self.layers)
         for layer in self.layers:
@@ -89,26 +89,26 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     --------
     >>> import torch
     >>> print(convert(torch.nn.Sequential(torch.nn.Linear(3, 4))))
-    fastcaps.convert: this model has none of CapsuleFC, CapsuleCONV, DenseCapsule, CapsuleLayer, ConvCaps, \
-GenerativeMatrixRouting
+    fastcaps.convert: this model has none of CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, \
+DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     report = ConversionReport(model)
     swapped: dict[int, nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        found = _recipe_of(type(module))
+        found = _published_layer(module)
         if found is None:
             continue
-        recipe, own = found
+        known, own = found
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         new = swapped.get(id(module))
-        why = "the same layer as one above" if new is not None else _misfit(module, recipe)
+        why = "the same layer as one above" if new is not None else _misfit(module, known)
         if own and not why:
             why = f"its class has {', '.join(own)} of its own"
         if new is None and not why:
-            new = _build(module, recipe)
-            difference, why = _compare(module, new, recipe) if check else (False, "not compared, as asked")
+            new = _build(module, known)
+            difference, why = _compare(module, new, known) if check else (False, "not compared, as asked")
             new = None if difference else new
         report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
         if new is None:
@@ -124,54 +124,56 @@ GenerativeMatrixRouting
     return report
 
 
-def _recipe_of(kind: type[nn.Module]) -> tuple[Recipe, list[str]] | None:
-    """The recipe for a class or one that it is made from, and what the class has that the published one has not."""
+def _published_layer(module: nn.Module) -> tuple[Published, list[str]] | None:
+    """The published layer of a layer's class or of one that it is made from, and what the class has that the published
+    one has not."""
     own: set[str] = set()
-    for each in kind.__mro__:
-        recipe = recipes().get(each.__name__.removeprefix("Parametrized"))
-        if recipe is not None:
-            return recipe, sorted(name for name in own if not name.startswith("__"))
+    for each in type(module).__mro__:
+        found = published().get(each.__name__.removeprefix("Parametrized"))
+        if found is not None:
+            fitting = (known for known in found if not known.missing(module))
+            return next(fitting, found[0]), sorted(name for name in own if not name.startswith("__"))
         own |= set(vars(each))
     return None
 
 
-def _misfit(module: Any, recipe: Recipe) -> str:
-    """Why ``module`` is not the layer of a recipe; an empty string if it is."""
-    if isinstance(module, recipe.ours):
+def _misfit(module: Any, known: Published) -> str:
+    """Why ``module`` is not the published layer; an empty string if it is."""
+    if isinstance(module, known.ours):
         return "runs on fastcaps already"
-    missing = [name for name in recipe.needed if not hasattr(module, name)]
+    missing = known.missing(module)
     if missing:
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
-    wrong = recipe.unfit(module)
+    wrong = known.unfit(module)
     if wrong:
         return wrong
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in recipe.held(module):
+    for name in known.held(module):
         if not hasattr(module, name):
             return f"has no parameter {name}: not the layer of the authors' code"
         if not isinstance(parameters.get(name), nn.Parameter):
             return f"{name} is not a plain parameter of the layer (is it parametrized?)"
-    others = {name for name in parameters if name.partition(".")[0] not in (*recipe.parameters, *recipe.submodules)}
-    others |= {name for name, _ in module.named_buffers()} - set(recipe.buffers)
+    others = {name for name in parameters if name.partition(".")[0] not in (*known.parameters, *known.submodules)}
+    others |= {name for name, _ in module.named_buffers()} - set(known.buffers)
     if others:
         return f"holds {', '.join(sorted(others))}, which the authors' layer does not"
     try:
         with torch.device("meta"):
-            wanted = dict(recipe.construct(module).named_parameters(remove_duplicate=False))
+            wanted = dict(known.construct(module).named_parameters(remove_duplicate=False))
     except (TypeError, ValueError) as error:
         return f"its attributes do not make a layer: {error}"
-    for name in recipe.held(module):
+    for name in known.held(module):
         shape, found = tuple(wanted[name].shape), tuple(parameters[name].shape)
         if shape != found:
             return f"{name} has shape {found} where its attributes say {shape}"
     return ""
 
 
-def _build(old: nn.Module, recipe: Recipe) -> nn.Module:
+def _build(old: nn.Module, known: Published) -> nn.Module:
     """The layer that takes the old one's place, with its parameters, submodules, hooks and mode."""
     with torch.device("meta"):  # no memory, and no draw of random numbers, for numbers that are replaced at once
-        new = recipe.construct(old)
-    recipe.adopt(old, new)
+        new = known.construct(old)
+    known.adopt(old, new)
     new.training = old.training
     for name, value in vars(old).items():
         if "_hook" in name:  # the dicts themselves, so that handles to the hooks still remove them
@@ -188,9 +190,9 @@ def _tensors(result: Any) -> list[Tensor] | None:
 
 
 @torch.no_grad()
-def _compare(old: nn.Module, new: nn.Module, recipe: Recipe) -> tuple[bool, str]:
+def _compare(old: nn.Module, new: nn.Module, known: Published) -> tuple[bool, str]:
     """Whether two layers differ on random input, and what to say of it."""
-    weight: Tensor = getattr(new, recipe.parameters[0])
+    weight: Tensor = getattr(new, known.parameters[0])
     if weight.device.type == "meta":
         return False, "not compared: it has no numbers yet"
     generator = torch.Generator().manual_seed(0)
@@ -203,7 +205,7 @@ def _compare(old: nn.Module, new: nn.Module, recipe: Recipe) -> tuple[bool, str]
     try:
         for module in modes:
             module.training = False
-        for arguments in recipe.calls(new, draw):
+        for arguments in known.calls(new, draw):
             try:
                 expected = _tensors(old.forward(*arguments))
             except Exception as error:  # whatever a stranger's layer raises, it belongs in the report

@@ -147,8 +147,12 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         iterations: int = 3,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        if unknown:  # Python would name this class, not the one that was called
+            wanted = ", ".join(inspect.signature(type(self)).parameters)
+            raise TypeError(f"{next(iter(unknown))} is no argument of {type(self).__name__}, which takes {wanted}")
         if in_capsules is None and kernel_size is not None:
             raise ValueError("in_capsules must be an int with a kernel_size: a grid has a number of child types")
         self.in_capsules = None if in_capsules is None else check_count("in_capsules", in_capsules)
@@ -189,7 +193,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         super().__init_subclass__(**options)
         own = list(inspect.signature(cls.__init__).parameters.values())[1:]
         if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
-            common = list(inspect.signature(RoutingLayer.__init__).parameters.values())[1:]
+            common = list(inspect.signature(RoutingLayer.__init__).parameters.values())[1:-1]
             every = {each.name: each for each in (*common, *own[:-1])}
             own = [*every.values(), every["device"], every["dtype"]]
             own = [each for index, each in enumerate(own) if each not in own[index + 1 :]]
@@ -308,17 +312,18 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         """Check a call as far as the functions cannot: flat poses of the right length, the numbers of children and
         parents that this layer was built for. A grid is flattened where the layer reads a set."""
         require_tensor(children, "children")
+        given = children
         if not self.on_grid and children.dim() == 5:
             children, numbers = flatten_grid(children), None if numbers is None else numbers.flatten(1)
-        wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
+            wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
             raise ValueError(f"children must be {wanted}, got {shape_text(children)}")
         if (self.on_grid or not self.share) and children.shape[1] != self.in_capsules:
             what = "child types at a position" if self.on_grid else "children"
-            also = "" if self.on_grid else "; in a network, images of another size make another number (image_size)"
+            also = "" if self.on_grid else " as a set (kernel_size routes grids; other images need another image_size)"
             raise ValueError(
                 f"children must hold the {self.in_capsules} {what} that this layer was built for, "
-                f"got {children.shape[1]} in {shape_text(children)}{also}"
+                f"got {children.shape[1]} in {shape_text(given)}{also}"
             )
         window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
         if out_capsules is None and parents is not None and parents.dim() > 1:

@@ -29,11 +29,12 @@ gradients of every turn's parents until the end: two parents a turn, three for G
 together, two more.
 
 The CUDA kernels use: one parents for each range of children, where positions are too few to fill the device (each range
-has at least 8 children); 2 * B * L * I numbers where the parents do not fit into one block; the weights once more where
-they are rounded to TF32. Backwards: one parents (pooling and Gaussians: and a number or two for each parent), one for
-each range of children if there are several, 3 * B * L * I numbers as above; eight of ``dbias`` where all children share
-it; in the deterministic mode about 64 MiB of parts of ``dweight`` and ``dbias``, or four of them if they are larger. A
-routing of one launch: its results alone.
+has at least 8 children); where the parents do not fit into one block, 2 * B * L * I numbers for each block of them, or
+fewer times that within 64 MiB; the weights once more where they are rounded to TF32. Backwards: one parents (pooling
+and Gaussians: and a number or two for each parent), one for each range of children if there are several, the same for
+blocks of parents with 3 numbers for 2; eight of ``dbias`` where all children share it; in the deterministic mode about
+64 MiB of parts of ``dweight`` and ``dbias``, or four of them if they are larger, and as much of ``dchildren``
+where the parents do not fit into one block. A routing of one launch: its results alone.
 
 Nothing grows with children times parents. The reference, being the oracle, stores the votes of the whole call.
 """

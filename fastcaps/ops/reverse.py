@@ -91,9 +91,8 @@ def turn_after_turn(routing: Routing, arguments: Sequence[Any]) -> tuple[Tensor,
         part = _of_turn(stack, turn)
         return None if part is None else part[0]
 
-    for turn in range(
-        -len(next(head for head in heads if head is not None)), 0
-    ):  # from the last, which all stacks have
+    turns = len(next(head for head in heads if head is not None))
+    for turn in range(-turns, 0):  # counted from the last, which all stacks have
         part = [of(turn, x) if stacked else x for x, stacked in zip(own, routing.own_is_stacked, strict=True)]
         found = backward(*(of(turn, head) for head in heads), votes, *part, needs)
         total = found if total is None else tuple(a.add_(b) for a, b in zip(total, found, strict=True))

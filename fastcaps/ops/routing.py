@@ -22,7 +22,7 @@ from torch._decomp import register_decomposition
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from fastcaps import backends, explanation
+from fastcaps import backends, explanation, libraries
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse, turn_after_turn
@@ -50,7 +50,7 @@ _COUNT = 6  # arguments that are the votes'
 
 Gradients = Sequence[Tensor | None]
 
-_named: Any = namedtuple
+_tuple_of: Any = namedtuple  # mypy wants names that it can read
 
 
 _PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
@@ -210,7 +210,8 @@ class Routing(ABC):
         self.backward_names = [argument.name for argument in self.backward_op._schema.arguments]
         self.heads = self.backward_names.index("children")
         self.own_is_stacked = [name in self.stacked for name in self.backward_names[self.heads + _COUNT : -1]]
-        self._named = _named("arguments", self.names)
+        self._given = _tuple_of("arguments", self.names)
+        self._given_back = _tuple_of("arguments", self.backward_names)
         self._tensors_of = itemgetter(*self.tensors)
         self._lay_out()
         for name, run, fake in (
@@ -250,7 +251,7 @@ class Routing(ABC):
 
     def given(self, arguments: Sequence[Any]) -> Any:
         """Return the arguments of the op by name."""
-        return self._named._make(arguments)
+        return self._given._make(arguments)
 
     # ---- below the border --------------------------------------------------------------------------------------------
 
@@ -262,7 +263,11 @@ class Routing(ABC):
         """Run a call by the backend that is forced, or comes first among those that can."""
         taken = arguments[: -len(self.flags)]
         if backends.on_cpu(arguments[0]):
-            results = self.native["cpu"](*taken, 0)
+            try:
+                results = self.native["cpu"](*taken, 0)
+            except RuntimeError:
+                libraries.library("cpu").raise_signal()
+                raise
             return (*results, self._coefficients(arguments, results))
         call = backends.Call.of(self.stem, arguments)
         chosen = backends.choose(call)
@@ -282,7 +287,11 @@ class Routing(ABC):
         A backward is chosen anew: all backends keep the same, so one may differentiate what another computed.
         """
         if backends.on_cpu(arguments[self.heads]):
-            return tuple(self.native_backward["cpu"](*arguments, 0))
+            try:
+                return tuple(self.native_backward["cpu"](*arguments, 0))
+            except RuntimeError:
+                libraries.library("cpu").raise_signal()
+                raise
         call = backends.Call.of(self.stem, arguments[self.heads :])
         chosen = backends.choose(call)
         if chosen in NATIVE:
@@ -386,7 +395,7 @@ class Routing(ABC):
 
     def fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return empty tensors as the backward would."""
-        given = _named("arguments", self.backward_names)._make(arguments)
+        given = self._given_back._make(arguments)
         results = []
         for k, result in enumerate(self.backward_op._schema.returns):
             shape: Any = self.shape_of(result.name[1:], given) if given.needs >> k & 1 else None

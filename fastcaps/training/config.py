@@ -25,6 +25,10 @@ FOLLOW = ("name", "device", "dtype", "classes", "in_channels", "image_size", "la
 """Arguments of :func:`fastcaps.models.create` that follow from other settings or from the data."""
 MOST_SEED = 2**32 - 1
 """NumPy takes no more."""
+MOST_COUNT = 2**31 - 1
+"""The most epochs, images a step, runs or steps between checkpoints: more is a slip, which torch would not take."""
+MOST_TURNS = 10_000
+"""The most routing iterations: memory and time grow with them, and no paper makes more than tens."""
 MOST_PIXELS = 4096
 """The largest padding, and the largest side of a resized image."""
 
@@ -47,10 +51,13 @@ class Network:
     def __post_init__(self) -> None:
         if self.name not in models.names():
             hint = did_you_mean(self.name, models.names(), most=3)
-            raise ValueError(f"name: got {self.name!r}{hint}, want one of fastcaps.models.names()")
+            raise ValueError(f"name: got {self.name!r}{hint}, want a network of fastcaps train --list")
         for name in FOLLOW:
             if name in self.options:
                 raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the rest")
+        turns = self.options.get("iterations")
+        if isinstance(turns, int) and turns > MOST_TURNS:
+            raise ValueError(f"options.iterations: got {turns}, want {MOST_TURNS} or fewer")
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ class TrainConfig:
     recipe: str = ""
 
     def __post_init__(self) -> None:
-        require_count(self, "epochs batch_size runs checkpoint_every")
+        require_count(self, "epochs batch_size runs checkpoint_every", most=MOST_COUNT)
         require_count(self, "seed workers", 0)
         if self.seed + self.runs - 1 > MOST_SEED:
             raise ValueError(f"seed: got {self.seed} with {self.runs} runs, want seeds of {MOST_SEED} or less")

@@ -184,9 +184,7 @@ def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
     return lines
 
 
-def train_missing(
-    table: Table, entries: Sequence[Entry], chosen: Sequence[str], console: Console, report: Report | None = None
-) -> bool:
+def train_missing(table: Table, entries: Sequence[Entry], chosen: Sequence[str], console: Console) -> bool:
     """Train (or measure) the entries that are not finished, one after the other.
 
     Parameters
@@ -197,8 +195,6 @@ def train_missing(
         Labels or names of those to train; none for all.
     console : Console
         Where it says which row it is at.
-    report : Report, optional
-        As :func:`fastcaps.training.train` takes it.
 
     Returns
     -------
@@ -228,7 +224,7 @@ def train_missing(
             _measure_cost(entry, console)
             continue
         work = train if entry.config.runs == 1 else train_seeds
-        main = work(entry.config, resume=True, report=report or Report(console)).is_main
+        main = work(entry.config, resume=True, report=Report(console)).is_main
     return main
 
 

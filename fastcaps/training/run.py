@@ -77,6 +77,10 @@ class TrainResult:
     best_epoch: int | None = None
 
 
+WRITTEN = ("last.ckpt", "best.ckpt", "metrics.csv", "result.json")
+"""The files of a run's results."""
+
+
 class RunError(RuntimeError):
     """The folder of a run cannot be used: it holds another run, is locked by one, or its checkpoint cannot be read."""
 
@@ -184,6 +188,9 @@ def prepared(out: Path, resume: bool, overwrite: bool) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"out: got {out}, which cannot be made ({error.strerror}); want a folder") from error
+    for name in ("config.json", *WRITTEN):
+        if (out / name).is_dir():
+            raise RunError(f"{out / name}: got a folder, want a file or nothing here")
     with only_run(out):
         if not resume and (out / "config.json").exists():
             if not overwrite:
@@ -196,7 +203,7 @@ def prepared(out: Path, resume: bool, overwrite: bool) -> Iterator[None]:
 
 def clear(out: Path) -> None:
     """Delete what a run left in its folder, but for its settings."""
-    for name in ("last.ckpt", "best.ckpt", "metrics.csv", "result.json"):
+    for name in WRITTEN:
         (out / name).unlink(missing_ok=True)
     for events in (out / "tensorboard").glob("events.out.tfevents.*"):
         events.unlink()
@@ -312,6 +319,9 @@ def train(
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
         # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
         except Exception as error:
+            if is_out_of_memory(error):
+                what = " ".join(str(error).split())
+                raise RunError(f"batch_size: got {config.batch_size}, too large for the memory here: {what}") from error
             if going_on and not metrics.started and not isinstance(error, (DataError, ValueError)):
                 what = " ".join(str(error).split())
                 raise RunError(f"{checkpoint} cannot be resumed from: {type(error).__name__}: {what}") from error
@@ -338,11 +348,22 @@ def train(
     return result
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: torch has an error of its own for that on a GPU alone."""
+    own = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return own or any(text in str(error) for text in ("can't allocate memory", "not enough memory", "no memory for"))
+
+
 def make_data(config: TrainConfig, splits: Splits) -> ImageData:
     """The data of a run, split and in batches."""
     parts = isinstance(splits.train, OverlappingDigits) and getattr(config.loss, "reconstruction", 0) > 0
     size, held_out = config.batch_size, config.data.validation
-    workers = min(config.workers, os.cpu_count() or 1)
+    workers = min(config.workers, cores())
     return ImageData(splits, size, seed=config.seed, workers=workers, validation=held_out, parts=parts)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from fastcaps.data import Splits
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import TrainConfig, one_run
 from fastcaps.training.data import read_data
@@ -58,17 +57,16 @@ def train_seeds(
     resume: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
-    splits: Splits | None = None,
 ) -> SeedsResult:
     """Train ``config.runs`` networks, which differ in their seed alone, one after the other.
 
     Each has a folder of its own in ``config.out``, ``seed-0`` and so on; ``result.json`` beside them has the figures of
-    all. Arguments and errors are those of :func:`fastcaps.training.train`. With ``resume``, a killed run goes on, and a
+    all. Settings and errors are those of :func:`fastcaps.training.train`. With ``resume``, a killed run goes on, and a
     finished one is only reported again.
     """
     if config.runs < 2:
         raise ValueError(f"runs: got {config.runs}, want 2 or more (train makes one)")
-    splits = splits or read_data(config.data)
+    splits = read_data(config.data)
     out = config.folder
     every = [one_run(config, index) for index in range(config.runs)]
     # Lightning starts this very command once more for every further device

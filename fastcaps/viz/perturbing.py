@@ -12,10 +12,14 @@ from torch import Tensor
 from fastcaps.nn import CapsNet
 from fastcaps.viz.charts import finish, pyplot
 
+REACH, STEPS = 0.25, 11  # of the paper: steps of 0.05
+
 
 @torch.no_grad()
-def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float = 0.25, step: float = 0.05) -> Tensor:
+def perturbations(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
     """What the decoder draws when one number of the class capsule is moved (Sabour et al. 2017, Figure 4).
+
+    Each number goes from -0.25 to 0.25 in steps of 0.05, as in the paper.
 
     Parameters
     ----------
@@ -23,8 +27,6 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float
         With a decoder.
     images, labels : Tensor
         ``[B, channels, H, W]`` and ``[B]``.
-    reach, step : float
-        Each number goes from ``-reach`` to ``reach`` in such steps.
 
     Returns
     -------
@@ -40,7 +42,7 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float
         raise ValueError("network: got one without a decoder, want one that reconstructs")
     capsules = network(images, return_trace=True)[1].poses[-1]  # [B, M, d]
     count, dim = len(images), capsules.shape[-1]
-    steps = torch.linspace(-reach, reach, 2 * round(reach / step) + 1)
+    steps = torch.linspace(-REACH, REACH, STEPS)
     perturbed = capsules[:, None, None].repeat(1, dim, len(steps), 1, 1)  # [B, d, steps, M, d]
     one_number = torch.eye(dim)[:, None] * steps[:, None]  # [d, steps, d]: a step of one number, the others 0
     perturbed[torch.arange(count), :, :, labels] += one_number
@@ -48,7 +50,7 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor, reach: float
     return drawn.unflatten(0, (count, dim, len(steps)))
 
 
-def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], title: str, reach: float = 0.25) -> Path:
+def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], title: str) -> Path:
     """Draw, for some images, a row for each number of the capsule and a column for each step.
 
     Parameters
@@ -61,8 +63,6 @@ def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], t
         The images' classes.
     title : str
         What network and data.
-    reach : float
-        What :func:`perturbations` was given.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], t
         plot.imshow(grid.transpose(1, 2).flatten(2).flatten(0, 1).numpy(), cmap="gray_r", vmin=0, vmax=1)
         ends = [(k + 0.5) * width - 0.5 for k in (0, (steps - 1) / 2, steps - 1)]
         plot.set(title=f"a {name}", xticks=ends, yticks=[(k + 0.5) * height - 0.5 for k in range(dim)])
-        plot.set_xticklabels([f"−{reach:g}", "0", f"+{reach:g}"])
+        plot.set_xticklabels([f"−{REACH:g}", "0", f"+{REACH:g}"])
         plot.set_yticklabels([str(k) for k in range(dim)] if plot is plots[0][0] else [], fontsize=7)
         plot.tick_params(length=0, labelsize=8)
     plots[0][0].set_ylabel("which number of the capsule is moved")

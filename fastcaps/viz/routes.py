@@ -353,8 +353,8 @@ def _frames(network: CapsNet, image: Tensor, levels: Sequence[Tensor]) -> Frames
     rows, columns = places(network, image[None], (levels[-1].shape[1], levels[-1].shape[2]))
     steps = [float(each[1] - each[0]) if len(each) > 1 else float(size) for each, size in
              zip((rows, columns), image.shape[1:], strict=True)]  # fmt: skip
-    spans, found = list(steps), [((rows, columns), (steps[0], steps[1]))]
-    frames: Frames = [*found]
+    spans = list(steps)
+    frames: Frames = [((rows, columns), (steps[0], steps[1]))]
     for layer, level in zip(network.routing.layers, levels[-2::-1], strict=True):
         below = frames[0]
         if level.dim() != 3 or layer.window is None or below is None:

@@ -63,8 +63,12 @@ def make(source: Path, folder: Path, target: str, **definitions: str | Path) -> 
 
 @functools.cache
 def library(target: str) -> ctypes.CDLL:
-    """Build the CUDA sources for the CPU, load a target's ops into torch and return the library."""
-    path = make(HERE, BUILD, target)
+    """Build the CUDA sources for the CPU, load a target's ops into torch and return the library.
+
+    ``FASTCAPS_CUDA_ON_CPU`` names another build of the kernels, for sanitizers and planted faults.
+    """
+    other = os.environ.get("FASTCAPS_CUDA_ON_CPU") if target == KERNELS else None
+    path = Path(other) if other else make(HERE, BUILD, target)
     torch.ops.load_library(str(path))
     return ctypes.CDLL(str(path))
 

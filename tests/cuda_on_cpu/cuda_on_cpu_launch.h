@@ -20,6 +20,7 @@ class DeviceGuard {
 
 inline int multiprocessors() { return 4; }
 inline int64_t shared_limit() { return cuda_on_cpu::kSharedLimit; }
+inline int64_t parts_bytes() { return 256; }  // little: small calls too have more blocks of parents than room for parts
 
 // Every thread has the argument for itself, as on a GPU. What copies it is not the kernel's doing: not watched.
 template <class Args>

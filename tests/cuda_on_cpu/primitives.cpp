@@ -82,16 +82,18 @@ double tf32(uint32_t bits) { return std::bit_cast<float>(bits & 0xffffe000u); }
 
 // D[16, 8] += A[16, K] B[K, 8]. Lane 4 g + t holds of A the rows g and g + 8, columns t (and t + 4); of B the rows t
 // (and t + 4), column g; of D the rows g and g + 8, columns 2 t and 2 t + 1.
-template <int K>
-void finish_tf32(void* const* parts) {
+// A register of a fragment has EACH neighbours of the depth; `number(bits)` is the lowest of what is left of them.
+template <int K, int EACH, double (*number)(uint32_t)>
+void finish_mma(void* const* parts) {
   double a[16][K], b[K][8];
   for (int lane = 0; lane < kWarp; ++lane) {
     const auto& own = of<Fragments>(parts[lane]);
     const int g = lane / 4, t = lane % 4;
-    for (int half = 0; half < K / 4; ++half) {
-      a[g][t + 4 * half] = tf32(own.a[2 * half]);
-      a[g + 8][t + 4 * half] = tf32(own.a[2 * half + 1]);
-      b[t + 4 * half][g] = tf32(own.b[half]);
+    for (int x = 0; x < K / 4; ++x) {
+      const int part = x / EACH, k = part * 4 * EACH + t * EACH + x % EACH, shift = x % EACH * 16;
+      a[g][k] = number(own.a[2 * part] >> shift);
+      a[g + 8][k] = number(own.a[2 * part + 1] >> shift);
+      b[k][g] = number(own.b[part] >> shift);
     }
   }
   for (int lane = 0; lane < kWarp; ++lane)
@@ -103,7 +105,12 @@ void finish_tf32(void* const* parts) {
       d = float(d + sum);
     }
 }
-constexpr Collective kTf32x4{"mma_tf32_16x8x4", finish_tf32<4>}, kTf32x8{"mma_tf32_16x8x8", finish_tf32<8>};
+double bf16(uint32_t bits) { return bfloat16_to_float(uint16_t(bits)); }
+double f16(uint32_t bits) { return float16_to_float(uint16_t(bits)); }
+constexpr Collective kTf32x4{"mma_tf32_16x8x4", finish_mma<4, 1, tf32>};
+constexpr Collective kTf32x8{"mma_tf32_16x8x8", finish_mma<8, 1, tf32>};
+constexpr Collective kBf16x16{"mma_bf16_16x8x16", finish_mma<16, 2, bf16>};
+constexpr Collective kF16x16{"mma_f16_16x8x16", finish_mma<16, 2, f16>};
 
 bool aligned(const void* at, int bytes) { return reinterpret_cast<uintptr_t>(at) % unsigned(bytes) == 0; }
 
@@ -203,6 +210,14 @@ void mma_tf32_16x8x4(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
 void mma_tf32_16x8x8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   Fragments own{d, a, b};
   meet_warp(kTf32x8, &own);
+}
+void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  Fragments own{d, a, b};
+  meet_warp(kBf16x16, &own);
+}
+void mma_f16_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  Fragments own{d, a, b};
+  meet_warp(kF16x16, &own);
 }
 
 void atomic_add(float* at, float x) {

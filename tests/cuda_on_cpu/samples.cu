@@ -52,6 +52,28 @@ mma_kernel(const Args args) {
   args.out[(g + 8) * 8 + 2 * t + 1] = d[3];
 }
 
+// The same of half precision, whose numbers come in float, with K = 16.
+template <bool BFLOAT>
+FASTCAPS_KERNEL(32, 1)
+half_mma_kernel(const Args args) {
+  const int g = thread_index() / 4, t = thread_index() % 4;
+  const float *a = args.in, *b = args.in + 16 * 16;
+  const auto bits = [](float x) { return uint32_t(BFLOAT ? float_to_bfloat16(x) : float_to_float16(x)); };
+  uint32_t fa[4], fb[2];
+  for (int half = 0; half < 2; ++half) {
+    const int k = 8 * half + 2 * t;
+    fa[2 * half] = bits(a[g * 16 + k]) | bits(a[g * 16 + k + 1]) << 16;
+    fa[2 * half + 1] = bits(a[(g + 8) * 16 + k]) | bits(a[(g + 8) * 16 + k + 1]) << 16;
+    fb[half] = bits(b[k * 8 + g]) | bits(b[(k + 1) * 8 + g]) << 16;
+  }
+  float d[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+  if constexpr (BFLOAT)
+    mma_bf16_16x8x16(d, fa, fb);
+  else
+    mma_f16_16x8x16(d, fa, fb);
+  for (int k = 0; k < 4; ++k) args.out[(g + k / 2 * 8) * 8 + 2 * t + k % 2] = d[k];
+}
+
 // Functions of one number.
 FASTCAPS_KERNEL(256, 1) numbers_kernel(const Args args) {
   const int64_t k = block_x() * block_threads() + thread_index();
@@ -246,6 +268,8 @@ void run(const std::string& name, const Tensor& in, const Tensor& out, const Gri
   if (name == "exchange") return launch(exchange_kernel, grid, args);
   if (name == "mma4") return launch(mma_kernel<4>, grid, args);
   if (name == "mma8") return launch(mma_kernel<8>, grid, args);
+  if (name == "mma-bf16") return launch(half_mma_kernel<true>, grid, args);
+  if (name == "mma-f16") return launch(half_mma_kernel<false>, grid, args);
   if (name == "numbers") return launch(numbers_kernel, grid, args);
   if (name == "atomics") return launch(atomics_kernel, grid, args);
   if (name == "copy4") return launch(copy_kernel<4>, grid, args);

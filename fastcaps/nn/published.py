@@ -10,14 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.compat import capsule_network, dense_capsule, heinsen_routing, matrix_capsules, ml_capsules
+from fastcaps.compat import (
+    caps_layer,
+    capsule_network,
+    dense_capsule,
+    digit_caps,
+    heinsen_routing,
+    matrix_capsules,
+    ml_capsules,
+    routing_capsules,
+)
 
-__all__ = ["Recipe", "recipes"]
+__all__ = ["Published", "published"]
 
 Draw = Callable[..., Tensor]
 
 
-class Recipe(ABC):
+class Published(ABC):
     """One published layer and our twin of it.
 
     Parameters
@@ -55,10 +64,9 @@ class Recipe(ABC):
         """The name of the published class."""
         return self.ours.__name__
 
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """The attributes by which the layer is known."""
-        return (*self.arguments, *self.submodules)
+    def missing(self, old: Any) -> list[str]:
+        """The attributes by which the layer is known and that ``old`` has not."""
+        return [name for name in (*self.arguments, *self.submodules) if not hasattr(old, name)]
 
     def held(self, old: Any) -> tuple[str, ...]:
         """The parameters to be found in a layer: all but the optional ones that it lacks."""
@@ -82,7 +90,7 @@ class Recipe(ABC):
         """Arguments of ``forward`` to compare the two on; ``draw(*shape)`` gives random numbers."""
 
 
-class _MlCapsules(Recipe):
+class _MlCapsules(Published):
     """The layers of Tsai et al."""
 
     def __init__(self, ours: type[nn.Module], *more: str) -> None:
@@ -114,14 +122,51 @@ class _MlCapsules(Recipe):
         return [(children, 0, None), (children, 0, parents)]
 
 
-class _DenseCapsule(Recipe):
+class _DenseCapsule(Published):
     """Guo's layer."""
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, new.in_num_caps, new.in_dim_caps),)]
 
 
-class _CapsuleLayer(Recipe):
+class _RoutingCapsules(Published):
+    """Havir's layer; some copies know no device."""
+
+    def construct(self, old: Any) -> nn.Module:
+        return self.ours(**{name: getattr(old, name) for name in self.arguments}, device=getattr(old, "device", None))
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(2, new.in_caps, new.in_dim),)]
+
+
+class _CapsLayer(Published):
+    """Bielski's layer; its routing module stays, as what holds the logits."""
+
+    def unfit(self, old: Any) -> str:
+        routing = old.routing_module
+        if type(routing).__name__ != "AgreementRouting" or not hasattr(routing, "b"):
+            return f"routing_module must be an AgreementRouting with logits b, got {type(routing).__name__}"
+        hooks = routing._forward_hooks or routing._forward_pre_hooks
+        return "routing_module has hooks, which nobody would call" if hooks else ""
+
+    def construct(self, old: Any) -> nn.Module:
+        return self.ours(**{name: getattr(old, name) for name in self.arguments}, routing_module=old.routing_module)
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(2, new.input_caps, new.input_dim),)]
+
+
+class _DigitCaps(Published):
+    """cezannec's layer, which does not keep the size of a parent."""
+
+    def construct(self, old: Any) -> nn.Module:
+        return self.ours(**{name: getattr(old, name) for name in self.arguments}, out_channels=old.W.shape[-1])
+
+    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
+        return [(draw(2, new.previous_layer_nodes, new.in_channels),)]
+
+
+class _CapsuleLayer(Published):
     """gram-ai's layer, where it routes; it keeps no sizes of poses."""
 
     def unfit(self, old: Any) -> str:
@@ -135,7 +180,7 @@ class _CapsuleLayer(Recipe):
         return [(draw(2, new.num_route_nodes, new.in_channels),)]
 
 
-class _ConvCaps(Recipe):
+class _ConvCaps(Published):
     """yl-1993's layer."""
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
@@ -144,7 +189,7 @@ class _ConvCaps(Recipe):
         return [(torch.cat([draw(2, size, size, new.B * new.psize), activations], dim=3),)]
 
 
-class _Heinsen(Recipe):
+class _Heinsen(Published):
     """Heinsen's layer."""
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
@@ -153,21 +198,29 @@ class _Heinsen(Recipe):
 
 
 @cache
-def recipes() -> dict[str, Recipe]:
-    """Return the recipes by the names of the published classes; made when asked for, as their modules import this
-    package."""
+def published() -> dict[str, tuple[Published, ...]]:
+    """Return the published layers by the names of their classes, of which several codes may have the same; made when
+    asked for, as the twins' modules import this package."""
     dense = ("in_num_caps", "in_dim_caps", "out_num_caps", "out_dim_caps", "routings")
+    havir = ("in_dim", "in_caps", "num_caps", "dim_caps", "num_routing")
+    bielski = ("input_caps", "input_dim", "output_caps", "output_dim")
     layer = ("num_capsules", "num_route_nodes", "num_iterations")
+    cezannec = ("num_capsules", "previous_layer_nodes", "in_channels")
     conv = ("B", "C", "K", "P", "stride", "iters", "coor_add", "w_shared")
     heinsen = heinsen_routing.GenerativeMatrixRouting
+    routing = _RoutingCapsules(routing_capsules.RoutingCapsules, havir, ("W",))
     every = (
         _MlCapsules(ml_capsules.CapsuleFC),
         _MlCapsules(ml_capsules.CapsuleCONV, "kernel_size", "stride"),
         _DenseCapsule(dense_capsule.DenseCapsule, dense, ("weight",)),
+        routing,
+        _CapsLayer(caps_layer.CapsLayer, bielski, ("weights",), ("routing_module",)),
+        _DigitCaps(digit_caps.DigitCaps, cezannec, ("W",)),
         _CapsuleLayer(
             capsule_network.CapsuleLayer, layer, ("route_weights", "route_logits"), optional=("route_logits",)
         ),
         _ConvCaps(matrix_capsules.ConvCaps, conv, ("weights", "beta_u", "beta_a")),
         _Heinsen(heinsen, heinsen_routing.NAMES, ("W", "B", "beta_use", "beta_ign"), buffers=("CONST_one",)),
     )
-    return {recipe.name: recipe for recipe in every}
+    named = {each.name: (each,) for each in every}
+    return {**named, "DigitCaps": (*named["DigitCaps"], routing)}  # many copies of Havir's layer have this name

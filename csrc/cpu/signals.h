@@ -1,0 +1,41 @@
+// Signals during a long call. Python runs a signal's handler, Ctrl-C's for one, only where somebody asks for it: a call
+// asks ten times a second, and gives way if the handler raised.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+
+namespace fastcaps {
+
+// Watches over a call whose items several threads run. Made on the thread that the call came from, which alone asks.
+class SignalWatch {
+ public:
+  // A handler raised: what there is of results is worth nothing.
+  bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+
+  // run(begin, end) of the items of one thread, in pieces that grow until they take a millisecond.
+  template <class Run>
+  void run_pieces(int64_t begin, int64_t end, Run&& run) {
+    for (int64_t count = 1, until; begin < end && !stopped(); begin = until) {
+      const auto before = Clock::now();
+      until = std::min(end, begin + count);
+      run(begin, until);
+      if (is_short(before)) count *= 2;
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // Whether the piece of work that ended now was short. On the caller's thread the handlers run here, if it is time.
+  bool is_short(Clock::time_point before);
+
+  std::atomic<bool> stopped_ = false;
+  Clock::time_point asked_ = Clock::now();
+  const std::thread::id caller_ = std::this_thread::get_id();
+};
+
+}  // namespace fastcaps

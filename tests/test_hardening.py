@@ -1,0 +1,91 @@
+"""The tools that look for faults find them: the fuzzer and the planted faults."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from registry import Call
+from suite import native_only
+
+from tools import faults, fuzz, sanitizers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@native_only
+def test_the_fuzzer_sees_a_wrong_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing in a library that is right; the same seed draws the same calls."""
+    assert fuzz.run_seed(3, ["op"], 2)
+    right = Call.by_op
+
+    def wrong(call: Call) -> dict[str, torch.Tensor]:
+        return {name: 1.01 * result for name, result in right(call).items()}
+
+    monkeypatch.setattr(Call, "by_op", wrong)
+    assert not fuzz.run_seed(3, ["op"], 4)
+    assert "WRONG op" in capsys.readouterr().out
+
+
+@native_only
+@pytest.mark.parametrize("kind", ["broken", "wrong", "public", "misused"])
+def test_a_few_calls_of_every_other_kind(kind: str) -> None:
+    assert fuzz.run_seed(0, [kind], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="needs Linux and g++")
+@pytest.mark.parametrize("which", sanitizers.RUNS)
+def test_the_sanitizers_find_nothing(which: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitizers.main([which, "--short"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (
+            "  if (a < b && c) x[k] += y - 1;",
+            {
+                "  if (a <= b && c) x[k] += y - 1;": "  if ( (FASTCAPS_FAULT(@) ? (a <= b && c) : (a < b && c))) "
+                "x[k] += y - 1;",
+                "  if (a < b && c) x[k] = y - 1;": "if (FASTCAPS_FAULT(@)) {   if (a < b && c) x[k] = y - 1; } "
+                "else {   if (a < b && c) x[k] += y - 1; }",
+            },
+        ),
+        ("    barrier();", {"": "if (!FASTCAPS_FAULT(@)) {     barrier(); }"}),
+        ("    copy_wait<1>();", {"": "if (!FASTCAPS_FAULT(@)) {     copy_wait<1>(); }"}),
+        ("  int k = 0;", {"  int k = 1;": "  int k = (FASTCAPS_FAULT(@) ? ( 1) : ( 0));"}),
+        ("      + a * b,", {}),  # cut off on the left
+        ("  f<A, 1, K / 2>(x);", {}),  # known to the compiler
+        ("  // a < b", {}),
+        ('  STD_TORCH_CHECK(a < b, "a");', {}),
+    ],
+)
+def test_faults_of_a_line_of_cpp(line: str, wanted: dict[str, str]) -> None:
+    found = dict(faults.faults_of_line(line))
+    assert wanted.items() <= found.items() and bool(found) == bool(wanted) and line not in found
+
+
+def test_faults_of_python(tmp_path: Path) -> None:
+    """What is planted is the program as it was, until its fault is asked for."""
+    text = "def f(x, m):\n    y = load(x, mask=m)\n    y += 1\n    store(y)\n    return where(x < y, x[None, :], -y)\n"
+    (tmp_path / "f.py").write_text(text)
+    found = faults.faults(tmp_path, ["f.py"])
+    assert {(one.line, one.after.strip()) for one in found} >= {
+        (2, "y = load(x, mask=None)"),
+        (3, ""),
+        (4, ""),
+        (5, "return where(x <= y, x[None, :], -y)"),
+        (5, "return where(x < y, x[None, :], y)"),
+    }
+    assert faults.planted("f.py", text, {7: found[0]}).count("FASTCAPS_FAULT(7)") == 1
+
+
+def test_faults_are_the_same_for_a_seed_and_never_two_in_a_line() -> None:
+    everything = faults.faults(ROOT, ["csrc/cpu/forward.h", "csrc/cuda/stage.h", "triton_kernels/tiles.py"])
+    some = faults.drawn(everything, 90, seed=1)
+    assert some == faults.drawn(everything, 90, seed=1) != faults.drawn(everything, 90, seed=2)
+    assert len({(one.path, one.line) for one in some}) == 90

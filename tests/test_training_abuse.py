@@ -1,0 +1,199 @@
+"""Training under abuse: kills at any moment, full disks, too little memory, pickles that would run code, Ctrl-C."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from fastcaps import cli
+from fastcaps.training import RunError, TrainConfig, train
+from fastcaps.training.callbacks import Report
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    """A run of three epochs of six steps, and a checkpoint after every second one."""
+    few = ["--epochs", "3", "--limit", "384", "--checkpoint-every", "2", "--seed", "7", "--accelerator", "cpu"]
+    return ["train", "--network", "digits", "--data", "digits", "--out", str(out), *few, *more]
+
+
+def start(
+    *given: str, program: Sequence[str] = ("-m", "fastcaps"), before: Callable[[], None] | None = None
+) -> subprocess.Popen[str]:
+    """The command in a process of its own, with one thread."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *program, *given],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+    )
+
+
+def weights_of(checkpoint: Path) -> str:
+    """What the weights, the optimiser's state and the random state are, in short."""
+    held = torch.load(checkpoint, weights_only=True)
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in value:
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                add(one)
+
+    add([held["state_dict"], held["optimizer_states"], held["random_state"]])
+    return digest.hexdigest()
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from fastcaps import cli
+replace, left = os.replace, int(sys.argv.pop(1))
+def kill_halfway(source, target):
+    global left
+    left -= str(source).endswith("last.ckpt.writing")
+    if left == 0:
+        os.truncate(source, os.path.getsize(source) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = kill_halfway
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The command, killed when half of a checkpoint is written; its first argument says which."""
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_ten_random_moments_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """Any moment between start and end of the process; every other one while a checkpoint is being written."""
+    whole = tmp_path / "whole"
+    began = time.monotonic()
+    assert start(*arguments(whole)).wait(300) == 0
+    lasts, wanted = time.monotonic() - began, weights_of(whole / "last.ckpt")
+    out, chance, kills = tmp_path / "run", random.Random(), 0
+    while kills < 10:
+        go_on = ["train", "--resume", "--out", str(out)] if (out / "config.json").exists() else arguments(out)
+        if kills % 2:
+            running = start(*go_on, program=("-c", KILLED_WHILE_WRITING, str(chance.randint(1, 2))))
+        else:
+            running = start(*go_on)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(chance.uniform(0.2, 1) * lasts)
+            running.kill()
+        status = running.wait(300)
+        if status == 0:  # it had ended: begin again
+            assert weights_of(out / "last.ckpt") == wanted
+            shutil.rmtree(out)
+        else:
+            assert status == -signal.SIGKILL
+            kills += 1
+    assert start("train", "--resume", "--out", str(out)).wait(300) == 0
+    assert weights_of(out / "last.ckpt") == wanted
+
+
+class Bomb:
+    """What unpickling would run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], zipped: bool) -> None:
+    assert cli.main(arguments(tmp_path / "run", "--epochs", "1")) == 0
+    checkpoint, mark = tmp_path / "run" / "last.ckpt", tmp_path / "mark"
+    (tmp_path / "run" / "result.json").unlink()  # not finished
+    held = {**torch.load(checkpoint, weights_only=True), "bomb": Bomb(mark)}
+    if zipped:
+        torch.save(held, checkpoint)
+    else:
+        checkpoint.write_bytes(pickle.dumps(Bomb(mark)))
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 1
+    told = capsys.readouterr().err
+    assert "last.ckpt cannot be resumed from: UnpicklingError" in told and told.count("\n") == 1
+    assert not mark.exists()
+    if not zipped:
+        pickle.loads(checkpoint.read_bytes())
+        assert mark.exists()  # which is what it would have done
+
+
+def test_a_folder_in_a_checkpoints_place_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").mkdir()
+    with pytest.raises(RunError, match=r"last\.ckpt: got a folder, want a file or nothing here"):
+        train(TrainConfig.of(network="digits", data="digits", out=str(tmp_path)), report=Report(quiet=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files stands in for the disk: a checkpoint does not fit, the other files do."""
+    out = tmp_path / "run"
+    last = out / "last.ckpt"
+
+    class Stops(Report):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise RunError("stopped")
+
+    config = TrainConfig.of(network="digits", data={"name": "digits", "limit": 384}, out=str(out), accelerator="cpu")
+    config = config.changed({"epochs": 1, "checkpoint_every": 2})
+    with pytest.raises(RunError, match="stopped"):
+        train(config, report=Stops(quiet=True))
+    kept, size = last.read_bytes(), last.stat().st_size // 2
+    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))  # noqa: E731
+    running = start("train", "--resume", "--out", str(out), before=full)
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 1 and told.count("\n") == 1 and "File too large" in told
+    assert last.read_bytes() == kept
+    assert train(config, resume=True, report=Report(quiet=True)).history[-1]["step"] == 6
+
+
+def test_a_batch_too_large_for_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fastcaps.training import CapsuleClassifier
+
+    monkeypatch.setattr(CapsuleClassifier, "training_step", lambda *_: torch.empty(2**55))
+    assert cli.main(arguments(tmp_path / "run")) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("fastcaps train: batch_size: got 64, too large for the memory here: ")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_within_a_second(tmp_path: Path) -> None:
+    running = start(*arguments(tmp_path / "run", "--epochs", "1000"))
+    while not (tmp_path / "run" / "last.ckpt").exists():
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, told = running.communicate(timeout=60)
+    assert running.returncode == 130 and told.count("\n") == 1 and "goes on" in told
+    print(f"{time.monotonic() - began:.2f} s")

@@ -1,0 +1,397 @@
+"""Calls drawn at random, of the public functions and of the raw ops, right and wrong: ``tools/soak.py`` runs many.
+
+    python tools/fuzz.py --seed 17 --shrink     # the calls of one seed; a failing one is made as small as it goes
+
+A right call is held to the rule of ``tools.judge`` against the reference, must have the same bits on any number of
+threads, and a number that is none must not leave its sample. A wrong one is refused, or as right as any other.
+Hypothesis draws, and shrinks what fails; the same seed draws the same calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root), str(root / "tests")]
+
+import hypothesis
+import torch
+from cases import LAYOUTS, Case
+from hypothesis import strategies as st
+from registry import ROUTINGS, BackwardCall, Call, Routing
+from torch import Tensor
+
+import fastcaps
+from fastcaps import backends, functional
+from fastcaps.functional import Window
+from fastcaps.rules import Rule
+from fastcaps.votes import SET_WINDOW, output_size
+from tools.judge import Bar
+
+__all__ = ["KINDS", "case", "main", "run_seed"]
+
+THREADS = (1, 2, 3, 7)
+MOST = 1 << 19  # multiply-adds of a call
+OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (1, 64, 2), (1, 2, 2), (1, 8, 8))
+RULES = {
+    "attention": (Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH),
+    "pooling": (Rule.UNIT, Rule.SQUASH),
+    "gaussian": (Rule.EM, Rule.HEINSEN, Rule.KMEANS),
+}
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def case(draw: st.DrawFn, routing: Routing) -> Case:
+    """Draw a call: odd and usual poses, sets and windows, few or many positions, children, parents and turns."""
+    rule = draw(st.sampled_from(RULES[routing.stem]))
+    numbers = st.sampled_from((1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17))
+    pose = draw(st.one_of(st.sampled_from(OWN_POSES), st.tuples(numbers, numbers, numbers)))
+    if rule == Rule.LAYER_NORM and pose[0] * pose[2] == 1:
+        pose = (1, pose[1], 2)
+    is_set = draw(st.booleans())
+    if is_set:
+        window: tuple[int, ...] = SET_WINDOW
+        grid, types = (1, 1), draw(st.sampled_from((1, 2, 3, 5, 7, 8, 9, 16, 17, 31, 33, 64, 70)))
+        batch = draw(st.sampled_from((0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)))
+    else:
+        ends = ((1, 3), (1, 3), (1, 3), (1, 3), (0, 2), (0, 2), (1, 2), (1, 2))
+        window = tuple(draw(st.integers(*pair)) for pair in ends)
+        least = [max(1, (window[k] - 1) * window[6 + k] + 1 - 2 * window[4 + k]) for k in (0, 1)]
+        grid = (least[0] + draw(st.integers(0, 4)), least[1] + draw(st.integers(0, 4)))
+        types, batch = draw(st.integers(1, 6)), draw(st.integers(0, 3))
+    seen = types * window[0] * window[1]
+    groups: int | str = draw(st.sampled_from([g for g in range(1, seen + 1) if seen % g == 0]))
+    if routing.stem == "pooling" and draw(st.integers(0, 3)) == 0:
+        groups, pose = "none", (pose[0], pose[1], pose[1])
+    places = output_size(window, *grid)
+    each = max(batch, 1) * places[0] * places[1] * seen * pose[0] * pose[1] * pose[2]
+    parents = draw(st.sampled_from((1, 2, 3, 5, 8, 16, 17, 33, 64, 65, 70)))
+    turns = draw(st.integers(1, 4))
+    hypothesis.assume(each * parents * turns <= MOST)
+    letters = ("M",) if rule == Rule.EM else ("IM", "I1", "1M", "11")
+    return Case(
+        "drawn", rule, batch, grid, types, parents, pose, window, groups,
+        bias=draw(st.sampled_from((None, "IM", "I1", "1M", "11"))),
+        gate=draw(st.sampled_from((None, "some", "silent"))),
+        start=draw(st.booleans()), turns=turns,
+        dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16))),
+        scale=draw(st.sampled_from((None, None, 0.0, -0.7, 3.0))),
+        affine=draw(st.booleans()), normalize=draw(st.booleans()), log_weight=draw(st.booleans()),
+        betas=draw(st.sampled_from(letters)), detach=draw(st.booleans()),
+    )  # fmt: skip
+
+
+def _rearranged(draw: st.DrawFn, given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of which each tensor lies in memory in its own way."""
+    layouts = st.sampled_from([LAYOUTS[name] for name in LAYOUTS if name != "expanded"])
+    return {n: draw(layouts)(v) if isinstance(v, Tensor) and v.dim() else v for n, v in given.items()}
+
+
+def _bits(results: dict[str, Tensor]) -> dict[str, bytes]:
+    return {n: x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for n, x in results.items()}
+
+
+def _hold(bar: Bar, found: dict[str, Tensor], what: Any) -> None:
+    complaints = bar.judge(found).complaints
+    assert not complaints, f"{complaints}: {what!r}"
+
+
+def _same_bits(run: Callable[[], dict[str, Tensor]], threads: int, what: Any) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    alone = run()
+    torch.set_num_threads(threads)
+    assert _bits(run()) == _bits(alone), f"{threads} threads give other bits: {what!r}"
+    return alone
+
+
+# ---- kinds of calls --------------------------------------------------------------------------------------------------
+
+ROUTING = st.sampled_from(ROUTINGS)
+SEED = st.integers(0, 99)
+
+
+def op(draw: st.DrawFn) -> None:
+    """Results and every gradient of an op, through autograd."""
+    routing = draw(ROUTING)
+    one = draw(case(routing))
+    call = routing.call(one, draw(SEED))
+    call = replace(call, given=_rearranged(draw, call.given), grads=_rearranged(draw, call.grads))
+    found = _same_bits(lambda: call.training(Call.by_op), draw(st.sampled_from(THREADS)), one)
+    _hold(call.bar(), found, one)
+
+
+def backward(draw: st.DrawFn) -> None:
+    """The backward op of several turns, of which any gradients may be wanted."""
+    routing = draw(ROUTING)
+    one = draw(case(routing))
+    seed, wanted = draw(SEED), draw(st.integers(0, (1 << len(routing.gradients)) - 1))
+    whole = routing.backward_call(one, seed).given["needs"]
+    call = routing.backward_call(one, seed, whole & wanted & ((1 << len(routing.gradients)) - 1))
+    call = BackwardCall(routing, _rearranged(draw, call.given))
+    found = _same_bits(lambda: call.results(routing.backward_op), draw(st.sampled_from(THREADS)), one)
+    bar = call.bar()
+    _hold(bar, {n: found[n] for n in bar.exact if n in found}, (one, bin(call.given["needs"])))
+
+
+def broken(draw: st.DrawFn) -> None:
+    """A number that is none, in one sample: others keep their bits, and the reference has NaN in the same places."""
+    routing = draw(ROUTING)
+    one = draw(case(routing))
+    hypothesis.assume(one.batch > 1)
+    call = routing.call(one, draw(SEED))
+    names = [n for n in ("children", "gate", *routing.state) if isinstance(call.given[n], Tensor)]
+    name = draw(st.sampled_from([*names, *(f"grad of {n}" for n in call.grads)]))
+    number = draw(st.sampled_from((torch.nan, torch.inf, -torch.inf)))
+    sample, at = draw(st.integers(0, one.batch - 1)), draw(st.integers(0, 1 << 20))
+
+    def spoilt() -> Call:
+        given, grads = dict(call.given), dict(call.grads)
+        of, key = (grads, name.removeprefix("grad of ")) if name.startswith("grad of ") else (given, name)
+        tensor = of[key].clone()
+        flat = tensor[sample].view(-1)
+        flat[at % flat.numel()] = number
+        of[key] = tensor
+        return replace(call, given=given, grads=grads)
+
+    clean, other = call.training(Call.by_op), spoilt().training(Call.by_op)
+    rest = [b for b in range(one.batch) if b != sample]
+    what = f"{name} of sample {sample} is {number} (at {at}): {one!r}"
+    lead = {*routing.results, *(f"d{n}" for n in ("children", "gate", *routing.state))}  # their samples come first
+    for result, value in clean.items():
+        if result not in lead:
+            continue
+        assert _bits({result: value[rest]}) == _bits({result: other[result][rest]}), f"{result} of others moved: {what}"
+    exact = spoilt()
+    with backends.backend("reference"):
+        wide = exact.having([None if t is None else t.double() for t in exact.tensors]).training(Call.by_op)
+    for result in ("dchildren", "dweight"):
+        if result in wide:
+            torn, allowed = ~other[result].isfinite(), ~wide[result].isfinite()
+            assert not (torn & ~allowed).any(), f"{result} is no number where the reference has one: {what}"
+
+
+def _spoil(draw: st.DrawFn, given: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], str]:
+    """Return arguments one of which is wrong, or odd, and which."""
+    name = draw(st.sampled_from(names))
+    value = given[name]
+    changes: list[Callable[[], Any]] = []
+    if isinstance(value, Tensor):
+        dims = value.dim()
+        k = draw(st.integers(0, max(dims - 1, 0)))
+        changes = [
+            lambda: value.unsqueeze(k),
+            lambda: value.select(k, 0) if dims and value.shape[k] else value[None],
+            lambda: value.narrow(k, 0, 0) if dims else value[None],
+            lambda: value.repeat_interleave(2, k) if dims else value[None],
+            lambda: value.narrow(k, 0, 1) if dims and value.shape[k] else value[None],
+            lambda: value.transpose(0, -1) if dims else value[None],
+            lambda: value.double() if value.dtype != torch.float64 else value.float(),
+            lambda: value.half(),
+            lambda: value.long(),
+            lambda: value.to(torch.complex64),
+            lambda: value.to("meta"),
+            lambda: None,
+        ]
+    elif isinstance(value, bool):
+        changes = [lambda: None]
+    elif isinstance(value, int):
+        changes = [lambda: -1, lambda: 0, lambda: value + 1, lambda: -(1 << 62)]
+    elif isinstance(value, float):
+        changes = [lambda: float("nan"), lambda: float("inf"), lambda: -1.0]
+    elif isinstance(value, (list, tuple)):
+        k = draw(st.integers(0, max(len(value) - 1, 0)))
+        changes = [
+            lambda: value[:k] + value[k + 1 :],
+            lambda: [*value, 1],
+            lambda: [*value[:k], -1, *value[k + 1 :]],
+            lambda: [*value[:k], 0, *value[k + 1 :]],
+            lambda: [*value[:k], 1 << 33, *value[k + 1 :]],
+            lambda: [*value[:k], (1 << 62) + 1, *value[k + 1 :]],
+        ]
+    else:
+        changes = [lambda: torch.zeros(1), lambda: -1, lambda: "odd"]
+    which = draw(st.integers(0, len(changes) - 1))
+    return {**given, name: changes[which]()}, f"{name}, change {which}"
+
+
+def _told(run: Callable[[], Any], what: Any) -> tuple[Any, str]:
+    """Return results, or the one line that refuses; any other end is a failure."""
+    try:
+        return run(), ""
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, fastcaps.BackendError) as error:
+        said = str(error)
+        assert "INTERNAL ASSERT" not in said, f"{said}: {what}"
+        return None, f"{type(error).__name__}: {said}"
+
+
+def wrong(draw: st.DrawFn) -> None:
+    """A raw op with one argument that is wrong or odd: refused, or as right as any other call."""
+    routing = draw(ROUTING)
+    one = draw(case(routing))
+    going = draw(st.booleans())
+    call: Any = routing.call(one, draw(SEED)) if going else routing.backward_call(one, draw(SEED))
+    given, what = _spoil(draw, call.given, list(call.given))
+    what = f"{routing.name}{'' if going else '_backward'}, {what}: {one!r}"
+    native = getattr(torch.ops.fastcaps_cpu, routing.name if going else f"{routing.name}_backward").default
+    results, said = _told(lambda: native(*given.values(), 0), what)
+    if said:
+        return
+    own, arguments = (
+        (routing.op, replace(call, given=given).arguments) if going else (routing.backward_op, given.values)
+    )
+    with fastcaps.backend("reference"):
+        wanted, refused = _told(lambda: own(*arguments()), what)
+    assert refused or len(results) <= len(wanted), what
+    for one_result, other in zip(results, wanted or (), strict=False):
+        assert one_result.shape == other.shape, f"{list(one_result.shape)}, wanted {list(other.shape)}: {what}"
+
+
+FUNCTIONS = ("inverted_attention_routing", "dynamic_routing", "em_routing", "heinsen_routing", "routing_pool")
+
+
+@dataclass
+class Function:
+    """A public function and right arguments of it."""
+
+    name: str
+    given: dict[str, Any]
+
+    def run(self, given: dict[str, Any]) -> list[Tensor]:
+        made = getattr(functional, self.name)(**given)
+        return [made] if isinstance(made, Tensor) else list(made)
+
+
+@st.composite
+def function(draw: st.DrawFn) -> Function:
+    """Draw a call of a public function."""
+    name = draw(st.sampled_from(FUNCTIONS))
+    small = st.integers(1, 5)
+    batch, types, parents, rows, depth, columns = (draw(small) for _ in range(6))
+    window = Window(draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(0, 1)))
+    grid = draw(st.sampled_from(((), (3, 3), (4, 5))))
+    dtype = draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
+    generator = torch.Generator().manual_seed(draw(SEED))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    seen = types * (window.positions if grid else 1)
+    places = window.output_size(*grid) if grid else ()
+    groups = draw(st.sampled_from((1, seen)))
+    each = (batch, types, *grid)
+    given: dict[str, Any] = {"children": normal(*each, rows, depth), "weight": normal(groups, parents, depth, columns)}
+    if grid:
+        given["window"] = window
+    if draw(st.booleans()) or name == "heinsen_routing":
+        given["bias"] = normal(seen, parents, rows, columns)
+    if name == "inverted_attention_routing":
+        given["normalize"] = rows * columns > 1 and draw(st.booleans())
+        if draw(st.booleans()):
+            given["parents"] = normal(batch, parents, *places, rows, columns)
+    elif name == "dynamic_routing":
+        given.update(compete=draw(st.sampled_from(("parents", "children"))), detach=draw(st.booleans()))
+    elif name == "em_routing":
+        given.update(activations=normal(*each).sigmoid(), beta_u=normal(parents), beta_a=normal(parents))
+    elif name == "heinsen_routing":
+        table = (seen, parents)
+        given.update(scores=normal(*each), beta_use=normal(*table), beta_ignore=normal(*table))
+    if name not in ("em_routing", "heinsen_routing") and draw(st.booleans()):
+        given["gate"] = normal(*each).sigmoid()
+    if name != "routing_pool":
+        given["iterations"] = draw(st.integers(1, 3))
+    return Function(name, given)
+
+
+def public(draw: st.DrawFn) -> None:
+    """A public function and its gradients, against the reference."""
+    call = draw(function())
+    names = [n for n, v in call.given.items() if isinstance(v, Tensor)]
+
+    def training(tensors: Any, name: str | None = "reference") -> dict[str, Tensor]:
+        leaves = {n: t.detach().requires_grad_() for n, t in zip(names, tensors, strict=True)}
+        with backends.backend(name) if name else backends.backend("cpu"):
+            results = call.run({**call.given, **leaves})
+            # not their sum, which LayerNorm leaves no gradient
+            heads = [torch.linspace(-1, 2, r.numel(), dtype=r.dtype).view(r.shape) for r in results]
+            grads = torch.autograd.grad(
+                results, list(leaves.values()), heads, materialize_grads=True, allow_unused=True
+            )
+        found = {f"result {k}": r.detach() for k, r in enumerate(results)}
+        return found | {f"d{n}": g for n, g in zip(names, grads, strict=True)}
+
+    tensors = [call.given[n] for n in names]
+    what = f"{call.name}: { {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in call.given.items()} }"
+    _hold(Bar(training, tensors), training(tensors, "cpu"), what)
+
+
+def misused(draw: st.DrawFn) -> None:
+    """A public function with one argument that is wrong or odd: one line that refuses, or results."""
+    call = draw(function())
+    given, what = _spoil(draw, call.given, list(call.given))
+    what = f"{call.name}, {what}"
+    _, said = _told(lambda: call.run(given), what)
+    assert "\n" not in said, f"more than one line: {said}: {what}"
+
+
+ALL = (op, backward, broken, wrong, public, misused)
+KINDS: dict[str, Callable[[st.DrawFn], None]] = {kind.__name__: kind for kind in ALL}
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def _body(kind: Callable[[st.DrawFn], None], counted: list[int]) -> Callable[[st.DataObject], None]:
+    def body(data: st.DataObject) -> None:
+        kind(data.draw)
+        counted.append(1)
+
+    return body
+
+
+def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) -> bool:
+    """Run the calls of a seed and print how many there were and what went wrong; return whether all is well."""
+    counted: list[int] = []
+    well = True
+    for kind in kinds:
+        body = _body(KINDS[kind], counted)
+        settings = hypothesis.settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            report_multiple_bugs=False,
+            phases=[phase for phase in hypothesis.Phase if shrink or phase != hypothesis.Phase.shrink],
+        )
+        test = hypothesis.seed(seed)(settings(hypothesis.given(data=st.data())(body)))
+        print("kind", seed, kind, flush=True)
+        try:
+            test()
+        except Exception as error:
+            print(f"WRONG {kind}: {type(error).__name__}: {' '.join(str(error).split())[:1500]}", flush=True)
+            well = False
+    print(f"calls {len(counted)}", flush=True)
+    return well
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of tools.judge.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=15, help="calls of each kind")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--shrink", action="store_true", help="make a failing call as small as it goes")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    return 0 if run_seed(given.seed, given.kinds, given.count, given.shrink) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Other builds of the native sources, each in a folder of its own: for sanitizers and planted faults."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["FEW_POSES", "LEVEL_FLAGS", "ROOT", "build", "call", "environment"]
+
+ROOT = Path(__file__).resolve().parents[1]
+LEVEL_FLAGS = {"default": "", "avx2": "-mavx2 -mfma -mf16c"}
+"""What compiles the CPU kernels once, as they are at this level; the library then calls its level "default"."""
+FEW_POSES = re.compile(r"Built<(?!Pose4x4x8|Tensor4x4x16|PoseMatrix|PoseVector)\w+(?:<\d+>)?[^>]*>,\s*")
+"""What is to be left out of the lists of kernels in ``csrc/cuda/*ward.cu`` where there is no time for all of them."""
+_PROJECTS = {"fastcaps_cpu": ".", "fastcaps_cuda_on_cpu": "tests/cuda_on_cpu"}
+
+
+def _tool(name: str) -> str:
+    own = Path(sys.executable).with_name(name)
+    found = str(own) if own.is_file() else shutil.which(name)
+    if found is None:
+        raise SystemExit(f"fastcaps: needs {name} (pip install '.[test]')")
+    return found
+
+
+def call(command: Sequence[str], **options: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in the checkout and return what it said, both streams together."""
+    return subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **options
+    )  # type: ignore[call-overload,no-any-return]
+
+
+def build(folder: Path, target: str, flags: str, source: Path = ROOT, *definitions: str) -> Path:
+    """Build ``fastcaps_cpu`` for one instruction set, or ``fastcaps_cuda_on_cpu``, with compiler flags alone.
+
+    What has not changed is not compiled again.
+
+    Raises
+    ------
+    RuntimeError
+        If it does not compile, with the compiler's words.
+    """
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    configure = [_tool("cmake"), "-S", str(source / _PROJECTS[target]), "-B", str(folder), "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
+    configure += [f"-DFASTCAPS_TORCH_DIR={Path(torch.__file__).parent}", "-DCMAKE_BUILD_TYPE=Other"]
+    configure += ["-DFASTCAPS_ONE_LEVEL=ON", f"-DCMAKE_CXX_FLAGS={flags}", *(f"-D{one}" for one in definitions)]
+    make = [_tool("cmake"), "--build", str(folder), "--target", target]
+    make += ["-j", os.environ.get("MAX_JOBS", str(os.cpu_count() or 1)), "--", "-k", "0"]
+    for command in (configure, make):
+        done = call(command, env={**os.environ, "FASTCAPS_CUDA": "0"})
+        if done.returncode:
+            raise RuntimeError(done.stdout)
+    return folder / f"lib{target}.{'dylib' if sys.platform == 'darwin' else 'so'}"
+
+
+def environment(library: Path, **more: str) -> dict[str, str]:
+    """Return the environment in which Python uses that build of a library."""
+    found = {name: value for name, value in os.environ.items() if name != "FASTCAPS_CPU_CAPABILITY"}
+    name = "FASTCAPS_CUDA_ON_CPU" if "cuda" in library.name else "FASTCAPS_CPU_LIBRARY"
+    return {**found, name: str(library), "PYTHONPATH": str(ROOT), **more}

@@ -1,0 +1,134 @@
+"""The kernels under the compiler's sanitizers: ``make sanitize``.
+
+    python tools/sanitizers.py [address] [thread] [cuda] [--short]
+
+``address``: AddressSanitizer and UndefinedBehaviorSanitizer over the tests of the CPU kernels, with guard pages behind
+every piece of scratch memory. ``thread``: ThreadSanitizer over every routing's cases, from two threads at once and each
+cut into four. ``cuda``: AddressSanitizer over the CUDA sources as they run on the CPU. Each has a build of its own, for
+one instruction set; the short form takes the portable one, few poses and a part of the cases. torch is as it is
+installed: AddressSanitizer knows its allocations and copies, ThreadSanitizer nothing of it
+(``tests/parallel_threads.cpp`` stands in for its threads).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.native import FEW_POSES, LEVEL_FLAGS, ROOT, build, call, environment
+
+__all__ = ["RUNS", "main"]
+
+COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
+KERNEL_TESTS = ("tests/test_kernels.py", "tests/test_squash_sum.py")
+OTHER_PROCESSES = "instruction_set or unknown_level or cuda"  # tests that need another library
+ADDRESS = {
+    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:allow_user_segv_handler=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "FASTCAPS_GUARD_SCRATCH": "1",
+    "CI": "1",
+}
+
+
+def _preload(*names: str) -> str:
+    """Return the compiler's libraries as LD_PRELOAD wants them."""
+    found = [call(["c++", f"-print-file-name={name}"]).stdout.strip() for name in names]
+    missing = [name for name, path in zip(names, found, strict=True) if not Path(path).is_file()]
+    if missing:
+        raise SystemExit(f"fastcaps: the sanitizers need g++ and its {missing[0]}")
+    return " ".join(found)
+
+
+def _asan() -> str:
+    return _preload("libasan.so", "libstdc++.so")  # the latter at once: its exceptions must be met
+
+
+def _run(what: str, command: list[str], variables: dict[str, str]) -> bool:
+    """Run a program under a sanitizer and print the report or how it ended; return whether all is well."""
+    begin = time.monotonic()
+    done = call(command, env=variables)
+    words = ("ERROR: AddressSanitizer", "WARNING: ThreadSanitizer", "runtime error:")
+    lines = done.stdout.splitlines()
+    first = next((k for k, line in enumerate(lines) if any(word in line for word in words)), None)
+    wrong: list[str] = []
+    if first is not None:
+        wrong = lines[max(first - 1, 0) : first + 40]
+    elif done.returncode:
+        wrong = [f"exit status {done.returncode}", *lines[-20:]]
+    said = wrong or lines[-1:]
+    print(f"{'WRONG' if wrong else 'ok':<6} {what} ({time.monotonic() - begin:.0f} s)", *said, sep="\n  ", flush=True)
+    return not wrong
+
+
+def _built(kind: str, short: bool, flags: str) -> Path:
+    level = "default" if short else "avx2"
+    folder = ROOT / "build" / f"sanitize-{kind}-{level}"
+    return build(folder, "fastcaps_cpu", f"{COMMON} {LEVEL_FLAGS[level]} {flags}".strip())
+
+
+def address(short: bool) -> bool:
+    """Run the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    library = _built("address", short, "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all")
+    variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
+    well = True
+    for part in ("0",) if short else ("0", "1", "2"):
+        well &= _run(f"address, cases {part} of 3", [sys.executable, "tests/guard_worker.py", part], variables)
+    if not short:
+        tests = [*PYTEST, "--require-native", "-k", f"not ({OTHER_PROCESSES})", *KERNEL_TESTS]
+        well &= _run("address, tests", tests, variables)
+    return well
+
+
+def thread(short: bool) -> bool:
+    """Run every routing from several threads under ThreadSanitizer."""
+    library = _built("thread", short, "-fsanitize=thread")
+    pool = library.with_name("parallel_threads.so")
+    command = ["c++", "-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-shared", "-fPIC", "-o", str(pool)]
+    subprocess.run([*command, "tests/parallel_threads.cpp"], cwd=ROOT, check=True)
+    variables = environment(
+        library, LD_PRELOAD=f"{_preload('libtsan.so')} {pool}", TSAN_OPTIONS="halt_on_error=1:exitcode=66"
+    )
+    return _run("thread", [sys.executable, "tests/threads_worker.py", "9" if short else "1"], variables)
+
+
+def cuda(short: bool) -> bool:
+    """Run the CUDA sources on the CPU under AddressSanitizer, which there watches tensors and the host's memory."""
+    folder = ROOT / "build" / f"sanitize-cuda{'-short' if short else ''}"
+    sources = folder / "csrc"
+    shutil.copytree(ROOT / "csrc", sources, dirs_exist_ok=True)
+    for path in sources.glob("cuda/*ward.cu") if short else ():
+        path.write_text(FEW_POSES.sub("", path.read_text()))
+    # The frames of threads that are given up in the middle would be poisoned for those that come after.
+    flags = f"{COMMON} -fsanitize=address --param asan-stack=0"
+    definitions = (f"FASTCAPS_CSRC={sources}", "FASTCAPS_WATCHED=-Wno-all")
+    library = build(folder, "fastcaps_cuda_on_cpu", flags, ROOT, *definitions)
+    variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
+    some = "test_only_the_gradients_asked_for or test_turns_add_up or any_strides" if short else ""
+    kept = f"on-cpu and ({some})" if short else "on-cpu or (squash_sum and cuda)"
+    return _run("cuda", [*PYTEST, "-k", kept, "tests/test_cuda_kernels.py", "tests/test_squash_sum.py"], variables)
+
+
+RUNS = {"address": address, "thread": thread, "cuda": cuda}
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(description="The kernels under the compiler's sanitizers.")
+    parser.add_argument("which", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--short", action="store_true", help="a part of the cases")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    well = [RUNS[name](given.short) for name in given.which]
+    return 0 if all(well) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
