@@ -150,7 +150,7 @@ def backward(draw: st.DrawFn) -> None:
 
 
 def broken(draw: st.DrawFn) -> None:
-    """A number that is none, in one sample: others keep their bits, and NaN breaks no pose that the reference has whole.
+    """A number that is none, in one sample: others keep their bits, and NaN breaks no pose that the reference has.
 
     Within a pose NaN may spread: a kernel joins its numbers sooner. What an infinity does to its own sample is nobody's
     promise: votes are measured from a parent's mean, and less than all of them is then a number.
