@@ -81,9 +81,9 @@ def route(routing: Routing, arguments: Sequence[Any]) -> tuple[Any, ...]:
         else:
             *finals, shares = routing(votes, *local[6:])
     globally, place = Votes(*arguments[:6]), votes.children.dim() - 3
-    history = [None] * (len(routing.op._schema.returns) - 1 - routing.finals)
+    history = [None] * (len(routing.op._schema.returns) - 1 - routing.final_count)
     poses, many = globally.poses, globally.numbers
-    results = [layout.wrap(x, poses if x.dim() == len(poses) else many, place) for x in finals[: routing.finals]]
+    results = [layout.wrap(x, poses if x.dim() == len(poses) else many, place) for x in finals[: routing.final_count]]
     if given.coefficients:
         shares = layout.wrap(shares, globally.shares, place + 1, place)
     return (*results, *history, shares)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import check_count, shape_text
 from fastcaps.nn.inverted_attention import route
-from fastcaps.nn.layer import Call
+from fastcaps.nn.layer import LayerCall
 from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor
 from fastcaps.votes import Window
 
@@ -92,7 +92,7 @@ class _Capsule(nn.Module):
         normalised = self.out_d_capsules > 1
         poses = children.unflatten(-1, self.pose_shape[:2])
         poses, _ = route(
-            Call(poses, None, self._weight(), None, self.out_n_capsules, self.window),
+            LayerCall(poses, None, self._weight(), None, self.out_n_capsules, self.window),
             parents,
             self.pose_shape,
             scale=self.scale,

@@ -38,7 +38,7 @@ class Gaussian(Routing):
         "Tensor scores, Tensor means, Tensor variances, Tensor all_counts, Tensor all_means, Tensor all_variances, "
         "Tensor all_scores"
     )
-    finals = 3
+    final_count = 3
     grads = "Tensor? grad_counts, Tensor? grad_means, Tensor? grad_variances, Tensor? grad_evidence"
     own_backward = (
         "Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? beta_use, Tensor? beta_ignore, Tensor counts, "
