@@ -392,7 +392,7 @@ def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], T
         found = -distances(all_votes, mean, variance)
         return found if weight is None else found + weight.unsqueeze(3)
 
-    for turn, temperature in enumerate(given.schedule):
+    for turn, temperature in enumerate(given.temperatures):
         asked = layout.entered("children", *state)
         share = layout.share(votes, logits, *asked)
         gated = _gated(votes, share)
@@ -412,7 +412,7 @@ def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], T
             log_sigma = 0.5 * variances.log().sum(POSE)
             numbers = mean.shape[-2] * mean.shape[-1]
             evidence = temperature * (given.beta_ignore - (numbers * given.beta_use + log_sigma) * counts)
-        if given.coefficients and turn + 1 == len(given.schedule):
+        if given.coefficients and turn + 1 == len(given.temperatures):
             shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
             shares = shares if share is None else shares * share.detach()[..., None]
         results = [evidence, mean, variances]

@@ -369,7 +369,7 @@ def test_variances_of_votes_far_from_zero_and_of_tight_clusters(shift: float) ->
         "log_weight": None,
         "beta_use": zeros,
         "beta_ignore": zeros,
-        "schedule": [1.0],
+        "temperatures": [1.0],
         "rule": int(Rule.HEINSEN),
         "eps": 0.0,
     }

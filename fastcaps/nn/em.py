@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from fastcaps import functional, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite
-from fastcaps.functional.em import InverseTemperature, result_dtype, schedule
+from fastcaps.functional.em import InverseTemperature, inverse_temperatures, result_dtype
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
@@ -98,7 +98,7 @@ break_symmetry, iterations, device, dtype
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
-        schedule(inverse_temperature, self.iterations)  # raises where it is wrong
+        inverse_temperatures(inverse_temperature, self.iterations)  # raises where it is wrong
         self.inverse_temperature = inverse_temperature
         self.coordinates = bool(coordinates)
         if self.coordinates and not self.whole_grid:
@@ -153,7 +153,7 @@ break_symmetry, iterations, device, dtype
         turns = self.iterations if iterations is None else iterations
         given = self.inverse_temperature if inverse_temperature is None else inverse_temperature
         if self.normalize_cost:
-            temperatures = schedule(1.0 if given is None else given, check_count("iterations", turns))
+            temperatures = inverse_temperatures(1.0 if given is None else given, check_count("iterations", turns))
             return self.flat(_with_normalized_cost(call, betas, temperatures, self.eps, return_coefficients))
         found = functional.em_routing(
             call.children,
