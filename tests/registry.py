@@ -300,7 +300,8 @@ class Call:
         """Return the results of the oracle: a loop of turns of the reference, differentiable."""
         state = {name: self.given[name] for name in self.routing.state}
         history: list[Given] = []
-        for turn in range(len(self.given["temperatures"]) if "temperatures" in self.given else self.given["iterations"]):
+        turns = len(self.given["temperatures"]) if self.routing.stem == "gaussian" else self.given["iterations"]
+        for turn in range(turns):
             results, state = self.routing.turn(self.given, turn, state, self.detach)
             history.append(results)
         last = history[-1]

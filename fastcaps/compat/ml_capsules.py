@@ -1,8 +1,6 @@
-"""The capsule layers of ml-capsules-inverted-attention-routing, the public code of Tsai et al. (2020).
+"""``CapsuleFC`` and ``CapsuleCONV`` of ml-capsules-inverted-attention-routing, the code of Tsai et al. (2020).
 
-:class:`CapsuleFC` and :class:`CapsuleCONV` have that code's constructors, ``forward`` and parameters, so that a
-script written for it runs after one changed import, and checkpoints load both ways. What differs, each of it below
-what training can see:
+What differs, each of it below what training can see:
 
 - the coefficients are not divided by their sum + 1e-10 once more (the sum of a softmax is 1);
 - a convolutional layer's result is a view whose memory order is ``b, h, w, m, d``: flatten it with ``reshape``, not
