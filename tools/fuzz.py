@@ -3,7 +3,7 @@
     python tools/fuzz.py --seed 17 --shrink     # the calls of one seed; a failing one is made as small as it goes
 
 A right call is held to the rule of ``tools.judge`` against the reference, must have the same bits on any number of
-threads, and a number that is none must not leave its sample. A wrong one is refused, or as right as any other.
+threads, and NaN or infinity must not leave its sample. A wrong one is refused, or as right as any other.
 Hypothesis draws, and shrinks what fails; the same seed draws the same calls.
 """
 
@@ -143,7 +143,7 @@ def backward(draw: st.DrawFn) -> None:
 
 
 def broken(draw: st.DrawFn) -> None:
-    """A number that is none, in one sample: others keep their bits, and the reference has NaN in the same places."""
+    """NaN or infinity in one sample: others keep their bits, and gradients are finite where the reference's are."""
     routing = draw(ROUTING)
     one = draw(case(routing))
     hypothesis.assume(one.batch > 1)
@@ -176,7 +176,7 @@ def broken(draw: st.DrawFn) -> None:
     for result in ("dchildren", "dweight"):
         if result in wide:
             torn, allowed = ~other[result].isfinite(), ~wide[result].isfinite()
-            assert not (torn & ~allowed).any(), f"{result} is no number where the reference has one: {what}"
+            assert not (torn & ~allowed).any(), f"{result} is not finite where the reference is: {what}"
 
 
 def _spoil(draw: st.DrawFn, given: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], str]:
