@@ -90,7 +90,7 @@ def route(routing: Routing, arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class Layout:
-    """How a call lies on a mesh: whether each of the mesh's dimensions cuts, if any.
+    """How a call lies on a mesh: which axis each of the mesh's dimensions cuts, if any.
 
     Parameters
     ----------
