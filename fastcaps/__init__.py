@@ -2,7 +2,7 @@
 
 ``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks,
 ``fastcaps.losses`` what they are trained on, ``fastcaps.data`` the data sets, ``fastcaps.training`` what trains,
-``fastcaps.compat`` the layers of published codes, ``fastcaps.viz`` pictures; ``fastcaps.backends`` says what runs where.
+``fastcaps.compat`` layers of published codes, ``fastcaps.viz`` pictures; ``fastcaps.backends`` says what runs where.
 Most modules are imported on first use, so that ``import fastcaps`` costs little beyond torch.
 """
 
