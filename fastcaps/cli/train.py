@@ -118,7 +118,7 @@ def train(
         bool, Option("--overwrite", help="replace a run that --out already holds", rich_help_panel=RUN)
     ] = False,
     listed: Annotated[bool, Option("--list", help="list the networks and data sets, and stop")] = False,
-    as_json: Annotated[bool, Option("--json", help="print what result.json holds, and its folder, and nothing else")] = False,
+    as_json: Annotated[bool, Option("--json", help="print result.json and its folder, and nothing else")] = False,
 ) -> int:
     """Train a network on images or texts. The sizes of its inputs and its classes follow from the data."""
     options = locals()
