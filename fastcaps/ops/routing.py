@@ -477,8 +477,7 @@ def let_inductor_call(name: str) -> None:
 def _views(view: Callable[[Tensor, int], Tensor], tensors: Sequence[Any], dims: Sequence[int]) -> list[Any]:
     """Return a view of each tensor that has positions, which begin at the dimension told by ``dims``; 0 says none."""
     return [
-        view(x, dim) if dim and x is not None and x.dim() > dim else x
-        for x, dim in zip(tensors, dims, strict=True)
+        view(x, dim) if dim and x is not None and x.dim() > dim else x for x, dim in zip(tensors, dims, strict=True)
     ]
 
 
