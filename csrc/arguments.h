@@ -180,7 +180,7 @@ struct GaussianRouting {
   void check(const Votes& v) const {
     const ScalarType wide = votes.wide();
     STD_TORCH_CHECK(rule >= Rule::kEM && rule <= Rule::kKMeans, "fastcaps: gaussian_routing has no rule ", int(rule));
-    STD_TORCH_CHECK(!temperatures.empty(), "fastcaps: schedule must have a number for every turn");
+    STD_TORCH_CHECK(!temperatures.empty(), "fastcaps: temperatures must have a number for every turn");
     STD_TORCH_CHECK(mean || !variance, "fastcaps: a variance wants a mean");
     votes.check_maybe(mean, "mean", poses_shape(v), wide);
     votes.check_maybe(variance, "variance", poses_shape(v), wide);

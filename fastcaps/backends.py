@@ -7,7 +7,7 @@ This is a module of functions, not an object: ``fastcaps.backends.listing()`` re
 forces one for the whole process.
 
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first turn of inverted
-attention is torch's own product under every backend but the reference.)
+attention is as a rule torch's own product, under every backend but the reference.)
 
 The choice is one global of the process, like the flags of :mod:`torch.backends`: set it before threads start.
 """

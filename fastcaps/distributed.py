@@ -81,16 +81,16 @@ def route(routing: Routing, arguments: Sequence[Any]) -> tuple[Any, ...]:
         else:
             *finals, shares = routing(votes, *local[6:])
     globally, place = Votes(*arguments[:6]), votes.children.dim() - 3
-    history = [None] * (len(routing.op._schema.returns) - 1 - routing.finals)
+    history = [None] * (len(routing.op._schema.returns) - 1 - routing.final_count)
     poses, many = globally.poses, globally.numbers
-    results = [layout.wrap(x, poses if x.dim() == len(poses) else many, place) for x in finals[: routing.finals]]
+    results = [layout.wrap(x, poses if x.dim() == len(poses) else many, place) for x in finals[: routing.final_count]]
     if given.coefficients:
         shares = layout.wrap(shares, globally.shares, place + 1, place)
     return (*results, *history, shares)
 
 
 class Layout:
-    """How a call lies on a mesh: whether each of the mesh's dimensions cuts, if any.
+    """How a call lies on a mesh: which axis each of the mesh's dimensions cuts, if any.
 
     Parameters
     ----------
@@ -392,7 +392,7 @@ def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], T
         found = -distances(all_votes, mean, variance)
         return found if weight is None else found + weight.unsqueeze(3)
 
-    for turn, temperature in enumerate(given.schedule):
+    for turn, temperature in enumerate(given.temperatures):
         asked = layout.entered("children", *state)
         share = layout.share(votes, logits, *asked)
         gated = _gated(votes, share)
@@ -412,7 +412,7 @@ def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], T
             log_sigma = 0.5 * variances.log().sum(POSE)
             numbers = mean.shape[-2] * mean.shape[-1]
             evidence = temperature * (given.beta_ignore - (numbers * given.beta_use + log_sigma) * counts)
-        if given.coefficients and turn + 1 == len(given.schedule):
+        if given.coefficients and turn + 1 == len(given.temperatures):
             shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
             shares = shares if share is None else shares * share.detach()[..., None]
         results = [evidence, mean, variances]

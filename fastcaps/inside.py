@@ -99,14 +99,14 @@ class Inside:
         """How much each child counts, as the coefficients have them: ``[B, Ho, Wo, I]``; None if all count alike."""
         if not isinstance(self.layer, RoutingLayer):
             return None
-        children, numbers = self.given["children"], self.given.get(self.layer.numbers)
-        if numbers is None:
+        children, activity = self.given["children"], self.given.get(self.layer.activity_name)
+        if activity is None:
             return None
-        call = self.layer.prepare(children, numbers.sigmoid() if self.layer.numbers == "scores" else numbers)
-        assert call.numbers is not None
+        call = self.layer.prepare(children, activity.sigmoid() if self.layer.activity_name == "scores" else activity)
+        assert call.activity is not None
         if call.window is None:
-            return as_grid(call.numbers)
-        return windows(to_op(call.numbers, call.window), call.window.spec)
+            return as_grid(call.activity)
+        return windows(to_op(call.activity, call.window), call.window.spec)
 
 
 @contextmanager

@@ -118,16 +118,16 @@ def squash(vectors: Tensor, dim: Dims = -1, eps: float = 0.0) -> Tensor:
     if largest.dtype in (torch.float16, torch.bfloat16):
         largest = largest.float()
     largest = largest.clamp(min=2.0**-50).where(largest.isfinite(), 1.0)
-    scaled = vectors / largest
-    squares = scaled.square().sum(dim, keepdim=True)
+    shrunk = vectors / largest
+    squares = shrunk.square().sum(dim, keepdim=True)
     zero = squares == 0
     ratio = squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
     # n / (1 + n^2) is the same for n and for 1/n: the smaller of the two never overflows. Beyond 2^40 a squashed vector
     # has length 1 to the last bit, and is that of one 2^40 long.
-    unit = largest.clamp(max=2.0**40)
-    size = ratio * unit
+    scale = largest.clamp(max=2.0**40)
+    size = ratio * scale
     inner = torch.minimum(size, size.clamp(min=1.0).reciprocal())
-    factor = unit * (inner / (1 + inner.square()))
+    factor = scale * (inner / (1 + inner.square()))
     if eps:
         factor = factor * (size / (size.square() + eps).sqrt())
-    return (scaled * factor).to(vectors.dtype)
+    return (shrunk * factor).to(vectors.dtype)

@@ -13,11 +13,11 @@ from torch import Tensor
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW, output_size
 
-__all__ = ["GPU_DTYPES", "LAYOUTS", "SCHEDULE", "Case", "case_of", "common_factors", "on_device"]
+__all__ = ["GPU_DTYPES", "LAYOUTS", "TEMPERATURES", "Case", "case_of", "common_factors", "on_device"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SCHEDULE = (0.3, 0.5, 0.8)
+TEMPERATURES = (0.3, 0.5, 0.8)
 
 
 # ---- how a tensor lies in memory -------------------------------------------------------------------------------------

@@ -199,9 +199,9 @@ class Network(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         children, gates = self.poses(features).unflatten(-1, (6, 4)), self.gates(features)
-        if self.routing.numbers == "activations":
+        if self.routing.activity_name == "activations":
             gates = gates.sigmoid()
-        named = {self.routing.numbers: gates}
+        named = {self.routing.activity_name: gates}
         found = self.routing(children, **named)
         poses = found if isinstance(found, Tensor) else found[0]
         return fastcaps.losses.length(poses)

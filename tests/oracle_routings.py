@@ -265,7 +265,7 @@ def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int],
     history = ("all_counts", "all_means", "all_variances", "all_scores")
     found: dict[str, Any] = {name: [] for name in history}
     scores: list[float] = []
-    for temperature in given["schedule"]:
+    for temperature in given["temperatures"]:
         betas = (None, None) if rule == 4 else (use, ignore)
         one = explain(seen, many, mean, variance, log_weight, *betas, eps)
         mean, narrow = ([v if seen else [0.0] * size for v in vectors] for vectors in (one.means, one.variances))

@@ -15,7 +15,7 @@ from typing import Any
 import oracle_routings as loops
 import torch
 from case_rows import ATTENTION_CASES, GAUSSIAN_CASES, POOLING_CASES
-from cases import SCHEDULE, Case
+from cases import TEMPERATURES, Case
 from torch import Tensor
 
 import fastcaps
@@ -101,7 +101,7 @@ def _gaussian_rest(case: Case, seed: int) -> Given:
         "log_weight": log_weight,
         "beta_use": betas[0],
         "beta_ignore": betas[1],
-        "schedule": [SCHEDULE[turn % len(SCHEDULE)] for turn in range(case.turns)],
+        "temperatures": [TEMPERATURES[turn % len(TEMPERATURES)] for turn in range(case.turns)],
         "rule": int(case.rule),
         "eps": case.eps,
     }
@@ -109,7 +109,7 @@ def _gaussian_rest(case: Case, seed: int) -> Given:
 
 def _gaussian_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple[Given, Given]:
     betas, rule = (given["beta_use"], given["beta_ignore"]), given["rule"]
-    now = [given["schedule"][turn]]
+    now = [given["temperatures"][turn]]
     results = reference.gaussian_routing(votes_of(given), *state.values(), *betas, now, rule, given["eps"])
     scores, means, variances = results[:3]
     following = {
@@ -300,7 +300,8 @@ class Call:
         """Return the results of the oracle: a loop of turns of the reference, differentiable."""
         state = {name: self.given[name] for name in self.routing.state}
         history: list[Given] = []
-        for turn in range(len(self.given["schedule"]) if "schedule" in self.given else self.given["iterations"]):
+        turns = len(self.given["temperatures"]) if self.routing.stem == "gaussian" else self.given["iterations"]
+        for turn in range(turns):
             results, state = self.routing.turn(self.given, turn, state, self.detach)
             history.append(results)
         last = history[-1]

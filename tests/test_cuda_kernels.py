@@ -229,7 +229,7 @@ def test_turns_add_up(routing: Routing, name: str, target: Target) -> None:
         torch.testing.assert_close(gradient, total[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-# ---- numbers that are none, or not quite ----------------------------------------------------------------------------
+# ---- NaN, infinity and numbers near them ----------------------------------------------------------------------------
 
 
 @on_every_target

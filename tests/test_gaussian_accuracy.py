@@ -45,7 +45,7 @@ def eager(routing: str, children: Tensor, gate: Tensor, weight: Tensor, first: T
     matrices = weight.expand(children.shape[1], -1, -1, -1) if len(weight) == 1 else weight
     votes = torch.einsum("bicd,imde->bimce", children, matrices)
     share = votes.new_full(votes.shape[:3], 1 / votes.shape[2])
-    for heat in functional.em.schedule(None, TURNS):
+    for heat in functional.em.inverse_temperatures(None, TURNS):
         shares, counts, means, variances = gaussians(votes, gate, share, eps)
         variances = variances + eps
         log_sigma = 0.5 * variances.log().sum((-2, -1))

@@ -68,7 +68,7 @@ def test_random_calls(routing: Routing, data: st.DataObject, seed: int) -> None:
     call.bar().hold(call.training(by_op))
 
 
-# ---- digits, and numbers that are none -------------------------------------------------------------------------------
+# ---- digits, NaN and infinity ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("routing", [ATTENTION, POOLING], ids=lambda routing: routing.stem)
@@ -369,7 +369,7 @@ def test_variances_of_votes_far_from_zero_and_of_tight_clusters(shift: float) ->
         "log_weight": None,
         "beta_use": zeros,
         "beta_ignore": zeros,
-        "schedule": [1.0],
+        "temperatures": [1.0],
         "rule": int(Rule.HEINSEN),
         "eps": 0.0,
     }
@@ -394,7 +394,7 @@ def test_parents_of_about_one_child(routing: Routing, case: Case, dtype: torch.d
 
 
 def test_detached_pooling_of_a_broken_query() -> None:
-    """dV is the shares times dS alone: a child behind a gate of 0 gets 0, though its parents' query is no number."""
+    """dV is the shares times dS alone: a child behind a gate of 0 gets 0, though its parents' query is NaN."""
     children, gate = torch.randn(2, 20, 3, 1, requires_grad=True), torch.ones(2, 20)
     gate[:, ::3] = 0
     with torch.no_grad():

@@ -253,9 +253,9 @@ STACKS: dict[str, list[Any]] = {
 
 def by_hand(stack: RoutingStack, below: Tensor, numbers: Tensor | None) -> Any:
     """One iteration of a stack, layer by layer."""
-    scores, found = stack.layers[0].numbers == "scores", below
+    scores, found = stack.layers[0].activity_name == "scores", below
     for layer in stack.layers:
-        wanted = layer.numbers == "scores"
+        wanted = layer.activity_name == "scores"
         if numbers is not None and wanted != scores:
             numbers = numbers.logit() if wanted else numbers.sigmoid()
         given = (None, numbers) if layer.takes_parents else (numbers,)

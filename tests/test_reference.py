@@ -366,7 +366,7 @@ def test_nothing_overflows_in_place_of_a_child_that_is_not_there(routing: Routin
     else:
         zeros = torch.zeros(1, 1, dtype=torch.float64)
         given.update(mean=mean, variance=torch.full_like(mean, 1e-12), log_weight=None, beta_use=zeros)
-        given.update(beta_ignore=zeros, schedule=[1.0], rule=int(Rule.HEINSEN), eps=0.0)
+        given.update(beta_ignore=zeros, temperatures=[1.0], rule=int(Rule.HEINSEN), eps=0.0)
     _, outputs = one_turn(routing, given)
     torch.testing.assert_close(outputs[0 if routing is POOLING else 1], mean)
     heads = [None if head is None else torch.ones_like(head) for head in heads_of(routing, given)]

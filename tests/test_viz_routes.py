@@ -66,7 +66,9 @@ def test_what_a_class_is_made_of_adds_up_to_1_in_every_layer(name: str) -> None:
     torch.manual_seed(1)
     stack = RoutingStack.build(STACKS[name], in_capsules=2, in_dim=4, size=(6, 7), iterations=2)
     active = (
-        None if stack.layers[0].numbers == "activations" and stack.layers[0].takes_parents else torch.rand(2, 2, 6, 7)
+        None
+        if stack.layers[0].activity_name == "activations" and stack.layers[0].takes_parents
+        else torch.rand(2, 2, 6, 7)
     )
     _, trace = stack(torch.randn(2, 2, 6, 7, 4), active, return_trace=True)
     found = viz.descent(stack, trace)

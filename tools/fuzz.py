@@ -3,7 +3,7 @@
     python tools/fuzz.py --seed 17 --shrink     # the calls of one seed; a failing one is made as small as it goes
 
 A right call is held to the rule of ``tools.judge`` against the reference, must have the same bits on any number of
-threads, and a number that is none must not leave its sample. A wrong one is refused, or as right as any other.
+threads, and NaN or infinity must not leave its sample. A wrong one is refused, or as right as any other.
 Hypothesis draws, and shrinks what fails; the same seed draws the same calls.
 """
 
@@ -150,7 +150,7 @@ def backward(draw: st.DrawFn) -> None:
 
 
 def broken(draw: st.DrawFn) -> None:
-    """A number that is none, in one sample: others keep their bits, and NaN breaks no pose that the reference has.
+    """NaN or infinity in one sample: others keep their bits, and NaN breaks no pose that the reference has whole.
 
     Within a pose NaN may spread: a kernel joins its numbers sooner. What an infinity does to its own sample is nobody's
     promise: votes are measured from a parent's mean, and less than all of them is then a number.
@@ -189,7 +189,7 @@ def broken(draw: st.DrawFn) -> None:
     for result in ("dchildren", "dweight"):
         if result in wide:
             torn, allowed = ((~found[result].isfinite()).flatten(-2).any(-1) for found in (other, wide))
-            assert not (torn & ~allowed).any(), f"{result} is no number in poses that the reference has: {what}"
+            assert not (torn & ~allowed).any(), f"{result} is not finite in poses that the reference has whole: {what}"
 
 
 def _spoil(draw: st.DrawFn, given: dict[str, Any], names: list[str]) -> tuple[dict[str, Any], str]:

@@ -1,6 +1,6 @@
 """Fill docs/reproduction.md: between its markers stands what ``fastcaps reproduce NAME --short --collect`` shows.
 
-Run it from the repository's root::
+Run it from the repository's root:
 
     python tools/reproduction_page.py runs/reproduce
 

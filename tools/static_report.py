@@ -1,8 +1,8 @@
 """What the compiled CUDA kernels are: registers, spills, occupancy, the mix of their inner loop; and times from it.
 
-python tools/static_report.py                                # the installed library
-python tools/static_report.py FILE.o ... --arch sm_90        # objects, while tuning
-python tools/static_report.py --into docs/performance/compiled.md     # the tables of the page
+    python tools/static_report.py                                # the installed library
+    python tools/static_report.py FILE.o ... --arch sm_90        # objects, while tuning
+    python tools/static_report.py --into docs/performance/compiled.md     # the tables of the page
 
 No GPU is needed; ``cuobjdump`` is (of a CUDA toolkit, or of Triton's package).
 """

@@ -1,7 +1,7 @@
 """What the Triton kernels are compiled to for an H200, on a machine without one: registers, spills, shared memory.
 
-python tools/triton_report.py --precision fp32 tf32
-python tools/triton_report.py --into docs/performance/compiled.md
+    python tools/triton_report.py --precision fp32 tf32
+    python tools/triton_report.py --into docs/performance/compiled.md
 
 The host side of the kernels runs on tensors without data and says what it would launch; Triton's compiler makes that
 for compute capability 9.0, and ``cuobjdump`` reads it.

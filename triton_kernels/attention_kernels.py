@@ -210,7 +210,7 @@ def _norm_backward_kernel(
         at = place(tile, p, p < poses, 0, 1)
         grad = load_pose(grad_parents, at)
         standard, inverse = standardise(load_pose(sums, at), at.inside, eps, size)
-        standard = tl.where(at.pose_mask, standard, 0.0)  # without eps poses beyond the last are no numbers
+        standard = tl.where(at.pose_mask, standard, 0.0)  # without eps poses beyond the last are NaN
         if affine is not None:
             weight_sum += tl.sum(grad * standard, axis=2, keep_dims=True)
             bias_sum += tl.sum(grad, axis=2, keep_dims=True)

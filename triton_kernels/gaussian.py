@@ -67,18 +67,18 @@ def gaussian_routing(
     log_weight: Tensor | None,
     beta_use: Tensor | None,
     beta_ignore: Tensor | None,
-    schedule: Sequence[float],
+    temperatures: Sequence[float],
     rule: int,
     eps: float,
     options: int,
     limits: Limits = LIMITS,
 ) -> tuple[Tensor, ...]:
-    """Route one turn: parents are Gaussians that explain the votes; ``schedule`` has one inverse temperature.
+    """Route one turn: parents are Gaussians that explain the votes; ``temperatures`` has its inverse one.
 
     The same input gives the same bits whatever the options. ``limits``: what a program may hold; tests make it small.
     Returns scores, means, variances with eps; then, with one turn in front, counts, means, variances without, scores.
     """
-    one_turn(len(schedule))
+    one_turn(len(temperatures))
     first = mean is None
     call = Call(FIRST if first else ROUTING, children, weight, bias, gate, parents, window, options, limits)
     each, pose = (1, *call.shape[:4]), (1, *call.shape)
@@ -91,7 +91,7 @@ def gaussian_routing(
     wide = variances + eps
     if rule == Rule.EM and beta_use is not None and beta_ignore is not None:
         cost = (call.pose[0] * call.pose[2] * beta_use + 0.5 * wide.log().sum((-2, -1))) * counts
-        scores = schedule[0] * (beta_ignore - cost)
+        scores = temperatures[0] * (beta_ignore - cost)
     return scores[0].clone(), means[0].clone(), wide[0], counts, means, variances, scores
 
 

@@ -80,8 +80,8 @@ def pooling_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dquery of T turns, summed over them; ``grad`` is that of S.
 
-    Whether a child behind a gate of 0 is broken (no number) every tile of parents decides for itself. Option 1: as for
-    :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
+    Whether a child behind a gate of 0 is broken (NaN or infinite) every tile of parents decides for itself. Option 1:
+    as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
     detach, turns = bool(needs & DETACH), len(grad)
     call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)

@@ -16,7 +16,7 @@ struct QueryForward {
   using Operands = Operands_;
   using V = Vec<T>;
   static constexpr int kShares = 1;
-  static constexpr bool kBase = false, kFolds = false, kEvenSums = false;
+  static constexpr bool kHasBase = false, kFolds = false, kEvenSums = false;
   const ForwardCall<Operands>& call;
   const Votes& in;
   const Operands& with;

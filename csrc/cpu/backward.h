@@ -61,7 +61,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   X* results = nullptr;
   bool needs_vote = false;  // any turn does
   bool kept = false;        // the votes of the block in hand are
-  bool unsafe = false;      // windows leave the grid, and the parents' gradients are no numbers: 0 times those is not 0
+  bool unsafe = false;      // windows leave the grid, and what parents hold is not finite: 0 times that is not 0
   int64_t item = 0;
 
   FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)

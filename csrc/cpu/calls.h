@@ -70,13 +70,13 @@ struct CpuCall {
         has_gate(tensors.gate.has_value()) {
     STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
     if (tensors.weight)
-      votes.weight = lies_well(*tensors.weight) ? data_of(*(weight = tensors.weight)) : dense(*tensors.weight, weight);
+      votes.weight = set_narrow(*tensors.weight) ? data_of(*(weight = tensors.weight)) : dense(*tensors.weight, weight);
     if (tensors.bias) votes.bias = dense(*tensors.bias, bias);
   }
 
-  // Whether a tensor of matrices is better read in bfloat16 than copied: where they are large and each child has its
-  // own.
-  bool lies_well(const Tensor& x) {
+  // Sets votes.narrow_weight, and returns it: whether matrices are better read in bfloat16 than copied, which they are
+  // where they are large and each child has its own.
+  bool set_narrow(const Tensor& x) {
     votes.narrow_weight = x.scalar_type() == ScalarType::BFloat16 && x.is_contiguous() && votes.G == votes.I &&
                           votes.D * votes.E >= kLargeMatrix;
     return votes.narrow_weight;

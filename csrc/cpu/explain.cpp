@@ -8,7 +8,7 @@
 namespace fastcaps {
 namespace {
 
-// What a schedule depends on besides the sizes of the votes.
+// What the caller told besides the sizes (capability.h).
 struct Facts {
   bool backward, has_state;
   int64_t turns, own;

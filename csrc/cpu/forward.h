@@ -132,7 +132,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       return;
     }
     pass.load(tiles[t], state(t));
-    if constexpr (Pass::kBase)
+    if constexpr (Pass::kHasBase)
       if (pass.wants_base()) find_base(t);
   }
 

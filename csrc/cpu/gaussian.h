@@ -64,7 +64,7 @@ struct GaussianForward {
   using Operands = Gaussian;
   using V = Vec<T>;
   static constexpr int kShares = 2;
-  static constexpr bool kSilent = true, kBase = true, kFolds = false, kEvenSums = false;
+  static constexpr bool kSilent = true, kHasBase = true, kFolds = false, kEvenSums = false;
   const ForwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;
@@ -275,8 +275,8 @@ struct GaussianBackward {
       : call(call_), in(call.votes), with(with_), betas(with), CE(in.parent_size()) {}
 
   // State: the base, p, means less the base, u, s; alpha, what of t no vote changes, devidence.
-  enum Plane { kBase, kPrecision, kMeans, kU, kS, kPoses };
-  enum Number { kAlpha, kAlways, kEvidence, kNumbers };
+  enum PosePlane { kBase, kPrecision, kMeans, kU, kS, kPoses };
+  enum NumberPlane { kAlpha, kAlways, kEvidence, kNumbers };
   template <class Y>
   FASTCAPS_INLINE Planes<Y> parents(Y* base) const {
     return {base, in.M, CE, kPoses};

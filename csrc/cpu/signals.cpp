@@ -28,7 +28,7 @@ bool handler_raised() {
 
 }  // namespace
 
-bool SignalWatch::is_short(Clock::time_point before) {
+bool SignalWatch::end_piece(Clock::time_point before) {
   const Clock::time_point now = Clock::now();
   if (python && std::this_thread::get_id() == caller_ && now - asked_ > 100ms) {
     asked_ = now;

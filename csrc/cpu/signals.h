@@ -23,15 +23,16 @@ class SignalWatch {
       const auto before = Clock::now();
       until = std::min(end, begin + count);
       run(begin, until);
-      if (is_short(before)) count *= 2;
+      if (end_piece(before)) count *= 2;
     }
   }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Whether the piece of work that ended now was short. On the caller's thread the handlers run here, if it is time.
-  bool is_short(Clock::time_point before);
+  // A piece of work that began at `before` has ended: handlers of signals run now, if it is time and this is the
+  // caller's thread. Returns whether the piece was short.
+  bool end_piece(Clock::time_point before);
 
   std::atomic<bool> stopped_ = false;
   Clock::time_point asked_ = Clock::now();

@@ -73,7 +73,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
     end.dnorm = wants_norm ? floats(dnorms) + turn * blocks * 2 * numbers : nullptr;
     launch_end(&prepare_kernel<4>, &prepare_kernel<16>, end, blocks,
                256 / end.lanes * 2 * v.parent_size() * int64_t(sizeof(float)));
-    if (gradients.any() || wants_query) gradients.run(3);  // or the LayerNorm is all there is to differentiate
+    if (gradients.any() || wants_query) gradients.run(3);  // else the LayerNorm is all there is to differentiate
   }
   if (wants_query && !direct && !empty) {
     EndArgs add = end_args(call);

@@ -35,7 +35,7 @@ struct AttentionBackward {
 
   FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Found<Pose>&,
                              const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
-    const bool asks = PLAIN || a.query.data;  // or all shares are 1 / M
+    const bool asks = PLAIN || a.query.data;  // else all shares are 1 / M
     Numbers share, h;
     float mean[R];
     if (!dscore(a, lane, stage, seats, shared, votes, share, h, mean)) return false;

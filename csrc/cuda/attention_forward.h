@@ -11,7 +11,7 @@ template <class Pose, int R, bool PLAIN>
 struct AttentionForward {
   static constexpr bool kHushes = false, kIdentity = !PLAIN;
   Tiles<Pose, R> query, sums;
-  bool asks;  // or all shares are 1 / M
+  bool asks;  // there is a query; else all shares are 1 / M
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
     asks = PLAIN || a.query.data;

@@ -304,7 +304,7 @@ FASTCAPS_DEVICE void flush_children(const PassArgs& a, const Found<Pose>& found,
   }
 }
 
-// All warps' part of the gates' gradient. Behind a gate of 0 it may be no number, and is then 0.
+// All warps' part of the gates' gradient. Behind a gate of 0 it may be NaN or infinite, and is then 0.
 template <class Pose>
 FASTCAPS_DEVICE void flush_gates(const PassArgs& a, const Found<Pose>& found, const Seen* seen, int first, int count,
                                  const Seat* seats) {

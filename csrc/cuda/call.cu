@@ -109,7 +109,7 @@ void Call::take(const Schedule& c) {
   a.by_tile = Divider(c.tile);
   a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
   a.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
-  if (c.kernel->tensor && a.storage == Storage::kFloat32 && votes.positions() > 0) {  // half precision is round already
+  if (c.kernel->tensor && a.storage == Storage::kFloat32 && votes.positions() > 0) {  // half precision fits into tf32
     rounded = empty({weight.numel()});
     gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
                 RoundArgs{floats(weight), floats(rounded), weight.numel()});

@@ -180,7 +180,7 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs a) {
       for (int k = 0; k < PER; ++k) grad.x[k] = inverse * (grad.x[k] - middle - standard.x[k] * slope);
     }
     if (a.dconstant) {
-      const float along = grad.sum([&](int k) {  // of an S that is no number nothing comes where its gradient is 0
+      const float along = grad.sum([&](int k) {  // where its gradient is 0 nothing comes of S, be it NaN
         return grad.x[k] == 0.0f ? 0.0f
                                  : grad.x[k] * load_number(a.stored, parent * grad.numbers + grad.index(k), a.storage);
       });

@@ -58,7 +58,7 @@ struct GaussianBackward {
 
   FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                              const Found<Pose>& found, const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
-    const bool asks = a.mean || a.log_weight;  // or all shares are 1 / M
+    const bool asks = a.mean || a.log_weight;  // else all shares are 1 / M
     Numbers gain, share, weight;
     float average[R];
     if (!dscore(a, lane, stage, seats, shared, votes, share, gain, average)) return false;

@@ -1,4 +1,4 @@
-// Between the turns of a routing: a turn's sums become parents, and those the next turn's question, where they are: in
+// Between the turns of a routing: a turn's sums become parents, and those the next turn's query, where they are: in
 // the lanes' registers. Numbers that a loop of passes would hand on in the children's type are rounded to it here too.
 #pragma once
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,7 +118,7 @@ def train(
         bool, Option("--overwrite", help="replace a run that --out already holds", rich_help_panel=RUN)
     ] = False,
     listed: Annotated[bool, Option("--list", help="list the networks and data sets, and stop")] = False,
-    as_json: Annotated[bool, Option("--json", help="print what result.json holds, and nothing else")] = False,
+    as_json: Annotated[bool, Option("--json", help="print result.json and its folder, and nothing else")] = False,
 ) -> int:
     """Train a network on images or texts. The sizes of its inputs and its classes follow from the data."""
     options = locals()
@@ -148,7 +149,6 @@ def train(
     except ValueError as error:
         raise Fail(str(error)) from error
     console = told_on(as_json)
-    say = functools.partial(console.print, highlight=False, soft_wrap=True)
     try:
         work = training.train if config.runs == 1 else training.train_seeds
         result: Any = work(config, resume=resume, overwrite=overwrite, report=Report(console))
@@ -160,21 +160,27 @@ def train(
         return 0  # one of several processes; the first one speaks
     if as_json:
         show({"out": str(result.out), **json.loads((result.out / "result.json").read_text(encoding="utf-8"))})
-    elif config.runs > 1:
+    else:
+        _tell(result, config.runs, functools.partial(console.print, highlight=False, soft_wrap=True))
+    return 0
+
+
+def _tell(result: Any, runs: int, say: Callable[[str], None]) -> None:
+    """Say how well a run, or several, ended, and where what it wrote lies."""
+    if runs > 1:
         say(
             f"test accuracy {100 * result.mean:.2f} ± {100 * result.spread:.2f} % "
-            f"(mean and standard deviation of {config.runs} runs)"
+            f"(mean and standard deviation of {runs} runs)"
         )
         say(f"{result.out}/: result.json, a folder for each run")
-    else:
-        seconds = [row["seconds"] for row in result.history]
-        say(
-            f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
-            f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
-            + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}")
-        )
-        say(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard")
-    return 0
+        return
+    seconds = [row["seconds"] for row in result.history]
+    say(
+        f"test accuracy {100 * result.test_accuracy:.2f} % after {len(seconds)} "
+        f"epoch{'s' if len(seconds) > 1 else ''} of {sum(seconds) / len(seconds):.1f} s"
+        + ("" if result.best_epoch is None else f"; the best by what was held out is epoch {result.best_epoch}")
+    )
+    say(f"{result.out}/: result.json, metrics.csv, last.ckpt, tensorboard")
 
 
 def _list(as_json: bool) -> int:

@@ -1,8 +1,6 @@
-"""The class layer of CapsNet-pytorch (A. Bielski), a much copied public code of dynamic routing.
+"""``CapsLayer`` and ``AgreementRouting`` of CapsNet-pytorch (A. Bielski): dynamic routing from learned logits.
 
-:class:`CapsLayer` and :class:`AgreementRouting` have that code's constructors, ``forward`` and parameters: a script
-runs after one changed import, and checkpoints load both ways. What differs: a parent whose votes add up to zero is
-zero, not NaN.
+What differs: a parent whose votes add up to zero is zero, not NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The layer of gram-ai's capsule-networks, a much used public code of dynamic routing.
+"""``CapsuleLayer`` of gram-ai's capsule-networks: dynamic routing in which children compete, and primary capsules.
 
-:class:`CapsuleLayer` has that code's constructor, ``forward`` and parameters: a script runs after one changed import,
-and checkpoints load both ways. What differs: a parent whose votes add up to zero is zero, not NaN.
+What differs: a parent whose votes add up to zero is zero, not NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The class layer of CapsNet-Pytorch, the most used public code of dynamic routing (X. Guo's, and its many copies).
+"""``DenseCapsule`` of CapsNet-Pytorch (X. Guo), the most used code of dynamic routing, with many copies.
 
-:class:`DenseCapsule` has that code's constructor, ``forward`` and parameter, so that a script written for it runs after
-one changed import, and checkpoints load both ways. It runs on any device; the coefficients start on the children's.
+What differs: it runs on any device, since the coefficients start on the children's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The class layer of the tutorial capsule_net_pytorch (C. Camacho, cezannec), whose notebook many projects start from.
+"""``DigitCaps`` of the tutorial capsule_net_pytorch (C. Camacho, cezannec): dynamic routing in which children compete.
 
-:class:`DigitCaps` has that code's constructor, ``forward`` and parameter: a script runs after one changed import, and
-checkpoints load both ways. What differs: a parent whose votes add up to zero is zero, not NaN.
+What differs: a parent whose votes add up to zero is zero, not NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The routing layer of the heinsen_routing package, the public code of Heinsen (2019).
+"""``GenerativeMatrixRouting`` of the heinsen_routing package, the code of Heinsen (2019).
 
-:class:`GenerativeMatrixRouting` has that code's constructor, ``forward`` and parameters, so that a script written for
-it runs after one changed import, and checkpoints load both ways. What differs:
+What differs:
 
 - a child with a score of minus infinity leaves no trace even if it is NaN or infinite;
 - votes are stored only for ``return_dict=True``, which hands them out, and whose ``log_p`` exists for one turn too.

@@ -1,7 +1,6 @@
-"""The capsule layer of Matrix-Capsules-EM-PyTorch (yl-1993), a much used public code of EM routing.
+"""``ConvCaps`` of Matrix-Capsules-EM-PyTorch (yl-1993): EM routing, over a window or from a whole grid.
 
-:class:`ConvCaps` has that code's constructor, ``forward`` and parameters: a script runs after one changed import, and
-checkpoints load both ways. It runs on any device and any grid, square or not.
+What differs: it runs on any device and any grid, square or not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The capsule layers of ml-capsules-inverted-attention-routing, the public code of Tsai et al. (2020).
+"""``CapsuleFC`` and ``CapsuleCONV`` of ml-capsules-inverted-attention-routing, the code of Tsai et al. (2020).
 
-:class:`CapsuleFC` and :class:`CapsuleCONV` have that code's constructors, ``forward`` and parameters, so that a
-script written for it runs after one changed import, and checkpoints load both ways. What differs, each of it below
-what training can see:
+What differs, each of it below what training can see:
 
 - the coefficients are not divided by their sum + 1e-10 once more (the sum of a softmax is 1);
 - a convolutional layer's result is a view whose memory order is ``b, h, w, m, d``: flatten it with ``reshape``, not
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import check_count, shape_text
 from fastcaps.nn.inverted_attention import route
-from fastcaps.nn.layer import Call
+from fastcaps.nn.layer import LayerCall
 from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor
 from fastcaps.votes import Window
 
@@ -92,7 +90,7 @@ class _Capsule(nn.Module):
         normalised = self.out_d_capsules > 1
         poses = children.unflatten(-1, self.pose_shape[:2])
         poses, _ = route(
-            Call(poses, None, self._weight(), None, self.out_n_capsules, self.window),
+            LayerCall(poses, None, self._weight(), None, self.out_n_capsules, self.window),
             parents,
             self.pose_shape,
             scale=self.scale,

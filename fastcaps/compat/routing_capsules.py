@@ -1,7 +1,6 @@
-"""The class layer of capsule-network (D. Havir), a much copied public code of dynamic routing.
+"""``RoutingCapsules`` of capsule-network (D. Havir): what ``DenseCapsule`` computes, under other names.
 
-:class:`RoutingCapsules` has that code's constructor, ``forward`` and parameter: a script runs after one changed import,
-and checkpoints load both ways. It runs where its input is.
+What differs: it runs where its input is.
 """
 
 from __future__ import annotations

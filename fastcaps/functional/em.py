@@ -14,7 +14,7 @@ from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once
 
-__all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "schedule"]
+__all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "inverse_temperatures"]
 
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
 
@@ -24,7 +24,7 @@ def default_inverse_temperature(turn: int) -> float:
     return 0.01 * (1 - 0.95 ** (turn + 1))
 
 
-def schedule(inverse_temperature: InverseTemperature | None, iterations: int) -> list[float]:
+def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterations: int) -> list[float]:
     """Return λ of every turn.
 
     Parameters
@@ -37,9 +37,9 @@ def schedule(inverse_temperature: InverseTemperature | None, iterations: int) ->
 
     Examples
     --------
-    >>> schedule(1e-3, 3)
+    >>> inverse_temperatures(1e-3, 3)
     [0.001, 0.001, 0.001]
-    >>> schedule(lambda turn: 0.5 * turn, 3)
+    >>> inverse_temperatures(lambda turn: 0.5 * turn, 3)
     [0.0, 0.5, 1.0]
     """
     given: Any = default_inverse_temperature if inverse_temperature is None else inverse_temperature
@@ -142,7 +142,7 @@ def em_routing(
     many = once(_check, (children, weight, bias, activations, beta_u, beta_a), window)
     votes = Votes.unchecked(children, weight, bias, activations, window, many)
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
-    temperatures = schedule(inverse_temperature, iterations)
+    temperatures = inverse_temperatures(inverse_temperature, iterations)
     betas = (widened(beta_u, votes), widened(beta_a, votes))
     scores, poses, *_, coefficients = ops.gaussian_routing(
         votes, None, None, None, *betas, temperatures, int(Rule.EM), eps, return_coefficients

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.routing import is_sharded
+from fastcaps.ops.watchers import is_sharded
 from fastcaps.reference.seen import windows
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size, positions_of, seen_of
 

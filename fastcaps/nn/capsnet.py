@@ -229,16 +229,16 @@ class CapsNet(nn.Module):
             raise ValueError(f"images must be [B, {self.in_channels or 'channels'}, H, W], got {shape_text(images)}")
         check_pixels(images)
         made = self.primary(self.backbone(channels_last(images)))
-        children, numbers = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
-        wants_scores = self.routing.layers[0].numbers == "scores"
-        if numbers is not None and wants_scores != getattr(self.primary, "scores", False):
-            numbers = as_scores(numbers) if wants_scores else numbers.sigmoid()
+        children, activity = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
+        wants_scores = self.routing.layers[0].activity_name == "scores"
+        if activity is not None and wants_scores != getattr(self.primary, "scores", False):
+            activity = as_scores(activity) if wants_scores else activity.sigmoid()
         more: list[Any] = []
         if return_trace:
-            result, trace = self.routing(children, numbers, iterations=iterations, return_trace=True)
+            result, trace = self.routing(children, activity, iterations=iterations, return_trace=True)
             more.append(trace)
         else:
-            result = self.routing(children, numbers, iterations=iterations)
+            result = self.routing(children, activity, iterations=iterations)
         poses = result if isinstance(result, Tensor) else result.poses
         if isinstance(reconstruct, Tensor) or reconstruct:
             if self.decoder is None:

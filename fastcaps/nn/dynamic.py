@@ -134,14 +134,14 @@ break_symmetry, iterations, device, dtype
         if prior is not None:
             seen = call.children.shape[1] * (1 if call.window is None else call.window.positions)
             rows = 1 if len(prior) == 1 else seen // len(prior)  # child i has the logits of group i mod G
-            prior = prior.expand(-1, call.parents).repeat(rows, 1)
+            prior = prior.expand(-1, call.parent_count).repeat(rows, 1)
         found = functional.dynamic_routing(
             call.children,
             call.weight,
-            parents=call.parents,
+            parents=call.parent_count,
             iterations=self.iterations if iterations is None else iterations,
             bias=call.bias,
-            gate=call.numbers,
+            gate=call.activity,
             compete=self.compete,
             detach=self.detach,
             leaky=self.leaky,

@@ -13,8 +13,8 @@ from typing_extensions import Unpack
 
 from fastcaps import functional, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite
-from fastcaps.functional.em import InverseTemperature, result_dtype, schedule
-from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
+from fastcaps.functional.em import InverseTemperature, inverse_temperatures, result_dtype
+from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op
@@ -98,7 +98,7 @@ break_symmetry, iterations, device, dtype
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
-        schedule(inverse_temperature, self.iterations)  # raises where it is wrong
+        inverse_temperatures(inverse_temperature, self.iterations)  # raises where it is wrong
         self.inverse_temperature = inverse_temperature
         self.coordinates = bool(coordinates)
         if self.coordinates and not self.whole_grid:
@@ -149,15 +149,15 @@ break_symmetry, iterations, device, dtype
             )
             bias = place if bias is None else bias + place
         call = self.prepare(children, activations, out_capsules, bias)
-        betas = self.beta_u.expand(call.parents), self.beta_a.expand(call.parents)
+        betas = self.beta_u.expand(call.parent_count), self.beta_a.expand(call.parent_count)
         turns = self.iterations if iterations is None else iterations
         given = self.inverse_temperature if inverse_temperature is None else inverse_temperature
         if self.normalize_cost:
-            temperatures = schedule(1.0 if given is None else given, check_count("iterations", turns))
+            temperatures = inverse_temperatures(1.0 if given is None else given, check_count("iterations", turns))
             return self.flat(_with_normalized_cost(call, betas, temperatures, self.eps, return_coefficients))
         found = functional.em_routing(
             call.children,
-            call.numbers,
+            call.activity,
             call.weight,
             *betas,
             iterations=turns,
@@ -178,13 +178,14 @@ break_symmetry, iterations, device, dtype
 
 
 def _with_normalized_cost(
-    call: Call, betas: tuple[Tensor, Tensor], temperatures: list[float], eps: float, return_coefficients: bool
+    call: LayerCall, betas: tuple[Tensor, Tensor], temperatures: list[float], eps: float, return_coefficients: bool
 ) -> Capsules | RoutedCapsules:
     """Route by EM, turn by turn, the sigmoid's argument normalised over the parents: poses ``[..., C, E]``.
 
     The moments of a turn are those of Heinsen's; with a benefit of 1 and a cost of 0 its scores are the counts n.
     """
-    votes = Votes.of(call.children, call.weight, call.bias, call.numbers, call.window, call.parents, "activations")
+    parts = (call.children, call.weight, call.bias, call.activity)
+    votes = Votes.of(*parts, call.window, call.parent_count, "activations")
     wide = accumulation_dtype(votes.children.dtype)
     beta_u, beta_a = (beta.to(wide) for beta in betas)
     one = votes.children.new_ones((1, 1), dtype=wide)

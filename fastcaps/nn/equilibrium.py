@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from fastcaps import ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting, route
-from fastcaps.nn.layer import Call, LayerOptions
+from fastcaps.nn.layer import LayerCall, LayerOptions
 from fastcaps.ops.query import QUERY, QUERY_AT
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 from fastcaps.rules import Rule
@@ -114,7 +114,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         call = self.with_parent_count(self.prepare(children, activations, out_capsules, bias))
         with torch.no_grad():
             parents = self._solve(call, limit)
-        votes = Votes.unchecked(call.children, call.weight, call.bias, call.numbers, call.window, call.parents)
+        votes = Votes.unchecked(call.children, call.weight, call.bias, call.activity, call.window, call.parent_count)
         rows, _, columns = self.pose_shape
         query = to_op(parents.unflatten(-1, (rows, columns)), call.window)
         norm = self.norm
@@ -130,7 +130,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         coefficients = shares if return_coefficients else None
         return self.finished(poses, coefficients)
 
-    def _solve(self, call: Call, limit: int) -> Tensor:
+    def _solve(self, call: LayerCall, limit: int) -> Tensor:
         """Return the parents' flat poses after as many turns as they need, one fewer than ``limit`` at most."""
         options: dict[str, Any] = {"scale": self.scale, "norm": self.norm}
         parents, left = self.first_parents(call), limit - 1

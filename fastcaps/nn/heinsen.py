@@ -61,7 +61,7 @@ break_symmetry, iterations, device, dtype
     torch.Size([2, 3, 8])
     """
 
-    numbers = "scores"
+    activity_name = "scores"
     beta_use: nn.Parameter
     beta_ignore: nn.Parameter | None
 
@@ -119,11 +119,11 @@ break_symmetry, iterations, device, dtype
         call = self.prepare(children, scores, out_capsules, bias)
         found = functional.heinsen_routing(
             call.children,
-            call.numbers,
+            call.activity,
             call.weight,
             call.bias,
-            self.beta_use.expand(-1, call.parents),
-            (self.beta_use if self.beta_ignore is None else self.beta_ignore).expand(-1, call.parents),
+            self.beta_use.expand(-1, call.parent_count),
+            (self.beta_use if self.beta_ignore is None else self.beta_ignore).expand(-1, call.parent_count),
             iterations=self.iterations if iterations is None else iterations,
             model=self.model,
             eps=self.eps,

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from fastcaps import functional
 from fastcaps.checks import check_choice, check_finite, shape_text
-from fastcaps.nn.layer import Call, LayerOptions, RoutingLayer
+from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import normalize_poses, probability, require_tensor
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 
@@ -193,7 +193,7 @@ break_symmetry, iterations, device, dtype
         """
         if parents is not None:
             self._check_parents(parents)
-        call: Call = self.prepare(children, activations, out_capsules, bias, parents)
+        call: LayerCall = self.prepare(children, activations, out_capsules, bias, parents)
         if parents is None:
             call = self.with_parent_count(call)
             parents = self.first_parents(call)
@@ -211,18 +211,18 @@ break_symmetry, iterations, device, dtype
         )
         return self.finished(poses, coefficients)
 
-    def with_parent_count(self, call: Call) -> Call:
+    def with_parent_count(self, call: LayerCall) -> LayerCall:
         """Return a call without parents that says how many there are, where it has no weight that does."""
         if call.weight is not None:
             return call
         bias = call.children.new_zeros((1, 1, *call.children.shape[-2:])) if call.bias is None else call.bias
-        return call._replace(bias=bias.expand(-1, call.parents, -1, -1))
+        return call._replace(bias=bias.expand(-1, call.parent_count, -1, -1))
 
-    def first_parents(self, call: Call) -> Tensor | None:
+    def first_parents(self, call: LayerCall) -> Tensor | None:
         """Return where the parents of a call start, ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``; None for zeros."""
         if self.first_poses is None:
             return None
-        poses, batch = self.first_poses.expand(call.parents, -1), call.children.shape[0]
+        poses, batch = self.first_poses.expand(call.parent_count, -1), call.children.shape[0]
         if call.window is None:
             return poses.expand(batch, -1, -1)
         size = call.window.output_size(call.children.shape[2], call.children.shape[3])
@@ -263,7 +263,7 @@ break_symmetry, iterations, device, dtype
 
 
 def route(
-    call: Call,
+    call: LayerCall,
     parents: Tensor | None,
     shape: tuple[int, int, int],
     *,
@@ -280,7 +280,7 @@ def route(
 
     Parameters
     ----------
-    call : Call
+    call : LayerCall
         Children, weight, bias, gate and window.
     parents : Tensor or None
         ``[B, M, C*E]`` or ``[B, M, Ho, Wo, C*E]``: the last poses; None for the first iteration.
@@ -306,7 +306,7 @@ def route(
         call.weight,
         None if parents is None else parents.unflatten(-1, (shape[0], shape[2])),
         bias=call.bias,
-        gate=call.numbers,
+        gate=call.activity,
         norm_weight=None if fused is None else fused.weight,
         norm_bias=None if fused is None else fused.bias,
         eps=1e-5 if norm is None else norm.eps,

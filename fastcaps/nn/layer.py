@@ -15,7 +15,7 @@ from fastcaps.functional.em import InverseTemperature
 from fastcaps.nn.poses import arguments_repr, flatten_grid, pose_shape, require_tensor
 from fastcaps.votes import Window
 
-__all__ = ["Call", "CallOptions", "LayerOptions", "RoutingLayer"]
+__all__ = ["CallOptions", "LayerCall", "LayerOptions", "RoutingLayer"]
 
 Pair = int | tuple[int, int]
 Plain = TypeVar("Plain")
@@ -52,14 +52,15 @@ class CallOptions(TypedDict, total=False):
     sharpness: float | None
 
 
-class Call(NamedTuple):
-    """A checked call, as the functions take it: poses of C x D numbers, and M, the parents of this call."""
+class LayerCall(NamedTuple):
+    """A checked call, as the functions take it: poses of C x D numbers, the activations or scores that came with them,
+    and M, the number of parents."""
 
     children: Tensor
-    numbers: Tensor | None
+    activity: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    parents: int
+    parent_count: int
     window: Window | None
 
 
@@ -121,7 +122,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ``[1, 1, C, E]``, of ``break_symmetry``.
     """
 
-    numbers = "activations"  # what comes with a child: its gate, in [0, 1]; or "scores", any numbers
+    activity_name = "activations"  # what says how active a child is: these, in [0, 1], or "scores", any numbers
     takes_parents = False  # whether a call may go on from the parents of the one before
     fewest_iterations = 1
     weight: nn.Parameter | None
@@ -205,7 +206,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         def __call__(
             self,
             children: Tensor,
-            *numbers: Tensor | None,
+            *activity: Tensor | None,
             return_coefficients: Literal[False] = False,
             **options: Unpack[CallOptions],
         ) -> Plain: ...
@@ -213,7 +214,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         def __call__(
             self,
             children: Tensor,
-            *numbers: Tensor | None,
+            *activity: Tensor | None,
             return_coefficients: Literal[True],
             **options: Unpack[CallOptions],
         ) -> Full: ...
@@ -221,7 +222,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         def __call__(
             self,
             children: Tensor,
-            *numbers: Tensor | None,
+            *activity: Tensor | None,
             return_coefficients: bool,
             **options: Unpack[CallOptions],
         ) -> Plain | Full: ...
@@ -304,17 +305,17 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     def prepare(
         self,
         children: Tensor,
-        numbers: Tensor | None,
+        activity: Tensor | None,
         out_capsules: int | None = None,
         bias: Tensor | None = None,
         parents: Tensor | None = None,
-    ) -> Call:
+    ) -> LayerCall:
         """Check a call as far as the functions cannot: flat poses of the right length, the numbers of children and
         parents that this layer was built for. A grid is flattened where the layer reads a set."""
         require_tensor(children, "children")
         given = children
         if not self.on_grid and children.dim() == 5:
-            children, numbers = flatten_grid(children), None if numbers is None else numbers.flatten(1)
+            children, activity = flatten_grid(children), None if activity is None else activity.flatten(1)
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
             raise ValueError(f"children must be {wanted}, got {shape_text(children)}")
@@ -345,7 +346,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         if own is not None:
             bias = own if bias is None else own + bias
         poses = children.unflatten(-1, self.pose_shape[:2])
-        return Call(poses, numbers, weight, bias, many, window)
+        return LayerCall(poses, activity, weight, bias, many, window)
 
     def flat(self, found: Found) -> Found:
         """Return what a function found, poses or a named tuple, in flat poses; a whole grid's single position goes."""

@@ -58,8 +58,8 @@ class State(NamedTuple):
     without coefficients."""
 
     poses: Tensor
-    numbers: Tensor | None
-    scores: bool  # whether the numbers are scores
+    activity: Tensor | None
+    scores: bool  # whether those are scores, not activations
     result: Parents
 
 
@@ -258,15 +258,15 @@ class RoutingStack(nn.Module):
         """
         require_tensor(children, "children")
         turns = self.iterations if iterations is None else check_count("iterations", iterations)
-        start = State(children, activations, self.layers[0].numbers == "scores", children)
+        start = State(children, activations, self.layers[0].activity_name == "scores", children)
         run = self._concurrent if self.routing == "concurrent" else self._sequential
         own = None if iterations is None else turns
         states, coefficients = run(start, turns, own, return_trace)
         if not return_trace:
             return states[-1].result
         every = [start, *states]
-        poses, numbers = tuple(state.poses for state in every), tuple(state.numbers for state in every)
-        return states[-1].result, RoutingTrace(poses, numbers, tuple(coefficients))
+        poses, activity = tuple(state.poses for state in every), tuple(state.activity for state in every)
+        return states[-1].result, RoutingTrace(poses, activity, tuple(coefficients))
 
     def _concurrent(self, start: State, turns: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
         count = len(self.layers)
@@ -309,34 +309,34 @@ class RoutingStack(nn.Module):
     def _read(self, index: int, state: State) -> State:
         """A state as layer ``index`` reads it. Flattening copies a grid's poses, so it is done once a state and not
         once a pass."""
-        layer, poses, numbers = self.layers[index], state.poses, state.numbers
-        scores = layer.numbers == "scores"
-        if numbers is not None and scores != state.scores:
-            numbers = as_scores(numbers) if scores else numbers.sigmoid()
+        layer, poses, activity = self.layers[index], state.poses, state.activity
+        scores = layer.activity_name == "scores"
+        if activity is not None and scores != state.scores:
+            activity = as_scores(activity) if scores else activity.sigmoid()
         if not layer.on_grid and poses.dim() == 5:
-            poses, numbers = flatten_grid(poses), None if numbers is None else numbers.flatten(1)
+            poses, activity = flatten_grid(poses), None if activity is None else activity.flatten(1)
         elif layer.on_grid and poses.dim() == 3:
             row: Any = (layer.in_capsules, 1, -1)
             poses = poses.unflatten(1, row)
-            numbers = None if numbers is None else numbers.unflatten(1, row)
-        return State(poses, numbers, scores, poses)
+            activity = None if activity is None else activity.unflatten(1, row)
+        return State(poses, activity, scores, poses)
 
     def _step(
         self, index: int, read: State, parents: Tensor | None, spread: bool, own: int | None, turns: int = 1
     ) -> tuple[State, list[Tensor]]:
         layer = self.layers[index]
         if layer.takes_parents:
-            found = layer(read.poses, parents, read.numbers, iterations=turns, return_coefficients=spread)
+            found = layer(read.poses, parents, read.activity, iterations=turns, return_coefficients=spread)
         else:
-            found = layer(read.poses, read.numbers, iterations=own, return_coefficients=spread)
+            found = layer(read.poses, read.activity, iterations=own, return_coefficients=spread)
         scores = isinstance(found, (Gaussians, RoutedGaussians))
-        numbers = found[1] if scores or isinstance(found, (Capsules, RoutedCapsules)) else None
+        activity = found[1] if scores or isinstance(found, (Capsules, RoutedCapsules)) else None
         result: Parents = found
         if isinstance(found, (Routed, RoutedCapsules, RoutedGaussians)):
             kept = found[:-1]
-            result = Gaussians(*kept) if scores else kept[0] if numbers is None else Capsules(*kept)
+            result = Gaussians(*kept) if scores else kept[0] if activity is None else Capsules(*kept)
         poses = result if isinstance(result, Tensor) else result.poses
-        return State(poses, numbers, scores, result), [found.coefficients] if spread else []
+        return State(poses, activity, scores, result), [found.coefficients] if spread else []
 
     extra_repr = arguments_repr
 

@@ -29,8 +29,8 @@ def forward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: An
 
 def backward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     """Return the same of a backward: votes made again, agreement, gain, and the two terms of dV; not that of dQ."""
-    votes, one = _votes_and_sum(shapes[routing.heads :])
-    turns, needs = next(head for head in shapes[: routing.heads] if head is not None)[0], shapes[-1]
+    votes, one = _votes_and_sum(shapes[routing.head_count :])
+    turns, needs = next(head for head in shapes[: routing.head_count] if head is not None)[0], shapes[-1]
     return turns * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
 
 

@@ -31,14 +31,14 @@ class Gaussian(Routing):
     state = ("mean", "variance", "log_weight")
     own = (
         "Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? beta_use, Tensor? beta_ignore, "
-        "float[] schedule, SymInt rule, float eps"
+        "float[] temperatures, SymInt rule, float eps"
     )
     flags = ("coefficients",)
     results = (
         "Tensor scores, Tensor means, Tensor variances, Tensor all_counts, Tensor all_means, Tensor all_variances, "
         "Tensor all_scores"
     )
-    finals = 3
+    final_count = 3
     grads = "Tensor? grad_counts, Tensor? grad_means, Tensor? grad_variances, Tensor? grad_evidence"
     own_backward = (
         "Tensor? mean, Tensor? variance, Tensor? log_weight, Tensor? beta_use, Tensor? beta_ignore, Tensor counts, "
@@ -49,7 +49,7 @@ class Gaussian(Routing):
     stacked = frozenset((*state, "counts", "means", "variances"))
 
     def turns(self, given: Any) -> int:
-        return len(given.schedule)
+        return len(given.temperatures)
 
     def tables(self, given: Any) -> tuple[Tensor | None, ...]:
         return () if given.rule == Rule.EM else (given.beta_use, given.beta_ignore)
@@ -58,7 +58,7 @@ class Gaussian(Routing):
         return given.mean, given.variance, given.log_weight
 
     def start(self, given: Any, turn: int, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*state, given.beta_use, given.beta_ignore, [given.schedule[turn]], given.rule, given.eps)
+        return (*state, given.beta_use, given.beta_ignore, [given.temperatures[turn]], given.rule, given.eps)
 
     def advance(self, given: Any, state: tuple[Any, ...], results: Sequence[Tensor]) -> tuple[Any, ...]:
         scores, means, variances = results[:3]
@@ -82,21 +82,21 @@ class Gaussian(Routing):
             check_like(votes, given, {name: (votes.parents,) if given.rule == Rule.EM else (rows, columns)}, wide=True)
 
     def fakes(self, votes: Votes, given: Any) -> tuple[Tensor, ...]:
-        turns, dtype = len(given.schedule), accumulation_dtype(votes.children.dtype)
+        turns, dtype = len(given.temperatures), accumulation_dtype(votes.children.dtype)
         shapes: list[Any] = [votes.numbers, votes.poses, votes.poses]
         shapes += [(turns, *shape) for shape in (votes.numbers, votes.poses, votes.poses, votes.numbers)]
         return tuple(votes.children.new_empty(shape, dtype=dtype) for shape in shapes)
 
     def coefficients(self, votes: Votes, given: Any, results: Sequence[Tensor]) -> Tensor:
         state = self.first(given)
-        if len(given.schedule) > 1:
+        if len(given.temperatures) > 1:
             _, means, narrow, scores = (kind[-2] for kind in results[3:])
             state = self.advance(given, state, (scores, means, narrow + given.eps))
         return reference.gaussian_coefficients(votes, *state)
 
     def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, given: Any, history: Any) -> None:
         counts, means, narrow, scores = history
-        rule, turns, (beta_u, beta_a) = given.rule, len(given.schedule), (given.beta_use, given.beta_ignore)
+        rule, turns, (beta_u, beta_a) = given.rule, len(given.temperatures), (given.beta_use, given.beta_ignore)
         em, kmeans = rule == Rule.EM, rule == Rule.KMEANS
         numbers = means.shape[-2] * means.shape[-1]
         variances = narrow + given.eps
@@ -130,7 +130,7 @@ class Gaussian(Routing):
         for turn in range(-1, -turns - 1, -1):
             heat = d_counts = None
             if em and d_score is not None:
-                heat = given.schedule[turn] * d_score
+                heat = given.temperatures[turn] * d_score
                 d_log_sigma = _plus(d_log_sigma, -heat * counts[turn])
                 d_counts = -heat * (numbers * beta_u + log_sigma[turn])
             if d_log_sigma is not None:

@@ -28,7 +28,7 @@ class QueryRouting(Routing):
     """A routing whose turns ask with a query: the last parents, or the sum of what all turns so far have left."""
 
     flags = ("detach", "coefficients")
-    finals = 1
+    final_count = 1
     grads = "Tensor grad"
     constant = QUERY
     """The bits of the gradients that do not exist where coefficients are detached."""

@@ -79,7 +79,7 @@ class Reverse:
 def turn_after_turn(routing: Routing, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
     """Run a backward of several turns as the sum of the reference's backwards of one."""
     _, backward = routing.reference()
-    heads, rest = arguments[: routing.heads], arguments[routing.heads :]
+    heads, rest = arguments[: routing.head_count], arguments[routing.head_count :]
     votes, own, needs = Votes(*rest[:6]), rest[6:-1], rest[-1]
     votes.check()
     for name, value in zip(routing.backward_names, arguments, strict=True):

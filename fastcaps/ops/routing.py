@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation, libraries
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.flops import backward_flops, forward_flops
 from fastcaps.ops.reverse import Reverse, turn_after_turn
+from fastcaps.ops.watchers import are_plain, is_sharded, is_transformed, is_watched
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
 __all__ = [
@@ -34,8 +34,6 @@ __all__ = [
     "TAGS",
     "Gradients",
     "Routing",
-    "is_sharded",
-    "is_transformed",
     "let_inductor_call",
     "native_op",
 ]
@@ -51,35 +49,6 @@ _COUNT = 6  # arguments that are the votes'
 Gradients = Sequence[Tensor | None]
 
 _tuple_of: Any = namedtuple  # mypy wants names that it can read
-
-
-_PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
-
-
-def _is_watched() -> bool:
-    """Return whether somebody must see a call as an op: a compiler, a dispatch mode, a trace, autocast."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
-        or torch._C._is_any_autocast_enabled()
-    )
-
-
-def is_sharded(tensors: Sequence[Any]) -> bool:
-    """Return whether a tensor is a DTensor: there is none as long as nobody has imported them."""
-    if _PLAIN.issuperset(map(type, tensors)):
-        return False
-    known: Any = sys.modules.get("torch.distributed.tensor")
-    return known is not None and any(isinstance(tensor, known.DTensor) for tensor in tensors)
-
-
-def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode derivatives want plain formulas.
-
-    The ops have no rules for those: the reference, which is ordinary code, is right under all of them.
-    """
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
@@ -113,7 +82,7 @@ class Routing(ABC):
     flags
         The names of boolean arguments at the end, which no kernel's forward takes: ``detach`` reaches the reference,
         and a backward as a bit of ``needs``; coefficients are made above the backends.
-    results, finals
+    results, final_count
         The schema of the results (without coefficients), and how many of them have gradients: the others are history,
         with a leading dimension of turns.
     grads, own_backward
@@ -132,7 +101,7 @@ class Routing(ABC):
     state: tuple[str, ...]
     flags: tuple[str, ...]
     results: str
-    finals: int
+    final_count: int
     grads: str
     own_backward: str
     moments = 1
@@ -208,8 +177,8 @@ class Routing(ABC):
         self.native_backward = {name: native_op(name, f"{self.name}_backward") for name in NATIVE}
         self.backward_op = getattr(torch.ops.fastcaps, f"{self.name}_backward").default
         self.backward_names = [argument.name for argument in self.backward_op._schema.arguments]
-        self.heads = self.backward_names.index("children")
-        self.own_is_stacked = [name in self.stacked for name in self.backward_names[self.heads + _COUNT : -1]]
+        self.head_count = self.backward_names.index("children")
+        self.own_is_stacked = [name in self.stacked for name in self.backward_names[self.head_count + _COUNT : -1]]
         self._given = _tuple_of("arguments", self.names)
         self._given_back = _tuple_of("arguments", self.backward_names)
         self._tensors_of = itemgetter(*self.tensors)
@@ -239,9 +208,10 @@ class Routing(ABC):
             backends.refuse_unless_reference(self.stem)
             return self.by_reference(*arguments)
         tensors = self._tensors_of(arguments)
-        if is_sharded(tensors):
+        plain = are_plain(tensors)
+        if not plain and is_sharded(tensors):
             return import_module("..distributed", __package__).route(self, arguments)
-        if _is_watched() or not _PLAIN.issuperset(map(type, tensors)):
+        if is_watched() or not plain:
             return self.op(*arguments)
         if torch.is_grad_enabled():
             for tensor in tensors:
@@ -286,35 +256,35 @@ class Routing(ABC):
 
         A backward is chosen anew: all backends keep the same, so one may differentiate what another computed.
         """
-        if backends.on_cpu(arguments[self.heads]):
+        if backends.on_cpu(arguments[self.head_count]):
             try:
                 return tuple(self.native_backward["cpu"](*arguments, 0))
             except RuntimeError:
                 libraries.library("cpu").raise_signal()
                 raise
-        call = backends.Call.of(self.stem, arguments[self.heads :])
+        call = backends.Call.of(self.stem, arguments[self.head_count :])
         chosen = backends.choose(call)
         if chosen in NATIVE:
             return tuple(self.native_backward[chosen](*arguments, call.options))
-        is_set = arguments[self.heads].dim() == 4
-        placed = _views(as_grid, arguments, self._backward_places) if is_set else arguments
+        is_set = arguments[self.head_count].dim() == 4
+        placed = _views(as_grid, arguments, self._backward_dims) if is_set else arguments
         if chosen == "triton":
             kernels = backends.triton_kernels(self.stem)
             found = getattr(kernels, f"{self.name}_backward")(*placed, call.options)
         else:
             found = turn_after_turn(self, placed)
-        return tuple(_views(as_set, found, self._gradient_places) if is_set else found)
+        return tuple(_views(as_set, found, self._gradient_dims) if is_set else found)
 
     def _lay_out(self) -> None:
         """Note which tensors have positions, and at which dimension these begin: 0 says none."""
         positioned = {"children", "gate", *self.state}
-        self._places = [int(name in positioned) for name in self.names]
-        self._result_places = [1 if k < self.finals else 2 for k in range(len(self.op._schema.returns) - 1)]
-        self._backward_places = [
-            2 if k < self.heads or name in self.stacked else int(name in positioned)
+        self._dims = [int(name in positioned) for name in self.names]
+        self._result_dims = [1 if k < self.final_count else 2 for k in range(len(self.op._schema.returns) - 1)]
+        self._backward_dims = [
+            2 if k < self.head_count or name in self.stacked else int(name in positioned)
             for k, name in enumerate(self.backward_names)
         ]
-        self._gradient_places = [self._places[k] for k in self.tensors]
+        self._gradient_dims = [self._dims[k] for k in self.tensors]
 
     def _on_grid(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of a call on a set as on a grid of one position: kernels in Python know no other."""
@@ -322,11 +292,11 @@ class Routing(ABC):
             return arguments
         if tuple(arguments[5]) != SET_WINDOW:
             raise ValueError(f"window must be {list(SET_WINDOW)} for a set, got {list(arguments[5])}")
-        return _views(as_grid, arguments, self._places)
+        return _views(as_grid, arguments, self._dims)
 
     def _from_grid(self, results: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
         """Return the results of such a call as those of a call with ``arguments``."""
-        return _views(as_set, results, self._result_places) if arguments[0].dim() == 4 else results
+        return _views(as_set, results, self._result_dims) if arguments[0].dim() == 4 else results
 
     def _kernel(self, chosen: str, call: backends.Call, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs one turn: called with votes and the op's own arguments, without flags."""
@@ -366,15 +336,15 @@ class Routing(ABC):
             state = self.advance(given, state, results)
         if len(every) == 1:
             return tuple(every[0])
-        history = (torch.cat(kind) for kind in zip(*(results[self.finals :] for results in every), strict=True))
-        return (*every[-1][: self.finals], *(kind.detach() for kind in history))
+        history = (torch.cat(kind) for kind in zip(*(results[self.final_count :] for results in every), strict=True))
+        return (*every[-1][: self.final_count], *(kind.detach() for kind in history))
 
     def _coefficients(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> Tensor | None:
         if not arguments[-1]:
             return None
         placed = self._on_grid(arguments)
         if placed is not arguments:
-            results = _views(as_grid, results, self._result_places)
+            results = _views(as_grid, results, self._result_dims)
         with torch.no_grad():
             found = self.coefficients(Votes(*placed[:_COUNT]), self.given(placed), results)
         return found if placed is arguments else as_set(found)
@@ -415,8 +385,8 @@ class Routing(ABC):
         arguments, results = inputs, output  # torch calls them by name
         ctx.routing = self
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in results[self.finals :] if x is not None))
-        ctx.save_for_backward(*self._tensors_of(arguments), *results[self.finals : -1])
+        ctx.mark_non_differentiable(*(x for x in results[self.final_count :] if x is not None))
+        ctx.save_for_backward(*self._tensors_of(arguments), *results[self.final_count : -1])
         ctx.others = others = list(arguments)
         for k in self.tensors:
             others[k] = None
@@ -435,13 +405,13 @@ class Routing(ABC):
         arguments, history = ctx.others.copy(), saved[len(self.tensors) :]
         for k, tensor in zip(self.tensors, saved, strict=False):
             arguments[k] = tensor
-        finals = grads[: self.finals]
+        finals = grads[: self.final_count]
         if not any(grad is not None for grad in finals):
             return [None] * len(self.tensors)
         if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
             return self._through_reference(arguments, finals, needed)
         given = self.given(arguments)
-        watched = _is_watched() or type(arguments[0]) not in _PLAIN
+        watched = is_watched() or not are_plain(arguments[:1])
         run = self.backward_op if watched else self.run_backward
         turns, needs = self.turns(given), 0
         for k, want in enumerate(needed):
@@ -457,7 +427,7 @@ class Routing(ABC):
             # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
             inputs = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
             inputs[-1] = False  # no coefficients
-            results = self.by_reference(*inputs)[: self.finals]
+            results = self.by_reference(*inputs)[: self.final_count]
             pairs = [(r, g) for r, g in zip(results, finals, strict=True) if g is not None and r.requires_grad]
             if pairs:
                 found = torch.autograd.grad(
@@ -504,11 +474,10 @@ def let_inductor_call(name: str) -> None:
     allowed.add(name)
 
 
-def _views(view: Callable[[Tensor, int], Tensor], tensors: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Return a view of each tensor that has positions, which begin at a dimension ``places`` tells."""
+def _views(view: Callable[[Tensor, int], Tensor], tensors: Sequence[Any], dims: Sequence[int]) -> list[Any]:
+    """Return a view of each tensor that has positions, which begin at the dimension told by ``dims``; 0 says none."""
     return [
-        view(x, place) if place and x is not None and x.dim() > place else x
-        for x, place in zip(tensors, places, strict=True)
+        view(x, dim) if dim and x is not None and x.dim() > dim else x for x, dim in zip(tensors, dims, strict=True)
     ]
 
 

@@ -19,7 +19,7 @@ from fastcaps.rules import Rule
 __all__ = ["AXES", "acceptable", "cuts_of"]
 
 AXES = ("batch", "children", "parents")
-Places = list[Placement | None]
+Placements = list[Placement | None]
 """How each tensor lies along one dimension of a mesh; None where there is none."""
 
 
@@ -48,7 +48,7 @@ def cuts_of(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int
     return {name: dim for name, dim in cuts.items() if name in shapes}
 
 
-def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[Places, Places]]:
+def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[Placements, Placements]]:
     """Return how tensors may lie along one dimension of a mesh: an op's (or its backward's) results, and its arguments.
 
     The batch always; the children where a turn of attention is nothing but a sum over them. A rule cannot cut the
@@ -63,7 +63,7 @@ def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[
         rows = [given[name].shape[0] for name in ("weight", "bias") if given[name] is not None]
         if plain and all(count in (1, types) for count in rows):
             axes.append("children")
-    found: list[tuple[Places, Places]] = []
+    found: list[tuple[Placements, Placements]] = []
     for axis in axes:
         cuts = {} if axis is None else cuts_of(axis, given, routing)
         inputs = [_at(cuts.get(name)) if hasattr(given[name], "shape") else None for name in names]
@@ -76,19 +76,19 @@ def _at(dim: int | None) -> Placement:
     return Replicate() if dim is None else Shard(dim)
 
 
-def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> Places:
+def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> Placements:
     """Return how an op's results lie."""
-    place, history = len(given["children"].shape) - 3, len(routing.op._schema.returns) - 1 - routing.finals
+    place, history = len(given["children"].shape) - 3, len(routing.op._schema.returns) - 1 - routing.final_count
     shares = _at({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
     if axis == "children":
-        return [*[Partial()] * (routing.finals + history), shares]
+        return [*[Partial()] * (routing.final_count + history), shares]
     batch, later = (None, None) if axis is None else (0, 1)  # in the history, turns lead
-    return [*[_at(batch)] * routing.finals, *[_at(later)] * history, shares]
+    return [*[_at(batch)] * routing.final_count, *[_at(later)] * history, shares]
 
 
-def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> Places:
+def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> Placements:
     """Return how a backward's results lie; what is absent or not wanted is an empty tensor."""
-    found: Places = []
+    found: Placements = []
     for k, name in enumerate(routing.tensor_names):
         absent = routing.shape_of(name, SimpleNamespace(**given)) is None
         if axis is None or absent or not given["needs"] >> k & 1:

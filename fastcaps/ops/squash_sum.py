@@ -19,7 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation, reference
 from fastcaps.checks import shape_text
-from fastcaps.ops.routing import LIBRARY, NATIVE, TAGS, is_transformed, let_inductor_call, native_op
+from fastcaps.ops.routing import LIBRARY, NATIVE, TAGS, let_inductor_call, native_op
+from fastcaps.ops.watchers import is_transformed
 
 __all__ = ["squash_sum"]
 

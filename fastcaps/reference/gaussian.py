@@ -71,7 +71,7 @@ def gaussian_routing(
     log_weight: Tensor | None,
     beta_use: Tensor | None,
     beta_ignore: Tensor | None,
-    schedule: Sequence[float],
+    temperatures: Sequence[float],
     rule: int,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ def gaussian_routing(
     ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2 / (2 variance_m)``, ``r_im = softmax_m a_im``,
     ``w_im = g_i r_im``, ``n_m = sum_i w_im``, ``means_m = sum_i w_im V_im / (n_m + eps)``,
     ``narrow_m = sum_i w_im (V_im - means_m)^2 / (n_m + eps)``, ``variances = narrow + eps``. Then EM's
-    ``score_m = schedule (beta_a_m - sum_ce (beta_u_m + ln sigma_m) n_m)``, or Heinsen's
+    ``score_m = temperature (beta_a_m - sum_ce (beta_u_m + ln sigma_m) n_m)``, or Heinsen's
     ``score_m = sum_i beta_use_im w_im - sum_i beta_ignore_im (g_i - w_im)``.
 
     Without a mean the distances are 0, without a log-weight that is 0: with neither, r = 1 / M, the first turn. A mean
@@ -93,7 +93,7 @@ def gaussian_routing(
         ``[B, Ho, Wo, M, C, E]``, twice, and ``[B, Ho, Wo, M]``.
     beta_use, beta_ignore : Tensor
         ``[I or 1, M or 1]``; of EM beta_u and beta_a, ``[M]``.
-    schedule : sequence of float
+    temperatures : sequence of float
         EM's inverse temperature of the turn.
     rule : int
         ``EM``, ``HEINSEN`` or ``KMEANS``, see :class:`Rule`.
@@ -121,7 +121,7 @@ def gaussian_routing(
     if rule == Rule.EM:
         numbers = narrow.shape[-2] * narrow.shape[-1]
         log_sigma = 0.5 * variances.log().sum(POSE)
-        scores = schedule[0] * (beta_ignore - (numbers * beta_use + log_sigma) * counts)
+        scores = temperatures[0] * (beta_ignore - (numbers * beta_use + log_sigma) * counts)
     else:
         whole = 1.0 if seen.gate is None else seen.gate[..., None]
         scores = (beta_use * gated - beta_ignore * (whole - gated)).sum(3)

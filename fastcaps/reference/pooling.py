@@ -33,7 +33,7 @@ def _logits(all_votes: Tensor, query: Tensor | None, scale: float, normalize: bo
 
 
 def _top(logits: Tensor, silent: Tensor | None) -> Tensor:
-    """Return the largest logit among children that count, ``[B, Ho, Wo, 1, M]``; 0 where that is no number."""
+    """Return the largest logit among children that count, ``[B, Ho, Wo, 1, M]``; 0 where that is not finite."""
     if silent is not None:
         logits = logits.masked_fill(silent[..., None], -torch.inf)
     top = logits.detach().amax(3, keepdim=True)

@@ -62,7 +62,7 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
     sizes = children.shape[1:4] if is_grid else (layer.in_capsules or 1, 1, -1) if layer.on_grid else (-1, 1, 1)
     gates = trace.activations[k]
     if gates is not None:
-        scores = stack.layers[max(k - 1, 0)].numbers == "scores"
+        scores = stack.layers[max(k - 1, 0)].activity_name == "scores"
         gates = (gates.sigmoid() if scores else gates).float().reshape(batch, *sizes)
         if layer.window is not None:
             shares = shares * windows(gates.movedim(1, 3), layer.window.spec)[..., None]
