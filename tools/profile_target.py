@@ -1,7 +1,7 @@
 """A few calls of one workload, for a profiler to look at; or torch's own profile of them where there is no other.
 
-    ncu --clock-control none --kernel-name regex:forward_kernel python tools/profile_target.py --device cuda
-    python tools/profile_target.py --device cuda --table
+ncu --clock-control none --kernel-name regex:forward_kernel python tools/profile_target.py --device cuda
+python tools/profile_target.py --device cuda --table
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table of docs/recipes.md: every recipe with its source, network and what the paper reports.
 
-    python -m tools.recipes_page
+python -m tools.recipes_page
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Small calls that take every path of the kernels, held to the rule of ``tools.judge``: what compute-sanitizer watches.
 
-    compute-sanitizer --tool memcheck python tools/sanitize.py --device cuda --backend cuda
+compute-sanitizer --tool memcheck python tools/sanitize.py --device cuda --backend cuda
 """
 
 from __future__ import annotations
