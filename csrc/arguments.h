@@ -31,8 +31,9 @@ class Stack {
   uint64_t left_;
 };
 
-// Bits of `options` and of `needs`. The bits of the gradients follow the order of the results.
-inline constexpr int64_t kDeterministic = 1, kTf32 = 2;
+// Bits of `options` and of `needs`. The bits of the gradients follow the order of the results. kTf32x3 says something
+// of calls that have kTf32 too.
+inline constexpr int64_t kDeterministic = 1, kTf32 = 2, kTf32x3 = 4;
 inline constexpr int64_t kChildren = 1, kWeight = 2, kBias = 4, kGate = 8;
 inline constexpr int64_t kQuery = 16, kNormWeight = 32, kNormBias = 64;  // attention, pooling
 inline constexpr int64_t kMean = 16, kVariance = 32, kLogWeight = 64, kBetaUse = 128, kBetaIgnore = 256;  // gaussian

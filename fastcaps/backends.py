@@ -4,12 +4,13 @@ This is a module of functions, not an object: ``fastcaps.backends.listing()`` re
 ``triton``, ``cpu``, ``reference``) with what stands in the way of each, ``fastcaps.backends.show()`` prints them,
 ``fastcaps.backends.backend(name)`` (also ``fastcaps.backend``) forces one inside a ``with`` block, and
 ``fastcaps.explain`` says what one call would do. The environment variable ``FASTCAPS_BACKEND``, read once at import,
-forces one for the whole process.
+forces one for the whole process. Inside ``with fastcaps.backends.tf32x3()`` products on a GPU that may be rounded to
+TF32 keep about the digits of float32.
 
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first turn of inverted
 attention is as a rule torch's own product, under every backend but the reference.)
 
-The choice is one global of the process, like the flags of :mod:`torch.backends`: set it before threads start.
+Either is one global of the process, like the flags of :mod:`torch.backends`: set it before threads start.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ __all__ = [
     "show",
     "takes_turns",
     "tf32_allowed",
+    "tf32x3",
+    "tf32x3_wanted",
     "triton_kernels",
 ]
 
@@ -58,6 +61,8 @@ DETERMINISTIC = 1
 """Bit of ``options``: the same input must give the same bits."""
 ALLOW_TF32 = 2
 """Bit of ``options``: float32 matrix products may round their factors to TF32."""
+TF32X3 = 4
+"""Bit of ``options``, only beside :data:`ALLOW_TF32`: they are made of three such products each, and lose little."""
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,8 +110,8 @@ class Call(NamedTuple):
     has_weight
         Whether votes are made by matrices.
     options
-        What the user has set for the process, as bits: :data:`DETERMINISTIC`, :data:`ALLOW_TF32`. 0 on the CPU, which
-        heeds neither.
+        What the user has set for the process, as bits: :data:`DETERMINISTIC`, :data:`ALLOW_TF32`, :data:`TF32X3`. 0 on
+        the CPU, which heeds none.
     """
 
     stem: str
@@ -135,12 +140,14 @@ def _options(device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     bits = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else 0
-    return bits | ALLOW_TF32 if tf32_allowed() else bits
+    bits |= ALLOW_TF32 if tf32_allowed() else 0
+    return bits | TF32X3 if tf32x3_wanted() else bits
 
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
 
 _forced: str | None = None
+_tf32x3 = False
 
 
 def native_capability() -> str | None:
@@ -357,6 +364,11 @@ def tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def tf32x3_wanted() -> bool:
+    """Return whether float32 products that may be rounded to TF32 are to be made of three each: see :func:`tf32x3`."""
+    return _tf32x3 and tf32_allowed()
+
+
 # ---- forcing one -----------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +405,29 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+@contextmanager
+def tf32x3(wanted: bool = True) -> Iterator[None]:
+    """Make float32 products of three TF32 products each inside a ``with`` block, where they may be rounded to TF32.
+
+    TF32 keeps 11 bits of a number, float32 24. With ``torch.set_float32_matmul_precision("high")`` routings on a GPU
+    round to TF32, as torch does. In the block they part each factor into two TF32 numbers and make three products of
+    them: on tensor cores still, with an error near that of float32. Where TF32 is not allowed, on the CPU and in half
+    precision nothing changes. Torch makes its own products as before, so the first turn of inverted attention is then a
+    kernel too. A backward goes by the block that it runs in.
+
+    Parameters
+    ----------
+    wanted : bool
+        ``False`` goes back to one product inside another such block.
+    """
+    global _tf32x3
+    before, _tf32x3 = _tf32x3, wanted
+    try:
+        yield
+    finally:
+        _tf32x3 = before
 
 
 if libraries.library("cpu").problem:

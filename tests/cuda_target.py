@@ -22,10 +22,11 @@ from torch import Tensor
 
 from fastcaps import backends
 
-DETERMINISTIC, ALLOW_TF32 = 1, 2
+DETERMINISTIC, ALLOW_TF32, TF32X3 = 1, 2, 4
 GPU = {entry.name: entry for entry in backends.listing()}["cuda"]
 ON_DEVICE = torch.cuda.is_available() and GPU.available
 OPTIONS = {"fast": 0, "ordered": DETERMINISTIC, "tf32": ALLOW_TF32, "tf32-ordered": ALLOW_TF32 | DETERMINISTIC}
+OPTIONS |= {"tf32x3": ALLOW_TF32 | TF32X3, "tf32x3-ordered": ALLOW_TF32 | TF32X3 | DETERMINISTIC}
 MACHINE = (4, 227 << 10)  # what the kernels run on here: multiprocessors, and a block's largest shared memory
 _ELEMENTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -108,7 +109,7 @@ class Target:
 
     def check(self, routing: Routing, case: Case, option: str = "fast", seed: int = 0) -> None:
         """Run a case forward and backward, every tensor fenced in, and hold the results to the rule."""
-        tf32 = option.startswith("tf32") and case.dtype == torch.float32
+        tf32 = option in ("tf32", "tf32-ordered") and case.dtype == torch.float32  # three products keep float32's rule
         one = taken(routing, case, option)
         with self.guarded():
             results = self.forward(routing.call(one, seed), option)

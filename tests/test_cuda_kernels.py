@@ -48,10 +48,44 @@ def test_forward_and_every_gradient(routing: Routing, case: Case, target: Target
 
 
 @on_every_target
-@pytest.mark.parametrize("option", ["ordered", "tf32", "tf32-ordered"])
+@pytest.mark.parametrize("option", ["ordered", "tf32", "tf32-ordered", "tf32x3", "tf32x3-ordered"])
 @every_case(5)
 def test_options(routing: Routing, case: Case, option: str, target: Target) -> None:
     target.check(routing, case, option)
+
+
+@on_every_target
+@pytest.mark.parametrize(("pose", "parents"), [((4, 4, 4), 5), ((4, 4, 4), 20), ((1, 64, 64), 5)], ids=str)
+def test_three_products_err_as_little_as_float32(pose: tuple[int, int, int], parents: int, target: Target) -> None:
+    """Forward and backward they keep the rule that the plain kernels keep, and one product does not."""
+    case = Case("three", Rule.LAYER_NORM, batch=5, types=9, parents=parents, pose=pose, gate="some", bias="IM")
+    target.check(ATTENTION, case, "tf32x3")
+    call, back = ATTENTION.call(case), ATTENTION.backward_call(case)
+    for bar, run in (
+        (ATTENTION.forward_bar(case), lambda option: target.forward(call, option)),
+        (ATTENTION.backward_bar(case), lambda option: target.backward(back, option)),
+    ):
+        exact, rounded = bar.judge(run("tf32x3")), bar.judge(run("tf32"))
+        assert not exact.complaints
+        for name, error in exact.errors.items():
+            assert 16 * error < rounded.errors[name] > rounded.allowed[name], name
+
+
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
+@pytest.mark.parametrize("pose", [(4, 4, 4), (1, 64, 64)], ids=str)
+def test_which_kernel_makes_three_products(pose: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """That of float32 where it may be rounded, and so it is told to people; half precision has nothing to gain."""
+    case = Case("three", Rule.PLAIN, types=9, parents=20, pose=pose, dtype=dtype)
+    for backward in (False, True):
+        told = {o: ask("schedule", *question(ATTENTION, case, o, backward)) for o in ("tf32", "tf32x3")}
+        if dtype == torch.float32:
+            assert "tensor 3xTF32" in told["tf32x3"] and "text=tensor-core (3xTF32) kernel" in told["tf32x3"]
+            assert "3xTF32" not in told["tf32"] and "text=tensor-core kernel" in told["tf32"]
+            _, sizes, facts = question(ATTENTION, case, "fast", backward)
+            alone = (*facts[:5], OPTIONS["tf32x3"] - OPTIONS["tf32"], *facts[6:])  # a bit that says nothing by itself
+            assert ask("schedule", "attention", sizes, alone) == ask("schedule", "attention", sizes, facts)
+        else:
+            assert told["tf32x3"] == told["tf32"]
 
 
 @on_every_target

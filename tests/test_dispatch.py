@@ -179,8 +179,10 @@ def test_interpreted_triton_serves_the_cpu_where_it_is_forced(monkeypatch: pytes
 
 
 @needs_fake_gpu_tensors
-def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
-    """Kernel and schedule come from the backend that runs."""
+@pytest.mark.parametrize("options", [0, 6])
+def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch, settings_kept: None, options: int) -> None:
+    """Kernel and schedule come from the backend that runs, which is told the settings."""
+    torch.set_float32_matmul_precision("high" if options else "highest")
 
     class Telling(FakeLibrary):
         def ask(self, function: str, *arguments: Any) -> str | None:
@@ -190,7 +192,7 @@ def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
             return super().ask(function, *arguments)
 
     gpu.setattr(libraries, "library", lambda name: Telling())
-    with FakeTensorMode():
+    with FakeTensorMode(), backends.tf32x3(options > 0):
         children, weight = torch.empty(8, 32, 16, 16, 4, 4, device=GPU), torch.empty(288, 10, 4, 4, device=GPU)
         parents = torch.empty(8, 10, 7, 7, 4, 4, device=GPU)
         told = fastcaps.explain(children, weight, parents, window=Window(3, 2))
@@ -199,7 +201,7 @@ def test_explain_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
     assert isinstance(told, Explanation) and told.backend == "cuda"
     sizes = [8, 16, 16, 32, 4, 4, 7, 7, 10, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1]
     for backward, text in enumerate((told.forward, told.backward)):
-        assert text == f"schedule attention {sizes} {[backward, 0, 0, 1, 1, 0, 132, 232448]}"
+        assert text == f"schedule attention {sizes} {[backward, 0, 0, 1, 1, options, 132, 232448]}"
     assert told.reasons["triton"] == "cuda comes first" and told.reasons["cpu"]
     assert isinstance(other, Explanation) and other.forward == other.backward == "schedule of Triton"
 
@@ -231,6 +233,25 @@ def test_a_convolution_that_would_round_to_tf32_against_the_users_word_is_left_t
     assert (ours, theirs) == (not allowed, allowed)
 
 
+@needs_fake_gpu_tensors
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [(((8, 4, 9, 9, 4, 4), (36, 5, 4, 4)), {"window": Window(3, 2)}), (((8, 9, 4, 4), (9, 5, 4, 4)), {})],
+    ids=["convolution", "matmul"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_that_would_not_be_made_of_three_is_left_to_our_kernel(
+    gpu: object, settings_kept: None, dtype: torch.dtype, sizes: Any, options: dict[str, Any]
+) -> None:
+    torch.set_float32_matmul_precision("high")
+    for wanted in (False, True):
+        with FakeTensorMode(), backends.tf32x3(wanted), Recorder() as recorder:
+            children, weight = (torch.empty(*size, device=GPU, dtype=dtype) for size in sizes)
+            functional.inverted_attention_routing(children, weight, **options)
+        ours = "fastcaps.attention_routing.default" in recorder.names
+        assert ours == (wanted and dtype == torch.float32)
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +271,19 @@ def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: N
         for precision, tf32 in (("tf32", True), ("ieee", False)):
             torch.backends.cuda.matmul.fp32_precision = precision
             assert backends._options(GPU) == bits | tf32 * backends.ALLOW_TF32
+
+
+def test_three_products_are_asked_for_inside_a_block_where_one_is_allowed(settings_kept: None) -> None:
+    one, three = backends.ALLOW_TF32, backends.ALLOW_TF32 | backends.TF32X3
+    for precision, outside, inside in (("highest", 0, 0), ("high", one, three)):
+        torch.set_float32_matmul_precision(precision)
+        with backends.tf32x3():
+            assert backends._options(GPU) == inside and backends._options(torch.device("cpu")) == 0
+            with pytest.raises(ZeroDivisionError), backends.tf32x3(False):
+                assert backends._options(GPU) == outside
+                _ = 1 / 0
+            assert backends._options(GPU) == inside
+        assert backends._options(GPU) == outside
 
 
 # ---- what the chosen backend is given --------------------------------------------------------------------------------

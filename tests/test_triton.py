@@ -101,6 +101,7 @@ WAYS: dict[str, Any] = {
     "tf32": (2, TILES, {"batch": 2, **DEEP}),
     "tf32-ordered": (3, TILES, {"batch": 5, **DEEP}),  # several blocks of positions
     "tf32-bare": (3, TILES, {"batch": 5, **DEEP, **BARE}),
+    "tf32x3": (6, TILES, {"batch": 2, **DEEP}),
 }
 
 
@@ -406,6 +407,7 @@ SHAPES: dict[str, Any] = {
     "li-capnet": ("gaussian", (128, 1, 1, 200, 1, 8), (200, 512, 8, 16), 512),
 }
 COMPILED = [(shape, "sm_90", options) for shape in SHAPES for options in (0, 1, 2)]
+COMPILED += [(shape, target, 6) for shape, target in (("tsai", "sm_90"), ("tsai-1x64", "sm_80"), ("hinton", "sm_90"))]
 COMPILED += [("tsai", "sm_80", 0), ("hinton", "sm_80", 0), ("pool-4x4", "sm_100", 0), ("hinton", "sm_100", 0)]
 COMPILED += [("tsai", "gfx942", 0), ("tsai-1x64", "gfx942", 0)]
 

@@ -51,7 +51,7 @@ class Identity:
     threads, blocks
         Of its launch bounds: threads of a block, blocks that a multiprocessor must have room for.
     tensor
-        Whether the tensor cores make the votes.
+        How many products of tf32 the tensor cores make of one; 0: votes are not made there.
     subject
         The pass: ``attention``, ``pooling`` or ``gaussian``.
     """
@@ -65,7 +65,7 @@ class Identity:
     plain: bool
     threads: int
     blocks: int
-    tensor: bool = False
+    tensor: int = 0
     subject: str = "attention"
 
     @property
@@ -85,7 +85,7 @@ class Identity:
             rows, inner, columns = self.pose
             made = f"{rows}×{inner}" if inner == columns else f"{rows}×{inner}→{rows}×{columns}"
             what = f"{made}, {self.parents} parents × {self.seats} positions"
-        cores = ", tensor cores" if self.tensor else ""
+        cores = {0: "", 1: ", tensor cores", 3: ", tensor cores, 3 products"}[self.tensor]
         which = "" if self.subject == "attention" else f"{self.subject} "
         return f"{which}{self.direction} {what}{cores}{'' if self.plain else ', all options'}"
 
@@ -116,16 +116,18 @@ def identify(name: str) -> Identity | None:
     if len(counts) < 3 or not flags:
         return None
     lanes: tuple[tuple[int, int, int] | None, int, int] = (None, 0, 0)
-    each = 1
+    each, tensor = 1, 0
     if kind == "Fixed":
         lanes = ((numbers[0], numbers[1], numbers[2]), numbers[5], numbers[6])
         each = numbers[7] if len(numbers) == 9 else 1
     elif kind != "Free":
         if (kind, size) not in _LANES:
             return None
-        lanes, each = _LANES[kind, size], numbers[0] if numbers and kind == "Tensor" else 1
+        lanes = _LANES[kind, size]
+        if kind == "Tensor":  # the last number tells the products, one before it the parents
+            each, tensor = (1, *numbers)[-2:]
     bounds = (flags[0] == "true", counts[-2], counts[-1])
-    return Identity(direction.lower(), *lanes, each, counts[0], *bounds, kind == "Tensor", subject.lower())
+    return Identity(direction.lower(), *lanes, each, counts[0], *bounds, tensor, subject.lower())
 
 
 @dataclass(frozen=True)

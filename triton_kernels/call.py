@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastcaps.backends import ALLOW_TF32, DETERMINISTIC
+from fastcaps.backends import ALLOW_TF32, DETERMINISTIC, TF32X3
 
 from .forward import Algebra
 from .schedule import CROWD, LIMITS, Crowd, Facts, Limits, Schedule, largest_pose, power_of_two, schedule
@@ -194,7 +194,9 @@ class Call:
             "I": self.children, "M": parents, "G": self.groups,
         }  # fmt: skip
         tensor_cores = bool(options & ALLOW_TF32) or self.dtype != torch.float32
-        self.precision = "tf32" if tensor_cores and torch.version.hip is None else "ieee"
+        of_three = bool(options & TF32X3) and self.dtype == torch.float32
+        rounded = "tf32x3" if of_three else "tf32"
+        self.precision = rounded if tensor_cores and torch.version.hip is None else "ieee"
         self.facts = Facts(
             *(self.positions, self.children, parents, self.pose, self.groups, None if weight is not None else False),
             *(tensor_cores, processors(self.device), limits, routing.crowd, routing.competing),

@@ -246,14 +246,14 @@ FASTCAPS_DEVICE void multiply_back(const PassArgs& a, const Lane<Pose>& lane, co
         FASTCAPS_UNROLL
         for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B, stored()>(a, lane, stage, found, d, r, votes);
       }
-      if constexpr (!kLargeWeights<Pose> && !Pose::kTensor)
+      if constexpr (!kLargeWeights<Pose> && Pose::kProducts == 0)
         if (a.dweight) differentiate_weights<Pose, R>(a, lane, stage, found, d, votes);
     }
   });
   if (a.dweight) {
     if constexpr (kLargeWeights<Pose>)
       put_down<Pose, R>(a, lane, found, votes);
-    else if constexpr (Pose::kTensor)
+    else if constexpr (Pose::kProducts > 0)
       differentiate_weights_on_tensor_cores<Pose>(a, lane, stage, found, votes);
   }
 }

@@ -94,7 +94,7 @@ Schedule Call::schedule_forward(int64_t turns) const {
                   turns);
   const bool whole = turns > 1;
   const Schedule c = cut({.pass = pass,
-                          .tensor = rounds(options, args.storage, Storage::kFloat16),
+                          .products = products(options, args.storage, Storage::kFloat16),
                           .identity = !args.weight,
                           .whole = whole},
                          {});
@@ -109,7 +109,8 @@ void Call::take(const Schedule& c) {
   a.by_tile = Divider(c.tile);
   a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
   a.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
-  if (c.kernel->tensor && a.storage == Storage::kFloat32 && votes.positions() > 0) {  // half precision fits into tf32
+  // Half precision fits into tf32, and of three products each takes its own part of a weight.
+  if (c.kernel->products == 1 && a.storage == Storage::kFloat32 && votes.positions() > 0) {
     rounded = empty({weight.numel()});
     gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
                 RoundArgs{floats(weight), floats(rounded), weight.numel()});
@@ -179,7 +180,7 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   const int64_t biases = parts_of.numbers;
   parts_of.numbers += wanted.use + wanted.ignore;
   schedule = call.cut(
-      {call.pass, true, rounds(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
+      {call.pass, true, products(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
   call.take(schedule);
   const int64_t parts = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
   const int64_t cells = v.B * v.H * v.W, numbers = wanted.children ? call.children.numel() : 0;

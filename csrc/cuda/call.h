@@ -14,10 +14,12 @@
 
 namespace fastcaps::gpu {
 
-// May products be rounded to tf32? Half-precision numbers lose nothing by it; the gradients of votes, which backward
-// rounds too, lose what bfloat16 does not show and float16 would: it has another `half`.
-inline bool rounds(int64_t options, Storage storage, Storage half) {
-  return (options & kTf32) || storage == Storage::kBFloat16 || storage == half;
+// How many products of tf32 may one product be made of (see tensor.h)? One where numbers may be rounded: half-precision
+// numbers lose nothing by it; the gradients of votes, which backward rounds too, lose what bfloat16 does not show and
+// float16 would: it has another `half`. Three where the user wants float32 of what may be rounded; 0: none.
+inline int products(int64_t options, Storage storage, Storage half) {
+  const bool rounds = (options & kTf32) || storage == Storage::kBFloat16 || storage == half;
+  return !rounds ? 0 : (options & kTf32x3) && storage == Storage::kFloat32 ? 3 : 1;
 }
 
 inline Machine machine() { return {multiprocessors(), shared_limit()}; }

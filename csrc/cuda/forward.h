@@ -107,7 +107,7 @@ struct Built {
   static PassKernel kernel(void (*run)(const PassArgs), void (*run_plain)(const PassArgs)) {
     PassKernel k{};
     k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.tile_rows = Pose::kTileRows, k.tile_columns = Pose::kTileColumns;
-    k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.tensor = Pose::kTensor,
+    k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.products = Pose::kProducts,
     k.stored = Pose::kStored;
     k.vector = Pose::kVector, k.weight_copy = Pose::kWeightCopy;
     k.child_stride = Pose::kC * Pose::kRowStride + Pose::kChildPad;

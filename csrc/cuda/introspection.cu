@@ -39,7 +39,7 @@ struct Question {
     const Storage half = facts[0] ? Storage::kBFloat16 : Storage::kFloat16;
     task = {.pass = pass_of(op),
             .backward = facts[0] != 0,
-            .tensor = rounds(facts[5], v.storage, half),
+            .products = products(facts[5], v.storage, half),
             .ordered = (facts[5] & kDeterministic) != 0,
             .identity = n[10] == 0};
     if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);
@@ -59,7 +59,7 @@ std::string name_of(const PassKernel& kernel, bool backward, bool plain) {
             n(kernel.parents * kernel.each) + " parents a warp";
   else
     name += "any " + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane";
-  return name + (kernel.tensor ? " tensor" : "") + (plain ? " plain" : "");
+  return name + (kernel.products == 3 ? " tensor 3xTF32" : kernel.products ? " tensor" : "") + (plain ? " plain" : "");
 }
 
 }  // namespace

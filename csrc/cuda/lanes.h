@@ -11,7 +11,8 @@ namespace fastcaps::gpu {
 // twice; 0: too large for it, read in place.
 template <int C, int D, int E, int TE, int VECTOR, int COLUMNS, int PARENTS, int EACH, int STRIDE>
 struct FixedPose {
-  static constexpr bool kFixed = true, kTensor = false;
+  static constexpr bool kFixed = true;
+  static constexpr int kProducts = 0;     // on the tensor cores that one product is made of: see tensor.h; 0: none
   static constexpr bool kStored = false;  // children of half precision are read as they are stored, never widened
   static constexpr int kC = C, kD = D, kE = E;
   static constexpr int kTileRows = C, kTileColumns = TE;
@@ -42,11 +43,11 @@ struct FixedPose {
 // Any other pose: a lane holds TC x TE numbers of it, lanes stand in for the rest; what lies outside the pose is zero.
 template <int TC, int TE>
 struct FreePose {
-  static constexpr bool kFixed = false, kTensor = false, kStored = false;
+  static constexpr bool kFixed = false, kStored = false;
   static constexpr int kC = 0, kD = 0, kE = 0;
   static constexpr int kTileRows = TC, kTileColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
-  static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0, kChildPad = 0;
+  static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0, kChildPad = 0, kProducts = 0;
 
   static FASTCAPS_DEVICE int C_(const PassArgs& a) { return a.C; }
   static FASTCAPS_DEVICE int D_(const PassArgs& a) { return a.D; }

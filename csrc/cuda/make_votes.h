@@ -78,11 +78,11 @@ FASTCAPS_DEVICE void take_children(const PassArgs& a, const Lane<Pose>& lane, co
 template <class Pose, int R, bool PLAIN, bool IDENTITY>
 FASTCAPS_DEVICE void make_votes(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                 Tiles<Pose, R>& votes) {
-  if (IDENTITY && !Pose::kTensor && !a.weight)
+  if (IDENTITY && Pose::kProducts == 0 && !a.weight)
     take_children<Pose, R>(a, lane, stage, votes);
   else
     with_weights<Pose>(a, [&](auto stored) {
-      if constexpr (Pose::kTensor)
+      if constexpr (Pose::kProducts > 0)
         multiply_on_tensor_cores<stored()>(a, lane, stage, votes);
       else
         multiply<Pose, R, stored()>(a, lane, stage, votes);

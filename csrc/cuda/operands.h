@@ -46,10 +46,10 @@ FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
 }
 
 // Calls body(type) with the type of the weights that a lane meets: float in shared memory; elsewhere they are read
-// where they lie, as they lie, and one branch decides for all of them.
+// where they lie, as they lie, and one branch decides for all of them. Three products are made of float alone.
 template <class Pose, class Body>
 FASTCAPS_DEVICE void with_weights(const PassArgs& a, Body&& body) {
-  if constexpr (Pose::kWeightStride > 0) {
+  if constexpr (Pose::kWeightStride > 0 || Pose::kProducts == 3) {
     body(Stored<Storage::kFloat32>());
   } else {
     if (a.storage == Storage::kFloat32)

@@ -137,7 +137,7 @@ struct PassKernel {
   int tile_rows, tile_columns;
   int columns, parents;            // lanes; 0: chosen at the launch
   int each;                        // parents of a lane
-  bool tensor;                     // products on the tensor cores
+  int products;                    // on the tensor cores that one product is made of; 0: none is made there
   bool stored;                     // reads children of half precision as they are
   int vector;                      // of a child's rows: numbers that are copied together
   int child_stride;                // from child to child in shared memory, in floats; 0: any

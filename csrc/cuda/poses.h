@@ -28,9 +28,13 @@ struct SinglePose1x16 : FixedPose<1, 16, 16, 16, VECTOR, 1, 1, 1, 256> {
   static constexpr int kRowStride = 20;  // lanes' own rows lie on different banks
 };
 
-using Tensor4x4x32 = TensorPose4x4<4>;
-using Tensor4x4x16 = TensorPose4x4<2>;
-using Tensor1x64 = TensorPose1x64;
+// Products of tf32 that one product is made of.
+template <int PRODUCTS>
+using Tensor4x4x32 = TensorPose4x4<4, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor4x4x16 = TensorPose4x4<2, PRODUCTS>;
+template <int PRODUCTS>
+using Tensor1x64 = TensorPose1x64<PRODUCTS>;
 using PoseMatrix = FreePose<4, 4>;
 using PoseVector = FreePose<1, 8>;
 

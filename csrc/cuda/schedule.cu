@@ -40,9 +40,9 @@ const PassKernel* choose(const PassKernels& kernels, const Votes& v, const Task&
   for (int k = 0; k < kernels.count; ++k) {
     const PassKernel& kernel = kernels.begin[k];
     const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
-    if (!lanes.columns || (kernel.tensor && (!task.tensor || task.identity))) continue;
-    const bool better = !best || kernel.tensor > best->tensor ||
-                        (kernel.tensor == best->tensor &&
+    if (!lanes.columns || (kernel.products && (kernel.products != task.products || task.identity))) continue;
+    const bool better = !best || kernel.products > best->products ||
+                        (kernel.products == best->products &&
                          (kernel.C ? best_lanes.parents < v.M : !best->C && lanes.padded < best_lanes.padded));
     if (better) best = &kernel, best_lanes = lanes;
   }
@@ -234,7 +234,7 @@ std::string routing_refusal(Task task, const Votes& v, const Machine& machine) {
 std::string describe(const Schedule& c) {
   const PassKernel& kernel = *c.kernel;
   const auto n = [](int64_t x) { return std::to_string(x); };
-  std::string text = kernel.tensor ? "tensor-core " : "";
+  std::string text = kernel.products == 3 ? "tensor-core (3xTF32) " : kernel.products ? "tensor-core " : "";
   text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
                    : "kernel for any pose (" + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane)";
   text += ", " + n(c.tile) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +

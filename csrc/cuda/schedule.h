@@ -37,7 +37,7 @@ std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity);
 struct Task {
   Pass pass = Pass::kAttention;
   bool backward = false;
-  bool tensor = false;  // products may be rounded to tf32
+  int products = 0;  // of tf32 that one product may be made of (see tensor.h); 0: no number may be rounded
   // Backward: gradients must not be added to by many blocks at once, at the price of fewer blocks.
   bool ordered = false;
   bool identity = false;  // votes are the children: there are no weights

@@ -2,6 +2,10 @@
 // the user's precision allows it, and for half-precision tensors always: their numbers are such numbers. Where the
 // depth fills an instruction of half precision that takes them as they are.
 //
+// PRODUCTS of tf32 that one product is made of: one, or three where the user wants about float's own exactness. A float
+// is then what tf32 has of it and the rest, which another tf32 holds but for a bit: a b = a_rest b + a b_rest + a b.
+// The product of the rests, 2^-22 of a b at most, is left out. (An infinity has no such rest: it comes out as NaN.)
+//
 // The layouts are chosen so that the instruction leaves each lane with exactly the numbers that the lane holds anyway:
 // nothing moves between lanes before or after.
 #pragma once
@@ -10,45 +14,79 @@
 
 namespace fastcaps::gpu {
 
-// Weights come rounded (round_kernel); children are rounded as they are read.
+// N numbers of a factor, as instructions take them.
+template <int PRODUCTS, int N>
+struct Factor {
+  uint32_t number[N], rest[PRODUCTS == 3 ? N : 1];
+
+  FASTCAPS_DEVICE void take(int k, float x) {
+    number[k] = to_tf32(x);
+    if constexpr (PRODUCTS == 3) rest[k] = float_bits(x - bits_float(number[k]));
+  }
+  // Weights come rounded (round_kernel) for the one product.
+  FASTCAPS_DEVICE void take_weight(int k, float x) {
+    if constexpr (PRODUCTS == 3)
+      take(k, x);
+    else
+      number[k] = float_bits(x);
+  }
+};
+
+// d += a * b; small products first.
+template <int PRODUCTS>
+FASTCAPS_DEVICE void multiply_add(float (&d)[4], const Factor<PRODUCTS, 4>& a, const Factor<PRODUCTS, 2>& b) {
+  if constexpr (PRODUCTS == 3) {
+    mma_tf32_16x8x8(d, a.rest, b.number);
+    mma_tf32_16x8x8(d, a.number, b.rest);
+  }
+  mma_tf32_16x8x8(d, a.number, b.number);
+}
 
 // 4 x 4 poses. One instruction takes 8 parents with two columns each (rows) and 4 positions with two rows each of the
 // child's pose (columns): a[(e, m), d] = W[m, d, e], b[d, (position, row)] = P[position, row, d].
-template <int EACH>
+template <int EACH, int PRODUCTS>
 struct TensorPose4x4 : FixedPose<4, 4, 4, 4, 4, 1, 8, EACH, 16> {
-  static constexpr bool kTensor = true;
+  static constexpr int kProducts = PRODUCTS;
   static constexpr int kChildPad = 8;  // 4 positions x 8 numbers of a fragment meet 32 banks
   static constexpr int kChildStride = 16 + kChildPad;
 };
 
 // 1 x 64 poses. One instruction takes 16 positions (rows) and 8 columns of one parent's pose, for 8 of the child's
 // columns, or 16 of half precision; a lane ends with two positions and two columns, which are neighbours.
+template <int PRODUCTS>
 struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
-  static constexpr bool kTensor = true, kStored = true;
+  static constexpr int kProducts = PRODUCTS;
+  static constexpr bool kStored = true;
   static constexpr int kRowStride = 68;  // 8 positions x 4 columns of a fragment meet 32 banks
 };
 
-template <Storage, int EACH, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose4x4<EACH>>& lane,
-                                              const Stage<TensorPose4x4<EACH>>& stage,
-                                              Tile<TensorPose4x4<EACH>> (&votes)[R][EACH]) {
-  using Pose = TensorPose4x4<EACH>;
+template <Storage, int EACH, int PRODUCTS, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose4x4<EACH, PRODUCTS>>& lane,
+                                              const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
+                                              Tile<TensorPose4x4<EACH, PRODUCTS>> (&votes)[R][EACH]) {
+  using Pose = TensorPose4x4<EACH, PRODUCTS>;
   static_assert(R == 1, "the four positions of an instruction are four lanes'");
   const int t = lane.position, seat = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
-  uint32_t children[2];
+  Factor<PRODUCTS, 2> children;
   FASTCAPS_UNROLL
   for (int half = 0; half < 2; ++half)
-    children[half] = to_tf32(stage.children[seat * Pose::kChildStride + (2 * half + row) * 4 + t]);
+    children.take(half, stage.children[seat * Pose::kChildStride + (2 * half + row) * 4 + t]);
   FASTCAPS_UNROLL
   for (int p = 0; p < EACH; ++p) {
-    float weights[4];
-    load_vector<4>(Weights<Pose>(a, lane, stage, p).from + t * 4, weights);
+    float numbers[4];
+    load_vector<4>(Weights<Pose>(a, lane, stage, p).from + t * 4, numbers);
+    Factor<PRODUCTS, 4> weights;
+    FASTCAPS_UNROLL
+    for (int e = 0; e < 4; ++e) weights.take_weight(e, numbers[e]);
     FASTCAPS_UNROLL
     for (int e = 0; e < 4; e += 2) {
       FASTCAPS_UNROLL
       for (int half = 0; half < 2; ++half) {
         float d[4] = {};
-        mma_tf32_16x8x4(d, {float_bits(weights[e]), float_bits(weights[e + 1])}, children[half]);
+        if constexpr (PRODUCTS == 3)  // both small products at once: the depth of 4 fills half of an instruction
+          mma_tf32_16x8x8(d, {weights.number[e], weights.number[e + 1], weights.rest[e], weights.rest[e + 1]},
+                          {children.rest[half], children.number[half]});
+        mma_tf32_16x8x4(d, {weights.number[e], weights.number[e + 1]}, children.number[half]);
         FASTCAPS_UNROLL
         for (int x = 0; x < 4; ++x) votes[0][p][2 * half + x % 2][e + x / 2] = d[x];
       }
@@ -66,34 +104,40 @@ FASTCAPS_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint3
     mma_f16_16x8x16(d, a, b);
 }
 
-template <Storage S, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose1x64>& lane,
-                                              const Stage<TensorPose1x64>& stage, Tile<TensorPose1x64> (&votes)[R][1]) {
+template <Storage S, int PRODUCTS, int R>
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose1x64<PRODUCTS>>& lane,
+                                              const Stage<TensorPose1x64<PRODUCTS>>& stage,
+                                              Tile<TensorPose1x64<PRODUCTS>> (&votes)[R][1]) {
+  using Pose = TensorPose1x64<PRODUCTS>;
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
   const int t = lane.column;
   // Where the lane begins in the depth. Words of half precision, which are pairs, lie on all banks if lanes 2 and 3
   // begin half a row on: the order of the depth is free.
   const int begin = S == Storage::kFloat32 ? t : t % 2 * 2 + t / 2 * 32;
-  const auto* weight = Weights<TensorPose1x64, S>(a, lane, stage, 0).from + begin * 64 + lane.position;
+  const auto* weight = Weights<Pose, S>(a, lane, stage, 0).from + begin * 64 + lane.position;
   const auto* rows = stage.template children_as<S>() + begin;
   float d[8][4] = {};
   _Pragma("unroll 2") for (int first = 0; first < (S == Storage::kFloat32 ? 64 : 32); first += 8) {
-    uint32_t children[4];
+    Factor<PRODUCTS, 4> children;
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) {
-      const auto* from = rows + lane.seat<2>(x % 2) * TensorPose1x64::kRowStride + first + x / 2 * 4;
+      const auto* from = rows + lane.template seat<2>(x % 2) * Pose::kRowStride + first + x / 2 * 4;
       if constexpr (S == Storage::kFloat32)
-        children[x] = to_tf32(*from);
+        children.take(x, *from);
       else
-        children[x] = *reinterpret_cast<const uint32_t*>(from);
+        children.number[x] = *reinterpret_cast<const uint32_t*>(from);
     }
     FASTCAPS_UNROLL
     for (int e = 0; e < 8; ++e) {
       const auto* at = weight + first * 64 + e * 8;
-      if constexpr (S == Storage::kFloat32)
-        mma_tf32_16x8x8(d[e], children, {float_bits(at[0]), float_bits(at[4 * 64])});
-      else
-        mma_half<S>(d[e], children, {pair_of(at[0], at[64]), pair_of(at[4 * 64], at[5 * 64])});
+      if constexpr (S == Storage::kFloat32) {
+        Factor<PRODUCTS, 2> weights;
+        weights.take_weight(0, at[0]);
+        weights.take_weight(1, at[4 * 64]);
+        multiply_add(d[e], children, weights);
+      } else {
+        mma_half<S>(d[e], children.number, {pair_of(at[0], at[64]), pair_of(at[4 * 64], at[5 * 64])});
+      }
     }
   }
   FASTCAPS_UNROLL
@@ -106,23 +150,25 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<Tens
 // dW of one of the lane's parents, summed over the warp's four positions: a[(e, m), (position, row)] = dV[m, position,
 // row, e], b[(position, row), d] = P[position, row, d]. Half of the 8 columns d stand in for others and are dropped;
 // the lanes of the first two positions end with rows d = 2 position + {0, 1}.
-template <int EACH>
-FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH>>& lane,
-                                           const Stage<TensorPose4x4<EACH>>& stage,
-                                           const Tile<TensorPose4x4<EACH>>& dvotes, float (&rows)[2][4]) {
-  const float* rows_of = stage.children + lane.template seat<1>(0) * TensorPose4x4<EACH>::kChildStride;
-  uint32_t children[4];
+template <int EACH, int PRODUCTS>
+FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>>& lane,
+                                           const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
+                                           const Tile<TensorPose4x4<EACH, PRODUCTS>>& dvotes, float (&rows)[2][4]) {
+  using Pose = TensorPose4x4<EACH, PRODUCTS>;
+  const float* rows_of = stage.children + lane.template seat<1>(0) * Pose::kChildStride;
+  Factor<PRODUCTS, 2> children[2];
   FASTCAPS_UNROLL
-  for (int c = 0; c < 4; ++c) children[c] = to_tf32(rows_of[c * 4 + lane.parent % 4]);
+  for (int c = 0; c < 4; ++c) children[c / 2].take(c % 2, rows_of[c * 4 + lane.parent % 4]);
   FASTCAPS_UNROLL
   for (int e = 0; e < 4; e += 2) {
     float d[4] = {};
     FASTCAPS_UNROLL
-    for (int c = 0; c < 4; c += 2)
-      mma_tf32_16x8x8(
-          d,
-          {to_tf32(dvotes[c][e]), to_tf32(dvotes[c][e + 1]), to_tf32(dvotes[c + 1][e]), to_tf32(dvotes[c + 1][e + 1])},
-          {children[c], children[c + 1]});
+    for (int c = 0; c < 4; c += 2) {
+      Factor<PRODUCTS, 4> gradients;
+      FASTCAPS_UNROLL
+      for (int x = 0; x < 4; ++x) gradients.take(x, dvotes[c + x / 2][e + x % 2]);
+      multiply_add(d, gradients, children[c / 2]);
+    }
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) rows[x % 2][e + x / 2] = d[x];
   }

@@ -26,18 +26,26 @@ def kernel_beats_library(votes: Votes) -> bool:
     The library needs the weights in another order. Copying them is little beside the convolution itself, except where
     they are large: with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which reads them as
     they lie, 17. Where children share weights, summing them first wins. On a GPU the library's convolution may round
-    float32 to TF32 though its matmul, whose setting is the one that counts here, may not: then our kernel runs. Nothing
-    but shapes and settings decides, so that the same numbers give the same bits with and without gradients. DTensors
-    go to the op, which knows what has to cross.
+    float32 to TF32 though its matmul, whose setting is the one that counts here, may not; and neither makes three
+    products of one (:func:`fastcaps.backends.tf32x3`): then our kernel runs. Nothing but shapes and settings decides,
+    so that the same numbers give the same bits with and without gradients. DTensors go to the op, which knows what has
+    to cross.
     """
     children, weight, window = votes.children, votes.weight, votes.window
     if weight is None or backends.forced() == "reference" or is_sharded(votes[:4]):
         return True
     if children.device.type == "cuda":
         convolution = tuple(window) != SET_WINDOW and children.shape[3] % weight.shape[0] != 0
-        return convolution and (autocast_dtype("cuda") or children.dtype) == torch.float32 and _convolution_rounds()
+        rounds = _matmul_rounds() or (convolution and _convolution_rounds())
+        return rounds and (autocast_dtype("cuda") or children.dtype) == torch.float32
     own = weight.shape[0] == seen_of(votes)
     return own and weight.numel() >= _LARGE and children.device.type == "cpu" and backends.native_serves()
+
+
+@torch.compiler.assume_constant_result
+def _matmul_rounds() -> bool:
+    """Return whether float32 matrix products on a GPU round to TF32, as torch has it, while three were to be made."""
+    return backends.tf32x3_wanted()
 
 
 @torch.compiler.assume_constant_result
