@@ -7,14 +7,18 @@ times their size. Eager autograd loses nothing there: it meets the same rounded 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Case
+from registry import GAUSSIAN, Call
 from suite import native_only
 from torch import Tensor
 
 from fastcaps import functional
+from fastcaps.rules import Rule
 from tools.judge import Bar
 
 SHAPES = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children
@@ -133,3 +137,20 @@ def test_a_broken_sample_costs_its_neighbours_nothing(routing: str, shape: str, 
         complaints = bar.judge(neighbours(ours, given)).complaints
         wrong += [complaints] if complaints else []
     assert len(wrong) <= 1, wrong
+
+
+@native_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("batch", [2, 5])
+def test_a_sample_has_the_same_bits_beside_any_other(batch: int, dtype: torch.dtype) -> None:
+    """What is done for a parent with little variance is not done for those who share a vector with it."""
+    case = Case("beside", Rule.EM, batch, types=7, parents=5, pose=(4, 4, 4), bias="IM", start=True, turns=2, betas="M")
+    call = GAUSSIAN.call(replace(case, log_weight=True, dtype=dtype))
+    clean = call.training(Call.by_op)
+    for name, number in (("log_weight", torch.nan), ("children", 1e4), ("mean", torch.nan)):
+        other = call.given[name].clone()
+        other[0] = number
+        found = replace(call, given={**call.given, name: other}).training(Call.by_op)
+        for result in ("parents", "dchildren", "dmean", "dvariance", "dlog_weight"):
+            if result in clean:
+                assert torch.equal(found[result][1:], clean[result][1:]), (name, result)

@@ -293,11 +293,11 @@ struct GaussianBackward {
   }
   bool wants_results() const { return with.dmean || with.dvariance || with.dlog_weight; }
   bool needs_vote() const { return true; }
-  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.M; }
+  static int64_t prepare_scratch(const Votes& in) { return in.parents_size() + 2 * in.M + 1; }
   bool plain() const { return !with.mean.data && !with.log_weight.data && !call.dgate; }
   FASTCAPS_INLINE V plain_share(const X*, int64_t) const { return broadcast(T(1) / T(in.M)); }
 
-  // Leaves 1 / N in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
+  // Leaves 1 / N and `tight` in the scratch memory, and 0 for n and rest; true if those are to be summed and taken.
   FASTCAPS_NOINLINE bool load(const Tile<T>& tile, int64_t, X* state, X* scratch) const {
     constexpr Storage kSum = compute_storage<T>;
     const int64_t MCE = in.parents_size();
@@ -319,7 +319,8 @@ struct GaussianBackward {
     poses(with.mean.data ? with.mean : with.given_means, to.pose(kBase, 0));
     X *p = to.pose(kPrecision, 0), *u = to.pose(kU, 0), *s = to.pose(kS, 0), *means = to.pose(kMeans, 0);
     if (with.variance.data) poses(with.variance, p);
-    X tight{};
+    X& tight = *tight_of(scratch);
+    tight = X{};
     zero(count(scratch), in.M);
     for (int64_t m = 0; m < in.M; ++m) {
       const X one = counts[m] = inverse_or_zero(counts[m] + T(with.eps));
@@ -345,6 +346,7 @@ struct GaussianBackward {
 
   X* count(X* scratch) const { return scratch + in.M; }
   X* rest(X* scratch) const { return scratch + 2 * in.M; }
+  X* tight_of(X* scratch) const { return rest(scratch) + in.parents_size(); }
   // rest += w (V - means), for one unit of children
   template <class Pose>
   FASTCAPS_INLINE void add_rest(const Pose& pose, const X* state, int64_t m, V w, const V* vote, V* rest) const {
@@ -353,14 +355,15 @@ struct GaussianBackward {
   }
   void take_rest(X* state, X* scratch) const {
     const Planes<X> to = parents(state);
+    const auto loose = *tight_of(scratch) == 0;  // a sample's numbers depend on no other sample of the vector
     const X *base = to.pose(kBase, 0), *means = to.pose(kMeans, 0);
     X *u = to.pose(kU, 0), *s = to.pose(kS, 0);
     for (int64_t m = 0; m < in.M; ++m) {
       const X one = scratch[m], n = count(scratch)[m] + T(with.eps), change = one == 0 ? X{} : 1 / (n * one);
       for (int64_t k = m * CE; k < (m + 1) * CE; ++k) {
         const X more = T(with.eps) * (base[k] + means[k]) - change * rest(scratch)[k];
-        u[k] = change * (u[k] + 2 * s[k] * one * more);
-        s[k] *= change;
+        u[k] = loose ? u[k] : change * (u[k] + 2 * s[k] * one * more);
+        s[k] = loose ? s[k] : s[k] * change;
       }
     }
   }
