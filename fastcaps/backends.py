@@ -421,7 +421,14 @@ def tf32x3(wanted: bool = True) -> Iterator[None]:
     ----------
     wanted : bool
         ``False`` goes back to one product inside another such block.
+
+    Raises
+    ------
+    TypeError
+        Where the block is entered, if ``wanted`` is no bool.
     """
+    if not isinstance(wanted, bool):
+        raise TypeError(f"wanted must be a bool, got {type(wanted).__name__}")
     global _tf32x3
     before, _tf32x3 = _tf32x3, wanted
     try:

@@ -360,6 +360,8 @@ def test_bench_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         (["sabour-mnits"], "unknown workload 'sabour-mnits'"),
         (["--against", "jax"], "--against: got jax, want some of einsum"),
         (["--device", "tpu"], "--device: got tpu, want cpu or cuda"),
+        (["--precision", "fp8"], "--precision: got fp8, want some of fp32"),
+        (["--html", "nowhere/page.html"], "--html: there is no folder nowhere"),
     ):
         status, out, err = call(capsys, "bench", *arguments)
         assert (status, out) == (1, "") and message in err and err.count("\n") == 1

@@ -68,7 +68,7 @@ def bench(
     full: Annotated[bool, Option("--full", help="every row, torch.compile too: some 30 minutes")] = False,
     against: Annotated[list[str] | None, Option(help="only this alternative (repeat)")] = None,
     compiled: Annotated[bool, Option(help="with --full: torch.compile too")] = True,
-    batch: Annotated[list[int] | None, Option(help="instead of a workload's own (repeat)")] = None,
+    batch: Annotated[list[int] | None, Option(min=1, help="instead of a workload's own (repeat)")] = None,
     threads: Annotated[int, Option(min=1, help="of every contender")] = THREADS,
     device: Annotated[str, Option(help="cpu or cuda")] = "cpu",
     precision: Annotated[list[str] | None, Option(help="cuda: only this one (repeat)")] = None,
@@ -85,9 +85,12 @@ def bench(
     """
     root = checkout()
     try:
+        import torch
+
         from bench import pages, report, selection
         from bench.alternatives import ALTERNATIVES
         from bench.goals import place
+        from bench.runner import PRECISIONS
         from bench.session import LeftOut, Session
         from bench.timing import FULL, QUICK
         from bench.workloads import WORKLOADS
@@ -107,6 +110,12 @@ def bench(
         raise Fail(f"--against: got {', '.join(sorted(wrong))}, want some of {', '.join(ALTERNATIVES)}")
     if device not in ("cpu", "cuda"):
         raise Fail(f"--device: got {device}, want cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Fail("--device: got cuda, but torch finds no CUDA device here")
+    if unknown := set(precision or ()) - set(PRECISIONS):
+        raise Fail(f"--precision: got {', '.join(sorted(unknown))}, want some of {', '.join(PRECISIONS)}")
+    if html is not None and not html.parent.is_dir():
+        raise Fail(f"--html: there is no folder {html.parent}")
     quick = device == "cpu" and not full
     names = against or selection.alternatives(eager=quick or not compiled)
     try:
