@@ -67,7 +67,7 @@ def test_three_products_err_as_little_as_float32(pose: tuple[int, int, int], par
     ):
         exact, rounded = bar.judge(run("tf32x3")), bar.judge(run("tf32"))
         assert not exact.complaints
-        for name in exact.errors.keys() - {"dnorm_weight", "dnorm_bias"}:  # made of given sums
+        for name in exact.errors.keys() - {"dnorm_weight", "dnorm_bias"}:  # made of the sums, which are given
             assert 16 * exact.errors[name] < rounded.errors[name] > rounded.allowed[name], name
 
 
