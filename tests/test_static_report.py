@@ -26,8 +26,14 @@ NO_TOOL = "" if sass.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolki
 NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
-KNOWN_SPILLS = {"sm_90 gaussian forward 4×4, 8 parents × 4 positions, all options: 8 bytes of local memory a thread"}
-"""It is held to 128 registers, so that two blocks fit on a multiprocessor."""
+THREE = "tensor cores, 3 products, all options"
+KNOWN_SPILLS = {
+    "sm_90 gaussian forward 4×4, 8 parents × 4 positions, all options: 8 bytes of local memory a thread",
+    f"sm_80 forward 1×64, 1 parents × 16 positions, {THREE}: 8 bytes of local memory a thread",
+    f"sm_80 forward 4×4, 32 parents × 4 positions, {THREE}: 8 bytes of local memory a thread",
+    f"sm_90 forward 4×4, 32 parents × 4 positions, {THREE}: 16 bytes of local memory a thread",
+}
+"""The first is held to 128 registers, so that two blocks fit on a multiprocessor; the others have all there are."""
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
