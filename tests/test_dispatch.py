@@ -384,3 +384,8 @@ def test_the_triton_kernels_serve_a_call_through_the_choice(routing: Routing) ->
     environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and "served" in done.stdout, done.stderr
+
+
+def test_three_products_are_wanted_or_not() -> None:
+    with pytest.raises(TypeError, match="wanted must be a bool, got str"), backends.tf32x3("no"):  # type: ignore[arg-type]
+        pass
