@@ -100,6 +100,21 @@ def test_windows_that_see_padding_alone_and_no_eps(batch: int, bias: str | None)
     held(ATTENTION.call(Case("no-eps", Rule.LAYER_NORM, batch, grid, window=window, bias=bias, eps=0.0, turns=2)))
 
 
+@every_routing
+@pytest.mark.parametrize("groups", ["own", "types", "one"])
+@pytest.mark.parametrize("batch", [1, 20])
+def test_a_broken_gradient_where_padding_alone_is_seen(routing: Routing, batch: int, groups: str) -> None:
+    """No child is there to take it on, so none of the matrices' numbers may: 0 times NaN is not 0."""
+    grid, window = WINDOWS["nobody"]
+    shape = {"batch": batch, "grid": grid, "window": window, "types": 17}
+    call = routing.call(replace(routing.case("primes"), groups=groups, bias=None, turns=1, **shape))
+    name, gradient = next(iter(call.grads.items()))
+    broken = gradient.clone()
+    broken[0, 0, 0, -1] = torch.nan
+    found = replace(call, grads={**call.grads, name: broken}).training(by_op)
+    assert all(found[name].isfinite().all() for name in ("dchildren", "dweight"))
+
+
 @pytest.mark.parametrize("log_weight", [-78.0, -80.0])
 @pytest.mark.parametrize(("batch", "types"), [(2, 300), (19, 64)])
 def test_a_parent_whom_hardly_a_child_chose(batch: int, types: int, log_weight: float) -> None:

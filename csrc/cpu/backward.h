@@ -56,7 +56,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   const bool one_matrix;  // of which a lane's sums are kept to its end
   V *dP, *dP_sums, *rows, *highest, *dV, *dW_lanes, *local;
   T *P_rows, *dV_rows;
-  X *scratch, *inner_states, *inner_results;
+  X *scratch, *inner_states, *inner_results, *seen_state;
   const X* states = nullptr;  // of the item's group, made by prepare()
   X* results = nullptr;
   bool needs_vote = false;  // any turn does
@@ -91,6 +91,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     scratch = arena.take<X>(Pass::prepare_scratch(in));
     inner_states = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
     inner_results = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
+    seen_state = Pass::kFolds ? arena.take<X>(turns * state_size) : nullptr;
   }
 
   static std::vector<Pass> passes_of(const Call& call) {
@@ -202,7 +203,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
       const T* W = weights.matrix(0, 0);
       if (dW) dW += W - weights.weight;
       for (int64_t t = 0; t < row_count; ++t) {
-        const X* state = states + t * turns * state_size;
+        const X* state = unsafe ? seen(t) : states + t * turns * state_size;
         for (int64_t k = 0; k < turns; ++k)
           passes[k].enter(W, state + k * state_size, inner_states + k * group_numbers(in.M));
         zero(inner_results, turns * group_numbers(in.M));
@@ -213,6 +214,20 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
                           results ? results + t * result_size : nullptr, dW);
       }
     }
+  }
+
+  // What row t holds, and 0 for the lanes whose windows hold no child of the range: theirs would meet sums of nothing.
+  const X* seen(int64_t t) {
+    V children{};
+    for (int64_t q = 0; q < range.count; q += Sits::kUnit) children += are_here(q, tiles[t]);
+    X many{};
+    if constexpr (kOnePosition<T, X>)
+      add_lane_sums<T>(&children, 1, &many);
+    else
+      many = children;
+    const X* state = states + t * turns * state_size;
+    for (int64_t k = 0; k < turns * state_size; ++k) seen_state[k] = many != 0 ? state[k] : X{};
+    return seen_state;
   }
 
   // A child with matrices of its own is met once: their gradient is cleared here, while it is about to be in cache.
