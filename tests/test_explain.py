@@ -252,15 +252,18 @@ def _explained_nowhere_else() -> Iterator[None]:
 
 @native_only
 def test_the_schedule_is_that_of_the_call() -> None:
-    """With its bias and its turns: matrices are folded into parents only without a bias, children stay over turns."""
+    """With its dtype, bias and turns: matrices are folded into parents in float32 without a bias, children may stay."""
     children, weight = torch.randn(2, 256, 1, 8), torch.randn(32, 10, 8, 16)
     with backend("cpu"):
         plain = explain(functional.dynamic_routing, children, weight)
+        wide = explain(functional.dynamic_routing, children.double(), weight.double())
         biased = explain(functional.dynamic_routing, children, weight, bias=torch.randn(256, 10, 1, 16))
         em = explain(functional.em_routing, torch.randn(64, 20, 4, 4), torch.rand(64, 20), torch.randn(20, 5, 4, 4),
                      torch.zeros(5), torch.zeros(5))  # fmt: skip
     assert isinstance(plain, fastcaps.explanation.Explanation) and isinstance(em, fastcaps.explanation.Explanation)
     assert isinstance(biased, fastcaps.explanation.Explanation)
+    assert isinstance(wide, fastcaps.explanation.Explanation)
+    assert "any pose" in wide.forward and "folded" not in wide.forward + wide.backward
     assert "folded" in plain.forward and "folded" in plain.backward
     assert "folded" not in biased.forward + biased.backward
     assert "stay from turn to turn" in em.forward

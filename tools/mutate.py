@@ -228,6 +228,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     numbered = dict(enumerate(some, 1))
     FOLDER.mkdir(parents=True, exist_ok=True)
     variables = prepare(given.backend, numbered, given.level) | {"CI": "1", "OMP_NUM_THREADS": "1"}
+    variables["FASTCAPS_GUARD_SCRATCH"] = "1"  # as tests/test_guard_pages.py runs the CPU's kernels
     pairs = [
         f"{number}:{re.sub('_(forward|backward|kernels)$', '', Path(one.path).stem)}"
         for number, one in numbered.items()
