@@ -107,7 +107,7 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
         make("sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", bias="1M", turns=2),
         make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types",
-             window=(5, 5, 1, 1, 0, 0, 1, 1), bias="1M", start=False, turns=2),
+             window=(5, 5, 1, 1, 0, 0, 1, 1), bias="1M", turns=2),
         # children in several ranges; and few enough to stay from turn to turn
         make("ranges", batch=8, types=300, parents=10, pose=(4, 4, 4)),
         make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
