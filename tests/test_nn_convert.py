@@ -55,7 +55,7 @@ def test_a_networks_layers_are_swapped_and_its_results_kept(matrix_pose, capsys)
 
 def test_an_optimizer_goes_on_working():
     torch.manual_seed(0)
-    net = nn_plain.Network()
+    net = nn_plain.Network().double()
     twin = copy.deepcopy(net)
     steps = []
     for model, swap in ((net, True), (twin, False)):
@@ -64,7 +64,7 @@ def test_an_optimizer_goes_on_working():
             if swap and turn == 1:
                 fastcaps.convert(model)
             optimizer.zero_grad()
-            model(torch.linspace(-1, 1, 2 * 196).view(2, 1, 14, 14)).square().sum().backward()
+            model(torch.linspace(-1, 1, 2 * 196, dtype=torch.float64).view(2, 1, 14, 14)).square().sum().backward()
             optimizer.step()
         steps.append([p.detach().clone() for p in model.parameters()])
     for got, want in zip(*steps, strict=True):

@@ -76,8 +76,8 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     :mod:`fastcaps.compat` lists them. The new layers share the old ones' parameters, submodules and hooks: an optimizer
     that holds the parameters goes on working, and checkpoints keep their keys. Candidates are found by class name, the
     layer's or that of a class it is made from, and by attributes; one that does not fit, or has methods of its own, is
-    left alone. Other attributes go over to the new layer, but for tensors. What the model holds in a plain list, or as a
-    bound ``forward``, is not found.
+    left alone. Other attributes go over to the new layer, but for tensors. What the model holds in a plain list, or
+    as a bound ``forward``, is not found.
 
     Parameters
     ----------
