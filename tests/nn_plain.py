@@ -79,6 +79,10 @@ class CapsuleCONV(_Plain):
 
     def forward(self, input, num_iter, next_capsule_value=None):
         seen = input.unfold(2, self.kernel_size, self.stride).unfold(3, self.kernel_size, self.stride)  # b n h w d k l
+        # The authors' code has d, h, w in this order in memory, and views it as h, w, d.
+        b, n, h, w, d, k, l = seen.shape
+        mixed = seen.permute(0, 1, 5, 6, 4, 2, 3).reshape(b, n, k, l, h, w, d)
+        seen = mixed.permute(0, 1, 4, 5, 6, 2, 3)
         if self.matrix_pose:
             poses = seen.unflatten(4, (self.sqrt_d, self.sqrt_d))
             votes = torch.einsum("bnhwaxkl,klnxdm->bhwnklmad", poses, self.w).flatten(-2)

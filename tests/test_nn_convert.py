@@ -23,6 +23,12 @@ def fc(dp=0.0):
     return nn_plain.CapsuleFC(**SIZES, matrix_pose=True, dp=dp)
 
 
+def other_fc(forward):
+    """A layer of somebody's copy of the code, whose class computes something else."""
+    kind = type("CapsuleFC", (nn_plain.CapsuleFC,), {"forward": lambda self, *arguments: forward(*arguments)})
+    return kind(**SIZES, matrix_pose=True, dp=0.0)
+
+
 @pytest.mark.parametrize("matrix_pose", [True, False])
 def test_a_networks_layers_are_swapped_and_its_results_kept(matrix_pose, capsys):
     torch.manual_seed(0)
@@ -49,7 +55,7 @@ def test_a_networks_layers_are_swapped_and_its_results_kept(matrix_pose, capsys)
 
 def test_an_optimizer_goes_on_working():
     torch.manual_seed(0)
-    net = nn_plain.Network()
+    net = nn_plain.Network().double()
     twin = copy.deepcopy(net)
     steps = []
     for model, swap in ((net, True), (twin, False)):
@@ -58,7 +64,7 @@ def test_an_optimizer_goes_on_working():
             if swap and turn == 1:
                 fastcaps.convert(model)
             optimizer.zero_grad()
-            model(torch.linspace(-1, 1, 2 * 196).view(2, 1, 14, 14)).square().sum().backward()
+            model(torch.linspace(-1, 1, 2 * 196, dtype=torch.float64).view(2, 1, 14, 14)).square().sum().backward()
             optimizer.step()
         steps.append([p.detach().clone() for p in model.parameters()])
     for got, want in zip(*steps, strict=True):
@@ -115,8 +121,8 @@ def test_what_is_left_says_why(capsys):
 
     Halved.__name__ = "CapsuleFC"
 
-    changed = fc()
-    changed.forward = lambda input, num_iter, next_capsule_value=None: torch.zeros(2, 3, 4)
+    patched = fc()
+    patched.forward = lambda input, num_iter, next_capsule_value=None: torch.zeros(2, 3, 4)
     buffered = fc()
     buffered.register_buffer("seen", torch.zeros(1))
     wrong = fc()
@@ -125,17 +131,17 @@ def test_what_is_left_says_why(capsys):
     act.nonlinear_act = nn.Identity()
     normed = fc()
     parametrize.register_parametrization(normed, "w", nn.Identity())
-    other_shape = fc()
-    other_shape.forward = lambda input, num_iter, next_capsule_value=None: torch.zeros(2, 4)
     model = nn.ModuleDict(
         {
             "other": Halved(),
-            "changed": changed,
+            "changed": other_fc(lambda *_: torch.zeros(2, 3, 4)),
+            "patched": patched,
             "buffered": buffered,
             "wrong": wrong,
             "act": act,
             "normed": normed,
-            "shape": other_shape,
+            "shape": other_fc(lambda *_: torch.zeros(2, 4)),
+            "nan": other_fc(lambda *_: torch.full((2, 3, 4), torch.nan)),
             "ours": ml_capsules.CapsuleFC(6, 4, 3, 4, True, 0.0),
             "linear": nn.Linear(2, 2),
             "good": fc(),
@@ -148,6 +154,8 @@ def test_what_is_left_says_why(capsys):
     why = {layer.path: layer.why for layer in report.layers}
     assert "has no attribute in_n_capsules" in why["other"]
     assert "differ" in why["changed"]
+    assert why["patched"] == "its forward was replaced on the layer itself"
+    assert "NaN" in why["nan"]
     assert "holds seen" in why["buffered"]
     assert "w has shape (6, 2, 2, 3) where its attributes say (7, 2, 2, 3)" in why["wrong"]
     assert "nonlinear_act must be a LayerNorm" in why["act"]
@@ -155,16 +163,17 @@ def test_what_is_left_says_why(capsys):
     assert "another shape" in why["shape"]
     assert "already" in why["ours"]
     assert "linear" not in why
-    assert "1 of 9 capsule layers converted" in capsys.readouterr().out
+    assert "1 of 11 capsule layers converted" in capsys.readouterr().out
 
 
 def test_check_can_be_left_out_and_a_broken_layer_is_repaired():
-    broken = fc()
-    broken.forward = None
+    def fail(*_):
+        raise TypeError("of another torch")
+
+    broken = other_fc(fail)
     report = fastcaps.convert(nn.Sequential(broken))
     assert report.converted == ["0"] and "failed with TypeError" in report.layers[0].why
-    changed = fc()
-    changed.forward = lambda *_: torch.zeros(2, 3, 4)
+    changed = other_fc(lambda *_: torch.zeros(2, 3, 4))
     report = fastcaps.convert(nn.Sequential(changed), check=False)
     assert report.converted == ["0"] and "not compared" in report.layers[0].why
 
@@ -215,6 +224,55 @@ def test_a_layer_that_gives_something_else_is_left_alone():
     net = Guo(Other)
     report = fastcaps.convert(net)
     assert report.left == ["digitcaps"] and "differ" in report.layers[0].why
+
+
+@pytest.mark.parametrize("change", ["turns", "gradient"])
+def test_copies_that_only_large_children_or_gradients_tell_apart_are_left_alone(change):
+    """Of 18 children with a young layer's weights, routed a turn more or through every turn's gradient."""
+
+    class Other(nn_plain_routings.DenseCapsule):
+        def forward(self, x):
+            votes = torch.einsum("bid,jied->bjie", x, self.weight)
+            kept = votes if change == "gradient" else votes.detach()
+            logits = torch.zeros_like(votes[..., :1])
+            for _ in range(self.routings - (change == "gradient")):
+                sums = (logits.softmax(1) * kept).sum(2, keepdim=True)
+                size = sums.norm(dim=-1, keepdim=True)
+                logits = logits + (kept * sums * size / (1 + size**2)).sum(-1, keepdim=True)
+            sums = (logits.softmax(1) * votes).sum(2)
+            size = sums.norm(dim=-1, keepdim=True)
+            return sums * size / (1 + size**2)
+
+    Other.__name__ = "DenseCapsule"
+    torch.manual_seed(0)
+    net = Guo(Other)
+    nn.init.normal_(net.digitcaps.weight, std=0.01)
+    report = fastcaps.convert(net)
+    what = "gradients" if change == "gradient" else "results"
+    assert report.left == ["digitcaps"] and report.layers[0].why.startswith(f"its {what} differ")
+
+
+def test_what_a_class_made_from_a_published_one_adds():
+    class Named(nn_plain.CapsuleFC):
+        def __init__(self):
+            super().__init__(**SIZES, matrix_pose=True, dp=0.0)
+            self.task, self.last = "digits", torch.zeros(1)
+
+    class Called(Named):
+        def __call__(self, *arguments):
+            return super().__call__(*arguments) * 2
+
+    model = nn.Sequential(Named(), Called())
+    report = fastcaps.convert(model)
+    assert report.converted == ["0"] and "has __call__ of its own" in report.layers[1].why
+    assert model[0].task == "digits" and not hasattr(model[0], "last")  # a tensor may be what a forward left there
+
+
+def test_a_default_device_does_not_matter():
+    model = nn.Sequential(fc())
+    with torch.device("meta"):
+        report = fastcaps.convert(model)  # whose plain layer makes its zeros there, and fails
+    assert report.converted == ["0"]
 
 
 @pytest.mark.parametrize("options", [{}, {"single_beta": True, "p_model": "skm"}, {"n_inp": -1}, {"return_dict": True}])

@@ -5,6 +5,11 @@ What differs, each of it below what training can see:
 - the coefficients are not divided by their sum + 1e-10 once more (the sum of a softmax is 1);
 - a convolutional layer's result is a view whose memory order is ``b, h, w, m, d``: flatten it with ``reshape``, not
   ``view``.
+
+The authors' convolutional layer gathers its windows with the positions last, then reads them as if the pose were last:
+each child that it sees is made of numbers of several positions. :class:`CapsuleCONV` does the same, as their
+checkpoints need it. :class:`fastcaps.InvertedAttentionRouting` is the layer of the paper, and cheaper: it copies no
+windows.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from fastcaps.checks import check_count, shape_text
 from fastcaps.nn.inverted_attention import route
 from fastcaps.nn.layer import LayerCall
 from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor
-from fastcaps.votes import Window
 
 __all__ = ["CapsuleCONV", "CapsuleFC"]
 
@@ -27,7 +31,7 @@ class _Capsule(nn.Module):
     """What the two layers share: names, initialisation and the pass itself."""
 
     in_n_capsules: int
-    window: Window | None = None
+    on_grid = False
 
     def _setup(
         self,
@@ -90,7 +94,7 @@ class _Capsule(nn.Module):
         normalised = self.out_d_capsules > 1
         poses = children.unflatten(-1, self.pose_shape[:2])
         poses, _ = route(
-            LayerCall(poses, None, self._weight(), None, self.out_n_capsules, self.window),
+            LayerCall(poses, None, self._weight(), None, self.out_n_capsules, None),
             parents,
             self.pose_shape,
             scale=self.scale,
@@ -102,12 +106,12 @@ class _Capsule(nn.Module):
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened
 
     def _check(self, children: Tensor, parents: Tensor | None, wanted: str) -> None:
-        if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_d_capsules:
+        if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_d_capsules:
             raise ValueError(f"input must be {wanted}, got {shape_text(children)}")
         if children.shape[1] != self.in_n_capsules:
             raise ValueError(f"input must hold in_n_capsules = {self.in_n_capsules} capsules, got {children.shape[1]}")
         if parents is not None and (parents.dim() != children.dim() or parents.shape[-1] != self.out_d_capsules):
-            grid = "" if self.window is None else "h, w, "
+            grid = "h, w, " if self.on_grid else ""
             want = f"[b, {self.out_n_capsules}, {grid}{self.out_d_capsules}]"
             raise ValueError(f"next_capsule_value must be {want}, got {shape_text(parents)}")
 
@@ -193,6 +197,8 @@ class CapsuleFC(_Capsule):
 class CapsuleCONV(_Capsule):
     """A grid of capsules routed to a grid of parents through a sliding window, with the authors' names.
 
+    The children of a window are not the grid's: the module says how the authors' layer mixes them.
+
     Parameters
     ----------
     in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp
@@ -215,6 +221,8 @@ class CapsuleCONV(_Capsule):
     torch.Size([2, 4, 3, 3, 16])
     """
 
+    on_grid = True
+
     def __init__(
         self,
         in_n_capsules: int,
@@ -232,7 +240,6 @@ class CapsuleCONV(_Capsule):
         self.kernel_size = check_count("kernel_size", kernel_size)
         self.stride = check_count("stride", stride)
         self.coordinate_add = coordinate_add
-        self.window = Window(kernel_size, stride)
         lead = (kernel_size, kernel_size, in_n_capsules)
         self._setup(lead, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
 
@@ -258,4 +265,24 @@ class CapsuleCONV(_Capsule):
             input = input.flatten(4)
         parents = _parents(next_capsule_value, 4)
         self._check(input, parents, f"[b, {self.in_n_capsules}, h, w, {self.in_d_capsules}]")
-        return self._pass(input, parents)
+        if min(input.shape[2:4]) < self.kernel_size:
+            window = f"{self.kernel_size} x {self.kernel_size}"
+            raise ValueError(f"input must have a grid no smaller than the window, {window}, got {shape_text(input)}")
+        children, (rows, columns) = self._windows(input)
+        if parents is not None:
+            want = (input.shape[0], self.out_n_capsules, rows, columns)
+            if parents.shape[:4] != want:
+                raise ValueError(
+                    f"next_capsule_value must be {[*want, self.out_d_capsules]}, got {shape_text(parents)}"
+                )
+            parents = parents.permute(0, 2, 3, 1, 4).flatten(0, 2)
+        poses = self._pass(children, parents)
+        return poses.unflatten(0, (input.shape[0], rows, columns)).movedim(3, 1)
+
+    def _windows(self, input: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """What each position sees, ``[b * h' * w', k * l * n, d]``, as the authors' layer mixes it; and h', w'."""
+        size, step = self.kernel_size, self.stride
+        seen = input.unfold(2, size, step).unfold(3, size, step).permute(0, 5, 6, 1, 4, 2, 3)  # b k l n d h w
+        rows, columns = seen.shape[-2:]
+        mixed = seen.reshape(*seen.shape[:4], rows, columns, self.in_d_capsules)  # theirs: d h w, read as h w d
+        return mixed.permute(0, 4, 5, 1, 2, 3, 6).flatten(3, 5).flatten(0, 2), (rows, columns)

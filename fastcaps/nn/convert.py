@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +15,12 @@ from fastcaps.nn.published import Published, published
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far a swapped layer's result may lie from the old one's, relative to the largest: this tells another layer, not
 a rounding."""
+
+GRADIENT_TOLERANCES = {torch.float64: 1e-4, torch.float32: 5e-2}
+"""How far gradients may lie apart; in fewer bits they are not compared."""
+
+HARMLESS = ("__init__", "__repr__", "__annotate__", "__annotate_func__")
+"""Methods that a class made from a published one may have of its own."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +76,17 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     :mod:`fastcaps.compat` lists them. The new layers share the old ones' parameters, submodules and hooks: an optimizer
     that holds the parameters goes on working, and checkpoints keep their keys. Candidates are found by class name, the
     layer's or that of a class it is made from, and by attributes; one that does not fit, or has methods of its own, is
-    left alone.
+    left alone. Other attributes go over to the new layer, but for tensors. What the model holds in a plain list, or
+    as a bound ``forward``, is not found.
 
     Parameters
     ----------
     model : Module
         Changed in place.
     check : bool
-        Before a swap, run both layers on a small random input (without and with parents, where a layer takes them),
-        and leave the old one if they differ. A layer that fails to run at all is swapped, and the report says so.
+        Before a swap, run both layers on random inputs (small and large; without and with parents, where a layer takes
+        them), and leave the old one if results or gradients differ. A layer that fails to run at all is swapped, and
+        the report says so. Both are compared as in ``eval()``: dropout that a copy added is not seen.
     verbose : bool
         Print the report, which is also what is returned.
 
@@ -132,15 +142,22 @@ def _published_layer(module: nn.Module) -> tuple[Published, list[str]] | None:
         found = published().get(each.__name__.removeprefix("Parametrized"))
         if found is not None:
             fitting = (known for known in found if not known.missing(module))
-            return next(fitting, found[0]), sorted(name for name in own if not name.startswith("__"))
-        own |= set(vars(each))
+            return next(fitting, found[0]), sorted(own)
+        own |= {name for name, value in vars(each).items() if not name.startswith("__") or _is_method(name, value)}
     return None
+
+
+def _is_method(name: str, value: Any) -> bool:
+    """Whether a name with two underscores is a method that may change what a layer does, such as ``__call__``."""
+    return isinstance(value, FunctionType) and name not in HARMLESS
 
 
 def _misfit(module: Any, known: Published) -> str:
     """Why ``module`` is not the published layer; an empty string if it is."""
     if isinstance(module, known.ours):
         return "runs on fastcaps already"
+    if "forward" in vars(module):
+        return "its forward was replaced on the layer itself"
     missing = known.missing(module)
     if missing:
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
@@ -176,7 +193,8 @@ def _build(old: nn.Module, known: Published) -> nn.Module:
     known.adopt(old, new)
     new.training = old.training
     for name, value in vars(old).items():
-        if "_hook" in name:  # the dicts themselves, so that handles to the hooks still remove them
+        theirs = not hasattr(new, name) and not isinstance(value, Tensor)  # a tensor may be what a forward left there
+        if "_hook" in name or theirs:  # the dicts of hooks themselves, so that handles still remove them
             new.__dict__[name] = value
     return new
 
@@ -189,36 +207,71 @@ def _tensors(result: Any) -> list[Tensor] | None:
     return found if all(isinstance(tensor, Tensor) for tensor in found) else None
 
 
-@torch.no_grad()
 def _compare(old: nn.Module, new: nn.Module, known: Published) -> tuple[bool, str]:
     """Whether two layers differ on random input, and what to say of it."""
     weight: Tensor = getattr(new, known.parameters[0])
     if weight.device.type == "meta":
         return False, "not compared: it has no numbers yet"
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device=weight.device, dtype=weight.dtype)
-
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
     worst = 0.0
     try:
         for module in modes:
             module.training = False
-        for arguments in known.calls(new, draw):
-            try:
-                expected = _tensors(old.forward(*arguments))
-            except Exception as error:  # whatever a stranger's layer raises, it belongs in the report
-                return False, f"not compared: the old layer failed with {type(error).__name__}: {error}"
-            got = _tensors(new.forward(*arguments))
-            if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
-                return True, "its result has another shape than the authors' layer gives"
-            for theirs, ours in zip(expected, got, strict=True):
-                size = max(float(theirs.abs().max()), 1e-30)
-                worst = max(worst, float((theirs - ours).abs().max()) / size)
+        for size in known.sizes if weight.dtype in GRADIENT_TOLERANCES else known.sizes[:1]:
+            generator = torch.Generator("cpu").manual_seed(0)
+
+            def draw(*shape: int, size: float = size, generator: torch.Generator = generator) -> Tensor:
+                drawn = torch.randn(*shape, generator=generator, device="cpu") * size
+                return drawn.to(device=weight.device, dtype=weight.dtype)
+
+            for arguments in known.calls(new, draw):
+                try:
+                    with torch.no_grad():
+                        expected = _tensors(old.forward(*arguments))
+                except Exception as error:  # whatever a stranger's layer raises, it belongs in the report
+                    return False, f"not compared: the old layer failed with {type(error).__name__}: {error}"
+                with torch.no_grad():
+                    got = _tensors(new.forward(*arguments))
+                if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
+                    return True, "its result has another shape than the authors' layer gives"
+                if not all(bool(tensor.isfinite().all()) for tensor in expected):
+                    if size == known.sizes[0]:
+                        return True, "its results hold NaN or infinity: nothing to compare"
+                    continue
+                far = max(_distance([a], [b]) for a, b in zip(expected, got, strict=True))
+                if not far <= TOLERANCES.get(weight.dtype, 1e-3):
+                    return True, f"its results differ from the authors' layer by {far:.1e} of the largest"
+                worst = max(worst, far)
+                if weight.dtype in GRADIENT_TOLERANCES and not weight.is_inference():
+                    try:
+                        wanted = _gradients(old, arguments)
+                    except Exception as error:
+                        raised = f"{type(error).__name__}: {error}"
+                        return False, f"results agree to {worst:.1e}; the old layer's gradients failed with {raised}"
+                    far = _distance(wanted, _gradients(new, arguments))
+                    if not far <= GRADIENT_TOLERANCES[weight.dtype]:
+                        return True, f"its gradients differ from the authors' layer by {far:.1e} of the largest"
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if not worst <= TOLERANCES.get(weight.dtype, 1e-3):
-        return True, f"its results differ from the authors' layer by {worst:.1e} of the largest"
     return False, f"results agree to {worst:.1e}"
+
+
+def _distance(theirs: list[Tensor], ours: list[Tensor]) -> float:
+    """How far tensors lie apart, relative to the largest number of all; infinity where a NaN is."""
+    far = max((float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True)), default=0.0)
+    if any(bool((a - b).isnan().any()) for a, b in zip(theirs, ours, strict=True)):  # max drops a NaN
+        return math.inf
+    return far / max(1e-30, *(float(tensor.abs().max()) for tensor in theirs))
+
+
+def _gradients(layer: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Gradients of a sum of a layer's weighted results by the tensors among its arguments."""
+    with torch.inference_mode(False), torch.enable_grad():
+        copies = [each.clone().requires_grad_() if isinstance(each, Tensor) else each for each in arguments]
+        leaves = [each for each in copies if isinstance(each, Tensor)]
+        results = _tensors(layer.forward(*copies)) or []
+        rows = [result.flatten() for result in results]
+        total = torch.stack([row @ torch.linspace(-1, 1, len(row), device="cpu").to(row) for row in rows]).sum()
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]

@@ -41,7 +41,14 @@ class Published(ABC):
         Those of them that some copies of the code lack.
     submodules, buffers : sequence of str
         Its submodules, which the twin takes over, and its buffers.
+
+    Attributes
+    ----------
+    sizes : tuple of float
+        How large the children are that the two are compared on.
     """
+
+    sizes: tuple[float, ...] = (1.0,)
 
     def __init__(
         self,
@@ -122,14 +129,21 @@ class _MlCapsules(Published):
         return [(children, 0, None), (children, 0, parents)]
 
 
-class _DenseCapsule(Published):
+class _Dynamic(Published):
+    """A layer of dynamic routing. Small children agree with every parent alike, whatever a copy does with that: so
+    larger ones are tried too. (The other routings norm what they compare; large poses only magnify roundings there.)"""
+
+    sizes = (1.0, 10.0)
+
+
+class _DenseCapsule(_Dynamic):
     """Guo's layer."""
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, new.in_num_caps, new.in_dim_caps),)]
 
 
-class _RoutingCapsules(Published):
+class _RoutingCapsules(_Dynamic):
     """Havir's layer; some copies know no device."""
 
     def construct(self, old: Any) -> nn.Module:
@@ -139,7 +153,7 @@ class _RoutingCapsules(Published):
         return [(draw(2, new.in_caps, new.in_dim),)]
 
 
-class _CapsLayer(Published):
+class _CapsLayer(_Dynamic):
     """Bielski's layer; its routing module stays, as what holds the logits."""
 
     def unfit(self, old: Any) -> str:
@@ -156,7 +170,7 @@ class _CapsLayer(Published):
         return [(draw(2, new.input_caps, new.input_dim),)]
 
 
-class _DigitCaps(Published):
+class _DigitCaps(_Dynamic):
     """cezannec's layer, which does not keep the size of a parent."""
 
     def construct(self, old: Any) -> nn.Module:
@@ -166,7 +180,7 @@ class _DigitCaps(Published):
         return [(draw(2, new.previous_layer_nodes, new.in_channels),)]
 
 
-class _CapsuleLayer(Published):
+class _CapsuleLayer(_Dynamic):
     """gram-ai's layer, where it routes; it keeps no sizes of poses."""
 
     def unfit(self, old: Any) -> str:
