@@ -184,7 +184,8 @@ def diagnose(
     Raises
     ------
     TypeError, ValueError
-        If ``model`` is no module or has no capsule layer, ``batch`` holds no tensor, or the loss is no scalar.
+        If ``model`` is no module or has no capsule layer, ``batch`` holds no tensor or no sample, or the loss is no
+        scalar.
 
     Examples
     --------
@@ -203,6 +204,9 @@ def diagnose(
     given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     if not any(isinstance(each, Tensor) for each in given):
         raise TypeError(f"batch must be a tensor or (inputs, target), got {type(batch).__name__}")
+    samples = next(each.shape[0] if each.dim() else 0 for each in given if isinstance(each, Tensor))
+    if samples == 0:
+        raise ValueError("batch must hold a sample, got none")
     with watched(model) as calls:
         with torch.set_grad_enabled(loss is not None):
             found = model(*given)
@@ -212,7 +216,6 @@ def diagnose(
             raise ValueError(f"model must have a capsule layer of fastcaps.nn that runs, got {type(model).__name__}")
         gradients = _gradients(value, seen)
         layers = [_look(each, threshold, *both) for each, both in zip(seen, gradients, strict=True)]
-    samples = next(each.shape[0] for each in given if isinstance(each, Tensor))
     return Diagnosis(tuple(layers), samples, threshold, None if value is None else float(value.detach()))
 
 

@@ -7,7 +7,10 @@ of the module or the process changes. The ops' fake kernels tell of each call on
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -114,7 +117,7 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
         inputs = tuple(call.smallest_inputs())  # type: ignore[operator]
     if not callable(call):
         raise TypeError(f"explain: call must be a module, a function or tensors, got {type(call).__name__}")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with _uncompiled(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         mode.cache_enabled = False  # a call that was seen before must be told of again
         fake = _faked(call, mode)
         inputs, options = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, (inputs, options))
@@ -134,11 +137,27 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
     return found[0] if len(found) == 1 else Explanations(found)
 
 
+_one_stance = threading.RLock()  # torch's is one for the process: each puts back what it found
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run what :func:`torch.compile` made as it was written: compiled code reads memory, and fake tensors have none."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes long
+        yield
+        return
+    with _one_stance, torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
     """Return a copy of a module whose tensors are fake and that has no hooks; anything else as it is."""
     if not isinstance(call, torch.nn.Module):
         return call
     tensors = [*call.parameters(), *call.buffers()]
+    held = torch.utils._pytree.tree_leaves([vars(module) for module in call.modules()])
+    # what a graph led to, as pruned weights and results that a module keeps, cannot be copied otherwise
+    tensors += [each for each in held if isinstance(each, Tensor) and not each.is_leaf]
     memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
     copied = copy.deepcopy(call, memo)
     for module in copied.modules():

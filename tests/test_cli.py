@@ -58,6 +58,11 @@ def test_as_a_module() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"fastcaps {fastcaps.__version__}")
 
 
+def test_a_terminal_without_our_signs_gets_all_others() -> None:
+    done = python("-m", "fastcaps", "train", "--help", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "cifar10" in done.stdout and not done.stderr
+
+
 def test_help_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call(capsys)
     assert status == 2
@@ -352,6 +357,11 @@ def test_without_a_checkout_bench_says_where_it_lies(
     monkeypatch.setattr(fastcaps, "__file__", str(tmp_path / "fastcaps" / "__init__.py"))
     status, out, err = call(capsys, *command)
     assert (status, out) == (1, "") and "lies in the source checkout" in err and err.count("\n") == 1
+
+
+def test_bench_says_that_it_measured_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, err = call(capsys, "bench", "--seconds", "-1", "--results", str(tmp_path))
+    assert (status, out, err) == (1, "", "fastcaps bench: --seconds -1: no row was begun\n")
 
 
 def test_bench_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:

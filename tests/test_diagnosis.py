@@ -137,6 +137,9 @@ def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match=r"model must have a capsule layer of fastcaps.nn that runs, got Linear"):
         fastcaps.diagnose(nn.Linear(3, 3), torch.randn(2, 3))
     net, batch = digits()
+    for empty in (torch.randn(0, 1, 8, 8), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"batch must hold a sample, got none"):
+            fastcaps.diagnose(net, empty)
     with pytest.raises(ValueError, match=r"loss must return a scalar, got \[3, 10\]"):
         fastcaps.diagnose(net, batch, loss=lambda found, _: found)
 

@@ -12,6 +12,7 @@ import torch
 from features import BY_NAME, ROUTINGS, WINDOWS, Routing
 from suite import native_only
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import fastcaps
 from fastcaps import Window, backend, backends, explain, functional
@@ -72,6 +73,31 @@ def test_nothing_of_the_module_changes(training: bool) -> None:
     assert given._version == 0 and torch.is_grad_enabled()
     network(given)
     assert fired, "the hooks work as before"
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "inside"])
+def test_what_is_compiled_is_explained_as_it_was_written(how: str) -> None:
+    """Compiled code would read the memory of tensors that have none."""
+    network = Network().eval()
+    wanted = [one.call for one in told_of(network, images())]
+    if how == "wrapped":
+        network = torch.compile(network, backend="eager")  # type: ignore[assignment]
+    elif how == "in place":
+        network.compile(backend="eager")
+    else:
+        network.set = torch.compile(network.set, backend="eager")  # type: ignore[assignment]
+    assert [one.call for one in told_of(network, images())] == wanted
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_tensors_that_a_graph_led_to_are_copied_too() -> None:
+    """As pruned weights are, and results that a module keeps."""
+    network = Network()
+    wanted = [one.call for one in told_of(network, images())]
+    prune.l1_unstructured(network.set, "weight", 0.5)
+    network.kept = [network(images())]  # type: ignore[assignment]
+    assert [one.call for one in told_of(network, images())] == wanted
+    assert network.kept[0].grad_fn is not None and type(network.set.weight) is Tensor
 
 
 def test_calls_of_other_threads_are_left_alone() -> None:

@@ -53,6 +53,26 @@ def test_a_networks_layers_are_swapped_and_its_results_kept(matrix_pose, capsys)
     assert "results agree" in printed
 
 
+@pytest.mark.parametrize("name", ["nonlinear_act", "drop"])
+def test_hooks_of_what_the_twin_does_not_call(name):
+    layer = fc()
+    getattr(layer, name).register_forward_hook(lambda *_: None)
+    report = fastcaps.convert(nn.Sequential(layer))
+    assert report.left == ["0"] and f"{name} has hooks" in report.layers[0].why
+
+
+def test_what_was_compiled_goes_on_calling_the_old_layer():
+    layer = fc()
+    report = fastcaps.convert(nn.ModuleList([layer, torch.compile(layer, backend="eager")]))
+    assert report.converted == ["0"] and "then compile" in report.layers[1].why
+
+
+def test_another_default_device():
+    with torch.device("meta"):
+        report = fastcaps.convert(nn.Sequential(fc().to_empty(device="cpu")), check=True)
+    assert report.converted == ["0"]
+
+
 def test_an_optimizer_goes_on_working():
     torch.manual_seed(0)
     net = nn_plain.Network().double()

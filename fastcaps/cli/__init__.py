@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from fastcaps.cli.common import Fail, refuse_missing
 
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SystemExit
         Of status 2, for a wrong command line.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that lacks a sign is no reason to lose all others
+            stream.reconfigure(errors="replace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = " ".join(["fastcaps", *[word for word in given if not word.startswith("-")][:1]])
 

@@ -134,19 +134,21 @@ def bench(
                 progress.advance(task)
     finally:
         session.close()
-    if html is not None and session.rows:
+    if not session.rows:
+        raise Fail(f"--seconds {seconds:g}: no row was begun")
+    if html is not None:
         html.write_text(pages.html(session.rows), encoding="utf-8")
     faults = [f"{place(row)}: refused, {row['refused']}" for row in session.rows if "refused" in row]
     faults += [f"{place(row)}: {why}" for row in session.rows for why in row["lost"] if goals]
     if as_json:
         show(session.rows)
-    elif session.rows:
+    else:
         print(report.about(session.rows))
         _print_table([{"mode": row["mode"], **report.cells(row)} for row in session.rows])
         print("\n".join([f"written: {each}" for each in (session.file, html) if each is not None]))
     for fault in faults:
         print(f"fastcaps bench: {fault}", file=sys.stderr)
-    return int(bool(faults) or not session.rows)
+    return int(bool(faults))
 
 
 def compare(

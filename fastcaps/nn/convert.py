@@ -112,8 +112,12 @@ DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
             continue
         known, own = found
         name = f"{type(module).__module__}.{type(module).__qualname__}"
-        new = swapped.get(id(module))
-        why = "the same layer as one above" if new is not None else _misfit(module, known)
+        above, _, last = path.rpartition(".")
+        new, why = swapped.get(id(module)), "the same layer as one above"
+        if last == "_orig_mod":  # what torch.compile made keeps the layer's forward, whatever stands in its place
+            new, why = None, "torch.compile would go on calling it: convert first, then compile"
+        elif new is None:
+            why = _misfit(module, known)
         if own and not why:
             why = f"its class has {', '.join(own)} of its own"
         if new is None and not why:
@@ -125,7 +129,6 @@ DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
             continue
         swapped[id(module)] = new
         if path:
-            above, _, last = path.rpartition(".")
             setattr(model.get_submodule(above), last, new)
         else:
             report.model = new
@@ -170,6 +173,10 @@ def _misfit(module: Any, known: Published) -> str:
             return f"has no parameter {name}: not the layer of the authors' code"
         if not isinstance(parameters.get(name), nn.Parameter):
             return f"{name} is not a plain parameter of the layer (is it parametrized?)"
+    for name in known.submodules:
+        inner = getattr(module, name)
+        if inner._forward_hooks or inner._forward_pre_hooks:  # the twin reads what it holds, and never calls it
+            return f"{name} has hooks, which nobody would call"
     others = {name for name in parameters if name.partition(".")[0] not in (*known.parameters, *known.submodules)}
     others |= {name for name, _ in module.named_buffers()} - set(known.buffers)
     if others:

@@ -145,7 +145,8 @@ def places(network: nn.Module, images: Tensor, grid: tuple[int, int]) -> Places:
     size = images.shape[-2:]
     even = [(torch.arange(n) + 0.5) * s / n - 0.5 for n, s in zip(grid, size, strict=True)]
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(4, *images.shape[1:], generator=generator).to(images.device, images.dtype).requires_grad_()
+    noise = torch.randn(4, *images.shape[1:], generator=generator, device="cpu")  # whatever the default device
+    noise = noise.to(images.device, images.dtype).requires_grad_()
     with watched(network) as calls, torch.enable_grad():
         if isinstance(network, CapsNet):
             made = network.primary(network.backbone(noise))
