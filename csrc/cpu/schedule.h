@@ -1,9 +1,9 @@
-// How a call is cut up: see Schedule in call.h. One place decides, for the ops and for who asks how they would run.
+// How a call is cut up: see Schedule in pass.h. One place decides, for the ops and for who asks how they would run.
 #pragma once
 
 #include <type_traits>
 
-#include "call.h"
+#include "pass.h"
 
 namespace fastcaps {
 

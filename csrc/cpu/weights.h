@@ -2,7 +2,7 @@
 #pragma once
 
 #include "lanes.h"
-#include "call.h"
+#include "pass.h"
 #include "scratch.h"
 #include "votes.h"
 
