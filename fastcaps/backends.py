@@ -19,7 +19,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -407,8 +407,7 @@ def backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-@contextmanager
-def tf32x3(wanted: bool = True) -> Iterator[None]:
+def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
     """Make float32 products of three TF32 products each inside a ``with`` block, where they may be rounded to TF32.
 
     TF32 keeps 11 bits of a number, float32 24. With ``torch.set_float32_matmul_precision("high")`` routings on a GPU
@@ -425,10 +424,16 @@ def tf32x3(wanted: bool = True) -> Iterator[None]:
     Raises
     ------
     TypeError
-        Where the block is entered, if ``wanted`` is no bool.
+        If ``wanted`` is no bool.
     """
     if not isinstance(wanted, bool):
-        raise TypeError(f"wanted must be a bool, got {type(wanted).__name__}")
+        also = "; a decorator is written @tf32x3()" if callable(wanted) else ""
+        raise TypeError(f"wanted must be a bool, got {type(wanted).__name__}{also}")
+    return _tf32x3_is(wanted)
+
+
+@contextmanager
+def _tf32x3_is(wanted: bool) -> Iterator[None]:
     global _tf32x3
     before, _tf32x3 = _tf32x3, wanted
     try:

@@ -56,7 +56,7 @@ def check_tensor(name: str, value: Any, children: Tensor, cast: bool, also: Sequ
     if value.dtype not in (children.dtype, *also) and not (
         cast and value.is_floating_point() and torch.float64 not in (value.dtype, children.dtype)
     ):
-        raise TypeError(f"{name} must have the dtype of children, {children.dtype}, got {value.dtype}")
+        raise TypeError(f"{name} and children must have the same dtype, got {value.dtype} and {children.dtype}")
 
 
 def check_shape(name: str, value: Tensor, wanted: Sequence[int], symbols: str) -> None:

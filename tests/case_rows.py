@@ -106,6 +106,8 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         make("children-large", batch=2, types=19, parents=3, pose=(2, 32, 48), bias="IM", gate="some"),
         make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
         make("sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", bias="1M", turns=2),
+        make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types",
+             window=(5, 5, 1, 1, 0, 0, 1, 1), bias="1M", start=False, turns=2),
         # children in several ranges; and few enough to stay from turn to turn
         make("ranges", batch=8, types=300, parents=10, pose=(4, 4, 4)),
         make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
@@ -125,6 +127,8 @@ ATTENTION_CASES = (
     )),
     _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=(5, 5, 1, 1, 0, 0, 1, 1),
           groups="types", turns=2),
+    _norm("folded-types", batch=9, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
+          groups="types"),
     # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles, or turned to lanes
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16, turns=2),
     _norm("narrow-children", batch=1, types=18, parents=2, pose=(2, 32, 32), dtype=torch.bfloat16, gate="some"),

@@ -65,7 +65,10 @@ def _on_gpu(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 ROWS: dict[str, tuple[Case, ...]] = {
     "attention": _rows(Rule.LAYER_NORM),
     "pooling": _rows(Rule.UNIT, normalize=True),
-    "gaussian": _rows(Rule.HEINSEN),
+    "gaussian": (
+        *_rows(Rule.HEINSEN),
+        Case("sweeps-means", Rule.HEINSEN, batch=1, types=2, parents=700, log_weight=False),
+    ),
 }
 
 

@@ -333,7 +333,8 @@ def test_explain_tells_of_every_call_of_a_network(capsys: pytest.CaptureFixture[
         (["digits", "--dtype", "float31"], "--dtype float31: not a dtype of torch"),
         (["digits", "--backend", "gpu"], "'gpu'"),
         (["digits", "--set", "turns=3"], "turns"),
-        (["digits", "--device", "abacus"], "abacus"),
+        (["digits", "--device", "abacus"], "--device: got abacus, but torch finds no such device here"),
+        (["digits", "--dtype", "int8"], "only accepts floating point"),
     ],
 )
 def test_explain_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

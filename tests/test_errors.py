@@ -138,7 +138,9 @@ def test_wrong_kind_dtype_layout_device(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
         call({**good, name: [1.0]})
     for dtype in (torch.float64, torch.int64, torch.complex64, torch.bfloat16):
-        with pytest.raises(TypeError, match=rf"{name} must have the dtype of children, torch.float32, got {dtype}"):
+        with pytest.raises(
+            TypeError, match=rf"{name} and children must have the same dtype, got {dtype} and torch.float32"
+        ):
             call({**good, name: good[name].to(dtype)})
     with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
         call({**good, name: good[name].to_sparse()})

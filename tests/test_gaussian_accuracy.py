@@ -153,3 +153,13 @@ def test_a_sample_has_the_same_bits_beside_any_other(batch: int, dtype: torch.dt
         found = replace(call, given={**call.given, name: other}).training(Call.by_op)
         for result in (*GAUSSIAN.results, "dchildren", "dmean", "dvariance", "dlog_weight"):
             assert torch.equal(found[result][1:], clean[result][1:]), (name, result)
+
+
+@native_only
+def test_sums_are_taken_about_a_child_that_is_there() -> None:
+    """Though all children of the first type are silent, and types with matrices of their own are met one by one."""
+    call = GAUSSIAN.call(replace(GAUSSIAN.case("sharing-by-type-float32"), bias=None, gate="some", turns=1))
+    call.given["children"] += 1000
+    call.given["weight"][:] = call.given["weight"][:1].clone()
+    call.given["gate"][..., 0] = 0
+    call.bar().hold(call.training(Call.by_op))

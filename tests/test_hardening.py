@@ -36,6 +36,14 @@ def test_a_few_calls_of_every_other_kind(kind: str) -> None:
     assert fuzz.run_seed(0, [kind], 2)
 
 
+def test_the_sanitizers_run_all_if_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in sanitizers.RUNS:
+        monkeypatch.setitem(sanitizers.RUNS, name, lambda short, name=name: not short and not ran.append(name))
+    assert sanitizers.main([]) == 0 and ran == list(sanitizers.RUNS)
+    assert sanitizers.main(["thread", "--short"]) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="needs Linux and g++")
 @pytest.mark.parametrize("which", sanitizers.RUNS)

@@ -283,7 +283,7 @@ WRONG = [
     ((6, 3, 16, 16), {"iterations": -1}, ValueError, "iterations must be an int >="),
     ((6, 3, 16, 16), {"stride": 2}, ValueError, "stride.*kernel_size"),
     ((6, 3, 16, 16), {"kernel_size": 0}, ValueError, "kernel_size"),
-    ((6, 3, 16, 16), {"kernel_size": "some"}, TypeError, "kernel_size"),
+    ((6, 3, 16, 16), {"kernel_size": "some"}, ValueError, "kernel_size must be .*, 'all' or None, got 'some'"),
     ((6, 3, 16, 16), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
     ((6, 3, 16, 16), {"kernel_size": "all", "share": True, "padding": 1}, ValueError, "padding"),
 ]
@@ -318,8 +318,10 @@ def test_wrong_inputs_are_named(kind: str) -> None:
         (ValueError, "window", lambda: grid(torch.randn(2, 2, 5, 2, 4))),
         (ValueError, name, lambda: layer(good, torch.rand(2, 5))),
         (TypeError, name, lambda: layer(good, torch.rand(2, 6).double())),
+        (ValueError, "children must be a grid of at least one", lambda: whole(torch.randn(2, 2, 0, 5, 4))),
         (TypeError, "children must be a tensor, got list", lambda: layer([1.0])),
-        (TypeError, "dtype", lambda: layer(good.double())),
+        (TypeError, r"a tuple of 2: give its parts .*layer\(\*capsules\)", lambda: layer((good, torch.rand(2, 6)))),
+        (TypeError, "weight and children must have the same dtype", lambda: layer(good.double())),
         (ValueError, "device", lambda: layer(good.to("meta"))),
         (ValueError, "iterations", lambda: layer(good, iterations=-1)),
     ]

@@ -97,7 +97,10 @@ def _rearranged(draw: st.DrawFn, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bits(results: dict[str, Tensor]) -> dict[str, bytes]:
-    return {n: x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for n, x in results.items()}
+    return {
+        n: x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
+        for n, x in results.items()
+    }
 
 
 def _hold(bar: Bar, found: dict[str, Tensor], what: Any, logsumexp: Tensor | None = None) -> None:

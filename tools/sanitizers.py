@@ -124,10 +124,12 @@ RUNS = {"address": address, "thread": thread, "cuda": cuda}
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="The kernels under the compiler's sanitizers.")
-    parser.add_argument("which", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("which", nargs="*", help=f"some of {', '.join(RUNS)}; all, if none is named")
     parser.add_argument("--short", action="store_true", help="a part of the cases")
     given = parser.parse_args(None if arguments is None else list(arguments))
-    well = [RUNS[name](given.short) for name in given.which]
+    if wrong := set(given.which) - set(RUNS):
+        parser.error(f"which: got {', '.join(sorted(wrong))}, want some of {', '.join(RUNS)}")
+    well = [RUNS[name](given.short) for name in given.which or RUNS]
     return 0 if all(well) else 1
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fastcaps.cli.common import Fail, refuse_missing, show
+from fastcaps.cli.info import read_device
 
 THREADS = min(2, os.cpu_count() or 1)
 
@@ -85,8 +86,6 @@ def bench(
     """
     root = checkout()
     try:
-        import torch
-
         from bench import pages, report, selection
         from bench.alternatives import ALTERNATIVES
         from bench.goals import place
@@ -110,8 +109,7 @@ def bench(
         raise Fail(f"--against: got {', '.join(sorted(wrong))}, want some of {', '.join(ALTERNATIVES)}")
     if device not in ("cpu", "cuda"):
         raise Fail(f"--device: got {device}, want cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Fail("--device: got cuda, but torch finds no CUDA device here")
+    read_device(device)
     if unknown := set(precision or ()) - set(PRECISIONS):
         raise Fail(f"--precision: got {', '.join(sorted(unknown))}, want some of {', '.join(PRECISIONS)}")
     if html is not None and not html.parent.is_dir():

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fastcaps.cli.common import Fail, read_settings, show, working
-from fastcaps.cli.info import read_dtype
+from fastcaps.cli.info import read_device, read_dtype
 
 TOKENS = 32  # of a text
 
@@ -39,12 +39,12 @@ def explain(
     import fastcaps
     from fastcaps.explanation import Explanation
 
-    kind, options = read_dtype(dtype), read_settings(settings) if settings else {}
+    kind, device, options = read_dtype(dtype), read_device(device), read_settings(settings) if settings else {}
     try:
         with working(f"building {network}"), nullcontext() if backend is None else fastcaps.backend(backend):
             net: Any = fastcaps.models.create(network, **options).to(device=device, dtype=kind)
             found = fastcaps.explain(net, example(net, batch, kind).to(device))
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # torch has no error of its own for a device
+    except (ValueError, TypeError, RuntimeError) as error:
         raise Fail(str(error).splitlines()[0]) from error
     calls = [found] if isinstance(found, Explanation) else list(found)
     if as_json:

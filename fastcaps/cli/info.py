@@ -19,6 +19,17 @@ def read_dtype(name: str) -> Any:
     return dtype
 
 
+def read_device(name: str) -> str:
+    """The device of a ``--device``, which must be there."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no error of its own for a device
+        raise Fail(f"--device: got {name}, but torch finds no such device here") from error
+    return name
+
+
 def _joined(value: Any) -> Any:
     return ", ".join(value) if isinstance(value, list) else value
 

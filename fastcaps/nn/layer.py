@@ -169,6 +169,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         self.iterations = check_count("iterations", iterations, self.fewest_iterations)
         self.whole_grid = isinstance(kernel_size, str) and kernel_size == "all"
         self.window: Window | None = None
+        if isinstance(kernel_size, str) and not self.whole_grid:
+            raise ValueError(f"kernel_size must be an int, a pair of ints, 'all' or None, got {kernel_size!r}")
         if kernel_size is not None and not self.whole_grid:
             self.window = Window(kernel_size, stride, padding, dilation)  # type: ignore[arg-type]
         elif stride not in (1, (1, 1)) or padding not in (0, (0, 0)) or dilation not in (1, (1, 1)):
@@ -312,6 +314,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     ) -> LayerCall:
         """Check a call as far as the functions cannot: flat poses of the right length, the numbers of children and
         parents that this layer was built for. A grid is flattened where the layer reads a set."""
+        if isinstance(children, tuple):
+            raise TypeError(
+                f"children must be a tensor, got a tuple of {len(children)}: give its parts one by one, "
+                "layer(*capsules); nn.Sequential does not, fastcaps.CapsNet does"
+            )
         require_tensor(children, "children")
         given = children
         if not self.on_grid and children.dim() == 5:
@@ -326,6 +333,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 f"children must hold the {self.in_capsules} {what} that this layer was built for, "
                 f"got {children.shape[1]} in {shape_text(given)}{also}"
             )
+        if self.whole_grid and 0 in children.shape[2:4]:
+            raise ValueError(f"children must be a grid of at least one position, got {shape_text(children)}")
         window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
         if out_capsules is None and parents is not None and parents.dim() > 1:
             out_capsules = parents.shape[1]
