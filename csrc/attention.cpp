@@ -1,5 +1,5 @@
 // The ops of routings whose parents compete for every child: attention and dynamic routing.
-#include "cpu/calls.h"
+#include "cpu/call.h"
 
 namespace fastcaps {
 

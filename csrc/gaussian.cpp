@@ -1,5 +1,5 @@
 // The ops of routings whose parents are Gaussians: EM routing, and Heinsen's.
-#include "cpu/calls.h"
+#include "cpu/call.h"
 
 namespace fastcaps {
 namespace {
@@ -91,8 +91,7 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   }
   const bool state = call.wants_state();
   const auto size = [](const MaybeTensor& x) { return x ? int64_t(x->numel()) : 0; };
-  run.schedule =
-      schedule_of(run, state, (cpu.bias ? cpu.bias->numel() : 0) + size(call.beta_use) + size(call.beta_ignore));
+  run.schedule = schedule_of(run, state, size(cpu.bias) + size(call.beta_use) + size(call.beta_ignore));
   const bool empty = votes.positions() == 0 || !call.any();
   Gaussian& first = run.with[0];
   const MaybeTensor mean = cpu.maybe(call.wants_mean(), shape, first.dmean, empty);

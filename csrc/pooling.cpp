@@ -1,5 +1,5 @@
 // The ops of routings whose children compete for every parent: vector-normed pooling, dynamic routing over children.
-#include "cpu/calls.h"
+#include "cpu/call.h"
 
 namespace fastcaps {
 

@@ -332,14 +332,14 @@ def takes_turns(call: Call, routing: Any, arguments: Sequence[Any]) -> bool:
     return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
 
 
-def native_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward: bool = False, own: int = 0) -> Any:
+def native_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward: bool = False, copied: int = 0) -> Any:
     """Return what a native library wants to know of a call besides its sizes (csrc), as an array of C.
 
-    ``own``: the numbers of bias and betas, whose gradients every part of a backward on the CPU has a copy of.
+    ``copied``: the numbers of bias and betas, whose gradients every part of a backward on the CPU has a copy of.
     """
     bias = 0 if votes.bias is None else 1 if votes.bias.shape[0] == 1 else 2
     element = (torch.float32, torch.float64, torch.bfloat16, torch.float16).index(call.dtype)
-    limits = (own, 0)
+    limits = (copied, 0)
     if call.device.type == "cuda":
         machine: Any = torch.cuda.get_device_properties(call.device)
         limits = (machine.multi_processor_count, machine.shared_memory_per_block_optin)

@@ -226,9 +226,9 @@ def _explain_op(routing: Routing, votes: Votes, given: Any) -> Explanation:
     found = _explain(call, described, backends.refusal)
     if found.backend is None:
         return found
-    own = sum(table.numel() for table in (votes.bias, *routing.tables(given)) if table is not None)
+    copied = sum(table.numel() for table in (votes.bias, *routing.tables(given)) if table is not None)
     facts = (turns, routing.first(given)[0] is not None)
-    forward, backward = (_schedule(found.backend, call, votes, (*facts, half, own)) for half in (False, True))
+    forward, backward = (_schedule(found.backend, call, votes, (*facts, half, copied)) for half in (False, True))
     return replace(found, forward=forward, backward=backward)
 
 
@@ -245,7 +245,7 @@ def _explain(call: backends.Call, described: str, refusal: _Refusal) -> Explanat
 
 
 def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bool, bool, int]) -> str:
-    """Return what a backend says of its kernel and schedule, in one line. ``facts``: turns, start, backward, own."""
+    """Return what a backend says of its kernel and schedule, in one line. ``facts``: turns, start, backward, copied."""
     if name in ("cpu", "cuda"):
         asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))
         ask = libraries.library(name).ask

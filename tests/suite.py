@@ -69,24 +69,12 @@ def random_cases(draw: st.DrawFn, routing: Routing) -> Case:
         row[name] = draw(st.sampled_from(fitting))
     row.update(rules[row.pop("how")])
     case = case_of("drawn", {**row, "size": "few", "window": "set"})
-    window = tuple(
-        draw(st.integers(low, high)) for low, high in ((1, 3), (1, 3), (1, 3), (1, 3), (0, 2), (0, 2), (1, 2), (1, 2))
-    )
+    ends = 4 * [(1, 3)] + 2 * [(0, 2)] + 2 * [(1, 2)]
+    window = tuple(draw(st.integers(*pair)) for pair in ends)
     least = [max(1, (window[k] - 1) * window[6 + k] + 1 - 2 * window[4 + k]) for k in (0, 1)]
-    types = draw(st.integers(1, 5))
-    groups: int | str = case.groups
+    grid = (least[0] + draw(st.integers(0, 3)), least[1] + draw(st.integers(0, 3)))
+    batch, types, parents = draw(st.integers(0, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    groups, seen = case.groups, window[0] * window[1] * types
     if isinstance(groups, int):
-        groups = draw(
-            st.sampled_from(
-                [g for g in range(1, window[0] * window[1] * types + 1) if window[0] * window[1] * types % g == 0]
-            )
-        )
-    return replace(
-        case,
-        groups=groups,
-        batch=draw(st.integers(0, 4)),
-        grid=(least[0] + draw(st.integers(0, 3)), least[1] + draw(st.integers(0, 3))),
-        types=types,
-        parents=draw(st.integers(1, 12)),
-        window=window,
-    )
+        groups = draw(st.sampled_from([g for g in range(1, seen + 1) if seen % g == 0]))
+    return replace(case, groups=groups, batch=batch, grid=grid, types=types, parents=parents, window=window)

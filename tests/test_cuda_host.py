@@ -23,16 +23,8 @@ from torch import Tensor
 
 from fastcaps.rules import Rule
 
-CASES = (
-    "papers-c10-conv",
-    "papers-c10-fc",
-    "papers-dr",
-    "padded",
-    "same-4x4",
-    "sweeps",
-    "one-position",
-    "pose-1x64-20",
-)
+CASES = ("papers-c10-conv", "papers-c10-fc", "papers-dr", "padded", "same-4x4", "sweeps", "one-position",
+         "pose-1x64-20")  # fmt: skip
 LARGE = Case("large", Rule.LAYER_NORM, batch=512, types=16, parents=32, pose=(1, 16, 16))
 """A call whose blocks take more shared memory than a kernel has without asking."""
 Op = Callable[[], list[Tensor]]

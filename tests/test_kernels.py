@@ -262,13 +262,8 @@ def test_a_gate_of_0_leaves_no_trace(routing: Routing, name: str, trash: float) 
     )
     found, wanted = spoilt.training(by_op), clean.training(by_op)
     assert (found["dchildren"][..., silent, :, :] == 0).all() and (found["dgate"][..., silent] == 0).all()
-    for gradient in ("dchildren", "dgate"):
-        wanted[gradient] = (
-            wanted[gradient][..., ~silent, :, :] if gradient == "dchildren" else wanted[gradient][..., ~silent]
-        )
-        found[gradient] = (
-            found[gradient][..., ~silent, :, :] if gradient == "dchildren" else found[gradient][..., ~silent]
-        )
+    for each in (found, wanted):
+        each |= {"dchildren": each["dchildren"][..., ~silent, :, :], "dgate": each["dgate"][..., ~silent]}
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6 * value.abs().max().item(), msg=name)
 

@@ -1,4 +1,4 @@
-"""Every recipe starts, given its data; phrases train as images do; several crops of an image are judged together."""
+"""Training by its data: every recipe's, phrases, several crops of an image, images that are drawn, those of others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 pytest.importorskip("lightning")
 
 from stand_ins import SEVERAL, SHAPES, fake_transformers, write_bank
+from test_training import run, same_weights, settings
 
 from fastcaps import cli, data
 from fastcaps.training import CapsuleClassifier, RunError, build_network, recipe, recipes, train
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import Data
-from fastcaps.training.data import read_data
+from fastcaps.training.data import WithParts, hold_out, read_data
 from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin
 from fastcaps.training.run import make_data
 
@@ -117,12 +118,8 @@ def test_phrases_train_and_go_on(stand_ins: dict[str, Any], tmp_path: Path) -> N
     whole = train(config, report=Report(quiet=True))
     assert len(read_data(config.data).train) == 22 and whole.history[0]["step"] == 4
     held_out = [row["validation_accuracy"] for row in whole.history]
-    assert whole.best_epoch == held_out.index(max(held_out)) + 1 and {round(3 * each) for each in held_out} <= {
-        0,
-        1,
-        2,
-        3,
-    }
+    assert whole.best_epoch == held_out.index(max(held_out)) + 1
+    assert all(round(3 * each) in range(4) for each in held_out)
     test = read_data(config.data).test
     inputs, labels = test.finish(test.gather(range(4)))
     with torch.no_grad():
@@ -139,8 +136,7 @@ def test_phrases_train_and_go_on(stand_ins: dict[str, Any], tmp_path: Path) -> N
         train(cut, report=Stops(quiet=True))
     torch.manual_seed(99)
     again = train(cut, resume=True, report=Report(quiet=True))
-    for name, tensor in whole.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor), name
+    assert same_weights(again.network, whole.network)
     seconds = {"seconds": 0.0}
     assert [row | seconds for row in again.history] == [row | seconds for row in whole.history]
 
@@ -148,40 +144,21 @@ def test_phrases_train_and_go_on(stand_ins: dict[str, Any], tmp_path: Path) -> N
 def test_what_does_not_fit_is_told_in_one_line(stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     here = ["--data-dir", stand_ins["data.dir"]]
     gpt = ["--set", "data.options.transformer=gpt"]
+    phrases, mnist = ["--recipe", "heinsen-sst5"], ["--network", "mnist", "--data", "mnist"]
+    there = [*phrases, *gpt, *here]
     for command, message in (
-        (["--recipe", "heinsen-sst5"], "sst5 needs a data directory (--data-dir, data_dir=…) with the treebank's"),
+        (phrases, "sst5 needs a data directory (--data-dir, data_dir=…) with the treebank's"),
         (["--recipe", "heinsen-sst2", *here], "sst2 needs transformer=path (--set data.options.transformer=path): the"),
-        (
-            ["--recipe", "heinsen-sst5", *here, "--set", "data.options.transformer=none"],
-            "none: no config.json here; want",
-        ),
-        (["--recipe", "heinsen-sst5", *gpt, "--data-dir", "gpt"], "Stanford Sentiment Treebank not found: looked for"),
-        (
-            ["--recipe", "heinsen-sst5", *gpt, *here, "--set", "data.pad=2"],
-            "data.pad: got 2 for sst5, which are texts;",
-        ),
-        (
-            ["--recipe", "heinsen-sst5", *gpt, *here, "--flip"],
-            "augment, flip: got None, True for sst5, which are texts;",
-        ),
-        (
-            ["--recipe", "heinsen-sst5", *gpt, *here, "--network", "mnist"],
-            "network mnist takes images and sst5 are texts",
-        ),
+        ([*phrases, *here, "--set", "data.options.transformer=none"], "none: no config.json here; want"),
+        ([*phrases, *gpt, "--data-dir", "gpt"], "Stanford Sentiment Treebank not found: looked for"),
+        ([*there, "--set", "data.pad=2"], "data.pad: got 2 for sst5, which are texts;"),
+        ([*there, "--flip"], "augment, flip: got None, True for sst5, which are texts;"),
+        ([*there, "--network", "mnist"], "network mnist takes images and sst5 are texts"),
         (["--network", "heinsen-sst5", "--data", "mnist"], "network heinsen-sst5 takes texts and mnist are images"),
-        (["--network", "mnist", "--data", "mnist", *gpt], "transformer: got "),
-        (
-            ["--network", "mnist", "--data", "mnist", "--set", "data.options.size=2"],
-            "data.options: got {'size': 2}: load",
-        ),
-        (
-            ["--network", "mnist", "--data", "mnist", "--set", "data.multi_crop=true"],
-            "data.multi_crop: got true without",
-        ),
-        (
-            ["--recipe", "sabour-multimnist", "--set", "data.mixup=0.2"],
-            "data.mixup: got 0.2 for multimnist, which is drawn",
-        ),
+        ([*mnist, *gpt], "transformer: got "),
+        ([*mnist, "--set", "data.options.size=2"], "data.options: got {'size': 2}: load"),
+        ([*mnist, "--set", "data.multi_crop=true"], "data.multi_crop: got true without"),
+        (["--recipe", "sabour-multimnist", "--set", "data.mixup=0.2"], "data.mixup: got 0.2 for multimnist, which is"),
     ):
         assert cli.main(["train", *command]) == 1
         error = capsys.readouterr().err
@@ -228,3 +205,111 @@ def test_without_several_crops_a_test_image_is_its_middle(stand_ins: dict[str, A
     splits = read_data(Data("smallnorb", resize=48, crop=32))
     resized = data.transforms.resized(splits.test.images, 48)[..., 8:40, 8:40].float() / 255
     torch.testing.assert_close(splits.test.batch(slice(None))[0], (resized - splits.test.mean) / splits.test.std)
+
+
+# --- images that are drawn, held out, of others -----------------------------------------------------------------------
+
+
+def overlapping(length: int, kind: type[data.OverlappingDigits] = data.OverlappingDigits, **options: Any) -> Any:
+    """Digits over each other: so many images to train with, and 64 to test."""
+    digits = data.read_digits()
+    train = kind(*digits, shift=2, length=length, **options)
+    test = data.OverlappingDigits(*digits, shift=2, length=64, **{**options, "seed": 0})
+    return data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
+
+
+def test_several_classes_an_image(tmp_path: Path) -> None:
+    """Digits over each other: the accuracy is that of all digits of an image together."""
+    splits = overlapping(256, single=1 / 6)
+    result = run(settings(tmp_path, epochs=1, loss="bce", metric="exact-match"), splits=splits)
+    seen, targets = splits.test.batch(slice(None))
+    with torch.no_grad():
+        logits = result.network(seen)
+    right = ((logits > 0) == targets).all(1).double().mean().item()
+    assert result.test_accuracy == pytest.approx(right, abs=1e-6)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), targets.double()).item()
+    assert result.test_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_digits_over_each_other_are_drawn_one_by_one(tmp_path: Path) -> None:
+    """With a reconstruction, batches hold the digits that an image is made of."""
+    splits = overlapping(128)
+    test, loss = splits.test, {"name": "margin", "reconstruction": 0.01}
+    config = settings(tmp_path, epochs=1, loss=loss, metric="top-2", network__options__decoder=True, seed=3)
+    result = run(config, splits=splits)
+    parts = WithParts(test)
+    image, there, digits, classes = (each[1] for each in parts.finish(parts.gather([5, 9])))
+    torch.testing.assert_close(digits.sum(0).clamp(max=1), (image * test.std + test.mean)[0, 0], atol=1e-5, rtol=0)
+    assert set(classes.tolist()) == set(there.nonzero().flatten().tolist())
+    with torch.no_grad():
+        module = CapsuleClassifier(result.network, config, mean=test.mean, std=test.std)
+        batch = module.batch(parts.finish(parts.gather(range(64))))
+        lost, logits = config.loss(result.network, batch, 1.0)
+    assert result.test_loss == pytest.approx(lost.item(), rel=1e-4)
+    highest = logits.topk(2).indices
+    assert result.test_accuracy == pytest.approx(
+        batch.target.gather(1, highest).all(1).double().mean().item(), abs=1e-6
+    )
+
+
+def test_every_epoch_makes_images_of_its_own(tmp_path: Path) -> None:
+    """Where a data set has a seed, an image follows from it, its number and the epoch."""
+    seen: list[tuple[int, int]] = []
+
+    class Watched(data.OverlappingDigits):
+        def gather(self, indices: Any) -> Any:
+            seen.append((self.epoch, len(indices)))
+            return super().gather(indices)
+
+    splits = overlapping(128, Watched, seed=1)
+    run(settings(tmp_path, epochs=3, loss="bce", metric="exact-match"), splits=splits)
+    assert seen == [(epoch, 64) for epoch in (0, 0, 1, 1, 2, 2)]
+
+
+class Folder(torch.utils.data.Dataset):
+    """As torchvision's data sets are: an image made when asked for, and an int."""
+
+    def __len__(self) -> int:
+        return 70
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = torch.zeros(1, 8, 8)
+        image[:, 4 * (index % 2) :][:, :4] = 1.0
+        return image, index % 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ordinary_torch_data_sets_train(tmp_path: Path, workers: int) -> None:
+    images, labels = zip(*(Folder()[index] for index in range(10)), strict=True)
+    test = torch.utils.data.TensorDataset(torch.stack(images), torch.tensor(labels))
+    splits = data.Splits("mine", Folder(), test, ("a", "b"), in_channels=1, image_size=8)
+    done = run(settings(tmp_path, epochs=1, batch_size=8, data__validation=6, workers=workers), splits=splits)
+    assert done.test_accuracy == 1.0 and done.history[-1]["validation_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("plain", "shown"),
+    [
+        (torch.utils.data.TensorDataset(torch.zeros(4, 1, 8, 8)), r"TensorDataset of items \(torch.float32\);"),
+        ([(torch.zeros(1, 8, 8, dtype=torch.uint8), 3)], r"list of items \(torch.uint8, int\);"),
+        ([("file.png", 3)], r"list of items \(str, int\);"),
+        (iter([]), "list_iterator;"),
+    ],
+)
+def test_other_data_are_refused_by_what_they_hold(tmp_path: Path, plain: Any, shown: str) -> None:
+    splits = data.Splits("mine", plain, plain, ("a", "b"), in_channels=1, image_size=8)
+    with pytest.raises(TypeError, match=f"splits.train: got {shown}"):
+        run(settings(tmp_path), splits=splits)
+
+
+def test_a_split_is_the_same_for_every_seed_and_is_not_augmented() -> None:
+    splits = data.load("digits", augment=True)
+    train, held_out = hold_out(splits.train, 100)
+    again = hold_out(splits.train, 100)
+    mine = set(train.indices), set(held_out.indices)
+    assert mine[0] | mine[1] == set(range(1438)) and not mine[0] & mine[1] and len(mine[1]) == 100
+    assert (set(again[0].indices), set(again[1].indices)) == mine
+    first = held_out.indices[0]
+    plain = data.load("digits", augment=False).train[first][0]
+    assert all(torch.equal(held_out.finish(held_out.__getitems__([0]))[0][0], plain) for _ in range(5))
+    assert not all(torch.equal(splits.train[first][0], plain) for _ in range(5))

@@ -114,7 +114,8 @@ def cuda(short: bool) -> bool:
     variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
     some = "test_only_the_gradients_asked_for or test_turns_add_up or any_strides" if short else ""
     kept = f"on-cpu and ({some})" if short else "on-cpu or (squash_sum and cuda)"
-    return _run("cuda", [*PYTEST, "-k", kept, "tests/test_cuda_kernels.py", "tests/test_squash_sum.py"], variables)
+    tests = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_extremes", "squash_sum")]
+    return _run("cuda", [*PYTEST, "-k", kept, *tests], variables)
 
 
 RUNS = {"address": address, "thread": thread, "cuda": cuda}

@@ -25,7 +25,7 @@ FASTCAPS_FORMULA void add(X from_base, X moved, X counts, Mean& mean, X& square)
   square += counts * d * d;
 }
 
-// The moments of other votes join (Chan et al. 1979): `share` is their n of the n of both, `counts` the own n times
+// The moments of other votes join (Chan et al. 1979): `share` is their n of the n of both, `counts` this n times
 // that.
 template <class X>
 FASTCAPS_FORMULA void join(X other_mean, X other_square, X share, X counts, X& mean, X& square) {

@@ -22,40 +22,36 @@
 
 #include <vector>
 
-#include "block.h"
+#include "weight_gradients.h"
 
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
 template <class Item>
 void find_rest(Item& item, int64_t k, typename Item::X* state);  // rest.h
+template <class Item>
+void walk_folded(Item& item, int64_t row_count);  // folded.h
 
 template <class T, class Pose, Lanes kLane, template <class, class> class Policy>
 using BackwardBlock =
-    Block<T, Pose, kLane, BackwardCall<typename Policy<T, typename Block<T, Pose, kLane, int>::X>::Operands>>;
+    WeightGradients<T, Pose, kLane, BackwardCall<typename Policy<T, typename Block<T, Pose, kLane, int>::X>::Operands>>;
 
 template <class T, class Pose, Lanes kLane, template <class, class> class Policy>
 struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   using Base = BackwardBlock<T, Pose, kLane, Policy>;
   using Base::call, Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::tiles;
+  using Base::kAtOnce, Base::dV, Base::dW, Base::dB, Base::block;
   using Base::kChildLanes, Base::n, Base::P, Base::gates, Base::votes_kept, Base::range, Base::child_of, Base::votes_of;
   using typename Base::V, typename Base::X, typename Base::Weight, typename Base::Sits;
   using Number = T;
   using Pass = Policy<T, X>;
   using Call = BackwardCall<typename Pass::Operands>;
   static constexpr bool kSharing = kLane == Lanes::kSharing;
-  // dW of vector poses is a matmul over the lanes: poses and vote gradients turned back into rows of scalars. Poses
-  // with small matrices keep a vector over the lanes for each weight instead and add the lanes up once, at the end.
-  static constexpr bool kByRows = Pose::kWeightGradientByRows && kLane != Lanes::kChildren;
-  // Poses whose vote gradients are not written down give both gradients, if only one is wanted, too.
-  static constexpr bool kAtOnce = Pose::kGradientRows > 0;
+  static constexpr int64_t kAddedAtOnce = 64;  // parents; sums of more lose digits one by one
 
   std::vector<Pass> passes;  // of every turn
-  const int64_t turns, DE, state_size, result_size;
-  const bool shared;      // children of a walk have all the same matrices,
-  const bool one_matrix;  // of which a lane's sums are kept to its end
-  V *dP, *dP_sums, *rows, *highest, *dV, *dW_lanes, *local;
-  T *P_rows, *dV_rows;
+  const int64_t turns, state_size, result_size;
+  V *dP, *dP_sums, *rows, *highest, *local;
   X *scratch, *inner_states, *inner_results, *seen_state;
   const X* states = nullptr;  // of the item's group, made by prepare()
   X* results = nullptr;
@@ -65,39 +61,21 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   int64_t item = 0;
 
   FASTCAPS_NOINLINE BackwardItem(const Call& call_, const Pose& pose_, Arena& arena)
-      : Base(call_, pose_, arena, call_.schedule.rows_per_group),
-        passes(passes_of(call)),
-        turns(int64_t(passes.size())),
-        DE(in.D * in.E),
+      : Base(call_, pose_, arena),
+        turns(int64_t(call.with.size())),
         state_size(Pass::state_numbers(call)),
-        result_size(Pass::result_numbers(in, in.M)),
-        shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && in.G == 1)),
-        one_matrix(shared && !kByRows && in.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes) {
-    for (const Pass& pass : passes) needs_vote = needs_vote || pass.needs_vote();
+        result_size(Pass::result_numbers(in, in.M)) {
+    for (const auto& with : call.with) needs_vote = passes.emplace_back(call, with).needs_vote() || needs_vote;
     dP = arena.take<V>(slots * CD);
     dP_sums = in.M > kAddedAtOnce ? arena.take<V>(slots * CD) : nullptr;
     rows = arena.take<V>(turns * Pass::kRows * slots * in.M);
     highest = arena.take<V>(turns * slots);
-    dV = arena.take<V>(Pose::kTogether * slots * CE);
-    const int64_t matrices = kLane == Lanes::kChildren || (in.G == 1 && !one_matrix) ? 1
-                             : one_matrix                                            ? in.M
-                                                                                     : schedule.block_children * in.M;
-    const bool by_vote = (call.dweight || kAtOnce) && !Pass::kFolds;
-    dW_lanes = by_vote && !kByRows ? arena.take<V>(matrices * DE) : nullptr;
     local = kChildLanes ? arena.take<V>(results_at_once(schedule.block_rows) * Pose::kTogether * target_numbers(1))
                         : nullptr;
-    P_rows = by_vote && kByRows ? arena.take<T>(slots * n * in.D) : nullptr;
-    dV_rows = by_vote && kByRows ? arena.take<T>(schedule.block_rows * n * in.E) : nullptr;
     scratch = arena.take<X>(Pass::prepare_scratch(in));
     inner_states = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
     inner_results = Pass::kFolds ? arena.take<X>(turns * group_numbers(in.M)) : nullptr;
     seen_state = Pass::kFolds ? arena.take<X>(turns * state_size) : nullptr;
-  }
-
-  static std::vector<Pass> passes_of(const Call& call) {
-    std::vector<Pass> passes;
-    for (const auto& with : call.with) passes.emplace_back(call, with);
-    return passes;
   }
 
   // Numbers that a group of children has of `many` parents, where they are folded.
@@ -160,163 +138,110 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     int64_t count = 0;
     while (count < schedule.rows_per_group && place(first_row + count, tiles[count])) ++count;
     if (results) zero(results, count * result_size);
-    unsafe = (in.window.ph > 0 || in.window.pw > 0) && !are_finite(states, count * turns * state_size);
-    T* dW =
+    unsafe = (in.window.ph > 0 || in.window.pw > 0) && !are_finite<T>(states, count * turns * state_size);
+    dW =
         call.dweight ? call.dweight.template part<T>(schedule.weight_parts == schedule.groups ? group : item) : nullptr;
-    T* dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
-    if ((kLane == Lanes::kSharing || Pass::kFolds) && in.G > 1) {  // those that share weights, one group after another
+    dB = call.dbias ? call.dbias.template part<T>(item) : nullptr;
+    if ((kSharing || Pass::kFolds) && in.G > 1) {  // those that share weights, one group after another
       for (int64_t c = chunk * in.G / schedule.chunks; c < (chunk + 1) * in.G / schedule.chunks; ++c) {
         range = {c, 1, in.G, in.I / in.G};
-        walk(count, dW, dB);
+        walk(count);
       }
     } else {
       const int64_t type = Base::edge(chunk, in.N), types = Base::edge(chunk + 1, in.N) - type;
       range = {type, types, in.N, types * in.window.kh * in.window.kw};
-      walk(count, dW, dB);
+      walk(count);
     }
   }
 
   // All children of the range, block by block, each over all rows.
-  void walk(int64_t row_count, T* dW, T* dB) {
-    if constexpr (Pass::kFolds) {
-      walk_folded(row_count, dW, dB);
-      return;
-    }
+  void walk(int64_t row_count) {
+    if constexpr (Pass::kFolds) return walk_folded(*this, row_count);
     const int64_t size = Base::children_at_once();
-    if (dW_lanes && one_matrix) zero(dW_lanes, in.M * DE);
     for (int64_t first = 0; first < range.count; first += size) {
-      const int64_t count = Base::units_from(first);
-      if (dW && in.G == in.I) clear_matrices(first, min(size, range.count - first), dW);
+      const int64_t children = min(size, range.count - first);
+      Base::begin_children(first, children);
       for (int64_t t = 0; t < row_count; t += schedule.block_rows)
-        block(first, count, t, min(schedule.block_rows, row_count - t), dW, dB);
-      if (dW && dW_lanes && !kChildLanes && !shared)
-        for (int64_t j = 0; j < count; ++j)
-          add_lane_sums<T>(dW_lanes + j * in.M * DE, in.M * DE, dW + weights.offset(range.child(first + j), 0));
-    }
-    if (dW && dW_lanes && one_matrix) add_lane_sums<T>(dW_lanes, in.M * DE, dW + weights.offset(range.child(0), 0));
-  }
-
-  // Row by row: the parents turned to the children's poses before, their gradients turned back after.
-  void walk_folded(int64_t row_count, T* dW, T* dB) {
-    if constexpr (Pass::kFolds) {
-      weights.enter(range, 0, 1);
-      const T* W = weights.matrix(0, 0);
-      if (dW) dW += W - weights.weight;
-      for (int64_t t = 0; t < row_count; ++t) {
-        const X* state = unsafe ? seen(t) : states + t * turns * state_size;
-        for (int64_t k = 0; k < turns; ++k)
-          passes[k].enter(W, state + k * state_size, inner_states + k * group_numbers(in.M));
-        zero(inner_results, turns * group_numbers(in.M));
-        for (int64_t first = 0; first < range.count; first += Base::children_at_once())
-          block(first, Base::units_from(first), t, 1, nullptr, dB);
-        for (int64_t k = 0; k < turns; ++k)
-          passes[k].leave(W, state + k * state_size, inner_results + k * group_numbers(in.M),
-                          results ? results + t * result_size : nullptr, dW);
-      }
+        walk_block(first, Base::units_from(first), t, min(schedule.block_rows, row_count - t));
+      Base::end_children(first, children);
     }
   }
 
-  // What row t holds, and 0 for the lanes whose windows hold no child of the range: theirs would meet sums of nothing.
-  const X* seen(int64_t t) {
-    V children{};
-    for (int64_t q = 0; q < range.count; q += Sits::kUnit) children += are_here(q, tiles[t]);
-    X many{};
-    if constexpr (kOnePosition<T, X>)
-      add_lane_sums<T>(&children, 1, &many);
-    else
-      many = children;
-    const X* state = states + t * turns * state_size;
-    for (int64_t k = 0; k < turns * state_size; ++k) seen_state[k] = many != 0 ? state[k] : X{};
-    return seen_state;
-  }
-
-  // A child with matrices of its own is met once: their gradient is cleared here, while it is about to be in cache.
-  void clear_matrices(int64_t first, int64_t children, T* dW) {
-    for (int64_t q = first; q < first + children; ++q) zero(dW + weights.offset(range.child(q), 0), in.M * DE);
-  }
-
-  // Units [0, count) of children from number `first` of the range on, for rows [t0, t0 + nt): slot t * block_children
-  // + j.
-  void block(int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
-    const int64_t stride = schedule.block_children;
+  // Unit j of row t0 + t of the block has slot t * block_children + j.
+  void walk_block(int64_t first, int64_t count, int64_t t0, int64_t nt) {
+    block = {first, count, t0, nt};
     weights.enter(range, first, count);
     for (int64_t t = 0; t < nt; ++t) Base::load(tiles[t0 + t], t, first, count);
     if (call.dchildren || kAtOnce) zero(dP, slots * CD);
     kept = false;
     for (int64_t k = 0; k < turns; ++k)
       if (passes[k].plain())
-        share_plainly(k, count, t0, nt);
+        share_plainly(k);
       else
-        score_votes(k, first, count, t0, nt);
+        score_votes(k);
     for (int64_t k = 0; k < turns; ++k)
       if (!passes[k].plain())
         for (int64_t t = 0; t < nt; ++t)
-          for (int64_t j = 0; j < count; ++j) dscore(k, child_of(first, j), t0 + t, t * stride + j);
-    if (P_rows)
-      for (int64_t t = 0; t < nt; ++t)
-        for (int64_t j = 0; j < count; ++j) {
-          T* lane[n];
-          for (int k = 0; k < n; ++k) lane[k] = P_rows + ((j * schedule.block_rows + t) * n + k) * in.D;
-          scatter_rows<false, T>(lane, in.D, P + (t * stride + j) * CD);
-        }
+          for (int64_t j = 0; j < count; ++j) dscore(k, child_of(first, j), t0 + t, t * schedule.block_children + j);
+    Base::turn_poses();
     if (dP_sums) zero(dP_sums, slots * CD);
     for (int64_t m = 0; m < in.M; m += kAddedAtOnce) {
-      gradients(m, min(m + kAddedAtOnce, in.M), first, count, t0, nt, dW, dB);
+      gradients(m, min(m + kAddedAtOnce, in.M));
       if (!dP_sums || !call.dchildren) continue;
       for (int64_t k = 0; k < slots * CD; ++k) dP_sums[k] += dP[k];
       zero(dP, slots * CD);
     }
-    if (call.dchildren) add_child_gradients(first, count, t0, nt);
+    if (call.dchildren) write_child_gradients();
   }
 
-  void score_votes(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
+  void score_votes(int64_t k) {
     if constexpr (!Pose::kIdentity) {
-      if (kept) return score<Source::kKept>(k, first, count, t0, nt);
+      if (kept) return score<Source::kKept>(k);
       if (schedule.keep_votes) {
         kept = true;
-        if (Base::made_one_by_one(nt)) return score<Source::kMadeAndKept>(k, first, count, t0, nt);
-        Base::make_votes(count, nt);
-        return score<Source::kKept>(k, first, count, t0, nt);
+        if (Base::made_one_by_one(block.nt)) return score<Source::kMadeAndKept>(k);
+        Base::make_votes(block.count, block.nt);
+        return score<Source::kKept>(k);
       }
     }
-    score<Source::kMade>(k, first, count, t0, nt);
+    score<Source::kMade>(k);
   }
 
   // Shares that no vote has a say in, and nobody asks for the gates' gradients.
-  void share_plainly(int64_t k, int64_t count, int64_t t0, int64_t nt) {
-    for (int64_t t = 0; t < nt; ++t) {
+  void share_plainly(int64_t k) {
+    for (int64_t t = 0; t < block.nt; ++t) {
       const int64_t first = t * schedule.block_children;
       if constexpr (Pass::kSilent)
-        if (in.gate.data) silence<T>(P + first * CD, gates + first, count, CD);
-      for (int64_t slot = first; slot < first + count; ++slot)
+        if (in.gate.data) silence<T>(P + first * CD, gates + first, block.count, CD);
+      for (int64_t slot = first; slot < first + block.count; ++slot)
         for (int64_t m = 0; m < in.M; ++m) {
           V* row = rows_of(k) + slot * in.M + m;
           for (int r = 1; r < Pass::kRows; ++r) row[r * slots * in.M] = V{};
-          row[0] = gates[slot] * passes[k].plain_share(state(t0 + t, k), m);
+          row[0] = gates[slot] * passes[k].plain_share(state(block.t0 + t, k), m);
         }
     }
   }
 
-  void add_child_gradients(int64_t first, int64_t count, int64_t t0, int64_t nt) {
+  void write_child_gradients() {
     const int64_t stride[6] = {in.H * in.W * in.N * CD, in.W * in.N * CD, in.N * CD, CD, in.D, 1};
-    for (int64_t t = 0; t < nt; ++t)
-      for (int64_t j = 0; j < count;) {
-        const int64_t q = child_of(first, j), run = Sits::neighbours(in, range, q, count - j);
+    for (int64_t t = 0; t < block.nt; ++t)
+      for (int64_t j = 0; j < block.count;) {
+        const int64_t q = child_of(block.first, j), run = Sits::neighbours(in, range, q, block.count - j);
         T* lane[n];
-        Sits::find(in, tiles[t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
+        Sits::find(in, tiles[block.t0 + t], static_cast<T*>(call.dchildren), stride, range, q, lane);
         scatter_rows<true, T>(lane, run * CD, (dP_sums ? dP_sums : dP) + (t * schedule.block_children + j) * CD);
         j += run;
       }
   }
 
   template <Source kSource>
-  void score(int64_t k, int64_t first, int64_t count, int64_t t0, int64_t nt) {
+  void score(int64_t k) {
     constexpr bool kMade = kSource != Source::kKept;
-    const int64_t M = in.M, pose_size = CD, vote_size = pose.C * pose.E, plane = slots * M;
+    const int64_t M = in.M, pose_size = CD, vote_size = pose.C * pose.E, plane = slots * M, count = block.count;
     for (int64_t m = 0; m < M; ++m)
-      for (int64_t t = 0; t < nt; ++t) {
+      for (int64_t t = 0; t < block.nt; ++t) {
         const int64_t slot = t * schedule.block_children;
-        const X* parents = state(t0 + t, k);
+        const X* parents = state(block.t0 + t, k);
         const V* poses = P + slot * CD;
         V *kept = votes_of(m, slot), *row = rows_of(k) + slot * M + m, *high = highest + k * slots + slot;
         for (int64_t j = 0; j < count; ++j) {
@@ -329,7 +254,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
               },
               row + j * M, plane, high[j]);
           if constexpr (Pass::kBetas)
-            row[j * M + plane] += passes[k].evidence_gain(parents, m, Sits{}, range, child_of(first, j));
+            row[j * M + plane] += passes[k].evidence_gain(parents, m, Sits{}, range, child_of(block.first, j));
         }
       }
   }
@@ -341,12 +266,12 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     if constexpr (Pass::kSilent) {
       const auto whole = (gate != 0) | ((dgate - dgate) == 0);
       if (in.gate.data && !all(whole)) {  // a broken child behind a gate of 0 gets nothing and gives nothing
-        const auto hush = [&](V& number) { number = whole ? number : V{}; };
-        hush(dgate);
-        for (int64_t d = 0; d < CD; ++d) hush(P[slot * CD + d]);
+        const auto keep_whole = [&](V& number) { number = whole ? number : V{}; };
+        keep_whole(dgate);
+        for (int64_t d = 0; d < CD; ++d) keep_whole(P[slot * CD + d]);
         for (int64_t m = 0; m < in.M; ++m) {
-          for (int r = 0; r < Pass::kRows; ++r) hush(rows_of(k)[(r * slots + slot) * in.M + m]);
-          for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) hush(votes_of(m, slot)[e]);
+          for (int r = 0; r < Pass::kRows; ++r) keep_whole(rows_of(k)[(r * slots + slot) * in.M + m]);
+          for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) keep_whole(votes_of(m, slot)[e]);
         }
       }
     }
@@ -364,125 +289,127 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     if constexpr (Pass::kFolds) return inner_results + k * group_numbers(in.M);
     return results ? results + t * result_size : nullptr;
   }
-  Planes<V> target(int64_t t0, int64_t t, int64_t k, int64_t which) const {
+  Planes<V> target(int64_t t, int64_t k, int64_t which) const {
     if constexpr (kChildLanes)
       return Pass::planes(local + ((Pass::kFolds ? k : t) * Pose::kTogether + which) * target_numbers(1), in, 1);
     else
-      return Pass::planes(result(t0 + t, k), in, in.M);
+      return Pass::planes(result(block.t0 + t, k), in, in.M);
   }
   bool has_results() const { return Pass::kFolds || results; }
   int64_t results_at_once(int64_t nt) const { return Pass::kFolds ? turns : nt; }
 
   // For parents [m, end).
-  void gradients(int64_t m, int64_t end, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
+  void gradients(int64_t m, int64_t end) {
     if constexpr (Pose::kTogether > 1 && kLane != Lanes::kChildren)
-      for (; m + Pose::kTogether <= end; m += Pose::kTogether)
-        gradients_of<Pose::kTogether>(m, first, count, t0, nt, dW, dB);
-    for (; m < end; ++m) gradients_of<1>(m, first, count, t0, nt, dW, dB);
+      for (; m + Pose::kTogether <= end; m += Pose::kTogether) gradients_of<Pose::kTogether>(m);
+    for (; m < end; ++m) gradients_of<1>(m);
   }
 
   // For parents [m0, m0 + kMany).
   template <int kMany>
-  void gradients_of(int64_t m0, int64_t first, int64_t count, int64_t t0, int64_t nt, T* dW, T* dB) {
-    const int64_t stride = schedule.block_children;
-    const bool own = (Pose::kIdentity || (Pose::kDynamic && !in.weight)) && !in.bias;  // the poses are the votes
-    const bool at_hand = own || kept;
-    for (int which = 0; which < kMany; ++which)
-      for (int64_t t = 0; t < nt; ++t) {
-        if (kChildLanes && has_results())
-          for (int64_t k = 0; k < turns; ++k) zero(target(t0, t, k, which).base, target_numbers(1));
-        if (at_hand) add_to_parent(m0 + which, which, t0, t, t * stride, own ? P : votes_of(m0 + which, 0), count);
-      }
-    V* unit = shared ? dW_lanes + (one_matrix ? m0 * DE : 0) : dW_lanes + (kChildLanes ? 0 : m0 * DE);
-    const int64_t next_unit = shared || kChildLanes ? 0 : in.M * DE;
-    for (int64_t j = 0; j < count; ++j, unit += next_unit) {
-      const int64_t q = child_of(first, j);
+  void gradients_of(int64_t m0) {
+    begin_parents<kMany>(m0);
+    for (int64_t j = 0; j < block.count; ++j) {
       const Weight* W = weights.matrix(j, m0);
       const Weight* bias = weights.bias_of(j, m0);
-      for (int64_t t = 0; t < nt; ++t) {
-        const int64_t slot = t * stride + j;
-        const V here = unsafe ? are_here(q, tiles[t0 + t]) : V{};
-        for (int which = 0; which < kMany; ++which) {
-          const int64_t m = m0 + which;
-          const V* vote = own ? P + slot * CD : kept ? votes_of(m, slot) : votes_kept;
-          if (!at_hand && needs_vote) {
-            const Weight* mine = bias ? bias + which * weights.bias_m : bias;
-            votes<T>(pose, P + slot * CD, W + which * DE, mine, [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
-            add_to_parent(m, which, t0, t, slot, vote - slot * CE, 1);
-          }
-          if constexpr (Pass::kBetas)
-            for (int64_t k = 0; k < turns; ++k)
-              passes[k].add_betas(state(t0 + t, k), m, rows_of(k)[slot * in.M + m], gates[slot], Sits{}, range, q,
-                                  item);
-          if (!call.wants_votes()) continue;
-          V* sum = dV + (which * slots + slot) * CE;
-          if constexpr (kAtOnce) {
-            if (shared ? !one_matrix && j == 0 && t == 0 : t0 + t == 0) zero(unit, DE);
-            add_both_gradients<T>(
-                pose,
-                [&](int first, V* g) FASTCAPS_LAMBDA {
-                  constexpr int kCount = Pose::kGradientRows * Pose::E;
-                  vote_gradient<kCount>(m, t0 + t, slot, vote, first, 0, g);
-                  if (unsafe) unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { g[k] = here != 0 ? g[k] : V{}; });
-                  if (dB) unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { sum[first + k] = g[k]; });
-                },
-                P + slot * CD, W, dP + slot * CD, unit);
-          } else {
-            vote_gradient<0>(m, t0 + t, slot, vote, 0, int(CE), sum);
-            for (int64_t k = 0; unsafe && k < CE; ++k) sum[k] = here != 0 ? sum[k] : V{};
-          }
-          if (dB) add_bias_gradient(q, m, sum, dB);
-        }
-        if (dV_rows) {
-          T* lane[n];
-          for (int r = 0; r < n; ++r) lane[r] = dV_rows + (t * n + r) * in.E;
-          scatter_rows<false, T>(lane, in.E, dV + slot * CE);
-        }
+      for (int64_t t = 0; t < block.nt; ++t) {
+        const int64_t slot = t * schedule.block_children + j;
+        gradients_of_votes<kMany>(m0, j, t, slot, W, bias);
+        Base::turn_gradients(t, slot);
       }
-      if constexpr (!kAtOnce)
-        each_group<Pose::kTiles>(call.dchildren ? nt : 0, [&](int64_t t, auto many) {
-          const int64_t slot = t * stride + j;
-          if constexpr (Pose::kTiles > 1)
-            add_child_gradient_of_tiles<many, T>(pose, dV + slot * CE, W, stride, weights.after(j, m0), dP + slot * CD);
-          else
-            add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
-        });
-      if constexpr (kByRows)
-        if (dV_rows)
-          add_weight_gradient_by_rows(P_rows + j * schedule.block_rows * n * in.D, nt * n,
-                                      dW + weights.offset(range.child(q), m0));
-      if (!kAtOnce && dW_lanes && !shared)
-        for (int which = 0; which < kMany; ++which)
-          add_weight_gradient<T>(pose, nt, stride, P + j * CD, dV + (which * slots + j) * CE, t0 == 0,
-                                 unit + (kChildLanes ? 0 : which * DE));
-      if (kLane == Lanes::kChildren && dW) {
-        T* lane[n];
-        for (int r = 0; r < n; ++r)
-          lane[r] = q + r < range.count ? dW + weights.offset(range.child(q + r), m0) : nullptr;
-        scatter_rows<true, T>(lane, DE, dW_lanes);
-      }
+      add_child_gradients<kMany>(j, m0, W);
+      Base::template add_unit<kMany>(j, m0);
     }
+    for (int which = 0; which < kMany; ++which) Base::add_block(m0 + which, which);
+    if constexpr (kChildLanes)
+      if (has_results()) join_lanes<kMany>(m0);
+  }
+
+  // The gradients of the parents themselves: where lanes are children the block's are cleared. Votes at hand are added.
+  template <int kMany>
+  FASTCAPS_INLINE void begin_parents(int64_t m0) {
+    for (int which = 0; which < kMany; ++which)
+      for (int64_t t = 0; t < block.nt; ++t) {
+        if (kChildLanes && has_results())
+          for (int64_t k = 0; k < turns; ++k) zero(target(t, k, which).base, target_numbers(1));
+        const int64_t slot = t * schedule.block_children;
+        if (const V* votes = votes_at_hand(m0 + which))
+          add_to_parent(m0 + which, which, t, slot, votes + slot * CE, block.count);
+      }
+  }
+
+  // Votes for parent m, from slot 0 on, that are not to be made: the poses themselves, or those that were kept.
+  FASTCAPS_INLINE const V* votes_at_hand(int64_t m) const {
+    if (are_poses<Pose>(weights.weight) && !weights.bias) return P;
+    return kept ? votes_of(m, 0) : nullptr;
+  }
+
+  // Of unit j of the block's row t: dV, unless it is met at once, and what its votes add to everything but matrices.
+  template <int kMany>
+  FASTCAPS_INLINE void gradients_of_votes(int64_t m0, int64_t j, int64_t t, int64_t slot, const Weight* W,
+                                          const Weight* bias) {
+    const int64_t q = child_of(block.first, j), row = block.t0 + t;
+    const V here = unsafe ? are_here(q, tiles[row]) : V{};
     for (int which = 0; which < kMany; ++which) {
       const int64_t m = m0 + which;
-      if (dW && dW_lanes && shared) {
-        V* sum = dW_lanes + (one_matrix ? m * DE : 0);  // of all children
-        for (int64_t t = 0; t < nt && !kAtOnce; ++t)
-          add_weight_gradient<T>(pose, count, 1, P + t * stride * CD, dV + (which * slots + t * stride) * CE,
-                                 !one_matrix && t == 0, sum);
-        if (!one_matrix) add_lane_sums<T>(sum, DE, dW + weights.offset(range.child(first), m));
+      const V* at_hand = votes_at_hand(m);
+      const V* vote = at_hand ? at_hand + slot * CE : votes_kept;
+      if (!at_hand && needs_vote) {
+        const Weight* mine = bias ? bias + which * weights.bias_m : bias;
+        votes<T>(pose, P + slot * CD, W + which * Base::DE, mine,
+                 [&](int k, V v) FASTCAPS_LAMBDA { votes_kept[k] = v; });
+        add_to_parent(m, which, t, slot, vote, 1);
       }
+      if constexpr (Pass::kBetas)
+        for (int64_t k = 0; k < turns; ++k)
+          passes[k].add_betas(state(row, k), m, rows_of(k)[slot * in.M + m], gates[slot], Sits{}, range, q, item);
+      if (!call.wants_votes()) continue;
+      V* sum = dV + (which * slots + slot) * CE;
+      if constexpr (kAtOnce) {
+        V* sums = Base::sums_of(j, m);
+        if (Base::sums_begin(j, t)) zero(sums, Base::DE);
+        add_both_gradients<T>(
+            pose,
+            [&](int first, V* g) FASTCAPS_LAMBDA {
+              constexpr int kCount = Pose::kGradientRows * Pose::E;
+              vote_gradient<kCount>(m, row, slot, vote, first, 0, g);
+              if (unsafe) unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { g[k] = here != 0 ? g[k] : V{}; });
+              if (dB) unroll<kCount>([&](auto k) FASTCAPS_LAMBDA { sum[first + k] = g[k]; });
+            },
+            P + slot * CD, W, dP + slot * CD, sums);
+      } else {
+        vote_gradient<0>(m, row, slot, vote, 0, int(CE), sum);
+        for (int64_t k = 0; unsafe && k < CE; ++k) sum[k] = here != 0 ? sum[k] : V{};
+      }
+      if (dB) Base::add_bias_gradient(q, m, sum);
     }
-    if constexpr (kChildLanes)
-      if (has_results())
-        for (int64_t t = 0; t < results_at_once(nt); ++t)
-          for (int which = 0; which < kMany; ++which) {
-            const Planes<V> from = target(t0, t, t, which);
-            const Planes<X> to = Pass::planes(result(t0 + t, t), in, in.M);
-            for (int plane = 0; plane < from.poses; ++plane)
-              add_lane_sums<T>(from.pose(plane, 0), CE, to.pose(plane, m0 + which));
-            for (int plane = 0; plane < Pass::kResultNumbers; ++plane)
-              add_lane_sums<T>(from.number(plane, 0), 1, to.number(plane, m0 + which));
-          }
+  }
+
+  // dP += dV W^T of unit j in all rows, for parents [m0, m0 + kMany), unless it was met at once.
+  template <int kMany>
+  FASTCAPS_INLINE void add_child_gradients(int64_t j, int64_t m0, const Weight* W) {
+    if constexpr (!kAtOnce)
+      each_group<Pose::kTiles>(call.dchildren ? block.nt : 0, [&](int64_t t, auto many) {
+        const int64_t stride = schedule.block_children, slot = t * stride + j;
+        if constexpr (Pose::kTiles > 1)
+          add_child_gradient_of_tiles<many, T>(pose, dV + slot * CE, W, stride, weights.after(j, m0), dP + slot * CD);
+        else
+          add_child_gradient<kMany, T>(pose, dV + slot * CE, slots * CE, W, dP + slot * CD);
+      });
+  }
+
+  // The block's gradients of parents [m0, m0 + kMany), whose lanes are children, into those of the rows.
+  template <int kMany>
+  FASTCAPS_INLINE void join_lanes(int64_t m0) {
+    for (int64_t t = 0; t < results_at_once(block.nt); ++t)
+      for (int which = 0; which < kMany; ++which) {
+        const Planes<V> from = target(t, t, which);
+        const Planes<X> to = Pass::planes(result(block.t0 + t, t), in, in.M);
+        for (int plane = 0; plane < from.poses; ++plane)
+          add_lane_sums<T>(from.pose(plane, 0), CE, to.pose(plane, m0 + which));
+        for (int plane = 0; plane < Pass::kResultNumbers; ++plane)
+          add_lane_sums<T>(from.number(plane, 0), 1, to.number(plane, m0 + which));
+      }
   }
 
   // Numbers [first, first + count) of dV of one unit and parent, of all turns; kCount of them, if it is not 0.
@@ -497,21 +424,13 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int64_t k = 1; k < turns; ++k) dvote(k, [&](int at, V number) FASTCAPS_LAMBDA { sum[at] += number; });
   }
 
-  // What `count` units from `slot` on add to the gradient of parent m of row t0 + t; votes: of slot 0.
-  FASTCAPS_INLINE void add_to_parent(int64_t m, int which, int64_t t0, int64_t t, int64_t slot, const V* votes,
-                                     int64_t count) {
+  // What `count` votes, of units from `slot` on, add to the gradient of parent m of the block's row t.
+  FASTCAPS_INLINE void add_to_parent(int64_t m, int which, int64_t t, int64_t slot, const V* votes, int64_t count) {
     for (int64_t k = 0; k < turns; ++k)
-      passes[k].add(state(t0 + t, k), m, rows_of(k) + slot * in.M + m, slots * in.M, votes + slot * CE, count,
-                    target(t0, t, k, which), kChildLanes ? 0 : m);
+      passes[k].add(state(block.t0 + t, k), m, rows_of(k) + slot * in.M + m, slots * in.M, votes, count,
+                    target(t, k, which), kChildLanes ? 0 : m);
   }
 
-  static bool are_finite(const X* numbers, int64_t count) {
-    X rest{};
-    for (int64_t k = 0; k < count; ++k) rest += numbers[k] - numbers[k];
-    T sum{};
-    add_lanes<T>(&rest, 1, &sum);
-    return sum == 0;
-  }
   // 1 for the lanes whose window holds the child, else 0.
   FASTCAPS_NOINLINE V are_here(int64_t q, const Tile<T>& tile) const {
     const char* lane[n];
@@ -520,32 +439,6 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     for (int r = 0; r < n; ++r) found[r] = lane[r] ? T(1) : T(0);
     return load<T>(found);
   }
-
-  void add_bias_gradient(int64_t q, int64_t m, const V* sum, T* dB) {
-    const auto at = [&](int64_t k) { return dB + range.child(k) * weights.bias_i + m * weights.bias_m; };
-    if constexpr (kLane == Lanes::kChildren) {
-      T* lane[n];
-      for (int k = 0; k < n; ++k) lane[k] = q + k < range.count ? at(q + k) : nullptr;
-      scatter_rows<true, T>(lane, CE, sum);
-    } else {
-      add_lane_sums<T>(sum, CE, at(q));
-    }
-  }
-
-  // dW[d, e] += sum over lanes of P[d] dV[e]: e in vectors now.
-  void add_weight_gradient_by_rows(const T* poses, int64_t positions, T* dW) {
-    if constexpr (kByRows) {
-      constexpr int kCols = Pose::E / n < (kManyRegisters ? 4 : 2) ? Pose::E / n : (kManyRegisters ? 4 : 2);
-      product<4, kCols, V>(
-          Pose::D, Pose::E / n, int(positions), [&](int d, int k) FASTCAPS_LAMBDA { return poses[k * Pose::D + d]; },
-          [&](int k, int e) FASTCAPS_LAMBDA { return load<T>(dV_rows + k * Pose::E + e * n); },
-          [&](int d, int e) FASTCAPS_LAMBDA { return load<T>(dW + d * Pose::E + e * n); },
-          [&](int d, int e, V x) FASTCAPS_LAMBDA { store<T>(dW + d * Pose::E + e * n, x); });
-    }
-  }
-
-  static constexpr int64_t kOneMatrixBytes = 1 << 20;
-  static constexpr int64_t kAddedAtOnce = 64;  // parents; sums of more lose digits one by one
 };
 
 }  // namespace FASTCAPS_NAMESPACE

@@ -1,144 +1,199 @@
-// The passes on the CPU: what the op bodies ask of the kernels, and the tables through which they reach the build for
-// this machine's instruction set.
+// What the op bodies on the CPU share: describing tensors to the kernels, allocating, running items, adding up parts.
 #pragma once
 
-#include <vector>
+#include <cstring>
 
-#include "../votes.h"
+#include "../arguments.h"
+#include "schedule.h"
+#include "scratch.h"
+#include "signals.h"
 
 namespace fastcaps {
 
-// Numbers of a matrix that is read from memory rather than from cache.
-inline constexpr int64_t kLargeMatrix = 1024;
+inline void* aligned(void* p) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
-// How a call is cut into items. An item is a group of rows times a range of children; a row is a tile of `lanes`
-// positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
-// threads, so the same input gives the same bits.
-struct Schedule {
-  int64_t groups = 1, samples = 0;  // groups of samples (0: groups of positions, wherever samples end)
-  int64_t chunks = 1;  // ranges of children (forward), of child types n or groups of them that share weights (backward)
-  int64_t rows_per_group = 1;                  // rows
-  int64_t block_children = 1, block_rows = 1;  // children and rows whose votes are on chip at once
-  int64_t weight_parts = 1;     // backward, of dW: one a group where ranges own their weights, else one an item
-  bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of them
-  bool shared_weights = false;  // and all children have the same weights and bias: those stay scalars
-  bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
-  bool stay = false;            // and so do the poses, from turn to turn: a block holds all children
-  bool folded = false;          // parents are turned to the children's poses instead of children to votes (folded.h)
+// One of a table's kernels over all items, or rows.
+template <class Call>
+void run_items(SignalWatch& watch, const Call& call, void (*kernel)(const Call&, int64_t, int64_t, void*),
+               int64_t items, int64_t scratch_bytes) {
+  if (items == 0) return;
+  torch::stable::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
+    const Scratch scratch(scratch_bytes);
+    STD_TORCH_CHECK(scratch.get() != nullptr, "fastcaps: no memory for ", scratch_bytes, " bytes of scratch");
+    watch.run_pieces(begin, end, [&](int64_t from, int64_t to) { kernel(call, from, to, scratch.get()); });
+  });
+  STD_TORCH_CHECK(!watch.stopped(), "fastcaps: the handler of a signal stopped the call");
+}
 
-  int64_t items() const { return groups * chunks; }
-  int64_t rows() const { return groups * rows_per_group; }
-};
+// A gradient of which every group, item or row makes a part of its own.
+struct Partial {
+  MaybeTensor first, others;  // none where the gradient is not wanted, or has one part
+  Parts parts;
+  int64_t count;
 
-// A gradient to which several items contribute, each a part by itself: the first part becomes their sum.
-struct Parts {
-  void *first = nullptr, *others = nullptr;
-  int64_t numbers = 0;
+  // The sum, in the order of the parts, in place of the first.
+  const MaybeTensor& sum() const {
+    if (!others) return first;
+    if (first->scalar_type() == ScalarType::Double)
+      add<double>();
+    else
+      add<float>();
+    return first;
+  }
 
-  explicit operator bool() const { return first; }
+ private:
   template <class T>
-  T* part(int64_t which) const {
-    return which == 0 ? static_cast<T*>(first) : static_cast<T*>(others) + (which - 1) * numbers;
+  void add() const {
+    torch::stable::parallel_for(0, parts.numbers, 1 << 15, [&](int64_t begin, int64_t end) {
+      T* out = parts.part<T>(0);
+      for (int64_t which = 1; which < count; ++which) {
+        const T* part = parts.part<T>(which);
+        for (int64_t k = begin; k < end; ++k) out[k] += part[k];
+      }
+    });
   }
 };
 
-// The operands and results of one pass, of both directions. Null where there are none or where they are not wanted;
-// results and sums are in the compute type unless another is said.
-struct Attention {
-  double scale = 1, eps = 1e-5;
-  Rule rule = Rule::kLayerNorm;
-  View query;                                               // [B, Ho, Wo, M, C, E], storage type
-  const void *norm_weight = nullptr, *norm_bias = nullptr;  // [C * E]
-  void* parents = nullptr;                                  // of the last turn, [positions, M * C * E], storage type
-  void* sums = nullptr;                                     // [turns, positions, M * C * E]
-  // backward
-  View grad, given_sums;  // [B, Ho, Wo, M, C, E]; sums under LayerNorm alone
-  bool detach = false;
-  void* dquery = nullptr;  // [positions, M * C * E]
-  Parts dnorm;             // of every row, [2, C * E], zeroed
-};
-
-struct Pooling {
-  double scale = 1;
-  bool normalize = false;
-  Rule rule = Rule::kUnit;
-  View query;
-  void* parents = nullptr;    // of the last turn, [positions, M * C * E], storage type
-  void* sums = nullptr;       // [turns, positions, M * C * E], storage type
-  void* logsumexp = nullptr;  // [turns, positions, M]
-  // backward
-  View grad, given_sums;  // [B, Ho, Wo, M, C, E], compute type and storage type
-  View given_logsumexp;   // [B, Ho, Wo, M], compute type
-  bool detach = false;
-  void* dquery = nullptr;
-};
-
-struct Gaussian {
-  double eps = 0;
-  Rule rule = Rule::kHeinsen;
-  const double* temperatures = nullptr;             // [turns], inverse, of EM
-  const void *beta_u = nullptr, *beta_a = nullptr;  // [M], of EM
-  View mean, variance, log_weight;                  // [B, Ho, Wo, M, C, E], [B, Ho, Wo, M]; compute type
-  const void *beta_use = nullptr, *beta_ignore = nullptr;
-  int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
-  void *counts = nullptr, *scores = nullptr;    // [turns, positions, M]
-  void *means = nullptr, *variances = nullptr;  // [turns, positions, M * C * E]
-  // backward
-  View grad_counts, grad_evidence, grad_means, grad_variances;
-  View given_counts, given_means, given_variances;
-  void *dmean = nullptr, *dvariance = nullptr, *dlog_weight = nullptr;
-  Parts duse, dignore;  // of every item, zeroed
-};
-
-template <class Operands>
-struct ForwardCall {
+// A call's votes as the kernels want them, checked, and what is made for it.
+struct CpuCall {
   Votes votes;
-  Operands with{};
-  Schedule schedule{};
-  int64_t turn = 0, turns = 1, total = 1;  // the first turn of this launch, how many it makes, how many there are
-  void* partial = nullptr;                 // [chunks, rows, numbers of a row's results] if chunks > 1
-  void* state = nullptr;                   // [rows, numbers of a row's parents], from turn to turn if chunks > 1
+  ScalarType storage, compute;
+  Tensor children;
+  Shape gate_shape;
+  MaybeTensor weight, bias;  // in the compute type, contiguous: kept alive here
+  bool has_gate;             // of an empty batch, whose memory is null, too
+
+  explicit CpuCall(const VoteTensors& tensors)
+      : votes(tensors.check()),
+        storage(tensors.children.scalar_type()),
+        compute(accumulation_type(tensors.children)),
+        children(tensors.children),
+        gate_shape(tensors.gate_shape()),
+        has_gate(tensors.gate.has_value()) {
+    STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
+    if (tensors.weight)
+      votes.weight = set_narrow(*tensors.weight) ? data_of(*(weight = tensors.weight)) : dense(*tensors.weight, weight);
+    if (tensors.bias) votes.bias = dense(*tensors.bias, bias);
+  }
+
+  // Sets votes.narrow_weight, and returns it: whether matrices are better read in bfloat16 than copied, which they are
+  // where they are large and each child has its own.
+  bool set_narrow(const Tensor& x) {
+    votes.narrow_weight = x.scalar_type() == ScalarType::BFloat16 && x.is_contiguous() && votes.G == votes.I &&
+                          votes.D * votes.E >= kLargeMatrix;
+    return votes.narrow_weight;
+  }
+  // A parameter's memory, in the compute type and contiguous; `kept` keeps it alive.
+  const void* dense(const Tensor& x, MaybeTensor& kept) const {
+    kept = in_compute_type(x, compute);
+    return data_of(*kept);
+  }
+
+  // `dense`, and a tensor read in place, of what a call may lack: null then.
+  const void* table(const MaybeTensor& x, MaybeTensor& kept) const { return x ? dense(*x, kept) : nullptr; }
+  View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
+
+  // A result in the compute type, its address in `data`.
+  Tensor result(const Shape& shape, void*& data, bool clear = false) const {
+    Tensor out = fresh(new_tensor(children, shape, compute));
+    data = data_of(out);
+    const size_t bytes = size_t(out.numel()) * out.element_size();
+    if (clear && bytes > 1 << 16) torch::stable::zero_(out);              // by all threads
+    if (clear && bytes && bytes <= 1 << 16) std::memset(data, 0, bytes);  // of no bytes there is no address
+    return out;
+  }
+  // `result`, if it is wanted.
+  MaybeTensor maybe(bool wanted, const Shape& shape, void*& data, bool clear = false) const {
+    return wanted ? MaybeTensor(result(shape, data, clear)) : MaybeTensor();
+  }
+  // `result` in the storage type.
+  Tensor stored_result(const Shape& shape, void*& data) const {
+    Tensor out = new_tensor(children, shape, storage);
+    data = data_of(out);
+    return out;
+  }
+  // `count` parts of a result, none of them where there is nothing to do.
+  Partial partial(bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
+    Parts parts;
+    MaybeTensor first = maybe(wanted, shape, parts.first, clear || count == 0);
+    parts.numbers = first ? first->numel() : 0;
+    MaybeTensor others = maybe(wanted && count > 1, {count - 1, parts.numbers}, parts.others, clear);
+    return {first, others, parts, count};
+  }
+  // `rows` rows of `numbers` numbers, as wide as the schedule's rows are.
+  MaybeTensor rows(bool wanted, const Schedule& schedule, int64_t copies, int64_t numbers, int64_t lanes,
+                   void*& data) const {
+    if (!wanted) return {};
+    const int64_t number = votes.is_double() ? 8 : 4;
+    const int64_t count = copies * schedule.rows() * numbers * (schedule.child_lanes ? 1 : lanes) + 64 / number;
+    Tensor out = result({count}, data);
+    data = aligned(data);
+    return out;
+  }
+  // A gradient as an op returns it: empty where it is not wanted.
+  Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute); }
+  // The same in the storage type.
+  Tensor stored(const MaybeTensor& x) const {
+    if (!x) return new_tensor(children, {0}, storage);  // one each: outputs must not alias
+    return x->scalar_type() == storage ? *x : torch::stable::to(*x, storage);
+  }
 };
 
+// Run a forward call whose operands and results are set, all turns of it.
 template <class Operands>
-struct BackwardCall {
-  Votes votes;
-  std::vector<Operands> with{};  // of every turn
-  Schedule schedule{};
-  void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
-  void* dgate = nullptr;      // [B, H, W, N], zeroed
-  Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
-  Parts dbias{};              // of every item, zeroed
-  void* state = nullptr;      // [rows, turns, numbers]: the parents and their gradients, made by backward_prepare
-  void* partial = nullptr;    // [chunks, rows, numbers]: the parents' gradients of each item, of a single turn
+void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
+  const Votes& in = call.votes;
+  const Kernels<Operands>& table = kernels<Operands>(in);
+  const int64_t lanes = table.lanes(in);
+  call.schedule = schedule_of(call);
+  if (in.positions() == 0) return;
+  const bool ranges = call.schedule.chunks > 1;
+  const MaybeTensor partial =
+      cpu.rows(ranges, call.schedule, call.schedule.chunks, table.forward_results(call), lanes, call.partial);
+  const MaybeTensor state =
+      cpu.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
+  const int64_t scratch = table.forward_scratch(call);
+  SignalWatch watch;
+  call.turns = ranges ? 1 : call.total;  // where children are cut into ranges, turns wait for all of them
+  for (call.turn = 0; call.turn < call.total; call.turn += call.turns) {
+    run_items(watch, call, table.forward, call.schedule.items(), scratch);
+    if (!ranges) continue;
+    const int64_t rows = call.schedule.child_lanes ? in.positions() : ceil_div(in.positions(), lanes);
+    run_items(watch, call, table.forward_finish, rows, scratch);
+  }
+}
 
-  bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
+// What a backward call makes of its own, besides the gradients of the parents: as the op returns it.
+struct Gradients {
+  Tensor children, weight, bias, gate;
 };
 
-// One table per pass and instruction set. Items (rows for prepare and finish) may run in any order and on any thread;
-// `scratch` is the thread's own.
+// Run a backward call whose operands are set and which has its schedule. `empty`: nothing reaches it, or there is
+// nothing.
 template <class Operands>
-struct Kernels {
-  using Forward = ForwardCall<Operands>;
-  using Backward = BackwardCall<Operands>;
-  int lanes_float, lanes_double;
-  int64_t lanes(const Votes& in) const { return in.is_double() ? lanes_double : lanes_float; }
-  void (*forward)(const Forward&, int64_t begin, int64_t end, void* scratch);
-  void (*forward_finish)(const Forward&, int64_t begin, int64_t end, void* scratch);
-  void (*backward_prepare)(const Backward&, int64_t begin, int64_t end, void* scratch);
-  void (*backward)(const Backward&, int64_t begin, int64_t end, void* scratch);
-  void (*backward_finish)(const Backward&, int64_t begin, int64_t end, void* scratch);
-  int64_t (*forward_scratch)(const Forward&);  // bytes
-  int64_t (*backward_scratch)(const Backward&);
-  // Numbers of a row: its parents and results going forward, its parents and their gradients going backward.
-  int64_t (*forward_state)(const Forward&), (*forward_results)(const Forward&);
-  int64_t (*backward_state)(const Backward&), (*backward_results)(const Backward&);
-  bool (*own_pose)(const Forward&);  // whether the call's pose has kernels of its own
-};
-
-// For this machine, and for a call of that many positions: vectors half as long where they would be half empty
-// (capability.cpp).
-template <class Operands>
-const Kernels<Operands>& kernels(const Votes& in);
+Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t needs, bool dparents, bool empty) {
+  const Votes& in = call.votes;
+  const Kernels<Operands>& table = kernels<Operands>(in);
+  const int64_t lanes = table.lanes(in);
+  const bool dbias = needs & kBias && cpu.bias;
+  const MaybeTensor children = cpu.maybe(needs & kChildren, shape_of(cpu.children), call.dchildren, true);
+  const MaybeTensor gate = cpu.maybe(needs & kGate && cpu.has_gate, cpu.gate_shape, call.dgate, true);
+  const Partial weights = cpu.partial(needs & kWeight && cpu.weight, call.schedule.weight_parts,
+                                      {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
+  const Partial biases = cpu.partial(dbias, call.schedule.items(), dbias ? shape_of(*cpu.bias) : Shape{});
+  call.dweight = weights.parts, call.dbias = biases.parts;
+  if (!empty) {
+    const MaybeTensor state =
+        cpu.rows(true, call.schedule, int64_t(call.with.size()), table.backward_state(call), lanes, call.state);
+    const MaybeTensor partial =
+        cpu.rows(dparents, call.schedule, call.schedule.chunks, table.backward_results(call), lanes, call.partial);
+    const int64_t scratch = table.backward_scratch(call);
+    SignalWatch watch;
+    run_items(watch, call, table.backward_prepare, call.schedule.rows(), scratch);
+    run_items(watch, call, table.backward, call.schedule.items(), scratch);
+    if (dparents) run_items(watch, call, table.backward_finish, call.schedule.rows(), scratch);
+  }
+  return {cpu.stored(children), cpu.stored(weights.sum()), cpu.stored(biases.sum()), cpu.stored(gate)};
+}
 
 }  // namespace fastcaps

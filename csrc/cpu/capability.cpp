@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "call.h"
+#include "pass.h"
 #include "squash_sum.h"
 
 namespace fastcaps {
@@ -68,13 +68,9 @@ const Level* chosen() {
   return level;
 }
 
-}  // namespace
-
 // A forced level that cannot be had is refused where the library is loaded (fastcaps/backends.py); whoever calls on
 // regardless gets the portable build. Unless a level is forced, positions that fill half a vector at most get the level
 // below where its vectors are half as long: as many of them are worked on at once.
-namespace {
-
 template <class Operands>
 const Kernels<Operands>& choose_kernels(const Kernels<Operands>* const Level::* kernels, const Votes& in) {
   const Level* level = chosen() ? chosen() : kLevels;

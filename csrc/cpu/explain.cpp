@@ -11,7 +11,7 @@ namespace {
 // What the caller told besides the sizes (capability.h).
 struct Facts {
   bool backward, has_state;
-  int64_t turns, own;
+  int64_t turns, copied;
 };
 
 // `with` has parents where the call starts from some: how many numbers they are is all that counts here. A backward of
@@ -22,7 +22,8 @@ std::string describe(const Votes& in, const Facts& facts, const Operands& with) 
   call.total = facts.turns;
   const BackwardCall<Operands> back{in, std::vector<Operands>(size_t(facts.turns), with)};
   const bool dparents = facts.turns == 1 && facts.has_state;
-  const Schedule schedule = call.schedule = facts.backward ? schedule_of(back, dparents, facts.own) : schedule_of(call);
+  const Schedule schedule = call.schedule =
+      facts.backward ? schedule_of(back, dparents, facts.copied) : schedule_of(call);
   const Kernels<Operands>& table = kernels<Operands>(in);
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(in.C) + "x" + n(columns); };

@@ -184,5 +184,44 @@ struct FoldedBackward : AttentionBackward<T, X> {
   }
 };
 
+// The walk of a backward item (see walk() there), row by row: the parents turned to the children's poses before, their
+// gradients turned back after.
+template <class Item>
+void walk_folded(Item& item, int64_t row_count) {
+  item.weights.enter(item.range, 0, 1);
+  const auto* W = item.weights.matrix(0, 0);
+  auto* dW = item.dW ? item.gradient_of(0, 0) : nullptr;
+  const int64_t turns = item.turns, inner_size = item.group_numbers(item.in.M);
+  for (int64_t t = 0; t < row_count; ++t) {
+    const auto* state = item.unsafe ? seen(item, t) : item.states + t * turns * item.state_size;
+    for (int64_t k = 0; k < turns; ++k)
+      item.passes[k].enter(W, state + k * item.state_size, item.inner_states + k * inner_size);
+    zero(item.inner_results, turns * inner_size);
+    for (int64_t first = 0; first < item.range.count; first += item.children_at_once())
+      item.walk_block(first, item.units_from(first), t, 1);
+    for (int64_t k = 0; k < turns; ++k)
+      item.passes[k].leave(W, state + k * item.state_size, item.inner_results + k * inner_size,
+                           item.results ? item.results + t * item.result_size : nullptr, dW);
+  }
+}
+
+// What row t holds, and 0 for the lanes whose windows hold no child of the range: theirs would meet sums of nothing.
+template <class Item>
+const typename Item::X* seen(Item& item, int64_t t) {
+  using T = typename Item::Number;
+  using X = typename Item::X;
+  typename Item::V children{};
+  for (int64_t q = 0; q < item.range.count; q += Item::Sits::kUnit) children += item.are_here(q, item.tiles[t]);
+  X many{};
+  if constexpr (kOnePosition<T, X>)
+    add_lane_sums<T>(&children, 1, &many);
+  else
+    many = children;
+  const int64_t numbers = item.turns * item.state_size;
+  const X* state = item.states + t * numbers;
+  for (int64_t k = 0; k < numbers; ++k) item.seen_state[k] = many != 0 ? state[k] : X{};
+  return item.seen_state;
+}
+
 }  // namespace FASTCAPS_NAMESPACE
 }  // namespace fastcaps

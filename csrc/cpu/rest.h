@@ -27,12 +27,13 @@ void add_rest(Item& item, int64_t k, int64_t first, int64_t units) {
   const Votes& in = item.in;
   const auto& pass = item.passes[k];
   const auto* state = item.state(0, k);
+  item.block = {first, units, 0, 1};
   item.weights.enter(item.range, first, units);
   item.load_silenced(item.tiles[0], 0, first, units);
   if (pass.plain())
-    item.share_plainly(k, units, 0, 1);
+    item.share_plainly(k);
   else
-    item.template score<Source::kMade>(k, first, units, 0, 1);
+    item.template score<Source::kMade>(k);
   for (int64_t j = 0; j < units; ++j) {
     V* row = item.rows_of(k) + j * in.M;
     if (!pass.plain()) softmax<T>(row, in.M, item.highest[k * item.slots + j], item.gates[j]);

@@ -173,7 +173,7 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
   const int64_t L = in.Ho * in.Wo, lanes = task.lanes, number = task.number;
   const double weights = double(in.G * in.M * in.D * in.E) * double(number);
   const int64_t partials = std::min(2 * partial_bytes(in, task), kPartialBytes);
-  const double own = std::max(1.0, double(task.own * number));
+  const double copied = std::max(1.0, double(task.copied * number));
   const double work = 3.0 * double(operations(in, in.positions(), in.I));
   const double weight_parts = std::min(double(kWeightParts), votes_bytes(in, task) / 32);
   Schedule best;
@@ -200,12 +200,12 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
     const double room = std::max(1.0, row * double(schedule.rows()));
     const int64_t most = std::min<int64_t>(
         {most_ranges, int64_t(work / 3.0 / double(std::max<int64_t>(schedule.groups, 1) * kOperationsPerItem)),
-         int64_t(double(partials) / room), int64_t(double(partials) / own) / std::max<int64_t>(schedule.groups, 1),
+         int64_t(double(partials) / room), int64_t(double(partials) / copied) / std::max<int64_t>(schedule.groups, 1),
          owned ? kItems : std::max<int64_t>(2, int64_t(weight_parts / weights))});
     each_number_of_chunks(schedule.groups, most, [&](int64_t chunks) {
       schedule.chunks = chunks;
       const double parts = double(owned ? schedule.groups : schedule.items());
-      const double moved = 2 * parts * weights + double(schedule.items()) * own + double(chunks) * room;
+      const double moved = 2 * parts * weights + double(schedule.items()) * copied + double(chunks) * room;
       const double cost = with_idle_threads(work / filled + kOperationsPerByte * moved, schedule.items());
       if (best_cost != 0 && cost >= best_cost) return;
       best_cost = cost;

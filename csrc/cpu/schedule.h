@@ -1,23 +1,23 @@
-// How a call is cut up: see Schedule in call.h. One place decides, for the ops and for who asks how they would run.
+// How a call is cut up: see Schedule in pass.h. One place decides, for the ops and for who asks how they would run.
 #pragma once
 
 #include <type_traits>
 
-#include "call.h"
+#include "pass.h"
 
 namespace fastcaps {
 
 // What a schedule depends on besides the sizes of the votes.
 struct Task {
-  int64_t lanes;    // positions that make a tile
-  int64_t number;   // bytes of the compute type
-  int64_t state;    // numbers of a row's parents,
-  int64_t results;  // and of what is made for them
-  int64_t turns;    // of a routing, forward; whose gradients are made together, backward
-  int64_t own = 0;  // numbers of the gradients that every item has its own of: bias, betas
-  bool shared;      // children of the same type have the same weights and bias, and more of them may
-  bool identity;    // votes are the children themselves
-  bool folded;      // the matrices act on the parents (folded.h)
+  int64_t lanes;       // positions that make a tile
+  int64_t number;      // bytes of the compute type
+  int64_t state;       // numbers of a row's parents,
+  int64_t results;     // and of what is made for them
+  int64_t turns;       // of a routing, forward; whose gradients are made together, backward
+  int64_t copied = 0;  // numbers of the gradients that every item has a copy of: bias, betas
+  bool shared;         // children of the same type have the same weights and bias, and more of them may
+  bool identity;       // votes are the children themselves
+  bool folded;         // the matrices act on the parents (folded.h)
 
   // `folds`: the pass is linear in its votes, so it may be folded: where enough children share a matrix, or none has
   // one.
@@ -47,12 +47,12 @@ Schedule schedule_of(ForwardCall<Operands>& call) {
 
 // `dparents`: are there gradients of parents?
 template <class Operands>
-Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t own = 0) {
+Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0) {
   const Kernels<Operands>& table = kernels<Operands>(call.votes);
   const int64_t turns = int64_t(call.with.size());
   Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes),
             turns * table.backward_state(call), dparents ? table.backward_results(call) : 0, turns);
-  task.own = own;
+  task.copied = copied;
   return schedule_backward(call.votes, task);
 }
 

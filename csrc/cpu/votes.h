@@ -1,7 +1,7 @@
 // The vote transform and its two gradients: small matrix products whose elements are vectors over the lanes.
 #pragma once
 
-#include "call.h"
+#include "pass.h"
 #include "vec.h"
 
 namespace fastcaps {
@@ -33,7 +33,7 @@ struct StaticPose {
   static constexpr int kTogether = C == 1 && E < 8 ? 8 / E : 1;
   static constexpr int kUnits = C > 1 ? 1 : 4;  // units that share their matrices meet them together
   static constexpr int kTiles = C > 1 || D* E < kLargeMatrix ? 1 : kManyRegisters ? 4 : 2;
-  // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (see backward.h).
+  // Vector poses with whole vectors of E: their weight gradient is a matmul over the lanes (weight_gradients.h).
   static constexpr bool kWeightGradientByRows = C == 1 && E % 16 == 0;
 };
 

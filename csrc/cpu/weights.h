@@ -1,8 +1,8 @@
 // What a thread works with: the weights and biases of the children at hand.
 #pragma once
 
-#include "call.h"
 #include "lanes.h"
+#include "pass.h"
 #include "scratch.h"
 #include "votes.h"
 
@@ -164,6 +164,15 @@ FASTCAPS_INLINE void add_lanes(const X* v, int64_t count, T* out) {
     for (int64_t k = 0; k < count; ++k) out[k] += v[k];
   else
     add_lane_sums<T>(v, count, out);
+}
+
+template <class T, class X>
+bool are_finite(const X* numbers, int64_t count) {
+  X rest{};
+  for (int64_t k = 0; k < count; ++k) rest += numbers[k] - numbers[k];
+  T sum{};
+  add_lanes<T>(&rest, 1, &sum);
+  return sum == 0;
 }
 
 template <class T>

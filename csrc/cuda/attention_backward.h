@@ -9,9 +9,9 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct AttentionBackward {
-  static constexpr bool kHushes = false, kIdentity = !PLAIN, kGates = false, kMeasures = false;
+  static constexpr bool kSilences = false, kIdentity = !PLAIN, kGates = false, kMeasures = false;
   using Numbers = float[R][Pose::kEach];
-  Tiles<Pose, R> query, dsums, dquery;
+  Patches<Pose, R> query, dsums, dquery;
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
     each_tile<Pose, R>([&](int r, int p) {
@@ -24,7 +24,8 @@ struct AttentionBackward {
 
   // Shares r, h, and mean = sum_m r_m h_m.
   FASTCAPS_DEVICE bool dscore(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
-                              char* shared, const Tiles<Pose, R>& votes, Numbers& share, Numbers& h, float (&mean)[R]) {
+                              char* shared, const Patches<Pose, R>& votes, Numbers& share, Numbers& h,
+                              float (&mean)[R]) {
     Numbers logit;
     each_tile<Pose, R>([&](int r, int p) {
       logit[r][p] = PLAIN || a.query.data ? a.scale * kLog2E * dot<Pose>(a, query[r][p], votes[r][p]) : 0.0f;
@@ -34,7 +35,7 @@ struct AttentionBackward {
   }
 
   FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Found<Pose>&,
-                             const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
+                             const Seat* seats, char* shared, Patches<Pose, R>& votes) {
     const bool asks = PLAIN || a.query.data;  // else all shares are 1 / M
     Numbers share, h;
     float mean[R];

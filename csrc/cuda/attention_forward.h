@@ -9,8 +9,8 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct AttentionForward {
-  static constexpr bool kHushes = false, kIdentity = !PLAIN;
-  Tiles<Pose, R> query, sums;
+  static constexpr bool kSilences = false, kIdentity = !PLAIN;
+  Patches<Pose, R> query, sums;
   bool asks;  // there is a query; else all shares are 1 / M
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
@@ -22,7 +22,7 @@ struct AttentionForward {
   }
 
   FASTCAPS_DEVICE bool score(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
-                             char* shared, const Tiles<Pose, R>& votes, float (&share)[R][Pose::kEach]) {
+                             char* shared, const Patches<Pose, R>& votes, float (&share)[R][Pose::kEach]) {
     if (!PLAIN && !asks) {
       each_tile<Pose, R>([&](int r, int p) { share[r][p] = 1.0f / float(a.M); });
       return true;
@@ -36,7 +36,7 @@ struct AttentionForward {
   }
 
   FASTCAPS_DEVICE void add(const PassArgs&, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                           const Tiles<Pose, R>& votes, const float (&share)[R][Pose::kEach]) {
+                           const Patches<Pose, R>& votes, const float (&share)[R][Pose::kEach]) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
       const float weight = share[r][p] * seen.gate;

@@ -67,22 +67,22 @@ struct Found {
   FASTCAPS_DEVICE float* child(const PassArgs& a, int seat, int warp_parent) const {
     return children + (warp_parent * a.tile + seat) * child_stride<Pose>(a);
   }
-  FASTCAPS_DEVICE float* weights(const PassArgs& a, int warp_position, int own) const {
-    return weight + (warp_position * Lane<Pose>::block_parents(a) + place(own)) * Pose::kWeightStride;
+  FASTCAPS_DEVICE float* weights(const PassArgs& a, int warp_position, int parent) const {
+    return weight + (warp_position * Lane<Pose>::block_parents(a) + place(parent)) * Pose::kWeightStride;
   }
   // Some lanes put down dW of their first parent while others do of their second, which would lie on the same banks
   // (4x4 poses: kParents * 20 floats on). So each four of the second ones change places with the next four.
-  static FASTCAPS_DEVICE int place(int own) {
+  static FASTCAPS_DEVICE int place(int parent) {
     constexpr bool kMeet = Pose::kEach == 2 && Pose::kWeightStride == 20 && Pose::kParents % 8 == 0;
-    return kMeet ? own ^ own / (kMeet ? Pose::kParents : 1) % 2 * 4 : own;
+    return kMeet ? parent ^ parent / (kMeet ? Pose::kParents : 1) % 2 * 4 : parent;
   }
 };
 
 // Rows d .. d + V of dP, summed over the parents and columns of the warp, for B of the lane's positions from r on.
 template <class Pose, int R, int B, Storage S>
 FASTCAPS_DEVICE void differentiate_children(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                            const Found<Pose>& found, int d, int r, const Tiles<Pose, R>& dvotes) {
-  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, N = B * TC * V;
+                                            const Found<Pose>& found, int d, int r, const Patches<Pose, R>& dvotes) {
+  constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns, N = B * TC * V;
   float x[N] = {};
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
@@ -120,7 +120,7 @@ FASTCAPS_DEVICE void differentiate_children(const PassArgs& a, const Lane<Pose>&
 // dP where votes are the children themselves.
 template <class Pose, int R>
 FASTCAPS_DEVICE void hand_back(const PassArgs& a, const Lane<Pose>& lane, const Found<Pose>& found,
-                               const Tiles<Pose, R>& dvotes) {
+                               const Patches<Pose, R>& dvotes) {
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
     float* to = found.child(a, lane.template seat<R>(r), lane.warp_parent);
@@ -144,8 +144,8 @@ FASTCAPS_DEVICE void put_gate(const PassArgs& a, const Lane<Pose>& lane, const F
 // Rows d .. d + V of dW, summed over the rows and positions of the warp.
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_weights(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                           const Found<Pose>& found, int d, const Tiles<Pose, R>& dvotes) {
-  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
+                                           const Found<Pose>& found, int d, const Patches<Pose, R>& dvotes) {
+  constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns, WV = Pose::kWeightVector;
   constexpr int N = Pose::kEach * V * TE;
   float x[N] = {};
   FASTCAPS_UNROLL
@@ -162,7 +162,7 @@ FASTCAPS_DEVICE void differentiate_weights(const PassArgs& a, const Lane<Pose>& 
   const auto put = [&](int n, const float* sum) {
     const int v = n / TE % V, p = n / (TE * V), e = lane.e(a, n % TE);
     if constexpr (Pose::kWeightStride > 0) {
-      float* to = found.weights(a, lane.warp_position, lane.own(p)) + (d + v) * Pose::kE + e;
+      float* to = found.weights(a, lane.warp_position, lane.in_block(p)) + (d + v) * Pose::kE + e;
       store_vector<WV>(to, sum);
     } else if (lane.alive(a, p) && (Pose::kFixed || (d + v < a.D && e < a.E))) {
       float part[WV];
@@ -191,12 +191,12 @@ FASTCAPS_DEVICE void differentiate_weights(const PassArgs& a, const Lane<Pose>& 
 template <class Pose>
 FASTCAPS_DEVICE void differentiate_weights_on_tensor_cores(const PassArgs& a, const Lane<Pose>& lane,
                                                            const Stage<Pose>& stage, const Found<Pose>& found,
-                                                           const Tiles<Pose, 1>& dvotes) {
+                                                           const Patches<Pose, 1>& dvotes) {
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
     float rows[2][4];
     outer_on_tensor_cores(lane, stage, dvotes[0][p], rows);
-    float* to = found.weights(a, lane.warp_position, lane.own(p)) + lane.position * 2 * Pose::kE;
+    float* to = found.weights(a, lane.warp_position, lane.in_block(p)) + lane.position * 2 * Pose::kE;
     if (lane.position < 2) {
       store_vector<4>(to, rows[0]);
       store_vector<4>(to + Pose::kE, rows[1]);
@@ -207,19 +207,19 @@ FASTCAPS_DEVICE void differentiate_weights_on_tensor_cores(const PassArgs& a, co
 // Where weights are large, dL/dV itself is put down; the block makes dW from it and the children (multiply_outer).
 template <class Pose, int R>
 FASTCAPS_DEVICE void put_down(const PassArgs& a, const Lane<Pose>& lane, const Found<Pose>& found,
-                              const Tiles<Pose, R>& dvotes) {
-  static_assert(Pose::kTileRows == 1, "large weights belong to vectors");
+                              const Patches<Pose, R>& dvotes) {
+  static_assert(Pose::kPatchRows == 1, "large weights belong to vectors");
   each_tile<Pose, R>([&](int r, int p) {
-    float* to = found.weight + (lane.own(p) * a.tile + lane.template seat<R>(r)) * Pose::kE;
+    float* to = found.weight + (lane.in_block(p) * a.tile + lane.template seat<R>(r)) * Pose::kE;
     FASTCAPS_UNROLL
-    for (int j = 0; j < Pose::kTileColumns; j += Pose::kWeightVector)
+    for (int j = 0; j < Pose::kPatchColumns; j += Pose::kWeightVector)
       store_vector<Pose::kWeightVector>(to + lane.e(a, j), &dvotes[r][p][0][j]);
   });
 }
 
 template <class Pose, int R>
 FASTCAPS_DEVICE void differentiate_bias(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                        const Tiles<Pose, R>& dvotes) {
+                                        const Patches<Pose, R>& dvotes) {
   const int64_t first = int64_t(a.bias_stride_i ? Child(a, stage.t).i : stage.t % kSharedSums) * a.M;
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p)
@@ -237,12 +237,12 @@ FASTCAPS_DEVICE void differentiate_bias(const PassArgs& a, const Lane<Pose>& lan
 // From dL/dV to dP and dW.
 template <class Pose, int R>
 FASTCAPS_DEVICE void multiply_back(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                   const Found<Pose>& found, const Tiles<Pose, R>& votes) {
+                                   const Found<Pose>& found, const Patches<Pose, R>& votes) {
   const int depth = Pose::padded_depth(a);
   with_weights<Pose>(a, [&](auto stored) {
     _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += Pose::kVector) {
       if (a.dchildren) {
-        constexpr int B = Pose::kTileRows == 1 ? R : 1;
+        constexpr int B = Pose::kPatchRows == 1 ? R : 1;
         FASTCAPS_UNROLL
         for (int r = 0; r < R; r += B) differentiate_children<Pose, R, B, stored()>(a, lane, stage, found, d, r, votes);
       }
@@ -262,7 +262,7 @@ FASTCAPS_DEVICE void multiply_back(const PassArgs& a, const Lane<Pose>& lane, co
 template <class Pose, int R, bool PLAIN, class State>
 FASTCAPS_DEVICE void differentiate(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
                                    const Found<Pose>& found, const Seat* seats, char* shared, State& state) {
-  Tiles<Pose, R> votes;
+  Patches<Pose, R> votes;
   make_votes<Pose, R, PLAIN, State::kIdentity>(a, lane, stage, votes);
   if (!state.dvote(a, lane, stage, found, seats, shared, votes)) return;
   if (State::kIdentity && !a.weight) {
@@ -354,12 +354,12 @@ FASTCAPS_DEVICE void multiply_outer(const PassArgs& a, const Stage<Pose>& stage,
   const int first_parent = a.first_parent + int(block_y()) * block_parents;
   const auto* children = stage.template children_as<S>();
   for (int unit = thread_index(); unit < block_parents * kSquares; unit += block_threads()) {
-    const int own = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
-    if (first_parent + own >= a.M) continue;
+    const int parent = unit / kSquares, d = unit % kSquares / kColumns * 4, e = unit % kColumns * 4;
+    if (first_parent + parent >= a.M) continue;
     float sum[4][4] = {};
     for (int k = 0; k < count; ++k) {
       const auto* rows = children + k * a.tile * Pose::kRowStride + d;
-      const float* columns = found.weight + (k * block_parents + own) * a.tile * Pose::kE + e;
+      const float* columns = found.weight + (k * block_parents + parent) * a.tile * Pose::kE + e;
       for (int seat = 0; seat < a.tile; ++seat) {
         float p[4], v[4];
         load_vector<S>(rows + seat * Pose::kRowStride, p);
@@ -371,7 +371,7 @@ FASTCAPS_DEVICE void multiply_outer(const PassArgs& a, const Stage<Pose>& stage,
         }
       }
       if (k + 1 < count && a.by_group.quotient(first + k + 1) == a.by_group.quotient(first + k)) continue;
-      float* to = gradient_of_weights<Pose>(a, first + k, first_parent + own) + d * Pose::kE + e;
+      float* to = gradient_of_weights<Pose>(a, first + k, first_parent + parent) + d * Pose::kE + e;
       FASTCAPS_UNROLL
       for (int x = 0; x < 4; ++x) {
         add_vector<4>(to + x * Pose::kE, sum[x], a.alone_with_weights);

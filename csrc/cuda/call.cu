@@ -107,7 +107,7 @@ void Call::take(const Schedule& c) {
   PassArgs& a = args;
   static_cast<Cut&>(a) = c;
   a.by_tile = Divider(c.tile);
-  a.by_rows = Divider(int64_t(c.rows) * c.kernel->tile_rows);
+  a.by_rows = Divider(int64_t(c.rows) * c.kernel->patch_rows);
   a.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
   // Half precision fits into tf32, and of three products each takes its own part of a weight.
   if (c.kernel->products == 1 && a.storage == Storage::kFloat32 && votes.positions() > 0) {

@@ -193,12 +193,12 @@ prepare_kernel(const FASTCAPS_CONSTANT EndArgs a) {
   if (!a.dnorm) return;
   // Threads that hold the same numbers of different parents meet in shared memory, two by two.
   float* meeting = reinterpret_cast<float*>(shared_memory());  // [threads / lanes, 2, C * E]
-  float* own = meeting + thread_index() / a.lanes * 2 * grad.numbers;
+  float* place = meeting + thread_index() / a.lanes * 2 * grad.numbers;
   FASTCAPS_UNROLL
   for (int k = 0; k < PER; ++k) {
     if (!grad.inside(k)) continue;
-    own[grad.index(k)] = dweight[k];
-    own[grad.numbers + grad.index(k)] = dbias[k];
+    place[grad.index(k)] = dweight[k];
+    place[grad.numbers + grad.index(k)] = dbias[k];
   }
   barrier();
   for (int threads = block_threads() / a.lanes / 2; threads > 0; threads /= 2) {

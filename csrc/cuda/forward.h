@@ -1,7 +1,7 @@
 // The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children;
 // what becomes of a vote is the policy's, a struct template Policy<Pose, R, PLAIN> of what a lane keeps for its R x
 // kEach parents, with
-//   kHushes                                             whether a gate of exactly 0 hides the child, be it NaN
+//   kSilences                                           whether a gate of exactly 0 hides the child, be it NaN
 //   kIdentity                                           whether there may be no weights
 //   load(a, lane, seats)                                before the first child
 //   score(a, lane, stage, seats, shared, votes, share)  one child's shares; false where only statistics are collected
@@ -48,10 +48,10 @@ FASTCAPS_DEVICE void walk(const PassArgs& a, char* shared, const ChildRange& ran
         barrier();
       }
     }
-    static_assert(!(State::kHushes && Pose::kStored), "only floats are hushed");
-    if constexpr (State::kHushes) {
+    static_assert(!(State::kSilences && Pose::kStored), "only floats are silenced");
+    if constexpr (State::kSilences) {
       if (a.gate.data) {
-        Stage<Pose>::hush(a, shared, which, count);
+        Stage<Pose>::silence(a, shared, which, count);
         barrier();
       }
     }
@@ -77,7 +77,7 @@ forward_kernel(const FASTCAPS_CONSTANT PassArgs a) {
         Stage<Pose> stage(a, shared, which, t);
         FASTCAPS_NO_UNROLL
         for (int k = 0; k < count; ++k) {
-          Tiles<Pose, R> votes;
+          Patches<Pose, R> votes;
           make_votes<Pose, R, PLAIN, Policy<Pose, R, PLAIN>::kIdentity>(a, lane, stage, votes);
           float share[R][Pose::kEach];
           if (state.score(a, lane, stage, seats, shared, votes, share)) state.add(a, lane, stage, votes, share);
@@ -106,7 +106,8 @@ struct Built {
   // As the host sees it, with a kernel for all calls and one for plain ones.
   static PassKernel kernel(void (*run)(const PassArgs), void (*run_plain)(const PassArgs)) {
     PassKernel k{};
-    k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.tile_rows = Pose::kTileRows, k.tile_columns = Pose::kTileColumns;
+    k.C = Pose::kC, k.D = Pose::kD, k.E = Pose::kE, k.patch_rows = Pose::kPatchRows,
+    k.patch_columns = Pose::kPatchColumns;
     k.columns = Pose::kColumns, k.parents = Pose::kParents, k.each = Pose::kEach, k.products = Pose::kProducts,
     k.stored = Pose::kStored;
     k.vector = Pose::kVector, k.weight_copy = Pose::kWeightCopy;

@@ -191,10 +191,10 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     return wanted ? torch::stable::view(over(x, 0), shape) : gradients.none();
   };
   // Betas [I or 1, M]: what every child has, or a row for each position; and then their columns, if they share one.
-  const auto betas = [&](bool wanted, const MaybeTensor& beta, const Tensor& own, const Tensor& by_position) {
+  const auto betas = [&](bool wanted, const MaybeTensor& beta, const Tensor& by_child, const Tensor& by_position) {
     if (!wanted) return gradients.none();
     const bool shared = beta->size(0) == 1;
-    const Tensor rows = shared ? over(torch::stable::view(by_position, {by_position.numel() / v.M, v.M}), 0) : own;
+    const Tensor rows = shared ? over(torch::stable::view(by_position, {by_position.numel() / v.M, v.M}), 0) : by_child;
     const Tensor all = torch::stable::view(rows, {beta->size(0), v.M});
     return torch::stable::view(beta->size(1) == v.M ? all : over(all, 1), {beta->size(0), beta->size(1)});
   };

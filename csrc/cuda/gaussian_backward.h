@@ -14,10 +14,10 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct GaussianBackward {
-  static constexpr bool kHushes = true, kIdentity = true, kGates = true, kMeasures = true;
+  static constexpr bool kSilences = true, kIdentity = true, kGates = true, kMeasures = true;
   using Numbers = float[R][Pose::kEach];
-  Tiles<Pose, R> mean, precision, means, u, s;  // precision: p = 1 / (2 variance)
-  Tiles<Pose, R> first, second;                 // sums of da d' and of da d'^2
+  Patches<Pose, R> mean, precision, means, u, s;  // precision: p = 1 / (2 variance)
+  Patches<Pose, R> first, second;                 // sums of da d' and of da d'^2
   Numbers log_weight, constant, devidence, dlog_weight, duse, dignore;
   LaneBetas<Pose> betas;
 
@@ -40,7 +40,7 @@ struct GaussianBackward {
 
   // Shares r, gains t, and average = sum_m r_m t_m.
   FASTCAPS_DEVICE bool dscore(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
-                              char* shared, const Tiles<Pose, R>& votes, Numbers& share, Numbers& gain,
+                              char* shared, const Patches<Pose, R>& votes, Numbers& share, Numbers& gain,
                               float (&average)[R]) {
     Numbers logit;
     betas.next(a, lane, stage.t);
@@ -57,7 +57,7 @@ struct GaussianBackward {
   }
 
   FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                             const Found<Pose>& found, const Seat* seats, char* shared, Tiles<Pose, R>& votes) {
+                             const Found<Pose>& found, const Seat* seats, char* shared, Patches<Pose, R>& votes) {
     const bool asks = a.mean || a.log_weight;  // else all shares are 1 / M
     Numbers gain, share, weight;
     float average[R];

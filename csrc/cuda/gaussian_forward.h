@@ -44,7 +44,7 @@ struct LaneBetas {
 // p = 1 / (2 variance): 1 where there is none, and the exponent is a plain squared distance; 0 without a mean.
 template <class Pose>
 FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p,
-                                    Tile<Pose>& to) {
+                                    Patch<Pose>& to) {
   if (a.variance) load_parent<Pose>(a, lane, a.variance, seat, p, to);
   const bool exists = seat.position >= 0 && lane.alive(a, p);
   each_number<Pose>([&](int i, int j) {
@@ -55,14 +55,14 @@ FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, c
 
 template <class Pose, int R, bool PLAIN>
 struct GaussianForward {
-  static constexpr bool kHushes = false, kIdentity = true;
+  static constexpr bool kSilences = false, kIdentity = true;
   using Numbers = float[R][Pose::kEach];
-  Tiles<Pose, R> base, precision;  // base: the mean, or else the first vote; precision: p
-  Tiles<Pose, R> offset, spread;   // of the votes so far: their mean, seen from the base, and the squares about it
+  Patches<Pose, R> base, precision;  // base: the mean, or else the first vote; precision: p
+  Patches<Pose, R> offset, spread;   // of the votes so far: their mean, seen from the base, and the squares about it
   Numbers log_weight, count, lost, evidence;
   // Where a base is far from the votes, its digits are lost to theirs; free poses have registers to make up for it.
   static constexpr bool kCompensated = !Pose::kFixed;
-  Tiles<Pose, kCompensated ? R : 1> lost_offset;
+  Patches<Pose, kCompensated ? R : 1> lost_offset;
   LaneBetas<Pose> betas;
   bool placed, asks;  // parents have a mean; or at least a log-weight
 
@@ -82,7 +82,7 @@ struct GaussianForward {
 
   // Votes become what they are seen from the base.
   FASTCAPS_DEVICE bool score(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat* seats,
-                             char* shared, Tiles<Pose, R>& votes, Numbers& share) {
+                             char* shared, Patches<Pose, R>& votes, Numbers& share) {
     if (placed)
       each_tile<Pose, R>(
           [&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] -= base[r][p][i][j]; }); });
@@ -103,7 +103,7 @@ struct GaussianForward {
     return compete<Pose, R, 0, PLAIN>(a, lane, stage, seats, shared, logit, logit, share, none);
   }
 
-  FASTCAPS_DEVICE void add(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, Tiles<Pose, R>& votes,
+  FASTCAPS_DEVICE void add(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, Patches<Pose, R>& votes,
                            const Numbers& share) {
     betas.next(a, lane, stage.t);
     each_tile<Pose, R>([&](int r, int p) {

@@ -58,7 +58,7 @@ std::string name_of(const PassKernel& kernel, bool backward, bool plain) {
     name += n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E) + " " +
             n(kernel.parents * kernel.each) + " parents a warp";
   else
-    name += "any " + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane";
+    name += "any " + n(kernel.patch_rows) + "x" + n(kernel.patch_columns) + " a lane";
   return name + (kernel.products == 3 ? " tensor 3xTF32" : kernel.products ? " tensor" : "") + (plain ? " plain" : "");
 }
 

@@ -15,7 +15,7 @@ struct FixedPose {
   static constexpr int kProducts = 0;     // on the tensor cores that one product is made of: see tensor.h; 0: none
   static constexpr bool kStored = false;  // children of half precision are read as they are stored, never widened
   static constexpr int kC = C, kD = D, kE = E;
-  static constexpr int kTileRows = C, kTileColumns = TE;
+  static constexpr int kPatchRows = C, kPatchColumns = TE;
   static constexpr int kVector = D % 4 == 0 ? 4 : D % 2 == 0 ? 2 : 1;  // of a child's row
   static constexpr int kWeightVector = VECTOR;
   static constexpr int kWeightCopy = STRIDE % 4 == 0 && D * E % 4 == 0 ? 4 : STRIDE % 2 == 0 && D * E % 2 == 0 ? 2 : 1;
@@ -45,7 +45,7 @@ template <int TC, int TE>
 struct FreePose {
   static constexpr bool kFixed = false, kStored = false;
   static constexpr int kC = 0, kD = 0, kE = 0;
-  static constexpr int kTileRows = TC, kTileColumns = TE;
+  static constexpr int kPatchRows = TC, kPatchColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
   static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0, kChildPad = 0, kProducts = 0;
 
@@ -59,8 +59,8 @@ struct FreePose {
   static FASTCAPS_DEVICE int rows(const PassArgs& a) { return a.rows; }
 };
 
-// One lane's place: in the warp, and in the block. It holds tiles of kEach parents at R positions; the letters are
-// r: which of its positions, p: which of its parents, i, j: row and column within the tile.
+// One lane's place: in the warp, and in the block. It holds patches of kEach parents at R positions; the letters are
+// r: which of its positions, p: which of its parents, i, j: row and column within the patch.
 template <class Pose>
 struct Lane {
   int lane, column, parent, row, position;  // the last three count within the warp
@@ -93,10 +93,10 @@ struct Lane {
     return (warp_position * R + r) * positions + position;
   }
   // The p-th of the lane's parents, within the block and of all; whether there is such a one.
-  FASTCAPS_DEVICE int own(int p) const { return (warp_parent * Pose::kEach + p) * parents + parent; }
-  FASTCAPS_DEVICE int m(int p) const { return first_parent + own(p); }
+  FASTCAPS_DEVICE int in_block(int p) const { return (warp_parent * Pose::kEach + p) * parents + parent; }
+  FASTCAPS_DEVICE int m(int p) const { return first_parent + in_block(p); }
   FASTCAPS_DEVICE bool alive(const PassArgs& a, int p) const { return m(p) < a.M; }
-  FASTCAPS_DEVICE int c(int i) const { return row * Pose::kTileRows + i; }
+  FASTCAPS_DEVICE int c(int i) const { return row * Pose::kPatchRows + i; }
   FASTCAPS_DEVICE int e(const PassArgs& a, int j) const {
     constexpr int V = Pose::kWeightVector;
     return (j / V * Pose::columns(a) + column) * V + j % V;
@@ -127,24 +127,24 @@ FASTCAPS_DEVICE int child_stride(const PassArgs& a) {
 
 // A lane's part of one pose, and all such parts that it holds.
 template <class Pose>
-using Tile = float[Pose::kTileRows][Pose::kTileColumns];
+using Patch = float[Pose::kPatchRows][Pose::kPatchColumns];
 template <class Pose, int R>
-using Tiles = Tile<Pose>[R][Pose::kEach];
+using Patches = Patch<Pose>[R][Pose::kEach];
 
 template <class Pose, class Body>
 FASTCAPS_DEVICE void each_number(Body&& body) {
   FASTCAPS_UNROLL
-  for (int i = 0; i < Pose::kTileRows; ++i) {
+  for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
-    for (int j = 0; j < Pose::kTileColumns; ++j) body(i, j);
+    for (int j = 0; j < Pose::kPatchColumns; ++j) body(i, j);
   }
 }
 template <class Pose, class Body>
 FASTCAPS_DEVICE void each_vector(Body&& body) {  // of kWeightVector neighbours
   FASTCAPS_UNROLL
-  for (int i = 0; i < Pose::kTileRows; ++i) {
+  for (int i = 0; i < Pose::kPatchRows; ++i) {
     FASTCAPS_UNROLL
-    for (int j = 0; j < Pose::kTileColumns; j += Pose::kWeightVector) body(i, j);
+    for (int j = 0; j < Pose::kPatchColumns; j += Pose::kWeightVector) body(i, j);
   }
 }
 template <class Pose, int R, class Body>

@@ -7,7 +7,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R>
 FASTCAPS_DEVICE void add_bias(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                              Tiles<Pose, R>& votes) {
+                              Patches<Pose, R>& votes) {
   FASTCAPS_UNROLL
   for (int p = 0; p < Pose::kEach; ++p) {
     if (!lane.alive(a, p)) continue;
@@ -23,8 +23,8 @@ FASTCAPS_DEVICE void add_bias(const PassArgs& a, const Lane<Pose>& lane, const S
 
 template <class Pose, int R, Storage S>
 FASTCAPS_DEVICE void multiply(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                              Tiles<Pose, R>& votes) {
-  constexpr int V = Pose::kVector, TC = Pose::kTileRows, TE = Pose::kTileColumns;
+                              Patches<Pose, R>& votes) {
+  constexpr int V = Pose::kVector, TC = Pose::kPatchRows, TE = Pose::kPatchColumns;
   each_tile<Pose, R>([&](int r, int p) { each_number<Pose>([&](int i, int j) { votes[r][p][i][j] = 0.0f; }); });
   const int depth = Pose::padded_depth(a);
   _Pragma("unroll Pose::kDepthUnroll") for (int d = 0; d < depth; d += V) {
@@ -56,7 +56,7 @@ FASTCAPS_DEVICE void multiply(const PassArgs& a, const Lane<Pose>& lane, const S
 // Votes that are the children themselves, the same for every parent.
 template <class Pose, int R>
 FASTCAPS_DEVICE void take_children(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                   Tiles<Pose, R>& votes) {
+                                   Patches<Pose, R>& votes) {
   constexpr int V = Pose::kWeightVector;
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -77,7 +77,7 @@ FASTCAPS_DEVICE void take_children(const PassArgs& a, const Lane<Pose>& lane, co
 // IDENTITY: there may be no weights.
 template <class Pose, int R, bool PLAIN, bool IDENTITY>
 FASTCAPS_DEVICE void make_votes(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                                Tiles<Pose, R>& votes) {
+                                Patches<Pose, R>& votes) {
   if (IDENTITY && Pose::kProducts == 0 && !a.weight)
     take_children<Pose, R>(a, lane, stage, votes);
   else
@@ -93,13 +93,13 @@ FASTCAPS_DEVICE void make_votes(const PassArgs& a, const Lane<Pose>& lane, const
 
 // <x, y> over the whole pose.
 template <class Pose>
-FASTCAPS_DEVICE float dot(const PassArgs& a, const Tile<Pose>& x, const Tile<Pose>& y) {
+FASTCAPS_DEVICE float dot(const PassArgs& a, const Patch<Pose>& x, const Patch<Pose>& y) {
   float sum = 0.0f;
   each_number<Pose>([&](int i, int j) { sum += x[i][j] * y[i][j]; });
   return sum_pose<Pose>(a, sum);
 }
 
-// A tile of a parent's pose, in dense memory [positions, M, C, E]; zero where there is none.
+// A patch of a parent's pose, in dense memory [positions, M, C, E]; zero where there is none.
 template <class Pose>
 FASTCAPS_DEVICE int64_t parent_offset(const PassArgs& a, const Lane<Pose>& lane, int64_t position, int p) {
   return (position * a.M + lane.m(p)) * Pose::C_(a) * Pose::E_(a);
@@ -107,7 +107,7 @@ FASTCAPS_DEVICE int64_t parent_offset(const PassArgs& a, const Lane<Pose>& lane,
 
 template <class Pose>
 FASTCAPS_DEVICE void load_parent(const PassArgs& a, const Lane<Pose>& lane, const float* from, const Seat& seat, int p,
-                                 Tile<Pose>& to) {
+                                 Patch<Pose>& to) {
   constexpr int V = Pose::kWeightVector;
   const bool exists = seat.position >= 0 && lane.alive(a, p);
   const int64_t at = parent_offset(a, lane, seat.position, p);
@@ -121,7 +121,7 @@ FASTCAPS_DEVICE void load_parent(const PassArgs& a, const Lane<Pose>& lane, cons
 
 template <class Pose>
 FASTCAPS_DEVICE void store_parent(const PassArgs& a, const Lane<Pose>& lane, float* to, const Seat& seat, int p,
-                                  const Tile<Pose>& from) {
+                                  const Patch<Pose>& from) {
   constexpr int V = Pose::kWeightVector;
   if (seat.position < 0 || !lane.alive(a, p)) return;
   const int64_t at = parent_offset(a, lane, seat.position, p);
@@ -133,7 +133,7 @@ FASTCAPS_DEVICE void store_parent(const PassArgs& a, const Lane<Pose>& lane, flo
 // The query, times scale; its layout and type are the caller's.
 template <class Pose>
 FASTCAPS_DEVICE void load_query(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, float scale,
-                                Tile<Pose>& to) {
+                                Patch<Pose>& to) {
   const int64_t* stride = a.query.stride;
   const bool exists = a.query.data && seat.position >= 0 && lane.alive(a, p);
   const int64_t at = seat.query + lane.m(p) * stride[3];

@@ -64,14 +64,14 @@ FASTCAPS_DEVICE void with_weights(const PassArgs& a, Body&& body) {
 // One child's weights towards one of the lane's parents, stored as S.
 template <class Pose, Storage S = Storage::kFloat32>
 struct Weights {
-  static constexpr int V = Pose::kVector, TE = Pose::kTileColumns, WV = Pose::kWeightVector;
+  static constexpr int V = Pose::kVector, TE = Pose::kPatchColumns, WV = Pose::kWeightVector;
   const Element<S>* from;
   bool alive;
 
   FASTCAPS_DEVICE Weights(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p)
       : alive(lane.alive(a, p)) {
     if constexpr (Pose::kWeightStride > 0) {
-      from = stage.weight + lane.own(p) * Pose::kWeightStride;
+      from = stage.weight + lane.in_block(p) * Pose::kWeightStride;
     } else {
       const int m = alive ? lane.m(p) : a.M - 1;  // whose numbers are read and not used
       from = static_cast<const Element<S>*>(a.weight) +

@@ -1,10 +1,10 @@
 // The passes on a GPU: the one argument of their kernels, and the tables of their instantiations.
 //
 // A warp's 32 lanes are cut into  columns x positions x parents x rows  (each a power of two, columns fastest). A lane
-// holds, for R positions, a tile of TC x TE numbers of one parent's pose: of its query, of its sums, and of the vote at
-// hand. So a vote lives in registers, from the multiplication that makes it to the sum that takes it in. Several warps
-// share the parents of a position, several more take other positions; a block walks over a range of children, of which
-// a few at a time (a stage) lie in shared memory, while the next few are on their way there.
+// holds, for R positions, a patch of TC x TE numbers of one parent's pose: of its query, of its sums, and of the vote
+// at hand. So a vote lives in registers, from the multiplication that makes it to the sum that takes it in. Several
+// warps share the parents of a position, several more take other positions; a block walks over a range of children, of
+// which a few at a time (a stage) lie in shared memory, while the next few are on their way there.
 #pragma once
 
 #include "../votes.h"
@@ -134,7 +134,7 @@ struct PassArgs : Cut, ParentArgs {
 // One instantiation of the kernels, as the host that cuts the call sees it.
 struct PassKernel {
   int C, D, E;  // the pose; 0: any
-  int tile_rows, tile_columns;
+  int patch_rows, patch_columns;
   int columns, parents;            // lanes; 0: chosen at the launch
   int each;                        // parents of a lane
   int products;                    // on the tensor cores that one product is made of; 0: none is made there

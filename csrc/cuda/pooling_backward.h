@@ -9,8 +9,8 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct PoolingBackward {
-  static constexpr bool kHushes = true, kIdentity = true, kGates = true, kMeasures = false;
-  Tiles<Pose, R> query, dsums, dquery;
+  static constexpr bool kSilences = true, kIdentity = true, kGates = true, kMeasures = false;
+  Patches<Pose, R> query, dsums, dquery;
   float constant[R][Pose::kEach], shift[R][Pose::kEach];  // shift: the log-sum-exp, in units of log2
 
   FASTCAPS_DEVICE void load(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
@@ -26,7 +26,7 @@ struct PoolingBackward {
   }
 
   FASTCAPS_DEVICE bool dvote(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                             const Found<Pose>& found, const Seat*, char*, Tiles<Pose, R>& votes) {
+                             const Found<Pose>& found, const Seat*, char*, Patches<Pose, R>& votes) {
     const bool asks = a.query.data;
     FASTCAPS_UNROLL
     for (int r = 0; r < R; ++r) {

@@ -17,8 +17,8 @@ constexpr float kSlack = 8.0f;
 
 template <class Pose, int R, bool PLAIN>
 struct PoolingForward {
-  static constexpr bool kHushes = false, kIdentity = true;
-  Tiles<Pose, R> query, sums;
+  static constexpr bool kSilences = false, kIdentity = true;
+  Patches<Pose, R> query, sums;
   float top[R][Pose::kEach], total[R][Pose::kEach];
   bool asks;
 
@@ -36,7 +36,7 @@ struct PoolingForward {
 
   // The share is below the largest logit so far, and not divided by the sum of all.
   FASTCAPS_DEVICE bool score(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, const Seat*, char*,
-                             const Tiles<Pose, R>& votes, float (&share)[R][Pose::kEach]) {
+                             const Patches<Pose, R>& votes, float (&share)[R][Pose::kEach]) {
     float logit[R][Pose::kEach];
     bool rises = false;
     each_tile<Pose, R>([&](int r, int p) {
@@ -67,7 +67,7 @@ struct PoolingForward {
   }
 
   FASTCAPS_DEVICE void add(const PassArgs&, const Lane<Pose>& lane, const Stage<Pose>& stage,
-                           const Tiles<Pose, R>& votes, const float (&share)[R][Pose::kEach]) {
+                           const Patches<Pose, R>& votes, const float (&share)[R][Pose::kEach]) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
       if (seen.exists == 0.0f || seen.gate == 0.0f) return;  // leaves no trace, whatever it is

@@ -25,11 +25,11 @@ Lanes lanes_of(const PassKernel& kernel, int64_t C, int64_t D, int64_t E, int64_
     if (kernel.C != C || kernel.D != D || kernel.E != E) return {};
     return {kernel.columns, 1, kernel.parents * kernel.each, C * E};
   }
-  const int64_t rows = power_of_two(ceil_div(C, kernel.tile_rows));
-  const int64_t columns = power_of_two(ceil_div(E, kernel.tile_columns));
+  const int64_t rows = power_of_two(ceil_div(C, kernel.patch_rows));
+  const int64_t columns = power_of_two(ceil_div(E, kernel.patch_columns));
   if (rows * columns > 32) return {};
   const int64_t parents = std::min(32 / (rows * columns), power_of_two(M));
-  return {int(columns), int(rows), int(parents), rows * kernel.tile_rows * columns * kernel.tile_columns};
+  return {int(columns), int(rows), int(parents), rows * kernel.patch_rows * columns * kernel.patch_columns};
 }
 
 // A pose of its own beats a free one; then few parents want few lanes, and little of a tile should lie outside the
@@ -61,7 +61,7 @@ struct Shared {
     const bool backward = task.backward;
     const PassKernel& kernel = *c.kernel;
     narrow = v.storage != Storage::kFloat32, widens = narrow && !kernel.stored;
-    const int64_t any = int64_t(c.rows) * kernel.tile_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
+    const int64_t any = int64_t(c.rows) * kernel.patch_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
     child_rows = c.tile * (kernel.C ? kernel.child_stride : any) * 4;
     weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
     seen = c.tile * 8;
@@ -236,7 +236,7 @@ std::string describe(const Schedule& c) {
   const auto n = [](int64_t x) { return std::to_string(x); };
   std::string text = kernel.products == 3 ? "tensor-core (3xTF32) " : kernel.products ? "tensor-core " : "";
   text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
-                   : "kernel for any pose (" + n(kernel.tile_rows) + "x" + n(kernel.tile_columns) + " a lane)";
+                   : "kernel for any pose (" + n(kernel.patch_rows) + "x" + n(kernel.patch_columns) + " a lane)";
   text += ", " + n(c.tile) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
           n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " +
           n(c.groups * c.chunks * c.parent_blocks) + " blocks";

@@ -301,7 +301,7 @@ struct Stage {
 
   // Children behind a gate of exactly 0 that are NaN or infinite become zeros, as if they were not there: nothing that
   // they are multiplied by is a number. Behind a barrier, and another must follow.
-  static FASTCAPS_DEVICE void hush(const PassArgs& a, char* shared, int which, int count) {
+  static FASTCAPS_DEVICE void silence(const PassArgs& a, char* shared, int which, int count) {
     Seen* seen = reinterpret_cast<Seen*>(shared + which * a.shared_stage + a.shared_seen);
     float* children = reinterpret_cast<float*>(shared + a.shared_float + which * a.float_stage);
     const int numbers = Pose::padded_rows(a) * row_stride<Pose>(a), depth = Pose::padded_depth(a);

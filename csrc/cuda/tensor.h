@@ -63,7 +63,7 @@ struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
 template <Storage, int EACH, int PRODUCTS, int R>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose4x4<EACH, PRODUCTS>>& lane,
                                               const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
-                                              Tile<TensorPose4x4<EACH, PRODUCTS>> (&votes)[R][EACH]) {
+                                              Patch<TensorPose4x4<EACH, PRODUCTS>> (&votes)[R][EACH]) {
   using Pose = TensorPose4x4<EACH, PRODUCTS>;
   static_assert(R == 1, "the four positions of an instruction are four lanes'");
   const int t = lane.position, seat = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
@@ -107,7 +107,7 @@ FASTCAPS_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint3
 template <Storage S, int PRODUCTS, int R>
 FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose1x64<PRODUCTS>>& lane,
                                               const Stage<TensorPose1x64<PRODUCTS>>& stage,
-                                              Tile<TensorPose1x64<PRODUCTS>> (&votes)[R][1]) {
+                                              Patch<TensorPose1x64<PRODUCTS>> (&votes)[R][1]) {
   using Pose = TensorPose1x64<PRODUCTS>;
   static_assert(R == 2, "the sixteen positions of an instruction are two of eight lanes'");
   const int t = lane.column;
@@ -153,7 +153,7 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<Tens
 template <int EACH, int PRODUCTS>
 FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>>& lane,
                                            const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
-                                           const Tile<TensorPose4x4<EACH, PRODUCTS>>& dvotes, float (&rows)[2][4]) {
+                                           const Patch<TensorPose4x4<EACH, PRODUCTS>>& dvotes, float (&rows)[2][4]) {
   using Pose = TensorPose4x4<EACH, PRODUCTS>;
   const float* rows_of = stage.children + lane.template seat<1>(0) * Pose::kChildStride;
   Factor<PRODUCTS, 2> children[2];

@@ -13,7 +13,7 @@ namespace fastcaps::gpu {
 // The length of a pose that lies in several lanes: as in algebra/turns.h, no square overflows or vanishes. All lanes of
 // a warp come here together.
 template <class Pose>
-FASTCAPS_DEVICE float length(const PassArgs& a, const Tile<Pose>& x) {
+FASTCAPS_DEVICE float length(const PassArgs& a, const Patch<Pose>& x) {
   float largest = 0.0f, sum = 0.0f;
   each_number<Pose>([&](int i, int j) { largest = fmaxf(largest, fabsf(x[i][j])); });
   largest = max_pose<Pose>(a, largest);
@@ -28,7 +28,7 @@ FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.
 // The same of a pose. `counts`: this lane wants to know. All lanes of a warp come here together; what a pose gets does
 // not depend on the others', not even in its last digit.
 template <class Pose>
-FASTCAPS_DEVICE float inverse_length(const PassArgs& a, const Tile<Pose>& x, bool counts) {
+FASTCAPS_DEVICE float inverse_length(const PassArgs& a, const Patch<Pose>& x, bool counts) {
   const float squares = dot<Pose>(a, x, x);
   const bool within = squares > 1e-30f && squares < 1e30f;
   float inverse = pooling::inverse_length(squares);
@@ -40,7 +40,7 @@ FASTCAPS_DEVICE float inverse_length(const PassArgs& a, const Tile<Pose>& x, boo
 }
 
 template <class Pose>
-FASTCAPS_DEVICE void layer_norm(const PassArgs& a, const Lane<Pose>& lane, Tile<Pose>& x) {
+FASTCAPS_DEVICE void layer_norm(const PassArgs& a, const Lane<Pose>& lane, Patch<Pose>& x) {
   const float one = 1.0f / float(Pose::C_(a) * Pose::E_(a));
   for (int turn = 0; turn < 2; ++turn) {  // centred twice, as in layer_norm.h
     float sum = 0.0f;
@@ -61,7 +61,7 @@ FASTCAPS_DEVICE void layer_norm(const PassArgs& a, const Lane<Pose>& lane, Tile<
 // A pose for each parent in the children's type, [positions, M, C, E], `first` numbers behind `to`.
 template <class Pose>
 FASTCAPS_DEVICE void store_rounded(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, void* to,
-                                   int64_t first, const Tile<Pose>& x) {
+                                   int64_t first, const Patch<Pose>& x) {
   if (seat.position < 0 || !lane.alive(a, p)) return;
   const int64_t at = first + parent_offset<Pose>(a, lane, seat.position, p);
   each_number<Pose>([&](int i, int j) {
@@ -73,7 +73,7 @@ FASTCAPS_DEVICE void store_rounded(const PassArgs& a, const Lane<Pose>& lane, co
 // the children's type. `first`: there was no query yet. All lanes of a warp come here together.
 template <class Pose, bool ROUNDS>
 FASTCAPS_DEVICE void take_turn(const PassArgs& a, const Lane<Pose>& lane, const Seat& seat, int p, int turn, bool first,
-                               Tile<Pose>& sums, Tile<Pose>& query) {
+                               Patch<Pose>& sums, Patch<Pose>& query) {
   const bool last = turn + 1 == a.turns;
   const int64_t at = turn * a.positions * a.M * Pose::C_(a) * Pose::E_(a);
   if constexpr (ROUNDS) {

@@ -1,0 +1,144 @@
+// The passes on the CPU: what the op bodies ask of the kernels, and the tables through which they reach the build for
+// this machine's instruction set.
+#pragma once
+
+#include <vector>
+
+#include "../votes.h"
+
+namespace fastcaps {
+
+// Numbers of a matrix that is read from memory rather than from cache.
+inline constexpr int64_t kLargeMatrix = 1024;
+
+// How a call is cut into items. An item is a group of rows times a range of children; a row is a tile of `lanes`
+// positions, or, where lanes are children, a single position. The cut depends on shapes alone, never on the number of
+// threads, so the same input gives the same bits.
+struct Schedule {
+  int64_t groups = 1, samples = 0;  // groups of samples (0: groups of positions, wherever samples end)
+  int64_t chunks = 1;  // ranges of children (forward), of child types n or groups of them that share weights (backward)
+  int64_t rows_per_group = 1;                  // rows
+  int64_t block_children = 1, block_rows = 1;  // children and rows whose votes are on chip at once
+  int64_t weight_parts = 1;     // backward, of dW: one a group where ranges own their weights, else one an item
+  bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of them
+  bool shared_weights = false;  // and all children have the same weights and bias: those stay scalars
+  bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
+  bool stay = false;            // and so do the poses, from turn to turn: a block holds all children
+  bool folded = false;          // parents are turned to the children's poses instead of children to votes (folded.h)
+
+  int64_t items() const { return groups * chunks; }
+  int64_t rows() const { return groups * rows_per_group; }
+};
+
+// A gradient to which several items contribute, each a part by itself: the first part becomes their sum.
+struct Parts {
+  void *first = nullptr, *others = nullptr;
+  int64_t numbers = 0;
+
+  explicit operator bool() const { return first; }
+  template <class T>
+  T* part(int64_t which) const {
+    return which == 0 ? static_cast<T*>(first) : static_cast<T*>(others) + (which - 1) * numbers;
+  }
+};
+
+// The operands and results of one pass, of both directions. Null where there are none or where they are not wanted;
+// results and sums are in the compute type unless another is said.
+struct Attention {
+  double scale = 1, eps = 1e-5;
+  Rule rule = Rule::kLayerNorm;
+  View query;                                               // [B, Ho, Wo, M, C, E], storage type
+  const void *norm_weight = nullptr, *norm_bias = nullptr;  // [C * E]
+  void* parents = nullptr;                                  // of the last turn, [positions, M * C * E], storage type
+  void* sums = nullptr;                                     // [turns, positions, M * C * E]
+  // backward
+  View grad, given_sums;  // [B, Ho, Wo, M, C, E]; sums under LayerNorm alone
+  bool detach = false;
+  void* dquery = nullptr;  // [positions, M * C * E]
+  Parts dnorm;             // of every row, [2, C * E], zeroed
+};
+
+struct Pooling {
+  double scale = 1;
+  bool normalize = false;
+  Rule rule = Rule::kUnit;
+  View query;
+  void* parents = nullptr;    // of the last turn, [positions, M * C * E], storage type
+  void* sums = nullptr;       // [turns, positions, M * C * E], storage type
+  void* logsumexp = nullptr;  // [turns, positions, M]
+  // backward
+  View grad, given_sums;  // [B, Ho, Wo, M, C, E], compute type and storage type
+  View given_logsumexp;   // [B, Ho, Wo, M], compute type
+  bool detach = false;
+  void* dquery = nullptr;
+};
+
+struct Gaussian {
+  double eps = 0;
+  Rule rule = Rule::kHeinsen;
+  const double* temperatures = nullptr;             // [turns], inverse, of EM
+  const void *beta_u = nullptr, *beta_a = nullptr;  // [M], of EM
+  View mean, variance, log_weight;                  // [B, Ho, Wo, M, C, E], [B, Ho, Wo, M]; compute type
+  const void *beta_use = nullptr, *beta_ignore = nullptr;
+  int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
+  void *counts = nullptr, *scores = nullptr;    // [turns, positions, M]
+  void *means = nullptr, *variances = nullptr;  // [turns, positions, M * C * E]
+  // backward
+  View grad_counts, grad_evidence, grad_means, grad_variances;
+  View given_counts, given_means, given_variances;
+  void *dmean = nullptr, *dvariance = nullptr, *dlog_weight = nullptr;
+  Parts duse, dignore;  // of every item, zeroed
+};
+
+template <class Operands>
+struct ForwardCall {
+  Votes votes;
+  Operands with{};
+  Schedule schedule{};
+  int64_t turn = 0, turns = 1, total = 1;  // the first turn of this launch, how many it makes, how many there are
+  void* partial = nullptr;                 // [chunks, rows, numbers of a row's results] if chunks > 1
+  void* state = nullptr;                   // [rows, numbers of a row's parents], from turn to turn if chunks > 1
+};
+
+template <class Operands>
+struct BackwardCall {
+  Votes votes;
+  std::vector<Operands> with{};  // of every turn
+  Schedule schedule{};
+  void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
+  void* dgate = nullptr;      // [B, H, W, N], zeroed
+  Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
+  Parts dbias{};              // of every item, zeroed
+  void* state = nullptr;      // [rows, turns, numbers]: the parents and their gradients, made by backward_prepare
+  void* partial = nullptr;    // [chunks, rows, numbers]: the parents' gradients of each item, of a single turn
+
+  bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
+};
+
+// One table per pass and instruction set. Items (rows for prepare and finish) may run in any order and on any thread;
+// `scratch` is the thread's own.
+template <class Operands>
+struct Kernels {
+  using Forward = ForwardCall<Operands>;
+  using Backward = BackwardCall<Operands>;
+  int lanes_float, lanes_double;
+  int64_t lanes(const Votes& in) const { return in.is_double() ? lanes_double : lanes_float; }
+  void (*forward)(const Forward&, int64_t begin, int64_t end, void* scratch);
+  void (*forward_finish)(const Forward&, int64_t begin, int64_t end, void* scratch);
+  void (*backward_prepare)(const Backward&, int64_t begin, int64_t end, void* scratch);
+  void (*backward)(const Backward&, int64_t begin, int64_t end, void* scratch);
+  void (*backward_finish)(const Backward&, int64_t begin, int64_t end, void* scratch);
+  int64_t (*forward_scratch)(const Forward&);  // bytes
+  int64_t (*backward_scratch)(const Backward&);
+  // Numbers of a row: its parents and results going forward, its parents and their gradients going backward.
+  int64_t (*forward_state)(const Forward&), (*forward_results)(const Forward&);
+  int64_t (*backward_state)(const Backward&), (*backward_results)(const Backward&);
+  bool (*own_pose)(const Forward&);  // whether the call's pose has kernels of its own
+};
+
+// For this machine, and for a call of that many positions: vectors half as long where they would be half empty
+// (capability.cpp).
+template <class Operands>
+const Kernels<Operands>& kernels(const Votes& in);
+
+}  // namespace fastcaps

@@ -1,0 +1,134 @@
+// A block going backward: the gradients of its votes, dV, and the places where those of its matrices, dW = P^T dV,
+// gather. Poses with small matrices have a vector over the lanes for each weight, whose lanes are added up once, at the
+// end. For vector poses dW is a matmul over the lanes: poses and vote gradients turned back into rows of scalars.
+#pragma once
+
+#include "block.h"
+
+namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
+
+template <class T, class Pose, Lanes kLane, class Call>
+struct WeightGradients : Block<T, Pose, kLane, Call> {
+  using Base = Block<T, Pose, kLane, Call>;
+  using Base::in, Base::schedule, Base::pose, Base::weights, Base::slots, Base::CE, Base::CD, Base::P, Base::range;
+  using Base::kChildLanes, Base::n, Base::child_of;
+  using typename Base::V;
+  static constexpr bool kByRows = Pose::kWeightGradientByRows && kLane != Lanes::kChildren;
+  // Poses whose vote gradients are not written down give both gradients, if only one is wanted, too.
+  static constexpr bool kAtOnce = Pose::kGradientRows > 0;
+  static constexpr int64_t kOneMatrixBytes = 1 << 20;
+
+  const int64_t DE;
+  const bool shared;      // children of a walk have all the same matrices,
+  const bool one_matrix;  // of which a lane's sums are kept to its end
+  V *dV, *dW_lanes = nullptr;
+  T *P_rows = nullptr, *dV_rows = nullptr;
+  T *dW = nullptr, *dB = nullptr;  // of the item in hand, if they are wanted
+  struct {
+    int64_t first, count, t0, nt;
+  } block{};  // in hand: units [0, count) of children from number `first` of the range on, for rows [t0, t0 + nt)
+
+  WeightGradients(const Call& call, const Pose& pose, Arena& arena)
+      : Base(call, pose, arena, call.schedule.rows_per_group),
+        DE(in.D * in.E),
+        shared(kLane == Lanes::kSharing || (kLane == Lanes::kPositions && in.G == 1)),
+        one_matrix(shared && !kByRows && in.M * DE * int64_t(sizeof(V)) <= kOneMatrixBytes),
+        dV(arena.take<V>(Pose::kTogether * slots * CE)) {
+    if (Pose::kIdentity || !(call.dweight || kAtOnce)) return;
+    const int64_t matrices = kLane == Lanes::kChildren || (in.G == 1 && !one_matrix) ? 1
+                             : one_matrix                                            ? in.M
+                                                                                     : schedule.block_children * in.M;
+    if (!kByRows) dW_lanes = arena.take<V>(matrices * DE);
+    if (kByRows) P_rows = arena.take<T>(slots * n * in.D), dV_rows = arena.take<T>(schedule.block_rows * n * in.E);
+  }
+
+  // Of the range's child q and parent m.
+  T* gradient_of(int64_t q, int64_t m) const { return dW + weights.offset(range.child(q), m); }
+  // Where the lanes' sums of unit j and parent m are, and whether they begin with row t.
+  V* sums_of(int64_t j, int64_t m) const {
+    return dW_lanes + (shared ? (one_matrix ? m : 0) : kChildLanes ? 0 : j * in.M + m) * DE;
+  }
+  bool sums_begin(int64_t j, int64_t t) const { return shared ? !one_matrix && j == 0 && t == 0 : block.t0 + t == 0; }
+
+  // Children [first, first + count) of the range are next, and have been met in all rows. One with matrices of its own
+  // is met once: their gradient is cleared here, while it is about to be in cache.
+  void begin_children(int64_t first, int64_t count) {
+    if (dW_lanes && one_matrix && first == 0) zero(dW_lanes, in.M * DE);
+    if (dW && in.G == in.I)
+      for (int64_t q = first; q < first + count; ++q) zero(gradient_of(q, 0), in.M * DE);
+  }
+  void end_children(int64_t first, int64_t count) {
+    if (!dW || !dW_lanes) return;
+    if (one_matrix && first + count == range.count) add_lane_sums<T>(dW_lanes, in.M * DE, gradient_of(0, 0));
+    for (int64_t j = 0; j < count && !kChildLanes && !shared; ++j)
+      add_lane_sums<T>(sums_of(j, 0), in.M * DE, gradient_of(first + j, 0));
+  }
+
+  // The block's poses as rows of scalars, and a unit's vote gradients.
+  void turn_poses() {
+    if (!P_rows) return;
+    for (int64_t t = 0; t < block.nt; ++t)
+      for (int64_t j = 0; j < block.count; ++j)
+        write_rows(P + (t * schedule.block_children + j) * CD, in.D, P_rows + (j * schedule.block_rows + t) * n * in.D);
+  }
+  FASTCAPS_INLINE void turn_gradients(int64_t t, int64_t slot) {
+    if (dV_rows) write_rows(dV + slot * CE, in.E, dV_rows + t * n * in.E);
+  }
+  static FASTCAPS_INLINE void write_rows(const V* numbers, int64_t length, T* row) {
+    T* lane[n];
+    for (int r = 0; r < n; ++r) lane[r] = row + r * length;
+    scatter_rows<false, T>(lane, length, numbers);
+  }
+
+  // What unit j adds for parents [m0, m0 + kMany), where its matrices are its own.
+  template <int kMany>
+  FASTCAPS_INLINE void add_unit(int64_t j, int64_t m0) {
+    const int64_t q = child_of(block.first, j);
+    if constexpr (kByRows)
+      if (dV_rows) add_by_rows(P_rows + j * schedule.block_rows * n * in.D, int(block.nt * n), gradient_of(q, m0));
+    if (!kAtOnce && dW_lanes && !shared)
+      for (int which = 0; which < kMany; ++which)
+        add_weight_gradient<T>(pose, block.nt, schedule.block_children, P + j * CD, dV + (which * slots + j) * CE,
+                               block.t0 == 0, sums_of(j, m0 + which));
+    if (kLane == Lanes::kChildren && dW) {
+      T* lane[n];
+      for (int r = 0; r < n; ++r) lane[r] = q + r < range.count ? gradient_of(q + r, m0) : nullptr;
+      scatter_rows<true, T>(lane, DE, dW_lanes);
+    }
+  }
+  // What the block adds for parent m, the `which`-th at hand, where all children share its matrix.
+  FASTCAPS_INLINE void add_block(int64_t m, int which) {
+    if (!dW || !dW_lanes || !shared) return;
+    const int64_t stride = schedule.block_children;
+    for (int64_t t = 0; t < block.nt && !kAtOnce; ++t)
+      add_weight_gradient<T>(pose, block.count, 1, P + t * stride * CD, dV + (which * slots + t * stride) * CE,
+                             !one_matrix && t == 0, sums_of(0, m));
+    if (!one_matrix) add_lane_sums<T>(sums_of(0, m), DE, gradient_of(block.first, m));
+  }
+
+  void add_bias_gradient(int64_t q, int64_t m, const V* sum) {
+    const auto at = [&](int64_t k) { return dB + range.child(k) * weights.bias_i + m * weights.bias_m; };
+    if constexpr (kLane == Lanes::kChildren) {
+      T* lane[n];
+      for (int k = 0; k < n; ++k) lane[k] = q + k < range.count ? at(q + k) : nullptr;
+      scatter_rows<true, T>(lane, CE, sum);
+    } else {
+      add_lane_sums<T>(sum, CE, at(q));
+    }
+  }
+
+ private:
+  // dW[d, e] += sum over lanes of P[d] dV[e]: e in vectors now.
+  void add_by_rows(const T* poses, int positions, T* to) {
+    constexpr int D = Pose::D, E = Pose::E, kMost = kManyRegisters ? 4 : 2, kCols = E / n < kMost ? E / n : kMost;
+    product<4, kCols, V>(
+        D, E / n, positions, [&](int d, int k) FASTCAPS_LAMBDA { return poses[k * D + d]; },
+        [&](int k, int e) FASTCAPS_LAMBDA { return load<T>(dV_rows + k * E + e * n); },
+        [&](int d, int e) FASTCAPS_LAMBDA { return load<T>(to + d * E + e * n); },
+        [&](int d, int e, V x) FASTCAPS_LAMBDA { store<T>(to + d * E + e * n, x); });
+  }
+};
+
+}  // namespace FASTCAPS_NAMESPACE
+}  // namespace fastcaps

@@ -1,0 +1,197 @@
+"""The CUDA kernels where numbers are not finite or hardly so, and where rounding would cost digits.
+
+How they are run and judged: ``cuda_target``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import GPU_DTYPES, Case
+from cuda_rows import row
+from cuda_target import Target, mixed_order, on_every_target
+from registry import ATTENTION, GAUSSIAN, POOLING, BackwardCall, Call, Routing
+from suite import every_routing
+
+from fastcaps.rules import Rule
+from fastcaps.vectors import unit
+from tools.judge import Bar
+
+autoused_order = pytest.fixture(autouse=True)(mixed_order)
+
+
+@on_every_target
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("argument", ["children", "weight", "bias", "gate", "state"])
+@every_routing
+def test_what_is_not_finite_comes_out(routing: Routing, argument: str, value: float, target: Target) -> None:
+    """A NaN or an infinity in one sample: the other samples are as they were, its own results are not all finite."""
+    if argument == "gate" and routing is not ATTENTION and value == -torch.inf:
+        pytest.skip("gates are not negative")
+    name = routing.state[0] if argument == "state" else argument
+    case = replace(row(routing, "primes"), batch=3, rule=Rule.PLAIN if routing is ATTENTION else routing.cases[0].rule)
+    call = routing.call(case)
+    clean = target.forward(call)
+    shared = name in ("weight", "bias")  # which concern all samples
+    broken = call.given[name].clone()
+    broken.view(-1)[broken.numel() // (2 if shared else 6)] = value
+    call = Call(routing, {**call.given, name: broken}, {})
+    expected, found = call.by_loop(), target.forward(call)
+    for result, other in expected.items():
+        samples = (lambda x: x) if result in routing.results else (lambda x: x.transpose(0, 1))
+        one, two = samples(found[result]), samples(other)
+        assert torch.equal(one.isfinite().flatten(1).all(1), two.isfinite().flatten(1).all(1)), result
+        if not shared:
+            assert torch.equal(one[1:], samples(clean[result])[1:]), result
+
+
+@on_every_target
+@pytest.mark.parametrize("dtype", GPU_DTYPES[:2], ids=str)
+@pytest.mark.parametrize("trash", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("grid", [(1, 1), (5, 4)], ids=str)
+@pytest.mark.parametrize("routing", [POOLING, GAUSSIAN], ids=str)
+def test_a_gate_of_0_leaves_no_trace(
+    routing: Routing, grid: tuple[int, int], trash: float, dtype: torch.dtype, target: Target
+) -> None:
+    """Neither in the results nor in a gradient, whatever the child behind it is."""
+    case = replace(row(routing, "padded"), grid=grid, gate="silent", types=7, dtype=dtype, turns=1)
+    # Blocks that add as they come differ in the last place of float32, which may round to another bfloat16.
+    option = "fast" if dtype == torch.float32 else "ordered"
+    found = []
+    for number in (trash, 0.0):
+        call, back = routing.call(case), routing.backward_call(case)
+        silent = (call.given["gate"] == 0)[..., None, None]
+        for arguments in (call.given, back.given):
+            arguments["children"] = arguments["children"].masked_fill(silent, number)
+        found.append((target.forward(call), target.backward(back, option)))
+    for name, one in found[0][0].items():
+        assert torch.equal(one, found[1][0][name]), name
+    for name, one in found[0][1].items():
+        assert one.isfinite().all(), name
+        if name != "dgate" and option == "ordered":
+            assert torch.equal(one, found[1][1][name]), name
+        elif name != "dgate":
+            torch.testing.assert_close(one, found[1][1][name], rtol=1e-5, atol=1e-6, msg=name)
+        elif not trash < torch.inf:  # of a child that is a number the gate's gradient is one too
+            assert (one[silent[..., 0, 0]] == 0).all()
+
+
+LONELY = (  # parents that one child makes, or two: variances are nothing beside the means
+    Case("one-child", Rule.EM, types=1, pose=(4, 4, 4), bias="IM", gate="some"),
+    Case("one-child-vector", Rule.EM, batch=5, types=1, pose=(1, 16, 16), start=False),
+    Case("one-child-any", Rule.EM, types=1, parents=5, pose=(5, 3, 7), gate="some"),
+    Case("one-child-each", Rule.EM, types=8, parents=10, pose=(4, 4, 4)),
+    Case("one-child-turns", Rule.EM, types=4, parents=6, pose=(4, 4, 4), turns=3),
+    Case("one-child-grid", Rule.EM, grid=(3, 3), types=2, parents=6, pose=(4, 4, 4), window=(2, 2, 1, 1, 1, 1, 1, 1)),
+    Case("one-child-sweeps", Rule.EM, batch=1, types=2, parents=1100, pose=(4, 4, 4)),
+    Case("one-child-ranges", Rule.EM, batch=1, types=200, pose=(4, 4, 4), groups="one"),
+)  # fmt: skip
+
+
+@on_every_target
+@pytest.mark.parametrize("option", ["fast", "ordered"])
+@pytest.mark.parametrize("case", LONELY, ids=str)
+def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
+    """Its gradient by the variance is large, and the mean's rounding must cancel in it (as it does in autograd)."""
+
+    def turn_of(given_now: dict[str, Any], turn: int, leaves: dict[str, Any]) -> dict[str, Any]:
+        state = {n: None if given_now.get(n) is None else given_now[n][turn] for n in GAUSSIAN.state}
+        once = GAUSSIAN.call(replace(case, turns=1)).given
+        return GAUSSIAN.turn({**once, **leaves}, 0, state, False)[0]
+
+    def run(tensors: Any) -> dict[str, torch.Tensor]:
+        """The oracle, differentiated by autograd, of each turn by itself."""
+        given_now = dict(zip(names, tensors, strict=True))
+        made_of = [n for n in ("children", "weight", "bias", "gate") if n in names]
+        leaves = {n: given_now[n].detach().requires_grad_() for n in made_of}
+        total: Any = {}
+        for turn in range(case.turns):
+            results = turn_of(given_now, turn, leaves)
+            kept = {"grad_counts": "all_counts", "grad_means": "all_means", "grad_variances": "all_variances"}
+            pairs = [(results[r][0], given_now[g][turn]) for g, r in kept.items() if results[r].requires_grad]
+            found = torch.autograd.grad([r for r, _ in pairs], list(leaves.values()), [g for _, g in pairs])
+            total = {f"d{n}": g + total.get(f"d{n}", 0.0) for n, g in zip(leaves, found, strict=True)}
+        return total
+
+    given_all = GAUSSIAN.backward_call(case).given
+    if case.start:  # every parent stands where a vote is, and knows no other
+        types = torch.arange(case.parents) % case.types
+        weight = given_all["weight"][:1] if case.groups == "one" else given_all["weight"]
+        votes = torch.einsum("bmcd,mde->bmce", given_all["children"][:, 0, 0, types],
+                             weight[types if len(weight) > 1 else 0 * types, torch.arange(case.parents)])  # fmt: skip
+        mean = votes[:, None, None].expand(case.poses)
+        given_all["mean"] = mean.expand(case.turns, *case.poses).contiguous()
+        given_all["variance"] = 1e-3 * given_all["variance"]
+        turns = [turn_of(given_all, k, {}) for k in range(case.turns)]
+        given_all |= {n: torch.cat([results[kept] for results in turns]) for n, kept in GAUSSIAN.saved.items()}
+    given_all["grad_variances"] = 1e4 * given_all["grad_variances"]
+    given_all["needs"] = 15
+    names = [n for n, x in given_all.items() if isinstance(x, torch.Tensor)]
+    names.sort(key=lambda n: n != "children")
+    again = {n: x.clone() if n in names else x for n, x in given_all.items()}
+    with target.guarded():
+        found = target.backward(BackwardCall(GAUSSIAN, again), option)
+    Bar(run, [given_all[n] for n in names]).hold(found)
+
+
+@on_every_target
+@pytest.mark.parametrize("start", [False, True], ids=["first-turn", "later-turn"])
+@pytest.mark.parametrize("types", [40, 500])
+def test_a_common_offset_costs_float32_nothing(types: int, start: bool, target: Target) -> None:
+    """Votes about 10,000 with a spread of 1: variances are right to a thousandth."""
+    case = Case("offset", Rule.HEINSEN, batch=1, types=types, pose=(1, 4, 4), start=start, gate="some")
+    call = GAUSSIAN.call(case)
+    call.given["children"] += 1e4
+    call.given["weight"] = torch.eye(4).repeat(types, 3, 1, 1)
+    if start:
+        call.given["mean"] += 1e4
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["all_variances"]
+    torch.testing.assert_close(target.forward(call)["all_variances"].double(), exact, rtol=1e-3, atol=0)
+
+
+@on_every_target
+@pytest.mark.parametrize("start", [False, True], ids=["first-turn", "later-turn"])
+def test_many_children(start: bool, target: Target) -> None:
+    """Counts stay exact where one after another is added to a sum 16,384 times its size."""
+    case = Case("many", Rule.HEINSEN, batch=1, types=1 << 14, parents=2, pose=(1, 1, 1), groups="one", start=start,
+                eps=0.0, betas="11")  # fmt: skip
+    call = GAUSSIAN.call(case)
+    exact, found = call.having([tensor.double() for tensor in call.tensors]).by_loop(), target.forward(call)
+    for name in ("all_counts", "all_means", "all_variances"):
+        torch.testing.assert_close(found[name].double(), exact[name], rtol=3e-6, atol=1e-6)
+
+
+@on_every_target
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_keys_are_directions_however_long(size: float, target: Target) -> None:
+    call = POOLING.call(Case("keys", Rule.UNIT, types=9, pose=(4, 4, 4), groups="none", normalize=True))
+    longer = Call(POOLING, {**call.given, "children": size * call.given["children"]}, {})
+    found, wanted = (target.forward(one)["logsumexp"] for one in (longer, call))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@on_every_target
+@pytest.mark.parametrize("size", [1e-17, 300.0, 2e19, 1e30])
+@pytest.mark.parametrize(("routing", "turns"), [(ATTENTION, 1), (ATTENTION, 2), (POOLING, 1), (POOLING, 2)], ids=str)
+def test_squash_of_any_length(routing: Routing, turns: int, size: float, target: Target) -> None:
+    """Neither the square of a long vector overflows nor that of a short one vanishes."""
+    case = Case("long", Rule.SQUASH, types=1, parents=1, pose=(4, 4, 4), groups="one", start=False, turns=turns)
+    call = routing.call(case)
+    call.given["children"] *= size
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["parents"]
+    torch.testing.assert_close(target.forward(call)["parents"].double(), exact, rtol=2e-6, atol=0)
+
+
+@on_every_target
+@pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
+def test_the_next_query_is_made_of_what_was_stored(dtype: torch.dtype, target: Target) -> None:
+    """Two turns in one launch are two calls, the second with the direction of the sums as the first stored them."""
+    case = Case("stored", Rule.UNIT, batch=8, types=9, parents=5, pose=(4, 4, 4), start=False, turns=2, scale=8.0)
+    call = POOLING.call(replace(case, dtype=dtype))
+    both = target.forward(call)
+    query = unit(both["sums"][0].float(), (-2, -1)).to(dtype)
+    second = target.forward(Call(POOLING, {**call.given, "query": query, "iterations": 1}, {}))
+    assert (second["parents"] == both["parents"]).float().mean() > 0.99
