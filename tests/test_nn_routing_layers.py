@@ -320,7 +320,7 @@ def test_wrong_inputs_are_named(kind: str) -> None:
         (TypeError, name, lambda: layer(good, torch.rand(2, 6).double())),
         (ValueError, "children must be a grid of at least one", lambda: whole(torch.randn(2, 2, 0, 5, 4))),
         (TypeError, "children must be a tensor, got list", lambda: layer([1.0])),
-        (TypeError, r"a tuple of 2: give its parts .*layer\(\*capsules\)", lambda: layer((good, torch.rand(2, 6)))),
+        (TypeError, r"a tuple of 2: hand its parts .*layer\(poses, \w+s\)", lambda: layer((good, torch.rand(2, 6)))),
         (TypeError, "weight and children must have the same dtype", lambda: layer(good.double())),
         (ValueError, "device", lambda: layer(good.to("meta"))),
         (ValueError, "iterations", lambda: layer(good, iterations=-1)),

@@ -316,8 +316,8 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         parents that this layer was built for. A grid is flattened where the layer reads a set."""
         if isinstance(children, tuple):
             raise TypeError(
-                f"children must be a tensor, got a tuple of {len(children)}: give its parts one by one, "
-                "layer(*capsules); nn.Sequential does not, fastcaps.CapsNet does"
+                f"children must be a tensor, got a tuple of {len(children)}: hand its parts on one by one, "
+                f"layer(poses, {self.activity_name}); nn.Sequential does not, fastcaps.CapsNet does"
             )
         require_tensor(children, "children")
         given = children
