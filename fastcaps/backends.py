@@ -427,8 +427,7 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
         If ``wanted`` is no bool.
     """
     if not isinstance(wanted, bool):
-        also = "; a decorator is written @tf32x3()" if callable(wanted) else ""
-        raise TypeError(f"wanted must be a bool, got {type(wanted).__name__}{also}")
+        raise TypeError(f"wanted must be a bool, got {type(wanted).__name__} (a decorator is written @tf32x3())")
     return _tf32x3_is(wanted)
 
 

@@ -387,6 +387,6 @@ def test_the_triton_kernels_serve_a_call_through_the_choice(routing: Routing) ->
 
 
 def test_three_products_are_wanted_or_not() -> None:
-    for wrong, said in (("no", "got str$"), (print, r"@tf32x3\(\)")):
-        with pytest.raises(TypeError, match=f"wanted must be a bool.*{said}"):
+    for wrong in ("no", print):
+        with pytest.raises(TypeError, match=r"wanted must be a bool, got .*@tf32x3\(\)"):
             backends.tf32x3(wrong)  # type: ignore[arg-type]

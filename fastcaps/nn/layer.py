@@ -314,9 +314,10 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     ) -> LayerCall:
         """Check a call as far as the functions cannot: flat poses of the right length, the numbers of children and
         parents that this layer was built for. A grid is flattened where the layer reads a set."""
-        if isinstance(children, tuple):
+        whole: object = children
+        if isinstance(whole, tuple):
             raise TypeError(
-                f"children must be a tensor, got a tuple of {len(children)}: hand its parts on one by one, "
+                f"children must be a tensor, got a tuple of {len(whole)}: hand its parts on one by one, "
                 f"layer(poses, {self.activity_name}); nn.Sequential does not, fastcaps.CapsNet does"
             )
         require_tensor(children, "children")
