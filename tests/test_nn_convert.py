@@ -67,12 +67,6 @@ def test_what_was_compiled_goes_on_calling_the_old_layer():
     assert report.converted == ["0"] and "then compile" in report.layers[1].why
 
 
-def test_another_default_device():
-    with torch.device("meta"):
-        report = fastcaps.convert(nn.Sequential(fc().to_empty(device="cpu")), check=True)
-    assert report.converted == ["0"]
-
-
 def test_an_optimizer_goes_on_working():
     torch.manual_seed(0)
     net = nn_plain.Network().double()
