@@ -6,7 +6,6 @@ How they are run and judged: ``cuda_target``. NaN, infinity and what rounding co
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,7 @@ from hypothesis import strategies as st
 from registry import ATTENTION, POOLING, ROUTINGS, BackwardCall, Call, Routing
 from suite import drawn, every_routing, random_cases
 
-from bench.workloads import find
 from fastcaps.rules import Rule
-from tools import estimates
 
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
 
@@ -321,15 +318,3 @@ def test_the_library_says_what_it_cannot_take() -> None:
     told = ask("schedule", "attention", sizes, facts)
     assert told.startswith("kernel=forward 4x4->4x4 32 parents a warp plain;turns=one;")
     assert "4x4" in told.split(";text=")[1] and MACHINE[0] == facts[6]
-
-
-def test_estimates_ask_the_library_how_it_cuts_a_call_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answered(function: str, op: str, *numbers: Any) -> str:
-        return ask(function.removeprefix("fastcaps_cuda_"), op, *(tuple(one) for one in numbers))
-
-    monkeypatch.setattr(estimates.libraries, "library", lambda name: SimpleNamespace(ask=answered))
-    conv1 = find("tsai-c10-conv1")
-    for backward in (False, True):
-        positions, threads, blocks = estimates._schedule(conv1, 128, backward, False) or (0, 0, 0)
-        assert threads % 32 == 0 and positions * blocks >= 128 * conv1.positions
-    assert estimates._schedule(replace(conv1, rows=30, columns_in=30, columns_out=30), 1, False, False) is None

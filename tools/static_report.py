@@ -1,16 +1,20 @@
-"""What the compiled CUDA kernels are: registers, spills, occupancy, the mix of their inner loop; and times from it.
+"""What the compiled CUDA kernels take, by the compiler's own word: registers, local memory, static shared memory.
 
-    python tools/static_report.py                                # the installed library
-    python tools/static_report.py FILE.o ... --arch sm_90        # objects, while tuning
-    python tools/static_report.py --into docs/performance/compiled.md     # the tables of the page
+    python tools/static_report.py                           # the installed library
+    python tools/static_report.py FILE.o ...                # objects, while tuning
 
-No GPU is needed; ``cuobjdump`` is (of a CUDA toolkit, or of Triton's package).
+No GPU is needed; ``cuobjdump`` is (of a CUDA toolkit, or of Triton's package). The exit status is 1 if a kernel for one
+pose spills that is not known to. ``tools/triton_report.py`` does the same for the Triton kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,15 +25,107 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fastcaps import libraries
-from tools import sass
-from tools.markdown import as_markdown, into
-from tools.sass import H200, Instruction, Kernel, Loop, Occupancy, Usage
+from tools.markdown import as_markdown
 
-__all__ = ["ARCHITECTURES", "Compiled", "Identity", "collect", "identify", "main", "spilled"]
+__all__ = ["Compiled", "Identity", "Usage", "collect", "identify", "main", "spilled", "unexpected"]
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-DETAILED = "sm_90"
-"""The architecture whose instructions are counted: that of the H200."""
+_THREE = "tensor cores, 3 products, all options"
+KNOWN_SPILLS = {
+    "sm_90 gaussian forward 4×4, 8 parents × 4 positions, all options: 8 bytes of local memory a thread",
+    f"sm_80 forward 1×64, 1 parents × 16 positions, {_THREE}: 8 bytes of local memory a thread",
+    f"sm_80 forward 4×4, 32 parents × 4 positions, {_THREE}: 8 bytes of local memory a thread",
+    f"sm_90 forward 4×4, 32 parents × 4 positions, {_THREE}: 16 bytes of local memory a thread",
+}
+"""The first is held to 128 registers, so that two blocks fit on a multiprocessor; the others have all there are."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes on one architecture.
+
+    Attributes
+    ----------
+    name, arch
+        Mangled name, and ``sm_90`` or the like.
+    registers
+        A thread.
+    local
+        Bytes of local memory a thread: spills, arrays that are indexed at run time, calls. 0 where all is well.
+    shared
+        Static shared memory in bytes, the part that the system keeps (1 KB from sm_90 on) included.
+    """
+
+    name: str
+    arch: str
+    registers: int
+    local: int
+    shared: int
+
+
+# ---- cuobjdump -------------------------------------------------------------------------------------------------------
+
+_ARCH = re.compile(r"^\s*arch\s*=\s*(sm_\d+[af]?)")
+_USAGE = re.compile(r"^\s*REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)\s+LOCAL:(\d+)")
+
+
+def tool(name: str) -> str | None:
+    """Return the path of a program such as ``cuobjdump``; None where there is none.
+
+    Looked for in ``$CUDA_HOME/bin``, on the path, in the default place of a toolkit, and in Triton's package.
+    """
+    places = [os.path.join(os.environ[key], "bin") for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
+    places += [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin:
+        places.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
+    return shutil.which(name, path=os.pathsep.join(place for place in places if place))
+
+
+def dump(path: Path) -> str:
+    """Return what ``cuobjdump -res-usage`` prints about a library, object or cubin.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no cuobjdump or it fails.
+    """
+    program = tool("cuobjdump")
+    if program is None:
+        raise RuntimeError("no cuobjdump: neither a CUDA toolkit with it nor Triton is installed")
+    done = subprocess.run([program, "-res-usage", str(path)], capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        raise RuntimeError(f"cuobjdump -res-usage {path.name}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def demangle(names: Sequence[str]) -> dict[str, str]:
+    """Return readable names by mangled ones: template arguments kept, parameters and return types dropped."""
+    program = shutil.which("c++filt")
+    plain = list(names)
+    if program is not None and plain:
+        done = subprocess.run([program, "-p"], input="\n".join(plain), capture_output=True, text=True, timeout=60)
+        if done.returncode == 0 and len(done.stdout.splitlines()) == len(plain):
+            plain = done.stdout.splitlines()
+    tidied = (re.sub(r"^void |\(anonymous namespace\)::", "", name) for name in plain)
+    return dict(zip(names, tidied, strict=True))
+
+
+def parse_usage(text: str) -> list[Usage]:
+    """Return the kernels in the output of ``cuobjdump -res-usage``."""
+    found, arch, name = [], "", ""
+    for line in text.splitlines():
+        if match := _ARCH.match(line):
+            arch = match.group(1)
+        elif match := re.match(r"^\s*Function\s+(\S+):\s*$", line):
+            name = match.group(1)
+        elif (match := _USAGE.match(line)) and name:
+            registers, stack, shared, local = (int(number) for number in match.groups())
+            found.append(Usage(name, arch, registers, stack + local, shared))
+            name = ""
+    return found
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,8 +144,8 @@ class Identity:
         That each lane holds.
     plain
         Whether it leaves out what few calls want: bias, padding, parents in more than one warp.
-    threads, blocks
-        Of its launch bounds: threads of a block, blocks that a multiprocessor must have room for.
+    threads
+        Of a block, by its launch bounds.
     tensor
         How many products of tf32 the tensor cores make of one; 0: votes are not made there.
     subject
@@ -64,7 +160,6 @@ class Identity:
     positions: int
     plain: bool
     threads: int
-    blocks: int
     tensor: int = 0
     subject: str = "attention"
 
@@ -126,22 +221,16 @@ def identify(name: str) -> Identity | None:
         lanes = _LANES[kind, size]
         if kind == "Tensor":  # the last number tells the products, one before it the parents
             each, tensor = (1, *numbers)[-2:]
-    bounds = (flags[0] == "true", counts[-2], counts[-1])
-    return Identity(direction.lower(), *lanes, each, counts[0], *bounds, tensor, subject.lower())
+    plain, threads = flags[0] == "true", counts[-2]  # the last is how many blocks a multiprocessor has room for
+    return Identity(direction.lower(), *lanes, each, counts[0], plain, threads, tensor, subject.lower())
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one architecture: what it takes, and its instructions where they were read."""
+    """One kernel for one architecture: its readable name, and what it takes."""
 
     name: str
     usage: Usage
-    kernel: Kernel | None = None
-
-    @property
-    def arch(self) -> str:
-        """``sm_90`` or the like."""
-        return self.usage.arch
 
     @cached_property
     def identity(self) -> Identity | None:
@@ -160,64 +249,9 @@ class Compiled:
             return str(self.identity)
         return re.sub(r"\b\w+::", "", self.name).partition("(")[0].replace("_kernel", "").replace("_", " ")
 
-    def occupancy(self) -> Occupancy | None:
-        """Blocks that registers let a multiprocessor hold (shared memory is a launch's choice); None if unknown."""
-        if self.identity is None:
-            return None
-        return H200.occupancy(self.identity.threads, self.usage.registers, 0)
 
-    @cached_property
-    def child_loop(self) -> Loop | None:
-        """The loop over children: the innermost one that ends a softmax, or else the one that computes most."""
-        if self.kernel is None:
-            return None
-        softmax = [loop for loop in sass.loops(self.kernel) if is_softmax(sass.hot_path(loop))]
-        if softmax:
-            return min(softmax, key=lambda loop: (loop.inner, len(loop.body)))
-        return sass.hot_loop(self.kernel)
-
-    @cached_property
-    def trip(self) -> list[Instruction]:
-        """The instructions for one child, loops inside once; see :func:`tools.sass.hot_path`."""
-        return sass.hot_path(self.child_loop) if self.child_loop else []
-
-    @cached_property
-    def inner_trips(self) -> list[list[Instruction]]:
-        """The instructions of one trip through each loop inside that computes on the usual way (the depth's)."""
-        if self.kernel is None or self.child_loop is None:
-            return []
-        taken = {one.address for one in self.trip}
-        outer = self.child_loop
-        found = []
-        for loop in sass.loops(self.kernel):
-            inside = outer.first <= loop.first and loop.last <= outer.last and loop != outer
-            if inside and loop.last in taken and loop.inner == 0:
-                path = sass.hot_path(loop)
-                if sass.arithmetic(path) > 0:
-                    found.append(path)
-        return found
-
-    @cached_property
-    def product(self) -> list[Instruction]:
-        """The instructions of one trip of a matrix product beside the loop over children: dW by the whole block."""
-        if self.kernel is None or self.child_loop is None:
-            return []
-        every = [loop for loop in sass.loops(self.kernel) if loop.inner == 0 and _far_from(loop, self.child_loop)]
-        paths = [path for path in map(sass.hot_path, every) if sass.arithmetic(path) >= len(path) / 2]
-        return max(paths, key=sass.arithmetic, default=[])
-
-
-def _far_from(loop: Loop, other: Loop) -> bool:
-    return loop.last < other.first or other.last < loop.first
-
-
-def is_softmax(path: Sequence[Instruction]) -> bool:
-    """Tell whether instructions hold exponentials and a reciprocal (which alone may be a division of integers)."""
-    return all(any(one.opcode.startswith(f"MUFU.{name}") for one in path) for name in ("EX2", "RCP"))
-
-
-def collect(paths: Sequence[Path], detailed: str | None = DETAILED) -> list[Compiled]:
-    """Read libraries, objects or cubins; with the instructions for one architecture, or for none.
+def collect(paths: Sequence[Path]) -> list[Compiled]:
+    """Read libraries, objects or cubins.
 
     Raises
     ------
@@ -226,118 +260,74 @@ def collect(paths: Sequence[Path], detailed: str | None = DETAILED) -> list[Comp
     """
     found = []
     for path in paths:
-        usages = sass.parse_usage(sass.dump(path, "-res-usage"))
-        kernels = {}
-        if detailed is not None and any(usage.arch == detailed for usage in usages):
-            kernels = {kernel.name: kernel for kernel in sass.parse_sass(sass.dump(path, "-sass", "-arch", detailed))}
-        names = sass.demangle([usage.name for usage in usages])
+        usages = parse_usage(dump(path))
+        names = demangle([usage.name for usage in usages])
         for usage in usages:
-            kernel = kernels.get(usage.name) if usage.arch == detailed else None
             name = re.sub(r"\(fastcaps::\w+\)(?=\d)", "", names[usage.name])  # an enum among template arguments
-            found.append(Compiled(name.partition("(")[0], usage, kernel))
+            found.append(Compiled(name.partition("(")[0], usage))
     return found
 
 
 def spilled(found: Iterable[Compiled]) -> list[str]:
     """Return a sentence for every specialised kernel that keeps anything in local memory."""
     return [
-        f"{one.arch} {one.title}: {one.usage.stack} bytes of local memory a thread"
+        f"{one.usage.arch} {one.title}: {one.usage.local} bytes of local memory a thread"
         for one in found
         if one.specialised and one.usage.local
     ]
 
 
-def _sorted(found: Iterable[Compiled]) -> list[Compiled]:
-    def key(one: Compiled) -> tuple[object, ...]:
-        named = one.identity
-        if named is None:
-            return (2, one.name)
-        where = (0 if named.pose else 1, named.direction == "backward", named.pose or ())
-        return (*where, named.tensor, named.parents, not named.plain)
-
-    return sorted(found, key=key)
+def unexpected(found: Iterable[Compiled]) -> list[str]:
+    """Return the sentences of :func:`spilled` that are not among the known ones."""
+    return [sentence for sentence in spilled(found) if sentence not in KNOWN_SPILLS]
 
 
-def resource_table(found: Sequence[Compiled]) -> list[list[str]]:
-    """Return a line for each kernel: registers and bytes of local memory by architecture, and what fits on the H200."""
-    architectures = [arch for arch in ARCHITECTURES if any(one.arch == arch for one in found)]
-    by_name: dict[str, dict[str, Compiled]] = {}
-    for one in _sorted(found):
-        by_name.setdefault(one.name, {})[one.arch] = one
-    lines = [["kernel", "threads", *architectures, "warps a multiprocessor, sm_90"]]
-    for versions in by_name.values():
-        any_one = next(iter(versions.values()))
-        here = versions.get(DETAILED)
-        fits = here.occupancy() if here else None
+def _order(one: Compiled) -> tuple[object, ...]:
+    named = one.identity
+    if named is None:
+        return (2, one.name)
+    where = (0 if named.pose else 1, named.direction == "backward", named.pose or ())
+    return (*where, named.tensor, named.parents, not named.plain)
+
+
+def table(found: Sequence[Compiled]) -> list[list[str]]:
+    """Return a line for each kernel: threads of a block, and what it takes on each architecture."""
+    architectures = sorted({one.usage.arch for one in found}, key=lambda arch: int(re.sub(r"\D", "", arch)))
+    by_name: dict[str, dict[str, Usage]] = {}
+    for one in sorted(found, key=_order):
+        by_name.setdefault(one.name, {})[one.usage.arch] = one.usage
+    lines = [["kernel", "threads", *architectures]]
+    for name, usages in by_name.items():
+        one = Compiled(name, next(iter(usages.values())))
         cells = []
-        for arch in architectures:
-            usage = versions[arch].usage if arch in versions else None
-            local = f" + {usage.stack} B local" if usage and usage.local else ""
-            cells.append(f"{usage.registers}{local}" if usage else "")
-        threads = str(any_one.identity.threads) if any_one.identity else ""
-        lines.append([any_one.title, threads, *cells, str(fits.warps) if fits else ""])
+        for usage in map(usages.get, architectures):
+            local = f" + {usage.local} B local" if usage and usage.local else ""
+            shared = f" + {usage.shared} B shared" if usage and usage.shared > 1024 else ""
+            cells.append(f"{usage.registers}{local}{shared}" if usage else "")
+        lines.append([one.title, str(one.identity.threads) if one.identity else "", *cells])
     return lines
-
-
-MIX = ("FFMA", "HMMA", "FADD/FMUL", "LDS", "STS", "SHFL", "MUFU", "ALU", "IMAD", "uniform", "branch")
-
-
-def loop_table(found: Sequence[Compiled]) -> list[list[str]]:
-    """Return a line for each kernel whose instructions were read: the mix of a trip through its loop over children."""
-    rest = "rest"
-    lines = [["kernel", "slots", *MIX, rest]]
-    for one in _sorted(found):
-        if not one.trip or one.identity is None:
-            continue
-        counted = sass.mix(one.trip)
-        other = sum(count for name, count in counted.items() if name not in MIX)
-        inner = "".join(f" (of them {len(path)} again and again)" for path in one.inner_trips[:1])
-        lines.append([one.title, f"{len(one.trip)}{inner}", *(str(counted[name] or "") for name in MIX), str(other)])
-    return lines
-
-
-def markdown(found: Sequence[Compiled]) -> str:
-    """Return everything as markdown."""
-    from tools import estimates
-
-    parts = ["**Registers a thread** (and local memory, where there is any)", as_markdown(resource_table(found))]
-    if any(one.kernel is not None for one in found):
-        plain = [one for one in found if one.identity is None or one.identity.plain]
-        parts += [
-            f"**A trip through the loop over children**, in issue slots (warp instructions), {DETAILED}",
-            as_markdown(loop_table(plain)),
-            estimates.markdown(found),
-        ]
-    return "\n\n".join(parts)
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status: 1 if a specialised kernel spills."""
-    parser = argparse.ArgumentParser(description="Static report of the compiled CUDA kernels.")
+    """Run the command line; return its exit status: 1 if a kernel spills that is not known to, 2 without a library."""
+    parser = argparse.ArgumentParser(description="Registers, local and static shared memory of the CUDA kernels.")
     parser.add_argument(
         "files", nargs="*", type=Path, help="libraries, objects, cubins (default: the installed library)"
     )
-    parser.add_argument("--arch", default=DETAILED, help=f"whose instructions to count (default {DETAILED})")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the tables between the markers of a page")
     given = parser.parse_args(None if arguments is None else list(arguments))
     files = given.files or [libraries.library_path("cuda")]
     try:
         for path in files:
             if not path.is_file():
                 raise RuntimeError(f"no {path}: the CUDA kernels are not built")
-        found = collect(files, given.arch)
-        text = markdown(found)
-        if given.into is None:
-            print(text)
-        else:
-            given.into.write_text(into(given.into.read_text(), text, "static"))
-    except (RuntimeError, ValueError, OSError) as error:
+        found = collect(files)
+    except (RuntimeError, OSError) as error:
         print(f"static_report: {error}", file=sys.stderr)
         return 2
-    complaints = spilled(found)
-    for complaint in complaints:
+    print(f"Registers a thread (and bytes of local and static shared memory):\n\n{as_markdown(table(found))}")
+    for complaint in spilled(found):
         print(f"spills: {complaint}", file=sys.stderr)
-    return 1 if complaints else 0
+    return 1 if unexpected(found) else 0
 
 
 if __name__ == "__main__":
