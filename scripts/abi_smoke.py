@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ sys.path += [str(CHECKOUT), str(CHECKOUT / "tests")]  # for the rule and the cas
 from cases import Case  # noqa: E402
 from registry import ROUTINGS, Call, Routing  # noqa: E402
 
+from tools import sanitize  # noqa: E402
 from tools.judge import Bar, Verdict  # noqa: E402
 
 
@@ -56,18 +57,8 @@ def routing_op(routing: Routing, case: Case) -> str:
 
 def squash_sum(dtype: torch.dtype) -> str:
     """The same of ``squash_sum``, which is no routing."""
-    generator, names = torch.Generator().manual_seed(0), ("x", "a", "y", "b")
-    shapes = ((2, 12, 5, 7), (2, 3, 5, 7)) * 2
-    given = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    cotangent = torch.randn(shapes[0], generator=generator, dtype=torch.float64).to(dtype)
-
-    def run(function: Callable[..., Tensor], tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors[:4] if tensor is not None]
-        result = function(**dict(zip(names, leaves, strict=True)), types=3, relu=True)
-        gradients = torch.autograd.grad(result, leaves, tensors[4])
-        return {"result": result.detach(), **{f"d{name}": one for name, one in zip(names, gradients, strict=True)}}
-
-    tensors = [*given, cotangent]
+    run, given = sanitize.squash_sum("xayb", 2, 3, 4, 5, 7)
+    tensors = [tensor.to(dtype) for tensor in given]
     with fastcaps.backend("cpu"):
         found = run(ops.squash_sum, tensors)
     return told(Bar(partial(run, reference.squash_sum), tensors).judge(found))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from registry import Call
 
 from bench import goals, report
 from bench.alternatives import ALTERNATIVES, OURS, build, runner
@@ -26,6 +27,7 @@ from bench.timing import latency, measure, timed
 from bench.workload import Workload
 from bench.workloads import WORKLOADS, find
 from fastcaps import backends
+from fastcaps.rules import Rule
 from tools import profile_target, sanitize
 
 DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
@@ -217,19 +219,18 @@ def test_a_session_in_earnest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_calls_for_the_sanitizer_agree_with_the_reference(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitize.main(["--device", device]) == 0
-    out = capsys.readouterr().out
-    assert out.count("ok ") == 2 * len(sanitize.CALLS) and "all agree" in out
+    names = " ".join(sanitize.calls())
+    assert all(name in names for name in (*Rule.__members__, *sanitize.ROWS))
+    assert capsys.readouterr().out.count("ok ") == 2 * len(sanitize.calls())
 
 
 def test_a_wrong_call_for_the_sanitizer_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = sanitize._ROUTINGS["attention"]
-    monkeypatch.setitem(
-        sanitize._ROUTINGS, "attention", lambda **given: right(**given) + (backends.forced() != "reference")
-    )
-    assert sanitize.main(["--device", "cpu", "--only", "4x4 grid"]) == 1
-    assert "WRONG  4x4 grid, free: result errs" in capsys.readouterr().out
+    right = Call.by_op
+    monkeypatch.setattr(Call, "by_op", lambda call: {name: 1.01 * result for name, result in right(call).items()})
+    assert sanitize.main(["--device", "cpu", "--only", "attention LAYER_NORM pose-2x3-5"]) == 1
+    assert "WRONG  attention LAYER_NORM pose-2x3-5, free: parents errs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", DEVICES)

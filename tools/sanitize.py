@@ -1,6 +1,9 @@
 """Small calls that take every path of the kernels, held to the rule of ``tools.judge``: what compute-sanitizer watches.
 
 compute-sanitizer --tool memcheck python tools/sanitize.py --device cuda --backend cuda
+
+The calls are cases of the tests: the first of every rule on a set and on a grid, and rows for the ways in which the
+CUDA kernels cut a call up.
 """
 
 from __future__ import annotations
@@ -8,9 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,177 +22,68 @@ import torch
 from torch import Tensor
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path[:0] = [str(path) for path in (Path(__file__).resolve().parents[1], Path(__file__).parents[1] / "tests")]
 
-from fastcaps import backends, functional, ops
-from fastcaps.functional import Window
+from cases import Case, on_device
+from cuda_rows import cases_of
+from registry import ROUTINGS, Call, Routing
+
+from fastcaps import backends, ops, reference
 from tools.judge import Bar
 
-__all__ = ["CALLS", "Call", "SquashSum", "check", "main"]
+__all__ = ["calls", "main", "squash_sum"]
 
-_ROUTINGS = {
-    "attention": functional.inverted_attention_routing,
-    "dynamic": functional.dynamic_routing,
-    "em": functional.em_routing,
-    "heinsen": functional.heinsen_routing,
-    "pool": functional.routing_pool,
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call: children ``[batch, (types, *grid) or types, C, D]`` to so many parents ``[C, E]``.
-
-    ``extras`` are a bias and gates; of Heinsen's routing, children that are not there.
-    """
-
-    name: str
-    batch: int
-    types: int
-    parents: int
-    pose: tuple[int, int, int]
-    grid: tuple[int, int] | None = None
-    window: Window | None = None
-    shared: bool = False
-    extras: bool = False
-    routing: str = "attention"
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def tensors(self, device: str) -> dict[str, Tensor]:
-        """Return the arguments of the call, in float64."""
-        generator = torch.Generator().manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        rows, inner, columns = self.pose
-        grid = self.grid or ()
-        places: tuple[int, ...] = ()
-        seen = self.types
-        if self.window is not None and self.grid is not None:
-            places = self.window.output_size(*self.grid)
-            seen *= self.window.spec[0] * self.window.spec[1]
-        groups = 1 if self.shared else seen
-        found = {"children": normal(self.batch, self.types, *grid, rows, inner)}
-        if self.routing != "pool" or not self.shared:  # else votes are the poses themselves
-            found["weight"] = normal(groups, self.parents, inner, columns) * inner**-0.5
-        each = (self.batch, self.types, *grid)
-        if self.routing == "attention":
-            found["parents"] = normal(self.batch, self.parents, *places, rows, columns)
-            if rows * columns > 1:  # LayerNorm of one number is left out
-                found["norm_weight"] = 1 + 0.1 * normal(rows * columns)
-                found["norm_bias"] = 0.1 * normal(rows * columns)
-        if self.routing == "em":
-            found["activations"] = normal(*each).sigmoid()
-            found["beta_u"], found["beta_a"] = normal(self.parents), normal(self.parents)
-        if self.routing == "heinsen":
-            found["scores"] = normal(*each)
-            found["beta_use"], found["beta_ignore"] = normal(groups, self.parents), normal(groups, self.parents)
-        if self.extras and self.routing == "heinsen":
-            found["scores"][:, -1] = -torch.inf
-        elif self.extras and self.routing != "em":
-            found["gate"] = normal(*each).sigmoid()
-        if self.extras or self.routing == "heinsen":
-            found["bias"] = 0.1 * normal(groups if self.shared else seen, self.parents, rows, columns)
-        return {name: tensor.to(device) for name, tensor in found.items()}
-
-    def run(self, tensors: dict[str, Tensor]) -> list[Tensor]:
-        """Return the results of the call."""
-        made = _ROUTINGS[self.routing](**tensors, **dict(self.options), window=self.window)  # type: ignore[arg-type]
-        return [made] if isinstance(made, Tensor) else list(made)
+ROWS = (
+    "pose-4x4-20", "pose-6x6-20", "pose-8x8-20", "pose-1x8-20", "pose-1x16-37", "pose-1x64-20", "pose-2x3-5",
+    "papers-c10-conv", "sweeps-vector", "sweeps-any", "one-position", "largest-pose", "same-1x16",
+)  # fmt: skip
+SQUASH_SUMS = (("xayb", 2, 3, 4, 5, 7), ("xy", 1, 5, 16, 11, 13), ("xa", 2, 2, 19, 3, 11), ("x", 1, 1, 1, 1, 1))
+"""Summands, batch, types, numbers of a capsule, height, width."""
+Checked = tuple[Callable[[str], dict[str, Tensor]], Bar]
+"""What runs on a device, and what its results are held to."""
 
 
-@dataclass(frozen=True)
-class SquashSum:
-    """One call of squash_sum: its ``summands`` of capsules ``[batch, types * dim, *grid]``, with or without a ReLU."""
+def squash_sum(
+    summands: str, batch: int, types: int, dim: int, height: int, width: int
+) -> tuple[Callable[..., dict[str, Tensor]], list[Tensor]]:
+    """Return a run of ``squash_sum``, or its reference, for results and gradients by name; and tensors in float64."""
+    generator, channels = torch.Generator().manual_seed(0), {"a": types, "b": types}
+    shapes = [(batch, channels.get(name, types * dim), height, width) for name in (*summands, "x")]  # the last: dresult
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
-    name: str
-    batch: int
-    types: int
-    dim: int
-    grid: tuple[int, int]
-    summands: str = "xayb"
-    relu: bool = True
+    def run(function: Callable[..., Tensor], tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        *leaves, cotangent = [tensor.detach() for tensor in tensors if tensor is not None]
+        wanted = {name: leaf.requires_grad_() for name, leaf in zip(summands, leaves, strict=True)}
+        result = function(**{name: wanted.get(name) for name in "xayb"}, types=types, relu="a" in summands)
+        gradients = torch.autograd.grad(result, leaves, cotangent)
+        return {"result": result.detach(), **{f"d{name}": one for name, one in zip(wanted, gradients, strict=True)}}
 
-    def tensors(self, device: str) -> dict[str, Tensor]:
-        """Return the arguments of the call, in float64."""
-        generator = torch.Generator().manual_seed(0)
-        channels = {"x": self.types * self.dim, "y": self.types * self.dim, "a": self.types, "b": self.types}
-        shapes = {name: (self.batch, channels[name], *self.grid) for name in self.summands}
-        made = {name: torch.randn(*shapes[name], generator=generator, dtype=torch.float64) for name in shapes}
-        return {name: tensor.to(device) for name, tensor in made.items()}
-
-    def run(self, tensors: dict[str, Tensor]) -> list[Tensor]:
-        """Return the result of the call."""
-        return [ops.squash_sum(**tensors, types=self.types, relu=self.relu)]
+    return run, given
 
 
-_GRID = Window(3, stride=2)
-_PADDED = Window((2, 3), padding=1)
-
-_ATTENTION = (
-    Call("4x4 grid", 2, 3, 32, (4, 4, 4), (5, 5), _GRID),
-    Call("4x4 set, few parents", 3, 33, 10, (4, 4, 4), extras=True),
-    Call("4x4 padded, two warps of parents", 1, 2, 40, (4, 4, 4), (3, 4), _PADDED, extras=True),
-    Call("6x6 set", 2, 9, 20, (6, 6, 6)),
-    Call("6x6 many parents", 2, 3, 100, (6, 6, 6)),
-    Call("8x8 grid", 1, 2, 16, (8, 8, 8), (3, 3), Window(3)),
-    Call("1x8 to 1x16", 2, 17, 10, (1, 8, 16), extras=True),
-    Call("1x16", 2, 7, 33, (1, 16, 16), shared=True),
-    Call("1x64 set", 2, 5, 10, (1, 64, 64)),
-    Call("1x64 grid", 1, 2, 16, (1, 64, 64), (3, 3), Window(3)),
-    Call("any pose", 2, 4, 5, (3, 5, 7), (4, 3), Window(2), extras=True),
-    Call("any vector", 2, 6, 3, (1, 5, 11), shared=True),
-    Call("more parents than a block holds", 1, 2, 700, (4, 4, 4)),
-    Call("one of everything", 1, 1, 1, (1, 1, 1)),
-)
-_WHOLE = (
-    Call("dynamic, 1x8 to 1x16", 2, 17, 10, (1, 8, 16), routing="dynamic"),
-    Call("dynamic, padded grid", 1, 2, 5, (2, 2, 3), (3, 4), _PADDED, extras=True, routing="dynamic"),
-    Call("dynamic, children compete", 2, 9, 6, (1, 8, 16), routing="dynamic", options=(("compete", "children"),)),
-    Call("dynamic, last turn only", 2, 9, 6, (1, 8, 16), routing="dynamic", options=(("detach", True),)),
-    Call("pool, poses", 2, 40, 1, (1, 16, 16), shared=True, routing="pool"),
-    Call("pool, many parents", 2, 5, 70, (1, 8, 16), extras=True, routing="pool"),
-    Call("em, 4x4 grid", 1, 3, 32, (4, 4, 4), (5, 5), _GRID, routing="em"),
-    Call("em, 4x4 set", 2, 33, 10, (4, 4, 4), extras=True, routing="em"),
-    Call("em, more parents than a block holds", 1, 80, 530, (2, 2, 2), routing="em"),
-    Call("heinsen, 4x4 shared", 2, 40, 64, (4, 4, 4), shared=True, extras=True, routing="heinsen"),
-    Call("heinsen, 1x64 to 1x2", 2, 20, 64, (1, 64, 2), shared=True, extras=True, routing="heinsen"),
-    Call("heinsen, k-means", 2, 12, 5, (1, 2, 2), routing="heinsen", options=(("model", "kmeans"),)),
-)
-_SQUASH_SUM = (
-    SquashSum("squash_sum, 4 numbers", 2, 3, 4, (5, 7)),
-    SquashSum("squash_sum, 16 numbers, several blocks", 1, 5, 16, (11, 13), "xy", relu=False),
-    SquashSum("squash_sum, 19 numbers", 2, 2, 19, (3, 11), "xa"),
-    SquashSum("squash_sum, one of everything", 1, 1, 1, (1, 1), "x", relu=False),
-)
-Calls = Call | SquashSum
-CALLS: tuple[Calls, ...] = (*_ATTENTION, *_WHOLE, *_SQUASH_SUM)
+def _of_squash_sum(sizes: tuple[Any, ...], dtype: torch.dtype) -> Checked:
+    run, given = squash_sum(*sizes)
+    tensors = [tensor.to(dtype) for tensor in given]
+    own = lambda device: run(ops.squash_sum, [tensor.to(device) for tensor in tensors])  # noqa: E731
+    return own, Bar(partial(run, reference.squash_sum), tensors)
 
 
-def check(
-    call: Call | SquashSum, device: str, backend: str | None, dtype: torch.dtype, deterministic: bool
-) -> list[str]:
-    """Return what is wrong with the results and gradients of a call, by the rule of :mod:`tools.judge`."""
-    given = call.tensors(device)
+def _of_routing(routing: Routing, case: Case, dtype: torch.dtype) -> Checked:
+    call = routing.call(replace(case, dtype=dtype))
+    own = lambda device: call.having([on_device(one, device) for one in call.tensors]).training(Call.by_op)  # noqa: E731
+    return own, call.bar()
 
-    def run(tensors: Sequence[Tensor | None], name: str | None = "reference") -> dict[str, Tensor]:
-        leaves = {key: tensor.requires_grad_() for key, tensor in zip(given, tensors, strict=True)}
-        with nullcontext() if name is None else backends.backend(name):
-            results = call.run(leaves)
-            generator = torch.Generator().manual_seed(1)
-            cotangents = [torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one) for one in results]
-            gradients = torch.autograd.grad(results, tuple(leaves.values()), cotangents)
-        found = {f"result {k}" if k else "result": one.detach() for k, one in enumerate(results)}
-        return found | {f"d{key}": gradient for key, gradient in zip(leaves, gradients, strict=True)}
 
-    tensors = [tensor.to(dtype) for tensor in given.values()]
-    bar = Bar(lambda moved: run([tensor.detach() for tensor in moved]), tensors)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        return bar.judge(run([tensor.detach() for tensor in tensors], backend)).complaints
-    finally:
-        torch.use_deterministic_algorithms(False)
+def calls() -> dict[str, Callable[[torch.dtype], Checked]]:
+    """Return all calls by name."""
+    made: dict[str, Callable[[torch.dtype], Checked]] = {}
+    for routing in ROUTINGS:
+        rows: dict[Any, Case] = {}
+        for case in cases_of(routing, lambda case: case.batch > 0 and case.dtype == torch.float32):
+            rows.setdefault(case.name if case.name in ROWS else (case.rule, case.grid == (1, 1)), case)
+        for case in rows.values():
+            made[f"{routing.stem} {case.rule.name} {case.name}"] = partial(_of_routing, routing, case)
+    return made | {f"squash_sum {sizes[0]} {sizes[3]}": partial(_of_squash_sum, sizes) for sizes in SQUASH_SUMS}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -201,11 +96,20 @@ def main(arguments: Iterable[str] | None = None) -> int:
     given = parser.parse_args(None if arguments is None else list(arguments))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's matmuls ask for it in deterministic mode
     wrong = 0
-    for call in CALLS:
-        for deterministic in (False, True) if given.only in call.name else ():
-            said = check(call, given.device, given.backend, getattr(torch, given.dtype), deterministic)
+    for name, make in calls().items():
+        if given.only not in name:
+            continue
+        run, bar = make(getattr(torch, given.dtype))
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                with nullcontext() if given.backend is None else backends.backend(given.backend):
+                    found = run(given.device)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            said = bar.judge({result: one.cpu() for result, one in found.items()}).complaints
             wrong += bool(said)
-            what = f"{call.name}, {'deterministic' if deterministic else 'free'}"
+            what = f"{name}, {'deterministic' if deterministic else 'free'}"
             print(f"{'WRONG' if said else 'ok':<6} {what}{': ' if said else ''}{'; '.join(said)}", flush=True)
     print(f"{wrong} wrong" if wrong else "all agree with the reference")
     return 1 if wrong else 0
