@@ -273,12 +273,6 @@ def test_every_folder_of_python_files_is_a_package_of_the_wheel(setup_py: Module
 # ---- metadata --------------------------------------------------------------------------------------------------------
 
 
-def test_torch_is_the_only_dependency_and_no_part_of_the_build_environment(pyproject: dict) -> None:
-    names = [re.match(r"[\w-]+", text).group() for text in pyproject["build-system"]["requires"]]  # type: ignore[union-attr]
-    assert sorted(names) == ["cmake", "ninja", "pybind11", "setuptools"]
-    assert pyproject["project"]["dependencies"] == ["torch>=2.10"]
-
-
 def test_every_requirement_is_pinned_in_the_constraints(pyproject: dict) -> None:
     def name(text: str) -> str:
         return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", text).group()).lower()  # type: ignore[union-attr]
@@ -289,13 +283,6 @@ def test_every_requirement_is_pinned_in_the_constraints(pyproject: dict) -> None
     wanted = {name(text) for group in groups for text in group} | {"torch"}
     wanted |= {name(text) for text in pyproject["build-system"]["requires"]}
     assert wanted - {"fastcaps"} <= pinned
-
-
-def test_the_version_stands_in_one_place(pyproject: dict) -> None:
-    assert pyproject["project"]["dynamic"] == ["version"] and "version" not in pyproject["project"]
-    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fastcaps.__version__"}
-    other = [ROOT / name for name in ("CMakeLists.txt", "setup.py", "pyproject.toml", "conda/meta.yaml", "mkdocs.yml")]
-    assert not [path.name for path in other if f'"{fastcaps.__version__}"' in path.read_text(encoding="utf-8")]
 
 
 def test_the_installed_version_is_the_packages_own() -> None:
@@ -455,7 +442,6 @@ def test_tests_that_require_the_native_library_do_not_start_without_it(
     """Where no library is built, kernels would be compared with the reference that stands in for them."""
     pure_wheel.extractall(tmp_path)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-o", "pythonpath=", "-qq"]
-    assert "--require-native" in (ROOT / ".ci/run").read_text()
     command += ["--require-native", "--collect-only", str(ROOT / "tests/test_build.py")]
     run = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True

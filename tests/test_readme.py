@@ -67,21 +67,6 @@ def test_no_page_lost_its_python() -> None:
     assert all(blocks(path) for path in (ROOT / "docs" / "routings").glob("*.md"))
 
 
-def test_the_first_screen_of_the_readme() -> None:
-    """What it is, measured speed and memory, two commands, one import, and what was not measured."""
-    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:32])
-    for wanted in ("(docs/performance/first.svg)", "make demo", "make test", "from fastcaps.compat", "instead of:",
-                   "No figure of a GPU has been measured yet"):  # fmt: skip
-        assert wanted in screen, wanted
-
-
-def test_the_readme_claims_no_gpu_figure_before_there_is_one() -> None:
-    measured = any("rates" in row["machine"] for row in record.merge(record.load(record.RESULTS)))
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for claim in ("No figure of a GPU has been measured yet", "speed and memory on a GPU | **not measured**"):
-        assert (claim in text) is not measured, claim
-
-
 def test_the_pictures_are_drawn_from_the_measured_rows() -> None:
     rows = [row for row in record.merge(record.load(record.RESULTS)) if "rates" not in row["machine"]]
     for name, picture in (("first", pages.first_picture), ("speedup", pages.speedup_picture)):

@@ -69,23 +69,23 @@ def test_names_of_kernels() -> None:
     found = identify(
         f"{gpu}forward_kernel<{gpu}AttentionForward, {gpu}FixedPose<4, 4, 4, 4, 4, 1, 8, 4, 20>, 1, true, 256, 1>"
     )
-    assert found is not None and found.pose == (4, 4, 4) and (found.parents, found.seats) == (32, 4)
+    assert found is not None and found.pose == (4, 4, 4) and (found.parents, found.positions) == (32, 4)
     assert (found.direction, found.plain, found.threads) == ("forward", True, 256)
     assert str(found) == "forward 4×4, 32 parents × 4 positions"
     free = identify(f"{gpu}backward_kernel<{gpu}AttentionBackward, {gpu}FreePose<1, 8>, 1, false, 128, 2>")
     assert free is not None and free.pose is None and str(free) == "backward any pose, all options"
     tensor = identify("gpu::forward_kernel<gpu::AttentionForward, gpu::TensorPose4x4<4, 1>, 1, true, 256, 1>")
     assert tensor is not None and tensor.tensor == 1
-    assert (tensor.pose, tensor.parents, tensor.seats) == ((4, 4, 4), 32, 4)
+    assert (tensor.pose, tensor.parents, tensor.positions) == ((4, 4, 4), 32, 4)
     assert str(tensor) == "forward 4×4, 32 parents × 4 positions, tensor cores"
     vector = identify("gpu::backward_kernel<gpu::AttentionBackward, gpu::TensorPose1x64<3>, 2, true, 320, 1>")
-    assert vector is not None and (vector.pose, vector.parents, vector.seats) == ((1, 64, 64), 1, 16)
+    assert vector is not None and (vector.pose, vector.parents, vector.positions) == ((1, 64, 64), 1, 16)
     assert vector.tensor == 3 and str(vector).endswith("1 parents × 16 positions, tensor cores, 3 products")
     pooling = identify(f"{gpu}backward_kernel<{gpu}PoolingBackward, {gpu}FreePose<1, 8>, 1, false, 256, 1>")
     assert pooling is not None and (pooling.subject, pooling.direction) == ("pooling", "backward")
     assert str(pooling) == "pooling backward any pose, all options"
     single = identify(f"{gpu}forward_kernel<{gpu}PoolingForward, {gpu}SinglePose1x16<4>, 1, false, 256, 1>")
-    assert single is not None and (single.pose, single.parents, single.seats) == ((1, 16, 16), 1, 32)
+    assert single is not None and (single.pose, single.parents, single.positions) == ((1, 16, 16), 1, 32)
     assert identify("fastcaps::gpu::finish_kernel<4>") is None
 
 

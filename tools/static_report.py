@@ -134,52 +134,35 @@ class Identity:
 
     Attributes
     ----------
-    direction
-        ``forward`` or ``backward``.
+    subject, direction
+        The pass, ``attention``, ``pooling`` or ``gaussian``; ``forward`` or ``backward``.
     pose
         C, D, E; None for a kernel that takes any pose.
-    columns, lanes, each
-        Lanes that share a parent's pose, lanes that take other parents, and parents that each lane holds.
-    positions
-        That each lane holds.
+    parents, positions
+        How many a warp takes; 0 for a kernel that takes any pose.
     plain
         Whether it leaves out what few calls want: bias, padding, parents in more than one warp.
     threads
         Of a block, by its launch bounds.
     tensor
         How many products of tf32 the tensor cores make of one; 0: votes are not made there.
-    subject
-        The pass: ``attention``, ``pooling`` or ``gaussian``.
     """
 
+    subject: str
     direction: str
     pose: tuple[int, int, int] | None
-    columns: int
-    lanes: int
-    each: int
+    parents: int
     positions: int
     plain: bool
     threads: int
     tensor: int = 0
-    subject: str = "attention"
-
-    @property
-    def parents(self) -> int:
-        """Parents that a warp takes on."""
-        return self.lanes * self.each
-
-    @property
-    def seats(self) -> int:
-        """Positions that a warp takes on."""
-        return self.positions * (32 // (self.columns * self.lanes)) if self.lanes else 0
 
     def __str__(self) -> str:
-        if self.pose is None:
-            what = "any pose"
-        else:
+        what = "any pose"
+        if self.pose is not None:
             rows, inner, columns = self.pose
             made = f"{rows}×{inner}" if inner == columns else f"{rows}×{inner}→{rows}×{columns}"
-            what = f"{made}, {self.parents} parents × {self.seats} positions"
+            what = f"{made}, {self.parents} parents × {self.positions} positions"
         cores = {0: "", 1: ", tensor cores", 3: ", tensor cores, 3 products"}[self.tensor]
         which = "" if self.subject == "attention" else f"{self.subject} "
         return f"{which}{self.direction} {what}{cores}{'' if self.plain else ', all options'}"
@@ -210,19 +193,25 @@ def identify(name: str) -> Identity | None:
     counts = [int(word) for word in words if word.isdigit()]
     if len(counts) < 3 or not flags:
         return None
-    lanes: tuple[tuple[int, int, int] | None, int, int] = (None, 0, 0)
-    each, tensor = 1, 0
+    pose_of: tuple[int, int, int] | None = None
+    columns, lanes, each, tensor = (
+        32,
+        0,
+        1,
+        0,
+    )  # lanes that share a parent's pose, lanes of other parents, parents of each
     if kind == "Fixed":
-        lanes = ((numbers[0], numbers[1], numbers[2]), numbers[5], numbers[6])
+        pose_of, columns, lanes = (numbers[0], numbers[1], numbers[2]), numbers[5], numbers[6]
         each = numbers[7] if len(numbers) == 9 else 1
     elif kind != "Free":
         if (kind, size) not in _LANES:
             return None
-        lanes = _LANES[kind, size]
+        pose_of, columns, lanes = _LANES[kind, size]
         if kind == "Tensor":  # the last number tells the products, one before it the parents
             each, tensor = (1, *numbers)[-2:]
+    positions = counts[0] * (32 // (columns * lanes)) if lanes else 0
     plain, threads = flags[0] == "true", counts[-2]  # the last is how many blocks a multiprocessor has room for
-    return Identity(direction.lower(), *lanes, each, counts[0], plain, threads, tensor, subject.lower())
+    return Identity(subject.lower(), direction.lower(), pose_of, lanes * each, positions, plain, threads, tensor)
 
 
 @dataclass(frozen=True)
