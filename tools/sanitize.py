@@ -1,4 +1,4 @@
-"""Small calls that take every path of the kernels, held to the rule of ``tools.judge``: what compute-sanitizer watches.
+"""Small calls through the kernels, held to the rule of ``tools.judge``: for compute-sanitizer to watch.
 
 compute-sanitizer --tool memcheck python tools/sanitize.py --device cuda --backend cuda
 
@@ -35,7 +35,8 @@ __all__ = ["calls", "main", "squash_sum"]
 
 ROWS = (
     "pose-4x4-20", "pose-6x6-20", "pose-8x8-20", "pose-1x8-20", "pose-1x16-37", "pose-1x64-20", "pose-2x3-5",
-    "papers-c10-conv", "sweeps-vector", "sweeps-any", "one-position", "largest-pose", "same-1x16",
+    "pose-1x64-5", "children-float32", "ranges-float32", "papers-c10-conv", "sweeps", "sweeps-vector", "sweeps-any",
+    "one-position", "largest-pose", "same-1x16",
 )  # fmt: skip
 SQUASH_SUMS = (("xayb", 2, 3, 4, 5, 7), ("xy", 1, 5, 16, 11, 13), ("xa", 2, 2, 19, 3, 11), ("x", 1, 1, 1, 1, 1))
 """Summands, batch, types, numbers of a capsule, height, width."""
