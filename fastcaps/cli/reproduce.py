@@ -29,7 +29,7 @@ def recipes(
             show({"name": found.name, "source": str(found.source), "settings": as_data(found.config)})
             return 0
         if recipe is not None:
-            print(recipes.find(recipe).read_text(encoding="utf-8"), end="")
+            print(recipes.as_yaml(recipe), end="")
             return 0
         with working("reading the recipes"):
             sources = {name: str(recipes.recipe(name).source) for name in recipes.names()}

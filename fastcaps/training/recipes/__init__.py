@@ -1,16 +1,22 @@
-"""The experiments of the papers as YAML files, one each, whole: network, data, loss, optimiser, schedule, turns.
+"""The experiments of the papers, a YAML file a paper: network, data, loss, optimiser, schedule, iterations.
 
 A recipe is the fields of :class:`fastcaps.training.TrainConfig`, and
 
 - ``source``: the paper, its section and its table or figure; a recipe of your own needs none;
-- ``reported``: what the paper says came of it;
-- ``reading``: what the paper does not say, and we chose.
+- ``reported``: the result that the paper reports;
+- ``reading``: what the paper does not say, and we chose;
+- ``base``: another recipe of the papers, whose fields it has where it names none of its own. A field of a field may be
+  named by its path (``optimizer.lr``). Where a ``name`` changes, the fields beside it begin from their defaults.
+  ``also`` is added to the base's ``reading``.
+
+A recipe of your own is a file with one recipe's fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +24,10 @@ import yaml
 
 from fastcaps.checks import did_you_mean
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.fields import SettingError, as_data, changed, read, wrong
+from fastcaps.training.fields import SettingError, as_data, changed, flat, read, wrong
 
 FOLDER = Path(__file__).parent
+_TOLD = ("source", "reported", "reading")  # what a paper says, and what we say of it
 MOST_VALUES, MOST_DEPTH = 100_000, 50
 """What a YAML file may hold, and how deep: aliases of aliases make billions of a few lines."""
 
@@ -79,26 +86,34 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def names(folder: Path = FOLDER) -> list[str]:
-    """The recipes that there are (or the tables: the names of another folder's files)."""
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    """Return the papers' recipes by name, each with the fields that its file gives it."""
+    files = sorted(FOLDER.glob("*.yaml"))
+    return {name: given for path in files for name, given in read_yaml(path.read_text(encoding="utf-8")).items()}
 
 
-def find(name: str, folder: Path = FOLDER, kind: str = "recipe", listing: str = "recipes") -> Path:
-    """The file of a recipe (or a table): one of :func:`names`, or a path that ends in ``.yaml``.
+def names() -> list[str]:
+    """Return the names of the papers' recipes."""
+    return sorted(_shipped())
+
+
+def own_file(name: str, kind: str, known: Iterable[str], listing: str) -> Path | None:
+    """Return the path of a user's own recipe (or table), or None for a ``name`` that is ``known``.
 
     Raises
     ------
     ValueError
-        If there is none.
+        If there is neither.
     """
-    own = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser() if own else folder / f"{name}.yaml"
-    if path.is_file():
-        return path
-    if own:
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path
         raise SettingError(f"{kind}: got {name!r}, and there is no such file")
-    hint = did_you_mean(name, names(folder))
+    if name in known:
+        return None
+    hint = did_you_mean(name, known := sorted(known))
     raise SettingError(f"{kind}: got {name!r}{hint}, want one of those that fastcaps {listing} lists, or a .yaml file")
 
 
@@ -137,6 +152,48 @@ def _require_plain(made: Any) -> None:
     raise SettingError(f"aliases lead back to themselves or too deep, want {MOST_DEPTH} levels or fewer")
 
 
+def _based(given: Mapping[str, Any], shipped: bool) -> dict[str, Any]:
+    """Return the fields of a recipe and of its bases; a recipe of one's own does not take over what a paper says."""
+    given = dict(given)
+    base, also = given.pop("base", None), read(str, given.pop("also", ""), "also")
+    if base is None:
+        return given
+    if not isinstance(base, str) or base not in _shipped():
+        raise wrong("base", base, "a recipe that fastcaps recipes lists")
+    made = fields_of(base)
+    if not shipped:
+        made = {key: value for key, value in made.items() if key not in _TOLD}
+    made = changed(made, flat(given))
+    if also:
+        made["reading"] = f"{made.get('reading', '')} {also}".strip()
+    return made
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """Return the fields of a recipe, those of its base among them: one of :func:`names`, or the path of a file.
+
+    Raises
+    ------
+    ValueError
+        One line: the file, the field, what came and what is wanted.
+    """
+    path = own_file(name, "recipe", _shipped(), "recipes")
+    if path is None:
+        return _based(_shipped()[name], shipped=True)
+    try:
+        given = read_yaml(path.read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise wrong("recipe", given, "a mapping of fields")
+        return _based(given, shipped=False)
+    except (SettingError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path.name}: {error}") from error
+
+
+def as_yaml(name: str) -> str:
+    """Return a recipe whole, as a file of one's own could have it."""
+    return str(yaml.safe_dump(fields_of(name), sort_keys=False, default_flow_style=None, allow_unicode=True, width=110))
+
+
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe.
 
@@ -152,16 +209,13 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
     ValueError
         One line: the file, the field, what came and what is wanted.
     """
-    path = find(name)
+    given, shipped = fields_of(name), name in _shipped()
     try:
-        given = read_yaml(path.read_text(encoding="utf-8"))
-        if not isinstance(given, dict):
-            raise wrong("recipe", given, "a mapping of fields")
         source = read(Source, given.pop("source"), "source") if "source" in given else None
-        told = {key: read(str, given.pop(key, ""), key) for key in ("reported", "reading")}
-        config = read(TrainConfig, {**given, "recipe": path.stem if path.parent == FOLDER else str(path)})
-    except (SettingError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path.name}: {error}") from error
+        told = {key: read(str, given.pop(key, ""), key) for key in _TOLD[1:]}
+        config = read(TrainConfig, {**given, "recipe": name if shipped else str(Path(name).expanduser())})
+    except SettingError as error:
+        raise SettingError(f"{Path(name).name}: {error}") from error
     if changes:
         config = read(TrainConfig, changed(as_data(config), changes))
-    return Recipe(path.stem, source, config, **told)
+    return Recipe(name if shipped else Path(name).stem, source, config, **told)

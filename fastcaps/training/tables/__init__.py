@@ -197,7 +197,7 @@ class Table:
 
 def names() -> list[str]:
     """The tables that there are."""
-    return recipes.names(FOLDER)
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def table(name: str) -> Table:
@@ -213,7 +213,7 @@ def table(name: str) -> Table:
     ValueError
         One line: the file, the field, what came and what is wanted.
     """
-    path = recipes.find(name, FOLDER, "table", "reproduce")
+    path = recipes.own_file(name, "table", names(), "reproduce") or FOLDER / f"{name}.yaml"
     try:
         given = read_yaml(path.read_text(encoding="utf-8"))
         rows = given.get("rows") if isinstance(given, dict) else None
