@@ -46,9 +46,12 @@ class Published(ABC):
     ----------
     sizes : tuple of float
         How large the children are that the two are compared on.
+    versions : tuple of dict
+        More arguments of the twin, a dict for each public version of the layer; the maintained one first.
     """
 
     sizes: tuple[float, ...] = (1.0,)
+    versions: tuple[dict[str, Any], ...] = ({},)
 
     def __init__(
         self,
@@ -83,9 +86,9 @@ class Published(ABC):
         """Why a layer that has the attributes is left alone all the same; an empty string if it need not be."""
         return ""
 
-    def construct(self, old: Any) -> nn.Module:
-        """A twin from the layer's attributes, its numbers drawn anew."""
-        return self.ours(**{name: getattr(old, name) for name in self.arguments})
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        """A twin from the layer's attributes and the options of a version, its numbers drawn anew."""
+        return self.ours(**{name: getattr(old, name) for name in self.arguments}, **options)
 
     def adopt(self, old: Any, new: nn.Module) -> None:
         """Give the twin what the layer holds."""
@@ -103,16 +106,17 @@ class _MlCapsules(Published):
     def __init__(self, ours: type[nn.Module], *more: str) -> None:
         names = ("in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose", *more)
         super().__init__(ours, names, ("w",), ("nonlinear_act", "drop"))
+        if ours is ml_capsules.CapsuleCONV:
+            self.versions = ({}, {"mixed_windows": True})
 
     def unfit(self, old: Any) -> str:
         fits = isinstance(old.nonlinear_act, nn.LayerNorm) and isinstance(old.drop, nn.Dropout)
         return "" if fits else "nonlinear_act must be a LayerNorm and drop a Dropout"
 
-    def construct(self, old: Any) -> nn.Module:
-        arguments: dict[str, Any] = {name: getattr(old, name) for name in self.arguments}
+    def construct(self, old: Any, **options: Any) -> nn.Module:
         if self.ours is ml_capsules.CapsuleCONV:
-            arguments["coordinate_add"] = getattr(old, "coordinate_add", False)
-        return self.ours(**arguments, dp=old.drop.p)
+            options["coordinate_add"] = getattr(old, "coordinate_add", False)
+        return super().construct(old, dp=old.drop.p, **options)
 
     def adopt(self, old: Any, new: Any) -> None:
         super().adopt(old, new)
@@ -146,8 +150,8 @@ class _DenseCapsule(_Dynamic):
 class _RoutingCapsules(_Dynamic):
     """Havir's layer; some copies know no device."""
 
-    def construct(self, old: Any) -> nn.Module:
-        return self.ours(**{name: getattr(old, name) for name in self.arguments}, device=getattr(old, "device", None))
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        return super().construct(old, device=getattr(old, "device", None), **options)
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, new.in_caps, new.in_dim),)]
@@ -162,8 +166,8 @@ class _CapsLayer(_Dynamic):
             return f"routing_module must be an AgreementRouting with logits b, got {type(routing).__name__}"
         return ""
 
-    def construct(self, old: Any) -> nn.Module:
-        return self.ours(**{name: getattr(old, name) for name in self.arguments}, routing_module=old.routing_module)
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        return super().construct(old, routing_module=old.routing_module, **options)
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, new.input_caps, new.input_dim),)]
@@ -172,8 +176,8 @@ class _CapsLayer(_Dynamic):
 class _DigitCaps(_Dynamic):
     """cezannec's layer, which does not keep the size of a parent."""
 
-    def construct(self, old: Any) -> nn.Module:
-        return self.ours(**{name: getattr(old, name) for name in self.arguments}, out_channels=old.W.shape[-1])
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        return super().construct(old, out_channels=old.W.shape[-1], **options)
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, new.previous_layer_nodes, new.in_channels),)]
@@ -185,9 +189,9 @@ class _CapsuleLayer(_Dynamic):
     def unfit(self, old: Any) -> str:
         return "makes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
 
-    def construct(self, old: Any) -> nn.Module:
-        learned = "route_logits" in self.held(old)
-        return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations, learned_logits=learned)
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        options["learned_logits"] = "route_logits" in self.held(old)
+        return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations, **options)
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
         return [(draw(2, new.num_route_nodes, new.in_channels),)]
