@@ -201,7 +201,7 @@ class _ConvCaps(Published):
     """yl-1993's layer."""
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        size = new.K + new.stride
+        size = new.K + 2 * new.stride - 1  # two windows a side, by the formula of the first versions too
         activations = draw(2, size, size, new.B).sigmoid()
         return [(torch.cat([draw(2, size, size, new.B * new.psize), activations], dim=3),)]
 
