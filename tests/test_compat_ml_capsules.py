@@ -16,30 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
 
 FC = {
-    "matrix": {
+    name: {
         "in_n_capsules": 12,
-        "in_d_capsules": 9,
+        "in_d_capsules": numbers,
         "out_n_capsules": 5,
-        "out_d_capsules": 9,
-        "matrix_pose": True,
+        "out_d_capsules": out,
+        "matrix_pose": name == "matrix",
         "dp": 0.0,
-    },
-    "vector": {
-        "in_n_capsules": 12,
-        "in_d_capsules": 3,
-        "out_n_capsules": 5,
-        "out_d_capsules": 4,
-        "matrix_pose": False,
-        "dp": 0.0,
-    },
-    "to-one": {
-        "in_n_capsules": 12,
-        "in_d_capsules": 3,
-        "out_n_capsules": 5,
-        "out_d_capsules": 1,
-        "matrix_pose": False,
-        "dp": 0.0,
-    },
+    }
+    for name, numbers, out in (("matrix", 9, 9), ("vector", 3, 4), ("to-one", 3, 1))
 }
 CONV = {name: {**case, "in_n_capsules": 3, "kernel_size": 3, "stride": 2} for name, case in FC.items()}
 CONV["wide-step"] = {**CONV["matrix"], "kernel_size": 2, "stride": 3}

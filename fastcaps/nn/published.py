@@ -134,31 +134,32 @@ class _MlCapsules(Published):
 
 
 class _Dynamic(Published):
-    """A layer of dynamic routing. Small children agree with every parent alike, whatever a copy does with that: so
-    larger ones are tried too. (The other routings norm what they compare; large poses only magnify roundings there.)"""
+    """A layer of dynamic routing; by default Guo's. Small children agree with every parent alike, whatever a copy does with
+    that: so larger ones are tried too. (The other routings norm what they compare; large poses only magnify roundings.)
+
+    ``children`` names the attributes that count the children, and the numbers in one.
+    """
 
     sizes = (1.0, 10.0)
-
-
-class _DenseCapsule(_Dynamic):
-    """Guo's layer."""
+    children = ("in_num_caps", "in_dim_caps")
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.in_num_caps, new.in_dim_caps),)]
+        return [(draw(2, *(getattr(new, name) for name in self.children)),)]
 
 
 class _RoutingCapsules(_Dynamic):
     """Havir's layer; some copies know no device."""
 
+    children = ("in_caps", "in_dim")
+
     def construct(self, old: Any, **options: Any) -> nn.Module:
         return super().construct(old, device=getattr(old, "device", None), **options)
-
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.in_caps, new.in_dim),)]
 
 
 class _CapsLayer(_Dynamic):
     """Bielski's layer; its routing module stays, as what holds the logits."""
+
+    children = ("input_caps", "input_dim")
 
     def unfit(self, old: Any) -> str:
         routing = old.routing_module
@@ -169,22 +170,20 @@ class _CapsLayer(_Dynamic):
     def construct(self, old: Any, **options: Any) -> nn.Module:
         return super().construct(old, routing_module=old.routing_module, **options)
 
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.input_caps, new.input_dim),)]
-
 
 class _DigitCaps(_Dynamic):
     """cezannec's layer, which does not keep the size of a parent."""
 
+    children = ("previous_layer_nodes", "in_channels")
+
     def construct(self, old: Any, **options: Any) -> nn.Module:
         return super().construct(old, out_channels=old.W.shape[-1], **options)
-
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.previous_layer_nodes, new.in_channels),)]
 
 
 class _CapsuleLayer(_Dynamic):
     """gram-ai's layer, where it routes; it keeps no sizes of poses."""
+
+    children = ("num_route_nodes", "in_channels")
 
     def unfit(self, old: Any) -> str:
         return "makes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
@@ -192,9 +191,6 @@ class _CapsuleLayer(_Dynamic):
     def construct(self, old: Any, **options: Any) -> nn.Module:
         options["learned_logits"] = "route_logits" in self.held(old)
         return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations, **options)
-
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.num_route_nodes, new.in_channels),)]
 
 
 class _ConvCaps(Published):
@@ -229,7 +225,7 @@ def published() -> dict[str, tuple[Published, ...]]:
     every = (
         _MlCapsules(ml_capsules.CapsuleFC),
         _MlCapsules(ml_capsules.CapsuleCONV, "kernel_size", "stride"),
-        _DenseCapsule(dense_capsule.DenseCapsule, dense, ("weight",)),
+        _Dynamic(dense_capsule.DenseCapsule, dense, ("weight",)),
         routing,
         _CapsLayer(caps_layer.CapsLayer, bielski, ("weights",), ("routing_module",)),
         _DigitCaps(digit_caps.DigitCaps, cezannec, ("W",)),
