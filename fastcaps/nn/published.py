@@ -134,8 +134,9 @@ class _MlCapsules(Published):
 
 
 class _Dynamic(Published):
-    """A layer of dynamic routing; by default Guo's. Small children agree with every parent alike, whatever a copy does with
-    that: so larger ones are tried too. (The other routings norm what they compare; large poses only magnify roundings.)
+    """A layer of dynamic routing; by default Guo's. Small children agree with every parent alike, whatever a copy does
+    with that: so larger ones are tried too. (The other routings norm what they compare; large poses only magnify
+    roundings there.)
 
     ``children`` names the attributes that count the children, and the numbers in one.
     """
