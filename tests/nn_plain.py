@@ -71,18 +71,20 @@ class CapsuleCONV(_Plain):
         matrix_pose,
         dp,
         coordinate_add=False,
+        mixed_windows=False,
     ):
         super().__init__()
+        self.first_commit = mixed_windows
         self.kernel_size, self.stride, self.coordinate_add = kernel_size, stride, coordinate_add
         sizes = (in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules)
         self.prepare((kernel_size, kernel_size, in_n_capsules), sizes, matrix_pose, dp)
 
     def forward(self, input, num_iter, next_capsule_value=None):
         seen = input.unfold(2, self.kernel_size, self.stride).unfold(3, self.kernel_size, self.stride)  # b n h w d k l
-        # The authors' code has d, h, w in this order in memory, and views it as h, w, d.
-        b, n, h, w, d, k, l = seen.shape
-        mixed = seen.permute(0, 1, 5, 6, 4, 2, 3).reshape(b, n, k, l, h, w, d)
-        seen = mixed.permute(0, 1, 4, 5, 6, 2, 3)
+        if self.first_commit:  # the first commit of the authors' code has d, h, w in memory, and views it as h, w, d
+            b, n, h, w, d, k, l = seen.shape
+            mixed = seen.permute(0, 1, 5, 6, 4, 2, 3).reshape(b, n, k, l, h, w, d)
+            seen = mixed.permute(0, 1, 4, 5, 6, 2, 3)
         if self.matrix_pose:
             poses = seen.unflatten(4, (self.sqrt_d, self.sqrt_d))
             votes = torch.einsum("bnhwaxkl,klnxdm->bhwnklmad", poses, self.w).flatten(-2)

@@ -11,37 +11,25 @@ import pickle
 import nn_plain
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
 
 FC = {
-    "matrix": {
+    name: {
         "in_n_capsules": 12,
-        "in_d_capsules": 9,
+        "in_d_capsules": numbers,
         "out_n_capsules": 5,
-        "out_d_capsules": 9,
-        "matrix_pose": True,
+        "out_d_capsules": out,
+        "matrix_pose": name == "matrix",
         "dp": 0.0,
-    },
-    "vector": {
-        "in_n_capsules": 12,
-        "in_d_capsules": 3,
-        "out_n_capsules": 5,
-        "out_d_capsules": 4,
-        "matrix_pose": False,
-        "dp": 0.0,
-    },
-    "to-one": {
-        "in_n_capsules": 12,
-        "in_d_capsules": 3,
-        "out_n_capsules": 5,
-        "out_d_capsules": 1,
-        "matrix_pose": False,
-        "dp": 0.0,
-    },
+    }
+    for name, numbers, out in (("matrix", 9, 9), ("vector", 3, 4), ("to-one", 3, 1))
 }
 CONV = {name: {**case, "in_n_capsules": 3, "kernel_size": 3, "stride": 2} for name, case in FC.items()}
 CONV["wide-step"] = {**CONV["matrix"], "kernel_size": 2, "stride": 3}
+CONV["mixed"] = {**CONV["vector"], "mixed_windows": True}
+CONV["mixed-wide-step"] = {**CONV["wide-step"], "mixed_windows": True}
 EVERY = [(CapsuleFC, name) for name in FC] + [(CapsuleCONV, name) for name in CONV]
 
 
@@ -80,6 +68,24 @@ def test_two_iterations_and_their_gradients(kind, name):
         )  # the authors' 1e-10 in float64, times what LayerNorm does
 
 
+def test_no_window_is_copied():
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            for tensor in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(tensor, torch.Tensor):
+                    self.numbers = max(self.numbers, tensor.numel())
+            return found
+
+    layer = CapsuleCONV(7, 4, 2, 4, kernel_size=3, stride=1, matrix_pose=True, dp=0.0)
+    children = torch.randn(2, 7, 9, 8, 4)
+    with torch.no_grad(), Largest() as seen:
+        layer(children, 1, layer(children, 0))
+    assert seen.numbers == children.numel()  # in windows there are five times as many
+
+
 def test_a_grid_into_fc_is_flattened_n_h_w():
     ours, plain = pair(CapsuleFC, "matrix")
     grid = torch.randn(2, 3, 2, 2, 9, dtype=torch.float64)
@@ -103,7 +109,7 @@ def test_matrix_poses_of_one_number_stay_unflattened(kind):
 
 def test_signatures_are_the_authors():
     fc = ["in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose", "dp"]
-    conv = [*fc[:4], "kernel_size", "stride", "matrix_pose", "dp", "coordinate_add"]
+    conv = [*fc[:4], "kernel_size", "stride", "matrix_pose", "dp", "coordinate_add", "mixed_windows"]
     assert list(inspect.signature(CapsuleFC).parameters) == fc
     assert list(inspect.signature(CapsuleCONV).parameters) == conv
     assert inspect.signature(CapsuleCONV).parameters["coordinate_add"].default is False
@@ -262,6 +268,11 @@ def test_wrong_arguments_are_named():
         (ValueError, "parents", lambda: fc(torch.randn(2, 12, 9), 0, torch.randn(2, 4, 9))),
         (ValueError, r"input must be \[b, 3, h, w, 9\]", lambda: conv(torch.randn(2, 3, 9), 0)),
         (ValueError, "window", lambda: conv(torch.randn(2, 3, 2, 7, 9), 0)),
+        (
+            ValueError,
+            r"input must have a grid no smaller than the window, 3 x 3, got \[2, 3, 7, 2, 3\]",
+            lambda: CapsuleCONV(**CONV["mixed"])(torch.randn(2, 3, 7, 2, 3), 0),
+        ),
         (ValueError, "next_capsule_value", lambda: conv(torch.randn(2, 3, 7, 7, 9), 0, torch.randn(2, 5, 9))),
         (TypeError, "input must be a tensor", lambda: fc(None, 0)),
         (TypeError, "next_capsule_value must be a tensor", lambda: fc(torch.randn(2, 12, 9), 0, 1)),

@@ -165,6 +165,21 @@ def test_one_name_of_several_codes() -> None:
     assert "has no attribute previous_layer_nodes" in report.layers[2].why
 
 
+def test_em_is_tried_on_a_grid_that_its_first_versions_take() -> None:
+    """They count a window too few where the stride does not divide the rest, and fail; some of them mix windows too."""
+
+    class Early(nn_plain_routings.ConvCaps):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            room = x.shape[1] - self.K
+            if (room + 1) // self.stride != room // self.stride + 1:
+                raise RuntimeError("shape is invalid")
+            return super().forward(x).flip(1, 2)
+
+    Early.__name__ = "ConvCaps"
+    (layer,) = fastcaps.convert(nn.Sequential(Early(3, 4, 3, 2, 2))).layers
+    assert not layer.converted and layer.why.startswith("its results differ")
+
+
 def test_primary_capsules_are_left_as_they_are() -> None:
     plain = nn_plain_routings.CapsuleLayer(3, 6, 4, 4)
     plain.num_route_nodes = -1

@@ -1,7 +1,7 @@
 """Classes of published capsule code on fastcaps' kernels.
 
 Each has that code's constructor, ``forward`` and parameters: a script runs after one changed import, and checkpoints
-load both ways. Its module says what differs.
+load both ways. Its module says what differs, docs/relation.md which version of that code it follows.
 
 ======================= =============================================================
 ``ml_capsules``         ``CapsuleFC``, ``CapsuleCONV`` of Tsai et al. (2020)

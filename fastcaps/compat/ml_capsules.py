@@ -1,15 +1,16 @@
-"""``CapsuleFC`` and ``CapsuleCONV`` of ml-capsules-inverted-attention-routing, the code of Tsai et al. (2020).
+"""``CapsuleFC`` and ``CapsuleCONV`` of Tsai et al. (2020).
+
+There are two public versions of their ``CapsuleCONV``, with the same parameters. This is the one that the first author
+maintains, in yaohungt/Capsules-Inverted-Attention-Routing, and that the paper describes. The other is the first commit
+of both that repository and apple/ml-capsules-inverted-attention-routing. It gathers its windows with the positions last
+and reads them as if the pose were last, so each child that it sees is made of numbers of several positions.
+``CapsuleCONV(..., mixed_windows=True)`` does the same, for checkpoints trained with it.
 
 What differs, each of it below what training can see:
 
 - the coefficients are not divided by their sum + 1e-10 once more (the sum of a softmax is 1);
 - a convolutional layer's result is a view whose memory order is ``b, h, w, m, d``: flatten it with ``reshape``, not
   ``view``.
-
-The authors' convolutional layer gathers its windows with the positions last, then reads them as if the pose were last:
-each child that it sees is made of numbers of several positions. :class:`CapsuleCONV` does the same, as their
-checkpoints need it. :class:`fastcaps.InvertedAttentionRouting` is the layer of the paper, and cheaper: it copies no
-windows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fastcaps.checks import check_count, shape_text
 from fastcaps.nn.inverted_attention import route
 from fastcaps.nn.layer import LayerCall
 from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor
+from fastcaps.votes import Window
 
 __all__ = ["CapsuleCONV", "CapsuleFC"]
 
@@ -31,7 +33,7 @@ class _Capsule(nn.Module):
     """What the two layers share: names, initialisation and the pass itself."""
 
     in_n_capsules: int
-    on_grid = False
+    window: Window | None = None
 
     def _setup(
         self,
@@ -94,7 +96,7 @@ class _Capsule(nn.Module):
         normalised = self.out_d_capsules > 1
         poses = children.unflatten(-1, self.pose_shape[:2])
         poses, _ = route(
-            LayerCall(poses, None, self._weight(), None, self.out_n_capsules, None),
+            LayerCall(poses, None, self._weight(), None, self.out_n_capsules, self.window),
             parents,
             self.pose_shape,
             scale=self.scale,
@@ -106,12 +108,12 @@ class _Capsule(nn.Module):
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened
 
     def _check(self, children: Tensor, parents: Tensor | None, wanted: str) -> None:
-        if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_d_capsules:
+        if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_d_capsules:
             raise ValueError(f"input must be {wanted}, got {shape_text(children)}")
         if children.shape[1] != self.in_n_capsules:
             raise ValueError(f"input must hold in_n_capsules = {self.in_n_capsules} capsules, got {children.shape[1]}")
         if parents is not None and (parents.dim() != children.dim() or parents.shape[-1] != self.out_d_capsules):
-            grid = "h, w, " if self.on_grid else ""
+            grid = "" if self.window is None else "h, w, "
             want = f"[b, {self.out_n_capsules}, {grid}{self.out_d_capsules}]"
             raise ValueError(f"next_capsule_value must be {want}, got {shape_text(parents)}")
 
@@ -197,8 +199,6 @@ class CapsuleFC(_Capsule):
 class CapsuleCONV(_Capsule):
     """A grid of capsules routed to a grid of parents through a sliding window, with the authors' names.
 
-    The children of a window are not the grid's: the module says how the authors' layer mixes them.
-
     Parameters
     ----------
     in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp
@@ -207,6 +207,9 @@ class CapsuleCONV(_Capsule):
         Of the window, which is square. There is no padding.
     coordinate_add : bool
         Kept, shown, and without effect: the authors' forward does not read it either.
+    mixed_windows : bool
+        Mix the positions of a window, as the first commit of the authors' code does (the module tells how); this copies
+        the windows. Checkpoints trained with that commit need it, and only they do.
 
     Attributes
     ----------
@@ -221,8 +224,6 @@ class CapsuleCONV(_Capsule):
     torch.Size([2, 4, 3, 3, 16])
     """
 
-    on_grid = True
-
     def __init__(
         self,
         in_n_capsules: int,
@@ -234,12 +235,16 @@ class CapsuleCONV(_Capsule):
         matrix_pose: bool,
         dp: float,
         coordinate_add: bool = False,
+        *,
+        mixed_windows: bool = False,
     ) -> None:
         super().__init__()
         self.in_n_capsules = check_count("in_n_capsules", in_n_capsules)
         self.kernel_size = check_count("kernel_size", kernel_size)
         self.stride = check_count("stride", stride)
         self.coordinate_add = coordinate_add
+        self.mixed_windows = bool(mixed_windows)
+        self.window = Window(kernel_size, kernel_size if mixed_windows else stride)
         lead = (kernel_size, kernel_size, in_n_capsules)
         self._setup(lead, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
 
@@ -265,24 +270,14 @@ class CapsuleCONV(_Capsule):
             input = input.flatten(4)
         parents = _parents(next_capsule_value, 4)
         self._check(input, parents, f"[b, {self.in_n_capsules}, h, w, {self.in_d_capsules}]")
-        if min(input.shape[2:4]) < self.kernel_size:
-            window = f"{self.kernel_size} x {self.kernel_size}"
-            raise ValueError(f"input must have a grid no smaller than the window, {window}, got {shape_text(input)}")
-        children, (rows, columns) = self._windows(input)
-        if parents is not None:
-            want = (input.shape[0], self.out_n_capsules, rows, columns)
-            if parents.shape[:4] != want:
-                raise ValueError(
-                    f"next_capsule_value must be {[*want, self.out_d_capsules]}, got {shape_text(parents)}"
-                )
-            parents = parents.permute(0, 2, 3, 1, 4).flatten(0, 2)
-        poses = self._pass(children, parents)
-        return poses.unflatten(0, (input.shape[0], rows, columns)).movedim(3, 1)
+        return self._pass(self._mixed(input) if self.mixed_windows else input, parents)
 
-    def _windows(self, input: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """What each position sees, ``[b * h' * w', k * l * n, d]``, as the authors' layer mixes it; and h', w'."""
+    def _mixed(self, input: Tensor) -> Tensor:
+        """The windows side by side, ``[b, n, h' * k, w' * k, d]``, their numbers mixed as the first commit does it."""
         size, step = self.kernel_size, self.stride
-        seen = input.unfold(2, size, step).unfold(3, size, step).permute(0, 5, 6, 1, 4, 2, 3)  # b k l n d h w
-        rows, columns = seen.shape[-2:]
-        mixed = seen.reshape(*seen.shape[:4], rows, columns, self.in_d_capsules)  # theirs: d h w, read as h w d
-        return mixed.permute(0, 4, 5, 1, 2, 3, 6).flatten(3, 5).flatten(0, 2), (rows, columns)
+        if min(input.shape[2:4]) < size:
+            wanted = f"a grid no smaller than the window, {size} x {size}"
+            raise ValueError(f"input must have {wanted}, got {shape_text(input)}")
+        seen = input.unfold(2, size, step).unfold(3, size, step).permute(0, 1, 5, 6, 4, 2, 3)  # b n k l d h w
+        mixed = seen.reshape(*seen.shape[:4], *seen.shape[5:], self.in_d_capsules)  # read as h w d
+        return mixed.permute(0, 1, 4, 2, 5, 3, 6).flatten(4, 5).flatten(2, 3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -77,7 +79,7 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     that holds the parameters goes on working, and checkpoints keep their keys. Candidates are found by class name, the
     layer's or that of a class it is made from, and by attributes; one that does not fit, or has methods of its own, is
     left alone. Other attributes go over to the new layer, but for tensors. What the model holds in a plain list, or
-    as a bound ``forward``, is not found.
+    as a bound ``forward``, is not found. Of two public versions of a layer the one that agrees is taken.
 
     Parameters
     ----------
@@ -86,7 +88,8 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
     check : bool
         Before a swap, run both layers on random inputs (small and large; without and with parents, where a layer takes
         them), and leave the old one if results or gradients differ. A layer that fails to run at all is swapped, and
-        the report says so. Both are compared as in ``eval()``: dropout that a copy added is not seen.
+        the report says so. Both are compared as in ``eval()``: dropout that a copy added is not seen. False takes
+        the version of a layer that its authors maintain.
     verbose : bool
         Print the report, which is also what is returned.
 
@@ -107,27 +110,25 @@ DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
     report = ConversionReport(model)
     swapped: dict[int, nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        found = _published_layer(module)
-        if found is None:
-            continue
-        known, own = found
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         above, _, last = path.rpartition(".")
         new, why = swapped.get(id(module)), "the same layer as one above"
-        if last == "_orig_mod":  # what torch.compile made keeps the layer's forward, whatever stands in its place
-            new, why = None, "torch.compile would go on calling it: convert first, then compile"
-        elif new is None:
-            why = _misfit(module, known)
-        if own and not why:
-            why = f"its class has {', '.join(own)} of its own"
-        if new is None and not why:
-            new = _build(module, known)
-            difference, why = _compare(module, new, known) if check else (False, "not compared, as asked")
-            new = None if difference else new
+        try:
+            found = _published_layer(module)
+            if found is None:
+                continue
+            if last == "_orig_mod":  # what torch.compile made keeps the layer's forward, whatever stands in its place
+                new, why = None, "torch.compile would go on calling it: convert first, then compile"
+            elif new is None:
+                new, why = _replacement(module, *found, check)
+        except Exception as error:  # a property of a stranger's layer may raise anything
+            new, why = None, f"reading or running it failed with {_named(error)}"
         report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
         if new is None:
             continue
-        swapped[id(module)] = new
+        if id(module) not in swapped:
+            swapped[id(module)] = new
+            _hand_over_hooks(module, new)
         if path:
             setattr(model.get_submodule(above), last, new)
         else:
@@ -150,6 +151,23 @@ def _published_layer(module: nn.Module) -> tuple[Published, list[str]] | None:
     return None
 
 
+def _replacement(module: nn.Module, known: Published, own: list[str], check: bool) -> tuple[nn.Module | None, str]:
+    """The layer to put in the place of ``module``, None if it is to stay; and why."""
+    why = _misfit(module, known) or (f"its class has {', '.join(own)} of its own" if own else "")
+    if why:
+        return None, why
+    said = []
+    for options in known.versions:
+        new = _build(module, known, options)
+        if not check:
+            return new, "not compared, as asked"
+        fits, why = _compare(module, new, known)
+        if fits:
+            return new, ", ".join([why, *(f"{name}={value}" for name, value in options.items())])
+        said.append(why)
+    return None, said[0]
+
+
 def _is_method(name: str, value: Any) -> bool:
     """Whether a name with two underscores is a method that may change what a layer does, such as ``__call__``."""
     return isinstance(value, FunctionType) and name not in HARMLESS
@@ -159,8 +177,11 @@ def _misfit(module: Any, known: Published) -> str:
     """Why ``module`` is not the published layer; an empty string if it is."""
     if isinstance(module, known.ours):
         return "runs on fastcaps already"
-    if "forward" in vars(module):
-        return "its forward was replaced on the layer itself"
+    if module._compiled_call_impl is not None:
+        return "it was compiled: convert first, then compile"
+    replaced = [name for name, value in vars(module).items() if callable(value) and hasattr(known.ours, name)]
+    if replaced:
+        return f"its {', '.join(replaced)} was replaced on the layer itself"
     missing = known.missing(module)
     if missing:
         return f"has no attribute {', '.join(missing)}: not the layer of the authors' code"
@@ -193,17 +214,27 @@ def _misfit(module: Any, known: Published) -> str:
     return ""
 
 
-def _build(old: nn.Module, known: Published) -> nn.Module:
-    """The layer that takes the old one's place, with its parameters, submodules, hooks and mode."""
+def _build(old: nn.Module, known: Published, options: dict[str, Any]) -> nn.Module:
+    """The layer that may take the old one's place, with its parameters, submodules, attributes and mode."""
     with torch.device("meta"):  # no memory, and no draw of random numbers, for numbers that are replaced at once
-        new = known.construct(old)
+        new = known.construct(old, **options)
     known.adopt(old, new)
     new.training = old.training
     for name, value in vars(old).items():
-        theirs = not hasattr(new, name) and not isinstance(value, Tensor)  # a tensor may be what a forward left there
-        if "_hook" in name or theirs:  # the dicts of hooks themselves, so that handles still remove them
+        if not hasattr(new, name) and not isinstance(value, Tensor):  # a tensor may be what a forward left there
             new.__dict__[name] = value
     return new
+
+
+def _hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give a layer the old one's dicts of hooks themselves, so that handles still remove them."""
+    for name, value in vars(old).items():
+        if "_hook" in name:
+            new.__dict__[name] = value
+            for hook in value.values() if isinstance(value, dict) else ():
+                remembered = getattr(hook, "module", None)  # torch calls a hook before load_state_dict with this layer
+                if isinstance(remembered, weakref.ref) and remembered() is old:
+                    hook.module = weakref.ref(new)
 
 
 def _tensors(result: Any) -> list[Tensor] | None:
@@ -214,54 +245,73 @@ def _tensors(result: Any) -> list[Tensor] | None:
     return found if all(isinstance(tensor, Tensor) for tensor in found) else None
 
 
+class _Verdict(Exception):
+    """Ends a comparison early: whether the new layer may take the old one's place, and why."""
+
+
 def _compare(old: nn.Module, new: nn.Module, known: Published) -> tuple[bool, str]:
-    """Whether two layers differ on random input, and what to say of it."""
+    """Whether the new layer may take the old one's place, by what both make of random input; and why."""
     weight: Tensor = getattr(new, known.parameters[0])
     if weight.device.type == "meta":
-        return False, "not compared: it has no numbers yet"
+        return True, "not compared: it has no numbers yet"
     modes = {module: module.training for module in (*old.modules(), *new.modules())}
-    worst = 0.0
     try:
         for module in modes:
             module.training = False
-        for size in known.sizes if weight.dtype in GRADIENT_TOLERANCES else known.sizes[:1]:
-            generator = torch.Generator("cpu").manual_seed(0)
-
-            def draw(*shape: int, size: float = size, generator: torch.Generator = generator) -> Tensor:
-                drawn = torch.randn(*shape, generator=generator, device="cpu") * size
-                return drawn.to(device=weight.device, dtype=weight.dtype)
-
-            for arguments in known.calls(new, draw):
-                try:
-                    with torch.no_grad():
-                        expected = _tensors(old.forward(*arguments))
-                except Exception as error:  # whatever a stranger's layer raises, it belongs in the report
-                    return False, f"not compared: the old layer failed with {type(error).__name__}: {error}"
-                with torch.no_grad():
-                    got = _tensors(new.forward(*arguments))
-                if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
-                    return True, "its result has another shape than the authors' layer gives"
-                if not all(bool(tensor.isfinite().all()) for tensor in expected):
-                    if size == known.sizes[0]:
-                        return True, "its results hold NaN or infinity: nothing to compare"
-                    continue
-                far = max(_distance([a], [b]) for a, b in zip(expected, got, strict=True))
-                if not far <= TOLERANCES.get(weight.dtype, 1e-3):
-                    return True, f"its results differ from the authors' layer by {far:.1e} of the largest"
-                worst = max(worst, far)
-                if weight.dtype in GRADIENT_TOLERANCES and not weight.is_inference():
-                    try:
-                        wanted = _gradients(old, arguments)
-                    except Exception as error:
-                        raised = f"{type(error).__name__}: {error}"
-                        return False, f"results agree to {worst:.1e}; the old layer's gradients failed with {raised}"
-                    far = _distance(wanted, _gradients(new, arguments))
-                    if not far <= GRADIENT_TOLERANCES[weight.dtype]:
-                        return True, f"its gradients differ from the authors' layer by {far:.1e} of the largest"
+        far = [_call_distance(old, new, weight, *trial) for trial in _trials(new, weight, known)]
+    except _Verdict as verdict:
+        return verdict.args[0], verdict.args[1]
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return False, f"results agree to {worst:.1e}"
+    return True, f"results agree to {max(far):.1e}"
+
+
+def _trials(new: nn.Module, weight: Tensor, known: Published) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """Arguments to compare two layers on, and whether finite results are wanted of them."""
+    for size in known.sizes if weight.dtype in GRADIENT_TOLERANCES else known.sizes[:1]:
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def draw(*shape: int, size: float = size, generator: torch.Generator = generator) -> Tensor:
+            drawn = torch.randn(*shape, generator=generator, device="cpu") * size
+            return drawn.to(device=weight.device, dtype=weight.dtype)
+
+        for arguments in known.calls(new, draw):
+            yield arguments, size == known.sizes[0]
+
+
+def _call_distance(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any, ...], finite: bool) -> float:
+    """How far the results of one call lie apart, relative to the largest."""
+    try:
+        with torch.no_grad():
+            expected = _tensors(old.forward(*arguments))
+    except Exception as error:  # whatever a stranger's layer raises, it belongs in the report
+        raise _Verdict(True, f"not compared: the old layer failed with {_named(error)}") from error
+    with torch.no_grad():
+        got = _tensors(new.forward(*arguments))
+    if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
+        raise _Verdict(False, "its result has another shape than the authors' layer gives")
+    if not all(bool(tensor.isfinite().all()) for tensor in expected):
+        if finite:
+            raise _Verdict(False, "its results hold NaN or infinity: nothing to compare")
+        return 0.0
+    far = max(_distance([a], [b]) for a, b in zip(expected, got, strict=True))
+    if not far <= TOLERANCES.get(weight.dtype, 1e-3):
+        raise _Verdict(False, f"its results differ from the authors' layer by {far:.1e} of the largest")
+    if weight.dtype in GRADIENT_TOLERANCES and not weight.is_inference():
+        try:
+            wanted = _gradients(old, arguments)
+        except Exception as error:
+            raised = f"the old layer's gradients failed with {_named(error)}"
+            raise _Verdict(True, f"results agree to {far:.1e}; {raised}") from error
+        apart = _distance(wanted, _gradients(new, arguments))
+        if not apart <= GRADIENT_TOLERANCES[weight.dtype]:
+            raise _Verdict(False, f"its gradients differ from the authors' layer by {apart:.1e} of the largest")
+    return far
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _distance(theirs: list[Tensor], ours: list[Tensor]) -> float:

@@ -46,9 +46,12 @@ class Published(ABC):
     ----------
     sizes : tuple of float
         How large the children are that the two are compared on.
+    versions : tuple of dict
+        More arguments of the twin, a dict for each public version of the layer; the maintained one first.
     """
 
     sizes: tuple[float, ...] = (1.0,)
+    versions: tuple[dict[str, Any], ...] = ({},)
 
     def __init__(
         self,
@@ -83,9 +86,9 @@ class Published(ABC):
         """Why a layer that has the attributes is left alone all the same; an empty string if it need not be."""
         return ""
 
-    def construct(self, old: Any) -> nn.Module:
-        """A twin from the layer's attributes, its numbers drawn anew."""
-        return self.ours(**{name: getattr(old, name) for name in self.arguments})
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        """A twin from the layer's attributes and the options of a version, its numbers drawn anew."""
+        return self.ours(**{name: getattr(old, name) for name in self.arguments}, **options)
 
     def adopt(self, old: Any, new: nn.Module) -> None:
         """Give the twin what the layer holds."""
@@ -103,16 +106,17 @@ class _MlCapsules(Published):
     def __init__(self, ours: type[nn.Module], *more: str) -> None:
         names = ("in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose", *more)
         super().__init__(ours, names, ("w",), ("nonlinear_act", "drop"))
+        if ours is ml_capsules.CapsuleCONV:
+            self.versions = ({}, {"mixed_windows": True})
 
     def unfit(self, old: Any) -> str:
         fits = isinstance(old.nonlinear_act, nn.LayerNorm) and isinstance(old.drop, nn.Dropout)
         return "" if fits else "nonlinear_act must be a LayerNorm and drop a Dropout"
 
-    def construct(self, old: Any) -> nn.Module:
-        arguments: dict[str, Any] = {name: getattr(old, name) for name in self.arguments}
+    def construct(self, old: Any, **options: Any) -> nn.Module:
         if self.ours is ml_capsules.CapsuleCONV:
-            arguments["coordinate_add"] = getattr(old, "coordinate_add", False)
-        return self.ours(**arguments, dp=old.drop.p)
+            options["coordinate_add"] = getattr(old, "coordinate_add", False)
+        return super().construct(old, dp=old.drop.p, **options)
 
     def adopt(self, old: Any, new: Any) -> None:
         super().adopt(old, new)
@@ -130,31 +134,33 @@ class _MlCapsules(Published):
 
 
 class _Dynamic(Published):
-    """A layer of dynamic routing. Small children agree with every parent alike, whatever a copy does with that: so
-    larger ones are tried too. (The other routings norm what they compare; large poses only magnify roundings there.)"""
+    """A layer of dynamic routing; by default Guo's. Small children agree with every parent alike, whatever a copy does
+    with that: so larger ones are tried too. (The other routings norm what they compare; large poses only magnify
+    roundings there.)
+
+    ``children`` names the attributes that count the children, and the numbers in one.
+    """
 
     sizes = (1.0, 10.0)
-
-
-class _DenseCapsule(_Dynamic):
-    """Guo's layer."""
+    children = ("in_num_caps", "in_dim_caps")
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.in_num_caps, new.in_dim_caps),)]
+        return [(draw(2, *(getattr(new, name) for name in self.children)),)]
 
 
 class _RoutingCapsules(_Dynamic):
     """Havir's layer; some copies know no device."""
 
-    def construct(self, old: Any) -> nn.Module:
-        return self.ours(**{name: getattr(old, name) for name in self.arguments}, device=getattr(old, "device", None))
+    children = ("in_caps", "in_dim")
 
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.in_caps, new.in_dim),)]
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        return super().construct(old, device=getattr(old, "device", None), **options)
 
 
 class _CapsLayer(_Dynamic):
     """Bielski's layer; its routing module stays, as what holds the logits."""
+
+    children = ("input_caps", "input_dim")
 
     def unfit(self, old: Any) -> str:
         routing = old.routing_module
@@ -162,42 +168,37 @@ class _CapsLayer(_Dynamic):
             return f"routing_module must be an AgreementRouting with logits b, got {type(routing).__name__}"
         return ""
 
-    def construct(self, old: Any) -> nn.Module:
-        return self.ours(**{name: getattr(old, name) for name in self.arguments}, routing_module=old.routing_module)
-
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.input_caps, new.input_dim),)]
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        return super().construct(old, routing_module=old.routing_module, **options)
 
 
 class _DigitCaps(_Dynamic):
     """cezannec's layer, which does not keep the size of a parent."""
 
-    def construct(self, old: Any) -> nn.Module:
-        return self.ours(**{name: getattr(old, name) for name in self.arguments}, out_channels=old.W.shape[-1])
+    children = ("previous_layer_nodes", "in_channels")
 
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.previous_layer_nodes, new.in_channels),)]
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        return super().construct(old, out_channels=old.W.shape[-1], **options)
 
 
 class _CapsuleLayer(_Dynamic):
     """gram-ai's layer, where it routes; it keeps no sizes of poses."""
 
+    children = ("num_route_nodes", "in_channels")
+
     def unfit(self, old: Any) -> str:
         return "makes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
 
-    def construct(self, old: Any) -> nn.Module:
-        learned = "route_logits" in self.held(old)
-        return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations, learned_logits=learned)
-
-    def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, new.num_route_nodes, new.in_channels),)]
+    def construct(self, old: Any, **options: Any) -> nn.Module:
+        options["learned_logits"] = "route_logits" in self.held(old)
+        return self.ours(*old.route_weights.shape, num_iterations=old.num_iterations, **options)
 
 
 class _ConvCaps(Published):
     """yl-1993's layer."""
 
     def calls(self, new: Any, draw: Draw) -> list[tuple[Any, ...]]:
-        size = new.K + new.stride
+        size = new.K + 2 * new.stride - 1  # two windows a side, by the formula of the first versions too
         activations = draw(2, size, size, new.B).sigmoid()
         return [(torch.cat([draw(2, size, size, new.B * new.psize), activations], dim=3),)]
 
@@ -225,7 +226,7 @@ def published() -> dict[str, tuple[Published, ...]]:
     every = (
         _MlCapsules(ml_capsules.CapsuleFC),
         _MlCapsules(ml_capsules.CapsuleCONV, "kernel_size", "stride"),
-        _DenseCapsule(dense_capsule.DenseCapsule, dense, ("weight",)),
+        _Dynamic(dense_capsule.DenseCapsule, dense, ("weight",)),
         routing,
         _CapsLayer(caps_layer.CapsLayer, bielski, ("weights",), ("routing_module",)),
         _DigitCaps(digit_caps.DigitCaps, cezannec, ("W",)),
