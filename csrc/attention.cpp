@@ -17,8 +17,8 @@ std::vector<Tensor> attention_routing(Stack stack) {
   run.with.query = cpu.view(call.query);
   run.with.norm_weight = cpu.table(call.norm_weight, norm_weight);
   run.with.norm_bias = cpu.table(call.norm_bias, norm_bias);
-  const Tensor parents = cpu.stored_result(poses_shape(votes), run.with.parents);
-  const Tensor sums = cpu.result(poses_shape(votes, call.iterations), run.with.sums);
+  const Tensor parents = cpu.stored_result("parents", poses_shape(votes), run.with.parents);
+  const Tensor sums = cpu.result("sums", poses_shape(votes, call.iterations), run.with.sums);
   run_forward(cpu, run);
   return {parents, sums};
 }
@@ -46,14 +46,14 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   }
   run.schedule = schedule_of(run, dquery, cpu.bias ? cpu.bias->numel() : 0);
   const bool empty = votes.positions() == 0;
-  const MaybeTensor query = cpu.maybe(dquery, shape, run.with[0].dquery, empty);
-  const Partial norms = cpu.partial(dnorm, run.schedule.rows(), {2, votes.parent_size()});
+  const MaybeTensor query = cpu.maybe("dquery", dquery, shape, run.with[0].dquery, empty);
+  const Partial norms = cpu.partial("dnorm", dnorm, run.schedule.rows(), {2, votes.parent_size()});
   for (Attention& turn : run.with) turn.dnorm = norms.parts;
   const Gradients found = run_backward(cpu, run, call.needs, dquery, empty);
   const MaybeTensor& both = norms.sum();
   const auto half = [&](int64_t bit, int64_t which) {
     void* data = nullptr;
-    const MaybeTensor out = cpu.maybe(dnorm && call.needs & bit, {votes.parent_size()}, data);
+    const MaybeTensor out = cpu.maybe("dnorm", dnorm && call.needs & bit, {votes.parent_size()}, data);
     const size_t bytes = out ? size_t(out->numel()) * out->element_size() : 0;
     if (out) std::memcpy(data, static_cast<const char*>(data_of(*both)) + which * bytes, bytes);
     return cpu.stored(out);

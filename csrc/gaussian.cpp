@@ -47,12 +47,12 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   } else {
     betas.take(cpu, call.beta_use, call.beta_ignore, with);
   }
-  const Tensor counts = cpu.result(numbers_shape(votes, turns), with.counts);
-  const Tensor means = cpu.result(poses_shape(votes, turns), with.means);
-  const Tensor variances = cpu.result(poses_shape(votes, turns), with.variances);
-  const Tensor scores = cpu.result(numbers_shape(votes, turns), with.scores);
+  const Tensor counts = cpu.result("counts", numbers_shape(votes, turns), with.counts);
+  const Tensor means = cpu.result("means", poses_shape(votes, turns), with.means);
+  const Tensor variances = cpu.result("variances", poses_shape(votes, turns), with.variances);
+  const Tensor scores = cpu.result("scores", numbers_shape(votes, turns), with.scores);
   run_forward(cpu, run);
-  const auto last = [&](const Tensor& x) { return torch::stable::clone(torch::stable::select(x, 0, turns - 1)); };
+  const auto last = [&](const Tensor& x) { return copied(torch::stable::select(x, 0, turns - 1), cpu.compute); };
   const Tensor variance = last(variances);
   if (votes.is_double())
     add<double>(variance, call.eps);
@@ -94,11 +94,11 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   run.schedule = schedule_of(run, state, size(cpu.bias) + size(call.beta_use) + size(call.beta_ignore));
   const bool empty = votes.positions() == 0 || !call.any();
   Gaussian& first = run.with[0];
-  const MaybeTensor mean = cpu.maybe(call.wants_mean(), shape, first.dmean, empty);
-  const MaybeTensor variance = cpu.maybe(call.wants_variance(), shape, first.dvariance, empty);
-  const MaybeTensor log_weight = cpu.maybe(call.wants_log_weight(), numbers, first.dlog_weight, empty);
+  const MaybeTensor mean = cpu.maybe("dmean", call.wants_mean(), shape, first.dmean, empty);
+  const MaybeTensor variance = cpu.maybe("dvariance", call.wants_variance(), shape, first.dvariance, empty);
+  const MaybeTensor log_weight = cpu.maybe("dlog_weight", call.wants_log_weight(), numbers, first.dlog_weight, empty);
   const auto parts = [&](int64_t bit, const MaybeTensor& beta) {
-    return cpu.partial(evidence && call.needs & bit, run.schedule.items(), beta ? shape_of(*beta) : Shape{});
+    return cpu.partial("dbeta", evidence && call.needs & bit, run.schedule.items(), beta ? shape_of(*beta) : Shape{});
   };
   const Partial uses = parts(kBetaUse, call.beta_use), ignores = parts(kBetaIgnore, call.beta_ignore);
   for (Gaussian& with : run.with) with.duse = uses.parts, with.dignore = ignores.parts;

@@ -14,9 +14,9 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   run.with.normalize = call.normalize;
   run.with.rule = call.rule;
   run.with.query = cpu.view(call.query);
-  const Tensor parents = cpu.stored_result(poses_shape(votes), run.with.parents);
-  const Tensor sums = cpu.stored_result(poses_shape(votes, call.iterations), run.with.sums);
-  const Tensor logsumexp = cpu.result(numbers_shape(votes, call.iterations), run.with.logsumexp);
+  const Tensor parents = cpu.stored_result("parents", poses_shape(votes), run.with.parents);
+  const Tensor sums = cpu.stored_result("sums", poses_shape(votes, call.iterations), run.with.sums);
+  const Tensor logsumexp = cpu.result("logsumexp", numbers_shape(votes, call.iterations), run.with.logsumexp);
   run_forward(cpu, run);
   return {parents, sums, logsumexp};
 }
@@ -43,7 +43,7 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
   }
   run.schedule = schedule_of(run, dquery, cpu.bias ? cpu.bias->numel() : 0);
   const bool empty = votes.positions() == 0;
-  const MaybeTensor query = cpu.maybe(dquery, shape, run.with[0].dquery, empty);
+  const MaybeTensor query = cpu.maybe("dquery", dquery, shape, run.with[0].dquery, empty);
   const Gradients found = run_backward(cpu, run, call.needs, dquery, empty);
   return {found.children, found.weight, found.bias, found.gate, cpu.stored(query)};
 }

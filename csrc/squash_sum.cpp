@@ -7,7 +7,7 @@ namespace fastcaps {
 namespace {
 
 Tensor result(const Tensor& beside, const Shape& shape) {
-  return fresh(new_tensor(beside, shape, beside.scalar_type()));
+  return fresh(new_tensor(beside, shape, beside.scalar_type(), "a result"));
 }
 
 // Runs a kernel over all rows; a thread gets rows of 8,192 numbers or more at a time.

@@ -7,7 +7,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
+
+inline constexpr double kMostBytes = 0x1p60;  // of a tensor: no machine has them, and offsets within it are counted
 
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
 
@@ -45,6 +49,11 @@ inline std::string text(const Shape& shape) {
   std::string out = "[";
   for (size_t k = 0; k < shape.size(); ++k) out += (k ? ", " : "") + std::to_string(shape[k]);
   return out + "]";
+}
+
+// Not STD_TORCH_CHECK, which tells of files and lines: this is no fault of ours.
+[[noreturn]] inline void throw_no_memory(const std::string& what) {
+  throw std::runtime_error("fastcaps: no memory for " + what);
 }
 
 inline Shape shape_of(const Tensor& x) {
@@ -89,26 +98,39 @@ inline View view_of(const Tensor& x, bool is_set, int64_t turn = -1) {
   return view;
 }
 
-// Parameters are read in the compute type and in one layout; for float32 and float64 they usually are there already.
-inline Tensor in_compute_type(const Tensor& x, ScalarType type) {
-  if (x.scalar_type() == type && x.is_contiguous()) return x;  // a tiny call is mostly calls like the one below
-  return torch::stable::contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
-}
-
-// A new dense tensor on the device of another. torch::stable::new_empty asks the dispatcher, at several times the
-// price.
-inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType type) {
+// A new dense tensor on the device of another; `what` it is, for the error where there is no memory for it.
+// torch::stable::new_empty asks the dispatcher, at several times the price.
+inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType type, const char* what) {
   Shape strides(shape.size());
   int64_t stride = 1;
-  for (size_t k = shape.size(); k-- > 0; stride *= shape[k] > 0 ? shape[k] : 1) strides[k] = stride;
+  double bytes = type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2;
+  for (size_t k = shape.size(); k-- > 0; bytes *= double(shape[k])) {
+    strides[k] = stride;
+    if (__builtin_mul_overflow(stride, shape[k] > 0 ? shape[k] : 1, &stride)) stride = 0;  // bytes are too many anyway
+  }
   int32_t device = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      int64_t(shape.size()), shape.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device, beside.get_device_index(), &made));
+  if (bytes > kMostBytes ||
+      aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(),
+                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device,
+                               beside.get_device_index(), &made) != TORCH_SUCCESS)
+    throw_no_memory(what + (" of shape " + text(shape)) + ": " +
+                    std::to_string(int64_t(std::min(bytes, kMostBytes) / 1e6) + 1) + " MB");
   return Tensor(made);
 }
+
+// A dense copy in a type.
+inline Tensor copied(const Tensor& x, ScalarType type) {
+  Tensor out = new_tensor(x, shape_of(x), type, "a copy");
+  return torch::stable::copy_(out, x);
+}
+
+// Parameters are read in the compute type and in one layout; for float32 and float64 they usually are there already.
+inline Tensor in_compute_type(const Tensor& x, ScalarType type) {
+  return x.scalar_type() == type && x.is_contiguous() ? x : copied(x, type);
+}
+inline Tensor as_dense(const Tensor& x) { return in_compute_type(x, x.scalar_type()); }
 
 // One pose or one number for every parent at every position; of every turn where there are turns.
 inline Shape poses_shape(const Votes& votes, int64_t turns = 0) {
@@ -188,7 +210,10 @@ struct VoteTensors {
     const int64_t y = v.H + 2 * w.ph - w.dh * (w.kh - 1) - 1, x = v.W + 2 * w.pw - w.dw * (w.kw - 1) - 1;
     STD_TORCH_CHECK(y >= 0 && x >= 0, "fastcaps: window ", text(window), " is larger than children ",
                     text(shape_of(children)));
-    v.Ho = y / w.sh + 1, v.Wo = x / w.sw + 1, v.I = w.kh * w.kw * v.N;
+    v.Ho = y / w.sh + 1, v.Wo = x / w.sw + 1;
+    if (!v.is_countable())
+      throw_no_memory("votes of children " + text(shape_of(children)) + " for " + std::to_string(parents) + " parents");
+    v.I = w.kh * w.kw * v.N;
     STD_TORCH_CHECK(v.I % v.G == 0, "fastcaps: weight has ", v.G, " groups, which do not divide ", v.I, " children");
     const ScalarType type = children.scalar_type();
     v.storage = storage_of(children);

@@ -55,6 +55,13 @@ struct Votes {
   const void* bias = nullptr;    // [I or 1, M or 1, C, E], or null
   int64_t bias_stride_i = 0, bias_stride_m = 0;
 
+  // Whether 64 bits hold what schedules count: the multiply-adds of a pass, and the bytes of the votes for one position
+  // in all lanes. Where they do not, no machine ends the call.
+  bool is_countable() const {
+    const double position =
+        double(window.kh) * double(window.kw) * double(N) * double(M) * double(C) * double(D + 2) * double(E);
+    return position < 0x1p50 && position * double(B > 1 ? B : 1) * double(Ho) * double(Wo) < 0x1p60;
+  }
   bool is_double() const { return storage == Storage::kFloat64; }
   int64_t positions() const { return B * Ho * Wo; }
   int64_t child_size() const { return C * D; }        // numbers of a child's pose,

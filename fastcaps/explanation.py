@@ -74,6 +74,9 @@ class Explanations(tuple[Explanation, ...]):
 _Refusal = Callable[[str, backends.Call], str | None]
 """Why a backend cannot take a call: :func:`fastcaps.backends.refusal`, or an op's own."""
 
+_MOST = 1000
+"""Calls in one explanation: a module that makes more of them walks absurdly many iterations by itself."""
+
 _told: ContextVar[list[Explanation] | None] = ContextVar("fastcaps_explanations", default=None)
 
 
@@ -102,7 +105,7 @@ def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> 
     TypeError
         If ``call`` cannot be called, or is a module that needs inputs and got none.
     ValueError
-        If the way through a module depends on numbers (``if x.sum() > 0``).
+        If the way through a module depends on numbers (``if x.sum() > 0``), or has more than 1000 calls of routings.
     Exception
         What the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
         backend cannot take the call is part of the answer.
@@ -175,6 +178,8 @@ def tell(routing: Routing, votes: Votes, given: Any) -> None:
     """Tell :func:`explain`, if it listens in this thread, of a call of an op."""
     found = _told.get()
     if found is not None:
+        if len(found) == _MOST:
+            raise ValueError(f"explain: the module makes more than {_MOST} calls of routings; explain fewer iterations")
         found.append(_explain_op(routing, votes, given))
 
 

@@ -103,6 +103,19 @@ def test_the_threads_context_is_put_back(host: Host, name: str, before: int) -> 
 
 
 @every_op
+def test_launches_go_to_their_device_whatever_torch_left_current(host: Host, name: str) -> None:
+    for op in both(host, name, device=1)[:2]:
+        host.begin(0)
+        host.leave(0)
+        try:
+            op()
+        finally:
+            host.leave(-1)
+        assert {(launch.device, launch.stream) for launch in host.launches()} == {(1, STREAMS[1])}
+        assert host.context == 0
+
+
+@every_op
 def test_a_call_may_be_captured(host: Host, name: str) -> None:
     """Its launches are all that reaches a stream, they go to the captured one, and again they are the same."""
     for op in both(host, name)[:2]:

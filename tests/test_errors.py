@@ -20,8 +20,9 @@ from registry import ATTENTION, Call, Routing
 from suite import every_routing, native_only
 from torch import Tensor
 
-from fastcaps import BackendError, Window, backend, functional
+from fastcaps import BackendError, Window, backend, explain, functional
 from fastcaps.rules import Rule
+from fastcaps.training.run import is_out_of_memory
 
 B, N, H, W, C, D, E, M = 2, 3, 6, 5, 2, 3, 4, 7
 WINDOW = Window(3, stride=2, padding=1)  # Ho, Wo = 3, 3
@@ -262,6 +263,48 @@ def test_the_largest_numbers_of_a_window_overflow_nothing() -> None:
     parents = torch.randn(1, 2, 3, 3, 1, 2)
     found = functional.inverted_attention_routing(children, weight, parents, window=far, normalize=False)
     assert found[:, :, 1, 1].abs().sum() > 0 and found.abs().sum() == found[:, :, 1, 1].abs().sum()
+
+
+ALL_ALIKE = torch.zeros(1, 1, 1, 1)
+TOO_LARGE = {
+    "iterations": (lambda: functional.dynamic_routing(*_small(2), iterations=2**40),
+                   f"sums of shape [{2**40}, 2, 5, 1, 6]: 263882791 MB"),
+    "children": (lambda: functional.routing_pool(ALL_ALIKE.expand(2**50, 3, 1, 1), parents=1),
+                 f"parents of shape [{2**50}, 1, 1, 1]: 4503599628 MB"),
+    "parents": (lambda: functional.routing_pool(_small(2)[0], parents=2**62),
+                f"votes of children [2, 12, 1, 8] for {2**62} parents"),
+    "parents-of-none": (lambda: functional.routing_pool(_small(0)[0], parents=2**59),
+                        f"votes of children [0, 12, 1, 8] for {2**59} parents"),
+    "votes": (lambda: functional.routing_pool(ALL_ALIKE.expand(1, 2**40, 1, 1), parents=2**17),
+              f"votes of children [1, {2**40}, 1, 1] for {2**17} parents"),
+}  # fmt: skip
+
+
+def _small(batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 12, 1, 8), torch.randn(12, 5, 8, 6)
+
+
+@native_only
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_what_no_memory_holds_is_named(what: str) -> None:
+    """Results that cannot be allocated, and sizes whose products leave 64 bits: nothing runs, no division fails."""
+    call, says = TOO_LARGE[what]
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert str(caught.value) == f"fastcaps: no memory for {says}"
+    assert is_out_of_memory(caught.value)
+
+
+@native_only
+def test_a_call_too_large_to_run_is_explained() -> None:
+    children, weight = _small(2)
+    told = str(explain(functional.dynamic_routing, children, weight, iterations=2**40))
+    assert f"{2**40} turns" in told and "forward: kernel for any pose" in told
+    told = str(explain(functional.routing_pool, ALL_ALIKE.expand(1, 2**40, 1, 1), parents=2**17))
+    assert "forward: no memory for a call of this size" in told
+    with pytest.raises(RuntimeError) as caught:
+        explain(functional.routing_pool, children, parents=2**62)
+    assert is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.name != "attention-uniform"], ids=str)

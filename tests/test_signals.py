@@ -1,11 +1,14 @@
-"""A long call of the CPU library gives way to a signal whose handler raises, and to no other."""
+"""A long call of the CPU library gives way to a signal whose handler raises, on the main thread alone."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from suite import native_only
 from torch import Tensor
 
 import fastcaps
+from fastcaps import libraries
 
 pytestmark = [native_only, pytest.mark.skipif(sys.platform == "win32", reason="no such timers")]
 
@@ -84,3 +88,69 @@ def test_a_handler_that_returns_does_not_stop_a_call(alarm: Any) -> None:
         assert set(seen) == {signal.SIGPROF}
         torch.manual_seed(1)
         assert torch.equal(disturbed, call(64, 200))
+
+
+def test_another_threads_error_takes_no_signal(alarm: Any) -> None:
+    """What a handler raised is the main thread's, which calls the op itself here, and hears of it last."""
+    children, weight = torch.randn(32, 1152, 1, 8), torch.randn(1152, 10, 8, 16)
+    votes = (children, weight, None, None, 10, [1, 1, 1, 1, 0, 0, 1, 1])
+    raise_signal = libraries.library("cpu").raise_signal
+    alarm(0.15, EnoughOfOneCall())
+    with pytest.raises(RuntimeError, match="the handler of a signal stopped the call"):
+        torch.ops.fastcaps_cpu.attention_routing(*votes, None, None, None, 1.0, 1e-5, 2, 5000, 0)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(raise_signal).result()
+    with pytest.raises(Enough):
+        raise_signal()
+    raise_signal()  # once
+
+
+def test_ctrl_c_stops_the_main_thread_alone(one_thread: None) -> None:
+    """Others compute, rightly, and wrong calls of theirs raise what they should."""
+    over = threading.Event()
+    children, weight = torch.randn(1, 40, 1, 4), torch.randn(40, 3, 4, 5)
+    expected = fastcaps.functional.dynamic_routing(children, weight)[0]
+
+    def work() -> int:
+        calls = 0
+        while not over.is_set():
+            assert torch.equal(fastcaps.functional.dynamic_routing(children, weight)[0], expected)
+            with pytest.raises(RuntimeError, match="no memory for"):
+                fastcaps.functional.dynamic_routing(children, weight, iterations=2**40)
+            calls += 1
+        return calls
+
+    with ThreadPoolExecutor(3) as threads:
+        working = [threads.submit(work) for _ in range(3)]
+        timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                call(32, 5000)
+        finally:
+            timer.join()
+            over.set()
+        assert all(one.result() > 0 for one in working)
+
+
+def test_only_the_main_thread_asks_for_the_gil() -> None:
+    """A thread that asks at the wrong moment, when Python shuts down, is ended in the midst of its work."""
+    asked: set[int] = set()
+    library = ctypes.CDLL(str(libraries.library_path("cpu")))
+    takes, leaves, runs = ctypes.CFUNCTYPE(ctypes.c_int), ctypes.CFUNCTYPE(None, ctypes.c_int), ctypes.CFUNCTYPE(None)
+    functions = (
+        takes(lambda: asked.add(threading.get_ident()) or 0),
+        leaves(lambda _: None),
+        takes(lambda: 0),
+        runs(lambda: None),
+        runs(lambda: None),
+    )
+    try:
+        library.fastcaps_cpu_python((ctypes.c_void_p * 5)(*(ctypes.cast(one, ctypes.c_void_p) for one in functions)))
+        with ThreadPoolExecutor(1) as threads, torch.no_grad():
+            threads.submit(call, 64, 200).result()
+            assert asked == set()
+            call(64, 200)
+        assert asked == {threading.main_thread().ident}
+    finally:
+        libraries.Library(libraries.library_path("cpu"))  # tells the library of Python's own again

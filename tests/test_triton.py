@@ -37,7 +37,7 @@ from triton_cases import (
 )
 
 from fastcaps.rules import Rule
-from fastcaps.triton_kernels import attention, available, devices, gaussian, pooling
+from fastcaps.triton_kernels import attention, available, call, devices, gaussian, pooling
 from fastcaps.votes import SET_WINDOW
 
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="the kernels run on a GPU here")
@@ -389,6 +389,25 @@ def test_workspace_never_grows_with_children_times_parents(routing: Routing, ord
         sizes = sizes_allocated(step)
         assert max(sizes) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
         assert max(sizes) < batch * children * many
+
+
+@every_routing
+def test_every_iteration_adds_to_the_same_gradient(routing: Routing) -> None:
+    """Three iterations of children that are seen once: their gradient is made once, in float32."""
+    backward = getattr(globals()[routing.stem], f"{routing.name}_backward")
+
+    def tensors_like_children(turns: int) -> int:
+        back = routing.backward_call(Case("once", _small(routing).rule, batch=2, types=7, parents=3, turns=turns))
+        given = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in back.given.values()]
+        return sizes_allocated(lambda: backward(*given, 0)).count(back.given["children"].numel())
+
+    assert tensors_like_children(3) == tensors_like_children(1) > 0
+
+
+def test_every_kind_of_gpu_is_asked_how_many_processors_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: SimpleNamespace(gpu_subslice_count=64))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=36))
+    assert [call.processors.__wrapped__(torch.device(name, 1)) for name in ("xpu", "cuda")] == [64, 36]
 
 
 SHAPES: dict[str, Any] = {

@@ -104,9 +104,11 @@ def served_devices() -> tuple[str, ...]:
 @cache
 def processors(device: torch.device) -> int:
     """Return how many multiprocessors a device has."""
-    if device.type != "cuda":
+    if device.type in ("meta", "cpu"):
         return 132 if device.type == "meta" else 2  # an H200; the interpreter, where programs run in turn
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    # Intel's GPUs have subslices (Xe cores), which torch's compiler counts as multiprocessors too
+    return int(properties.gpu_subslice_count if device.type == "xpu" else properties.multi_processor_count)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

@@ -219,8 +219,9 @@ class Gradients:
         how = ATOMIC
         if direct and self.children:
             how = ADD if "children" in found else STORE
-            dtype = call.dtype if self.turns == 1 else torch.float32
-            found.setdefault("children", torch.empty(children.shape, device=call.device, dtype=dtype))
+            if how is STORE:
+                dtype = call.dtype if self.turns == 1 else torch.float32
+                found["children"] = torch.empty(children.shape, device=call.device, dtype=dtype)
         tile, within = call.tile(chosen), chosen.positions * chosen.rows <= chosen.depth and chosen.votes >= inner
         if dweight is None and within and call.precision != "ieee":
             # Triton lays out the warps of products in a row alike: along the rows, if one has no more columns than rows

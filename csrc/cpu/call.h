@@ -19,7 +19,7 @@ void run_items(SignalWatch& watch, const Call& call, void (*kernel)(const Call&,
   if (items == 0) return;
   torch::stable::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
     const Scratch scratch(scratch_bytes);
-    STD_TORCH_CHECK(scratch.get() != nullptr, "fastcaps: no memory for ", scratch_bytes, " bytes of scratch");
+    if (!scratch.get()) throw_no_memory("workspace of a thread: " + std::to_string(scratch_bytes) + " bytes");
     watch.run_pieces(begin, end, [&](int64_t from, int64_t to) { kernel(call, from, to, scratch.get()); });
   });
   STD_TORCH_CHECK(!watch.stopped(), "fastcaps: the handler of a signal stopped the call");
@@ -94,8 +94,8 @@ struct CpuCall {
   View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
 
   // A result in the compute type, its address in `data`.
-  Tensor result(const Shape& shape, void*& data, bool clear = false) const {
-    Tensor out = fresh(new_tensor(children, shape, compute));
+  Tensor result(const char* what, const Shape& shape, void*& data, bool clear = false) const {
+    Tensor out = fresh(new_tensor(children, shape, compute, what));
     data = data_of(out);
     const size_t bytes = size_t(out.numel()) * out.element_size();
     if (clear && bytes > 1 << 16) torch::stable::zero_(out);              // by all threads
@@ -103,21 +103,21 @@ struct CpuCall {
     return out;
   }
   // `result`, if it is wanted.
-  MaybeTensor maybe(bool wanted, const Shape& shape, void*& data, bool clear = false) const {
-    return wanted ? MaybeTensor(result(shape, data, clear)) : MaybeTensor();
+  MaybeTensor maybe(const char* what, bool wanted, const Shape& shape, void*& data, bool clear = false) const {
+    return wanted ? MaybeTensor(result(what, shape, data, clear)) : MaybeTensor();
   }
   // `result` in the storage type.
-  Tensor stored_result(const Shape& shape, void*& data) const {
-    Tensor out = new_tensor(children, shape, storage);
+  Tensor stored_result(const char* what, const Shape& shape, void*& data) const {
+    Tensor out = new_tensor(children, shape, storage, what);
     data = data_of(out);
     return out;
   }
   // `count` parts of a result, none of them where there is nothing to do.
-  Partial partial(bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
+  Partial partial(const char* what, bool wanted, int64_t count, const Shape& shape, bool clear = true) const {
     Parts parts;
-    MaybeTensor first = maybe(wanted, shape, parts.first, clear || count == 0);
+    MaybeTensor first = maybe(what, wanted, shape, parts.first, clear || count == 0);
     parts.numbers = first ? first->numel() : 0;
-    MaybeTensor others = maybe(wanted && count > 1, {count - 1, parts.numbers}, parts.others, clear);
+    MaybeTensor others = maybe(what, wanted && count > 1, {count - 1, parts.numbers}, parts.others, clear);
     return {first, others, parts, count};
   }
   // `rows` rows of `numbers` numbers, as wide as the schedule's rows are.
@@ -126,16 +126,16 @@ struct CpuCall {
     if (!wanted) return {};
     const int64_t number = votes.is_double() ? 8 : 4;
     const int64_t count = copies * schedule.rows() * numbers * (schedule.child_lanes ? 1 : lanes) + 64 / number;
-    Tensor out = result({count}, data);
+    Tensor out = result("workspace", {count}, data);
     data = aligned(data);
     return out;
   }
   // A gradient as an op returns it: empty where it is not wanted.
-  Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute); }
+  Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute, "nothing"); }
   // The same in the storage type.
   Tensor stored(const MaybeTensor& x) const {
-    if (!x) return new_tensor(children, {0}, storage);  // one each: outputs must not alias
-    return x->scalar_type() == storage ? *x : torch::stable::to(*x, storage);
+    if (!x) return new_tensor(children, {0}, storage, "nothing");  // one each: outputs must not alias
+    return in_compute_type(*x, storage);
   }
 };
 
@@ -176,11 +176,11 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
   const Kernels<Operands>& table = kernels<Operands>(in);
   const int64_t lanes = table.lanes(in);
   const bool dbias = needs & kBias && cpu.bias;
-  const MaybeTensor children = cpu.maybe(needs & kChildren, shape_of(cpu.children), call.dchildren, true);
-  const MaybeTensor gate = cpu.maybe(needs & kGate && cpu.has_gate, cpu.gate_shape, call.dgate, true);
-  const Partial weights = cpu.partial(needs & kWeight && cpu.weight, call.schedule.weight_parts,
+  const MaybeTensor children = cpu.maybe("dchildren", needs & kChildren, shape_of(cpu.children), call.dchildren, true);
+  const MaybeTensor gate = cpu.maybe("dgate", needs & kGate && cpu.has_gate, cpu.gate_shape, call.dgate, true);
+  const Partial weights = cpu.partial("dweight", needs & kWeight && cpu.weight, call.schedule.weight_parts,
                                       {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
-  const Partial biases = cpu.partial(dbias, call.schedule.items(), dbias ? shape_of(*cpu.bias) : Shape{});
+  const Partial biases = cpu.partial("dbias", dbias, call.schedule.items(), dbias ? shape_of(*cpu.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
   if (!empty) {
     const MaybeTensor state =

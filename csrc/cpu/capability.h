@@ -33,7 +33,7 @@ FASTCAPS_EXPORT const char* fastcaps_cpu_schedule(const char* stem, const int64_
 /* Says once where five functions of Python lie, which signals.cpp names: long calls then give way to a signal. */
 FASTCAPS_EXPORT void fastcaps_cpu_python(void* const* functions);
 
-/* Called with the GIL: raises what the handler of a signal raised during a call, if one did. */
+/* Called with the GIL: raises what the handler of a signal raised during this thread's last call, if one did. */
 FASTCAPS_EXPORT void fastcaps_cpu_raise(void);
 
 #ifdef __cplusplus

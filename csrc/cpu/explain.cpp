@@ -20,10 +20,10 @@ template <class Operands>
 std::string describe(const Votes& in, const Facts& facts, const Operands& with) {
   ForwardCall<Operands> call{in, with};
   call.total = facts.turns;
-  const BackwardCall<Operands> back{in, std::vector<Operands>(size_t(facts.turns), with)};
+  const BackwardCall<Operands> back{in, {with}};
   const bool dparents = facts.turns == 1 && facts.has_state;
   const Schedule schedule = call.schedule =
-      facts.backward ? schedule_of(back, dparents, facts.copied) : schedule_of(call);
+      facts.backward ? schedule_of(back, dparents, facts.copied, facts.turns) : schedule_of(call);
   const Kernels<Operands>& table = kernels<Operands>(in);
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(in.C) + "x" + n(columns); };
@@ -45,6 +45,7 @@ extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n,
   using namespace fastcaps;
   static thread_local std::string text;
   Votes in = votes_of(n, Storage(facts[1]));
+  if (!in.is_countable()) return "no memory for a call of this size";
   if (n[10] > 0) in.weight = &in;  // some weights
   if (facts[2] > 0) in.bias = &in;
   if (facts[2] > 1) in.bias_stride_i = in.parents_size();

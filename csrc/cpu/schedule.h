@@ -45,11 +45,11 @@ Schedule schedule_of(ForwardCall<Operands>& call) {
   return schedule_forward(call.votes, task);
 }
 
-// `dparents`: are there gradients of parents?
+// `dparents`: are there gradients of parents? `turns`: as many as the call has, if it is not told.
 template <class Operands>
-Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0) {
+Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0, int64_t turns = 0) {
   const Kernels<Operands>& table = kernels<Operands>(call.votes);
-  const int64_t turns = int64_t(call.with.size());
+  if (turns == 0) turns = int64_t(call.with.size());
   Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes),
             turns * table.backward_state(call), dparents ? table.backward_results(call) : 0, turns);
   task.copied = copied;

@@ -1,5 +1,12 @@
 #include "signals.h"
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
+
+#include <pthread.h>
+#include <unistd.h>
+
 #include "capability.h"
 
 namespace fastcaps {
@@ -16,11 +23,21 @@ struct Python {
   void (*give_error)(void*, void*, void*);     // PyErr_Restore
 };
 const Python* python = nullptr;
-void* raised[3] = {};  // by a handler, for fastcaps_cpu_raise; guarded by the GIL
+thread_local void* raised[3] = {};  // by a handler that this thread's last call ran, for fastcaps_cpu_raise
+
+// The process's first thread, or the one that called fork. Where Python's main thread is another, in a program that
+// embeds it, calls are just not interrupted.
+bool on_main_thread() {
+#if defined(__linux__)
+  return syscall(SYS_gettid) == getpid();
+#else
+  return pthread_main_np() != 0;
+#endif
+}
 
 bool handler_raised() {
   const int gil = python->take_gil();
-  const bool found = python->run_handlers() != 0;  // 0 on all threads but Python's main one, where handlers run
+  const bool found = python->run_handlers() != 0;
   if (found) python->take_error(&raised[0], &raised[1], &raised[2]);
   python->leave_gil(gil);
   return found;
@@ -32,7 +49,7 @@ bool SignalWatch::end_piece(Clock::time_point before) {
   const Clock::time_point now = Clock::now();
   if (python && std::this_thread::get_id() == caller_ && now - asked_ > 100ms) {
     asked_ = now;
-    if (handler_raised()) stopped_.store(true, std::memory_order_relaxed);
+    if (on_main_thread() && handler_raised()) stopped_.store(true, std::memory_order_relaxed);
   }
   return now - before < 1ms;
 }

@@ -1,5 +1,6 @@
-// Signals during a long call. Python runs a signal's handler, Ctrl-C's for one, only where somebody asks for it: a call
-// asks ten times a second, and gives way if the handler raised.
+// Signals during a long call. Python runs a signal's handler, Ctrl-C's for one, only where somebody asks for it, and
+// only on its main thread: a call on that thread asks ten times a second, and gives way if the handler raised. Calls on
+// other threads leave Python alone.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 
 namespace fastcaps {
 
-// Watches over a call whose items several threads run. Made on the thread that the call came from, which alone asks.
+// Watches over a call whose items several threads run. Made on the thread that the call came from; only that one asks.
 class SignalWatch {
  public:
   // A handler raised: what there is of results is worth nothing.

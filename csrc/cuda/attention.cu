@@ -16,13 +16,13 @@ std::vector<Tensor> attention_routing(Stack stack) {
   if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.eps = float(op.eps), a.rule = op.rule;
   const Schedule c = call.schedule_forward(op.iterations);
-  Tensor result = new_tensor(children, call.poses(), children.scalar_type());
+  Tensor result = new_tensor(children, call.poses(), children.scalar_type(), "parents");
   Tensor sums = call.empty(call.poses(op.iterations));
   if (v.positions() == 0) return {result, sums};
   call.take(c);
   Tensor norms[2];
-  if (op.norm_weight) a.norm_weight = data_of(norms[0] = torch::stable::contiguous(*op.norm_weight));
-  if (op.norm_bias) a.norm_bias = data_of(norms[1] = torch::stable::contiguous(*op.norm_bias));
+  if (op.norm_weight) a.norm_weight = data_of(norms[0] = as_dense(*op.norm_weight));
+  if (op.norm_bias) a.norm_bias = data_of(norms[1] = as_dense(*op.norm_bias));
   const Tensor statistics = op.query ? call.collect(c, 2) : Tensor();
   if (op.iterations > 1) {
     a.turns = int(op.iterations), a.sums = floats(sums), a.result = data_of(result);
@@ -55,10 +55,10 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   const Schedule& c = gradients.schedule;
   EndArgs end = end_args(call);
   Tensor norm;
-  if (op.norm_weight) end.norm_weight = data_of(norm = torch::stable::contiguous(*op.norm_weight));
+  if (op.norm_weight) end.norm_weight = data_of(norm = as_dense(*op.norm_weight));
   const int64_t blocks = end_blocks(end, 1024), numbers = wants_norm ? v.parent_size() : 0;
   const Tensor dnorms = empty ? call.zeros({1, 2, numbers}) : call.empty({turns.count * blocks, 2, numbers});
-  Tensor dquery = new_tensor(children, wants_query ? call.poses() : Shape{0}, storage);
+  Tensor dquery = new_tensor(children, wants_query ? call.poses() : Shape{0}, storage, "dquery");
   const bool direct = c.chunks == 1 && storage == ScalarType::Float;
   const Tensor dqueries = direct || empty || !wants_query ? dquery : call.empty(call.parts(c, true));
   const Tensor dsums = call.empty({v.positions() * v.parents_size()});
@@ -66,7 +66,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   if (wants_query) a.dquery = static_cast<float*>(data_of(dqueries));
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
     const MaybeTensor given = turns.at(op.sums, turn);
-    const Tensor kept = given ? torch::stable::contiguous(*given) : Tensor();
+    const Tensor kept = given ? as_dense(*given) : Tensor();
     a.query = turns.view(op.query, turn);
     end.grad = turns.view(op.grad, turn);
     end.given_sums = given ? floats(kept) : nullptr;
@@ -84,7 +84,7 @@ std::vector<Tensor> attention_routing_backward(Stack stack) {
   const auto affine = [&](int64_t bit, int64_t row) {
     if (!wants_norm || !(op.needs & bit)) return gradients.finished(false, dnorms, {});
     const Tensor all = torch::stable::view(over(dnorms, 0), {2, numbers});
-    return gradients.finished(true, torch::stable::clone(torch::stable::select(all, 0, row)), {numbers});
+    return gradients.finished(true, copied(torch::stable::select(all, 0, row), ScalarType::Float), {numbers});
   };
   return {gradients.children(),   gradients.weight(),  gradients.bias(), gradients.gate(), dquery,
           affine(kNormWeight, 0), affine(kNormBias, 1)};

@@ -39,7 +39,10 @@ Tensor parameter(const Tensor& x, ScalarType type = ScalarType::Float);
 inline Tensor over(const Tensor& x, int64_t dim) {
   if (x.size(dim) == 1) return x;
   const int64_t dims[] = {dim};
-  return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(dims, 1));
+  Shape shape = shape_of(x);
+  shape.erase(shape.begin() + dim);
+  Tensor out = new_tensor(x, shape, x.scalar_type(), "a sum");
+  return torch::stable::sum_out(out, x, torch::headeronly::IntHeaderOnlyArrayRef(dims, 1));
 }
 
 struct Call {
@@ -55,7 +58,9 @@ struct Call {
   Shape poses(int64_t turns = 0) const { return poses_shape(votes, turns); }
   Shape numbers(int64_t turns = 0) const { return numbers_shape(votes, turns); }
 
-  Tensor empty(const Shape& shape) const { return new_tensor(children, shape, ScalarType::Float); }
+  Tensor empty(const Shape& shape) const {
+    return new_tensor(children, shape, ScalarType::Float, "results and workspace");
+  }
   Tensor zeros(const Shape& shape) const {  // torch takes as long to fill no numbers as to fill some
     Tensor x = empty(shape);
     return x.numel() == 0 ? x : torch::stable::zero_(x);

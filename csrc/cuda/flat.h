@@ -14,7 +14,7 @@ inline Tensor flat(const Tensor& x) {
   const bool dense = x.stride(int64_t(last) - 1) == shape[last] * x.stride(int64_t(last));
   shape[last] *= shape[last - 1];
   shape[last - 1] = 1;
-  return torch::stable::view(dense ? x : torch::stable::contiguous(x), shape);
+  return torch::stable::view(dense ? x : as_dense(x), shape);
 }
 inline MaybeTensor flat(const MaybeTensor& x) { return x ? MaybeTensor(flat(*x)) : x; }
 

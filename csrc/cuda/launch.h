@@ -37,18 +37,19 @@ Function loaded_function(const char* library, const char* name) {
   return reinterpret_cast<Function>(dlsym(handle ? handle : RTLD_DEFAULT, name));
 }
 
-// Work goes to a device while this lives, whichever was current before. What is put back is the thread's context, not
-// its device: cudaSetDevice opens a context where there was none, and a thread that never used GPU 0 has none there.
+// Launches go to a device while this lives, whichever was current before; afterwards all is as it was found. What is
+// put back is the thread's context, not its device: cudaSetDevice opens a context where there was none, and a thread
+// that never used GPU 0 has none there. The device itself is set by each launch: torch, asked for memory in between,
+// may leave another one current.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Tensor& x) : DeviceGuard(int(x.get_device_index())) {}
-  explicit DeviceGuard(int index) {
-    if (get() != nullptr) get()(&before_);
+  explicit DeviceGuard(int index) : device_before_(device()), found_(get() != nullptr && get()(&context_before_) == 0) {
     device() = index;
-    check(cudaSetDevice(index), "cudaSetDevice");  // whatever torch's own copy of the runtime believes
   }
   ~DeviceGuard() {
-    if (set() != nullptr) set()(before_);
+    device() = device_before_;
+    if (found_ && set() != nullptr) set()(context_before_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
 
@@ -69,7 +70,9 @@ class DeviceGuard {
     return function;
   }
 
-  void* before_ = nullptr;
+  void* context_before_ = nullptr;
+  int device_before_;
+  bool found_;
 };
 
 // torch's current stream on the guarded device. A machine that only builds need not have libtorch_cuda: the symbol is
@@ -107,6 +110,7 @@ template <class Args>
 void launch(void (*kernel)(const Args), const Grid& grid, const Args& args) {
   if (grid.x == 0 || grid.y == 0) return;
   const void* function = reinterpret_cast<const void*>(kernel);
+  check(cudaSetDevice(DeviceGuard::device()), "cudaSetDevice");  // whatever torch's own copy of the runtime believes
   if (grid.shared_bytes > 48 * 1024) allow_shared_memory(function);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));

@@ -20,8 +20,8 @@ std::vector<Tensor> pooling_routing(Stack stack) {
   if (op.query) a.query = view_of(*op.query, v.is_set);
   a.scale = float(op.scale), a.normalize = op.normalize, a.rule = op.rule;
   const Schedule c = call.schedule_forward(op.iterations);
-  const Tensor result = new_tensor(children, call.poses(), children.scalar_type());
-  const Tensor sums = new_tensor(children, call.poses(op.iterations), children.scalar_type());
+  const Tensor result = new_tensor(children, call.poses(), children.scalar_type(), "parents");
+  const Tensor sums = new_tensor(children, call.poses(op.iterations), children.scalar_type(), "sums");
   const Tensor logsumexp = call.empty(call.numbers(op.iterations));
   const auto results = [&]() -> std::vector<Tensor> {
     if (!flattened) return {result, sums, logsumexp};
@@ -66,8 +66,8 @@ std::vector<Tensor> pooling_routing_backward(Stack stack) {
   const Tensor dsums = call.empty({v.positions() * v.parents_size()}), dconstant = call.empty({end.count});
   a.dsums = end.dsums = floats(dsums), a.dconstant = end.dconstant = floats(dconstant), a.dquery = floats(dquery);
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
-    const Tensor stored = torch::stable::contiguous(*turns.at(op.sums, turn));
-    const Tensor shift = torch::stable::contiguous(*turns.at(op.logsumexp, turn));
+    const Tensor stored = as_dense(*turns.at(op.sums, turn));
+    const Tensor shift = as_dense(*turns.at(op.logsumexp, turn));
     a.query = turns.view(op.query, turn);
     a.logsumexp = floats(shift);
     end.grad = turns.view(op.grad, turn), end.stored = data_of(stored);

@@ -189,8 +189,15 @@ std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
   return "";
 }
 
+bool counts(const Votes& v) {
+  constexpr int64_t most = int64_t(1) << 30;
+  if (!v.is_countable()) return false;  // nor can the products below
+  return v.I < most && v.M < most && v.H * v.W < most && v.C * v.D * v.M < most && v.Ho * v.Wo < most;
+}
+
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine) {
   Schedule c{};
+  if (!counts(v)) return c;
   c.kernel = choose(kernels_of(task.pass, task.backward), v, task);
   if (!c.kernel) return c;
   const PassKernel& kernel = *c.kernel;

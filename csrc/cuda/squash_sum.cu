@@ -145,7 +145,7 @@ std::vector<Tensor> squash_sum(Stack stack) {
   SquashSumArguments op{stack};
   SquashSum call = op.check();
   const DeviceGuard guard(op.x);
-  const Tensor out = torch::stable::new_empty(op.x, shape_of(op.x));
+  const Tensor out = new_tensor(op.x, shape_of(op.x), op.x.scalar_type(), "a result");
   call.out = data_of(out);
   run(call, false);
   return {out};
@@ -155,7 +155,7 @@ std::vector<Tensor> squash_sum_backward(Stack stack) {
   SquashSumBackward op{stack};
   SquashSum call = op.check();
   const DeviceGuard guard(op.grad);
-  const auto make = [&](const Shape& shape) { return torch::stable::new_empty(op.grad, shape); };
+  const auto make = [&](const Shape& shape) { return new_tensor(op.grad, shape, op.grad.scalar_type(), "a gradient"); };
   std::vector<Tensor> gradients = op.gradients(call, make);
   run(call, true);
   return gradients;

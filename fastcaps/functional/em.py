@@ -19,6 +19,10 @@ __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
 
 
+MOST = 1 << 24
+"""Iterations of EM and Heinsen's routing, each of which has its number in a list."""
+
+
 def default_inverse_temperature(turn: int) -> float:
     """Return EM routing's customary λ of a turn that counts from 0: ``0.01 (1 - 0.95^(turn + 1))``."""
     return 0.01 * (1 - 0.95 ** (turn + 1))
@@ -42,6 +46,8 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     >>> inverse_temperatures(lambda turn: 0.5 * turn, 3)
     [0.0, 0.5, 1.0]
     """
+    if iterations > MOST:
+        raise ValueError(f"iterations must be at most {MOST}, got {iterations}")
     given: Any = default_inverse_temperature if inverse_temperature is None else inverse_temperature
     if not is_tracing() and hasattr(given, "tolist") and not isinstance(given, Tensor):  # an array: no gradient is lost
         given = given.tolist()

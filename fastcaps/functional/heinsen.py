@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastcaps import ops
 from fastcaps.checks import check_choice, check_count, check_eps, check_table
-from fastcaps.functional.em import result_dtype, widened
+from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, from_op, once
@@ -106,7 +106,7 @@ def heinsen_routing(
         votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(children.dtype))
     betas = (widened(beta_use, votes), widened(beta_ignore, votes))
     found, means, variances, *_, coefficients = ops.gaussian_routing(
-        votes, None, None, None, *betas, [1.0] * iterations, MODELS[model], eps, return_coefficients
+        votes, None, None, None, *betas, inverse_temperatures(1.0, iterations), MODELS[model], eps, return_coefficients
     )
     dtype = result_dtype(votes)
     result = Gaussians(*(from_op(tensor, window).to(dtype) for tensor in (means, found, variances)))

@@ -356,7 +356,8 @@ def cores() -> int:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed: torch has an error of its own for that on a GPU alone."""
     own = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return own or any(text in str(error) for text in ("can't allocate memory", "not enough memory", "no memory for"))
+    texts = ("can't allocate memory", "not enough memory", "no memory for", "Storage size calculation overflowed")
+    return own or any(text in str(error) for text in texts)
 
 
 def make_data(config: TrainConfig, splits: Splits) -> ImageData:

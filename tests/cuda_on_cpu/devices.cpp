@@ -8,6 +8,7 @@ namespace {
 bool open[2];
 thread_local int chosen = 0;  // the runtime's own memory of the thread's device
 thread_local bool* current = nullptr;
+int64_t launched = -1;  // on which device the last kernel was
 
 }  // namespace
 
@@ -23,6 +24,14 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device)
   *value = which == cudaDevAttrMultiProcessorCount ? 100 + device : 1000 * (1 + device);
   return cudaSuccess;
 }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+  launched = current ? current - open : -1;
+  return cudaSuccess;
+}
+VISIBLE int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
 VISIBLE int cuCtxGetCurrent(void** context) {
   *context = current;
   return 0;
@@ -32,15 +41,25 @@ VISIBLE int cuCtxSetCurrent(void* context) {
   return 0;
 }
 
-// A call for a tensor on `device`, on a thread whose context is that of `before` (-1: it has none, as a new thread).
-// Returns multiprocessors as seen from within, the contexts that are open afterwards (bits), the thread's (-1: none).
-VISIBLE void devices_call(int device, int before, int64_t* found) {
+// A launch for a tensor on `device`, on a thread whose context is that of `before` (-1: it has none, as a new thread),
+// around one on `within` (-1: there is none).
+// Returns the device of the outer launch, multiprocessors as seen from there, the contexts that are open afterwards
+// (bits), the thread's (-1: none).
+VISIBLE void devices_call(int device, int before, int within, int64_t* found) {
+  using namespace fastcaps::gpu;
+  const auto kernel = +[](const int) {};
   open[0] = open[1] = false, current = nullptr, chosen = 0;
   if (before >= 0) cudaSetDevice(before);
   {
-    const fastcaps::gpu::DeviceGuard guard(device);
-    found[0] = fastcaps::gpu::multiprocessors();
+    const DeviceGuard guard(device);
+    if (within >= 0) {
+      const DeviceGuard inner(within);
+      launch(kernel, Grid{}, 0);
+    }
+    launch(kernel, Grid{}, 0);
+    found[0] = launched;
+    found[1] = multiprocessors();
   }
-  found[1] = int(open[0]) + 2 * int(open[1]);
-  found[2] = current ? current - open : -1;
+  found[2] = int(open[0]) + 2 * int(open[1]);
+  found[3] = current ? current - open : -1;
 }

@@ -23,4 +23,4 @@ cudaError_t cudaSetDevice(int device);  // opens the device's context, as since 
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device);
 inline cudaError_t cudaFuncSetAttribute(const void*, int, int) { return cudaSuccess; }
-inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return cudaSuccess; }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments);
