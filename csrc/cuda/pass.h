@@ -117,7 +117,8 @@ struct PassArgs : Cut, ParentArgs {
   const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.h
   const float* dconstant;  // pooling, Gaussian: and in any case, [..]
   const float* devidence;  // Gaussian: [..]
-  float* measured;         // Gaussian: dsums, in a launch that only puts them right (see gaussian_backward.h); or null
+  // Gaussian: dsums and dsquares, in a launch that only puts them right (see gaussian_backward.h); or null
+  float *measured, *measured_squares;
   const float* tight;      // [positions]: tiles where all are 0 are passed over; or null
   float* dquery;           // [.., C, E]; Gaussian: of the mean
   float* dvariance;        // [.., C, E]
