@@ -38,8 +38,7 @@ from fastcaps.checks import accumulation_dtype
 from fastcaps.ops import Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.query import QueryRouting
 from fastcaps.ops.sharding import AXES, cuts_of
-from fastcaps.reference.gaussian import distances
-from fastcaps.reference.gaussian import log_sigmas
+from fastcaps.reference.gaussian import distances, log_sigmas
 from fastcaps.reference.seen import inverse_or_zero, make_votes, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype

@@ -259,9 +259,11 @@ GATED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "attention": lambda x, g, w: functional.inverted_attention_routing(x, w, gate=g, iterations=3),
     "dynamic": lambda x, g, w: functional.dynamic_routing(x, w, gate=g),
     "dynamic-children": lambda x, g, w: functional.dynamic_routing(x, w, gate=g, compete="children"),
-    "pooling": lambda x, g, w: functional.routing_pool(x, g, weight=w),
+    "pooling": lambda x, g, w: functional.routing_pool(x, gate=g, weight=w),
     "em": lambda x, g, w: functional.em_routing(x, g, w, w[0, :, 0, 0], w[0, :, 0, 1]),
-    "heinsen": lambda x, g, w: functional.heinsen_routing(x, g.logit(), w, None, w[:1, :, 0, 0], w[:1, :, 0, 1]),
+    "heinsen": lambda x, g, w: functional.heinsen_routing(
+        x, g.masked_fill(g == 0, -torch.inf), w, None, w[:1, :, 0, 0], w[:1, :, 0, 1]
+    ),
 }
 
 

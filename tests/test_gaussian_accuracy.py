@@ -46,8 +46,16 @@ def gaussians(votes: Tensor, gate: Tensor, share: Tensor, eps: float) -> tuple[T
     return shares, counts, means, torch.einsum("bim,bimce->bmce", shares, (votes - means[:, None]).square()) * inverse
 
 
-def eager(routing: str, children: Tensor, gate: Tensor, weight: Tensor, first: Tensor, second: Tensor, eps: float,
-          heat: float | None = None):
+def eager(
+    routing: str,
+    children: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    eps: float,
+    heat: float | None = None,
+):
     """Return scores, means and variances of the last turn."""
     matrices = weight.expand(children.shape[1], -1, -1, -1) if len(weight) == 1 else weight
     votes = torch.einsum("bicd,imde->bimce", children, matrices)
@@ -66,8 +74,16 @@ def eager(routing: str, children: Tensor, gate: Tensor, weight: Tensor, first: T
     return (scores.sigmoid() if routing == "em" else scores), means, variances
 
 
-def ours(routing: str, children: Tensor, gate: Tensor, weight: Tensor, first: Tensor, second: Tensor, eps: float,
-         heat: float | None = None):
+def ours(
+    routing: str,
+    children: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    eps: float,
+    heat: float | None = None,
+):
     """Return what of that the public function returns."""
     if routing == "em":
         means, activations = functional.em_routing(

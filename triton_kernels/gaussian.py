@@ -155,8 +155,8 @@ def gaussian_routing_backward(
     """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T turns.
 
     They are summed over turns. Where means or variances have a gradient, what counts and means lost to rounding is
-    measured first, in a sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`). Option 1: as for
-    :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
+    measured first, in a sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`).
+    Option 1: as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
     turns = len(counts)
     call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)

@@ -108,8 +108,7 @@ struct GaussianForward {
       gather_parents<T>(in, tile, compute_storage<T>, with.mean, in.M, in.C, in.E, to.pose(0, 0));
       X* p = to.pose(1, 0);
       if (with.variance.data) gather_parents<T>(in, tile, compute_storage<T>, with.variance, in.M, in.C, in.E, p);
-      for (int64_t k = 0; k < in.parents_size(); ++k)
-        p[k] = with.variance.data ? gaussian::precision(p[k]) : X{} + 1;
+      for (int64_t k = 0; k < in.parents_size(); ++k) p[k] = with.variance.data ? gaussian::precision(p[k]) : X{} + 1;
     }
     if (with.log_weight.data)
       gather_parents<T>(in, tile, compute_storage<T>, with.log_weight, in.M, 1, 1, to.number(0, 0));
