@@ -101,7 +101,10 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
     if not norm:
         return (sums / many).to(dtype).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
-    flat = F.layer_norm(sums.flatten(-2), [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
+    flat = sums.flatten(-2)
+    if flat.dtype != dtype:  # centred twice, as the reference does it: gradients of two numbers are what is left
+        flat = flat - flat.mean(-1, keepdim=True)
+    flat = F.layer_norm(flat, [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
     return flat.view(sums.shape).to(dtype)
 
 
