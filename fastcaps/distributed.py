@@ -38,8 +38,8 @@ from fastcaps.checks import accumulation_dtype
 from fastcaps.ops import Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.query import QueryRouting
 from fastcaps.ops.sharding import AXES, cuts_of
-from fastcaps.reference.gaussian import distances
-from fastcaps.reference.seen import POSE, inverse_or_zero, make_votes, see
+from fastcaps.reference.gaussian import distances, log_sigmas
+from fastcaps.reference.seen import inverse_or_zero, make_votes, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype
 
@@ -409,9 +409,8 @@ def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], T
         (second,) = layout.joined("children", whole * narrow + apart * (2 * eps * means + n * apart))
         variances = second * inverse + eps
         if em:
-            log_sigma = 0.5 * variances.log().sum(POSE)
             numbers = mean.shape[-2] * mean.shape[-1]
-            evidence = temperature * (given.beta_ignore - (numbers * given.beta_use + log_sigma) * counts)
+            evidence = temperature * (given.beta_ignore - (numbers * given.beta_use + log_sigmas(variances)) * counts)
         if given.coefficients and turn + 1 == len(given.temperatures):
             shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
             shares = shares if share is None else shares * share.detach()[..., None]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cases import CONV, Case, case_of, common_factors
+from cases import CONV, WINDOWS, Case, case_of, common_factors
 from covering import rows_covering
 
 from fastcaps.rules import Rule
@@ -111,6 +111,10 @@ def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
         # children in several ranges; and few enough to stay from turn to turn
         make("ranges", batch=8, types=300, parents=10, pose=(4, 4, 4)),
         make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
+        # what is NaN behind a gate of 0: positions or children in the lanes, weights that are shared
+        make("broken", batch=5, types=8, parents=3, pose=(2, 3, 2), gate="broken", bias="IM", start=False, turns=2),
+        make("broken-children", batch=1, types=37, parents=5, pose=(4, 4, 4), gate="broken", turns=2),
+        make("broken-shared", batch=20, types=19, parents=5, pose=(1, 8, 16), groups="one", gate="broken", turns=2),
     ))  # fmt: skip
 
 
@@ -171,6 +175,11 @@ GAUSSIAN_CASES = (
     _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, turns=3, gate="some"),
     _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
     _heinsen("no-eps", types=9, parents=5, gate="some", eps=0.0),
+    # nobody is there, or all gates are shut
+    *(make(f"nobody-no-eps-{name}", batch=3, window=WINDOWS["nobody"][1], bias="1M", eps=0.0, types=9, start=False,
+           turns=2) for name, make in (("em", _em), ("heinsen", _heinsen))),
+    *(make(f"shut-no-eps-{name}", batch=3, bias="1M", eps=0.0, types=9, start=False, turns=2, gate="shut")
+      for name, make in (("em", _em), ("heinsen", _heinsen))),
     _em("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", turns=2),
     _heinsen("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some", betas="IM"),
 )  # fmt: skip

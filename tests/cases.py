@@ -85,7 +85,8 @@ class Case:
     bias, betas
         Two letters of I and M, ``"1"`` for broadcast, or None. Betas of EM are always ``[M]``.
     gate
-        ``"some"`` gates, or ``"silent"``: a third of them is 0.
+        ``"some"`` gates; ``"silent"``: a third of them is 0; ``"broken"``: and what lies behind it is NaN; ``"shut"``:
+        all of the first sample are 0.
     start
         Whether the first turn is given parents.
     affine, normalize, log_weight, detach
@@ -169,8 +170,12 @@ class Case:
         gate = None
         if self.gate is not None:
             gate = draw(*children.shape[:4], size=0.3, shift=0.5).abs().clamp(max=1.0)
-            if self.gate == "silent":
+            if self.gate in ("silent", "broken"):
                 gate = gate.masked_fill(torch.arange(gate.numel()).reshape(gate.shape) % 3 == 1, 0.0)
+            if self.gate == "broken":
+                children = children.masked_fill((gate == 0)[..., None, None], torch.nan)
+            if self.gate == "shut":
+                gate[:1] = 0.0
         return {
             "children": children,
             "weight": weight,

@@ -46,6 +46,8 @@ def _rows(rule: Rule, **options: Any) -> tuple[Case, ...]:
         # lanes that stand for no position, whose sums are 0; one parent with shared matrices
         *(make(f"no-eps-{p[0]}x{p[1]}", batch=3, types=7, parents=5, pose=p, eps=0.0, bias="1M") for p in POSES),
         *(make(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in POSES),
+        # children that are read as they are stored, NaN behind gates of 0
+        make("broken-half", types=7, parents=5, pose=(1, 64, 64), gate="broken", dtype=torch.bfloat16),
         # votes that are the children themselves
         *(
             make(f"same-{p[0]}x{p[1]}", types=9, parents=m, pose=p, groups="none", bias=b, gate="some", turns=t)

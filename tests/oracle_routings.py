@@ -94,7 +94,8 @@ def positions(
             seen = []
             for ky, kx, n in product(range(kh), range(kw), range(types)):
                 above, left = y * sh - ph + ky * dh, x * sw - pw + kx * dw
-                if 0 <= above < height and 0 <= left < width:
+                there = 0 <= above < height and 0 <= left < width
+                if there and (gate is None or gate[b][above][left][n] != 0):  # a gate of 0: a child that is not there
                     i = (ky * kw + kx) * types + n
                     votes = child_votes(grid[above][left][n], i, weight, bias, parents)
                     seen.append(Child(i, 1.0 if gate is None else gate[b][above][left][n], votes))
@@ -159,7 +160,8 @@ def explain(
             if mean is not None:
                 for k in range(size):
                     square = (child.votes[m][k] - mean[m][k]) ** 2
-                    logit -= square if variance is None else square / (2 * variance[m][k])
+                    if variance is None or variance[m][k] != 0:  # else nobody chose the parent, and eps is 0
+                        logit -= square if variance is None else square / (2 * variance[m][k])
             logits.append(logit)
         shares.append(softmax(logits))
 
@@ -270,7 +272,7 @@ def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int],
         one = explain(seen, many, mean, variance, log_weight, *betas, eps)
         mean, narrow = ([v if seen else [0.0] * size for v in vectors] for vectors in (one.means, one.variances))
         variance = [[v + eps for v in vector] for vector in narrow]
-        log_sigma = [sum(math.log(math.sqrt(v)) for v in vector) for vector in variance]
+        log_sigma = [sum(math.log(math.sqrt(v)) for v in vector if v != 0) for vector in variance]
         if rule == 4:
             costs = [(size * use[m] + log_sigma[m]) * one.counts[m] for m in range(many)]
             scores = [temperature * (ignore[m] - costs[m]) for m in range(many)]

@@ -52,7 +52,7 @@ def test_what_is_not_finite_comes_out(routing: Routing, argument: str, value: fl
 @pytest.mark.parametrize("dtype", GPU_DTYPES[:2], ids=str)
 @pytest.mark.parametrize("trash", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("grid", [(1, 1), (5, 4)], ids=str)
-@pytest.mark.parametrize("routing", [POOLING, GAUSSIAN], ids=str)
+@every_routing
 def test_a_gate_of_0_leaves_no_trace(
     routing: Routing, grid: tuple[int, int], trash: float, dtype: torch.dtype, target: Target
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from fastcaps import Window, backend, functional, vectors
 from fastcaps.reference.seen import make_votes, see
 from fastcaps.votes import SET_WINDOW, Votes, as_grid
+from tools.judge import Bar
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -250,6 +252,71 @@ def test_em_at_the_edges(dtype: torch.dtype) -> None:
         results = functional.em_routing(*leaves, inverse_temperature=10.0, eps=1e-12)
         assert all(result.isfinite().all() for result in results), k
         assert all(gradient.isfinite().all() for gradient in gradients(results, leaves)), k
+
+
+GATED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "attention-first": lambda x, g, w: functional.inverted_attention_routing(x, w, gate=g),
+    "attention": lambda x, g, w: functional.inverted_attention_routing(x, w, gate=g, iterations=3),
+    "dynamic": lambda x, g, w: functional.dynamic_routing(x, w, gate=g),
+    "dynamic-children": lambda x, g, w: functional.dynamic_routing(x, w, gate=g, compete="children"),
+    "pooling": lambda x, g, w: functional.routing_pool(x, gate=g, weight=w),
+    "em": lambda x, g, w: functional.em_routing(x, g, w, w[0, :, 0, 0], w[0, :, 0, 1]),
+    "heinsen": lambda x, g, w: functional.heinsen_routing(
+        x, g.masked_fill(g == 0, -torch.inf), w, None, w[:1, :, 0, 0], w[:1, :, 0, 1]
+    ),
+}
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("groups", [24, 8, 1])
+@pytest.mark.parametrize("name", GATED)
+def test_a_gate_of_0_hides_whatever_is_behind(name: str, groups: int, number: float) -> None:
+    """The child gets no gradient, its gate gets none where the child is broken, and nobody else sees a difference."""
+    generator = torch.Generator().manual_seed(1)
+    children, weight = (torch.randn(s, generator=generator) for s in ((2, 24, 3, 4), (groups, 3, 4, 5)))
+    gate = torch.rand(2, 24, generator=generator).clamp(0.1, 0.9)
+    gate[:, 5] = gate[1, 7] = 0.0
+    shut = gate == 0
+    found = []
+    for behind in (number, 0.0):
+        given = [children.clone(), gate.clone(), weight.clone()]
+        given[0][:, 5, 1] = given[0][1, 7, 0, 2] = behind  # one number of a pose is enough
+        given = [one.requires_grad_() for one in given]
+        routed = GATED[name](*given)
+        results = [routed] if isinstance(routed, Tensor) else [x for x in routed if isinstance(x, Tensor)]
+        total = sum((result.sin() * (k + 1)).sum() for k, result in enumerate(results))
+        found.append([*results, *torch.autograd.grad(total, given)])
+    dchildren, dgate = found[0][-3:-1]
+    assert (dchildren[shut] == 0).all() and (dgate[shut] == 0).all()
+    for one in found:
+        one[-2] = one[-2][~shut]
+    for broken, clean in zip(*found, strict=True):
+        torch.testing.assert_close(broken, clean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [2, 8])
+@pytest.mark.parametrize("window", [None, Window(3, 2, 1)], ids=["set", "grid"])
+def test_a_first_turn_in_half_precision_sums_wide(window: Window | None, columns: int) -> None:
+    """What LayerNorm almost cancels, all of the gradient for a pose of two numbers, is not lost to a rounded sum."""
+    seen = 9 if window is None else 27
+    for dtype, groups in product((torch.bfloat16, torch.float16), (seen, seen // 3, 1)):
+        generator = torch.Generator().manual_seed(groups)
+        shapes = (2, 9 if window is None else 3, *(() if window is None else (5, 6)), 1, 8), (groups, 4, 8, columns)
+        leaves = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        shape = functional.inverted_attention_routing(*leaves, window=window).shape
+        grad = torch.randn(shape, generator=generator).to(dtype)
+
+        def run(tensors: Any) -> dict[str, Tensor]:
+            children, weight, grad = (x.detach().requires_grad_() for x in tensors)
+            parents = functional.inverted_attention_routing(children, weight, window=window)
+            found = torch.autograd.grad(parents, (children, weight), grad)
+            return dict(zip(("parents", "dchildren", "dweight"), (parents.detach(), *found), strict=True))
+
+        def by_reference(tensors: Any) -> dict[str, Tensor]:
+            with backend("reference"):
+                return run(tensors)
+
+        Bar(by_reference, [*leaves, grad]).hold(run([*leaves, grad]))
 
 
 def test_em_schedules() -> None:

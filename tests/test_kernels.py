@@ -246,7 +246,7 @@ def test_an_empty_batch(routing: Routing) -> None:
     assert all((found[f"d{name}"] == 0).all() for name in call.names)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS[1:], ids=str)
+@every_routing
 @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize("name", ["primes", "padded", "sharing-float32", "children-float32"])
 def test_a_gate_of_0_leaves_no_trace(routing: Routing, name: str, trash: float) -> None:

@@ -213,7 +213,8 @@ def test_half_precision_rounds_once(routing: Routing, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(("routing", "case"), every_case(lambda case: not case.name[0].isdigit()), ids=str)
 def test_coefficients_weigh_the_votes(routing: Routing, case: Case) -> None:
     """What the coefficients say is what a turn does: they add up to 1, and the sums are the votes' under them."""
-    case = replace(case, dtype=torch.float64, layout="plain", turns=1)
+    gate = "silent" if case.gate == "broken" else case.gate  # what is no number cannot be weighed
+    case = replace(case, dtype=torch.float64, layout="plain", turns=1, gate=gate)
     if (
         case.batch * case.numbers[1] * case.numbers[2] * case.seen * case.parents * case.pose[0] * case.pose[2]
         > 500_000

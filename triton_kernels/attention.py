@@ -21,7 +21,7 @@ from .schedule import LIMITS, Limits
 
 __all__ = ["ROUTING", "attention_routing", "attention_routing_backward", "refusal", "schedule_call", "watched"]
 
-ROUTING = Routing("attention", ATTENTION, sums=("pose",), gradients=("pose",), silent=False)
+ROUTING = Routing("attention", ATTENTION, sums=("pose",), gradients=("pose",))
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 
 

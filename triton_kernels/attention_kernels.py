@@ -29,6 +29,7 @@ from .tiles import (
     shares_of,
     spread,
     squash,
+    unbroken,
 )
 
 LAYER_NORM, SQUASH = tl.constexpr(Rule.LAYER_NORM.value), tl.constexpr(Rule.SQUASH.value)
@@ -80,7 +81,7 @@ def add(turn, parents, state, vote, child, normalizer, at, tile):
     else:
         shares = equal_shares(at, tile)
     if child.gate is not None:
-        shares *= child.gate[:, None]
+        shares = tl.where(child.opened[:, None], shares * child.gate[:, None], 0.0)
     return (state[0] + spread(shares) * vote,)
 
 
@@ -148,9 +149,13 @@ def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at
     dgate = mean_dshare
     if mean_dshare is None:
         dgate = tl.sum(shares * dshares, axis=1)
-    if child.gate is not None:
-        shares *= child.gate[:, None]
-    return shares, shares * (dshares - dgate[:, None]), dgate, None, None
+    if child.gate is None:
+        return shares, shares * (dshares - dgate[:, None]), dgate, None, None
+    else:
+        opened = child.opened[:, None]
+        shares = tl.where(opened, shares * child.gate[:, None], 0.0)
+        dscores = tl.where(opened, shares * (dshares - dgate[:, None]), 0.0)
+        return shares, dscores, unbroken(dgate, dgate, child.opened), None, None
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def differentiate(
         turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile
     )
     opened = child.opened[None, None, :, None]
-    if votes.SILENT and CLOSED:
+    if votes.gate is not None and CLOSED:
         vote = tl.where(opened, vote, 0.0)
     dvote = tl.where(at.inside & opened, algebra.dvote(turn, parents, given, vote, weights, dscores), 0.0)
     return vote, dvote, dscores, dgate, duse, dignore

@@ -48,8 +48,6 @@ class Routing:
         The same of the gradients of its parents.
     competing
         Whether parents compete for a child, so that those of one tile must know of all others.
-    silent
-        Whether a gate of 0 makes a child absent.
     crowd
         How much its programs keep on chip.
     same_votes
@@ -61,7 +59,6 @@ class Routing:
     sums: tuple[str, ...]
     gradients: tuple[str, ...] = ()
     competing: bool = True
-    silent: bool = True
     crowd: Crowd = CROWD
     same_votes: bool = False
 
@@ -185,11 +182,10 @@ class Call:
         self.deterministic = bool(options & DETERMINISTIC)
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
-        silent = routing.silent and gate is not None
         self.votes = Votes(
             *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *_bias_strides(bias)),  # type: ignore[arg-type]
             *_strides(gate, 4),
-            *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw, silent)),
+            *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw)),
         )
         self.sizes = {
             "positions": self.positions, "H": height, "W": width, "N": types, "Ho": ho, "Wo": wo,

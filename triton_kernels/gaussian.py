@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.rules import Rule
 
 from .attention import one_turn, start_of
@@ -90,7 +91,7 @@ def gaussian_routing(
             forward(call, turn, (counts, means, variances, scores), not first or log_weight is not None)
     wide = variances + eps
     if rule == Rule.EM and beta_use is not None and beta_ignore is not None:
-        cost = (call.pose[0] * call.pose[2] * beta_use + 0.5 * wide.log().sum((-2, -1))) * counts
+        cost = (call.pose[0] * call.pose[2] * beta_use + log_sigmas(wide)) * counts
         scores = temperatures[0] * (beta_ignore - cost)
     return scores[0].clone(), means[0].clone(), wide[0], counts, means, variances, scores
 
@@ -153,9 +154,9 @@ def gaussian_routing_backward(
 ) -> tuple[Tensor, ...]:
     """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T turns.
 
-    They are summed over turns. Where variances have a gradient, what means lost to rounding is measured first, in a
-    sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`). Option 1: as for
-    :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
+    They are summed over turns. Where means or variances have a gradient, what counts and means lost to rounding is
+    measured first, in a sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`).
+    Option 1: as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
     turns = len(counts)
     call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)
@@ -178,7 +179,7 @@ def gaussian_routing_backward(
     scored = [start[0] is not None or start[2] is not None for start in starts]
     with current(call.device):
         rest, measured_counts = None, counts
-        if grads[2] is not None:
+        if grads[1] is not None or grads[2] is not None:
             rest, measured_counts = torch.empty_like(means), torch.empty_like(counts)
             measured = Call(MEASURED, children, weight, bias, gate, parents, window, options, limits)
             for k in range(turns):

@@ -59,7 +59,6 @@ class Votes(NamedTuple):
     PW: tl.constexpr
     DH: tl.constexpr
     DW: tl.constexpr
-    SILENT: tl.constexpr  # whether a gate of 0 hides a child
 
 
 class Sizes(NamedTuple):
@@ -210,8 +209,7 @@ def child_of(votes, sizes, windows, i):
     if votes.gate is not None:
         gates = votes.gate + (dy * votes.gs_h + dx * votes.gs_w + n * votes.gs_n) + windows.gate
         gate = tl.load(gates, mask=seen, other=0.0).to(tl.float32)
-        if votes.SILENT:
-            opened = seen & (gate != 0.0)
+        opened = seen & (gate != 0.0)
     return Child(i, at, seen, gate, opened, (dy * sizes.W + dx) * sizes.N + n)
 
 

@@ -44,6 +44,16 @@ FASTCAPS_FORMULA void finish(X base, X n, X eps, X one, X& mean, X& square) {
 
 // ---- between turns ----
 
+// p = 1 / (2 variance), and ln sigma. Without eps a parent that no child chose has a variance of 0, and says nothing.
+template <class X>
+FASTCAPS_FORMULA X precision(X variance) {
+  return Scalar<X>(0.5) * inverse_or_zero(variance);
+}
+template <class X>
+FASTCAPS_FORMULA X log_sigma(X variance) {
+  return variance == 0 ? X{} : Scalar<X>(0.5) * Number<X>::log(variance);
+}
+
 // EM (Hinton et al. 2018): how much it pays to be active, before the sigmoid.
 template <class X>
 FASTCAPS_FORMULA X em_score(Scalar<X> heat, Scalar<X> beta_a, Scalar<X> cost, X log_sigma, X n) {

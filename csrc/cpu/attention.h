@@ -91,7 +91,7 @@ struct AttentionForward : QueryForward<T, X, Attention> {
   using Base = QueryForward<T, X, Attention>;
   using Base::Base, Base::call, Base::in, Base::with, Base::CE;
   using V = Vec<T>;
-  static constexpr bool kSilent = false, kEvenSums = true;
+  static constexpr bool kEvenSums = true;
 
   template <class Each>
   FASTCAPS_INLINE V score(const X* Q, int64_t m, V, Each&& each_vote) const {
@@ -143,7 +143,6 @@ struct AttentionBackward : QueryBackward<T, X, Attention> {
   using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::MCE;
   using V = Vec<T>;
   static constexpr int kRows = 2;  // a, then g r; h, then s da
-  static constexpr bool kSilent = false;
 
   // State: dS and Q.
   static int64_t state_numbers(const BackwardCall<Attention>& call) { return 2 * call.votes.parents_size(); }

@@ -211,8 +211,7 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
   void share_plainly(int64_t k) {
     for (int64_t t = 0; t < block.nt; ++t) {
       const int64_t first = t * schedule.block_children;
-      if constexpr (Pass::kSilent)
-        if (in.gate.data) silence<T>(P + first * CD, gates + first, block.count, CD);
+      if (in.gate.data) silence<T>(P + first * CD, gates + first, block.count, CD);
       for (int64_t slot = first; slot < first + block.count; ++slot)
         for (int64_t m = 0; m < in.M; ++m) {
           V* row = rows_of(k) + slot * in.M + m;
@@ -263,16 +262,14 @@ struct BackwardItem : BackwardBlock<T, Pose, kLane, Policy> {
     const V gate = gates[slot];
     V dgate = passes[k].dscore(rows_of(k) + slot * in.M, slots * in.M, highest[k * slots + slot], gate);
     if constexpr (Pass::kBetas) dgate += passes[k].ignored_evidence(state(row, k), Sits{}, range, q);
-    if constexpr (Pass::kSilent) {
-      const auto whole = (gate != 0) | ((dgate - dgate) == 0);
-      if (in.gate.data && !all(whole)) {  // a broken child behind a gate of 0 gets nothing and gives nothing
-        const auto keep_whole = [&](V& number) { number = whole ? number : V{}; };
-        keep_whole(dgate);
-        for (int64_t d = 0; d < CD; ++d) keep_whole(P[slot * CD + d]);
-        for (int64_t m = 0; m < in.M; ++m) {
-          for (int r = 0; r < Pass::kRows; ++r) keep_whole(rows_of(k)[(r * slots + slot) * in.M + m]);
-          for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) keep_whole(votes_of(m, slot)[e]);
-        }
+    const auto whole = (gate != 0) | ((dgate - dgate) == 0);
+    if (in.gate.data && !all(whole)) {  // a broken child behind a gate of 0 gets nothing and gives nothing
+      const auto keep_whole = [&](V& number) { number = whole ? number : V{}; };
+      keep_whole(dgate);
+      for (int64_t d = 0; d < CD; ++d) keep_whole(P[slot * CD + d]);
+      for (int64_t m = 0; m < in.M; ++m) {
+        for (int r = 0; r < Pass::kRows; ++r) keep_whole(rows_of(k)[(r * slots + slot) * in.M + m]);
+        for (int64_t e = 0; schedule.keep_votes && e < CE; ++e) keep_whole(votes_of(m, slot)[e]);
       }
     }
     if (call.dgate) {

@@ -159,12 +159,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     if (schedule.stay && turn > call.turn) {  // poses, and votes if kept, are as the turn before left them
       score_again(count, nt);
     } else {
-      for (int64_t t = 0; t < nt; ++t) {
-        if constexpr (Pass::kSilent)
-          Base::load_silenced(tiles[t], t, first, count);
-        else
-          Base::load(tiles[t], t, first, count);
-      }
+      for (int64_t t = 0; t < nt; ++t) Base::load_silenced(tiles[t], t, first, count);
       if (keeps)
         make(equal, count, nt);
       else if (!equal)

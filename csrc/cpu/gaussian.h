@@ -4,8 +4,8 @@
 //
 // Backward (docs/algebra.md), rest = sum_i w (V - means) would be eps means, and n the count given, if nothing were
 // rounded. As rounded the means are off, and every d by as much, and the weights made again are not quite those that
-// were counted. Where a variance is nothing beside its mean, rest and n are summed from the same d and w, so that both
-// cancel as they should.
+// were counted: small variances make large logits, whose last digits the state does not keep. Where a variance is
+// nothing beside its mean, rest and n are summed from the same d and w, so that both cancel as they should.
 #pragma once
 
 #include "../algebra/gaussian.h"
@@ -64,7 +64,7 @@ struct GaussianForward {
   using Operands = Gaussian;
   using V = Vec<T>;
   static constexpr int kShares = 2;
-  static constexpr bool kSilent = true, kHasBase = true, kFolds = false, kEvenSums = false;
+  static constexpr bool kHasBase = true, kFolds = false, kEvenSums = false;
   const ForwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;
@@ -107,11 +107,8 @@ struct GaussianForward {
     if (with.mean.data) {
       gather_parents<T>(in, tile, compute_storage<T>, with.mean, in.M, in.C, in.E, to.pose(0, 0));
       X* p = to.pose(1, 0);
-      for (int64_t k = 0; k < in.parents_size(); ++k) p[k] += 1;
-      if (with.variance.data) {
-        gather_parents<T>(in, tile, compute_storage<T>, with.variance, in.M, in.C, in.E, p);
-        for (int64_t k = 0; k < in.parents_size(); ++k) p[k] = T(0.5) / where_alive<T>(tile, p[k], T(1));
-      }
+      if (with.variance.data) gather_parents<T>(in, tile, compute_storage<T>, with.variance, in.M, in.C, in.E, p);
+      for (int64_t k = 0; k < in.parents_size(); ++k) p[k] = with.variance.data ? gaussian::precision(p[k]) : X{} + 1;
     }
     if (with.log_weight.data)
       gather_parents<T>(in, tile, compute_storage<T>, with.log_weight, in.M, 1, 1, to.number(0, 0));
@@ -246,8 +243,8 @@ struct GaussianForward {
       for (int64_t k = 0; k < CE; ++k) {
         const X variance = result.pose(1, m)[k] + eps;
         state.pose(0, m)[k] = result.pose(0, m)[k];
-        state.pose(1, m)[k] = kmeans ? X{} + 1 : T(0.5) / variance;
-        if (!kmeans) log_sigma += Number<X>::log(variance) * T(0.5);
+        state.pose(1, m)[k] = kmeans ? X{} + 1 : gaussian::precision(variance);
+        if (!kmeans) log_sigma += gaussian::log_sigma(variance);
       }
       X& score = *result.number(1, m);  // the evidence
       if (with.rule == Rule::kEM)
@@ -264,7 +261,7 @@ struct GaussianBackward {
   using V = Vec<T>;
   static constexpr int kRows = 2;           // a, then w; t, then da
   static constexpr int kResultNumbers = 1;  // sum of da
-  static constexpr bool kSilent = true, kBetas = true, kRest = true, kFolds = false;
+  static constexpr bool kBetas = true, kRest = true, kFolds = false;
   const BackwardCall<Gaussian>& call;
   const Votes& in;
   const Gaussian& with;
@@ -328,13 +325,13 @@ struct GaussianBackward {
         s[k] *= one;
         u[k] = (u[k] - T(2 * with.eps) * means[k] * s[k]) * one;
         *to.number(kAlways, m) -= s[k] * variances[k];
-        tight += variances[k] < means[k] * means[k] * kTight ? s[k] * s[k] : X{};
+        tight += variances[k] < means[k] * means[k] * kTight ? u[k] * u[k] + s[k] * s[k] : X{};
         variances[k] = X{};
       }
     }
     for (int64_t k = 0; k < MCE; ++k) {
       means[k] -= to.base[k];
-      if (with.mean.data) p[k] = with.variance.data ? T(0.5) / where_alive<T>(tile, p[k], T(1)) : X{} + 1;
+      if (with.mean.data) p[k] = with.variance.data ? gaussian::precision(p[k]) : X{} + 1;
     }
     T sum{};
     add_lanes<T>(&tight, 1, &sum);

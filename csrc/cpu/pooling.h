@@ -57,7 +57,6 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
   using Base = QueryForward<T, X, Pooling>;
   using Base::Base, Base::call, Base::in, Base::with, Base::CE, Base::planes;
   using V = Vec<T>;
-  static constexpr bool kSilent = true;
 
   // Results: sums of e V, the largest logit, sums of e below it.
   static int64_t result_numbers(const Votes& in, int64_t many) { return many * (in.parent_size() + 2); }
@@ -169,7 +168,6 @@ struct PoolingBackward : QueryBackward<T, X, Pooling> {
   using V = Vec<T>;
   // e, then r; t, then c; 1 / |V|; <Q, V> / |V|^2, then d. Below: dV = r dS + c Q - d V
   static constexpr int kRows = 4;
-  static constexpr bool kSilent = true;
 
   // State: dS and Q; log-sum-exp, and <dS, S> - dlogsumexp.
   static int64_t state_numbers(const BackwardCall<Pooling>& call) {

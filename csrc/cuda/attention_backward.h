@@ -9,7 +9,7 @@ namespace fastcaps::gpu {
 
 template <class Pose, int R, bool PLAIN>
 struct AttentionBackward {
-  static constexpr bool kSilences = false, kIdentity = !PLAIN, kGates = false, kMeasures = false;
+  static constexpr bool kSilences = true, kIdentity = !PLAIN, kGates = false, kMeasures = false;
   using Numbers = float[R][Pose::kEach];
   Patches<Pose, R> query, dsums, dquery;
 
@@ -43,16 +43,17 @@ struct AttentionBackward {
     each_tile<Pose, R>([&](int r, int p) {
       const int at = lane.template seat<R>(r);
       const Seen seen = stage.seen[at];
-      const bool exists = seen.exists != 0.0f, counts = exists && lane.alive(a, p);
-      if (a.dgate && exists && lane.m(p) == 0 && lane.speaks_for_pose())
+      const bool open = seen.gate != 0.0f, counts = open && lane.alive(a, p);  // padding has a gate of 0
+      const bool learns = seen.exists != 0.0f && (open || fabsf(mean[r]) < INFINITY);
+      if (a.dgate && learns && lane.m(p) == 0 && lane.speaks_for_pose())
         add(a.dgate + Child(a, stage.t).cell(a, seats[at]), mean[r], a.alone_with_children);
       const float weight = counts ? share[r][p] * seen.gate : 0.0f;
       const bool pulls = counts && asks && !a.detach;
       const float da = pulls ? attention::dlogit(weight, h[r][p], mean[r], a.scale) : 0.0f;
       each_number<Pose>([&](int i, int j) {
         float& vote = votes[r][p][i][j];
-        if (PLAIN || counts) dquery[r][p][i][j] += da * vote;
-        vote = PLAIN || counts ? attention::dvote(weight, dsums[r][p][i][j], da, query[r][p][i][j]) : 0.0f;
+        if (counts) dquery[r][p][i][j] += da * vote;
+        vote = counts ? attention::dvote(weight, dsums[r][p][i][j], da, query[r][p][i][j]) : 0.0f;
       });
     });
     return true;

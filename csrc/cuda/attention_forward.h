@@ -40,7 +40,7 @@ struct AttentionForward {
     each_tile<Pose, R>([&](int r, int p) {
       const Seen seen = stage.seen[lane.template seat<R>(r)];
       const float weight = share[r][p] * seen.gate;
-      if (PLAIN || seen.exists != 0.0f)
+      if (seen.gate != 0.0f)  // else it leaves no trace, whatever it is; nor does padding, whose gate is 0
         each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
     });
   }

@@ -200,16 +200,16 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   a.alone_with_weights = ordered_;
 }
 
-void VoteGradients::measure(int statistics, float* u, const float* tight) {
+void VoteGradients::measure(int statistics, float* u, float* s, const float* tight) {
   PassArgs& a = call_.args;
   a.tight = tight;
   const Tensor kept = call_.collect(schedule, statistics);
-  a.measured = u;
+  a.measured = u, a.measured_squares = s;
   Schedule whole = schedule;  // a sum over all children, made by one block
   whole.groups = schedule.tiles;
   whole.chunks = 1, whole.chunk_children = int(ceil_div(call_.votes.I, schedule.stage) * schedule.stage);
   call_.launch(whole, 0, schedule.parent_blocks);
-  a.measured = nullptr, a.tight = nullptr;
+  a.measured = a.measured_squares = nullptr, a.tight = nullptr;
 }
 
 void VoteGradients::run(int statistics) {

@@ -104,8 +104,8 @@ class VoteGradients {
 
   bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
 
-  // A launch before the others, for tight positions alone: puts `u` right (see gaussian_backward.h).
-  void measure(int statistics, float* u, const float* tight);
+  // A launch before the others, for tight positions alone: puts `u` and `s` right (see gaussian_backward.h).
+  void measure(int statistics, float* u, float* s, const float* tight);
   // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
   void run(int statistics);
 

@@ -48,7 +48,6 @@ FASTCAPS_DEVICE void walk(const PassArgs& a, char* shared, const ChildRange& ran
         barrier();
       }
     }
-    static_assert(!(State::kSilences && Pose::kStored), "only floats are silenced");
     if constexpr (State::kSilences) {
       if (a.gate.data) {
         Stage<Pose>::silence(a, shared, which, count);

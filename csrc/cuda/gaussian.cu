@@ -38,7 +38,7 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
       gaussian::finish(0.0, n, eps, inverse_or_zero(n + eps), mean, square);
       const float variance = float(square);
       a.means[k] = a.last_mean[k] = float(mean), a.variances[k] = variance, a.last_variance[k] = variance + a.eps;
-      log_sigma += 0.5f * logf(variance + a.eps);
+      log_sigma += gaussian::log_sigma(variance + a.eps);
       count = float(n);
     }
     FASTCAPS_NO_UNROLL
@@ -173,7 +173,8 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const size_t kept = call.kept.size();
   for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
     const auto of = [&](const MaybeTensor& x) { return turns.at(x, turn); };
-    const Tensor tight = call.zeros({op.grad_variances ? v.positions() : 0});
+    const bool measures = op.grad_means || op.grad_variances;
+    const Tensor tight = call.zeros({measures ? v.positions() : 0});
     call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
     a.means = call.dense(of(op.means)), a.counts = call.dense(of(op.counts));
     const float *spread = call.dense(of(op.variances)), *dcounts = call.dense(of(op.grad_counts));
@@ -183,7 +184,7 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
     if (listens) a.devidence = call.dense(of(op.grad_evidence));
     if (wants_use && !a.use_stride_i) a.duse = floats(shared_use) + turn * slots;
     if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore) + turn * slots;
-    if (op.grad_variances) gradients.measure(3, floats(u), floats(tight));
+    if (measures) gradients.measure(3, floats(u), floats(s), floats(tight));
     gradients.run(3);
     call.kept.resize(kept);
   }

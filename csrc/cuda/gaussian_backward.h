@@ -3,8 +3,9 @@
 //   t_im = c_m + <u_m + s_m d_im, d_im> + (beta_use_im + beta_ignore_im) devidence_m
 //
 // u holds -2 s rest / N with rest_m = sum_i w_im d_im. On paper that is eps means_m; but means are rounded, and where a
-// parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in u + 2 s d. So where
-// it may be (at `tight` positions), a launch before the others measures the rest and puts u right.
+// parent's variance is nothing beside its mean, that rounding is large beside d, and must cancel in u + 2 s d. Nor are
+// the weights made again quite those that were counted. So where it may show (at `tight` positions), a launch before
+// the others measures the rest and n, and puts u and s right.
 #pragma once
 
 #include "backward.h"
@@ -69,6 +70,7 @@ struct GaussianBackward {
         each_number<Pose>([&](int i, int j) {
           first[r][p][i][j] += share[r][p] * seen.gate * (votes[r][p][i][j] - means[r][p][i][j]);
         });
+        dlog_weight[r][p] += share[r][p] * seen.gate;
       });
       return false;
     }
@@ -124,16 +126,21 @@ struct GaussianBackward {
     }
   }
 
-  // Put u right by the rest that was measured.
+  // Put u and s right by the rest and n that were measured (n in dlog_weight).
   FASTCAPS_DEVICE void correct(const PassArgs& a, const Lane<Pose>& lane, const Seat* seats) {
     each_tile<Pose, R>([&](int r, int p) {
       const Seat& seat = seats[lane.template seat<R>(r)];
-      const float all = load_scalar<Pose>(a, lane, a.counts, seat, p, 0.0f) + a.eps;
-      const float two = 2.0f * inverse_or_zero(all);
+      const float given = load_scalar<Pose>(a, lane, a.counts, seat, p, 0.0f) + a.eps;
+      const float one = inverse_or_zero(dlog_weight[r][p] + a.eps), change = given * one;
+      const bool tight = seat.position >= 0 && a.tight[seat.position] != 0.0f;  // not for its neighbours' sake
       each_number<Pose>([&](int i, int j) {
-        u[r][p][i][j] += two * s[r][p][i][j] * (a.eps * means[r][p][i][j] - first[r][p][i][j]);
+        if (!tight) return;
+        const float more = a.eps * inverse_or_zero(given) * means[r][p][i][j] - one * first[r][p][i][j];
+        u[r][p][i][j] = change * (u[r][p][i][j] + 2.0f * s[r][p][i][j] * more);
+        s[r][p][i][j] *= change;
       });
       store_parent<Pose>(a, lane, a.measured, seat, p, u[r][p]);
+      store_parent<Pose>(a, lane, a.measured_squares, seat, p, s[r][p]);
     });
   }
 

@@ -49,7 +49,7 @@ FASTCAPS_DEVICE void load_precision(const PassArgs& a, const Lane<Pose>& lane, c
   const bool exists = seat.position >= 0 && lane.alive(a, p);
   each_number<Pose>([&](int i, int j) {
     const bool inside = a.mean && exists && lane.inside(a, i, j);
-    to[i][j] = !inside ? 0.0f : a.variance ? 0.5f / to[i][j] : 1.0f;
+    to[i][j] = !inside ? 0.0f : a.variance ? gaussian::precision(to[i][j]) : 1.0f;
   });
 }
 
@@ -160,9 +160,9 @@ struct GaussianForward {
       float log_sigma = 0.0f;
       each_number<Pose>([&](int i, int j) {
         spread[r][p][i][j] += a.eps;
-        if (lane.inside(a, i, j)) log_sigma += logf(spread[r][p][i][j]);
+        if (lane.inside(a, i, j)) log_sigma += gaussian::log_sigma(spread[r][p][i][j]);
       });
-      log_sigma = 0.5f * sum_pose<Pose>(a, log_sigma);
+      log_sigma = sum_pose<Pose>(a, log_sigma);
       float score = evidence[r][p];
       if (a.rule == Rule::kEM && lane.alive(a, p))
         score = gaussian::em_score(a.temperatures[turn], a.activation[lane.m(p)],
@@ -176,7 +176,7 @@ struct GaussianForward {
       log_weight[r][p] = Number<float>::log_sigmoid(score) - (a.rule == Rule::kKMeans ? 0.0f : log_sigma);
       count[r][p] = lost[r][p] = evidence[r][p] = 0.0f;
       each_number<Pose>([&](int i, int j) {
-        const float p_of_it = a.rule == Rule::kKMeans ? 1.0f : 0.5f / spread[r][p][i][j];
+        const float p_of_it = a.rule == Rule::kKMeans ? 1.0f : gaussian::precision(spread[r][p][i][j]);
         precision[r][p][i][j] = lane.inside(a, i, j) ? p_of_it : 0.0f;
         offset[r][p][i][j] = spread[r][p][i][j] = 0.0f;
         if constexpr (kCompensated) lost_offset[r][p][i][j] = 0.0f;

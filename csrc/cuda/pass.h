@@ -117,16 +117,17 @@ struct PassArgs : Cut, ParentArgs {
   const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.h
   const float* dconstant;  // pooling, Gaussian: and in any case, [..]
   const float* devidence;  // Gaussian: [..]
-  float* measured;         // Gaussian: dsums, in a launch that only puts them right (see gaussian_backward.h); or null
-  const float* tight;      // [positions]: tiles where all are 0 are passed over; or null
-  float* dquery;           // [.., C, E]; Gaussian: of the mean
-  float* dvariance;        // [.., C, E]
-  float* dlog_weight;      // [..]
-  float *duse, *dignore;   // [parts, I, M], or [..] where all children have the same betas
-  float* dchildren;        // [parts, B, H, W, N, C, D], where blocks along y have a part each (cells_part), or [B, ..]
-  float* dgate;            // [parts, B, H, W, N] or [B, ..]
-  float* dweight;          // [parts, G, M, D, E]
-  float* dbias;            // [parts, I or kSharedSums, M, C, E]
+  // Gaussian: dsums and dsquares, in a launch that only puts them right (see gaussian_backward.h); or null
+  float *measured, *measured_squares;
+  const float* tight;     // [positions]: tiles where all are 0 are passed over; or null
+  float* dquery;          // [.., C, E]; Gaussian: of the mean
+  float* dvariance;       // [.., C, E]
+  float* dlog_weight;     // [..]
+  float *duse, *dignore;  // [parts, I, M], or [..] where all children have the same betas
+  float* dchildren;       // [parts, B, H, W, N, C, D], where blocks along y have a part each (cells_part), or [B, ..]
+  float* dgate;           // [parts, B, H, W, N] or [B, ..]
+  float* dweight;         // [parts, G, M, D, E]
+  float* dbias;           // [parts, I or kSharedSums, M, C, E]
   int64_t dweight_part, dbias_part, dbeta_part, cells_part;  // from part to part; 0 where all blocks add to one
   bool alone_with_children, alone_with_weights;  // no other block adds to the same numbers meanwhile: no atomics
 };

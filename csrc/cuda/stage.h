@@ -303,18 +303,29 @@ struct Stage {
   // they are multiplied by is a number. Behind a barrier, and another must follow.
   static FASTCAPS_DEVICE void silence(const PassArgs& a, char* shared, int which, int count) {
     Seen* seen = reinterpret_cast<Seen*>(shared + which * a.shared_stage + a.shared_seen);
-    float* children = reinterpret_cast<float*>(shared + a.shared_float + which * a.float_stage);
     const int numbers = Pose::padded_rows(a) * row_stride<Pose>(a), depth = Pose::padded_depth(a);
-    for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
-      if (seen[unit].gate != 0.0f || seen[unit].exists == 0.0f) continue;
-      float* child = children + unit * child_stride<Pose>(a);
-      float all = 0.0f;  // NaN as soon as one is not finite
-      for (int row = 0; row < numbers; row += row_stride<Pose>(a))
-        for (int d = 0; d < depth; ++d) all += 0.0f * child[row + d];
-      if (all == 0.0f) continue;
-      for (int n = 0; n < numbers; ++n) child[n] = 0.0f;
-      seen[unit].exists = 0.0f;
+    const auto all = [&](auto* children, auto is_finite) {
+      for (int unit = thread_index(); unit < count * a.tile; unit += block_threads()) {
+        if (seen[unit].gate != 0.0f || seen[unit].exists == 0.0f) continue;
+        auto* child = children + unit * child_stride<Pose>(a);
+        bool finite = true;
+        for (int row = 0; row < numbers; row += row_stride<Pose>(a))
+          for (int d = 0; d < depth; ++d) finite = finite && is_finite(child[row + d]);
+        if (finite) continue;
+        for (int n = 0; n < numbers; ++n) child[n] = 0;
+        seen[unit].exists = 0.0f;
+      }
+    };
+    if constexpr (Pose::kStored) {
+      if (a.storage != Storage::kFloat32) {
+        const uint16_t top = a.storage == Storage::kBFloat16 ? 0x7f80 : 0x7c00;  // the exponent of what is not finite
+        all(reinterpret_cast<uint16_t*>(shared + which * a.shared_stage),
+            [=](uint16_t bits) { return (bits & top) != top; });
+        return;
+      }
     }
+    all(reinterpret_cast<float*>(shared + a.shared_float + which * a.float_stage),
+        [](float x) { return fabsf(x) < INFINITY; });
   }
 };
 

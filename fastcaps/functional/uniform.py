@@ -12,7 +12,7 @@ from torch import Tensor
 from fastcaps import backends, explanation
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.watchers import is_sharded
-from fastcaps.reference.seen import windows
+from fastcaps.reference.seen import widen, windows
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size, positions_of, seen_of
 
 __all__ = ["kernel_beats_library", "uniform_coefficients", "uniform_turn"]
@@ -61,8 +61,11 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
     into the batch, N * D input and M * E output channels. Where the children of a position share matrices (G divides
     N), they are summed first and one matmul is left.
 
-    ``norm`` says whether LayerNorm follows. Workspace: children and weights once each (with a gate the children twice),
-    S twice.
+    Half precision is widened first: LayerNorm and its backward are differences, of which a rounded S and a rounded dS
+    would leave noise. A child behind a gate of 0 leaves no trace, be it NaN.
+
+    ``norm`` says whether LayerNorm follows. Workspace, in the accumulation dtype: children and weights once each (with
+    a gate the children twice), S twice.
 
     Returns
     -------
@@ -82,10 +85,13 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
 
 
 def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
-    children, weight, bias, gate, many, window = votes
-    assert weight is not None
-    children = children.flatten(-2).unflatten(-1, children.shape[-2:])  # so that their gradient lies as they do
-    gated = children if gate is None else children * gate[..., None, None]
+    many, window, dtype = votes.parents, votes.window, votes.children.dtype
+    children, weight, bias, gate, norm_weight, norm_bias = widen(dtype, *votes[:4], norm_weight, norm_bias)
+    assert children is not None and weight is not None
+    children = gated = children.flatten(-2).unflatten(-1, children.shape[-2:])  # so that their gradient lies as they do
+    if gate is not None:
+        broken = (gate == 0) & ~children.isfinite().all(-1).all(-1)  # 0 times NaN is NaN
+        gated = children.masked_fill(broken[..., None, None], 0.0) * gate[..., None, None]
     if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
         sums = _uniform_matmul(gated, weight, window)
     else:
@@ -93,10 +99,13 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
     if bias is not None:
         sums = sums + _uniform_bias(children, bias, gate, window)
     if not norm:
-        return (sums / many).contiguous()
+        return (sums / many).to(dtype).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
-    flat = F.layer_norm(sums.flatten(-2), [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
-    return flat.view(sums.shape)
+    flat = sums.flatten(-2)
+    if flat.dtype != dtype:  # centred twice, as the reference does it: gradients of two numbers are what is left
+        flat = flat - flat.mean(-1, keepdim=True)
+    flat = F.layer_norm(flat, [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
+    return flat.view(sums.shape).to(dtype)
 
 
 def uniform_coefficients(votes: Votes) -> Tensor:
@@ -113,9 +122,6 @@ def uniform_coefficients(votes: Votes) -> Tensor:
 def _convolution(images: Tensor, kernel: Tensor, window: Sequence[int]) -> Tensor:
     """Return the convolution ``[B, channels, Ho, Wo]`` of images ``[B, channels, H, W]``."""
     _, _, sh, sw, ph, pw, dh, dw = window
-    if any(s > 1 and d > 1 and p > 0 for s, p, d in ((sh, ph, dh), (sw, pw, dw))):
-        # oneDNN's bfloat16 kernel ends the process where no output column sees an input: pad before it
-        images, ph, pw = F.pad(images, (pw, pw, ph, ph)), 0, 0
     return F.conv2d(images, kernel, None, (sh, sw), (ph, pw), (dh, dw))
 
 

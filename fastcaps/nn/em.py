@@ -15,6 +15,7 @@ from fastcaps import functional, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite
 from fastcaps.functional.em import InverseTemperature, inverse_temperatures, result_dtype
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
+from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op
@@ -196,7 +197,7 @@ def _with_normalized_cost(
         counts, means, variances, *_, coefficients = ops.gaussian_routing(
             votes, *state, one, torch.zeros_like(one), [1.0], *flags
         )
-        log_sigma = 0.5 * variances.log().sum((-2, -1))
+        log_sigma = log_sigmas(variances)
         numbers = means.shape[-2] * means.shape[-1]
         benefit = beta_a - (numbers * beta_u + log_sigma) * counts
         scores = temperature * F.layer_norm(benefit, benefit.shape[-1:])

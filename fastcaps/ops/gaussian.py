@@ -13,8 +13,8 @@ from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.query import check_like
 from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.routing import Gradients, Routing
-from fastcaps.reference.gaussian import next_log_weight
-from fastcaps.reference.seen import POSE
+from fastcaps.reference.gaussian import log_sigmas, next_log_weight
+from fastcaps.reference.seen import inverse_or_zero
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
@@ -100,7 +100,7 @@ class Gaussian(Routing):
         em, kmeans = rule == Rule.EM, rule == Rule.KMEANS
         numbers = means.shape[-2] * means.shape[-1]
         variances = narrow + given.eps
-        log_sigma = 0.5 * variances.log().sum(POSE)
+        log_sigma = log_sigmas(variances)
         left = (means, None if kmeans else variances, next_log_weight(scores, variances, rule))
         first = self.first(given)
         state = [
@@ -134,7 +134,7 @@ class Gaussian(Routing):
                 d_log_sigma = _plus(d_log_sigma, -heat * counts[turn])
                 d_counts = -heat * (numbers * beta_u + log_sigma[turn])
             if d_log_sigma is not None:
-                d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] / variances[turn])
+                d_variance = _plus(d_variance, 0.5 * d_log_sigma[..., None, None] * inverse_or_zero(variances[turn]))
             heats.insert(0, heat)
             heads.insert(0, (d_counts, d_mean, d_variance, None if em else d_score))
             last = turn == -turns

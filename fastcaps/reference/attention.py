@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
-from fastcaps.reference.seen import POSE, collect, gate_backward, make_votes, see, votes_backward, widen
+from fastcaps.reference.seen import (
+    POSE,
+    Seen,
+    collect,
+    gate_backward,
+    make_votes,
+    see,
+    votes_backward,
+    widen,
+    without_broken,
+)
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import SET_WINDOW, Votes
@@ -22,6 +32,17 @@ def _shares(all_votes: Tensor, query: Tensor | None, scale: float) -> Tensor:
         return all_votes.new_full(all_votes.shape[:5], 1.0 / all_votes.shape[4])
     agreement = torch.einsum("bhwmce,bhwimce->bhwim", query, all_votes) * scale
     return agreement.softmax(dim=-1)
+
+
+def _see_whole(votes: Votes, query: Tensor | None, scale: float) -> tuple[Seen, Tensor, Tensor]:
+    """Return the children without the broken ones, their votes, and their shares ``[B, Ho, Wo, I, M]``."""
+
+    def look(seen: Seen) -> tuple[Tensor, Tensor]:
+        all_votes = make_votes(seen)
+        return all_votes, _shares(all_votes, query, scale)
+
+    seen = without_broken(see(votes), look)
+    return seen, *look(seen)
 
 
 def attention_routing(
@@ -59,9 +80,7 @@ def attention_routing(
     """
     dtype = votes.children.dtype
     query, norm_weight, norm_bias = widen(dtype, query, norm_weight, norm_bias)
-    seen = see(votes)
-    all_votes = make_votes(seen)
-    shares = _shares(all_votes, query, scale)
+    seen, all_votes, shares = _see_whole(votes, query, scale)
     shares = seen.gated(shares.detach() if detach else shares)
     sums = torch.einsum("bhwim,bhwimce->bhwmce", shares, all_votes).contiguous()
     parents = sums
@@ -146,9 +165,7 @@ def attention_routing_backward(
     gradients: list[Tensor | None] = [None] * 7
     if sums is not None:
         grad, *gradients[5:] = _layer_norm_backward(grad, sums, norm_weight, eps)
-    seen = see(votes)
-    all_votes = make_votes(seen)
-    shares = _shares(all_votes, query, scale)
+    seen, all_votes, shares = _see_whole(votes, query, scale)
     gated = seen.gated(shares)
     grad_shares = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes)
     grad_votes = gated[..., None, None] * grad.unsqueeze(3)

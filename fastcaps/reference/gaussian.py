@@ -14,21 +14,32 @@ from fastcaps.reference.seen import (
     collect,
     gate_backward,
     inverse_or_zero,
+    log_or_zero,
     make_votes,
     see,
     votes_backward,
     widen,
-    without,
+    without_broken,
 )
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
-__all__ = ["distances", "gaussian_coefficients", "gaussian_routing", "gaussian_routing_backward", "next_log_weight"]
+__all__ = [
+    "distances",
+    "gaussian_coefficients",
+    "gaussian_routing",
+    "gaussian_routing_backward",
+    "log_sigmas",
+    "next_log_weight",
+]
 
 
 def _precision(variance: Tensor | None) -> Tensor | float:
-    """Return what multiplies squared differences from the mean: ``1 / (2 variance)``, or 1 without a variance."""
-    return 1.0 if variance is None else 0.5 / variance.unsqueeze(3)
+    """Return what multiplies squared differences from the mean: ``1 / (2 variance)``, or 1 without a variance.
+
+    It is 0 where the variance is, which happens without eps alone: a parent that no child chose says nothing.
+    """
+    return 1.0 if variance is None else 0.5 * inverse_or_zero(variance).unsqueeze(3)
 
 
 def distances(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
@@ -42,12 +53,12 @@ def _responsibility(
     seen: Seen, mean: Tensor | None, variance: Tensor | None, log_weight: Tensor | None
 ) -> tuple[Seen, Tensor, Tensor]:
     """Return the children without the broken ones, their votes, and the responsibilities r ``[B, Ho, Wo, I, M]``."""
-    if seen.silent is not None:
-        with torch.no_grad():
-            all_votes = make_votes(seen)
-            squares = (2 * all_votes).square()  # no smaller than a square about any mean within the votes
-            finite = squares.isfinite().all(-1).all(-1) & distances(all_votes, mean, variance).isfinite()
-        seen = without(seen, finite.all(-1))
+
+    def look(seen: Seen) -> tuple[Tensor, Tensor]:
+        all_votes = make_votes(seen)  # whose square is no smaller than one about any mean within the votes
+        return (2 * all_votes).square(), distances(all_votes, mean, variance)
+
+    seen = without_broken(seen, look)
     all_votes = make_votes(seen)
     if seen.broken is not None:  # a vote at the mean: whatever the variance, nothing there overflows
         stand_in = torch.zeros((), device=all_votes.device) if mean is None else mean.detach().unsqueeze(3)
@@ -61,7 +72,12 @@ def _responsibility(
 def next_log_weight(scores: Tensor, variances: Tensor, rule: int) -> Tensor:
     """Return what the next turn adds to its logits: ``ln sigmoid(score) - sum ln sigma``; k-means has no sigma."""
     log_weight = F.logsigmoid(scores)
-    return log_weight if rule == Rule.KMEANS else log_weight - 0.5 * variances.log().sum(POSE)
+    return log_weight if rule == Rule.KMEANS else log_weight - log_sigmas(variances)
+
+
+def log_sigmas(variances: Tensor) -> Tensor:
+    """Return ``sum_ce ln sigma_m``, in which numbers without a variance are left out."""
+    return 0.5 * log_or_zero(variances).sum(POSE)
 
 
 def gaussian_routing(
@@ -85,7 +101,8 @@ def gaussian_routing(
 
     Without a mean the distances are 0, without a log-weight that is 0: with neither, r = 1 / M, the first turn. A mean
     without a variance makes it k-means: ``a_im = log_weight_m - sum_ce (V_im - mean_m)^2``. Where ``n + eps`` is 0,
-    means and narrow variances are 0, with gradient 0.
+    means and narrow variances are 0, with gradient 0. Numbers of a parent whose variance is 0 have no part in the
+    distance and in ``sum ln sigma``.
 
     Parameters
     ----------
@@ -120,8 +137,7 @@ def gaussian_routing(
     assert beta_use is not None and beta_ignore is not None
     if rule == Rule.EM:
         numbers = narrow.shape[-2] * narrow.shape[-1]
-        log_sigma = 0.5 * variances.log().sum(POSE)
-        scores = temperatures[0] * (beta_ignore - (numbers * beta_use + log_sigma) * counts)
+        scores = temperatures[0] * (beta_ignore - (numbers * beta_use + log_sigmas(variances)) * counts)
     else:
         whole = 1.0 if seen.gate is None else seen.gate[..., None]
         scores = (beta_use * gated - beta_ignore * (whole - gated)).sum(3)
@@ -175,7 +191,8 @@ def gaussian_routing_backward(
 
     seen, all_votes, shares = _responsibility(see(votes), mean, variance, log_weight)
     gated = seen.gated(shares)
-    inverse = inverse_or_zero(counts + eps)[..., None, None]
+    # the counts of these weights: another backend's logits, and so its counts, may differ by many last digits
+    inverse = inverse_or_zero(gated.sum(3) + eps)[..., None, None]
     offsets = all_votes - means.unsqueeze(3)
     # on paper the rest is eps * means, but means are rounded: with the paper's, their last digit would count fully
     rest = torch.einsum("bhwim,bhwimce->bhwmce", gated, offsets)
@@ -203,7 +220,7 @@ def gaussian_routing_backward(
         grad_votes = grad_votes - pull
         gradients[4] = pull.sum(3)
         if variance is not None:
-            gradients[5] = (pull * from_mean).sum(3) / (2 * variance)
+            gradients[5] = (pull * from_mean).sum(3) * 0.5 * inverse_or_zero(variance)
     gradients[:3] = votes_backward(grad_votes, seen)
     if votes.gate is not None:
         gradients[3] = gate_backward((shares * grad_shares - ignored).sum(-1), seen)

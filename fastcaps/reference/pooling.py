@@ -15,7 +15,7 @@ from fastcaps.reference.seen import (
     see,
     votes_backward,
     widen,
-    without,
+    without_broken,
 )
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import length, squash, unit
@@ -48,7 +48,7 @@ def _agreement(
     The shift ``[B, Ho, Wo, 1, M]`` is ``logsumexp`` ``[B, Ho, Wo, M]`` where that is known, else the largest logit.
     """
 
-    def run(seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+    def look(seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
         all_votes = make_votes(seen)
         logits = _logits(all_votes, query, scale, normalize)
         if logsumexp is None:
@@ -56,16 +56,15 @@ def _agreement(
         empty = logsumexp == -torch.inf  # nobody there: shares are 0 by their gates, so that any finite shift will do
         return all_votes, logits, logsumexp.masked_fill(empty, 0.0).unsqueeze(3)
 
-    if seen.silent is None:
-        all_votes, logits, shift = run(seen)
-        return seen, all_votes, (logits - shift).exp(), shift
-    with torch.no_grad():
-        all_votes, logits, shift = run(seen)
-        finite = all_votes.isfinite().all(-1).all(-1) & (logits - shift).exp().isfinite()
-    seen = without(seen, finite.all(-1))
-    assert seen.broken is not None
-    all_votes, logits, shift = run(seen)
-    exponents = (logits - shift).masked_fill(seen.broken[..., None], 0.0)
+    def exponentials(seen: Seen) -> tuple[Tensor, Tensor]:
+        all_votes, logits, shift = look(seen)
+        return all_votes, (logits - shift).exp()
+
+    seen = without_broken(seen, exponentials)
+    all_votes, logits, shift = look(seen)
+    exponents = logits - shift
+    if seen.broken is not None:
+        exponents = exponents.masked_fill(seen.broken[..., None], 0.0)
     return seen, all_votes, exponents.exp(), shift
 
 

@@ -7,7 +7,7 @@ that is NaN or infinite behind a gate of 0 gets, and gives, no gradient at all. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,13 +23,14 @@ __all__ = [
     "collect",
     "gate_backward",
     "inverse_or_zero",
+    "log_or_zero",
     "make_votes",
     "see",
     "votes_backward",
     "widen",
     "windows",
     "windows_adjoint",
-    "without",
+    "without_broken",
 ]
 
 
@@ -151,10 +152,28 @@ def without(seen: Seen, finite: Tensor) -> Seen:
     return replace(seen, children=seen.children.masked_fill(broken[..., None, None], 0.0), gate=gate, broken=broken)
 
 
+def without_broken(seen: Seen, look: Callable[[Seen], tuple[Tensor, Tensor]]) -> Seen:
+    """Return ``seen`` without the broken children: behind a gate of 0, and with a vote or a logit that is not finite.
+
+    ``look`` returns votes ``[B, Ho, Wo, I, M, C, E]`` and what becomes of them ``[B, Ho, Wo, I, M]``.
+    """
+    if seen.silent is None:
+        return seen
+    with torch.no_grad():
+        all_votes, numbers = look(seen)
+        finite = all_votes.isfinite().all(-1).all(-1) & numbers.isfinite()
+    return without(seen, finite.all(-1))
+
+
 def inverse_or_zero(numbers: Tensor) -> Tensor:
     """Return 1 / x, and 0 with gradient 0 where x is 0: a parent that no child chose has no mean."""
     nothing = numbers == 0
     return numbers.masked_fill(nothing, 1.0).reciprocal().masked_fill(nothing, 0.0)
+
+
+def log_or_zero(numbers: Tensor) -> Tensor:
+    """Return ln x, and 0 with gradient 0 where x is 0: a parent that no child chose has no spread either."""
+    return numbers.masked_fill(numbers == 0, 1.0).log()
 
 
 def votes_backward(grad_votes: Tensor, seen: Seen) -> tuple[Tensor, Tensor | None, Tensor | None]:
