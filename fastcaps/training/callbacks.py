@@ -29,9 +29,14 @@ def replacing(path: Path, first: bool = True) -> Iterator[Path]:
     A kill, or a full disk, leaves the old file. Of several processes only the ``first`` one replaces it.
     """
     fresh = path.with_name(f"{path.name}.writing")
-    yield fresh
-    if first:
-        os.replace(fresh, path)
+    try:
+        yield fresh
+        if first:
+            os.replace(fresh, path)
+    except BaseException:
+        if first:  # part of a file would keep a full disk full
+            fresh.unlink(missing_ok=True)
+        raise
 
 
 class CheckpointWriter(Checkpoint):
