@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fastcaps
 from fastcaps import models
 from fastcaps.nn import CapsuleSpec
 

@@ -128,7 +128,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_a_checkpoint_runs_no_code_and_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments(tmp_path / "run", "--epochs", "1")) == 0
     checkpoint, mark = tmp_path / "run" / "last.ckpt", tmp_path / "mark"
     (tmp_path / "run" / "result.json").unlink()  # not finished
@@ -139,9 +139,17 @@ def test_a_checkpoint_runs_no_code_and_is_whole(tmp_path: Path, capsys: pytest.C
     weights = max((weight.numpy().tobytes() for weight in held["state_dict"].values()), key=len)
     at = whole.index(weights) + len(weights) // 2
     flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-    folder = whole.rindex(b"PK\1\2", 0, whole.rindex(b"/data/0")) + 38  # its attributes: of a folder torch reads nothing
+    folder = (
+        whole.rindex(b"PK\1\2", 0, whole.rindex(b"/data/0")) + 38
+    )  # its attributes: of a folder torch reads nothing
     renamed = whole[:folder] + bytes([whole[folder] ^ 16]) + whole[folder + 1 :]
+    other = io.BytesIO()
+    torch.save({"state_dict": {}}, other)
     for content, message in (
+        (whole[: len(whole) // 2], ""),
+        (b"", ""),
+        (b"no checkpoint at all\n", ""),
+        (other.getvalue(), ""),
         (zipped.getvalue(), "UnpicklingError"),
         (pickle.dumps(Bomb(mark)), "UnpicklingError"),
         (renamed, "BadZipFile: damaged: .*/data/0 is not what was written"),
@@ -152,9 +160,9 @@ def test_a_checkpoint_runs_no_code_and_is_whole(tmp_path: Path, capsys: pytest.C
         assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 1
         told = capsys.readouterr().err
         assert re.search(f"last.ckpt cannot be resumed from: {message}", told) and told.count("\n") == 1, told
-        with pytest.raises(RunError, match=f"last.ckpt cannot be read: {message}"):
-            read_checkpoint(checkpoint)
         assert not mark.exists()
+    with pytest.raises(RunError, match=f"last.ckpt cannot be read: {message}"):
+        read_checkpoint(checkpoint)
 
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:

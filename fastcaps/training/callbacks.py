@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ def replacing(path: Path, first: bool = True) -> Iterator[Path]:
         if first:
             os.replace(fresh, path)
     except BaseException:
-        if first:  # part of a file would keep a full disk full
-            fresh.unlink(missing_ok=True)
+        with suppress(OSError):  # part of a file would keep a full disk full
+            if first:
+                fresh.unlink()
         raise
 
 
