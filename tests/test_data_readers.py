@@ -65,11 +65,11 @@ def test_packed_zeros_are_refused_by_their_header(tmp_path: Path, header: bytes,
     assert peak_of(lambda: data.read_idx(path, shape=(None, 28, 28)), message) < 4_000_000
 
 
-@pytest.mark.parametrize("sizes", [(0, 2**32 - 1, 2**32 - 1), (1,) * 65])
+@pytest.mark.parametrize("sizes", [(0, 2**32 - 1, 2**32 - 1), (1,) * 65, (2**31, 2**31, 2, 2)])
 def test_sizes_that_make_no_array_are_told(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes((0, 0, 8, len(sizes))) + struct.pack(f">{len(sizes)}I", *sizes) + bytes(0 not in sizes))
-    with pytest.raises(data.CorruptDataError, match=r"file: its header states .* which is no array \("):
+    with pytest.raises(CorruptDataError, match=r"file: .*header states .*(which is no array \(|= 18,446,744,073)"):
         data.read_idx(path)
 
 

@@ -54,13 +54,6 @@ def test_a_notebook_becomes_a_page() -> None:
     assert site.as_page(given) == wanted
 
 
-def test_the_page_of_all_rows_has_its_place() -> None:
-    assert (DOCS / "performance.md").read_text(encoding="utf-8").count(site.MEASURED) == 1
-    assert "measured.html" in site.on_page_markdown(
-        site.MEASURED, type("Page", (), {"file": type("F", (), {"src_uri": "x.md"})})
-    )
-
-
 def test_docstrings_become_markdown() -> None:
     pytest.importorskip("griffe")
     pytest.importorskip("latex2mathml")

@@ -163,9 +163,3 @@ def test_errors_are_named():
     ]:
         with pytest.raises(error, match=message):
             call()
-
-
-def test_configurations_take_sizes_by_name():
-    for kind in (models.NetworkConfig, models.CNNConfig):
-        with pytest.raises(TypeError, match="positional"):
-            kind((), 10, 28, 1)
