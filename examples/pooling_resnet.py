@@ -3,8 +3,7 @@
 #
 # At the end of a residual network stands an average over the map. Zhao and Huang (2019) put a routing there: places
 # that agree with the others weigh more. It has no parameters, so one line changes and every checkpoint still fits.
-# The network is a small one in torchvision's style, trained on scikit-learn's digits for some seconds on a laptop's
-# CPU.
+# The network is a small one in torchvision's style, trained on scikit-learn's digits for some seconds on one core.
 
 # %%
 import torch
@@ -12,6 +11,8 @@ from torch import nn
 
 import fastcaps
 from fastcaps import data
+
+torch.set_num_threads(1)  # maps this small are not worth sharing: threads that wait for each other can take minutes
 
 # %% [markdown]
 # ## The network

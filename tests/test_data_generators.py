@@ -273,19 +273,12 @@ def test_affine_maps_are_the_formula_of_their_draws(options: dict[str, Any]) -> 
         np.testing.assert_allclose(place[i].numpy(), wanted_place, atol=1e-4)
 
 
-def test_affine_maps_keep_to_their_ranges() -> None:
+def test_affine_maps_cut_no_ink_off() -> None:
     images = np.zeros((1, 1, 28, 28), np.uint8)
     images[0, 0, 4:24, 7:20] = 200
     made = AffineDigits(images, np.zeros(1, int), length=4000, seed=0, **RAW)
     items = torch.arange(4000)
     matrix, place = made.maps(made.images[items * 0], Draws(0, items))
-    for m in matrix[:50].double().numpy():  # R(angle) (1 k; 0 1) diag(sx, sy), taken apart again
-        angle = math.atan2(m[1, 0], m[0, 0])
-        back = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]) @ m
-        assert abs(math.degrees(angle)) <= 20 and abs(back[1, 0]) < 1e-6
-        assert 0.8 <= back[0, 0] <= 1.2 and 0.8 <= back[1, 1] <= 1.2 and abs(back[0, 1] / back[1, 1]) <= 0.2 + 1e-6
-    angles = torch.rad2deg(torch.atan2(matrix[:, 1, 0], matrix[:, 0, 0]))
-    assert angles.min() < -19.8 and angles.max() > 19.8 and abs(angles.mean()) < 1
     seen, _ = made.batch(slice(None))
     area = 20 * 13 * torch.linalg.det(matrix)
     torch.testing.assert_close(seen.sum((1, 2, 3)) / 200, area, rtol=0.04, atol=0)  # no ink was cut off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -53,23 +54,16 @@ def test_a_notebook_becomes_a_page() -> None:
     assert site.as_page(given) == wanted
 
 
-def test_the_page_of_all_rows_has_its_place() -> None:
-    assert (DOCS / "performance.md").read_text(encoding="utf-8").count(site.MEASURED) == 1
-    assert "measured.html" in site.on_page_markdown(
-        site.MEASURED, type("Page", (), {"file": type("F", (), {"src_uri": "x.md"})})
-    )
-
-
 def test_docstrings_become_markdown() -> None:
     pytest.importorskip("griffe")
     pytest.importorskip("latex2mathml")
-    from tools.docstrings import translated
+    from tools.docstrings import latex_left, translated
 
     given = """Route.
 
     .. math::
         a &= b, \\\\
-        c &= d
+        c &= \\Bigl\\langle d \\Bigr\\rangle
 
     See :func:`~fastcaps.convert` and :math:`x`.
 
@@ -80,7 +74,14 @@ out_dim
         As ever.
     eps : float
         Small.
+    stride, padding : int
+        Of a window.
     """
     made = translated(given)
+    assert made.count("<mtr>") == 2 and "stride : int\n    Of a window.\npadding : int\n    Of a window." in made
     assert made.count("<math") == 2 and "::" not in made and "`convert`" in made
     assert made.index("``out_dim``: As ever.") < made.index("Parameters") < made.index("eps : float")
+    for path in (ROOT / "fastcaps").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node, clean=False)):
+                assert not latex_left(translated(text)), (path, node.name)

@@ -85,6 +85,7 @@ def test_texts_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @slow
+@pytest.mark.usefixtures("one_thread")  # which the example asks for, and which must not stay
 def test_pooling_in_a_resnet(capsys: pytest.CaptureFixture[str]) -> None:
     found = names("pooling_resnet.py")
     assert "to the bit: True" in capsys.readouterr().out

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fastcaps
 from fastcaps import models
 from fastcaps.nn import CapsuleSpec
 
@@ -85,11 +84,6 @@ def test_resnet_blocks():
     torch.testing.assert_close(same(features), F.relu(features))
 
 
-def test_names():
-    assert {*TABLE_1, "digits", "mnist"} < set(models.names())
-    assert fastcaps.models.create is models.create
-
-
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_every_network_on_every_batch(name, batch):
@@ -150,20 +144,6 @@ def test_overrides_take_effect():
     assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", torch.float64)}
 
 
-def test_small_networks_are_small():
-    assert count(models.create("digits")) < 100_000
-    assert count(models.create("mnist")) < 150_000
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_state_dict_loads_into_a_fresh_network(name):
-    first, second = models.create(name).eval(), models.create(name).eval()
-    images = torch.randn(1, first.in_channels, *first.image_size)
-    assert not torch.allclose(first(images), second(images))
-    second.load_state_dict(first.state_dict())
-    torch.testing.assert_close(first(images), second(images))
-
-
 def test_errors_are_named():
     near = "no network is called 'tsai-iar-simple-c1'.*did you mean tsai-iar-simple-c10"
     override = "create.. has no override batch, lr; there are: .*image_size"
@@ -183,9 +163,3 @@ def test_errors_are_named():
     ]:
         with pytest.raises(error, match=message):
             call()
-
-
-def test_configurations_take_sizes_by_name():
-    for kind in (models.NetworkConfig, models.CNNConfig):
-        with pytest.raises(TypeError, match="positional"):
-            kind((), 10, 28, 1)

@@ -157,10 +157,14 @@ def inputs(net, batch=2):
 
 
 def step(net, given, labels, optimizer):
-    """Train once on cross-entropy, and on the reconstruction where there is one; return the loss."""
+    """Train once on the logits' cross-entropy, or on margins and the reconstruction; return the loss.
+
+    Each class by itself: softmax would not see a bias that all classes share, whose gradient were rounding alone.
+    """
     optimizer.zero_grad()
     if getattr(net, "decoder", None) is None:
-        loss = F.cross_entropy(net(*given).float(), labels)
+        logits = net(*given).float()
+        loss = F.binary_cross_entropy_with_logits(logits, F.one_hot(labels, logits.shape[1]).float())
     else:
         lengths, drawn = net(*given, reconstruct=labels)
         loss = losses.margin_loss(lengths.float(), labels)
@@ -261,7 +265,9 @@ def test_every_network_trains_and_takes_every_batch(name):
     for _ in range(3 if name.startswith("heinsen") else 1):  # whose benefits and costs are zero at the start
         assert step(net, given, labels, optimizer) > 0
     for path, parameter in net.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), path
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), path
+        rounding = name.startswith("tsai-em-simple") and path == "backbone.0.bias"  # in front of a BatchNorm
+        assert rounding or parameter.grad.any(), path
     net.eval()
     for batch in (0, 1):
         assert net(*(tensor[:batch] for tensor in given)).shape == (batch, classes)

@@ -59,3 +59,13 @@ def test_make_knows_how_to_ship() -> None:
     steps = ("mkdocs build --strict", "build --sdist", "build --wheel", "auditwheel repair", "scripts/abi_smoke.py")
     places = [done.stdout.find(step) for step in steps]
     assert -1 not in places and places == sorted(places)
+
+
+def test_the_source_distribution_holds_what_a_build_needs_and_no_test(tmp_path: Path) -> None:
+    """Tests need a checkout: docs, bench, tools, and files beside them that setuptools would leave out."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (listed,) = tmp_path.glob("*/SOURCES.txt")
+    names = {name for name in listed.read_text().split("\n") if not name.startswith("/")}
+    assert names >= {"CMakeLists.txt", "setup.py", "csrc/votes.h", "fastcaps/py.typed", "triton_kernels/pooling.py"}
+    assert {name.partition("/")[0] for name in names if "/" in name} == {"csrc", "fastcaps", "triton_kernels"}

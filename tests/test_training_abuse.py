@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -24,7 +27,8 @@ pytest.importorskip("lightning")
 
 from fastcaps import cli
 from fastcaps.training import RunError, TrainConfig, train
-from fastcaps.training.callbacks import Report
+from fastcaps.training.callbacks import Report, replacing
+from fastcaps.training.run import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,24 +128,50 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], zipped: bool) -> None:
+def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments(tmp_path / "run", "--epochs", "1")) == 0
     checkpoint, mark = tmp_path / "run" / "last.ckpt", tmp_path / "mark"
     (tmp_path / "run" / "result.json").unlink()  # not finished
-    held = {**torch.load(checkpoint, weights_only=True), "bomb": Bomb(mark)}
-    if zipped:
-        torch.save(held, checkpoint)
-    else:
-        checkpoint.write_bytes(pickle.dumps(Bomb(mark)))
-    capsys.readouterr()
-    assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 1
-    told = capsys.readouterr().err
-    assert "last.ckpt cannot be resumed from: UnpicklingError" in told and told.count("\n") == 1
-    assert not mark.exists()
-    if not zipped:
-        pickle.loads(checkpoint.read_bytes())
-        assert mark.exists()  # which is what it would have done
+    whole = checkpoint.read_bytes()
+    held = torch.load(checkpoint, weights_only=True)
+    zipped = io.BytesIO()
+    torch.save({**held, "bomb": Bomb(mark)}, zipped)
+    weights = max((weight.numpy().tobytes() for weight in held["state_dict"].values()), key=len)
+    at = whole.index(weights) + len(weights) // 2
+    flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    folder = (
+        whole.rindex(b"PK\1\2", 0, whole.rindex(b"/data/0")) + 38
+    )  # its attributes: of a folder torch reads nothing
+    renamed = whole[:folder] + bytes([whole[folder] ^ 16]) + whole[folder + 1 :]
+    other = io.BytesIO()
+    torch.save({"state_dict": {}}, other)
+    for content, message in (
+        (whole[: len(whole) // 2], ""),
+        (b"", ""),
+        (b"no checkpoint at all\n", ""),
+        (other.getvalue(), ""),
+        (zipped.getvalue(), "UnpicklingError"),
+        (pickle.dumps(Bomb(mark)), "UnpicklingError"),
+        (renamed, "BadZipFile: damaged: .*/data/0 is not what was written"),
+        (flipped, "BadZipFile: damaged: .*/data/[0-9]+ is not what was written"),
+    ):
+        checkpoint.write_bytes(content)
+        capsys.readouterr()
+        assert cli.main(["train", "--resume", "--out", str(tmp_path / "run")]) == 1
+        told = capsys.readouterr().err
+        assert re.search(f"last.ckpt cannot be resumed from: {message}", told) and told.count("\n") == 1, told
+        assert not mark.exists()
+    with pytest.raises(RunError, match=f"last.ckpt cannot be read: {message}"):
+        read_checkpoint(checkpoint)
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    last = tmp_path / "last.ckpt"
+    last.write_bytes(b"old")
+    with pytest.raises(OSError, match="No space"), replacing(last) as fresh:
+        fresh.write_bytes(b"half of a ne")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == [last] and last.read_bytes() == b"old"
 
 
 def test_a_folder_in_a_checkpoints_place_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -171,7 +201,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
     running = start("train", "--resume", "--out", str(out), before=full)
     _, told = running.communicate(timeout=120)
     assert running.returncode == 1 and told.count("\n") == 1 and "File too large" in told
-    assert last.read_bytes() == kept
+    assert last.read_bytes() == kept and not list(out.glob("*.writing"))
     assert train(config, resume=True, report=Report(quiet=True)).history[-1]["step"] == 6
 
 

@@ -12,9 +12,9 @@ import torch
 from stand_ins import SHAPES
 
 from fastcaps import cli, models
-from fastcaps.training import figures, recipes, tables
+from fastcaps.training import recipes, tables
 from fastcaps.training.fields import as_data, flat
-from fastcaps.training.reproduce import Line, as_markdown, draw, remarks, short_settings
+from fastcaps.training.reproduce import Line, as_markdown, remarks, short_settings
 from fastcaps.training.run import write_settings
 
 
@@ -184,12 +184,6 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
         ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
         ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),
-        ("name: two", "name: one", "row 'two turns': name: got 'one', want letters"),
-        (
-            "measure: error\nrows:",
-            "measure: error\nrows: 3\nrow:",
-            "digits.yaml: row: no such field (did you mean rows?)",
-        ),
         ("name: two", "name: ..", "row 'two turns': name: got '..', want letters"),
         ("runs: 2", "runs: two", "row 'two turns': runs: got 'two', want a whole number"),
     ],
@@ -220,19 +214,6 @@ def test_unknown_names_are_told(digits: Path, capsys: pytest.CaptureFixture[str]
     assert status == 1 and "--row: got 'three', want one of one turn; two turns" in error and not out.exists()
     status, _, error = reproduce(capsys, "sabour-table")
     assert status == 1 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
-
-
-def test_a_figure_shows_the_first_seed_that_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(
-        "fastcaps.training.reproduce.read_result", lambda config: {"seed": 1} if config.seed == 1 else None
-    )
-    monkeypatch.setattr(figures, "load", lambda config, _: seen.append(config.seed))
-    monkeypatch.setitem(figures.FIGURES, "perturbations", lambda *_: None)
-    table = tables.table("sabour-perturbations")
-    lines = [Line(entry, [{}], [1.0]) for entry in table.entries(tmp_path)]
-    draw(table, lines, tmp_path / "picture.png", short=False)
-    assert seen == [1]
 
 
 def test_our_reading_stands_below_a_table(tmp_path: Path) -> None:

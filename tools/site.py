@@ -88,3 +88,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "[Open it alone](performance/measured.html)"
     )
     return for_site(page.file.src_uri, markdown).replace(MEASURED, frame)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Refuse a page that would show its reader LaTeX."""
+    from mkdocs.exceptions import PluginError
+
+    from tools.docstrings import latex_left
+
+    if left := latex_left(html):
+        raise PluginError(f"{page.file.src_uri} shows LaTeX: {', '.join(left)}")
+    return html

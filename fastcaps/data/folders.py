@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+"""Pillow knows more, by their first bytes, whatever a file is called: PostScript would be run, by Ghostscript."""
 MOST_PIXELS = 2**26
 """An image whose header states more is refused: 8,192 x 8,192."""
 
@@ -111,7 +113,7 @@ def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.u
             f"{path}: reading images needs Pillow, which is not installed: pip install 'fastcaps[data]'"
         ) from error
     try:
-        with Image.open(path) as opened:  # reads the header only
+        with Image.open(path, formats=FORMATS) as opened:  # reads the header only
             width, height = opened.size
             if width * height > MOST_PIXELS:
                 raise CorruptDataError(
@@ -129,7 +131,8 @@ def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.u
     except CorruptDataError:
         raise
     except UnidentifiedImageError as error:
-        raise CorruptDataError(f"{path}: no image that Pillow knows; it begins with {_head(path)}") from error
+        kinds = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise CorruptDataError(f"{path}: no {kinds} image; it begins with {_head(path)}") from error
     except Exception as error:  # Pillow raises whatever its decoders meet
         size_text = f"{path.stat().st_size:,} bytes"
         raise CorruptDataError(

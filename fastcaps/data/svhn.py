@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,26 @@ from fastcaps.data.errors import CorruptDataError, MissingDataError
 from fastcaps.data.files import MOST_BYTES, sizes_text
 
 _SIDE = 32
+_COMPRESSED = 15  # MATLAB's number for a part that zlib has packed
+_HEADERS = 2**16  # bytes, and more than the headers of two arrays take
+
+
+def _unpacked_bytes(path: Path) -> int:
+    """How many bytes the packed parts of a MATLAB file hold: counted without keeping them, to just over MOST_BYTES."""
+    total = 0
+    with path.open("rb") as file:
+        order = ">" if file.read(128)[126:] == b"MI" else "<"
+        while total <= MOST_BYTES and len(tag := file.read(8)) == 8:
+            kind, size = struct.unpack(f"{order}II", tag)
+            end, unpacker = file.tell() + size, zlib.decompressobj()
+            with suppress(zlib.error):  # SciPy says so
+                while kind == _COMPRESSED and total <= MOST_BYTES and not unpacker.eof:
+                    packed = unpacker.unconsumed_tail or file.read(min(2**16, end - file.tell()))
+                    if not packed:
+                        break
+                    total += len(unpacker.decompress(packed, 2**20))
+            file.seek(end)
+    return total
 
 
 def _damaged(path: Path, error: Exception) -> CorruptDataError:
@@ -46,6 +69,8 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
         raise MissingDataError(
             f"{path}: reading MATLAB files needs SciPy, which is not installed: pip install 'fastcaps[data]'"
         ) from error
+    if (unpacked := _unpacked_bytes(path)) > MOST_BYTES:
+        raise CorruptDataError(f"{path}: unpacks to more than {MOST_BYTES:,} bytes, which is too large")
     try:
         held: dict[str, tuple[tuple[int, ...], str]] = {name: (sizes, kind) for name, sizes, kind in whosmat(path)}
     except Exception as error:  # SciPy raises whatever its parsers meet
@@ -57,8 +82,10 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
         raise CorruptDataError(
             f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
         )
-    if count * 3 * _SIDE**2 > MOST_BYTES:
-        raise CorruptDataError(f"{path}: its header states {count:,} images, more than {MOST_BYTES:,} bytes hold")
+    if unpacked > count * (3 * _SIDE**2 + 8) + _HEADERS:
+        raise CorruptDataError(
+            f"{path}: unpacks to more bytes than {count:,} images of {_SIDE} x {_SIDE} x 3 and their labels have"
+        )
     try:
         arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
         images, given = arrays["X"], arrays["y"][:, 0]

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,15 @@ def replacing(path: Path, first: bool = True) -> Iterator[Path]:
     A kill, or a full disk, leaves the old file. Of several processes only the ``first`` one replaces it.
     """
     fresh = path.with_name(f"{path.name}.writing")
-    yield fresh
-    if first:
-        os.replace(fresh, path)
+    try:
+        yield fresh
+        if first:
+            os.replace(fresh, path)
+    except BaseException:
+        with suppress(OSError):  # part of a file would keep a full disk full
+            if first:
+                fresh.unlink()
+        raise
 
 
 class CheckpointWriter(Checkpoint):

@@ -22,6 +22,7 @@ import platform
 import sys
 import time
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -217,9 +218,24 @@ def is_finished(config: TrainConfig) -> bool:
         return False
 
 
+def check_sums(path: Path) -> None:
+    """Raise BadZipFile if a checkpoint's bytes are not those that were written: torch compares no checksums."""
+    if not zipfile.is_zipfile(path):  # torch.load says what it is instead
+        return
+    try:
+        with zipfile.ZipFile(path) as held:
+            folders = [entry.filename for entry in held.infolist() if entry.external_attr & 16]
+            damaged = held.testzip() or next(iter(folders), None)  # of a folder torch reads nothing
+    except Exception as error:  # damaged entries raise whatever they look like
+        raise zipfile.BadZipFile(f"damaged ({error})") from error
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"damaged: {damaged} is not what was written")
+
+
 def read_checkpoint(path: Path) -> Any:
     """What is in a checkpoint, on the CPU; RunError if it cannot be read."""
     try:
+        check_sums(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever it meets
         what = " ".join(str(error).split())
@@ -316,6 +332,8 @@ def train(
                 report.say(f"workers: got {config.workers}, {data.workers} are started, one a core")
         began = time.perf_counter()
         try:
+            if going_on:
+                check_sums(checkpoint)
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
         # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
         except Exception as error:
