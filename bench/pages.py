@@ -13,18 +13,20 @@ from typing import Any
 
 from bench.goals import number, place
 
-__all__ = ["CHOSEN", "FIRST", "first_picture", "growth_picture", "html", "speedup_picture"]
+__all__ = ["CHOSEN", "FIRST", "html", "picture"]
 
 Row = dict[str, Any]
 
 CHOSEN = (  # noqa: SIM905
     "tsai-c10-conv1 tsai-c10-fc tsai-c100-fc1 tsai-dmm-matrix-conv tsai-dmm-vector-set sabour-mnist tsai-dr-c100 "
-    "hinton-conv hinton-fc heinsen-norb-1 heinsen-sst-1 zhao-pool li-capnet-em"
+    "hinton-conv hinton-fc heinsen-norb-1 heinsen-sst-1 zhao-pool li-capnet-dynamic li-capnet-em"
 ).split()
-"""The layers of the first table and picture, one or two of every kind."""
+"""The layers of the first table and picture of docs/performance.md, one or two of every kind."""
 
-FIRST = "tsai-c10-conv1 tsai-c100-fc1 hinton-conv sabour-mnist heinsen-norb-1".split()  # noqa: SIM905
-"""The layers of the README's picture: whole routings, and passes of inverted attention."""
+FIRST = (  # noqa: SIM905
+    "tsai-c10-conv1 tsai-c100-fc1 tsai-dmm-vector-conv sabour-mnist hinton-conv heinsen-norb-1 li-capnet-dynamic"
+).split()
+"""The layers of the README's table and picture: own matrices, and shared ones."""
 
 _WIDTH = 400
 _OURS, _TRAINING, _OTHER = "var(--ours)", "var(--training)", "var(--other)"
@@ -206,50 +208,20 @@ def _file(width: int, height: int, shown: int, body: str) -> str:
     return made
 
 
-def speedup_picture(rows: Sequence[Row]) -> str:
-    """Return the speed-ups of the chosen layers as an SVG file of its own."""
-    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in CHOSEN]
-    return _file(_WIDTH, 32 * len(pairs) + 30, 720, _chart("times faster", _MODES, bars(pairs, "×", 1.0)))
-
-
-def first_picture(rows: Sequence[Row]) -> str:
-    """Return the picture of the README: speed-up, and memory of a training step, of a few layers."""
-    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in FIRST]
-    memory: dict[str, list[float | None]] = {name: [None, None] for name, _ in pairs}
-    for row in rows:
-        if row["default"] and row["mode"] != "forward" and row["workload"] in memory:
-            found = [(row.get("memory") or {}).get(name, {}).get("beyond") for name in ("fastcaps", "batched-matmul")]
-            memory[row["workload"]] = [None if one is None else one / 1e6 for one in found]
-    keys = (("fastcaps", _OURS), ("stored votes", _OTHER))
+def picture(rows: Sequence[Row], names: Sequence[str], memory: bool) -> str:
+    """Return the speed-ups of some layers as an SVG file of its own; with ``memory`` that of their training steps."""
+    pairs = _pairs([row for row in rows if row["workload"] in names], "speedup")
     left = _chart("times faster", _MODES, bars(pairs, "×", 1.0))
-    right = _chart("a step's own MB", keys, bars([*memory.items()], "", keys=keys))
-    body = f'{left}<g transform="translate({_WIDTH} 0)">{right}</g>'
-    return _file(2 * _WIDTH, 32 * len(pairs) + 30, 800, body)
-
-
-def growth_picture(rows: Sequence[Row]) -> str:
-    """Return milliseconds, and MB beside the results, over every size that grows, as an SVG file of its own."""
-    axes, parts = list(dict.fromkeys(row["axis"] for row in rows)), []
-    keys = (("forward", _OURS, ""), ("training step", _TRAINING, ""), ("stored votes", _OTHER, "4 3"))
-    for k, (name, colour, dash) in enumerate(keys):
-        line = f'stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"'
-        parts.append(f'<path d="M{40 + 130 * k} 12h24" {line}/>' + _text(70 + 130 * k, 16, name))
-    for column, axis in enumerate(axes):
-        part = sorted((row for row in rows if row["axis"] == axis), key=lambda row: row["size"])
-        for line_, field, unit in ((0, "seconds", "ms"), (1, "beyond", "MB")):
-            series: list[Series] = []
-            for mode, colour, dash in keys[:2] if field == "seconds" else keys:
-                some = [row for row in part if row["mode"] == (mode if mode != "stored votes" else "forward")]
-                name = field if mode != "stored votes" else "votes_bytes"
-                scale, least = (1e3, 0.0) if field == "seconds" else (1e-6, 0.1)
-                values = [(row["size"], max(row[name] * scale, least)) for row in some]
-                said = [(x, y, f"{mode}, {axis} {x}: {number(y)} {unit}") for x, y in values]
-                series.append((said, colour, dash, False))
-            _, drawn = log_chart(series, (44, 216, 150, 20), 3)
-            title = _text(44, 12, f"{unit} over {axis}")
-            shift = f'transform="translate({230 * column} {28 + 180 * line_})"'
-            parts.append(f"<g {shift}>{title}{''.join(drawn)}</g>")
-    return _file(230 * len(axes), 390, 1000, "".join(parts))
+    if not memory:
+        return _file(_WIDTH, 32 * len(pairs) + 30, 720, left)
+    own: dict[str, list[float | None]] = {name: [None, None] for name, _ in pairs}
+    for row in rows:
+        if row["default"] and row["mode"] != "forward" and row["workload"] in own:
+            found = [(row.get("memory") or {}).get(name, {}).get("beyond") for name in ("fastcaps", "batched-matmul")]
+            own[row["workload"]] = [None if one is None else one / 1e6 for one in found]
+    keys = (("fastcaps", _OURS), ("stored votes", _OTHER))
+    right = _chart("a step's own MB", keys, bars([*own.items()], "", keys=keys))
+    return _file(2 * _WIDTH, 32 * len(pairs) + 30, 800, f'{left}<g transform="translate({_WIDTH} 0)">{right}</g>')
 
 
 def _legend(first: str, second: str, colour: str) -> str:
@@ -295,7 +267,7 @@ def _machine(rows: Sequence[Row]) -> str:
     return f"""
 <h1>fastcaps on {escape(about["device"])}</h1>
 <p>{about["threads"]} threads. Measured {dates[0]}{f" to {dates[-1]}" if len(dates) > 1 else ""}, commits {commits}.
-torch {about["versions"]["torch"]}. {len(timed)} rows; touch or point at a mark for its number.</p>
+torch {about["versions"]["torch"]}. {_load(timed)} Touch or point at a mark for its number.</p>
 <div class="wide">
 {"".join(sections)}
 </div>
@@ -304,14 +276,23 @@ torch {about["versions"]["torch"]}. {len(timed)} rows; touch or point at a mark 
 """
 
 
+def _load(rows: Sequence[Row]) -> str:
+    """Return how quiet the machine was: the load, and how many rows are doubtful."""
+    loads = sorted(row.get("load", 0.0) for row in rows)
+    spread = f"{sum(bool(row.get('doubts')) for row in rows)} of {len(rows)} rows are doubtful (~)"
+    return f"Load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}; {spread}."
+
+
 def _table(rows: Sequence[Row]) -> str:
     """Return the figures behind the charts."""
-    lines = ["<tr><th>row</th><th>ms</th><th>fastest alternative, ms</th><th>speed-up</th><th>measured</th></tr>"]
+    lines = ["<tr><th>row</th><th>ms (p20-p80)</th><th>fastest alternative, ms</th><th>speed-up</th><th>doubts (~)</th></tr>"]
     for row in rows:
         milliseconds = row["fastcaps"]["median"] * 1e3
-        cells = [place(row), number(milliseconds), "", "", row["machine"]["date"][:10]]
+        own = row["fastcaps"]
+        spread = f"{number(own['p20'] * 1e3)}-{number(own['p80'] * 1e3)}"
+        cells = [place(row), f"{number(milliseconds)} ({spread})", "", "", "; ".join(row.get("doubts", []))]
         if row["speedup"]:
-            cells[2:4] = [f"{row['fastest']}, {number(row['speedup'] * milliseconds)}", f"{number(row['speedup'])}×"]
+            cells[2:4] = [f"{row['fastest']}, {number(row['speedup'] * milliseconds)}", f"{'~' * bool(row.get('doubts'))}{number(row['speedup'])}×"]
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return f"<table>{''.join(lines)}</table>"
 
