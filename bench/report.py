@@ -32,7 +32,7 @@ LEGEND = (
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
     "beside its inputs and results, and its share of the votes; stored: that of the eager batched matmul. All tensors: "
     "that with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is doubtful: "
-    "the middle 60 % of the calls lie more than 30 % apart, or it would be more than the machine's peak."
+    "the middle 60 % of the calls lie more than 30 % apart, or it would be more than the machine can do."
 )
 
 PEAK_LEGEND = " Of peak: of what a loop of multiply-adds and nothing else reaches, in turns with the row."

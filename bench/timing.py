@@ -139,7 +139,8 @@ def doubts(row: dict[str, Any]) -> list[str]:
         spread = (entry["p80"] - entry["p20"]) / entry["median"] if "p80" in entry else 0.0
         if spread > WIDE:
             found.append(f"the middle 60 % of {name}'s calls lie {spread:.0%} apart")
-    return found + [f"{row['peak_share']:.0%} of the machine's peak"] * (row.get("peak_share", 0.0) > 1)
+    share = row.get("peak_share", 0.0)
+    return found + [f"{share:.0%} of the machine's peak"] * (share > 1)
 
 
 MULTIPLY_ADDS = 2**29  # operations of a thread, two for each multiply-add: some milliseconds

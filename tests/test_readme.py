@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import pages, record
+from bench import record
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -80,15 +80,6 @@ def test_the_readme_claims_no_gpu_figure_before_there_is_one() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for claim in ("No figure of a GPU has been measured yet", "speed and memory on a GPU | **not measured**"):
         assert (claim in text) is not measured, claim
-
-
-def test_the_pictures_are_drawn_from_the_measured_rows() -> None:
-    rows = [row for row in record.merge(record.load(record.RESULTS)) if "rates" not in row["machine"]]
-    for name, picture in (("first", pages.first_picture), ("speedup", pages.speedup_picture)):
-        assert (ROOT / f"docs/performance/{name}.svg").read_text(encoding="utf-8") == picture(rows)
-    for name in pages.FIRST:
-        drawn = pages.first_picture(rows)
-        assert f"{name}, training step: " in drawn and f"{name}, stored votes: " in drawn
 
 
 def anchors(path: Path) -> set[str]:
