@@ -2,8 +2,8 @@
 
 - ``batched-matmul`` stores the votes, made by one product, in the layout that the iterations like best
   (``bench/stored.py``); it has a place in the tables for its memory.
-- ``blocked-matmul`` makes them by a product for each block of children, wherever they are needed (``bench/blocked.py``).
-- ``folded-matmul`` makes none: where children share their matrices, sums over children come first (``bench/folded.py``).
+- ``blocked-matmul`` makes them by a product for each block of children, whenever needed (``bench/blocked.py``).
+- ``folded-matmul`` makes none: where children share matrices, sums over children come first (``bench/folded.py``).
 - ``scaled-dot-product`` is the library's attention, which routing as pooling can be written with.
 
 ``-compiled`` is ``torch.compile`` with static shapes and without graph breaks: of the function that every block runs,
@@ -25,7 +25,20 @@ import fastcaps
 from bench.stored import Layout
 from bench.workload import Implementation, Inputs, Workload
 
-__all__ = ["ALTERNATIVES", "BLOCKED", "FOLDED", "OURS", "STORED", "build", "eager", "is_compiled", "reference", "runner", "suited", "swept"]
+__all__ = [
+    "ALTERNATIVES",
+    "BLOCKED",
+    "FOLDED",
+    "OURS",
+    "STORED",
+    "build",
+    "eager",
+    "is_compiled",
+    "reference",
+    "runner",
+    "suited",
+    "swept",
+]
 
 OURS, STORED, BLOCKED, FOLDED, _ATTENTION = (
     "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "scaled-dot-product",
@@ -33,7 +46,7 @@ OURS, STORED, BLOCKED, FOLDED, _ATTENTION = (
 _SUFFIX = "-compiled"
 ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), _ATTENTION)
 
-_LARGE = 2**30  # bytes of votes above which nobody stores them
+_LARGE = 2**30  # bytes of votes above which nobody stores them in a processor's memory
 _SMALL = 2**23  # bytes of votes that fit the cache as they are
 _WHOLE = 2**25  # bytes of shares up to which a folded call is compiled as one
 
@@ -43,7 +56,7 @@ def is_compiled(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
-def suited(names: Sequence[str], work: Workload, batch: int) -> list[str]:
+def suited(names: Sequence[str], work: Workload, batch: int, on: str = "cpu") -> list[str]:
     """Return those of ``names`` that can be the fastest of a workload at a batch.
 
     Where many children share their matrices, folding wins by far over making votes, unless the squares of a Gaussian's
@@ -54,7 +67,7 @@ def suited(names: Sequence[str], work: Workload, batch: int) -> list[str]:
     wide = work.routing.subject == "gaussian" and work.columns_in > 4 * work.pose
     folded = work.children >= 32 * work.matrices and not wide
     found = {FOLDED, FOLDED + _SUFFIX} if folded else {BLOCKED, BLOCKED + _SUFFIX}
-    if work.votes_bytes(batch) < _LARGE and not (folded and work.routing.subject == "attention"):
+    if (on == "cuda" or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
         found.add(STORED + _SUFFIX)
     if work.votes_bytes(batch) < _SMALL:
         found = found - {BLOCKED} | {STORED}

@@ -67,11 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        names = _names(metafunc.config)
+        names, on = _names(metafunc.config), metafunc.config.getoption("device")
         wanted = [
             (case, name)
             for case in _cases(metafunc.config)
-            for name in (OURS, *suited(names, case.workload, case.batch))
+            for name in (OURS, *suited(names, case.workload, case.batch, on))
         ]
         ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
         metafunc.parametrize(("case", "contender"), wanted, ids=ids)

@@ -28,7 +28,7 @@ class Folded(Stored):
     """What :class:`bench.stored.Stored` returns, without a vote; in the layout ``pmice``."""
 
     def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        groups, many, inner, columns = weight.shape
+        groups, many, _, columns = weight.shape
         self.layout, self._given, self._sizes = layout, (poses, weight), (poses.shape[0], poses.shape[1], groups, many)
         if bias is not None and bias.shape[0] > groups:  # coordinates, in the last two columns, as more of a pose
             place = bias[:, 0, None, :, -2:].expand(-1, poses.shape[1], -1, -1)
@@ -84,12 +84,14 @@ class Folded(Stored):
         pairs = self._weight[:, :, row] * self._weight[:, :, column] * twice[:, None]  # [G, M, S, E]
         shift = torch.einsum("pgcd,gmde->pgmce", middle[:, :, 0], self._weight)
         self._squares = pairs, shift if self._bias is None else shift + self._bias
-        self._gates = gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[2])).transpose(1, 2).unsqueeze(3)  # [P, G, N, 1]
+        self._gates = (
+            gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[2])).transpose(1, 2).unsqueeze(3)
+        )  # [P, G, N, 1]
 
     def moments(
         self, gates: Tensor, eps: float, log_weight: Tensor | None = None, worth: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, ...]:
-        layout, many = self.layout, self._sizes[3]
+        many = self._sizes[3]
         if log_weight is None:
             self._expand(gates)
             total = (self._features * self._gates / many).sum(2).unsqueeze(3).expand(-1, -1, -1, many)
@@ -108,14 +110,18 @@ class Folded(Stored):
         (pairs, shift), (rows, inner) = self._squares, self._poses.shape[3:]
         layout, size = self.layout, pairs.shape[2]
         counts = total[:, :, -1]  # [P, G, M]
-        first = torch.einsum("pgcdm,gmde->pgmce", total[:, :, rows * size : -1].unflatten(2, (rows, inner)), self._weight)
+        first = torch.einsum(
+            "pgcdm,gmde->pgmce", total[:, :, rows * size : -1].unflatten(2, (rows, inner)), self._weight
+        )
         second = torch.einsum("pgcsm,gmse->pmce", total[:, :, : rows * size].unflatten(2, (rows, size)), pairs)
         each = counts[..., None, None]
         inverse = 1 / (counts.sum(1)[..., None, None] + eps)
         means = (first + each * shift).sum(1) * inverse
         off = shift - means[:, None]
         about = second + (2 * off * first + each * off.square()).sum(1)
-        self._means, self._variances = (layout.place(one, "pmce") for one in (means, about.clamp(min=0) * inverse + eps))
+        self._means, self._variances = (
+            layout.place(one, "pmce") for one in (means, about.clamp(min=0) * inverse + eps)
+        )
         found = layout.place(counts.sum(1), "pm"), self._means, self._variances
         if not worth:
             return found

@@ -117,7 +117,7 @@ class Session:
             rate = 2 * self.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
             if "peak" in samples:
                 most = self.machine["threads"] * MULTIPLY_ADDS / quantiles(samples.pop("peak"))["median"]
-            memory = self._memory(case, entries)
+            memory = self._memory(case)
         else:
             for name in ready:
                 try:
@@ -146,7 +146,9 @@ class Session:
         for stale in self._gates.glob("*.pt"):
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
-        others = [TRITON] * (TRITON in self._remotes) + suited(self.names, case.workload, case.batch)
+        others = [TRITON] * (TRITON in self._remotes) + suited(
+            self.names, case.workload, case.batch, "cpu" if self.clock else "cuda"
+        )
         votes = case.workload.votes_bytes(case.batch)
         together = others if votes < _TOGETHER * self.machine["memory"] else []
         ready = {}
@@ -200,19 +202,23 @@ class Session:
             entries[one.name] = entries.get(one.name, {}) | found
         return {one.name: one.samples for one in contenders if one.samples}
 
-    def _memory(self, case: Case, entries: dict[str, Any]) -> dict[str, Any]:
-        """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
-        if self.quick:
+    def _memory(self, case: Case) -> dict[str, Any]:
+        """Measure a row's peak memory at the default batch and where votes are large, ours and that of stored votes,
+        each in a fresh process; nothing where these would not fit or are small."""
+        large = case.workload.votes_bytes(case.batch) >= 2**30
+        if self.quick or not (large or case.batch == case.workload.batch):
             return {}
         found: dict[str, Any] = {}
-        for name in (OURS, *[STORED] * (case.batch == case.workload.batch)):
-            fresh = self._remote()
+        fresh = {name: self._remote() for name in (OURS, *[STORED] * (not large))}
+        for name, remote in fresh.items():
+            remote.begin("memory", case, name)
+        for name, remote in fresh.items():
             try:
-                found[name] = fresh.call(self._patience, "memory", case, name)
+                found[name] = remote.finish(self._patience)
             except WorkerError as error:
                 found[name] = {"failed": str(error)}
             finally:
-                fresh.close()
+                remote.close()
         return found
 
     def close(self) -> None:

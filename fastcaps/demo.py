@@ -147,7 +147,7 @@ def run(
     figures: dict[str, dict[str, measure.Figures]] = {}
     if speed:
         console.print(
-            "\n[bold]2. What routing costs on this machine[/]: the kernels, and this package's own plain PyTorch code.\n"
+            "\n[bold]2. What routing costs on this machine[/]: the kernels, and this package's plain PyTorch code.\n"
             "That is not the fastest way to write it: [bold]fastcaps bench[/] compares with the fastest."
         )
         figures = measure_machine(console)

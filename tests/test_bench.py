@@ -12,7 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.alternatives import ALTERNATIVES, BLOCKED, FOLDED, OURS, STORED, build, eager, is_compiled, reference, runner, suited, swept
+from bench.alternatives import (
+    ALTERNATIVES,
+    BLOCKED,
+    FOLDED,
+    OURS,
+    STORED,
+    build,
+    eager,
+    is_compiled,
+    reference,
+    runner,
+    suited,
+    swept,
+)
 from bench.gate import SAME, Gate, convolution
 from bench.memory_probe import kept_by, measure
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
