@@ -1,16 +1,20 @@
-"""What a PyTorch user would run instead: five alternatives, and this package itself, under one signature.
+"""What a PyTorch user would run instead, and this package itself, under one signature.
 
-``einsum`` makes votes and sums by ``torch.einsum``; ``batched-matmul`` makes the votes by one product, in the layout
-that the steps that follow like best (``bench/stored.py``); ``blocked-matmul`` makes them by a product for each block of
-children, whenever they are asked for (``bench/blocked.py``). ``-compiled`` is ``torch.compile`` of each, with static
-shapes and without graph breaks. Every one takes a routing's arguments by name, in public layout, and returns a tuple of
-its results.
+- ``batched-matmul`` stores the votes, made by one product, in the layout that the iterations like best
+  (``bench/stored.py``); it has a place in the tables for its memory.
+- ``blocked-matmul`` makes them by a product for each block of children, whenever needed (``bench/blocked.py``).
+- ``folded-matmul`` makes none: where children share matrices, sums over children come first (``bench/folded.py``).
+- ``scaled-dot-product`` is the library's attention, which routing as pooling can be written with.
+
+``-compiled`` is ``torch.compile`` with static shapes and without graph breaks: of the function that every block runs,
+else of the whole. Each takes a routing's arguments by name, in public layout, and returns a tuple of its results.
+Votes by ``torch.einsum``, as published code makes them, are left out: eager or compiled, they were nowhere the fastest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +25,30 @@ import fastcaps
 from bench.stored import Layout
 from bench.workload import Implementation, Inputs, Workload
 
-__all__ = ["ALTERNATIVES", "BLOCKED", "OURS", "build", "eager", "is_compiled", "reference", "runner", "swept"]
+__all__ = [
+    "ALTERNATIVES",
+    "BLOCKED",
+    "FOLDED",
+    "OURS",
+    "STORED",
+    "build",
+    "eager",
+    "is_compiled",
+    "reference",
+    "runner",
+    "suited",
+    "swept",
+]
 
-OURS, BLOCKED = "fastcaps", "blocked-matmul"
-ALTERNATIVES = ("einsum", "batched-matmul", BLOCKED, "einsum-compiled", "batched-matmul-compiled")
+OURS, STORED, BLOCKED, FOLDED, _ATTENTION = (
+    "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "scaled-dot-product",
+)  # fmt: skip
 _SUFFIX = "-compiled"
+ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), _ATTENTION)
+
+_LARGE = 2**30  # bytes of votes above which nobody stores them in a processor's memory
+_SMALL = 2**23  # bytes of votes that fit the cache as they are
+_WHOLE = 2**25  # bytes of shares up to which a folded call is compiled as one
 
 
 def is_compiled(name: str) -> bool:
@@ -33,52 +56,82 @@ def is_compiled(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
+def suited(names: Sequence[str], work: Workload, batch: int, on: str = "cpu") -> list[str]:
+    """Return those of ``names`` that can be the fastest of a workload at a batch.
+
+    Where many children share their matrices, folding wins by far over making votes, unless the squares of a Gaussian's
+    poses are many more than the numbers of a vote. Elsewhere votes in blocks win over stored ones of some megabytes.
+    """
+    if not work.routing.makes_votes:
+        return [one for one in names if one.startswith(STORED) or (one == _ATTENTION and work.matrices == 0)]
+    wide = work.routing.subject == "gaussian" and work.columns_in > 4 * work.pose
+    folded = work.children >= 32 * work.matrices and not wide
+    found = {FOLDED, FOLDED + _SUFFIX} if folded else {BLOCKED, BLOCKED + _SUFFIX}
+    if (on == "cuda" or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
+        found.add(STORED + _SUFFIX)
+    if work.votes_bytes(batch) < _SMALL:
+        found = found - {BLOCKED} | {STORED}
+    return [one for one in names if one in found]
+
+
 def reference(workload: Workload) -> Implementation:
     """Return this package's own eager code, by which the gate judges; it is no alternative."""
     return fastcaps.backend("reference")(workload.routing.ours(workload))  # type: ignore[operator, no-any-return]
 
 
-def eager(name: str, workload: Workload, blocks: dict[str, Any] | None = None) -> Implementation:
+def eager(name: str, work: Workload, settings: dict[str, Any] | None = None, batch: int = 64) -> Implementation:
     """Return the implementation ``name`` of a workload, without the compilation that its name may ask for.
 
-    ``blocks`` is what :func:`swept` found of the blocked one. Raises ValueError for a name that is unknown.
+    ``settings`` are those of :class:`bench.stored.Layout`. Raises ValueError for a name that is unknown.
     """
     if name not in (OURS, *ALTERNATIVES):
         raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
     if name == OURS:
-        return workload.routing.ours(workload)
-    if name == BLOCKED:
-        wanted = blocks or {"axes": workload.routing.layout(workload), "block": 2**20}
-        return partial(workload.routing.turns, workload, Layout(**wanted), 1)
-    einsum = name.removesuffix(_SUFFIX) == "einsum"
-    layout = Layout("pimce", einsum=True) if einsum else Layout(workload.routing.layout(workload))
-    return partial(workload.routing.turns, workload, layout, 1)
+        return work.routing.ours(work)
+    usual = {"axes": work.routing.layout(work)}
+    if name.startswith(BLOCKED):
+        usual |= {"block": 2**20}
+        if is_compiled(name):  # elementwise products, which are fused; positions last, where there are some
+            usual |= {"block": 2**22, "axes": "imecp" if batch * max(1, work.positions) > 8 else "imcep"}
+    elif name.startswith((FOLDED, _ATTENTION)):
+        usual = {"axes": "pmice", "folded": True, "kept": True}
+    return partial(work.routing.turns, work, Layout(**usual | (settings or {})), 1)
 
 
-def build(name: str, workload: Workload, safe: bool = False) -> Implementation:
+def build(name: str, work: Workload, safe: bool = False, batch: int | None = None) -> Implementation:
     """Return the implementation ``name`` of a workload; compiled ones compile at their first call.
 
     ``safe`` leaves out the vectorised loop tails of torch.compile's C++ code (torch 2.13), which write past their
     buffers on some of these shapes: gradients are wrong, or the process dies. Elsewhere they gain up to a tenth.
     """
-    run, options = eager(name, workload), {"cpp.enable_loop_tail_vec": False} if safe else None
-    return torch.compile(run, dynamic=False, fullgraph=True, options=options) if is_compiled(name) else run
+    if not is_compiled(name):
+        return eager(name, work)
+    options = {"cpp.enable_loop_tail_vec": False} if safe else {}
+    shares = 4 * work.votes(batch or work.batch)
+    if name.startswith(BLOCKED):
+        return eager(name, work, {"compiled": options}, batch or work.batch)
+    if name.startswith(FOLDED) and shares > _WHOLE:
+        return eager(name, work, {"compiled": options, "block": 2**22})
+    return torch.compile(eager(name, work), dynamic=False, fullgraph=True, options=options)
 
 
 def swept(
-    workload: Workload, inputs: Inputs, training: bool, seconds: Callable[[Callable[[], Any]], float]
+    name: str, work: Workload, inputs: Inputs, training: bool, seconds: Callable[[Callable[[], Any]], float]
 ) -> dict[str, Any]:
-    """Return the blocks that serve a call best, by the ``seconds`` that it takes: order of dimensions, then bytes, then
-    whether a training step's way back finds votes kept."""
-    best: dict[str, Any] = {"axes": workload.routing.layout(workload), "block": 2**20}
+    """Return the settings that serve a call by blocks best, by the ``seconds`` that it takes: the order of dimensions,
+    the bytes of a block, and whether a training step's backward finds what the forward made."""
+    changes: list[dict[str, Any]] = [{}]
+    if name == BLOCKED:
+        changes += [{"axes": "imecp"}, {"block": 2**18}, {"block": 2**22}, *[{"kept": True}] * training]
+    elif name == FOLDED:
+        changes += [{"block": 2**20}, {"block": 2**22}, {"block": 2**24}, *[{"kept": False}] * training]
+    best: dict[str, Any] = {}
     least = math.inf
-    for change in ({}, {"axes": "imecp"}, {"block": 2**18}, {"block": 2**22}, *[{"kept": True}] * training):
+    for change in changes:
         one = best | change
-        if change and one == best:
-            continue
         try:
-            took = seconds(runner(eager(BLOCKED, workload, one), inputs, training))
-        except RuntimeError:  # votes that are kept may not fit
+            took = seconds(runner(eager(name, work, one), inputs, training))
+        except RuntimeError:  # what is kept may not fit
             continue
         if took < least:
             best, least = one, took

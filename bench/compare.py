@@ -1,8 +1,8 @@
 """This package at two commits, in turns on one machine: a ratio for every row, and their median.
 
-python -m bench.compare main                          # this checkout against a commit: every workload, some 10 minutes
-python -m bench.compare main --workload tiny,barham   # rows whose names hold one of these words
-python -m bench.compare ../base .                     # two trees that have their libraries: nothing is built
+fastcaps compare main                                    # this checkout against a commit: every workload, 10 minutes
+fastcaps compare main --workload tiny --workload barham  # rows whose names hold one of these words
+fastcaps compare ../base .                               # two trees that have their libraries: nothing is built
 
 Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
 the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once and
@@ -13,14 +13,12 @@ status is 1 if there is such a row, or if the median over rows is above `--limit
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -193,36 +191,3 @@ def compare(
     with sides(trees, threads) as pair:
         for case, mode in rows:
             yield measure(pair, case, mode, seconds, rounds)
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(description="Compare this package at two commits, in turns.")
-    parser.add_argument("old", help="a commit, or a tree with its library")
-    parser.add_argument("new", nargs="?", default=str(ROOT), help="likewise (default: this checkout)")
-    parser.add_argument("--workload", default="", help="words, commas between: rows whose names hold one of them")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a row's timed calls (default 4)")
-    parser.add_argument("--rounds", type=int, default=9, help="of a row (default 9)")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--limit", type=float, default=0.03, help="how much slower the median may be (default 0.03)")
-    parser.add_argument("--output", type=Path, help="a JSON file for all rows")
-    given = parser.parse_args(None if arguments is None else list(arguments))
-    try:
-        trees = [tree_of(given.old), tree_of(given.new)]
-    except (ValueError, subprocess.CalledProcessError) as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
-    print(f"old {trees[0]}\nnew {trees[1]}\n{'row':<52} {'old ms':>10} {'new ms':>10}  ratio (over rounds)")
-    rows = []
-    for row in compare(trees, rows_of(given.workload.split(",")), given.seconds, given.rounds, given.threads):
-        rows.append(row)
-        print(_line(row), flush=True)
-    if given.output is not None:
-        given.output.write_text(json.dumps({"old": str(trees[0]), "new": str(trees[1]), "rows": rows}, indent=1) + "\n")
-    lines, passed = summary(rows, given.limit)
-    print("\n" + "\n".join(lines))
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import record, report
-from bench.alternatives import OURS
+from bench.alternatives import OURS, suited
 from bench.runner import PRECISIONS, Case
 from bench.selection import alternatives, cases
 from bench.session import Session
@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="every row, torch.compile too (default: a few, in two minutes)")
     group.addoption("--record", action="store_true", help="write to bench/results (default: .cache/bench)")
     group.addoption("--results", default=None, help="write to this folder instead")
+    group.addoption("--resume", action="store_true", help="leave out rows that this commit's records have")
     group.addoption("--no-goals", action="store_true", help="do not fail where a goal that was held is lost")
     group.addoption("--no-compile", action="store_true", help="leave the torch.compile alternatives out")
     group.addoption("--workload", action="append", default=[], help="only these workloads (repeat, or commas between)")
@@ -38,11 +39,17 @@ def _quick(config: pytest.Config) -> bool:
     return not config.getoption("full") and config.getoption("device") == "cpu"
 
 
+def _results(config: pytest.Config) -> Path:
+    folder = record.RESULTS if config.getoption("record") else record.ROOT / ".cache" / "bench"
+    return Path(config.getoption("results") or folder)
+
+
 def _cases(config: pytest.Config) -> list[Case]:
     option = config.getoption
     names = [name for given in option("workload") for name in given.split(",")]
     try:
-        return cases(names, _quick(config), option("device"), option("batch"), option("precision"))
+        wanted = cases(names, _quick(config), option("device"), option("batch"), option("precision"))
+        return [one for one in wanted if not (option("resume") and record.has(_results(config), one))]
     except ValueError as error:
         raise pytest.UsageError(f"--workload: {error}") from error
 
@@ -60,7 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        wanted = [(case, name) for case in _cases(metafunc.config) for name in (OURS, *_names(metafunc.config))]
+        names, on = _names(metafunc.config), metafunc.config.getoption("device")
+        wanted = [
+            (case, name)
+            for case in _cases(metafunc.config)
+            for name in (OURS, *suited(names, case.workload, case.batch, on))
+        ]
         ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
         metafunc.parametrize(("case", "contender"), wanted, ids=ids)
 
@@ -72,9 +84,8 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     device = option("device")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
-    results = Path(option("results") or (record.RESULTS if option("record") else record.ROOT / ".cache" / "bench"))
     plan, threads = QUICK if _quick(config) else FULL, option("threads")
-    made = Session(results, _names(config), plan, threads, device, device == "cpu", option("seconds"))
+    made = Session(_results(config), _names(config), plan, threads, device, device == "cpu", option("seconds"))
     config.stash[_SESSION] = made
     yield made
     made.close()

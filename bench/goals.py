@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.workloads import QUICK
 
-__all__ = ["device_seconds", "lost", "means", "missed", "number", "place", "shortfalls"]
+__all__ = ["device_seconds", "lost", "missed", "number", "place", "shortfalls"]
 
 NOISE = 0.1  # a goal that was held is lost if missed by more than this share; two runs differ so much
 
@@ -33,13 +32,10 @@ def device_seconds(entry: dict[str, Any]) -> float:
 
 _SAID: dict[str, Callable[[float, float], str]] = {
     "speedup": lambda is_, goal: f"{number(is_)}× of the fastest alternative, goal {number(goal)}×",
-    "sgemm_share": lambda is_, goal: f"{is_:.0%} of sgemm, goal {goal:.0%}",
     "seconds": lambda is_, goal: f"{number(is_ * 1e3)} ms, goal {number(goal * 1e3)} ms",
     "latency": lambda is_, goal: f"{is_ * 1e6:.0f} us to the end, three smallest launches take {goal * 1e6:.0f} us",
     "memory_share": lambda is_, goal: f"{is_:.1%} of the votes' bytes beside the results, goal {goal:.0%}",
-    "total": lambda is_, goal: f"{number(is_ / 1e6)} MB in all tensors, goal {number(goal / 1e6)} MB",
 }
-_MORE_IS_BETTER = ("speedup", "sgemm_share")
 
 
 def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
@@ -50,18 +46,16 @@ def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
     own = (row.get("memory") or {}).get("fastcaps", {})
     reached = {
         "speedup": row["speedup"],
-        "sgemm_share": row["sgemm_share"],
         "seconds": device_seconds(row["fastcaps"]),
         "latency": row["fastcaps"].get("latency"),
         "memory_share": own["beyond"] / row["votes_bytes"] if "beyond" in own else None,
-        "total": own.get("total"),
     }
     found = {}
     for name, say in _SAID.items():
         value, wanted = reached[name], goal.get(name)
         if value is None or wanted is None:
             continue
-        if value < (1 - noise) * wanted if name in _MORE_IS_BETTER else value > (1 + noise) * wanted:
+        if value < (1 - noise) * wanted if name == "speedup" else value > (1 + noise) * wanted:
             found[name] = say(value, wanted)
     return found
 
@@ -92,20 +86,4 @@ def shortfalls(rows: Sequence[dict[str, Any]]) -> list[str]:
             found.append(f"{place(row)}: refused, {row['refused']}")
         else:
             found += [f"{place(row)}: {why}" for why in missed(row).values()]
-    return found + [
-        f"{mode}, geometric mean of {count} rows: {number(middle)}×, goal {number(wanted)}×"
-        for mode, middle, count, wanted in means(rows)
-        if middle < wanted
-    ]
-
-
-def means(rows: Sequence[dict[str, Any]]) -> list[tuple[str, float, int, float]]:
-    """Return for each mode (mode, geometric mean of the speed-ups, rows, goal) over the rows that have such a goal."""
-    found = []
-    for mode in ("forward", "training step"):
-        asked = [row for row in rows if row["mode"] == mode and "mean" in (row.get("goal") or {})]
-        speedups = [row["speedup"] for row in asked if row.get("speedup")]
-        if speedups:
-            middle = math.exp(sum(map(math.log, speedups)) / len(speedups))
-            found.append((mode, middle, len(speedups), asked[0]["goal"]["mean"]))
     return found

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bench.workload import Inputs, size_of
 
-__all__ = ["kept_by", "measure", "peak_of"]
+__all__ = ["keep_memory", "kept_by", "measure", "peak_of"]
 
 _STATUS, _RESET = "/proc/self/status", "/proc/self/clear_refs"
-_MMAP_THRESHOLD = -3  # of mallopt, in malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt, in malloc.h
 
 
 def _status(field: str) -> int:
@@ -38,6 +38,19 @@ def _give_back() -> None:
     if hasattr(library, "malloc_trim") and hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, 128 << 10)
         library.malloc_trim(0)
+
+
+def keep_memory() -> None:
+    """Give back what is free now; from now on, let this process keep what it frees, as other allocators do.
+
+    By default glibc returns every large block to the system, and each call pays for the first touch of its pages: on a
+    virtual machine that took longer than the votes' arithmetic, and differed from call to call.
+    """
+    _give_back()
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_MAX, 0)
+        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def measure(call: Callable[[], Any]) -> int:

@@ -6,29 +6,31 @@ drawn; wide screens show several side by side.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from bench.goals import number, place
 
-__all__ = ["CHOSEN", "FIRST", "first_picture", "growth_picture", "html", "speedup_picture"]
+__all__ = ["CHOSEN", "FIRST", "html", "picture"]
 
 Row = dict[str, Any]
 
 CHOSEN = (  # noqa: SIM905
     "tsai-c10-conv1 tsai-c10-fc tsai-c100-fc1 tsai-dmm-matrix-conv tsai-dmm-vector-set sabour-mnist tsai-dr-c100 "
-    "hinton-conv hinton-fc heinsen-norb-1 heinsen-sst-1 zhao-pool li-capnet-em"
+    "hinton-conv hinton-fc heinsen-norb-1 heinsen-sst-1 zhao-pool li-capnet-dynamic li-capnet-em"
 ).split()
-"""The layers of the first table and picture, one or two of every kind."""
+"""The layers of the first table and picture of docs/performance.md, one or two of every kind."""
 
-FIRST = "tsai-c10-conv1 tsai-c100-fc1 hinton-conv sabour-mnist heinsen-norb-1".split()  # noqa: SIM905
-"""The layers of the README's picture: whole routings, and passes of inverted attention."""
+FIRST = (  # noqa: SIM905
+    "tsai-c10-conv1 tsai-c100-fc1 tsai-dmm-vector-conv sabour-mnist hinton-conv heinsen-norb-1 li-capnet-dynamic"
+).split()
+"""The layers of the README's table and picture: own matrices, and shared ones."""
 
 _WIDTH = 400
 _OURS, _TRAINING, _OTHER = "var(--ours)", "var(--training)", "var(--other)"
 _MODES = (("forward", _OURS), ("training step", _TRAINING))
+_WAYS = (("fastcaps", _OURS), ("stored votes", _OTHER))
 _COLOURS = {"--ours": "#1d5fd1", "--training": "#7fb0f5", "--other": "#c2670a", "--ink": "#222", "--faint": "#d5d8dc"}
 
 _STYLE = """
@@ -41,8 +43,6 @@ body { margin: 0 auto; padding: 1rem; max-width: 84rem; color: var(--ink); backg
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .25rem; } p { margin: .25rem 0 .75rem; }
 .wide { display: grid; gap: 1rem 2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
-.small { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr)); }
-figure { margin: 0; } figcaption { font-size: .875rem; font-weight: 600; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; max-width: 40rem; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 .keys span { white-space: nowrap; margin-right: 1em; }
@@ -96,81 +96,6 @@ def bars(
     return _svg(_WIDTH, height, parts, f"bars of {len(rows)} rows")
 
 
-Series = tuple[list[tuple[float, float, str]], str, str | None, bool]
-"""Points (x, y, what is said), a colour, the dashes of a line through them (None: no line), whether they are hollow."""
-
-
-def log_chart(series: Sequence[Series], box: tuple[float, float, float, float], radius: float) -> tuple[Any, list[str]]:
-    """Return where a point of two logarithmic axes lies, and marks with lines at powers of ten.
-
-    ``box`` is left, right, bottom and top of what is drawn.
-    """
-    scales: list[tuple[float, float, int, int]] = []
-    for k in (0, 1):
-        values = [math.log10(point[k]) for one in series for point in one[0]]
-        least, most = math.floor(min(values)), math.ceil(max(values))
-        scales.append((box[2 * k], box[2 * k + 1], least, max(most, least + 1)))
-
-    def at(k: int, value: float) -> float:
-        start, end, least, most = scales[k]
-        return start + (end - start) * (math.log10(value) - least) / (most - least)
-
-    parts = []
-    for k, (_, end, least, most) in enumerate(scales):
-        for power in range(least, most + 1, 1 if most - least < 6 else 2):
-            here = at(k, 10.0**power)
-            words = f"{10.0**power / 1000:g}k" if power >= 3 else f"{10.0**power:g}"
-            parts.append(_line(*((box[0], box[1], here, here) if k else (here, here, box[2], box[3]))))
-            side = "end" if here > end - 9 else "middle"
-            parts.append(_text(box[0] - 5, here + 4, words, "end") if k else _text(here, box[2] + 15, words, side))
-    for points, colour, dash, hollow in series:
-        if dash is not None:
-            path = " ".join(f"{at(0, x):.1f},{at(1, y):.1f}" for x, y, _ in points)
-            line = f'stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
-            parts.append(f'<polyline points="{path}" fill="none" {line}/>')
-        paint = f'fill="{"none" if hollow else colour}" stroke="{colour}" stroke-width="1.5"'
-        for x, y, said in points:
-            title = f"<title>{escape(said)}</title>"
-            parts.append(f'<circle cx="{at(0, x):.1f}" cy="{at(1, y):.1f}" r="{radius}" {paint}>{title}</circle>')
-    return at, parts
-
-
-def memory_chart(rows: Sequence[Row]) -> str:
-    """Return own memory against votes, both in MB: the package's, and the eager batched matmul's."""
-    every, series = [], []
-    for name, colour in (("batched-matmul", _OTHER), ("fastcaps", _OURS)):
-        for mode in ("forward", "training step"):
-            points = []
-            for row in rows:
-                own = ((row.get("memory") or {}).get(name) or {}).get("beyond")
-                if own is not None and row["mode"] == mode:
-                    votes, own = row["votes_bytes"] / 1e6, max(own, 1e5) / 1e6
-                    said = f"{name}, {place(row)}: {number(own)} MB beside {number(votes)} MB of votes"
-                    points.append((votes, own, said))
-            series.append((points, colour, None, mode != "forward"))
-            every += points
-    if not every:
-        return ""
-    at, parts = log_chart(series, (36, _WIDTH - 4, 300, 24), 4)
-    ends = max(min(point[k] for point in every) for k in (0, 1)), min(max(point[k] for point in every) for k in (0, 1))
-    title = "<title>as much memory as the votes take</title>"
-    parts.append(_line(*(at(0, end) for end in ends), *(at(1, end) for end in ends), dashed=True, inside=title))
-    parts += [_text(_WIDTH - 4, 332, "votes, MB", "end"), _text(2, 12, "own memory, MB")]
-    return _svg(_WIDTH, 336, parts, "own memory against votes")
-
-
-def latency_chart(rows: Sequence[Row]) -> str:
-    """Return milliseconds against batch of one workload and mode: the package, and the fastest alternative (dashed)."""
-    ours, other = [], []
-    for row in sorted(rows, key=lambda row: row["batch"]):
-        own = row["fastcaps"]["median"] * 1e3
-        for points, value in ((ours, own), (other, own * (row["speedup"] or 0.0))):
-            if value:
-                points.append((row["batch"], value, f"batch {row['batch']}: {number(value)} ms"))
-    _, parts = log_chart(((other, _OTHER, "4 3", False), (ours, _OURS, "", False)), (34, 194, 112, 8), 3)
-    return _svg(200, 132, parts, f"latency of {rows[0]['workload']}")
-
-
 def _pairs(rows: Sequence[Row], field: str) -> list[tuple[str, list[float | None]]]:
     """Return a name with the field of its forward and training rows at the default batch (or the largest, where a quick
     run had others), largest first."""
@@ -183,6 +108,16 @@ def _pairs(rows: Sequence[Row], field: str) -> list[tuple[str, list[float | None
             name = row["workload"] + ("" if row["precision"] == "fp32" else f", {row['precision']}")
             found.setdefault(name, [None, None])[row["mode"] != "forward"] = row[field]
     return sorted(found.items(), key=lambda item: -max(value or 0.0 for value in item[1]))
+
+
+def _memory(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[float | None]]]:
+    """Return a name with the MB of its training step beside inputs and results: the package's, and stored votes'."""
+    own: dict[str, list[float | None]] = {name: [None, None] for name in names}
+    for row in rows:
+        if row["default"] and row["mode"] != "forward" and row["workload"] in own:
+            found = [(row.get("memory") or {}).get(name, {}).get("beyond") for name in ("fastcaps", "batched-matmul")]
+            own[row["workload"]] = [None if one is None else one / 1e6 for one in found]
+    return [*own.items()]
 
 
 def _chart(title: str, keys: Sequence[tuple[str, str]], chart: str) -> str:
@@ -206,50 +141,15 @@ def _file(width: int, height: int, shown: int, body: str) -> str:
     return made
 
 
-def speedup_picture(rows: Sequence[Row]) -> str:
-    """Return the speed-ups of the chosen layers as an SVG file of its own."""
-    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in CHOSEN]
-    return _file(_WIDTH, 32 * len(pairs) + 30, 720, _chart("times faster", _MODES, bars(pairs, "×", 1.0)))
-
-
-def first_picture(rows: Sequence[Row]) -> str:
-    """Return the picture of the README: speed-up, and memory of a training step, of a few layers."""
-    pairs = [pair for pair in _pairs(rows, "speedup") if pair[0] in FIRST]
-    memory: dict[str, list[float | None]] = {name: [None, None] for name, _ in pairs}
-    for row in rows:
-        if row["default"] and row["mode"] != "forward" and row["workload"] in memory:
-            found = [(row.get("memory") or {}).get(name, {}).get("beyond") for name in ("fastcaps", "batched-matmul")]
-            memory[row["workload"]] = [None if one is None else one / 1e6 for one in found]
-    keys = (("fastcaps", _OURS), ("stored votes", _OTHER))
+def picture(rows: Sequence[Row], names: Sequence[str], memory: bool) -> str:
+    """Return the speed-ups of some layers as an SVG file of its own; with ``memory`` that of their training steps."""
+    pairs = _pairs([row for row in rows if row["workload"] in names], "speedup")
     left = _chart("times faster", _MODES, bars(pairs, "×", 1.0))
-    right = _chart("a step's own MB", keys, bars([*memory.items()], "", keys=keys))
-    body = f'{left}<g transform="translate({_WIDTH} 0)">{right}</g>'
-    return _file(2 * _WIDTH, 32 * len(pairs) + 30, 800, body)
-
-
-def growth_picture(rows: Sequence[Row]) -> str:
-    """Return milliseconds, and MB beside the results, over every size that grows, as an SVG file of its own."""
-    axes, parts = list(dict.fromkeys(row["axis"] for row in rows)), []
-    keys = (("forward", _OURS, ""), ("training step", _TRAINING, ""), ("stored votes", _OTHER, "4 3"))
-    for k, (name, colour, dash) in enumerate(keys):
-        line = f'stroke="{colour}" stroke-width="3" stroke-dasharray="{dash}"'
-        parts.append(f'<path d="M{40 + 130 * k} 12h24" {line}/>' + _text(70 + 130 * k, 16, name))
-    for column, axis in enumerate(axes):
-        part = sorted((row for row in rows if row["axis"] == axis), key=lambda row: row["size"])
-        for line_, field, unit in ((0, "seconds", "ms"), (1, "beyond", "MB")):
-            series: list[Series] = []
-            for mode, colour, dash in keys[:2] if field == "seconds" else keys:
-                some = [row for row in part if row["mode"] == (mode if mode != "stored votes" else "forward")]
-                name = field if mode != "stored votes" else "votes_bytes"
-                scale, least = (1e3, 0.0) if field == "seconds" else (1e-6, 0.1)
-                values = [(row["size"], max(row[name] * scale, least)) for row in some]
-                said = [(x, y, f"{mode}, {axis} {x}: {number(y)} {unit}") for x, y in values]
-                series.append((said, colour, dash, False))
-            _, drawn = log_chart(series, (44, 216, 150, 20), 3)
-            title = _text(44, 12, f"{unit} over {axis}")
-            shift = f'transform="translate({230 * column} {28 + 180 * line_})"'
-            parts.append(f"<g {shift}>{title}{''.join(drawn)}</g>")
-    return _file(230 * len(axes), 390, 1000, "".join(parts))
+    if not memory:
+        return _file(_WIDTH, 32 * len(pairs) + 30, 720, left)
+    own = _memory(rows, [name for name, _ in pairs])
+    right = _chart("a step's own MB", _WAYS, bars(own, "", keys=_WAYS))
+    return _file(2 * _WIDTH, 32 * len(pairs) + 30, 800, f'{left}<g transform="translate({_WIDTH} 0)">{right}</g>')
 
 
 def _legend(first: str, second: str, colour: str) -> str:
@@ -270,48 +170,49 @@ def _machine(rows: Sequence[Row]) -> str:
     commits = ", ".join(sorted({row["machine"]["commit"] for row in timed}))
     modes = _legend("forward", "training step", _TRAINING)
     others = ", ".join(dict.fromkeys(name for row in timed for name in row["alternatives"]))
-    lines: dict[str, list[Row]] = {}
-    for row in timed:
-        lines.setdefault(place(row).replace(f" batch {row['batch']} ", ", "), []).append(row)
-    small = "".join(
-        f"<figure><figcaption>{escape(name)}</figcaption>{latency_chart(part)}</figure>"
-        for name, part in lines.items()
-        if len(part) > 1
-    )
+    measured = [one for one in _memory(timed, [name for name, _ in _pairs(timed, "speedup")]) if any(one[1])]
     sections = [
         _section("Speed-up against the fastest alternative", f"Of {others}. The dashed line is 1.", modes,
                  bars(_pairs(timed, "speedup"), "×", 1.0)),
         _section("Share of the machine's peak",
                  "Useful operations a second, as a share of a large matrix product by the library.", modes,
                  bars(_pairs(timed, "sgemm_share"), "%")),
-        _section("Memory against votes",
-                 "What a call takes beside its inputs and results. Filled: forward; hollow: training step. On the "
-                 "dashed line the votes are stored once.",
-                 _legend("fastcaps", "batched matmul, eager", _OTHER), memory_chart(timed)),
+        _section("Memory of a training step", "MB beside its inputs and results.",
+                 _legend("fastcaps", "stored votes", _OTHER), measured and bars(measured, "", keys=_WAYS)),
     ]  # fmt: skip
-    latency = _section("Latency against batch", "Milliseconds of a call; both axes are logarithmic.",
-                       _legend("fastcaps", "fastest alternative", _OTHER),
-                       small and f'<div class="small">{small}</div>')  # fmt: skip
     return f"""
 <h1>fastcaps on {escape(about["device"])}</h1>
 <p>{about["threads"]} threads. Measured {dates[0]}{f" to {dates[-1]}" if len(dates) > 1 else ""}, commits {commits}.
-torch {about["versions"]["torch"]}. {len(timed)} rows; touch or point at a mark for its number.</p>
+torch {about["versions"]["torch"]}. {_load(timed)} Touch or point at a mark for its number.</p>
 <div class="wide">
 {"".join(sections)}
 </div>
-{latency}
 <section><h2>All rows</h2><div class="scroll">{_table(timed)}</div></section>
 """
 
 
+def _load(rows: Sequence[Row]) -> str:
+    """Return how quiet the machine was: the load, and how many rows are doubtful."""
+    loads = sorted(row.get("load", 0.0) for row in rows)
+    spread = f"{sum(bool(row.get('doubts')) for row in rows)} of {len(rows)} rows are doubtful (~)"
+    return f"Load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}; {spread}."
+
+
 def _table(rows: Sequence[Row]) -> str:
     """Return the figures behind the charts."""
-    lines = ["<tr><th>row</th><th>ms</th><th>fastest alternative, ms</th><th>speed-up</th><th>measured</th></tr>"]
+    lines = [
+        "<tr><th>row</th><th>ms (p20-p80)</th><th>fastest alternative, ms</th><th>speed-up</th><th>doubts (~)</th></tr>"
+    ]
     for row in rows:
         milliseconds = row["fastcaps"]["median"] * 1e3
-        cells = [place(row), number(milliseconds), "", "", row["machine"]["date"][:10]]
+        own = row["fastcaps"]
+        spread = f"{number(own['p20'] * 1e3)}-{number(own['p80'] * 1e3)}"
+        cells = [place(row), f"{number(milliseconds)} ({spread})", "", "", "; ".join(row.get("doubts", []))]
         if row["speedup"]:
-            cells[2:4] = [f"{row['fastest']}, {number(row['speedup'] * milliseconds)}", f"{number(row['speedup'])}×"]
+            cells[2:4] = [
+                f"{row['fastest']}, {number(row['speedup'] * milliseconds)}",
+                f"{'~' * bool(row.get('doubts'))}{number(row['speedup'])}×",
+            ]
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return f"<table>{''.join(lines)}</table>"
 

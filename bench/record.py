@@ -19,7 +19,7 @@ import torch
 import fastcaps
 from bench.workloads import WORKLOADS
 
-__all__ = ["RESULTS", "ROOT", "describe", "key", "load", "merge", "prune", "write"]
+__all__ = ["RESULTS", "ROOT", "describe", "has", "key", "load", "merge", "prune", "write"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -79,6 +79,13 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a row is known by: machine, threads, workload, batch, mode and precision."""
     where = row["machine"]["device"], row["machine"]["threads"]
     return (*where, row["workload"], row["batch"], row["mode"], row["precision"])
+
+
+def has(folder: Path, case: Any) -> bool:
+    """Tell whether a folder's records have the row of a case, measured at this very commit."""
+    commit, wanted = describe(1)["commit"], (case.workload.name, case.batch, case.mode, case.precision)
+    rows = [row for row in load(folder) if row["machine"]["commit"] == commit] if folder.is_dir() else []
+    return any("fastcaps" in row and key(row)[2:] == wanted for row in rows)
 
 
 def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Tables and pages from the records in ``bench/results``: the newest complete row of each, by the date inside.
 
 python -m bench.report                       # what there is, as tables
-python -m bench.report --write               # the tables of docs/performance*, and the pictures
+python -m bench.report --write               # every figure of README and docs/performance*, and the pictures
 python -m bench.report --html page.html      # one page with pictures, for a browser
 python -m bench.report --prune               # take superseded rows out of bench/results
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import pages, record
-from bench.goals import device_seconds, means, number, place, shortfalls
+from bench.goals import device_seconds, number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.workloads import WORKLOADS
 from tools.markdown import as_markdown, into
@@ -25,13 +25,14 @@ from tools.markdown import as_markdown, into
 __all__ = ["main", "markdown", "summary"]
 
 Row = dict[str, Any]
-DOCS = record.ROOT / "docs" / "performance"
-_OWN = "own MB of the votes' MB"
+_OWN = ("a step's own MB", "with stored votes")
+_MODES = ("forward", "training step")
 LEGEND = (
     "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
-    "beside its inputs and results, and its share of the votes; bmm's is that of the eager batched matmul. All "
-    "tensors: that with inputs, parameters, results and gradients. * ran again without vectorised loop tails."
+    "beside its inputs and results, and its share of the votes; stored: that of the eager batched matmul. All tensors: "
+    "that with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is doubtful: "
+    "the middle 60 % of the calls lie more than 30 % apart, or it would be more than the machine can do."
 )
 
 PEAK_LEGEND = " Of peak: of what a loop of multiply-adds and nothing else reaches, in turns with the row."
@@ -43,7 +44,11 @@ DEVICE_LEGEND = (
 
 
 def _short(name: str) -> str:
-    return name.replace("batched-matmul", "bmm").replace("blocked-matmul", "blocks").replace("-compiled", ", compiled")
+    return name.replace("batched-matmul", "stored").replace("-matmul", "").replace("-compiled", ", compiled")
+
+
+def _speedup(row: Row) -> str:
+    return f"{'~' * bool(row.get('doubts'))}{number(row['speedup'])}×" if row["speedup"] else ""
 
 
 def _milliseconds(entry: Row | None) -> str:
@@ -64,7 +69,7 @@ def cells(row: Row) -> dict[str, str]:
         "fastcaps, ms (p20-p80)": _milliseconds(entry),
         "fastest alternative": _short(row["fastest"]) + ("*" if "note" in rival else "") if rival else "none",
         "its ms (p20-p80)": _milliseconds(rival),
-        "speed-up": f"{number(row['speedup'])}×" if rival else "",
+        "speed-up": _speedup(row),
     }
     if "triton" in row:
         for name, one in (("graph, ms", entry.get("graph")), ("Triton, ms", row["triton"])):
@@ -73,7 +78,7 @@ def cells(row: Row) -> dict[str, str]:
     if "peak_share" in row:
         found["of peak"] = f"{row['peak_share']:.0%}"
     memory = row.get("memory") or {}
-    for title, name in (("own MB (of votes)", "fastcaps"), ("bmm's own MB", "batched-matmul")):
+    for title, name in (("own MB (of votes)", "fastcaps"), ("stored, MB", "batched-matmul")):
         beyond = memory.get(name, {}).get("beyond")
         found[title] = "" if beyond is None else _megabytes(beyond)
         if name == "fastcaps" and beyond is not None and beyond < 0.995 * row["votes_bytes"]:
@@ -107,6 +112,9 @@ def about(rows: Sequence[Row]) -> str:
         if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
             middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
             speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
+    loads = sorted(row["load"] for row in rows if "load" in row)
+    if loads:
+        speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
@@ -150,13 +158,9 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [about(rows), "", legend, ""]
     for title, made in tables(rows):
         lines += [f"**{title}**", "", made, ""]
-    goals = [
-        f"{mode}: {number(middle)}×, over {count} rows (goal {number(goal)}×)"
-        for mode, middle, count, goal in means(rows)
-    ]
     for title, sentences in (
-        ("Geometric means of the speed-ups:", goals),
         ("Below the goal:", shortfalls(rows)),
+        ("Doubtful:", [f"{place(row)}: {'; '.join(row['doubts'])}" for row in rows if row.get("doubts")]),
         ("Alternatives without a figure, and those marked *:", _without_figures(rows)),
     ):
         if sentences:
@@ -164,35 +168,60 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Return the table that docs/performance.md opens with: a row a workload at its default batch, both modes."""
+def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """Return a table with a row for each of some workloads at its default batch, both modes."""
     by_name: dict[str, dict[str, Row]] = {}
     for row in rows:
-        if row["default"] and "fastcaps" in row and row["speedup"]:
+        if row["default"] and "fastcaps" in row:
             by_name.setdefault(row["workload"], {})[row["mode"]] = row
-    modes = ("forward", "training step")
-    lines = [["layer", "batch", *[name for mode in modes for name in (f"{mode}, ms", "speed-up")], _OWN]]
-    for name in pages.CHOSEN:
+    lines = [["layer (batch)", *[name for mode in _MODES for name in (f"{mode}, ms", "speed-up")], *_OWN]]
+    for name in names:
         both = by_name.get(name, {})
-        line = [f"`{name}`", str(WORKLOADS[name].batch)]
-        for mode in modes:
-            row = both.get(mode)
-            line += [number(row["fastcaps"]["median"] * 1e3), f"{number(row['speedup'])}×"] if row else ["", ""]
-        row = both.get("training step", both.get("forward"))
-        if row is not None:
-            own = (row.get("memory") or {}).get("fastcaps", {}).get("beyond")
-            of_votes = f"{_megabytes(own)} of {_megabytes(row['votes_bytes'])}" if own is not None else ""
-            lines.append([*line, of_votes])
-    return f"{about(rows)}\n\n{as_markdown(lines)}"
+        line = [f"`{name}` ({WORKLOADS[name].batch})"]
+        for row in map(both.get, _MODES):
+            line += [number(row["fastcaps"]["median"] * 1e3), _speedup(row)] if row else ["", ""]
+        for way in ("fastcaps", "batched-matmul"):
+            own = (both.get("training step", {}).get("memory") or {}).get(way, {}).get("beyond")
+            line.append("" if own is None else _megabytes(own))
+        lines.append(line)
+    return as_markdown(lines)
 
 
-def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
-    """Put the tables and the pictures of all rows into the pages of the docs; return the files that were written."""
-    passes = {work.name for work in WORKLOADS.values() if isinstance(work.routing, AttentionPass)}
-    on_cpu = [row for row in rows if "rates" not in row["machine"]]
+def behind(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows in which an alternative is faster, the worst first."""
+    return sorted((row for row in rows if (row.get("speedup") or 1.0) < 1.0), key=lambda row: row["speedup"])
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return what docs/performance.md opens with: where an alternative is faster, and a table."""
+    slower = [f"- `{row['workload']}` batch {row['batch']}, {row['mode']}: {_speedup(row)} of {_short(row['fastest'])}"
+              for row in behind(rows)]  # fmt: skip
+    said = f"An alternative is faster in {len(slower)} of {len(rows)} rows{':' if slower else '.'}"
+    return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows, pages.CHOSEN), about(rows)])
+
+
+def first(rows: Sequence[Row]) -> str:
+    """Return the figures of the README."""
+    machine, some = rows[0]["machine"], [row for row in rows if row["workload"] in pages.FIRST and row["default"]]
+    shares = sorted(row["sgemm_share"] for row in some if row["mode"] == "forward" and "fastcaps" in row)
+    return (
+        f"{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}. Speed-ups are against "
+        f"the fastest alternative of the same run; own MB is what a training step needs beside its inputs and results. "
+        f"In {len(behind(rows))} of {len(rows)} rows an alternative is faster ([which](docs/performance.md)).\n\n"
+        f"{_chosen(rows, pages.FIRST)}\n\nForward, these layers do their useful operations at {shares[0]:.0%} to "
+        f"{shares[-1]:.0%} of the rate of a large matrix product in the same run."
+    )
+
+
+def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
+    """Put the figures and the pictures of all rows into README and docs; return the files that were written."""
+    docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
+    passes = {name for name, work in names.items() if isinstance(work.routing, AttentionPass)}
+    on_cpu = [row for row in rows if "rates" not in row["machine"] and row["batch"] in names[row["workload"]].batches]
     devices = Counter(row["machine"]["device"] for row in on_cpu)  # a page shows one: that of the most rows
     on_cpu = [row for row in on_cpu if row["machine"]["device"] == devices.most_common(1)[0][0]]
     parts = {
+        root / "README.md": ("figures", on_cpu, first),
         docs.parent / "performance.md": ("summary", on_cpu, summary),
         docs / "attention.md": ("attention", [row for row in on_cpu if row["workload"] in passes], markdown),
         docs / "routings.md": ("routings", [row for row in on_cpu if row["workload"] not in passes], markdown),
@@ -200,8 +229,8 @@ def write(rows: Sequence[Row], docs: Path = DOCS) -> list[Path]:
     }
     wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
     if on_cpu:
-        wanted[docs / "speedup.svg"] = pages.speedup_picture(on_cpu)
-        wanted[docs / "first.svg"] = pages.first_picture(on_cpu)
+        wanted[docs / "speedup.svg"] = pages.picture(on_cpu, pages.CHOSEN, memory=False)
+        wanted[docs / "first.svg"] = pages.picture(on_cpu, pages.FIRST, memory=True)
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)
@@ -212,7 +241,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tables and pages from benchmark records.")
     default = [record.RESULTS]
     parser.add_argument("files", nargs="*", type=Path, default=default, help="JSON files or folders (bench/results)")
-    parser.add_argument("--write", action="store_true", help="write the tables and the picture of docs/performance*")
+    parser.add_argument("--write", action="store_true", help="write the figures of README and docs")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write one page with pictures")
     parser.add_argument("--prune", action="store_true", help="take superseded rows out of bench/results")
     given = parser.parse_args(None if arguments is None else list(arguments))

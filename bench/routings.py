@@ -257,16 +257,19 @@ class RoutingPool(Routing):
         return work.pose * (4 + 4 * self.iterations)
 
     def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
-        """Run the turns over the poses, with the keys stored."""
-        poses = seen(given["children"], work)
-        votes = layout.place(poses, "ipce").contiguous()
-        lengths = torch.linalg.vector_norm(poses, dim=(-2, -1), keepdim=True)
-        keys = poses / lengths.masked_fill(lengths == 0, torch.inf)  # F.normalize would give 10^12 times its gradient
-        keys = layout.place(keys, "ipce").contiguous()
-        sums = votes.mean(layout.child, keepdim=True)
+        """Run the iterations by two products each, or by the library's attention: the parent is a query, the children
+        of length 1 are keys, the children are values. No score is added, so no key need be longer."""
+        values = seen(given["children"], work).flatten(2).transpose(0, 1).contiguous()  # [P, I, C * E]
+        lengths = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        keys = values / lengths.masked_fill(lengths == 0, torch.inf)  # F.normalize would give 10^12 times its gradient
+        sums = values.mean(1, keepdim=True)
         query = torch.zeros_like(sums)
         for _ in range(self.iterations):
-            query = query + sums / sums.square().sum(layout.pose, keepdim=True).sqrt()
-            shares = torch.softmax(layout.agree(keys, query * self.sharpness), layout.child)
-            sums = layout.weigh(shares, votes)
-        return (as_parents(layout.back(sums, "pmce"), work, given["children"].shape[0]),)
+            query = query + sums / sums.square().sum(-1, keepdim=True).sqrt()
+            if layout.folded:
+                asked = [one[:, None] for one in (query, keys, values)]
+                sums = F.scaled_dot_product_attention(*asked, scale=self.sharpness)[:, 0]
+            else:
+                sums = torch.softmax(query * self.sharpness @ keys.mT, -1) @ values
+        sums = sums.unflatten(-1, (work.rows, work.columns_out))
+        return (as_parents(sums, work, given["children"].shape[0]),)

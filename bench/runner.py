@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import fastcaps
-from bench.alternatives import BLOCKED, OURS, build, eager, is_compiled, runner, swept
+from bench.alternatives import BLOCKED, FOLDED, OURS, build, eager, is_compiled, runner, swept
 from bench.gate import SAME, Gate
-from bench.memory_probe import peak_of
+from bench.memory_probe import keep_memory, peak_of
 from bench.timing import describe, latency, measure, multiply_adds, time_calls
 from bench.workload import Inputs, Workload
 
@@ -99,18 +99,20 @@ class Runner:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
 
         Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, the ``seconds`` of a call, and
-        the ``blocks`` that serve it best, where it makes votes in blocks. The
-        call is then ready for :meth:`time` or :meth:`measure`.
+        the ``settings`` that serve it best, where it runs in blocks. The call is then ready for :meth:`time` or
+        :meth:`measure`.
         """
         precision = PRECISIONS[case.precision]
         if is_compiled(name):
             torch._dynamo.reset()
         precision.use()
         gate, inputs = self._gate(case)
-        run, blocks = build(OURS if name == TRITON else name, case.workload, safe), {}
-        if name == BLOCKED:
-            blocks = swept(case.workload, inputs, case.training, self._seconds_of)
-            run = eager(name, case.workload, blocks)
+        if self.device.type == "cpu":
+            keep_memory()
+        run, settings = build(OURS if name == TRITON else name, case.workload, safe, case.batch), {}
+        if name in (BLOCKED, FOLDED):
+            settings = swept(name, case.workload, inputs, case.training, self._seconds_of)
+            run = eager(name, case.workload, settings)
         call = runner(run, inputs, case.training)
         if name == TRITON:  # the whole step: the backward pass chooses for itself
             call = fastcaps.backend("triton")(call)  # type: ignore[operator]
@@ -125,7 +127,7 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what this process need not keep, others need
         told = {"complaint": "; ".join(verdict.complaints), "errors": verdict.errors, "allowed": verdict.allowed}
-        return told | {"seconds": seconds, "blocks": blocks}
+        return told | {"seconds": seconds, "settings": settings}
 
     def _seconds_of(self, call: Callable[[], Any]) -> float:
         """Return about how long a call takes."""
@@ -162,7 +164,7 @@ class Runner:
     def memory(self, case: Case, name: str) -> dict[str, int]:
         """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""
         small = case.workload.miniature()
-        runner(build(name, small), small.inputs(1), case.training)()
+        runner(build(name, small, batch=1), small.inputs(1), case.training)()
         inputs = case.workload.inputs(case.batch)
         return peak_of(runner(build(name, case.workload), inputs, case.training), inputs, case.training)
 

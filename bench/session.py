@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.alternatives import ALTERNATIVES, BLOCKED, OURS, is_compiled
+from bench.alternatives import ALTERNATIVES, OURS, STORED, is_compiled, suited
 from bench.device import goal_of
 from bench.goals import device_seconds, lost
 from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
-from bench.timing import FULL, MULTIPLY_ADDS, QUICK, Contender, Plan, quantiles, take_turns
+from bench.timing import FULL, MULTIPLY_ADDS, QUICK, Contender, Plan, doubts, quantiles, take_turns
 
 __all__ = ["LeftOut", "Session"]
-
-_MEMORY_ALTERNATIVE = "batched-matmul"  # whose peak memory is measured beside ours
 
 _FITS, _TOGETHER = 0.6, 0.01
 """Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""
@@ -88,7 +87,7 @@ class Session:
     def row(self, case: Case) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
         work = case.workload
-        goal = None if self.quick else work.goal_at(case.batch, case.training)
+        goal = None if self.quick else work.goal_at(case.batch)
         return {
             "machine": self.machine,
             "workload": work.name,
@@ -101,6 +100,7 @@ class Session:
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
             "operations": work.operations(case.batch, case.training),
             "goal": goal if self.clock else goal_of(case, self.machine["three_launches"]),
+            "load": os.getloadavg()[0],
             "alternatives": {},
         }
 
@@ -117,7 +117,7 @@ class Session:
             rate = 2 * self.plan.sgemm**3 / quantiles(samples.pop("sgemm"))["median"]
             if "peak" in samples:
                 most = self.machine["threads"] * MULTIPLY_ADDS / quantiles(samples.pop("peak"))["median"]
-            memory = self._memory(case, entries)
+            memory = self._memory(case)
         else:
             for name in ready:
                 try:
@@ -130,7 +130,7 @@ class Session:
         if "median" not in entries[OURS]:
             return row | {"refused": entries[OURS]["failed"]}, {}
         row["fastcaps"] = entries[OURS]
-        row["alternatives"] = {name: entries[name] for name in self.names}
+        row["alternatives"] = {name: entries[name] for name in self.names if name in entries}
         timed = {name: device_seconds(one) for name, one in row["alternatives"].items() if "median" in one}
         own, fastest = device_seconds(row["fastcaps"]), min(timed, key=lambda name: timed[name], default=None)
         reached = row["operations"] / own
@@ -138,6 +138,7 @@ class Session:
         row |= {"gflops": reached / 1e9, "sgemm_gflops": rate / 1e9, "sgemm_share": reached / rate}
         if most:
             row |= {"peak_gflops": most / 1e9, "peak_share": reached / most}
+        row["doubts"] = doubts(row)
         return row | {"complete": tuple(self.names) == ALTERNATIVES, "memory": memory}, samples
 
     def _check(self, case: Case, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -145,10 +146,9 @@ class Session:
         for stale in self._gates.glob("*.pt"):
             if not stale.name.startswith(f"{case.workload.name}-{case.batch}-"):
                 stale.unlink()
-        others = [name for name in self._remotes if name != OURS]
-        if BLOCKED in others and not case.workload.routing.makes_votes:
-            others.remove(BLOCKED)
-            entries[BLOCKED] = {"failed": "there are no votes to make"}
+        others = [TRITON] * (TRITON in self._remotes) + suited(
+            self.names, case.workload, case.batch, "cpu" if self.clock else "cuda"
+        )
         votes = case.workload.votes_bytes(case.batch)
         together = others if votes < _TOGETHER * self.machine["memory"] else []
         ready = {}
@@ -165,8 +165,8 @@ class Session:
                 entries[name] = entries.get(name, {}) | {"failed": complaint}
             else:
                 ready[name] = verdict
-                if verdict.get("blocks"):
-                    entries[name] = {"blocks": verdict["blocks"]}
+                if verdict.get("settings"):
+                    entries[name] = {"settings": verdict["settings"]}
             if name == OURS:
                 if complaint:
                     break
@@ -192,30 +192,33 @@ class Session:
             yardsticks["peak"] = ("time_peak",)
         for name, asked in yardsticks.items():
             timer = partial(self._remotes[OURS].call, self._patience, *asked)
-            contenders.append(Contender(name, timer, timer(1, 1)[0], self.plan.budget))
+            contenders.append(Contender(name, timer, timer(1, 1)[0], rival=False))
         for name, took in seconds.items():
             timer = partial(self._remotes[name].call, self._patience, "time")
-            contenders.append(Contender(name, timer, took, self.plan.own if name == OURS else self.plan.budget))
+            contenders.append(Contender(name, timer, took, rival=name != OURS))
         take_turns(contenders, self.plan)
         for one in contenders:
             found = quantiles(one.samples) if one.samples else {"failed": one.error}
             entries[one.name] = entries.get(one.name, {}) | found
         return {one.name: one.samples for one in contenders if one.samples}
 
-    def _memory(self, case: Case, entries: dict[str, Any]) -> dict[str, Any]:
-        """Measure the row's peak memory, ours and (at the default batch) one alternative's, each in a fresh process."""
-        if self.quick:
+    def _memory(self, case: Case) -> dict[str, Any]:
+        """Measure a row's peak memory at the default batch and where votes are large, ours and that of stored votes,
+        each in a fresh process; nothing where these would not fit or are small."""
+        large = case.workload.votes_bytes(case.batch) >= 2**30
+        if self.quick or not (large or case.batch == case.workload.batch):
             return {}
         found: dict[str, Any] = {}
-        also = case.batch == case.workload.batch and "median" in entries[_MEMORY_ALTERNATIVE]
-        for name in (OURS, *[_MEMORY_ALTERNATIVE] * also):
-            fresh = self._remote()
+        fresh = {name: self._remote() for name in (OURS, *[STORED] * (not large))}
+        for name, remote in fresh.items():
+            remote.begin("memory", case, name)
+        for name, remote in fresh.items():
             try:
-                found[name] = fresh.call(self._patience, "memory", case, name)
+                found[name] = remote.finish(self._patience)
             except WorkerError as error:
                 found[name] = {"failed": str(error)}
             finally:
-                fresh.close()
+                remote.close()
         return found
 
     def close(self) -> None:

@@ -7,12 +7,13 @@ that every step of a routing is written once for all layouts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Stored", "as_parents", "seen", "squash", "summed", "unpadded"]
+__all__ = ["Layout", "Stored", "as_parents", "divisor", "seen", "squash", "summed", "unpadded"]
 
 
 def squash(vectors: Tensor, pose: tuple[int, int]) -> Tensor:
@@ -49,6 +50,11 @@ def summed(poses: Tensor, weight: Tensor) -> Tensor:
     return (left @ right).view(*poses.shape[1:3], many, columns).transpose(1, 2)
 
 
+def divisor(count: int, most: int) -> int:
+    """Return the largest divisor of ``count`` that is ``most`` or less: all blocks have one shape."""
+    return next(size for size in range(max(1, min(count, most)), 0, -1) if count % size == 0)
+
+
 class Layout:
     """An order of the votes' dimensions, and a routing's steps in it.
 
@@ -57,18 +63,41 @@ class Layout:
     axes : str
         A permutation of ``imcep``. With ``pmice`` agreement and weighted sum are batched matmuls, else elementwise
         products that are summed.
-    einsum : bool
-        Leave every product to ``torch.einsum``.
     block : int
-        Bytes of votes that are made at a time (``bench/blocked.py``); 0: all of them, and they are stored.
+        Bytes of votes (of shares, where votes are folded) that are made at a time; 0: all of them, and they are stored.
     kept : bool
-        Of blocks: let the way back find the votes that the way there made.
+        Of blocks: let the backward find what the forward made.
+    folded : bool
+        Make no votes (``bench/folded.py``).
+    compiled : dict
+        Options of ``torch.compile``, which then compiles the function that every block runs; None: it is eager.
     """
 
-    def __init__(self, axes: str, einsum: bool = False, block: int = 0, kept: bool = False) -> None:
-        self.axes, self.einsum, self.block, self.kept = axes, einsum, block, kept
+    def __init__(
+        self,
+        axes: str,
+        block: int = 0,
+        kept: bool = False,
+        folded: bool = False,
+        compiled: dict[str, Any] | None = None,
+    ) -> None:
+        self.axes, self.block, self.kept, self.folded, self._options = axes, block, kept, folded, compiled
+        self._steps: dict[Any, Any] = {}
         self.child, self.parent = axes.index("i"), axes.index("m")
         self.pose = (axes.index("c"), axes.index("e"))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the function of a block is compiled."""
+        return self._options is not None
+
+    def step(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a block as it is to be called: compiled, if that was asked for."""
+        if self._options is None:
+            return run
+        if run not in self._steps:
+            self._steps[run] = torch.compile(run, dynamic=False, fullgraph=True, options=self._options)
+        return self._steps[run]
 
     def place(self, tensor: Tensor, axes: str) -> Tensor:
         """Return a view of ``tensor``, whose dimensions are called ``axes``, in this layout."""
@@ -92,13 +121,14 @@ class Layout:
         """
         groups, many, inner, columns = weight.shape
         count, places, rows = poses.shape[:3]
+        if self.compiled and inner <= 8:  # sums that short are unrolled, and fused with what follows
+            own = weight.repeat(count // groups, 1, 1, 1)
+            terms = [self.place(poses[..., d], "ipc") * self.place(own[:, :, d], "ime") for d in range(inner)]
+            return sum(terms[1:], terms[0]) + (0 if bias is None else self.place(bias, "imce"))
         sizes = {"g": groups, "i": count // groups, "m": many, "e": columns, "c": rows, "p": places}
         split = poses.unflatten(0, (count // groups, groups))  # named "igpcd": child i * G + g
         wanted = [axis for letter in self.axes for axis in (("i", "g") if letter == "i" else (letter,))]
         full = [count if axis == "i" else sizes[axis] for axis in self.axes]
-        if self.einsum:
-            made = torch.einsum(f"igpcd,gmde->{''.join(wanted)}", split, weight).reshape(full)
-            return made if bias is None else made + self.place(bias, "imce")
         left = [axis for axis in self.axes if axis in "icp"]
         right = [axis for axis in self.axes if axis in "me"]
         poses_first = next(axis for axis in self.axes if axis != "i" or groups == 1) in "icp"
@@ -112,15 +142,8 @@ class Layout:
         made = made.permute([order.index(axis) for axis in wanted]).reshape(full)
         return made if bias is None else made + self.place(bias, "imce")
 
-    def _einsum(self, first: Tensor, second: Tensor, summed: str) -> Tensor:
-        """Return the product of two tensors of this layout, summed over the dimensions ``summed``."""
-        out = "".join(axis for axis in self.axes if axis not in summed)
-        return self.place(torch.einsum(f"{self.axes},{self.axes}->{out}", first, second), out)
-
     def agree(self, votes: Tensor, query: Tensor) -> Tensor:
         """Return ``<query_m, votes_im>`` over the numbers of a pose."""
-        if self.einsum:
-            return self._einsum(votes, query, "ce")
         if self.axes == "pmice":
             return (votes.flatten(3) @ query.flatten(3).transpose(2, 3)).unsqueeze(4)
         return (votes * query).sum(self.pose, keepdim=True)
@@ -131,8 +154,6 @@ class Layout:
 
     def weigh(self, shares: Tensor, votes: Tensor) -> Tensor:
         """Return ``sum_i shares_im votes_im``."""
-        if self.einsum:
-            return self._einsum(shares, votes, "i")
         if self.axes == "pmice":
             return (shares.flatten(3).transpose(2, 3) @ votes.flatten(3)).unflatten(3, votes.shape[3:])
         return (votes * shares).sum(self.child, keepdim=True)

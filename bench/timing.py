@@ -1,7 +1,8 @@
 """Fair timing: contenders take turns in short blocks, so that what slows the machine for a while slows all of them.
 
-A block is a call that is not counted, then as many as fill the block's time. Within a block a contender finds its own
-data in the caches, as it would in a network's training loop that it has to itself.
+Each is called until three calls in succession agree, or a limit is reached; none of these calls counts. Then all take
+turns, three at least. Within a block, after a call that does not count, a contender finds its own data in the caches,
+as it would in a network's training loop that it has to itself.
 
 A GPU is measured by :func:`measure`: each call alone, with a cold cache; short ones by graph replay too. On the CPU
 that goes by the clock, so that it can be tested there.
@@ -15,7 +16,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "Contender",
     "Plan",
     "describe",
+    "doubts",
     "measure",
     "multiply_adds",
     "quantiles",
@@ -48,13 +50,17 @@ class Plan:
 
     rounds: int = 7  # turns that each contender takes at most
     block: float = 0.08  # seconds that a turn ought to take at least
-    budget: float = 3.0  # seconds of an alternative over all its turns; it has one call at least, however slow it is
-    own: float = 20.0  # seconds of the package over all its turns
+    budget: float = 3.0  # seconds of a contender over all its turns; it has three calls at least, however slow it is
+    warm: float = 1.5  # seconds of calls that do not count, while they do not agree; there is one at least
     sgemm: int = 2048  # size of the square matrices by which the machine is measured
 
 
 FULL = Plan()
-QUICK = Plan(rounds=3, block=0.02, budget=0.5, own=1.0, sgemm=1024)
+QUICK = Plan(rounds=4, block=0.02, budget=0.5, warm=0.3, sgemm=1024)
+LEAST = 3  # samples of every contender
+AGREE = 1.1  # calls agree if the slowest took at most so many times the fastest
+FAR = 3.0  # a contender so many times slower than the fastest has no more than its least samples
+WIDE = 0.3  # a range of the middle 60 % of samples, as a share of their median, above which a figure is doubtful
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:
@@ -78,32 +84,63 @@ def time_calls(call: Call, calls: int, warm: int) -> list[float]:
 
 @dataclass
 class Contender:
-    """One that is timed, and the seconds of its calls. A first call that was made anyway counts if it was slow."""
+    """One that is timed, and the seconds of its calls."""
 
     name: str
     timer: Callable[[int, int], list[float]]  # (calls, warm): seconds of each call, after those that are not counted
     estimate: float  # seconds of a call
-    budget: float  # seconds over all turns
+    rival: bool = True  # an alternative: if it is slow, few samples will do
     error: str = ""  # why it was given up
+    samples: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.samples = [self.estimate] if self.estimate > self.budget / 3 else []
+    def run(self, calls: int, warm: int = 0) -> list[float]:
+        """Return the seconds of some calls; of one that fails none, now and later."""
+        if self.error:
+            return []
+        time.sleep(0.002)  # let the threads of other processes stop spinning
+        try:
+            return self.timer(calls, warm)
+        except Exception as error:  # it is one row's column that is lost, not the run
+            self.error, self.samples = str(error) or type(error).__name__, []
+            return []
+
+    def warm_up(self, seconds: float) -> None:
+        """Call until three calls agree, or have taken so many seconds; what the last ones took is the estimate."""
+        taken: list[float] = []
+        while not self.error and (len(taken) < 3 or max(taken[-3:]) > AGREE * min(taken[-3:])):
+            taken += self.run(1)
+            if sum(taken) > seconds:
+                break
+        if taken and not self.error:
+            self.estimate = quantiles(taken[-3:])["median"]
 
 
 def take_turns(contenders: Sequence[Contender], plan: Plan) -> None:
-    """Let contenders take their turns; who goes first changes from round to round."""
-    for turn in range(plan.rounds):
+    """Warm contenders up and let them take their turns; who goes first changes from round to round."""
+    for one in contenders:
+        one.warm_up(plan.warm)
+    fastest = min((one.estimate for one in contenders if one.rival and not one.error), default=math.inf)
+    for turn in range(max(plan.rounds, LEAST)):
         first = turn % len(contenders)
         for one in (*contenders[first:], *contenders[:first]):
-            calls = max(1, min(40, math.ceil(plan.block / one.estimate)))
-            warm = int(one.estimate < one.budget / 10)
-            if one.error or (one.samples and sum(one.samples) + one.estimate * (calls + warm) > one.budget):
-                continue
-            time.sleep(0.002)  # let the threads of other processes stop spinning
-            try:
-                one.samples += one.timer(calls, warm)
-            except Exception as error:  # it is one row's column that is lost, not the run
-                one.error, one.samples = str(error) or type(error).__name__, []
+            far = one.rival and one.estimate > FAR * fastest
+            calls = 1 if far else max(1, min(40, math.ceil(plan.block / one.estimate)))
+            warm = int(one.estimate < plan.budget / 10)
+            more = turn < plan.rounds and not far and sum(one.samples) + one.estimate * (calls + warm) <= plan.budget
+            if len(one.samples) < LEAST or more:
+                one.samples += one.run(calls, warm)
+
+
+def doubts(row: dict[str, Any]) -> list[str]:
+    """Return why a row's figures are doubtful: what else ran beside it shows in them."""
+    found = []
+    for name in ("fastcaps", row["fastest"]):
+        entry = row.get(name) or row["alternatives"].get(name, {})
+        spread = (entry["p80"] - entry["p20"]) / entry["median"] if "p80" in entry else 0.0
+        if spread > WIDE:
+            found.append(f"the middle 60 % of {name}'s calls lie {spread:.0%} apart")
+    share = row.get("peak_share", 0.0)
+    return found + [f"{share:.0%} of the machine's peak"] * (share > 1)
 
 
 MULTIPLY_ADDS = 2**29  # operations of a thread, two for each multiply-add: some milliseconds

@@ -1,4 +1,4 @@
-"""What a workload is: the sizes of one layer, the kind of its routing, its inputs, cost, and what it ought to reach."""
+"""What a workload is: the sizes of one layer, the kind of its routing, its inputs, cost and goals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.stored import Layout
 from fastcaps.functional import Window
 
-__all__ = ["Draw", "Goal", "Implementation", "Inputs", "Routing", "Workload", "is_batched", "size_of"]
+__all__ = ["Draw", "Implementation", "Inputs", "Routing", "Workload", "is_batched", "size_of"]
 
 Implementation = Callable[..., tuple[Tensor, ...]]
 """Takes a routing's arguments by name, in public layout; returns its results in the order of ``Routing.results``."""
@@ -75,18 +75,6 @@ class Routing(ABC):
 
 
 @dataclass(frozen=True)
-class Goal:
-    """What a workload ought to reach; a report marks what falls short."""
-
-    forward: float  # speed-up against the fastest alternative, at the default batch
-    training: float  # likewise
-    sgemm_share: float | None = None  # of the forward pass's useful operations, at the default batch
-    memory_share: float | None = None  # own peak memory as a share of the votes, where these outweigh the inputs
-    total: tuple[int, float] | None = None  # a batch, and the bytes of all tensors of a training step there
-    means: tuple[float, float] | None = None  # geometric means of the speed-ups of all rows with this goal
-
-
-@dataclass(frozen=True)
 class Workload:
     """One routing of one layer. Symbols: children ``[B, L positions, I, C, D]``, parents ``[B, L, M, C, E]``."""
 
@@ -103,7 +91,6 @@ class Workload:
     kernel_size: int = 1
     stride: int = 1
     groups: int | None = None  # G; None: every child of a position has its own matrices; 0: votes are the poses
-    goal: Goal | None = None
     # The children are so many copies of the first ones: the float64 result of a layer that is too large for it is found
     # from one copy, each child of which counts as often as it is copied.
     copies: int = 1
@@ -185,20 +172,9 @@ class Workload:
                 grad[samples] = kept
         return Inputs(arguments, grads, self.routing.fixed).to(dtype)
 
-    def goal_at(self, batch: int, training: bool) -> dict[str, float] | None:
-        """Return the goals of one row by name (``speedup``, ``mean``, ``sgemm_share``, ``memory_share``, ``total``)."""
-        goal = self.goal
-        if goal is None:
-            return None
-        own, single = batch == self.batch, batch == 1
-        wanted = {
-            "speedup": (goal.forward, goal.training)[training] if own else 1.0 if single else None,
-            "sgemm_share": goal.sgemm_share if own and not training else None,
-            "mean": goal.means[training] if own and goal.means else None,
-            "memory_share": goal.memory_share if self.outweighs(batch) else None,
-            "total": goal.total[1] if goal.total and training and batch == goal.total[0] else None,
-        }
-        return {name: value for name, value in wanted.items() if value is not None} or None
+    def goal_at(self, batch: int) -> dict[str, float]:
+        """Return the goals of a row by name: no slower than any alternative, and memory beside the votes'."""
+        return {"speedup": 1.0} | ({"memory_share": 0.05} if self.outweighs(batch) else {})
 
     def miniature(self) -> Workload:
         """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""

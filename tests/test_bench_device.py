@@ -112,7 +112,7 @@ def test_the_runner_checks_and_measures(device: str, precision: str) -> None:
     served = Runner(device, 0.005)
     for training in (False, True):
         case = _case(training=training, precision=precision)
-        for name in (OURS, "einsum", "batched-matmul"):
+        for name in (OURS, "batched-matmul", "blocked-matmul"):
             assert served.check(case, name)["complaint"] == "", name
             assert served.measure(case)["median"] > 0
     served.check(_case(batch=1, precision=precision), OURS)
@@ -122,7 +122,7 @@ def test_the_runner_checks_and_measures(device: str, precision: str) -> None:
 def test_the_runner_refuses_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     right = build(OURS, TINY)
     wrong = lambda **given: tuple(result * 1.01 for result in right(**given))  # noqa: E731
-    monkeypatch.setattr("bench.runner.build", lambda name, work, safe: wrong)
+    monkeypatch.setattr("bench.runner.build", lambda *given: wrong)
     assert Runner("cpu", 0.005).check(_case(), OURS)["complaint"].startswith("parents errs by")
 
 
@@ -157,16 +157,14 @@ class _Served:
             return {"device": "Test Device", "memory": 8e10, "rates": rates, "three_launches": 3e-5}
         if method == "check":
             name = self._name = arguments[1]
-            if name == "einsum":
+            if name == "batched-matmul-compiled":
                 raise WorkerError("out of memory")
-            complaint = "parents errs" if name == "einsum-compiled" else ""
+            complaint = "parents errs" if name == "blocked-matmul" else ""
             return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": 0.1}
         median = {
             OURS: 1e-4,
             TRITON: 2e-4,
-            "batched-matmul": 3e-3,
-            "batched-matmul-compiled": 2e-3,
-            "blocked-matmul": 4e-3,
+            "blocked-matmul-compiled": 2e-3,
         }[self._name]
         memory = {"peak": 3_000_000, "results": 1_000_000, "beyond": 2_000_000}
         entry = {"median": median, "p20": median, "p80": median, "calls": 5, "memory": memory, "latency": 5e-5}
@@ -181,9 +179,9 @@ def test_a_session_compares_writes_and_says_what_failed(tmp_path: Path, monkeypa
     rows = cases([find("tsai-c10-conv1")], [128, 1], ["fp32"])
     session = Session(tmp_path, device="cuda", clock=False, seconds=1000.0)
     row = session.run(rows[0])[0]
-    assert row["fastest"] == "batched-matmul-compiled" and row["speedup"] == pytest.approx(2e-3 / 8e-5)
-    assert row["alternatives"]["einsum"] == {"failed": "out of memory"}
-    assert row["alternatives"]["einsum-compiled"] == {"failed": "wrong result: parents errs"}
+    assert row["fastest"] == "blocked-matmul-compiled" and row["speedup"] == pytest.approx(2e-3 / 8e-5)
+    assert row["alternatives"]["batched-matmul-compiled"] == {"failed": "out of memory"}
+    assert row["alternatives"]["blocked-matmul"] == {"failed": "wrong result: parents errs"}
     assert row["sgemm_share"] == pytest.approx(row["operations"] / 8e-5 / 5e13) and row["complete"]
     session.run(rows[2])
     session._until -= 1001
@@ -192,9 +190,9 @@ def test_a_session_compares_writes_and_says_what_failed(tmp_path: Path, monkeypa
     session.close()
     assert session.file is not None and len(json.loads(session.file.read_text())["rows"]) == 2
     text = report.markdown(session.rows)
-    assert "| tsai-c10-conv1 | 128 | 3,699 | 0.100 (0.100-0.100) | bmm, compiled | 2.00 (2.00-2.00) | 25.0× |" in text
+    assert "| tsai-c10-conv1 | 128 | 3,699 | 0.100 (0.100-0.100) | blocked, compiled | 2.00" in text
     assert "| 0.080 | 0.200 |" in text and "2.00 (0.1%)" in text and "Test Device: copies 4.00 TB/s" in text
-    assert "einsum: out of memory: tsai-c10-conv1 batch 128 forward" in text
+    assert "stored, compiled: out of memory: tsai-c10-conv1 batch 128 forward" in text
     assert "50 us to the end, three smallest launches take 30 us" in text
     assert "0.080 ms, goal" not in " ".join(goals.shortfalls(session.rows))  # of 0.30 ms
 
@@ -205,7 +203,7 @@ def test_a_session_in_earnest(tmp_path: Path) -> None:
         for case in cases([find("tsai-c10-fc")], [1], ["fp32"]):
             row = session.run(case)[0]
             assert "refused" not in row and row["speedup"] > 0 and not row["complete"]
-            assert set(row["alternatives"]) == {"einsum", "batched-matmul"}
+            assert set(row["alternatives"]) == set(ALTERNATIVES[:2])
     finally:
         session.close()
     assert set(session.machine["rates"]) == {"copy", *PRECISIONS} and min(session.machine["rates"].values()) > 0

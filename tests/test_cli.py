@@ -366,10 +366,10 @@ def test_bench_says_that_it_measured_nothing(capsys: pytest.CaptureFixture[str],
 
 def test_bench_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(call(capsys, "bench", "--list", "--json")[1])
-    assert "sabour-mnist" in listed["workloads"] and "einsum" in listed["alternatives"]
+    assert "sabour-mnist" in listed["workloads"] and "folded-matmul" in listed["alternatives"]
     for arguments, message in (
         (["sabour-mnits"], "unknown workload 'sabour-mnits'"),
-        (["--against", "jax"], "--against: got jax, want some of einsum"),
+        (["--against", "jax"], "--against: got jax, want some of batched-matmul"),
         (["--device", "tpu"], "--device: got tpu, want cpu or cuda"),
         (["--precision", "fp8"], "--precision: got fp8, want some of fp32"),
         (["--html", "nowhere/page.html"], "--html: there is no folder nowhere"),

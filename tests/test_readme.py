@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import pages, record
+from bench import record
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,15 +65,6 @@ def test_the_python_of_a_page_runs_as_printed(
 def test_no_page_lost_its_python() -> None:
     assert len(blocks(ROOT / "README.md")) >= 8
     assert all(blocks(path) for path in (ROOT / "docs" / "routings").glob("*.md"))
-
-
-def test_the_pictures_are_drawn_from_the_measured_rows() -> None:
-    rows = [row for row in record.merge(record.load(record.RESULTS)) if "rates" not in row["machine"]]
-    for name, picture in (("first", pages.first_picture), ("speedup", pages.speedup_picture)):
-        assert (ROOT / f"docs/performance/{name}.svg").read_text(encoding="utf-8") == picture(rows)
-    for name in pages.FIRST:
-        drawn = pages.first_picture(rows)
-        assert f"{name}, training step: " in drawn and f"{name}, stored votes: " in drawn
 
 
 def anchors(path: Path) -> set[str]:

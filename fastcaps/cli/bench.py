@@ -66,7 +66,7 @@ def bench(
     workloads: Annotated[
         list[str] | None, Argument(metavar="[WORKLOAD]...", help="these layers of the papers alone (see --list)")
     ] = None,
-    full: Annotated[bool, Option("--full", help="every row, torch.compile too: some 30 minutes")] = False,
+    full: Annotated[bool, Option("--full", help="every row, torch.compile too: some 40 minutes")] = False,
     against: Annotated[list[str] | None, Option(help="only this alternative (repeat)")] = None,
     compiled: Annotated[bool, Option(help="with --full: torch.compile too")] = True,
     batch: Annotated[list[int] | None, Option(min=1, help="instead of a workload's own (repeat)")] = None,
