@@ -2,13 +2,13 @@
 
 - ``batched-matmul`` stores the votes, made by one product, in the layout that the iterations like best
   (``bench/stored.py``); it has a place in the tables for its memory.
+- ``einsum-compiled`` leaves votes and sums to ``torch.einsum``, as published code does, under ``torch.compile``.
 - ``blocked-matmul`` makes them by a product for each block of children, whenever needed (``bench/blocked.py``).
 - ``folded-matmul`` makes none: where children share matrices, sums over children come first (``bench/folded.py``).
 - ``scaled-dot-product`` is the library's attention, which routing as pooling can be written with.
 
 ``-compiled`` is ``torch.compile`` with static shapes and without graph breaks: of the function that every block runs,
 else of the whole. Each takes a routing's arguments by name, in public layout, and returns a tuple of its results.
-Votes by ``torch.einsum``, as published code makes them, are left out: eager or compiled, they were nowhere the fastest.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from bench.workload import Implementation, Inputs, Workload
 __all__ = [
     "ALTERNATIVES",
     "BLOCKED",
+    "EINSUM",
     "FOLDED",
     "OURS",
     "STORED",
@@ -40,11 +41,11 @@ __all__ = [
     "swept",
 ]
 
-OURS, STORED, BLOCKED, FOLDED, _ATTENTION = (
-    "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "scaled-dot-product",
+OURS, STORED, BLOCKED, FOLDED, EINSUM, _ATTENTION = (
+    "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "einsum-compiled", "scaled-dot-product",
 )  # fmt: skip
 _SUFFIX = "-compiled"
-ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), _ATTENTION)
+ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("", _SUFFIX)), EINSUM, _ATTENTION)
 
 _LARGE = 2**30  # bytes of votes above which nobody stores them in a processor's memory
 _SMALL = 2**23  # bytes of votes that fit the cache as they are
@@ -68,7 +69,7 @@ def suited(names: Sequence[str], work: Workload, batch: int, on: str = "cpu") ->
     folded = work.children >= 32 * work.matrices and not wide
     found = {FOLDED, FOLDED + _SUFFIX} if folded else {BLOCKED, BLOCKED + _SUFFIX}
     if (on == "cuda" or work.votes_bytes(batch) < _LARGE) and not (folded and work.routing.subject == "attention"):
-        found.add(STORED + _SUFFIX)
+        found |= {STORED + _SUFFIX, EINSUM}
     if work.votes_bytes(batch) < _SMALL:
         found = found - {BLOCKED} | {STORED}
     return [one for one in names if one in found]
@@ -93,6 +94,8 @@ def eager(name: str, work: Workload, settings: dict[str, Any] | None = None, bat
         usual |= {"block": 2**20}
         if is_compiled(name):  # elementwise products, which are fused; positions last, where there are some
             usual |= {"block": 2**22, "axes": "imecp" if batch * max(1, work.positions) > 8 else "imcep"}
+    elif name == EINSUM:
+        usual = {"axes": "pimce", "einsum": True}
     elif name.startswith((FOLDED, _ATTENTION)):
         usual = {"axes": "pmice", "folded": True, "kept": True}
     return partial(work.routing.turns, work, Layout(**usual | (settings or {})), 1)

@@ -63,6 +63,8 @@ class Layout:
     axes : str
         A permutation of ``imcep``. With ``pmice`` agreement and weighted sum are batched matmuls, else elementwise
         products that are summed.
+    einsum : bool
+        Leave every product to ``torch.einsum``.
     block : int
         Bytes of votes (of shares, where votes are folded) that are made at a time; 0: all of them, and they are stored.
     kept : bool
@@ -76,12 +78,14 @@ class Layout:
     def __init__(
         self,
         axes: str,
+        einsum: bool = False,
         block: int = 0,
         kept: bool = False,
         folded: bool = False,
         compiled: dict[str, Any] | None = None,
     ) -> None:
-        self.axes, self.block, self.kept, self.folded, self._options = axes, block, kept, folded, compiled
+        self.axes, self.einsum, self.block, self.kept, self.folded = axes, einsum, block, kept, folded
+        self._options = compiled
         self._steps: dict[Any, Any] = {}
         self.child, self.parent = axes.index("i"), axes.index("m")
         self.pose = (axes.index("c"), axes.index("e"))
@@ -129,6 +133,9 @@ class Layout:
         split = poses.unflatten(0, (count // groups, groups))  # named "igpcd": child i * G + g
         wanted = [axis for letter in self.axes for axis in (("i", "g") if letter == "i" else (letter,))]
         full = [count if axis == "i" else sizes[axis] for axis in self.axes]
+        if self.einsum:
+            made = torch.einsum(f"igpcd,gmde->{''.join(wanted)}", split, weight).reshape(full)
+            return made if bias is None else made + self.place(bias, "imce")
         left = [axis for axis in self.axes if axis in "icp"]
         right = [axis for axis in self.axes if axis in "me"]
         poses_first = next(axis for axis in self.axes if axis != "i" or groups == 1) in "icp"
@@ -142,8 +149,15 @@ class Layout:
         made = made.permute([order.index(axis) for axis in wanted]).reshape(full)
         return made if bias is None else made + self.place(bias, "imce")
 
+    def _einsum(self, first: Tensor, second: Tensor, summed: str) -> Tensor:
+        """Return the product of two tensors of this layout, summed over the dimensions ``summed``."""
+        out = "".join(axis for axis in self.axes if axis not in summed)
+        return self.place(torch.einsum(f"{self.axes},{self.axes}->{out}", first, second), out)
+
     def agree(self, votes: Tensor, query: Tensor) -> Tensor:
         """Return ``<query_m, votes_im>`` over the numbers of a pose."""
+        if self.einsum:
+            return self._einsum(votes, query, "ce")
         if self.axes == "pmice":
             return (votes.flatten(3) @ query.flatten(3).transpose(2, 3)).unsqueeze(4)
         return (votes * query).sum(self.pose, keepdim=True)
@@ -154,6 +168,8 @@ class Layout:
 
     def weigh(self, shares: Tensor, votes: Tensor) -> Tensor:
         """Return ``sum_i shares_im votes_im``."""
+        if self.einsum:
+            return self._einsum(shares, votes, "i")
         if self.axes == "pmice":
             return (shares.flatten(3).transpose(2, 3) @ votes.flatten(3)).unflatten(3, votes.shape[3:])
         return (votes * shares).sum(self.child, keepdim=True)
