@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
-from fastcaps import ops
+from fastcaps import backends, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting, route
 from fastcaps.nn.layer import LayerCall, LayerOptions
@@ -174,20 +174,21 @@ class _Implicit(torch.autograd.Function):
     def forward(ctx: Any, routed: Tensor, *arguments: Any) -> Tensor:
         *tensors, parents, window, query, norm_weight, sums, scale, eps, tolerance, limit = arguments
         ctx.save_for_backward(*tensors, query, norm_weight, sums)
-        ctx.settings = parents, window, scale, eps, tolerance, limit
+        ctx.own, ctx.settings = (parents, window, scale, eps, tolerance, limit), backends.settings()
         return routed.view_as(routed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not is_tracing():
             raise RuntimeError("EquilibriumRouting has no second derivatives: let create_graph be False")
-        return _Implicit.solve(ctx, *grads)
+        with backends.under(ctx.settings):
+            return _Implicit.solve(ctx, *grads)
 
     @staticmethod
     @once_differentiable
     def solve(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return u, turn by turn."""
-        parents, window, scale, eps, tolerance, limit = ctx.settings
+        parents, window, scale, eps, tolerance, limit = ctx.own
         (grad,) = grads
         dtype = grad.dtype  # autocast's, where that was on
         *saved, sums = ctx.saved_tensors  # once: a checkpoint hands them out once
