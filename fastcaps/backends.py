@@ -157,6 +157,7 @@ _forced: Setting[str | None] = Setting("fastcaps.backend", None)
 _tf32x3 = Setting("fastcaps.tf32x3", False)
 
 
+@torch.compiler.assume_constant_result
 def settings() -> tuple[str | None, bool]:
     """Return what blocks have set: the forced backend or None, and :func:`tf32x3`."""
     return _forced.get(), _tf32x3.get()
@@ -377,7 +378,7 @@ def on_cpu(children: Tensor) -> bool:
 
     They take all turns in one call, forward and backward. Sizes may be symbols.
     """
-    return children.is_cpu and children.dtype in _CPU_DTYPES and _forced.get() in (None, "cpu") and not _cpu_problem()
+    return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves()
 
 
 def tf32_allowed() -> bool:

@@ -18,7 +18,7 @@ from torch._decomp import register_decomposition
 from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation, reference
-from fastcaps.checks import shape_text
+from fastcaps.checks import check_count, shape_text
 from fastcaps.ops.routing import LIBRARY, NATIVE, TAGS, let_inductor_call, native_op
 from fastcaps.ops.watchers import is_transformed
 
@@ -100,8 +100,7 @@ def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
         raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
     if x.dim() != 4:
         raise ValueError(f"x must be [B, types * dim, H, W], got {shape_text(x)}")
-    if types < 1:
-        raise ValueError(f"types must be at least 1, got {types}")
+    check_count("types", types)
     if x.shape[1] % types or x.shape[1] < types:
         raise ValueError(f"x must have a multiple of {types} channels, as there are types, got {shape_text(x)}")
     if y is None and b is not None:
