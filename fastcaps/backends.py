@@ -10,11 +10,12 @@ TF32 keep about the digits of float32.
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first turn of inverted
 attention is as a rule torch's own product, under every backend but the reference.)
 
-Either block holds for the code that it runs, its asyncio tasks among it, and for the backwards of the calls made in it,
-wherever those run. A thread that is started in it begins without (``contextvars.copy_context().run`` takes it along), so
-the threads of ``nn.DataParallel`` do too. A generator that yields inside a block leaves it on for its caller until it
-goes on. When a block has ended it holds nowhere, whatever the order in which blocks end. In a compiled graph each op, a
-backward too, goes by where it runs; what is not an op, the first turn of inverted attention, by where it was compiled.
+Either block holds for the code that it runs, its asyncio tasks among it, and for the backwards of the calls made in
+it, wherever those run. A thread that starts inside it begins without (``contextvars.copy_context().run`` takes it
+along); so do the threads of ``nn.DataParallel``. A generator that yields inside a block leaves it on for its caller
+until it goes on. A block that has ended holds nowhere, whatever the order in which blocks end. In a compiled graph
+each op, a backward too, goes by where it runs; what is not an op, the first turn of inverted attention, by where it
+was compiled. Put the block around the call of a compiled function: inside it breaks the graph.
 """
 
 from __future__ import annotations

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_eps, check_finite, check_table, is_tracing
+from fastcaps.checks import (
+    accumulation_dtype,
+    check_choice,
+    check_count,
+    check_eps,
+    check_finite,
+    check_table,
+    is_tracing,
+)
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
@@ -90,16 +98,17 @@ def em_routing(
               n_m\bigr)\Bigr)
 
     Each parent is a Gaussian with a diagonal variance; the parents compete for each child (the softmax runs over m),
-    in the first turn ``r = 1 / M`` (see ``first_coefficients``). All is computed from logarithms, so that no activation of 0 and no small variance
-    makes a NaN, and no vote is stored. The children's activations weigh them in the sums; they are not divided out.
+    in the first turn ``r = 1 / M`` (see ``first_coefficients``). All is computed from logarithms, so that no activation
+    of 0 and no small variance makes a NaN, and no vote is stored. The children's activations weigh them in the sums;
+    they are not divided out.
 
     Parameters
     ----------
     children : Tensor
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
     activations : Tensor or None
-        a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``, or booleans; None is 1 for all. A child with an activation of
-        0 leaves no trace.
+        a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``, or booleans; None is 1 for all. A child with an
+        activation of 0 leaves no trace.
     weight : Tensor or None
         W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. Child i,
         counted as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices,
