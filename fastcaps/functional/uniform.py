@@ -159,9 +159,7 @@ def _uniform_convolution(children: Tensor, weight: Tensor, window: Sequence[int]
     kernel = weight.view(kh, kw, types, many, depth, columns).permute(3, 5, 0, 1, 2, 4)
     kernel = kernel.reshape(many * columns, kh, kw, types * depth).movedim(-1, 1)
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
-    if (
-        is_tracing()
-    ):  # Inductor fails where a permuted view of free sizes meets a convolution, not where arithmetic does
+    if is_tracing():  # Inductor fails where a permuted view of free sizes meets a convolution, but takes arithmetic
         images, kernel = -images, -kernel
     result = _convolution(images, kernel, window)
     ho, wo = result.shape[2:]
