@@ -330,7 +330,7 @@ def choose(call: Call) -> str:
     BackendError
         If a backend is forced and cannot take the call.
     """
-    return chosen(_forced.get(), call)
+    return chosen(forced(), call)
 
 
 def refuse_unless_reference(stem: str) -> None:
@@ -341,9 +341,9 @@ def refuse_unless_reference(stem: str) -> None:
     BackendError
         Naming the backend.
     """
-    if _forced.get() not in (None, "reference"):
+    if forced() not in (None, "reference"):
         raise BackendError(
-            f"backend {_forced.get()!r} is forced and cannot take this call: torch.func transforms and forward-mode "
+            f"backend {forced()!r} is forced and cannot take this call: torch.func transforms and forward-mode "
             f"derivatives of the {stem} routing go through the reference"
         )
 
