@@ -10,7 +10,12 @@ TF32 keep about the digits of float32.
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first turn of inverted
 attention is as a rule torch's own product, under every backend but the reference.)
 
-Either is one global of the process, like the flags of :mod:`torch.backends`: set it before threads start.
+Either block holds for the code that it runs, its asyncio tasks among it, and for the backwards of the calls made in
+it, wherever those run. A thread that starts inside it begins without (``contextvars.copy_context().run`` takes it
+along); so do the threads of ``nn.DataParallel``. A generator that yields inside a block leaves it on for its caller
+until it goes on. A block that has ended holds nowhere, whatever the order in which blocks end. In a compiled graph
+each op, a backward too, goes by where it runs; what is not an op, the first turn of inverted attention, by where it
+was compiled. Put the block around the call of a compiled function: inside it breaks the graph.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fastcaps import libraries
+from fastcaps.settings import Setting
 from fastcaps.votes import Votes
 
 __all__ = [
@@ -46,12 +52,14 @@ __all__ = [
     "on_cpu",
     "refusal",
     "refuse_unless_reference",
+    "settings",
     "show",
     "takes_turns",
     "tf32_allowed",
     "tf32x3",
     "tf32x3_wanted",
     "triton_kernels",
+    "under",
 ]
 
 NAMES = ("cuda", "triton", "cpu", "reference")
@@ -144,10 +152,29 @@ def _options(device: torch.device) -> int:
     return bits | TF32X3 if tf32x3_wanted() else bits
 
 
-# ---- what is there ---------------------------------------------------------------------------------------------------
+# ---- what blocks set -------------------------------------------------------------------------------------------------
 
-_forced: str | None = None
-_tf32x3 = False
+_forced: Setting[str | None] = Setting("fastcaps.backend", None)
+_tf32x3 = Setting("fastcaps.tf32x3", False)
+
+
+@torch.compiler.assume_constant_result
+def settings() -> tuple[str | None, bool]:
+    """Return what blocks have set: the forced backend or None, and :func:`tf32x3`."""
+    return _forced.get(), _tf32x3.get()
+
+
+@contextmanager
+def under(wanted: tuple[str | None, bool]) -> Iterator[None]:
+    """Run a backward under the settings of its forward: it may run in a thread of autograd, or after their block."""
+    if torch.compiler.is_compiling() or wanted == settings():
+        yield
+        return
+    with _forced.block(wanted[0]), _tf32x3.block(wanted[1]):
+        yield
+
+
+# ---- what is there ---------------------------------------------------------------------------------------------------
 
 
 def native_capability() -> str | None:
@@ -303,7 +330,7 @@ def choose(call: Call) -> str:
     BackendError
         If a backend is forced and cannot take the call.
     """
-    return chosen(_forced, call)
+    return chosen(forced(), call)
 
 
 def refuse_unless_reference(stem: str) -> None:
@@ -314,9 +341,9 @@ def refuse_unless_reference(stem: str) -> None:
     BackendError
         Naming the backend.
     """
-    if _forced not in (None, "reference"):
+    if forced() not in (None, "reference"):
         raise BackendError(
-            f"backend {_forced!r} is forced and cannot take this call: torch.func transforms and forward-mode "
+            f"backend {forced()!r} is forced and cannot take this call: torch.func transforms and forward-mode "
             f"derivatives of the {stem} routing go through the reference"
         )
 
@@ -352,7 +379,7 @@ def on_cpu(children: Tensor) -> bool:
 
     They take all turns in one call, forward and backward. Sizes may be symbols.
     """
-    return children.is_cpu and children.dtype in _CPU_DTYPES and _forced in (None, "cpu") and not _cpu_problem()
+    return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves()
 
 
 def tf32_allowed() -> bool:
@@ -366,15 +393,16 @@ def tf32_allowed() -> bool:
 
 def tf32x3_wanted() -> bool:
     """Return whether float32 products that may be rounded to TF32 are to be made of three each: see :func:`tf32x3`."""
-    return _tf32x3 and tf32_allowed()
+    return _tf32x3.get() and tf32_allowed()
 
 
 # ---- forcing one -----------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.assume_constant_result
 def forced() -> str | None:
     """Return the name of the backend that is forced now, or None."""
-    return _forced
+    return _forced.get()
 
 
 def _known(name: str, source: str) -> str:
@@ -383,8 +411,7 @@ def _known(name: str, source: str) -> str:
     return name
 
 
-@contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name: str) -> AbstractContextManager[None]:
     """Force a backend inside a ``with`` block.
 
     Parameters
@@ -399,12 +426,7 @@ def backend(name: str) -> Iterator[None]:
     BackendError
         From a call inside the block that the backend cannot take.
     """
-    global _forced
-    before, _forced = _forced, _known(name, "backend: name")
-    try:
-        yield
-    finally:
-        _forced = before
+    return _forced.block(_known(name, "backend: name"))
 
 
 def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
@@ -414,7 +436,7 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
     round to TF32, as torch does. In the block they part each factor into two TF32 numbers and make three products of
     them: on tensor cores still, with an error near that of float32. Where TF32 is not allowed, on the CPU and in half
     precision nothing changes. Torch makes its own products as before, so the first turn of inverted attention is then a
-    kernel too. A backward goes by the block that it runs in.
+    kernel too. A backward goes by the block that its forward ran in.
 
     Parameters
     ----------
@@ -428,17 +450,7 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
     """
     if not isinstance(wanted, bool):
         raise TypeError(f"wanted must be a bool, got {type(wanted).__name__} (a decorator is written @tf32x3())")
-    return _tf32x3_is(wanted)
-
-
-@contextmanager
-def _tf32x3_is(wanted: bool) -> Iterator[None]:
-    global _tf32x3
-    before, _tf32x3 = _tf32x3, wanted
-    try:
-        yield
-    finally:
-        _tf32x3 = before
+    return _tf32x3.block(wanted)
 
 
 if libraries.library("cpu").problem:
@@ -450,4 +462,4 @@ if libraries.library("cpu").problem:
         stacklevel=2,
     )
 if os.environ.get("FASTCAPS_BACKEND"):
-    _forced = _known(os.environ["FASTCAPS_BACKEND"], "FASTCAPS_BACKEND")
+    _forced.default = _known(os.environ["FASTCAPS_BACKEND"], "FASTCAPS_BACKEND")

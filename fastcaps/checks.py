@@ -23,8 +23,12 @@ __all__ = [
     "check_tensor",
     "did_you_mean",
     "is_tracing",
+    "refuse_nested",
     "shape_text",
 ]
+
+
+_MOST = 2**63 - 1  # what int64 holds; one less, since some callers add 1
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,6 +46,12 @@ def shape_text(tensor: Tensor) -> str:
     return f"{list(tensor.shape)}"
 
 
+def refuse_nested(name: str, value: Tensor) -> None:
+    """Raise for a nested tensor, which has no shape: its layout may be that of any other."""
+    if value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it (a gate of 0 leaves a child out)")
+
+
 def check_tensor(name: str, value: Any, children: Tensor, cast: bool, also: Sequence[torch.dtype] = ()) -> None:
     """Raise if an argument is not a dense tensor of the children's device and, unless autocast casts it, dtype.
 
@@ -49,6 +59,7 @@ def check_tensor(name: str, value: Any, children: Tensor, cast: bool, also: Sequ
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    refuse_nested(name, value)
     if value.device != children.device:
         raise ValueError(f"{name} must be on the device of children, {children.device}, got {value.device}")
     if value.layout != torch.strided:
@@ -110,6 +121,8 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
         value = operator.index(value)
     if value < least:
         raise ValueError(f"{name} must be an int >= {least}, got {value}")
+    if value >= _MOST:
+        raise ValueError(f"{name} must be an int below 2**63, got {value}")
     return value
 
 

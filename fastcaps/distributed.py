@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fastcaps import reference
+from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops import Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.query import QueryRouting
@@ -360,7 +360,7 @@ class _Pooled(torch.autograd.Function):
         joint, total = layout.joined("children", part[..., None, None] * sums, part)
         inverse = inverse_or_zero(total)
         joint, log_sum = (joint * inverse[..., None, None]).to(sums.dtype), top + total.log()
-        ctx.settings = settings
+        ctx.settings, ctx.blocks = settings, backends.settings()
         ctx.save_for_backward(*tensors, joint, log_sum)
         part = part * inverse
         ctx.mark_non_differentiable(part)
@@ -377,7 +377,9 @@ class _Pooled(torch.autograd.Function):
         needs = _bits(ctx.needs_input_grad[2:])
         if detach:
             needs = needs & ~pooling_routing.constant | DETACH
-        return None, None, *_wanted(needs, pooling_routing.run_backward(wide, *votes, *own, needs))
+        with backends.under(ctx.blocks):
+            found = pooling_routing.run_backward(wide, *votes, *own, needs)
+        return None, None, *_wanted(needs, found)
 
 
 def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Tensor | None]:
@@ -434,7 +436,7 @@ class _Moments(torch.autograd.Function):
         parents, window, rule, eps = settings
         own = (*tensors[4:], [1.0], rule, eps, False)
         evidence, *_, counts, means, narrow, _, _ = gaussian_routing.compute((*tensors[:4], parents, window, *own))
-        ctx.settings = settings
+        ctx.settings, ctx.blocks = settings, backends.settings()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, counts, means, narrow)
         return counts[0].clone(), means[0].clone(), narrow[0].clone(), evidence
@@ -448,7 +450,8 @@ class _Moments(torch.autograd.Function):
         state = [None if x is None else x[None] for x in tensors[4:7]]
         needs = _bits(ctx.needs_input_grad[1:])
         own = (*state, *tensors[7:], counts, means, narrow, eps, needs)
-        found = gaussian_routing.run_backward(*heads, *tensors[:4], parents, window, *own)
+        with backends.under(ctx.blocks):
+            found = gaussian_routing.run_backward(*heads, *tensors[:4], parents, window, *own)
         return None, *_wanted(needs, found)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastcaps.checks import check_count, check_shape, check_tensor, is_tracing, shape_text
+from fastcaps.checks import check_count, check_shape, check_tensor, is_tracing, refuse_nested, shape_text
 
 __all__ = [
     "SET_WINDOW",
@@ -168,7 +168,7 @@ class Votes(NamedTuple):
     bias
         ``[I or 1, M or 1, C, E]``, or None.
     gate
-        g, ``[B, H, W, N]`` or ``[B, I]``; None for 1.
+        g, ``[B, H, W, N]`` or ``[B, I]``; None for 1. Users may give booleans.
     parents
         M.
     window
@@ -294,6 +294,8 @@ class Votes(NamedTuple):
     ) -> Votes:
         """Return in op layout what was found right."""
         spec = SET_WINDOW if window is None else window.spec
+        if gate is not None and gate.dtype == torch.bool:
+            gate = gate.to(children.dtype)
         return cls(to_op(children, window), weight, bias, None if gate is None else to_op(gate, window), parents, spec)
 
     def check(self) -> None:
@@ -369,7 +371,7 @@ def _check(tensors: Sequence[Any], window: Window | None, parents: Any, gate_nam
     _check_window(votes, children, window)
     _check_bias(votes, cast)
     if gate is not None:
-        check_tensor(gate_name, gate, children, cast)
+        check_tensor(gate_name, gate, children, cast, () if gate_name == "scores" else (torch.bool,))
         check_shape(gate_name, gate, tuple(children.shape[:-2]), "B, I" if window is None else "B, N, H, W")
     return many
 
@@ -382,12 +384,22 @@ def _parents(parents: Any, weight: Any, bias: Any) -> int:
     return table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
 
 
+def told_parents(weight: Any, count: int) -> int | None:
+    """Return the M that another argument tells, or None where the weight tells it.
+
+    A weight for one parent does not: who gives it beside other parents takes it for one that all share.
+    """
+    tells = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
+    return None if tells else count
+
+
 def _check_children(children: Any, window: Any) -> None:
     """Raise unless children is a dense, floating-point, non-empty (but for the batch) set or grid of poses."""
     if not isinstance(children, Tensor):
         raise TypeError(f"children must be a torch.Tensor, got {type(children).__name__}")
     if window is not None and not isinstance(window, Window):
         raise TypeError(f"window must be a fastcaps.Window or None, got {type(window).__name__}")
+    refuse_nested("children", children)
     symbols = "B, I, C, D" if window is None else "B, N, H, W, C, D"
     if children.dim() != (4 if window is None else 6):
         kind = "a set (window=None)" if window is None else "a grid (window given)"
@@ -416,7 +428,12 @@ def _check_weight(weight: Tensor, children: Tensor, parents: Any) -> None:
             f"weight [G, M, D, E] must have D = {children.shape[-1]}, the columns of a child's pose; "
             f"got {shape_text(weight)}"
         )
-    if parents is not None and check_count("parents", parents) != weight.shape[1]:
+    if parents is not None and check_count("parents", parents) != weight.shape[1] == 1:
+        raise ValueError(
+            f"weight [G, M, D, E] must have M = {parents}, as there are parents (weight.expand(-1, {parents}, -1, -1) "
+            f"shares one matrix), got {shape_text(weight)}"
+        )
+    if parents is not None and parents != weight.shape[1]:
         raise ValueError(f"parents must be the M = {weight.shape[1]} of weight [G, M, D, E], got {parents}")
 
 

@@ -339,16 +339,17 @@ def em(
     beta_a: list[float],
     inverse_temperatures: list[float],
     eps: float = 0.0,
+    first: float | None = None,
 ) -> tuple[list[Vector], list[float], list[list[float]]]:
     """Procedure 1 of Hinton et al. 2018, "EM ROUTING"; returns the poses mu_j, activations a_j and the last R_ij.
 
     One turn for each inverse temperature. ``eps`` stands where the package has it: beside sum_i R_ij, under which the
     moments are divided, and in the variances; the paper has none. The E-step after the last M-step is left out: nothing
-    reads it.
+    reads it. ``first``: R_ij of the first turn where it is not 1 / M.
     """
     lower, upper = range(len(votes)), range(len(votes[0]))
     size = range(len(votes[0][0]))
-    responsibility = [[1 / len(votes[0]) for _ in upper] for _ in lower]
+    responsibility = [[1 / len(votes[0]) if first is None else first for _ in upper] for _ in lower]
     mu: list[Vector] = []
     square: list[Vector] = []
     a: list[float] = []

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,3 +172,117 @@ def test_importing_says_nothing_where_the_library_is() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(set_arguments())
+
+
+# ---- blocks in generators, tasks and threads -------------------------------------------------------------------------
+
+Block = Callable[[Any], AbstractContextManager[None]]
+each_setting = pytest.mark.parametrize(
+    ("block", "now", "values"),
+    [
+        (fastcaps.backend, backends.forced, ("reference", "cpu", None)),
+        (backends.tf32x3, lambda: backends.settings()[1], (True, False, False)),
+    ],
+    ids=["backend", "tf32x3"],
+)
+
+
+@each_setting
+def test_blocks_of_generators_may_end_in_any_order_and_anywhere(block: Block, now: Any, values: Any) -> None:
+    first, second, none = values
+
+    def inside(value: Any) -> Iterator[Any]:
+        with block(value):
+            yield now()
+            yield now()
+
+    one, two = inside(first), inside(second)
+    assert (next(one), next(two), next(one)) == (first, second, second)  # the block that began last counts
+    one.close()
+    assert now() == second
+    two.close()
+    assert now() == none
+    begun = inside(first)
+    next(begun)
+    thread = threading.Thread(target=begun.close)
+    thread.start()
+    thread.join()
+    assert now() == none, "a block that ended in another thread is still on"
+
+
+@each_setting
+def test_blocks_of_tasks_are_their_own(block: Block, now: Any, values: Any) -> None:
+    async def inside(value: Any, turns: int) -> list[Any]:
+        seen = []
+        with block(value):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                seen.append(now())
+        return [*seen, now()]
+
+    async def both() -> list[list[Any]]:
+        found = await asyncio.gather(inside(values[0], 3), inside(values[1], 5))
+        with block(values[0]):
+            assert await asyncio.create_task(inside(values[1], 1)) == [values[1], values[0]]
+        return list(found)
+
+    assert asyncio.run(both()) == [[values[0]] * 3 + [values[2]], [values[1]] * 5 + [values[2]]]
+    assert now() == values[2]
+
+
+@each_setting
+def test_blocks_of_threads_are_their_own(block: Block, now: Any, values: Any) -> None:
+    first, second, none = values
+    steps, seen = threading.Barrier(2, timeout=30), {}
+
+    def inside(value: Any, waits: int) -> None:
+        seen[value] = [now()]
+        with block(value):
+            steps.wait()
+            for _ in range(waits):  # one leaves its block while the other is in it
+                steps.wait()
+            seen[value] += [now()]
+        if not waits:
+            steps.wait()
+
+    with block(first):  # which new threads do not see
+        threads = [threading.Thread(target=inside, args=(value, k)) for k, value in enumerate(values[:2])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == {first: [none, first], second: [none, second]} and now() == none
+
+
+@pytest.mark.parametrize("made_by", ["cpu", "reference"])
+@pytest.mark.parametrize("kind", ["routing", "equilibrium", "squash_sum"])
+def test_a_backward_runs_what_its_forward_was_forced_to(
+    kind: str, made_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it in another block, or in another thread: those of autograd run the backwards of a GPU."""
+    if not backends.native_serves():
+        pytest.skip("no native library here")
+    children, weight = torch.randn(2, 3, 2, 2, requires_grad=True), torch.randn(3, 5, 2, 2)
+    with fastcaps.backend(made_by):
+        if kind == "equilibrium":
+            found = fastcaps.EquilibriumRouting(3, 5, 4, 4)(children.flatten(2))
+        elif kind == "squash_sum":
+            found = fastcaps.ops.squash_sum(children, types=1)
+        else:
+            found = fastcaps.functional.dynamic_routing(children, weight)
+    ran = []
+    on_cpu, chosen = backends.on_cpu, backends.chosen
+
+    def asked(name: str | None, *rest: Any) -> str:
+        ran.append(chosen(name, *rest))
+        return ran[-1]
+
+    monkeypatch.setattr(backends, "on_cpu", lambda tensor: on_cpu(tensor) and not ran.append("cpu"))
+    monkeypatch.setattr(backends, "chosen", asked)
+    other = "reference" if made_by == "cpu" else "cpu"
+    with fastcaps.backend(other):
+        thread = threading.Thread(target=lambda: found.square().sum().backward())
+        thread.start()
+        thread.join()
+    assert set(ran) == {made_by} and children.grad is not None
+    assert backends.forced() is None

@@ -336,6 +336,8 @@ def write_trees(folder: Path) -> None:
 
 def test_trees_give_every_unique_phrase(tmp_path: Path) -> None:
     write_trees(tmp_path / "trees")
+    marked = tmp_path / "trees" / "train.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + marked.read_bytes())  # as some editors begin a file
     bank = data.load_treebank(tmp_path)
     assert dict(zip(bank.train.texts, bank.train.labels, strict=True)) == {
         "A": 2, "fine": 4, "film": 2, "fine film": 3, "A fine film": 2, ".": 2, "A fine film .": 3,

@@ -84,6 +84,22 @@ def test_wrong_shapes(name: str, argument: str, shape: tuple[int, ...], says: li
             getattr(functional, name)(**given)
 
 
+def nested(*shape: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(shape), torch.randn(shape)])
+
+
+@pytest.mark.before_anything_runs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_for_one_parent_beside_others_is_what_is_wrong(name: str) -> None:
+    given = arguments(name) | {"weight": torch.randn(1, 1, D, E), "bias": None}
+    given |= {"parents": M} if name in ("dynamic_routing", "routing_pool") else {}
+    with pytest.raises(ValueError, match=r"weight \[G, M, D, E\] must have M = 7, .* got \[1, 1, 3, 4\]"):
+        getattr(functional, name)(**given)
+    poses = torch.randn(B, M, C, E)
+    with pytest.raises(ValueError, match=r"weight \[G, M, D, E\] must have M = 7"):
+        functional.inverted_attention_routing(given["children"], given["weight"], poses)
+
+
 @pytest.mark.before_anything_runs
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_tensors(name: str) -> None:
@@ -105,7 +121,10 @@ def test_wrong_tensors(name: str) -> None:
         (TypeError, "iterations must be an int", {"iterations": 2.0}),
         (TypeError, "iterations must be an int", {"iterations": True}),
         (ValueError, "iterations must be an int >= [01], got -1", {"iterations": -1}),
+        (ValueError, r"iterations must be an int below 2\*\*63", {"iterations": 2**63}),
         (TypeError, "children must be a dense tensor", {"children": torch.randn(B, N, C, D).to_sparse()}),
+        (TypeError, "children must be a dense tensor, got a nested one", {"children": nested(N, C, D)}),
+        (TypeError, f"{numbers} must be a dense tensor, got a nested one", {numbers: nested(N)}),
     ]
     for error, message, wrong in cases:
         with pytest.raises(error, match=message):

@@ -165,6 +165,16 @@ def test_float32_empty_batch_and_strides(name: str) -> None:
     assert all(result.shape[0] == 0 for result in run(*empty))
 
 
+@pytest.mark.parametrize("window", [WINDOWS["set"], WINDOWS["conv"]], ids=["set", "conv"])
+@pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "heinsen"])
+def test_booleans_are_gates_of_0_and_1(name: str, window: Window | None) -> None:
+    ours, tensors = calls(window)[name]
+    k = 1 if name in ("em", "pool-identity") else 3
+    masks = torch.arange(tensors[k].numel()).view_as(tensors[k]) % 3 > 0
+    found = [ours(*tensors[:k], gate, *tensors[k + 1 :]) for gate in (masks, masks.to(tensors[0].dtype))]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 # ---- what is peculiar to one routing ---------------------------------------------------------------------------------
 
 

@@ -322,6 +322,10 @@ def test_other_images_channels_and_classes(name):
 
 def test_other_texts():
     net = models.create("heinsen-sst5", layers=3, embedding=20, classes=7, parts=6, dim=8).eval()
+    with torch.no_grad():
+        net.depth.fill_(torch.nan)  # as after a build without memory
+    net.apply(lambda module: getattr(module, "reset_parameters", int)())
+    assert not net.depth.any()
     embeddings = torch.randn(2, 5, 3, 20)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     scores, trace = net(embeddings, mask, return_trace=True)

@@ -38,18 +38,22 @@ def temperatures(layer: EMRouting) -> list[float]:
     return list(given) if isinstance(given, list) else [given] * 3
 
 
+@pytest.mark.parametrize("first", ["uniform", "ones"])
+@pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_layer_is_the_procedure(form: str) -> None:
-    layer = make(form)
+def test_the_layer_is_the_procedure(form: str, turns: int, first: str) -> None:
+    lambdas = temperatures(make(form))[:turns]
+    layer = make(form, iterations=turns, first_coefficients=first, inverse_temperature=lambdas)
     grid = (5, 4) if layer.window is not None else ()
     children = torch.randn(2, layer.in_capsules, *grid, layer.in_dim, dtype=torch.float64)
     activations = torch.rand(children.shape[:-1], dtype=torch.float64)
     poses, active, r = layer(children, activations, return_coefficients=True)
+    one = {"uniform": None, "ones": 1.0}[first]
     rows, columns, _ = layer.pose_shape
     cut = children.unflatten(-1, (rows, columns))
     for place, seen in seen_by(layer.window, cut, layer.weight.detach(), layer.bias, activations):
         betas = (layer.beta_u.tolist(), layer.beta_a.tolist())
-        wanted = em([c.votes for c in seen], [c.gate for c in seen], *betas, temperatures(layer), 1e-3)
+        wanted = em([c.votes for c in seen], [c.gate for c in seen], *betas, lambdas, 1e-3, one)
         for found, numbers in zip((poses, active), wanted, strict=False):
             expect(at(found, layer.window, place).detach(), numbers)
         expect(at(r, layer.window, place, True), wanted[2])

@@ -209,6 +209,19 @@ def test_a_set_layer_flattens_a_grid_in_the_order_n_h_w(kind: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("kind", [*LAYERS, "primary", "pool2d"])
+def test_torchinfo_finds_a_size_of_kernel_or_none(kind: str) -> None:
+    """It reads the attribute if there is one, and raises unless that is an int or can be iterated over."""
+    others = {
+        "primary": lambda: fastcaps.PrimaryCapsules(12, 3, 4, kernel_size=None),
+        "pool2d": lambda: fastcaps.RoutingPool2d(4),
+    }
+    layer = others[kind]() if kind in others else make(kind, "set-vector")
+    assert not hasattr(layer, "kernel_size")
+    assert ("kernel_size=None" in repr(layer)) == (kind == "primary")
+    assert kind in others or tuple(make(kind, "grid-padded").kernel_size) == (3, 2)
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_shared_set_takes_any_number_of_children(kind: str) -> None:
     layer = make(kind, "set-share")

@@ -8,6 +8,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastcaps import PrimaryCapsules, RoutingPool, RoutingPool2d, RoutingStack, explain
@@ -345,6 +347,24 @@ def test_equilibria_halves_checkpoints_and_second_derivatives():
     half = EquilibriumRouting(8, 3, 4, 4, dtype=torch.bfloat16)
     half(children.bfloat16()).float().sum().backward()
     assert half.weight.grad.isfinite().all()
+
+
+def test_equilibria_refuse_transforms_and_gradients_of_dtensors_by_name():
+    layer, children = EquilibriumRouting(8, 3, 4, 4), torch.randn(2, 8, 4)
+    for transform in (lambda f: torch.func.grad(lambda x: f(x).sum()), torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises(RuntimeError, match=r"fastcaps\.EquilibriumRouting has no rule for torch\.func"):
+            transform(layer)(children)
+    with pytest.raises(RuntimeError, match=r"fastcaps\.EquilibriumRouting has no rule for torch\.func"):
+        torch.func.vmap(layer)(children[None])
+    torch.distributed.init_process_group("fake", rank=0, world_size=1)
+    try:
+        spread = distribute_tensor(children, init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(RuntimeError, match=r"fastcaps\.EquilibriumRouting has no gradients for DTensors"):
+            layer(spread)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(spread).full_tensor(), layer(children))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_equilibria_refuse_what_has_no_fixed_point():

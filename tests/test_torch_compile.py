@@ -118,6 +118,11 @@ SETS: Shapes = [((b, i, 4),) for b, i in ((2, 6), (3, 9), (4, 5), (5, 13), (6, 7
 HEINSEN: Shapes = [((b, i), (b, i, 2, 4)) for b, i in ((2, 6), (3, 9), (4, 5), (5, 13), (6, 7))]
 CASES = {
     "attention-set": Case(lambda: fastcaps.InvertedAttentionRouting(6, 3, 4, 4, share=True), SETS, ("bi.",)),
+    "attention-parents": Case(
+        lambda: fastcaps.InvertedAttentionRouting(6, 3, 4, 4),
+        [((b, 6, 4), (b, 3, 4)) for b in (4, 5, 2)],
+        ("b..", "b.."),
+    ),
     "attention-grid": Case(
         lambda: fastcaps.InvertedAttentionRouting(2, 3, 4, 4, kernel_size=3, stride=2, bias=True),
         grids(2, 4),
@@ -171,6 +176,29 @@ def test_layer_in_one_graph_for_any_size(case: Case) -> None:
         same(found, layer(*inputs))
         sum(tensor.sum() for tensor in flat(found)).backward()
     assert graphs() <= 3, "a graph for almost every size"
+
+
+@every_layer
+def test_layer_with_sizes_free_from_the_start(case: Case) -> None:
+    layer = case.make()
+    run = compiled(layer)
+    for shapes in case.shapes[:2]:
+        inputs = case.inputs(shapes)
+        same(run(*inputs), layer(*inputs))
+
+
+@pytest.mark.parametrize("kind", ["primary", "matrix", "vector"])
+def test_inductor_takes_images_of_two_sizes(kind: str) -> None:
+    """Behind a convolution, whose result has sizes that are no mere symbols."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3), fastcaps.PrimaryCapsules(8, 2, 4)]
+    if kind != "primary":
+        layers.append(fastcaps.InvertedAttentionRouting(2, 3, 4, 4, pose=kind, kernel_size=2))
+        layers.append(fastcaps.InvertedAttentionRouting(3, 5, 4, 4, pose=kind, kernel_size="all", share=True))
+    model = nn.Sequential(*layers)
+    run = compiled(model, "inductor", None if kind == "primary" else True)
+    for size in ((9, 8), (7, 11)):
+        images = torch.randn(2, 3, *size)
+        same(run(images), model(images))
 
 
 @every_layer

@@ -104,7 +104,7 @@ def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
         for number, raw in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:
-                line = raw.decode()
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise CorruptDataError(f"{where}: no UTF-8 text ({error.reason}); trees are wanted here") from error
             found = list(_nodes(line, where))

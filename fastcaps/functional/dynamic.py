@@ -61,7 +61,7 @@ def dynamic_routing(
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
     gate : Tensor, optional
-        g, ``[B, I]`` or ``[B, N, H, W]``; 0 is a child that is not there. The paper has none.
+        g, ``[B, I]`` or ``[B, N, H, W]``, or booleans; 0 is a child that is not there. The paper has none.
     compete : "parents" or "children"
         Over which of them the softmax runs. The paper says parents; many published codes let the children of a parent
         compete. Then the gates, which must not be negative, stand inside the softmax, and shares add up to 1 over the

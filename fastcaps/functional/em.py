@@ -9,13 +9,23 @@ import torch
 from torch import Tensor
 
 from fastcaps import ops
-from fastcaps.checks import accumulation_dtype, check_count, check_eps, check_finite, check_table, is_tracing
+from fastcaps.checks import (
+    accumulation_dtype,
+    check_choice,
+    check_count,
+    check_eps,
+    check_finite,
+    check_table,
+    is_tracing,
+)
+from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once
+from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once, told_parents
 
 __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "inverse_temperatures"]
 
+FIRST_COEFFICIENTS = ("uniform", "ones")
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
 
 
@@ -79,6 +89,7 @@ def em_routing(
     eps: float = 1e-8,
     window: Window | None = None,
     return_coefficients: bool = False,
+    first_coefficients: str = "uniform",
 ) -> Capsules | RoutedCapsules:
     r"""Route children to parents by EM (Hinton et al. 2018, Procedure 1).
 
@@ -93,16 +104,17 @@ def em_routing(
               n_m\bigr)\Bigr)
 
     Each parent is a Gaussian with a diagonal variance; the parents compete for each child (the softmax runs over m),
-    in the first turn ``r = 1 / M``. All is computed from logarithms, so that no activation of 0 and no small variance
-    makes a NaN, and no vote is stored. The children's activations weigh them in the sums; they are not divided out.
+    in the first turn ``r = 1 / M`` (see ``first_coefficients``). All is computed from logarithms, so that no activation
+    of 0 and no small variance makes a NaN, and no vote is stored. The children's activations weigh them in the sums;
+    they are not divided out.
 
     Parameters
     ----------
     children : Tensor
         Poses P, a set ``[B, I, C, D]`` or, with a ``window``, a grid ``[B, N, H, W, C, D]``. B may be 0.
     activations : Tensor or None
-        a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``; None is 1 for all. A child with an activation of
-        0 leaves no trace.
+        a_i of the children, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``, or booleans; None is 1 for all. A child with an
+        activation of 0 leaves no trace.
     weight : Tensor or None
         W, ``[G, M, D, E]``; None: votes are the children's own poses, plus the bias. Child i,
         counted as (ky, kx, n) with n fastest, uses group i mod G: G = I for own matrices,
@@ -122,6 +134,9 @@ def em_routing(
         Makes the call one over a grid.
     return_coefficients : bool
         Also return the r of the last turn.
+    first_coefficients : "uniform" or "ones"
+        r of the first turn: 1 / M, or 1 for every pair, as SR-CapsNet's code has it (Hahn et al. 2019). Means and
+        variances are the same but for ``eps``; n, and with it the cost, is M times as large.
 
     Returns
     -------
@@ -150,9 +165,18 @@ def em_routing(
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
     temperatures = inverse_temperatures(inverse_temperature, iterations)
     betas = (widened(beta_u, votes), widened(beta_a, votes))
-    scores, poses, *_, coefficients = ops.gaussian_routing(
-        votes, None, None, None, *betas, temperatures, int(Rule.EM), eps, return_coefficients
-    )
+    check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
+    state: tuple[Tensor | None, ...] = (None, None, None)
+    ones = first_coefficients == "ones"
+    if ones and iterations > 1:
+        first = (*state, *betas, temperatures[:1], int(Rule.EM), eps, False)
+        found, *moments = ops.gaussian_routing(weighed_by_ones(votes), *first)[:3]
+        state, temperatures = (*moments, next_log_weight(found, moments[1], Rule.EM)), temperatures[1:]
+    own = (*state, *betas, temperatures, int(Rule.EM), eps, return_coefficients)
+    last = weighed_by_ones(votes) if ones and iterations == 1 else votes
+    scores, poses, *_, coefficients = ops.gaussian_routing(last, *own)
+    if ones and iterations == 1 and return_coefficients:
+        coefficients = coefficients * votes.parents
     dtype = result_dtype(votes)
     result = Capsules(from_op(poses, window).to(dtype), from_op(scores.sigmoid(), window).to(dtype))
     return RoutedCapsules(*result, coefficients) if return_coefficients else result
@@ -161,11 +185,17 @@ def em_routing(
 def _check(tensors: Sequence[Any], window: Any) -> int:
     """Check what the user gave; return M."""
     children, weight, bias, activations, beta_u, beta_a = tensors
-    many = beta_u.shape[0] if weight is None and isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
+    many = told_parents(weight, beta_u.shape[0]) if isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
     votes = Votes.of(children, weight, bias, activations, window, many, "activations")
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
         check_table(name, beta, children, [(votes.parents,)], "M", votes.autocasts)
     return votes.parents
+
+
+def weighed_by_ones(votes: Votes) -> Votes:
+    """Return votes for a first turn with r = 1, which the op makes with 1 / M: their gates are M times as large."""
+    gate = torch.ones_like(votes.children[..., 0, 0]) if votes.gate is None else votes.gate
+    return votes._replace(gate=gate * votes.parents)
 
 
 def widened(tensor: Tensor, votes: Votes) -> Tensor:

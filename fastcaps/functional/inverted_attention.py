@@ -12,7 +12,7 @@ from fastcaps.checks import check_count, check_eps, check_finite, check_shape, c
 from fastcaps.functional import uniform
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, once, pose_of, to_op
+from fastcaps.votes import Votes, Window, from_op, once, pose_of, to_op, told_parents
 
 __all__ = ["inverted_attention_routing"]
 
@@ -58,7 +58,7 @@ def inverted_attention_routing(
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
     gate : Tensor, optional
-        g, the children's activations, ``[B, I]`` or ``[B, N, H, W]``.
+        g, the children's activations, ``[B, I]`` or ``[B, N, H, W]``, or booleans.
     norm_weight, norm_bias : Tensor, optional
         Affine of LayerNorm, ``[C * E]``, shared by all parents.
     eps : float
@@ -115,7 +115,7 @@ def inverted_attention_routing(
 def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:
     """Check what the user gave; return M."""
     children, weight, bias, gate, parents, norm_weight, norm_bias = tensors
-    many = parents.shape[1] if weight is None and isinstance(parents, Tensor) and parents.dim() >= 4 else None
+    many = told_parents(weight, parents.shape[1]) if isinstance(parents, Tensor) and parents.dim() >= 4 else None
     votes = Votes.of(children, weight, bias, gate, window, many)
     if parents is not None:
         votes.check_poses("parents", parents)

@@ -71,7 +71,7 @@ def routing_pool(
     bias : Tensor, optional
         Added to votes, ``[I or 1, M or 1, C, E]``. Padded positions send none.
     gate : Tensor, optional
-        Not negative, ``[B, I]`` or ``[B, N, H, W]``: how much a child counts in the softmax; 0 is a child that is not
+        Not negative, ``[B, I]`` or ``[B, N, H, W]``, or booleans: how much a child counts in the softmax; 0 is one not
         there.
     parents : int, optional
         M. Taken from ``weight``, else from ``bias``, else 1. Parents with the same votes stay the same: several are of

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import backends, explanation
-from fastcaps.checks import accumulation_dtype
+from fastcaps.checks import accumulation_dtype, is_tracing
 from fastcaps.ops.watchers import is_sharded
 from fastcaps.reference.seen import widen, windows
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size, positions_of, seen_of
@@ -165,6 +165,8 @@ def _uniform_convolution(children: Tensor, weight: Tensor, window: Sequence[int]
     kernel = weight.view(kh, kw, types, many, depth, columns).permute(3, 5, 0, 1, 2, 4)
     kernel = kernel.reshape(many * columns, kh, kw, types * depth).movedim(-1, 1)
     images = children.movedim(4, 1).reshape(batch * rows, height, width, types * depth).movedim(-1, 1)
+    if is_tracing():  # Inductor fails where a permuted view of free sizes meets a convolution, but takes arithmetic
+        images, kernel = -images, -kernel
     result = _convolution(images, kernel, window)
     ho, wo = result.shape[2:]
     return result.movedim(1, -1).reshape(batch, rows, ho, wo, many, columns).movedim(1, 4)

@@ -57,11 +57,9 @@ class TextCapsNet(nn.Module):
         super().__init__()
         self.layers = check_count("layers", layers)
         self.embedding = check_count("embedding", embedding)
-        self.depth = nn.Parameter(torch.zeros(layers, embedding))
+        self.depth = nn.Parameter(torch.empty(layers, embedding))
         self.norm = nn.LayerNorm(embedding)
         self.affine = nn.Linear(embedding, check_count("dim", dim))
-        nn.init.kaiming_normal_(self.affine.weight)
-        nn.init.zeros_(self.affine.bias)
         self.routing = RoutingStack.build(
             [
                 CapsuleSpec(parts, dim=2, share=True, options={"iterations": iterations}),
@@ -73,6 +71,13 @@ class TextCapsNet(nn.Module):
             pose="vector",
             bias=True,
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw anew what the layers do not, or draw otherwise: the depths and the affine map."""
+        nn.init.zeros_(self.depth)
+        nn.init.kaiming_normal_(self.affine.weight)
+        nn.init.zeros_(self.affine.bias)
 
     if TYPE_CHECKING:  # nn.Module's own returns Any
 

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional, ops
-from fastcaps.checks import accumulation_dtype, check_count, check_finite
-from fastcaps.functional.em import InverseTemperature, inverse_temperatures, result_dtype
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite
+from fastcaps.functional.em import (
+    FIRST_COEFFICIENTS,
+    InverseTemperature,
+    inverse_temperatures,
+    result_dtype,
+    weighed_by_ones,
+)
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.results import Capsules, RoutedCapsules
@@ -57,6 +63,8 @@ break_symmetry, iterations, device, dtype
         over the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma`
         otherwise make it so large that all activations are 1). Over whom, and that 1 is then the default of
         :math:`\lambda_t`, is our reading. Every turn is then a call of its own.
+    first_coefficients : "uniform" or "ones"
+        r of the first turn: 1 / M, or 1 as in SR-CapsNet's code, which makes its n M times as large.
     eps : float
         Added to the variances, and to n under the moments.
 
@@ -95,6 +103,7 @@ break_symmetry, iterations, device, dtype
         inverse_temperature: InverseTemperature | None = None,
         coordinates: bool = False,
         normalize_cost: bool = False,
+        first_coefficients: str = "uniform",
         eps: float = 1e-8,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -107,6 +116,8 @@ break_symmetry, iterations, device, dtype
         self.normalize_cost = bool(normalize_cost)
         if self.normalize_cost and self.out_capsules == 1:
             raise ValueError("normalize_cost must be False for one parent: there are no others to compare it with")
+        check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
+        self.first_coefficients = first_coefficients
         self.eps = check_finite("eps", eps, 0.0)
         many = self.out_capsules or 1
         self.new_parameter("beta_u", (many,), options)
@@ -155,7 +166,8 @@ break_symmetry, iterations, device, dtype
         given = self.inverse_temperature if inverse_temperature is None else inverse_temperature
         if self.normalize_cost:
             temperatures = inverse_temperatures(1.0 if given is None else given, check_count("iterations", turns))
-            return self.flat(_with_normalized_cost(call, betas, temperatures, self.eps, return_coefficients))
+            own = (self.first_coefficients == "ones", self.eps, return_coefficients)
+            return self.flat(_with_normalized_cost(call, betas, temperatures, *own))
         found = functional.em_routing(
             call.children,
             call.activity,
@@ -167,6 +179,7 @@ break_symmetry, iterations, device, dtype
             eps=self.eps,
             window=call.window,
             return_coefficients=return_coefficients,
+            first_coefficients=self.first_coefficients,
         )
         return self.flat(found)
 
@@ -179,7 +192,12 @@ break_symmetry, iterations, device, dtype
 
 
 def _with_normalized_cost(
-    call: LayerCall, betas: tuple[Tensor, Tensor], temperatures: list[float], eps: float, return_coefficients: bool
+    call: LayerCall,
+    betas: tuple[Tensor, Tensor],
+    temperatures: list[float],
+    ones: bool,
+    eps: float,
+    return_coefficients: bool,
 ) -> Capsules | RoutedCapsules:
     """Route by EM, turn by turn, the sigmoid's argument normalised over the parents: poses ``[..., C, E]``.
 
@@ -194,9 +212,11 @@ def _with_normalized_cost(
     means = scores = coefficients = votes.children
     for turn, temperature in enumerate(temperatures):
         flags = (int(Rule.HEINSEN), eps, return_coefficients and turn + 1 == len(temperatures))
+        whole = ones and turn == 0
         counts, means, variances, *_, coefficients = ops.gaussian_routing(
-            votes, *state, one, torch.zeros_like(one), [1.0], *flags
+            weighed_by_ones(votes) if whole else votes, *state, one, torch.zeros_like(one), [1.0], *flags
         )
+        coefficients = coefficients * votes.parents if whole and flags[-1] else coefficients
         log_sigma = log_sigmas(variances)
         numbers = means.shape[-2] * means.shape[-1]
         benefit = beta_a - (numbers * beta_u + log_sigma) * counts

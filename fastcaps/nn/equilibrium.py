@@ -10,11 +10,12 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
-from fastcaps import ops
+from fastcaps import backends, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting, route
 from fastcaps.nn.layer import LayerCall, LayerOptions
 from fastcaps.ops.query import QUERY, QUERY_AT
+from fastcaps.ops.watchers import is_sharded, is_transformed
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op, to_op
@@ -40,6 +41,7 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     How soon turns stand still depends on the matrices. Freshly drawn, the papers' class layers (800 to 10 of 4 x 4, 576
     to 10 of 8 x 8) move by less than 1e-4 after 30 turns, some windows over a grid by 1e-2 even after 100. What has not
     come to rest after ``iterations`` turns is the result as it is, its gradient that of as many turns back from there.
+    Transforms of ``torch.func``, forward-mode derivatives, and gradients of DTensors raise RuntimeError.
     A compiled layer always makes ``iterations`` turns, since a graph cannot ask for the distance.
 
     Parameters
@@ -112,6 +114,8 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         """
         limit = self.iterations if iterations is None else check_count("iterations", iterations)
         call = self.with_parent_count(self.prepare(children, activations, out_capsules, bias))
+        if not is_tracing():
+            self._refuse_what_cannot_be(call)
         with torch.no_grad():
             parents = self._solve(call, limit)
         votes = Votes.unchecked(call.children, call.weight, call.bias, call.activity, call.window, call.parent_count)
@@ -129,6 +133,21 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         poses = from_op(routed, call.window).flatten(-2)
         coefficients = shares if return_coefficients else None
         return self.finished(poses, coefficients)
+
+    def _refuse_what_cannot_be(self, call: LayerCall) -> None:
+        """Raise for gradients that the implicit equation is not solved for."""
+        if is_transformed():
+            raise RuntimeError(
+                "fastcaps.EquilibriumRouting has no rule for torch.func (grad, jacrev, vmap and so on) nor for "
+                "forward-mode derivatives: InvertedAttentionRouting with as many iterations has"
+            )
+        tensors = (call.children, call.activity, call.weight, call.bias)
+        wanted = [*tensors[:2], *self.parameters()]
+        if is_sharded(tensors) and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted):
+            raise RuntimeError(
+                "fastcaps.EquilibriumRouting has no gradients for DTensors: call it under torch.no_grad(), or use "
+                "InvertedAttentionRouting with as many iterations"
+            )
 
     def _solve(self, call: LayerCall, limit: int) -> Tensor:
         """Return the parents' flat poses after as many turns as they need, one fewer than ``limit`` at most."""
@@ -174,20 +193,21 @@ class _Implicit(torch.autograd.Function):
     def forward(ctx: Any, routed: Tensor, *arguments: Any) -> Tensor:
         *tensors, parents, window, query, norm_weight, sums, scale, eps, tolerance, limit = arguments
         ctx.save_for_backward(*tensors, query, norm_weight, sums)
-        ctx.settings = parents, window, scale, eps, tolerance, limit
+        ctx.own, ctx.settings = (parents, window, scale, eps, tolerance, limit), backends.settings()
         return routed.view_as(routed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not is_tracing():
             raise RuntimeError("EquilibriumRouting has no second derivatives: let create_graph be False")
-        return _Implicit.solve(ctx, *grads)
+        with backends.under(ctx.settings):
+            return _Implicit.solve(ctx, *grads)
 
     @staticmethod
     @once_differentiable
     def solve(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return u, turn by turn."""
-        parents, window, scale, eps, tolerance, limit = ctx.settings
+        parents, window, scale, eps, tolerance, limit = ctx.own
         (grad,) = grads
         dtype = grad.dtype  # autocast's, where that was on
         *saved, sums = ctx.saved_tensors  # once: a checkpoint hands them out once

@@ -251,7 +251,7 @@ break_symmetry, iterations, device, dtype
         require_tensor(parents, "parents")
         grid = "" if self.window is None else "Ho, Wo, "
         fits = parents.dim() == (5 if grid else 3) and parents.shape[-1] == self.out_dim
-        if not fits or self.out_capsules not in (None, parents.shape[1]):
+        if not fits or (self.out_capsules is not None and parents.shape[1] != self.out_capsules):
             wanted = f"[B, {self.out_capsules or 'M'}, {grid}{self.out_dim}]"
             raise ValueError(f"parents must be {wanted}, got {shape_text(parents)}")
 

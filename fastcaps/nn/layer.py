@@ -256,11 +256,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 nn.init.zeros_(parameter)
 
     @property
-    def kernel_size(self) -> tuple[int, int] | str | None:
-        """The window's size, "all", or None for a set."""
+    def kernel_size(self) -> tuple[int, int] | str:
+        """The window's size, or "all"; a set's layer has none, so that torchinfo, which reads it, finds no None."""
         if self.whole_grid:
             return "all"
-        return None if self.window is None else self.window.spec[:2]  # type: ignore[return-value]
+        if self.window is None:
+            raise AttributeError("kernel_size: a layer that routes a set has none")
+        return self.window.spec[:2]  # type: ignore[return-value]
 
     @property
     def stride(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_finite
+from fastcaps.checks import check_count, check_finite, is_tracing, refuse_nested
 
 
 def probability(value: float, name: str) -> float:
@@ -32,7 +32,9 @@ def arguments_repr(module: nn.Module) -> str:
     """
     shown = []
     for name, argument in inspect.signature(type(module)).parameters.items():
-        default, value = argument.default, getattr(module, name, argument.default)
+        default = argument.default
+        missing = None if name == "kernel_size" and getattr(module, "window", module) is None else default
+        value = getattr(module, name, missing)
         by_name = argument.kind is argument.KEYWORD_ONLY
         if isinstance(default, bool):
             value = value is not None and value is not False
@@ -91,13 +93,18 @@ def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
     order."""
     grid = poses.dim() == 5  # normalised as it lies in memory: F.layer_norm would copy it into logical order
     stored = poses.permute(0, 2, 3, 1, 4) if grid else poses
+    if grid and is_tracing():  # Inductor fails where a permuted view of free sizes is a result: let arithmetic be last
+        normal = F.layer_norm(stored, norm.normalized_shape, None, None, norm.eps)
+        return normal.permute(0, 3, 1, 2, 4) * norm.weight + norm.bias
     normal = F.layer_norm(stored, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     return normal.permute(0, 3, 1, 2, 4) if grid else normal
 
 
 def channels_last(features: Tensor) -> Tensor:
-    """Return features ``[B, C, H, W]`` with the numbers of each position together in memory; a ``vmap`` can do this."""
-    return features.movedim(1, -1).contiguous().movedim(-1, 1)
+    """Return features ``[B, C, H, W]`` with the numbers of each position together in memory."""
+    if is_tracing():  # Inductor cannot order the strides of free sizes after the other words
+        return features.contiguous(memory_format=torch.channels_last)
+    return features.movedim(1, -1).contiguous().movedim(-1, 1)  # which vmap knows
 
 
 def flatten_grid(children: Tensor) -> Tensor:
@@ -110,6 +117,7 @@ def require_tensor(value: object, name: str) -> None:
     """Raise TypeError naming ``name`` unless ``value`` is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    refuse_nested(name, value)
 
 
 def check_pixels(images: torch.Tensor) -> None:

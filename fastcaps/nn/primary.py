@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import check_choice, check_count, check_finite, shape_text
 from fastcaps.nn.layer import Pair
-from fastcaps.nn.poses import arguments_repr, normalize_poses, require_tensor
+from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses, require_tensor
 from fastcaps.results import Capsules
 from fastcaps.vectors import squash
 from fastcaps.votes import Window
@@ -96,7 +96,6 @@ class PrimaryCapsules(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.window = None if kernel_size is None else Window(kernel_size, stride, padding, dilation)
         if self.window is None:
-            self.kernel_size = None  # the others are the convolution's
             if batch_norm or not bias or (stride, padding, dilation) != (1, 0, 1):
                 raise ValueError(
                     "stride, padding, dilation, bias and batch_norm need a kernel_size: without one there is no "
@@ -153,9 +152,8 @@ class PrimaryCapsules(nn.Module):
         rows, columns = self.output_size((features.shape[2], features.shape[3]))
         if rows < 1 or columns < 1:
             raise ValueError(f"features {shape_text(features)} are smaller than the window of {self.window}")
-        features = features.movedim(1, -1).contiguous().movedim(-1, 1)  # channels last, in words that vmap knows
-        stored, active = self._convolve(features)
-        poses = stored.contiguous().unflatten(-1, (self.capsules, self.dim)).permute(0, 3, 1, 2, 4)
+        stored, active = self._convolve(channels_last(features))
+        poses = channels_last(stored).unflatten(1, (self.capsules, self.dim)).permute(0, 1, 3, 4, 2)
         if self.norm is not None:
             poses = normalize_poses(poses, self.norm)
         elif self.normalize == "squash":
@@ -165,13 +163,11 @@ class PrimaryCapsules(nn.Module):
         return Capsules(poses, active if self.scores else torch.sigmoid(active))
 
     def _convolve(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the poses' numbers ``[B, Ho, Wo, N * d]``, contiguous unless the convolution chose not, and the
-        scores ``[B, N, Ho, Wo]`` if there are any."""
+        """Return the poses' numbers ``[B, N * d, Ho, Wo]`` and the scores ``[B, N, Ho, Wo]`` if there are any."""
         if self.conv is None:
             numbers = self.capsules * self.dim
-            stored = features.permute(0, 2, 3, 1)
-            return stored[..., :numbers], features[:, numbers:] if self.activations else None
-        stored = self.conv(features if self.batch_norm is None else self.batch_norm(features)).permute(0, 2, 3, 1)
+            return features[:, :numbers], features[:, numbers:] if self.activations else None
+        stored = self.conv(features if self.batch_norm is None else self.batch_norm(features))
         if self.activation_conv is None:
             return stored, None
         if self.activation_batch_norm is not None:

@@ -215,7 +215,9 @@ class RoutingPool2d(nn.Module):
             self.window = Window(kernel_size, kernel_size if stride is None else stride, padding)
         elif stride is not None or padding not in (0, (0, 0)):
             raise ValueError("stride and padding need a kernel_size; kernel_size=None pools the whole map")
-        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        self.stride, self.padding = stride, padding
+        if kernel_size is not None:  # torchinfo reads it, and cannot read None
+            self.kernel_size = kernel_size
         self.parents = None if parents is None else check_count("parents", parents)
         activation_function(activation)  # raises where it is wrong
         self.activation = activation

@@ -254,7 +254,7 @@ class Routing(ABC):
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the backend that is forced, or comes first among those that can.
 
-        A backward is chosen anew: all backends keep the same, so one may differentiate what another computed.
+        All backends keep the same, so one may differentiate what another computed.
         """
         if backends.on_cpu(arguments[self.head_count]):
             try:
@@ -383,7 +383,7 @@ class Routing(ABC):
     def save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         """Keep in an autograd context what the backward will ask for."""
         arguments, results = inputs, output  # torch calls them by name
-        ctx.routing = self
+        ctx.routing, ctx.settings = self, backends.settings()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results[self.final_count :] if x is not None))
         ctx.save_for_backward(*self._tensors_of(arguments), *results[self.final_count : -1])
@@ -416,8 +416,9 @@ class Routing(ABC):
         turns, needs = self.turns(given), 0
         for k, want in enumerate(needed):
             needs |= want << k
-        reverse = Reverse(self, run, turns > 1 and backends.on_cpu(arguments[0]), turns, needs)
-        self.backward(reverse, finals, Votes(*arguments[:_COUNT]), given, history)
+        with backends.under(ctx.settings):
+            reverse = Reverse(self, run, turns > 1 and backends.on_cpu(arguments[0]), turns, needs)
+            self.backward(reverse, finals, Votes(*arguments[:_COUNT]), given, history)
         return reverse.gradients
 
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:

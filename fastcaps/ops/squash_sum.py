@@ -18,7 +18,7 @@ from torch._decomp import register_decomposition
 from torch.utils.flop_counter import register_flop_formula
 
 from fastcaps import backends, explanation, reference
-from fastcaps.checks import shape_text
+from fastcaps.checks import check_count, shape_text
 from fastcaps.ops.routing import LIBRARY, NATIVE, TAGS, let_inductor_call, native_op
 from fastcaps.ops.watchers import is_transformed
 
@@ -100,8 +100,7 @@ def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
         raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
     if x.dim() != 4:
         raise ValueError(f"x must be [B, types * dim, H, W], got {shape_text(x)}")
-    if types < 1:
-        raise ValueError(f"types must be at least 1, got {types}")
+    check_count("types", types)
     if x.shape[1] % types or x.shape[1] < types:
         raise ValueError(f"x must have a multiple of {types} channels, as there are types, got {shape_text(x)}")
     if y is None and b is not None:
@@ -227,6 +226,7 @@ def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.types, ctx.relu = inputs[4:]
+    ctx.settings = backends.settings()
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -237,7 +237,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         found = dict(zip(wanted, _differentiate(grad, given, wanted, ctx.types, ctx.relu, True), strict=True))
         return (*(found.get(name) for name in NAMES), None, None)
     needs = sum(1 << NAMES.index(name) for name in wanted)
-    gradients = torch.ops.fastcaps.squash_sum_backward.default(grad, *saved, ctx.types, ctx.relu, needs)
+    with backends.under(ctx.settings):
+        gradients = torch.ops.fastcaps.squash_sum_backward.default(grad, *saved, ctx.types, ctx.relu, needs)
     return (*(g if name in wanted else None for name, g in zip(NAMES, gradients, strict=True)), None, None)
 
 

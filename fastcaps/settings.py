@@ -1,0 +1,50 @@
+"""What a ``with`` block sets for the code that runs inside it, in generators, asyncio tasks and threads too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+
+__all__ = ["Setting"]
+
+Value = TypeVar("Value")
+
+
+class _Block(Generic[Value]):
+    def __init__(self, value: Value) -> None:
+        self.value, self.ended = value, False
+
+
+class Setting(Generic[Value]):
+    """A value of the context that runs: that of its last block which has not ended, or else a default.
+
+    Blocks of generators end in any order, and in other contexts than they began in. To put back what was there before
+    could then bring back a block that has ended, so a context holds all blocks, and each knows whether it has ended.
+    """
+
+    def __init__(self, name: str, default: Value) -> None:
+        self.default = default
+        self._blocks: ContextVar[tuple[_Block[Value], ...]] = ContextVar(name, default=())
+
+    def get(self) -> Value:
+        """Return the value."""
+        for block in reversed(self._blocks.get()):
+            if not block.ended:
+                return block.value
+        return self.default
+
+    @contextmanager
+    def block(self, value: Value) -> Iterator[None]:
+        """Set the value inside a ``with`` block."""
+        block = _Block(value)
+        self._blocks.set((*self._open(), block))
+        try:
+            yield
+        finally:
+            block.ended = True
+            self._blocks.set(tuple(self._open()))
+
+    def _open(self) -> Iterator[_Block[Value]]:
+        return (block for block in self._blocks.get() if not block.ended)
