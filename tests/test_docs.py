@@ -48,7 +48,6 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
 
 
 def test_a_notebook_becomes_a_page() -> None:
-    assert len(site.NOTEBOOKS) == 5
     given = "# %% [markdown]\n# # Head\n#\n# [A page](../docs/l.md).\n\n# %%\nx = 1  # %% no cell\n\n# why\ny = 2\n"
     wanted = "# Head\n\n[A page](../docs/l.md).\n\n```python\nx = 1  # %% no cell\n\n# why\ny = 2\n```"
     assert site.as_page(given) == wanted
