@@ -37,7 +37,7 @@ class Folded(Stored):
             weight = torch.cat([weight, unit.expand(groups, many, -1, -1)], -2)
         self._bias, self._weight = bias, weight
         self._poses = poses.unflatten(0, (-1, groups)).permute(2, 1, 0, 3, 4)  # [P, G, N, C, D]
-        self._squares: tuple[Tensor, ...] = ()
+        self._pairs: tuple[Tensor, ...] = ()
 
     def _mix(self, features: Tensor, query: Tensor, gates: Tensor | None = None) -> Tensor:
         """Run :func:`mix` for all positions and groups ``[P, G, ...]``, in blocks of shares that fit the cache."""
@@ -83,10 +83,9 @@ class Folded(Stored):
         twice = torch.where(row == column, 1.0, 2.0).to(off.dtype)
         pairs = self._weight[:, :, row] * self._weight[:, :, column] * twice[:, None]  # [G, M, S, E]
         shift = torch.einsum("pgcd,gmde->pgmce", middle[:, :, 0], self._weight)
-        self._squares = pairs, shift if self._bias is None else shift + self._bias
-        self._gates = (
-            gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[2])).transpose(1, 2).unsqueeze(3)
-        )  # [P, G, N, 1]
+        self._pairs = pairs, shift if self._bias is None else shift + self._bias
+        gates = gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[2]))
+        self._gates = gates.transpose(1, 2).unsqueeze(3)  # [P, G, N, 1]
 
     def moments(
         self, gates: Tensor, eps: float, log_weight: Tensor | None = None, worth: tuple[Tensor, ...] = ()
@@ -96,7 +95,7 @@ class Folded(Stored):
             self._expand(gates)
             total = (self._features * self._gates / many).sum(2).unsqueeze(3).expand(-1, -1, -1, many)
         else:
-            pairs, shift = self._squares
+            pairs, shift = self._pairs
             half, off = 0.5 / self._variances[:, :, 0], shift - self._means[:, None, :, 0]
             square = torch.einsum("pmce,gmse->pgcsm", half, pairs).flatten(2, 3)
             first = 2 * torch.einsum("pgmce,gmde->pgcdm", half[:, None] * off, self._weight).flatten(2, 3)
@@ -107,7 +106,7 @@ class Folded(Stored):
 
     def _moments(self, total: Tensor, eps: float, worth: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return counts, means, variances and scores from the features' sums ``[P, G, K, M]``."""
-        (pairs, shift), (rows, inner) = self._squares, self._poses.shape[3:]
+        (pairs, shift), (rows, inner) = self._pairs, self._poses.shape[3:]
         layout, size = self.layout, pairs.shape[2]
         counts = total[:, :, -1]  # [P, G, M]
         first = torch.einsum(

@@ -174,8 +174,8 @@ def _machine(rows: Sequence[Row]) -> str:
     sections = [
         _section("Speed-up against the fastest alternative", f"Of {others}. The dashed line is 1.", modes,
                  bars(_pairs(timed, "speedup"), "×", 1.0)),
-        _section("Share of the machine's peak",
-                 "Useful operations a second, as a share of a large matrix product by the library.", modes,
+        _section("Share of a large matrix product",
+                 "Useful operations a second, as a share of what the library's product of two large matrices does.", modes,
                  bars(_pairs(timed, "sgemm_share"), "%")),
         _section("Memory of a training step", "MB beside its inputs and results.",
                  _legend("fastcaps", "stored votes", _OTHER), measured and bars(measured, "", keys=_WAYS)),

@@ -19,6 +19,7 @@ from typing import Any
 from bench import pages, record
 from bench.goals import device_seconds, number, place, shortfalls
 from bench.routings import AttentionPass
+from bench.timing import WIDE
 from bench.workloads import WORKLOADS
 from tools.markdown import as_markdown, into
 
@@ -32,7 +33,7 @@ LEGEND = (
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
     "beside its inputs and results, and its share of the votes; stored: that of the eager batched matmul. All tensors: "
     "that with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is doubtful: "
-    "the middle 60 % of the calls lie more than 30 % apart, or it would be more than the machine can do."
+    f"the middle 60 % of the calls lie more than {WIDE:.0%} apart, or it would be more than the machine can do."
 )
 
 PEAK_LEGEND = " Of peak: of what a loop of multiply-adds and nothing else reaches, in turns with the row."
@@ -145,7 +146,7 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         entries = {**row["alternatives"], "fastcaps by Triton": row.get("triton", {})}
         for name, entry in entries.items():
-            what = entry.get("failed") or entry.get("note") or entry.get("left_out")
+            what = entry.get("failed") or entry.get("note")
             if what:
                 found.setdefault(f"{_short(name)}: {what}", []).append(place(row))
     return [f"{what}: {'; '.join(places)}" for what, places in found.items()]

@@ -242,7 +242,6 @@ class RoutingPool(Routing):
     function: ClassVar[Callable[..., Any]] = functional.routing_pool
     subject: ClassVar[str] = "pooling"
     makes_votes: ClassVar[bool] = False
-    last: ClassVar[int] = 1
 
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:
         """Draw poses that are nowhere negative, as a ReLU leaves them."""

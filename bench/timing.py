@@ -4,8 +4,8 @@ Each is called until three calls in succession agree, or a limit is reached; non
 turns, three at least. Within a block, after a call that does not count, a contender finds its own data in the caches,
 as it would in a network's training loop that it has to itself.
 
-A GPU is measured by :func:`measure`: each call alone, with a cold cache; short ones by graph replay too. On the CPU
-that goes by the clock, so that it can be tested there.
+A GPU is measured by :func:`measure`: each call alone, with a cold cache; short ones by graph replay too. Without a GPU
+it uses the host's clock, so that the tests can run it.
 """
 
 from __future__ import annotations

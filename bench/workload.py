@@ -29,12 +29,6 @@ class Routing(ABC):
     subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
     makes_votes: bool = True  # matrices make them; else they are the poses, or one matmul makes their sum
     iterations: int = 1
-    last: ClassVar[int] = 0  # passes over the votes that follow the turns
-
-    @property
-    def passes(self) -> int:
-        """How many passes over the votes it is."""
-        return self.iterations + self.last
 
     @abstractmethod
     def arguments(self, work: Workload, draw: Draw) -> dict[str, Tensor]:

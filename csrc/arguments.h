@@ -256,7 +256,7 @@ struct SquashSumArguments {
   }
   void* dense(Tensor& tensor, const char* name, const Shape& shape) const {
     check_tensor(tensor, name, shape, x.scalar_type(), x);
-    tensor = in_compute_type(tensor, x.scalar_type());
+    tensor = dense_as(tensor, x.scalar_type());
     return data_of(tensor);
   }
   void* dense(MaybeTensor& tensor, const char* name, const Shape& shape) const {

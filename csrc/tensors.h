@@ -115,8 +115,12 @@ inline Tensor new_tensor(const Tensor& beside, const Shape& shape, ScalarType ty
       aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(),
                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device,
                                beside.get_device_index(), &made) != TORCH_SUCCESS)
+    // A GPU's allocator also reports what an earlier launch did wrong.
     throw_no_memory(what + (" of shape " + text(shape)) + ": " +
-                    std::to_string(int64_t(std::min(bytes, kMostBytes) / 1e6) + 1) + " MB");
+                    std::to_string(int64_t(std::min(bytes, kMostBytes) / 1e6) + 1) + " MB" +
+                    (device == aoti_torch_device_type_cpu()
+                         ? ""
+                         : " (or an earlier launch failed: CUDA_LAUNCH_BLOCKING=1 shows which)"));
   return Tensor(made);
 }
 
@@ -127,10 +131,10 @@ inline Tensor copied(const Tensor& x, ScalarType type) {
 }
 
 // Parameters are read in the compute type and in one layout; for float32 and float64 they usually are there already.
-inline Tensor in_compute_type(const Tensor& x, ScalarType type) {
+inline Tensor dense_as(const Tensor& x, ScalarType type) {
   return x.scalar_type() == type && x.is_contiguous() ? x : copied(x, type);
 }
-inline Tensor as_dense(const Tensor& x) { return in_compute_type(x, x.scalar_type()); }
+inline Tensor as_dense(const Tensor& x) { return dense_as(x, x.scalar_type()); }
 
 // One pose or one number for every parent at every position; of every turn where there are turns.
 inline Shape poses_shape(const Votes& votes, int64_t turns = 0) {

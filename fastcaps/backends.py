@@ -10,12 +10,13 @@ TF32 keep about the digits of float32.
 A forced backend never falls back: a call that it cannot take raises :class:`BackendError`. (The first turn of inverted
 attention is as a rule torch's own product, under every backend but the reference.)
 
-Either block holds for the code that it runs, its asyncio tasks among it, and for the backwards of the calls made in
-it, wherever those run. A thread that starts inside it begins without (``contextvars.copy_context().run`` takes it
-along); so do the threads of ``nn.DataParallel``. A generator that yields inside a block leaves it on for its caller
-until it goes on. A block that has ended holds nowhere, whatever the order in which blocks end. In a compiled graph
-each op, a backward too, goes by where it runs; what is not an op, the first turn of inverted attention, by where it
-was compiled. Put the block around the call of a compiled function: inside it breaks the graph.
+A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
+there, in whatever thread that runs. A new thread starts without it, and so do those of ``nn.DataParallel``:
+``contextvars.copy_context().run`` passes it on. What ``torch.utils.checkpoint`` computes again on the way back uses the
+block in which the backward runs. If a generator yields inside a block, the block also applies to its caller until the
+generator resumes. A block that has ended no longer applies, in whatever order blocks end. In compiled code each op,
+forward or backward, uses the block in which it runs; another block leads to another compilation. Put the block around
+the call of a compiled function: inside, it breaks the graph.
 """
 
 from __future__ import annotations
@@ -158,7 +159,6 @@ _forced: Setting[str | None] = Setting("fastcaps.backend", None)
 _tf32x3 = Setting("fastcaps.tf32x3", False)
 
 
-@torch.compiler.assume_constant_result
 def settings() -> tuple[str | None, bool]:
     """Return what blocks have set: the forced backend or None, and :func:`tf32x3`."""
     return _forced.get(), _tf32x3.get()
@@ -399,7 +399,6 @@ def tf32x3_wanted() -> bool:
 # ---- forcing one -----------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
 def forced() -> str | None:
     """Return the name of the backend that is forced now, or None."""
     return _forced.get()
@@ -436,7 +435,7 @@ def tf32x3(wanted: bool = True) -> AbstractContextManager[None]:
     round to TF32, as torch does. In the block they part each factor into two TF32 numbers and make three products of
     them: on tensor cores still, with an error near that of float32. Where TF32 is not allowed, on the CPU and in half
     precision nothing changes. Torch makes its own products as before, so the first turn of inverted attention is then a
-    kernel too. A backward goes by the block that its forward ran in.
+    kernel too. A backward uses the block of its forward.
 
     Parameters
     ----------

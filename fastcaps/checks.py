@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-_MOST = 2**63 - 1  # what int64 holds; one less, since some callers add 1
+_MOST_COUNT = 2**63 - 2  # what int64 holds, less 1: some callers add 1
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -121,8 +121,8 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
         value = operator.index(value)
     if value < least:
         raise ValueError(f"{name} must be an int >= {least}, got {value}")
-    if value >= _MOST:
-        raise ValueError(f"{name} must be an int below 2**63, got {value}")
+    if value > _MOST_COUNT:
+        raise ValueError(f"{name} must be at most 2**63 - 2, got {value}")
     return value
 
 

@@ -74,7 +74,7 @@ class Explanations(tuple[Explanation, ...]):
 _Refusal = Callable[[str, backends.Call], str | None]
 """Why a backend cannot take a call: :func:`fastcaps.backends.refusal`, or an op's own."""
 
-_MOST = 1000
+_MOST_CALLS = 1000
 """Calls in one explanation: a module that makes more of them walks absurdly many iterations by itself."""
 
 _told: ContextVar[list[Explanation] | None] = ContextVar("fastcaps_explanations", default=None)
@@ -178,8 +178,10 @@ def tell(routing: Routing, votes: Votes, given: Any) -> None:
     """Tell :func:`explain`, if it listens in this thread, of a call of an op."""
     found = _told.get()
     if found is not None:
-        if len(found) == _MOST:
-            raise ValueError(f"explain: the module makes more than {_MOST} calls of routings; explain fewer iterations")
+        if len(found) == _MOST_CALLS:
+            raise ValueError(
+                f"explain: the module makes more than {_MOST_CALLS} calls of routings; explain fewer iterations"
+            )
         found.append(_explain_op(routing, votes, given))
 
 

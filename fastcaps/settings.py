@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
+import torch
+
 __all__ = ["Setting"]
 
 Value = TypeVar("Value")
@@ -26,10 +28,16 @@ class Setting(Generic[Value]):
 
     def __init__(self, name: str, default: Value) -> None:
         self.default = default
+        self.open = ""  # the values of all open blocks, of any context
+        self._all: list[_Block[Value]] = []
         self._blocks: ContextVar[tuple[_Block[Value], ...]] = ContextVar(name, default=())
 
     def get(self) -> Value:
-        """Return the value."""
+        """Return the value. In compiled code it is a constant, which a block opened or ended anywhere makes anew."""
+        return self._get() if self.open else self.default
+
+    @torch.compiler.assume_constant_result
+    def _get(self) -> Value:
         for block in reversed(self._blocks.get()):
             if not block.ended:
                 return block.value
@@ -40,11 +48,18 @@ class Setting(Generic[Value]):
         """Set the value inside a ``with`` block."""
         block = _Block(value)
         self._blocks.set((*self._open(), block))
+        self._all.append(block)
+        self._tell()
         try:
             yield
         finally:
             block.ended = True
             self._blocks.set(tuple(self._open()))
+            self._all.remove(block)
+            self._tell()
+
+    def _tell(self) -> None:
+        self.open = ", ".join(sorted({repr(block.value) for block in self._all}))
 
     def _open(self) -> Iterator[_Block[Value]]:
         return (block for block in self._blocks.get() if not block.ended)

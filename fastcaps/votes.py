@@ -384,13 +384,13 @@ def _parents(parents: Any, weight: Any, bias: Any) -> int:
     return table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
 
 
-def told_parents(weight: Any, count: int) -> int | None:
-    """Return the M that another argument tells, or None where the weight tells it.
+def parents_from(weight: Any, count: int) -> int | None:
+    """Return M as another argument's shape gives it; None where the weight decides.
 
-    A weight for one parent does not: who gives it beside other parents takes it for one that all share.
+    A weight for one parent does not decide: beside other parents it is a mistake, which :func:`_check_weight` names.
     """
-    tells = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
-    return None if tells else count
+    decides = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
+    return None if decides else count
 
 
 def _check_children(children: Any, window: Any) -> None:
@@ -428,7 +428,7 @@ def _check_weight(weight: Tensor, children: Tensor, parents: Any) -> None:
             f"weight [G, M, D, E] must have D = {children.shape[-1]}, the columns of a child's pose; "
             f"got {shape_text(weight)}"
         )
-    if parents is not None and check_count("parents", parents) != weight.shape[1] == 1:
+    if parents is not None and weight.shape[1] == 1 and check_count("parents", parents) != 1:
         raise ValueError(
             f"weight [G, M, D, E] must have M = {parents}, as there are parents (weight.expand(-1, {parents}, -1, -1) "
             f"shares one matrix), got {shape_text(weight)}"

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from test_errors import call, set_arguments
 
 import fastcaps
 from fastcaps import backends
+
+
+NAMED = (None, "reference", "cpu")
 
 
 def test_listing_and_names() -> None:
@@ -255,6 +258,18 @@ def test_blocks_of_threads_are_their_own(block: Block, now: Any, values: Any) ->
 
 
 @pytest.mark.parametrize("made_by", ["cpu", "reference"])
+def test_compiled_code_asks_again_where_a_block_begins_or_ends() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x + NAMED.index(backends.forced())
+
+    x, found = torch.zeros(1), []
+    for name in (None, "reference", None, "cpu", "reference"):
+        with nullcontext() if name is None else fastcaps.backend(name):
+            found.append(NAMED[int(run(x))])
+    assert found == [None, "reference", None, "cpu", "reference"]
+
+
 @pytest.mark.parametrize("kind", ["routing", "equilibrium", "squash_sum"])
 def test_a_backward_runs_what_its_forward_was_forced_to(
     kind: str, made_by: str, monkeypatch: pytest.MonkeyPatch

@@ -139,9 +139,8 @@ def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: py
     weights = max((weight.numpy().tobytes() for weight in held["state_dict"].values()), key=len)
     at = whole.index(weights) + len(weights) // 2
     flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-    folder = (
-        whole.rindex(b"PK\1\2", 0, whole.rindex(b"/data/0")) + 38
-    )  # its attributes: of a folder torch reads nothing
+    # attributes of an entry; of one marked as a folder torch reads nothing
+    folder = whole.rindex(b"PK\1\2", 0, whole.rindex(b"/data/0")) + 38
     renamed = whole[:folder] + bytes([whole[folder] ^ 16]) + whole[folder + 1 :]
     other = io.BytesIO()
     torch.save({"state_dict": {}}, other)

@@ -186,7 +186,11 @@ def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
     assert paper.reading == recipe("li-capnet-dynamic").reading + " The rate is that of all experiments."
     path.write_text(recipes.as_yaml("li-capnet-ce-sgd"))
     assert replace(recipe(str(path)).config, recipe="") == replace(paper.config, recipe="")
-    for text, message in (("base: tsai", "base: got 'tsai', want a recipe"), ("base: [1]", "base: got [1], want")):
+    for text, message in (
+        ("also: more", "also: got 'more', want a base"),
+        ("base: tsai", "base: got 'tsai', want a recipe"),
+        ("base: [1]", "base: got [1], want"),
+    ):
         path.write_text(text)
         with pytest.raises(SettingError, match=re.escape(f"mine.yaml: {message}")):
             recipe(str(path))

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(path) for path in (Path(__file__).resolve().parents[1], Path(__file__).parents[1] / "tests")]
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root), str(root / "tests")]
 
 from cases import Case, on_device
 from cuda_rows import cases_of

@@ -194,12 +194,8 @@ def identify(name: str) -> Identity | None:
     if len(counts) < 3 or not flags:
         return None
     pose_of: tuple[int, int, int] | None = None
-    columns, lanes, each, tensor = (
-        32,
-        0,
-        1,
-        0,
-    )  # lanes that share a parent's pose, lanes of other parents, parents of each
+    # lanes that share a parent's pose, lanes of other parents, parents of each
+    columns, lanes, each, tensor = 32, 0, 1, 0
     if kind == "Fixed":
         pose_of, columns, lanes = (numbers[0], numbers[1], numbers[2]), numbers[5], numbers[6]
         each = numbers[7] if len(numbers) == 9 else 1

@@ -44,7 +44,8 @@ FASTCAPS_FORMULA void finish(X base, X n, X eps, X one, X& mean, X& square) {
 
 // ---- between turns ----
 
-// p = 1 / (2 variance), and ln sigma. Without eps a parent that no child chose has a variance of 0, and says nothing.
+// p = 1 / (2 variance), and ln sigma. With eps = 0 a parent that no child chose has variance
+// 0; its p and ln sigma are set to 0.
 template <class X>
 FASTCAPS_FORMULA X precision(X variance) {
   return Scalar<X>(0.5) * inverse_or_zero(variance);

@@ -73,7 +73,7 @@ struct Block {
     const int64_t slot = t * schedule.block_children;
     Sits::gather(in, tile, in.storage, in.children, in.gate, range, q, count, P + slot * CD, gates + slot);
   }
-  // And no trace of those whose gate is 0.
+  // The same, with zeros for every child whose gate is 0: forward they add nothing, so finite ones may be zeroed too.
   void load_silenced(const Tile<T>& tile, int64_t t, int64_t q, int64_t count) {
     const int64_t slot = t * schedule.block_children;
     load(tile, t, q, count);

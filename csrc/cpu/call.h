@@ -85,7 +85,7 @@ struct CpuCall {
   }
   // A parameter's memory, in the compute type and contiguous; `kept` keeps it alive.
   const void* dense(const Tensor& x, MaybeTensor& kept) const {
-    kept = in_compute_type(x, compute);
+    kept = dense_as(x, compute);
     return data_of(*kept);
   }
 
@@ -131,11 +131,11 @@ struct CpuCall {
     return out;
   }
   // A gradient as an op returns it: empty where it is not wanted.
-  Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute, "nothing"); }
+  Tensor summed(const MaybeTensor& x) const { return x ? *x : new_tensor(children, {0}, compute, "an empty gradient"); }
   // The same in the storage type.
   Tensor stored(const MaybeTensor& x) const {
-    if (!x) return new_tensor(children, {0}, storage, "nothing");  // one each: outputs must not alias
-    return in_compute_type(*x, storage);
+    if (!x) return new_tensor(children, {0}, storage, "an empty gradient");  // one each: outputs must not alias
+    return dense_as(*x, storage);
   }
 };
 

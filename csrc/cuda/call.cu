@@ -40,7 +40,7 @@ int colours(int64_t kernel, int64_t stride, int64_t dilation, int64_t positions)
 }  // namespace
 
 Tensor parameter(const Tensor& x, ScalarType type) {
-  const Tensor dense = in_compute_type(x, type);
+  const Tensor dense = dense_as(x, type);
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : copied(dense, type);
 }
 
@@ -48,7 +48,7 @@ Call::Call(Pass pass_, const VoteTensors& given, int64_t options_)
     : pass(pass_), votes(given.check()), options(options_), children(given.children) {
   const Votes& v = votes;
   STD_TORCH_CHECK(v.storage != Storage::kFloat64, "fastcaps: the CUDA kernels take no float64");
-  STD_TORCH_CHECK(counts(v), "fastcaps: the CUDA kernels count children and parents in 30 bits");
+  STD_TORCH_CHECK(fits_30_bits(v), "fastcaps: the CUDA kernels count children and parents in 30 bits");
   PassArgs& a = args;
   a.M = int(v.M), a.C = int(v.C), a.D = int(v.D), a.E = int(v.E), a.N = int(v.N), a.I = int(v.I);
   a.G = int(v.G), a.H = int(v.H), a.W = int(v.W), a.Ho = int(v.Ho), a.Wo = int(v.Wo);
@@ -230,9 +230,9 @@ void VoteGradients::run(int statistics) {
 
 Tensor VoteGradients::finished(bool wanted, const Tensor& x, const Shape& shape) const {
   const ScalarType type = call_.children.scalar_type();
-  if (!wanted) return new_tensor(call_.children, {0}, type, "nothing");  // one each: outputs must not alias
+  if (!wanted) return new_tensor(call_.children, {0}, type, "an empty gradient");  // one each: outputs must not alias
   const Tensor shaped = torch::stable::view(x, shape);
-  return in_compute_type(shaped, type);
+  return dense_as(shaped, type);
 }
 
 Tensor VoteGradients::gate() const {

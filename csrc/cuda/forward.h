@@ -1,13 +1,12 @@
 // The walk of every pass, forward. A block goes through tiles of positions and, in each, through a range of children;
 // what becomes of a vote is the policy's, a struct template Policy<Pose, R, PLAIN> of what a lane keeps for its R x
 // kEach parents, with
-//   kSilences                                           whether a gate of exactly 0 hides the child, be it NaN
-//   kIdentity                                           whether there may be no weights
-//   load(a, lane, seats)                                before the first child
-//   score(a, lane, stage, seats, shared, votes, share)  one child's shares; false where only statistics are collected
-//   add(a, lane, stage, votes, share)                   what its votes add to the sums
-//   store(a, lane, seats, chunk)                        behind the last
-//   finish(a, lane, seats, turn)                        instead, where turns are in this launch: keep one's results
+//   kSilences                                           whether broken children behind a gate of 0 are zeroed where
+//   they are staged kIdentity                                           whether there may be no weights load(a, lane,
+//   seats)                                before the first child score(a, lane, stage, seats, shared, votes, share) one
+//   child's shares; false where only statistics are collected add(a, lane, stage, votes, share)                   what
+//   its votes add to the sums store(a, lane, seats, chunk)                        behind the last finish(a, lane,
+//   seats, turn)                        instead, where turns are in this launch: keep one's results
 #pragma once
 
 #include "make_votes.h"

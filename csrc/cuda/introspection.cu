@@ -87,8 +87,8 @@ FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, con
   question.task.whole = question.turns > 1 && !question.task.backward && question.routing_refusal().empty();
   const Schedule c = make_schedule(question.task, question.v, question.bias, question.machine);
   if (!c.kernel)
-    return answer(counts(question.v) ? "text=this device's shared memory does not hold these poses"
-                                     : "text=the kernels count children and parents in 30 bits");
+    return answer(fits_30_bits(question.v) ? "text=this device's shared memory does not hold these poses"
+                                           : "text=the kernels count children and parents in 30 bits");
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto& w = question.v.window;
   const bool plain = c.kernel->run != c.kernel->run_plain && !question.task.identity && !question.has_bias &&

@@ -37,10 +37,10 @@ Function loaded_function(const char* library, const char* name) {
   return reinterpret_cast<Function>(dlsym(handle ? handle : RTLD_DEFAULT, name));
 }
 
-// Launches go to a device while this lives, whichever was current before; afterwards all is as it was found. What is
-// put back is the thread's context, not its device: cudaSetDevice opens a context where there was none, and a thread
-// that never used GPU 0 has none there. The device itself is set by each launch: torch, asked for memory in between,
-// may leave another one current.
+// Launches go to a device while this lives, whichever was current before; afterwards the thread's context is
+// as it was found, where the driver tells it. What is put back is the context, not its device: cudaSetDevice opens a
+// context where there was none, and a thread that never used GPU 0 has none there. The device itself is set by each
+// launch: torch, asked for memory in between, may leave another one current.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Tensor& x) : DeviceGuard(int(x.get_device_index())) {}

@@ -189,7 +189,7 @@ std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
   return "";
 }
 
-bool counts(const Votes& v) {
+bool fits_30_bits(const Votes& v) {
   constexpr int64_t most = int64_t(1) << 30;
   if (!v.is_countable()) return false;  // nor can the products below
   return v.I < most && v.M < most && v.H * v.W < most && v.C * v.D * v.M < most && v.Ho * v.Wo < most;
@@ -197,7 +197,7 @@ bool counts(const Votes& v) {
 
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine) {
   Schedule c{};
-  if (!counts(v)) return c;
+  if (!fits_30_bits(v)) return c;
   c.kernel = choose(kernels_of(task.pass, task.backward), v, task);
   if (!c.kernel) return c;
   const PassKernel& kernel = *c.kernel;

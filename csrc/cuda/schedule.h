@@ -34,7 +34,7 @@ struct Schedule : Cut {
 std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity);
 
 // Whether the kernels can count a call's children, parents and places: in 30 bits each.
-bool counts(const Votes& v);
+bool fits_30_bits(const Votes& v);
 
 // What a call is, beside its votes.
 struct Task {
@@ -47,8 +47,8 @@ struct Task {
   bool whole = false;     // children must not be split over blocks
 };
 
-// No kernel if the poses do not fit (see refusal), or `counts` says no. `bias`: its gradient is wanted too, if it has
-// numbers.
+// No kernel if the poses do not fit (see refusal), or `fits_30_bits` says no. `bias`: its gradient is wanted too, if it
+// has numbers.
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine);
 
 // Why not all turns of a routing should run in one launch; empty if they should. A block then holds all parents of its

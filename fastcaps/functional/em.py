@@ -21,7 +21,7 @@ from fastcaps.checks import (
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once, told_parents
+from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once, parents_from
 
 __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "inverse_temperatures"]
 
@@ -29,8 +29,8 @@ FIRST_COEFFICIENTS = ("uniform", "ones")
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
 
 
-MOST = 1 << 24
-"""Iterations of EM and Heinsen's routing, each of which has its number in a list."""
+MOST_ITERATIONS = 1 << 24
+"""The most iterations of EM and Heinsen's routing: each has an entry in a list."""
 
 
 def default_inverse_temperature(turn: int) -> float:
@@ -56,8 +56,8 @@ def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterati
     >>> inverse_temperatures(lambda turn: 0.5 * turn, 3)
     [0.0, 0.5, 1.0]
     """
-    if iterations > MOST:
-        raise ValueError(f"iterations must be at most {MOST}, got {iterations}")
+    if iterations > MOST_ITERATIONS:
+        raise ValueError(f"iterations must be at most {MOST_ITERATIONS}, got {iterations}")
     given: Any = default_inverse_temperature if inverse_temperature is None else inverse_temperature
     if not is_tracing() and hasattr(given, "tolist") and not isinstance(given, Tensor):  # an array: no gradient is lost
         given = given.tolist()
@@ -135,7 +135,7 @@ def em_routing(
     return_coefficients : bool
         Also return the r of the last turn.
     first_coefficients : "uniform" or "ones"
-        r of the first turn: 1 / M, or 1 for every pair, as SR-CapsNet's code has it (Hahn et al. 2019). Means and
+        r of the first iteration: 1 / M, or 1 for every pair, as SR-CapsNet's code has it (Hahn et al. 2019). Means and
         variances are the same but for ``eps``; n, and with it the cost, is M times as large.
 
     Returns
@@ -167,15 +167,15 @@ def em_routing(
     betas = (widened(beta_u, votes), widened(beta_a, votes))
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
     state: tuple[Tensor | None, ...] = (None, None, None)
-    ones = first_coefficients == "ones"
-    if ones and iterations > 1:
+    seen = weighed_by_ones(votes) if first_coefficients == "ones" else votes
+    if seen is not votes and iterations > 1:
         first = (*state, *betas, temperatures[:1], int(Rule.EM), eps, False)
-        found, *moments = ops.gaussian_routing(weighed_by_ones(votes), *first)[:3]
+        found, *moments = ops.gaussian_routing(seen, *first)[:3]
         state, temperatures = (*moments, next_log_weight(found, moments[1], Rule.EM)), temperatures[1:]
+        seen = votes
     own = (*state, *betas, temperatures, int(Rule.EM), eps, return_coefficients)
-    last = weighed_by_ones(votes) if ones and iterations == 1 else votes
-    scores, poses, *_, coefficients = ops.gaussian_routing(last, *own)
-    if ones and iterations == 1 and return_coefficients:
+    scores, poses, *_, coefficients = ops.gaussian_routing(seen, *own)
+    if seen is not votes and return_coefficients:
         coefficients = coefficients * votes.parents
     dtype = result_dtype(votes)
     result = Capsules(from_op(poses, window).to(dtype), from_op(scores.sigmoid(), window).to(dtype))
@@ -185,7 +185,7 @@ def em_routing(
 def _check(tensors: Sequence[Any], window: Any) -> int:
     """Check what the user gave; return M."""
     children, weight, bias, activations, beta_u, beta_a = tensors
-    many = told_parents(weight, beta_u.shape[0]) if isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
+    many = parents_from(weight, beta_u.shape[0]) if isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
     votes = Votes.of(children, weight, bias, activations, window, many, "activations")
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
         check_table(name, beta, children, [(votes.parents,)], "M", votes.autocasts)
@@ -193,7 +193,7 @@ def _check(tensors: Sequence[Any], window: Any) -> int:
 
 
 def weighed_by_ones(votes: Votes) -> Votes:
-    """Return votes for a first turn with r = 1, which the op makes with 1 / M: their gates are M times as large."""
+    """Return the votes with gates M times as large: the op starts from r = 1 / M, so this makes it r = 1."""
     gate = torch.ones_like(votes.children[..., 0, 0]) if votes.gate is None else votes.gate
     return votes._replace(gate=gate * votes.parents)
 

@@ -12,7 +12,7 @@ from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, once, told_parents
+from fastcaps.votes import Votes, Window, from_op, once, parents_from
 
 __all__ = ["heinsen_routing"]
 
@@ -116,7 +116,7 @@ def heinsen_routing(
 def _check(tensors: Sequence[Any], window: Any) -> int:
     """Check what the user gave; return M."""
     children, weight, bias, scores, beta_use, beta_ignore = tensors
-    many = told_parents(weight, beta_use.shape[1]) if isinstance(beta_use, Tensor) and beta_use.dim() == 2 else None
+    many = parents_from(weight, beta_use.shape[1]) if isinstance(beta_use, Tensor) and beta_use.dim() == 2 else None
     votes = Votes.of(children, weight, bias, scores, window, many, "scores")
     for name, beta in (("beta_use", beta_use), ("beta_ignore", beta_ignore)):
         sizes = [(votes.seen, 1), (votes.parents, 1)]

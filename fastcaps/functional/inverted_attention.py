@@ -12,7 +12,7 @@ from fastcaps.checks import check_count, check_eps, check_finite, check_shape, c
 from fastcaps.functional import uniform
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, once, pose_of, to_op, told_parents
+from fastcaps.votes import Votes, Window, from_op, once, pose_of, to_op, parents_from
 
 __all__ = ["inverted_attention_routing"]
 
@@ -99,7 +99,7 @@ def inverted_attention_routing(
     rule = Rule.LAYER_NORM if normalize and pose != 1 else Rule.PLAIN
     if rule == Rule.PLAIN:
         norm_weight = norm_bias = None
-    if query is None and not uniform.kernel_beats_library(votes):
+    if query is None and not uniform.op_takes_it(votes):
         routed = uniform.uniform_turn(votes, norm_weight, norm_bias, eps, rule == Rule.LAYER_NORM)
         if iterations == 1 and return_coefficients:
             return Routed(from_op(routed, window), uniform.uniform_coefficients(votes))
@@ -115,7 +115,7 @@ def inverted_attention_routing(
 def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:
     """Check what the user gave; return M."""
     children, weight, bias, gate, parents, norm_weight, norm_bias = tensors
-    many = told_parents(weight, parents.shape[1]) if isinstance(parents, Tensor) and parents.dim() >= 4 else None
+    many = parents_from(weight, parents.shape[1]) if isinstance(parents, Tensor) and parents.dim() >= 4 else None
     votes = Votes.of(children, weight, bias, gate, window, many)
     if parents is not None:
         votes.check_poses("parents", parents)

@@ -15,12 +15,12 @@ from fastcaps.ops.watchers import is_sharded
 from fastcaps.reference.seen import widen, windows
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size, positions_of, seen_of
 
-__all__ = ["kernel_beats_library", "uniform_coefficients", "uniform_turn"]
+__all__ = ["op_takes_it", "uniform_coefficients", "uniform_turn"]
 
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
 
-def kernel_beats_library(votes: Votes) -> bool:
+def op_takes_it(votes: Votes) -> bool:
     """Return whether the op should run a uniform turn after all, rather than the library.
 
     The library needs the weights in another order. Copying them is little beside the convolution itself, except where
@@ -102,7 +102,7 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
         return (sums / many).to(dtype).contiguous()
     # LayerNorm(S / M; eps) = LayerNorm(S; eps M^2), which saves a pass over S
     flat = sums.flatten(-2)
-    if flat.dtype != dtype:  # centred twice, as the reference does it: gradients of two numbers are what is left
+    if flat.dtype != dtype:  # as the reference does: for two numbers the gradient is a small difference
         flat = flat - flat.mean(-1, keepdim=True)
     flat = F.layer_norm(flat, [sums.shape[-2] * sums.shape[-1]], norm_weight, norm_bias, eps * many**2)
     return flat.view(sums.shape).to(dtype)

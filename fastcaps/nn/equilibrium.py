@@ -115,7 +115,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         limit = self.iterations if iterations is None else check_count("iterations", iterations)
         call = self.with_parent_count(self.prepare(children, activations, out_capsules, bias))
         if not is_tracing():
-            self._refuse_what_cannot_be(call)
+            self._refuse_unsupported_gradients(call)
         with torch.no_grad():
             parents = self._solve(call, limit)
         votes = Votes.unchecked(call.children, call.weight, call.bias, call.activity, call.window, call.parent_count)
@@ -134,7 +134,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         coefficients = shares if return_coefficients else None
         return self.finished(poses, coefficients)
 
-    def _refuse_what_cannot_be(self, call: LayerCall) -> None:
+    def _refuse_unsupported_gradients(self, call: LayerCall) -> None:
         """Raise for gradients that the implicit equation is not solved for."""
         if is_transformed():
             raise RuntimeError(
@@ -193,14 +193,14 @@ class _Implicit(torch.autograd.Function):
     def forward(ctx: Any, routed: Tensor, *arguments: Any) -> Tensor:
         *tensors, parents, window, query, norm_weight, sums, scale, eps, tolerance, limit = arguments
         ctx.save_for_backward(*tensors, query, norm_weight, sums)
-        ctx.own, ctx.settings = (parents, window, scale, eps, tolerance, limit), backends.settings()
+        ctx.own, ctx.blocks = (parents, window, scale, eps, tolerance, limit), backends.settings()
         return routed.view_as(routed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not is_tracing():
             raise RuntimeError("EquilibriumRouting has no second derivatives: let create_graph be False")
-        with backends.under(ctx.settings):
+        with backends.under(ctx.blocks):
             return _Implicit.solve(ctx, *grads)
 
     @staticmethod

@@ -261,7 +261,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         if self.whole_grid:
             return "all"
         if self.window is None:
-            raise AttributeError("kernel_size: a layer that routes a set has none")
+            raise AttributeError("kernel_size")  # which nn.Module words
         return self.window.spec[:2]  # type: ignore[return-value]
 
     @property

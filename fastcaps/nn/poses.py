@@ -93,7 +93,7 @@ def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
     order."""
     grid = poses.dim() == 5  # normalised as it lies in memory: F.layer_norm would copy it into logical order
     stored = poses.permute(0, 2, 3, 1, 4) if grid else poses
-    if grid and is_tracing():  # Inductor fails where a permuted view of free sizes is a result: let arithmetic be last
+    if grid and is_tracing():  # Inductor fails if free sizes end in a permutation: the affine map comes after it
         normal = F.layer_norm(stored, norm.normalized_shape, None, None, norm.eps)
         return normal.permute(0, 3, 1, 2, 4) * norm.weight + norm.bias
     normal = F.layer_norm(stored, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
@@ -102,9 +102,9 @@ def normalize_poses(poses: Tensor, norm: nn.LayerNorm) -> Tensor:
 
 def channels_last(features: Tensor) -> Tensor:
     """Return features ``[B, C, H, W]`` with the numbers of each position together in memory."""
-    if is_tracing():  # Inductor cannot order the strides of free sizes after the other words
+    if is_tracing():  # Inductor cannot order the strides that movedim().contiguous() makes
         return features.contiguous(memory_format=torch.channels_last)
-    return features.movedim(1, -1).contiguous().movedim(-1, 1)  # which vmap knows
+    return features.movedim(1, -1).contiguous().movedim(-1, 1)  # a form that vmap supports
 
 
 def flatten_grid(children: Tensor) -> Tensor:

@@ -383,7 +383,7 @@ class Routing(ABC):
     def save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         """Keep in an autograd context what the backward will ask for."""
         arguments, results = inputs, output  # torch calls them by name
-        ctx.routing, ctx.settings = self, backends.settings()
+        ctx.routing, ctx.blocks = self, backends.settings()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results[self.final_count :] if x is not None))
         ctx.save_for_backward(*self._tensors_of(arguments), *results[self.final_count : -1])
@@ -416,7 +416,7 @@ class Routing(ABC):
         turns, needs = self.turns(given), 0
         for k, want in enumerate(needed):
             needs |= want << k
-        with backends.under(ctx.settings):
+        with backends.under(ctx.blocks):
             reverse = Reverse(self, run, turns > 1 and backends.on_cpu(arguments[0]), turns, needs)
             self.backward(reverse, finals, Votes(*arguments[:_COUNT]), given, history)
         return reverse.gradients

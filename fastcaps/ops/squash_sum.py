@@ -226,7 +226,7 @@ def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.types, ctx.relu = inputs[4:]
-    ctx.settings = backends.settings()
+    ctx.blocks = backends.settings()
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -237,7 +237,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         found = dict(zip(wanted, _differentiate(grad, given, wanted, ctx.types, ctx.relu, True), strict=True))
         return (*(found.get(name) for name in NAMES), None, None)
     needs = sum(1 << NAMES.index(name) for name in wanted)
-    with backends.under(ctx.settings):
+    with backends.under(ctx.blocks):
         gradients = torch.ops.fastcaps.squash_sum_backward.default(grad, *saved, ctx.types, ctx.relu, needs)
     return (*(g if name in wanted else None for name, g in zip(NAMES, gradients, strict=True)), None, None)
 

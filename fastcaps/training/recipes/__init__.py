@@ -113,7 +113,7 @@ def own_file(name: str, kind: str, known: Iterable[str], listing: str) -> Path |
         raise SettingError(f"{kind}: got {name!r}, and there is no such file")
     if name in known:
         return None
-    hint = did_you_mean(name, known := sorted(known))
+    hint = did_you_mean(name, sorted(known))
     raise SettingError(f"{kind}: got {name!r}{hint}, want one of those that fastcaps {listing} lists, or a .yaml file")
 
 
@@ -157,6 +157,8 @@ def _based(given: Mapping[str, Any], shipped: bool) -> dict[str, Any]:
     given = dict(given)
     base, also = given.pop("base", None), read(str, given.pop("also", ""), "also")
     if base is None:
+        if also:
+            raise wrong("also", also, "a base beside it")
         return given
     if not isinstance(base, str) or base not in _shipped():
         raise wrong("base", base, "a recipe that fastcaps recipes lists")
