@@ -175,7 +175,7 @@ def _machine(rows: Sequence[Row]) -> str:
         _section("Speed-up against the fastest alternative", f"Of {others}. The dashed line is 1.", modes,
                  bars(_pairs(timed, "speedup"), "×", 1.0)),
         _section("Share of a large matrix product",
-                 "Useful operations a second, as a share of what the library's product of two large matrices does.", modes,
+                 "Useful operations a second, as a share of the library's product of large matrices.", modes,
                  bars(_pairs(timed, "sgemm_share"), "%")),
         _section("Memory of a training step", "MB beside its inputs and results.",
                  _legend("fastcaps", "stored votes", _OTHER), measured and bars(measured, "", keys=_WAYS)),

@@ -20,7 +20,6 @@ from test_errors import call, set_arguments
 import fastcaps
 from fastcaps import backends
 
-
 NAMED = (None, "reference", "cpu")
 
 

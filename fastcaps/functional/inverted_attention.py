@@ -12,7 +12,7 @@ from fastcaps.checks import check_count, check_eps, check_finite, check_shape, c
 from fastcaps.functional import uniform
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, once, pose_of, to_op, parents_from
+from fastcaps.votes import Votes, Window, from_op, once, parents_from, pose_of, to_op
 
 __all__ = ["inverted_attention_routing"]
 
