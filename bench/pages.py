@@ -178,7 +178,7 @@ def _machine(rows: Sequence[Row]) -> str:
                  "Useful operations a second, as a share of the library's product of large matrices.", modes,
                  bars(_pairs(timed, "sgemm_share"), "%")),
         _section("Memory of a training step", "MB beside its inputs and results.",
-                 _legend("fastcaps", "stored votes", _OTHER), measured and bars(measured, "", keys=_WAYS)),
+                 _legend("fastcaps", "stored votes", _OTHER), bars(measured, "", keys=_WAYS) if measured else ""),
     ]  # fmt: skip
     return f"""
 <h1>fastcaps on {escape(about["device"])}</h1>

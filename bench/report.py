@@ -19,7 +19,7 @@ from typing import Any
 from bench import pages, record
 from bench.goals import device_seconds, number, place, shortfalls
 from bench.routings import AttentionPass
-from bench.timing import WIDE
+from bench.timing import BUSY, WIDE
 from bench.workloads import WORKLOADS
 from tools.markdown import as_markdown, into
 
@@ -33,7 +33,8 @@ LEGEND = (
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
     "beside its inputs and results, and its share of the votes; stored: that of the eager batched matmul. All tensors: "
     "that with inputs, parameters, results and gradients. * ran again without vectorised loop tails. ~ is doubtful: "
-    f"the middle 60 % of the calls lie more than {WIDE:.0%} apart, or it would be more than the machine can do."
+    f"the middle 60 % of the calls lie more than {WIDE:.0%} apart, or it would be more than the machine can do,"
+    f" or the load average before it was above {BUSY:g} a core."
 )
 
 PEAK_LEGEND = " Of peak: of what a loop of multiply-adds and nothing else reaches, in turns with the row."

@@ -60,6 +60,7 @@ QUICK = Plan(rounds=4, block=0.02, budget=0.5, warm=0.3, sgemm=1024)
 LEAST = 3  # samples of every contender
 AGREE = 1.1  # calls agree if the slowest took at most so many times the fastest
 FAR = 3.0  # a contender so many times slower than the fastest has no more than its least samples
+BUSY = 2.0  # a load average for each core above which a row is doubtful; the row's own processes make part of it
 WIDE = 0.3  # a range of the middle 60 % of samples, as a share of their median, above which a figure is doubtful
 
 
@@ -139,7 +140,9 @@ def doubts(row: dict[str, Any]) -> list[str]:
         spread = (entry["p80"] - entry["p20"]) / entry["median"] if "p80" in entry else 0.0
         if spread > WIDE:
             found.append(f"the middle 60 % of {name}'s calls lie {spread:.0%} apart")
-    share = row.get("peak_share", 0.0)
+    share, load, cores = row.get("peak_share", 0.0), row.get("load", 0.0), row["machine"].get("cores", 1)
+    if load > BUSY * cores:  # which slows every call of two threads alike, and so shows in no spread
+        found.append(f"the load average was {load:.1f} on {cores} cores")
     return found + [f"{share:.0%} of the machine's peak"] * (share > 1)
 
 

@@ -12,11 +12,13 @@ attention is as a rule torch's own product, under every backend but the referenc
 
 A ``with`` block applies to the code inside it, to asyncio tasks started there, and to the backward of every call made
 there, in whatever thread that runs. A new thread starts without it, and so do those of ``nn.DataParallel``:
-``contextvars.copy_context().run`` passes it on. What ``torch.utils.checkpoint`` computes again on the way back uses the
-block in which the backward runs. If a generator yields inside a block, the block also applies to its caller until the
-generator resumes. A block that has ended no longer applies, in whatever order blocks end. In compiled code each op,
-forward or backward, uses the block in which it runs; another block leads to another compilation. Put the block around
-the call of a compiled function: inside, it breaks the graph.
+``contextvars.copy_context().run`` passes it on. What ``torch.utils.checkpoint`` computes again on the way back uses
+the block in which the backward runs. If a generator yields inside a block, the block also applies to its caller until
+the generator resumes; of two such generators in one thread the block that was opened last wins. A block that has ended
+no longer applies, in whatever order blocks end. In compiled code each op, forward or backward, uses the block in which
+it runs; other open blocks lead to another compilation, but what is not an op (the first iteration of inverted
+attention) does not know in which thread they are open. Put the block around the call of a compiled function: inside,
+it breaks the graph.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Generic, TypeVar
 
 import torch
@@ -28,13 +29,16 @@ class Setting(Generic[Value]):
 
     def __init__(self, name: str, default: Value) -> None:
         self.default = default
-        self.open = ""  # the values of all open blocks, of any context
+        self.open = ""  # the values of all open blocks, of any context, in the order in which they began
         self._all: list[_Block[Value]] = []
+        self._lock = Lock()
         self._blocks: ContextVar[tuple[_Block[Value], ...]] = ContextVar(name, default=())
 
     def get(self) -> Value:
-        """Return the value. In compiled code it is a constant, which a block opened or ended anywhere makes anew."""
-        return self._get() if self.open else self.default
+        """Return the value. In compiled code it is a constant, made anew where other blocks are open in the process."""
+        if torch.compiler.is_compiling() and not self.open:  # what compiled code asks before it runs
+            return self.default
+        return self._get()
 
     @torch.compiler.assume_constant_result
     def _get(self) -> Value:
@@ -48,18 +52,18 @@ class Setting(Generic[Value]):
         """Set the value inside a ``with`` block."""
         block = _Block(value)
         self._blocks.set((*self._open(), block))
-        self._all.append(block)
-        self._tell()
+        self._count(self._all.append, block)
         try:
             yield
         finally:
             block.ended = True
             self._blocks.set(tuple(self._open()))
-            self._all.remove(block)
-            self._tell()
+            self._count(self._all.remove, block)
 
-    def _tell(self) -> None:
-        self.open = ", ".join(sorted({repr(block.value) for block in self._all}))
+    def _count(self, change: Callable[[_Block[Value]], None], block: _Block[Value]) -> None:
+        with self._lock:
+            change(block)
+            self.open = ", ".join(repr(one.value) for one in self._all)
 
     def _open(self) -> Iterator[_Block[Value]]:
         return (block for block in self._blocks.get() if not block.ended)

@@ -267,6 +267,9 @@ def test_compiled_code_asks_again_where_a_block_begins_or_ends() -> None:
         with nullcontext() if name is None else fastcaps.backend(name):
             found.append(NAMED[int(run(x))])
     assert found == [None, "reference", None, "cpu", "reference"]
+    for outer, inner in (("cpu", "reference"), ("reference", "cpu")):
+        with fastcaps.backend(outer), fastcaps.backend(inner):
+            assert NAMED[int(run(x))] == inner
 
 
 @pytest.mark.parametrize("kind", ["routing", "equilibrium", "squash_sum"])

@@ -376,8 +376,9 @@ def test_a_slow_contender_has_three_samples_whatever_they_take_and_a_broken_one_
 
 def test_wide_and_impossible_figures_are_doubtful() -> None:
     entry = {"median": 1.0, "p20": 0.9, "p80": 1.1}
-    row = {"fastcaps": entry, "fastest": "x", "alternatives": {"x": entry}, "peak_share": 0.9}
+    row = {"fastcaps": entry, "fastest": "x", "alternatives": {"x": entry}, "peak_share": 0.9, "machine": {"cores": 2}}
     assert doubts(row) == []
+    assert doubts(row | {"load": 5.3}) == ["the load average was 5.3 on 2 cores"]
     assert doubts(row | {"peak_share": 1.95}) == ["195% of the machine's peak"]
     assert doubts(row | {"alternatives": {"x": entry | {"p80": 1.3}}}) == ["the middle 60 % of x's calls lie 40% apart"]
     assert len(doubts(row | {"fastcaps": entry | {"p20": 0.1}})) == 1

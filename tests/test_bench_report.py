@@ -239,6 +239,7 @@ def test_the_page_has_every_chart_and_nothing_from_the_network() -> None:
 
 
 def test_a_quick_run_draws_the_batches_that_it_has_and_no_empty_chart() -> None:
+    assert "Memory of a training step" not in pages.html([_row(memory={})])  # a quick run measures none
     text = pages.html([_row(batch=2, default=False, memory=None), _row(batch=2, default=False, mode="training step")])
     assert "tsai-c10-conv1, forward: 30.0×" in text and "tsai-c10-conv1, training step: 30.0×" in text
     alone = pages.html([_row(batch=2, default=False, memory=None)])

@@ -268,6 +268,9 @@ GATED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "attention-first": lambda x, g, w: functional.inverted_attention_routing(x, w, gate=g),
     "attention": lambda x, g, w: functional.inverted_attention_routing(x, w, gate=g, iterations=3),
     "dynamic": lambda x, g, w: functional.dynamic_routing(x, w, gate=g),
+    "attention-bias": lambda x, g, w: functional.inverted_attention_routing(
+        x, w, gate=g, bias=torch.linspace(-1, 1, 15).view(1, 1, 3, 5)
+    ),
     "dynamic-children": lambda x, g, w: functional.dynamic_routing(x, w, gate=g, compete="children"),
     "pooling": lambda x, g, w: functional.routing_pool(x, gate=g, weight=w),
     "em": lambda x, g, w: functional.em_routing(x, g, w, w[0, :, 0, 0], w[0, :, 0, 1]),

@@ -186,7 +186,10 @@ def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
     assert paper.reading == recipe("li-capnet-dynamic").reading + " The rate is that of all experiments."
     path.write_text(recipes.as_yaml("li-capnet-ce-sgd"))
     assert replace(recipe(str(path)).config, recipe="") == replace(paper.config, recipe="")
+    path.write_text("{base: sabour-mnist, loss: margin}")
+    assert recipe(str(path)).config.loss == recipe("sabour-mnist").config.loss  # no other loss: it keeps its fields
     for text, message in (
+        ("{base: sabour-mnist, on: 3}", "True: no such field"),
         ("also: more", "also: got 'more', want a base"),
         ("base: tsai", "base: got 'tsai', want a recipe"),
         ("base: [1]", "base: got [1], want"),

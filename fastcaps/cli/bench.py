@@ -136,8 +136,6 @@ def bench(
         session.close()
     if not session.rows:
         raise Fail(f"--seconds {seconds:g}: no row was begun")
-    if html is not None:
-        html.write_text(pages.html(session.rows), encoding="utf-8")
     faults = [f"{place(row)}: refused, {row['refused']}" for row in session.rows if "refused" in row]
     faults += [f"{place(row)}: {why}" for row in session.rows for why in row["lost"] if goals]
     if as_json:
@@ -145,7 +143,11 @@ def bench(
     else:
         print(report.about(session.rows))
         _print_table([{"mode": row["mode"], **report.cells(row)} for row in session.rows])
-        print("\n".join([f"written: {each}" for each in (session.file, html) if each is not None]))
+        print(f"written: {session.file}")
+    if html is not None:
+        html.write_text(pages.html(session.rows), encoding="utf-8")
+        if not as_json:
+            print(f"written: {html}")
     for fault in faults:
         print(f"fastcaps bench: {fault}", file=sys.stderr)
     return int(bool(faults))

@@ -91,6 +91,7 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
     children = gated = children.flatten(-2).unflatten(-1, children.shape[-2:])  # so that their gradient lies as they do
     if gate is not None:
         broken = (gate == 0) & ~children.isfinite().all(-1).all(-1)  # 0 times NaN is NaN
+        gate = gate.masked_fill(broken, 0.0)  # a bias may be behind it
         gated = children.masked_fill(broken[..., None, None], 0.0) * gate[..., None, None]
     if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:
         sums = _uniform_matmul(gated, weight, window)

@@ -170,7 +170,7 @@ def _replacement(module: nn.Module, known: Published, own: list[str], check: boo
 
 def _is_method(name: str, value: Any) -> bool:
     """Whether a name with two underscores is a method that may change what a layer does, such as ``__call__``."""
-    return isinstance(value, FunctionType) and name not in HARMLESS
+    return name == "__call__" or (isinstance(value, FunctionType) and name not in HARMLESS)
 
 
 def _misfit(module: Any, known: Published) -> str:

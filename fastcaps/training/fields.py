@@ -231,6 +231,8 @@ def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
                 raise SettingError(f"{path}: no such field, {'.'.join(above[: depth + 1])} has none")
         if above and last == "name" and place.get("name") != changes[path]:
             place.clear()
+        if isinstance(place.get(last), dict) and place[last].get("name") == changes[path]:
+            continue  # a short form of what is there already
         place[last] = copy.deepcopy(changes[path])
     return made
 

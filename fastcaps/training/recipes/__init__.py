@@ -161,7 +161,11 @@ def _based(given: Mapping[str, Any], shipped: bool) -> dict[str, Any]:
             raise wrong("also", also, "a base beside it")
         return given
     if not isinstance(base, str) or base not in _shipped():
-        raise wrong("base", base, "a recipe that fastcaps recipes lists")
+        hint = did_you_mean(base, names()) if isinstance(base, str) else ""
+        raise wrong("base", base, f"a recipe that fastcaps recipes lists{hint}")
+    for key in given:
+        if not isinstance(key, str):  # YAML reads on, no, null and 1 as other things than text
+            raise SettingError(f"{key!r}: no such field")
     made = fields_of(base)
     if not shipped:
         made = {key: value for key, value in made.items() if key not in _TOLD}
