@@ -256,7 +256,6 @@ def test_blocks_of_threads_are_their_own(block: Block, now: Any, values: Any) ->
     assert seen == {first: [none, first], second: [none, second]} and now() == none
 
 
-@pytest.mark.parametrize("made_by", ["cpu", "reference"])
 def test_compiled_code_asks_again_where_a_block_begins_or_ends() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -272,6 +271,7 @@ def test_compiled_code_asks_again_where_a_block_begins_or_ends() -> None:
             assert NAMED[int(run(x))] == inner
 
 
+@pytest.mark.parametrize("made_by", ["cpu", "reference"])
 @pytest.mark.parametrize("kind", ["routing", "equilibrium", "squash_sum"])
 def test_a_backward_runs_what_its_forward_was_forced_to(
     kind: str, made_by: str, monkeypatch: pytest.MonkeyPatch
