@@ -122,7 +122,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{name} must be an int >= {least}, got {value}")
     if value > _MOST_COUNT:
-        raise ValueError(f"{name} must be at most 2**63 - 2, got {value}")
+        raise ValueError(f"{name} must be an int <= 2**63 - 2, got {value}")
     return value
 
 

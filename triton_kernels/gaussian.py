@@ -48,6 +48,8 @@ def turn_of(
 ) -> Gaussian:
     """Return what a turn starts from, and its numbers, as the kernels take them."""
     mean, variance, log_weight = state
+    if variance is not None and eps == 0.0:  # a variance of 0 says nothing: the kernels' 1 / (2 variance) is then 0
+        variance = variance.masked_fill(variance == 0.0, torch.inf)
     tensors = (mean, None if mean is None else variance, log_weight, *betas, *results)
     forms = [size > 1 for beta in betas for size in ((1, 1) if beta is None else beta.shape)]
     return Gaussian(

@@ -65,13 +65,6 @@ class Gaussian(NamedTuple):
 
 
 @triton.jit
-def precision_of(turn, at):
-    """Return p; 0 where the variance is, which happens without eps alone: a parent of nobody says nothing."""
-    variance = load_pose(turn.variance, at)
-    return tl.where(variance == 0.0, 0.0, 0.5 / variance)
-
-
-@triton.jit
 def load(turn, at, tile):
     """Return the tiles of mean and p, and the log-weights."""
     mean = 0.0
@@ -80,7 +73,7 @@ def load(turn, at, tile):
     if turn.mean is not None:
         mean = load_pose(turn.mean, at)
         if turn.variance is not None:
-            precision = precision_of(turn, at)
+            precision = 0.5 / load_pose(turn.variance, at, 1.0)
     if turn.log_weight is not None:
         log_weight = load_each(turn.log_weight, at)
     return mean, precision, log_weight
@@ -307,7 +300,7 @@ def dfinish(turn, state, results, part, at, poses, tile, HOW: tl.constexpr):
     begin_pose = begin * (tile.C * tile.E)
     precision = 1.0
     if turn.variance is not None:
-        precision = precision_of(turn, at)
+        precision = 0.5 / load_pose(turn.variance, at, 1.0)
     if results[0] is not None:
         put_pose(results[0] + begin_pose, 2.0 * precision * state[0], at, HOW)
     if results[1] is not None:
