@@ -12,6 +12,7 @@ SOAK_ARGS ?=
 MUTATE_ARGS ?=
 # Test processes side by side, a file of tests to a process at a time; WORKERS=0 runs them in one.
 WORKERS ?= auto
+SIDE_BY_SIDE = --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 DEMO_ARGS   ?=
 # Interpreters with headers that a wheel holds fastcaps._C for, beside that of .venv.
 WHEEL_PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13; do python$$version -c 'import os, sys, sysconfig; \
@@ -55,20 +56,20 @@ demo: $(VENV)/.installed-demo ## train a small capsule network on real digits, s
 	$(BIN)/fastcaps demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the tests, then the benchmarks' quick mode (speed is no reason to fail here)
-	$(BIN)/python -m pytest tests --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest bench --no-goals
 
 test-slow: $(VENV)/.installed-test ## run the tests marked slow
-	$(BIN)/python -m pytest tests -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.installed-test ## run the kernels under the compiler's sanitizers (SANITIZE_ARGS=--short: a part)
-	$(BIN)/python tools/sanitizers.py $(SANITIZE_ARGS)
+	$(BIN)/python -m tools.sanitizers $(SANITIZE_ARGS)
 
 soak: $(VENV)/.installed-test ## fuzz the functions and the raw ops for half an hour (SOAK_ARGS="--minutes 5")
-	$(BIN)/python -W ignore tools/soak.py --first $$(date +%s) $(SOAK_ARGS)
+	$(BIN)/python -m tools.soak --first $$(date +%s) $(SOAK_ARGS)
 
 mutate: $(VENV)/.installed-test ## plant faults in the kernels and count those that the tests see (MUTATE_ARGS="--count 50")
-	for backend in cpu cuda triton; do $(BIN)/python tools/mutate.py $$backend $(MUTATE_ARGS) || failed=1; done; test -z "$$failed"
+	for backend in cpu cuda triton; do $(BIN)/python -m tools.mutate $$backend $(MUTATE_ARGS) || failed=1; done; test -z "$$failed"
 
 lint: $(VENV)/.installed-dev ## ruff, mypy and clang-format, all read-only
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
@@ -225,16 +225,8 @@ class TagWheel(bdist_wheel):
         return (".".join(sorted(held)), "none", platform) if len(held) > 1 else (python, abi, platform)
 
 
-def packages() -> list[str]:
-    """fastcaps and its subpackages; triton_kernels, at the top of the tree, becomes one of them."""
-    triton = ["fastcaps.triton_kernels." + name for name in find_packages("triton_kernels")]
-    return [*find_packages(str(ROOT), include=["fastcaps", "fastcaps.*"]), "fastcaps.triton_kernels", *triton]
-
-
 if __name__ == "__main__":
     setup(
-        packages=packages(),
-        package_dir={"fastcaps.triton_kernels": "triton_kernels"},
         ext_modules=[Extension("fastcaps._C", sources=[])] if native_build() else [],
         cmdclass={"build": CleanBuild, "build_ext": BuildNative, "bdist_wheel": TagWheel},
     )

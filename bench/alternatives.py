@@ -1,9 +1,9 @@
 """What a PyTorch user would run instead, and this package itself, under one signature.
 
 - ``batched-matmul`` stores the votes, made by one product, in the layout that the iterations like best
-  (``bench/stored.py``); it has a place in the tables for its memory.
+  (``bench/votes.py``); it has a place in the tables for its memory.
 - ``einsum-compiled`` leaves votes and sums to ``torch.einsum``, as published code does, under ``torch.compile``.
-- ``blocked-matmul`` makes them by a product for each block of children, whenever needed (``bench/blocked.py``).
+- ``blocked-matmul`` makes them by a product for each block of children, whenever needed (``bench/votes.py``).
 - ``folded-matmul`` makes none: where children share matrices, sums over children come first (``bench/folded.py``).
 - ``scaled-dot-product`` is the library's attention, which routing as pooling can be written with.
 
@@ -13,7 +13,9 @@ else of the whole. Each takes a routing's arguments by name, in public layout, a
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,24 +24,9 @@ import torch
 from torch import Tensor
 
 import fastcaps
-from bench.stored import Layout
+from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload
-
-__all__ = [
-    "ALTERNATIVES",
-    "BLOCKED",
-    "EINSUM",
-    "FOLDED",
-    "OURS",
-    "STORED",
-    "build",
-    "eager",
-    "is_compiled",
-    "reference",
-    "runner",
-    "suited",
-    "swept",
-]
+from bench.workloads import WORKLOADS
 
 OURS, STORED, BLOCKED, FOLDED, EINSUM, _ATTENTION = (
     "fastcaps", "batched-matmul", "blocked-matmul", "folded-matmul", "einsum-compiled", "scaled-dot-product",
@@ -83,22 +70,23 @@ def reference(workload: Workload) -> Implementation:
 def eager(name: str, work: Workload, settings: dict[str, Any] | None = None, batch: int = 64) -> Implementation:
     """Return the implementation ``name`` of a workload, without the compilation that its name may ask for.
 
-    ``settings`` are those of :class:`bench.stored.Layout`. Raises ValueError for a name that is unknown.
+    ``settings`` are those of :class:`bench.votes.Layout`. Raises ValueError for a name that is unknown.
     """
-    if name not in (OURS, *ALTERNATIVES):
-        raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
     if name == OURS:
         return work.routing.ours(work)
-    usual = {"axes": work.routing.layout(work)}
-    if name.startswith(BLOCKED):
-        usual |= {"block": 2**20}
-        if is_compiled(name):  # elementwise products, which are fused; positions last, where there are some
-            usual |= {"block": 2**22, "axes": "imecp" if batch * max(1, work.positions) > 8 else "imcep"}
-    elif name == EINSUM:
-        usual = {"axes": "pimce", "einsum": True}
-    elif name.startswith((FOLDED, _ATTENTION)):
-        usual = {"axes": "pmice", "folded": True, "kept": True}
-    return partial(work.routing.turns, work, Layout(**usual | (settings or {})), 1)
+    usual: dict[str, dict[str, Any]] = {
+        STORED: {},
+        BLOCKED: {"block": 2**20},
+        # elementwise products, which are fused; positions last, where there are some
+        BLOCKED + _SUFFIX: {"block": 2**22, "axes": "imecp" if batch * max(1, work.positions) > 8 else "imcep"},
+        EINSUM: {"axes": "pimce", "einsum": True},
+        FOLDED: {"axes": "pmice", "folded": True, "kept": True},
+    }
+    usual |= {STORED + _SUFFIX: usual[STORED], FOLDED + _SUFFIX: usual[FOLDED], _ATTENTION: usual[FOLDED]}
+    if name not in usual:
+        raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
+    layout = Layout(**{"axes": work.routing.axes(work), **usual[name], **(settings or {})})
+    return partial(work.routing.route, work, layout, 1)
 
 
 def build(name: str, work: Workload, safe: bool = False, batch: int | None = None) -> Implementation:
@@ -161,3 +149,12 @@ def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], 
         return found | {f"d{name}": gradient for name, gradient in zip(learned, gradients, strict=True)}
 
     return step
+
+
+if __name__ == "__main__":  # python -m bench.alternatives [--json]: what fastcaps bench --list prints
+    known = {name: f"{one.source}; batch {', '.join(map(str, one.batches))}" for name, one in WORKLOADS.items()}
+    if "--json" in sys.argv:
+        print(json.dumps({"workloads": known, "alternatives": ALTERNATIVES}, indent=2))
+    else:
+        print(*(f"{name:<22}  {what}" for name, what in known.items()), sep="\n")
+        print(f"alternatives: {', '.join(ALTERNATIVES)}")

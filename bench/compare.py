@@ -1,8 +1,8 @@
 """This package at two commits, in turns on one machine: a ratio for every row, and their median.
 
-fastcaps compare main                                    # this checkout against a commit: every workload, 10 minutes
-fastcaps compare main --workload tiny --workload barham  # rows whose names hold one of these words
-fastcaps compare ../base .                               # two trees that have their libraries: nothing is built
+python -m bench.compare main                               # this checkout against a commit: all rows, 10 minutes
+python -m bench.compare main --workload tiny --workload barham  # rows whose names hold one of these words
+python -m bench.compare ../base .                          # two trees that have their libraries: nothing is built
 
 Each side runs in a process of its own with its own library; inputs, timing and rows are this checkout's, so that only
 the package differs. What is called is `fastcaps.functional`, which both sides must have. A commit is built once and
@@ -13,12 +13,14 @@ status is 1 if there is such a row, or if the median over rows is above `--limit
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -29,9 +31,10 @@ import numpy as np
 import fastcaps
 from bench.alternatives import OURS, build, runner
 from bench.goals import place
+from bench.process import Remote, WorkerError
 from bench.record import ROOT
-from bench.runner import Case, Remote, Runner, WorkerError
 from bench.timing import time_calls
+from bench.workload import Case
 from bench.workloads import TINY, WORKLOADS
 
 _SECONDS = 300.0  # after which a process is given up
@@ -42,14 +45,20 @@ MODES = ("forward", "graph", "training step")
 _AGREE = 1e-3  # the most that results may differ by, as a share of the largest number
 
 
-class Side(Runner):
-    """One of the two packages, in a process of its own."""
+class Side:
+    """One of the two packages, in a process of its own. The older one may be any that has ``fastcaps.functional``."""
 
     def __init__(self) -> None:
-        super().__init__("cpu")
+        self._ready: Callable[[], Any] = dict
 
     def package(self) -> Path:
         return Path(fastcaps.__file__)
+
+    def check(self, case: Case) -> str:
+        """Return what is wrong with this package's result, or an empty string."""
+        from bench.runner import Runner  # here: the rule for results, which an older package may lack
+
+        return str(Runner("cpu").check(case, OURS)["complaint"])
 
     def prepare(self, case: Case, graph: bool) -> dict[str, Any]:
         """Make a call ready for :meth:`time`; with ``graph``, one that keeps a graph for gradients.
@@ -65,13 +74,16 @@ class Side(Runner):
         found = {name: tensor.detach().flatten() for name, tensor in self._ready().items()}
         return {"seconds": seconds, "some": {n: t[:: 1 + t.numel() // 64].numpy() for n, t in found.items()}}
 
+    def time(self, calls: int, warm: int) -> list[float]:
+        """Return the seconds of calls of what was prepared last."""
+        return time_calls(self._ready, calls, warm)
+
 
 @contextmanager
 def sides(trees: Sequence[Path], threads: int) -> Iterator[list[Remote]]:
     """Start a process for each tree's package; rows and inputs are this checkout's for all of them."""
     with tempfile.TemporaryDirectory(prefix="fastcaps-compare-") as scratch:
-        for room in ("bench", "tools"):
-            (Path(scratch) / room).symlink_to(ROOT / room)
+        (Path(scratch) / "bench").symlink_to(ROOT / "bench")
         found = [Remote(threads, Side) for _ in trees]
         before = sys.path[:]
         try:
@@ -109,12 +121,10 @@ def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, round
     samples: list[list[float]] = [[], []]
     ratios: list[float] = []
     try:
-        wrong = pair[1].call(_SECONDS, "check", case, OURS)["complaint"]
-        if wrong:
+        if wrong := pair[1].call(_SECONDS, "check", case):
             return row | {"refused": wrong}
         answers = [side.call(_SECONDS, "prepare", case, mode == "graph") for side in pair]
-        differs = disagreement(answers[0]["some"], answers[1]["some"])
-        if differs:
+        if differs := disagreement(answers[0]["some"], answers[1]["some"]):
             return row | {"differs": differs}
         longest = max(answer["seconds"] for answer in answers)
         calls = max(1, min(2000, int(seconds / (4 * rounds * longest))))
@@ -157,14 +167,11 @@ def rows_of(words: Sequence[str]) -> list[tuple[Case, str]]:
     return [(case, mode) for case, mode in rows if any(word in case.workload.name for word in words)]
 
 
-def without_ratio(row: dict[str, Any]) -> str:
-    """Return why a row has no ratio."""
-    return f"refused: {row['refused']}" if "refused" in row else row.get("differs") or row["failed"]
-
-
-def _line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
+    """Return a row in one line: milliseconds of both sides, ratio and its spread; or why it has no ratio."""
     if "ratio" not in row:
-        return f"{place(row):<52} {without_ratio(row)}"
+        told = f"refused: {row['refused']}" if "refused" in row else row.get("differs") or row["failed"]
+        return f"{place(row):<52} {told}"
     spread = f"{row['ratio']:.3f} ({row['least']:.3f}-{row['most']:.3f})"
     return f"{place(row):<52} {row['old'] * 1e3:10.3f} {row['new'] * 1e3:10.3f}  {spread}"
 
@@ -180,14 +187,41 @@ def summary(rows: Sequence[dict[str, Any]], limit: float) -> tuple[list[str], bo
             if ratios:
                 lines.append(f"{title}, {mode}: median ratio {median(ratios):.3f} over {len(ratios)} rows")
                 passed &= mode != "all modes" or median(ratios) <= 1 + limit
-    lines += [f"slower in every round: {_line(row)}" for row in measured if row["least"] > 1 + limit]
-    return lines + [f"no ratio: {_line(row)}" for row in rows if "ratio" not in row], passed
+    lines += [f"slower in every round: {line(row)}" for row in measured if row["least"] > 1 + limit]
+    return lines + [f"no ratio: {line(row)}" for row in rows if "ratio" not in row], passed
 
 
-def compare(
-    trees: Sequence[Path], rows: Sequence[tuple[Case, str]], seconds: float, rounds: int, threads: int
-) -> Iterator[dict[str, Any]]:
-    """Measure rows of two trees, the older one first, one after the other."""
-    with sides(trees, threads) as pair:
-        for case, mode in rows:
-            yield measure(pair, case, mode, seconds, rounds)
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(prog="compare", description="This checkout against another commit, in turns.")
+    parser.add_argument("old", metavar="REV", help="a commit, or a tree with its library")
+    parser.add_argument("new", nargs="?", default=str(ROOT), help="likewise; this checkout if none is given")
+    parser.add_argument("--workload", action="append", help="rows whose names hold this word (repeat)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a row's timed calls")
+    parser.add_argument("--rounds", type=int, default=9, help="of a row, old and new in turns; 2 or more")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of both sides")
+    parser.add_argument("--limit", type=float, default=0.03, help="how much slower the median may be, as a share")
+    parser.add_argument("--json", action="store_true", help="print rows and verdict, and nothing else")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    if not (wanted := rows_of(given.workload or [""])):
+        words = " or ".join(given.workload)
+        parser.exit(1, f"fastcaps compare: --workload: no row's name holds {words} (fastcaps bench --list)\n")
+    try:
+        trees = [tree_of(given.old), tree_of(given.new)]
+    except (ValueError, subprocess.CalledProcessError) as error:
+        parser.exit(1, f"fastcaps compare: {error}\n")
+    said = (lambda *_, **__: None) if given.json else print
+    said(f"old {trees[0]}\nnew {trees[1]}\n{'':<52}    old, ms    new, ms  ratio (over rounds)", flush=True)
+    rows = []
+    with sides(trees, given.threads) as pair:
+        for case, mode in wanted:
+            rows.append(measure(pair, case, mode, given.seconds, max(2, given.rounds)))
+            said(line(rows[-1]), flush=True)
+    lines, passed = summary(rows, given.limit)
+    told = {"old": str(trees[0]), "new": str(trees[1]), "passed": passed, "rows": rows}
+    print(json.dumps(told, indent=2) if given.json else "\n".join(lines))
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Options, the session that rows are collected in, and the table at the end."""
+"""Options, the rows they ask for, the session that rows are collected in, and the table at the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bench import record, report
-from bench.alternatives import OURS, suited
-from bench.runner import PRECISIONS, Case
-from bench.selection import alternatives, cases
+from bench.alternatives import ALTERNATIVES, OURS, is_compiled, suited
 from bench.session import Session
 from bench.timing import FULL, QUICK
+from bench.workload import PRECISIONS, Case
+from bench.workloads import cases
 
-_SESSION = pytest.StashKey[Session]()
+_SESSION, _CASES = pytest.StashKey[Session](), pytest.StashKey[list[Case]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,14 +24,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="every row, torch.compile too (default: a few, in two minutes)")
     group.addoption("--record", action="store_true", help="write to bench/results (default: .cache/bench)")
     group.addoption("--results", default=None, help="write to this folder instead")
+    group.addoption("--html", type=Path, default=None, help="write the rows as a page with charts, too")
     group.addoption("--resume", action="store_true", help="leave out rows that this commit's records have")
     group.addoption("--no-goals", action="store_true", help="do not fail where a goal that was held is lost")
     group.addoption("--no-compile", action="store_true", help="leave the torch.compile alternatives out")
+    group.addoption("--against", action="append", default=[], help="only this alternative (repeat)")
     group.addoption("--workload", action="append", default=[], help="only these workloads (repeat, or commas between)")
     group.addoption("--batch", type=int, action="append", default=[], help="these batches instead of a workload's own")
     group.addoption("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads (default 2)")
-    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure on (default cpu)")
-    group.addoption("--precision", action="append", default=[], choices=tuple(PRECISIONS), help="cuda: only these")
+    group.addoption("--device", default="cpu", help="what to measure on: cpu or cuda (default cpu)")
+    group.addoption("--precision", action="append", default=[], help="cuda: only these")
     group.addoption("--seconds", type=float, default=float("inf"), help="start no row later than this")
 
 
@@ -44,25 +46,27 @@ def _results(config: pytest.Config) -> Path:
     return Path(config.getoption("results") or folder)
 
 
-def _cases(config: pytest.Config) -> list[Case]:
-    option = config.getoption
-    names = [name for given in option("workload") for name in given.split(",")]
-    try:
-        wanted = cases(names, _quick(config), option("device"), option("batch"), option("precision"))
-        return [one for one in wanted if not (option("resume") and record.has(_results(config), one))]
-    except ValueError as error:
-        raise pytest.UsageError(f"--workload: {error}") from error
-
-
 def _names(config: pytest.Config) -> list[str]:
-    return alternatives(eager=_quick(config) or config.getoption("no_compile"))
+    compiled = not (_quick(config) or config.getoption("no_compile"))
+    return config.getoption("against") or [name for name in ALTERNATIVES if compiled or not is_compiled(name)]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    option = config.getoption
     shown = ("verbose", "compare", "histogram", "autosave")
     if not any(config.getoption(f"benchmark_{name}", None) for name in shown):
         config.option.benchmark_quiet = True  # one table at the end, ours, is enough
+    for name, known in (("against", ALTERNATIVES), ("device", ("cpu", "cuda")), ("precision", PRECISIONS)):
+        given = option(name)
+        if unknown := {*([given] if isinstance(given, str) else given)} - {*known}:
+            raise pytest.UsageError(f"--{name}: got {', '.join(sorted(unknown))}, want some of {', '.join(known)}")
+    names = [name for given in option("workload") for name in given.split(",")]
+    try:
+        wanted = cases(names, _quick(config), option("device"), option("batch"), option("precision"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--workload: {error}") from error
+    config.stash[_CASES] = [one for one in wanted if not (option("resume") and record.has(_results(config), one))]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,7 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names, on = _names(metafunc.config), metafunc.config.getoption("device")
         wanted = [
             (case, name)
-            for case in _cases(metafunc.config)
+            for case in metafunc.config.stash[_CASES]
             for name in (OURS, *suited(names, case.workload, case.batch, on))
         ]
         ids = [f"{case}-{name}".replace(" ", "-") for case, name in wanted]
@@ -91,10 +95,22 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     made.close()
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    measured = session.config.stash.get(_SESSION, None)
+    if measured and not measured.file and not exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # --seconds left time for no row
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     measured = config.stash.get(_SESSION, None)
-    if measured is None or measured.file is None:
+    if measured is None:
         return
     terminalreporter.section("fastcaps benchmark")
+    if measured.file is None:
+        terminalreporter.write_line(f"--seconds {config.getoption('seconds'):g}: no row was begun")
+        return
     terminalreporter.write_line(report.markdown(measured.rows))
+    if page := config.getoption("html"):
+        page.write_text(report.html(measured.rows), encoding="utf-8")
+        terminalreporter.write_line(f"written: {page}")
     terminalreporter.write_line(f"written: {os.path.relpath(measured.file)}")

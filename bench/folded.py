@@ -8,14 +8,13 @@ group's mean; they cancel where parents are narrow, and the gate decides whether
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bench.stored import Layout, Stored, divisor, summed
-
-__all__ = ["Folded"]
+from bench.votes import Blocks, Layout, divisor, summed
 
 
 def mix(features: Tensor, query: Tensor, gates: Tensor | None) -> Tensor:
@@ -24,8 +23,8 @@ def mix(features: Tensor, query: Tensor, gates: Tensor | None) -> Tensor:
     return features.mT @ (shares if gates is None else shares * gates)
 
 
-class Folded(Stored):
-    """What :class:`bench.stored.Stored` returns, without a vote; in the layout ``pmice``."""
+class Folded:
+    """What :class:`bench.votes.Blocks` returns, without a vote; in the layout ``pmice``."""
 
     def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         groups, many, _, columns = weight.shape
@@ -51,15 +50,14 @@ class Folded(Stored):
         places, count = flat[0].shape[:2]
         room = layout.block // (many * features.element_size())
         size = divisor(places, room // count)
+        few = divisor(count, room // size)
+        cut = ([None] * places if each is None else each.split(size) for each in flat)
         parts = []
-        for one in zip(*([None] * places if each is None else each.split(size) for each in flat), strict=False):
-            part = None
-            few = divisor(count, room // size)
+        for poses, asked, gate in zip(*cut, strict=False):
+            total: Any = 0
             for k in range(0, count, few):
-                poses, shares = (None if each is None else each[:, k : k + few] for each in (one[0], one[2]))
-                found = step(poses, one[1], shares)
-                part = found if part is None else part + found
-            parts.append(part)
+                total = total + step(poses[:, k : k + few], asked, None if gate is None else gate[:, k : k + few])
+            parts.append(total)
         return torch.cat(parts).unflatten(0, features.shape[:2])
 
     def mean(self) -> Tensor:
@@ -130,3 +128,8 @@ class Folded(Stored):
         gated = counts.transpose(1, 2)
         score = (use * gated - ignore * (there - gated)).sum(2)
         return (*found, layout.place(score, "pm"))
+
+
+def votes_in(layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> Blocks | Folded:
+    """Return the votes of ``poses`` ``[I, P, C, D]``, stored, in blocks or folded away, as the layout says."""
+    return (Folded if layout.folded else Blocks)(layout, poses, weight, bias)

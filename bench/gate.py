@@ -1,4 +1,4 @@
-"""The correctness gate: a speed figure stands only while its result keeps the rule of :mod:`tools.judge`.
+"""The correctness gate: a speed figure stands only while its result keeps the rule of :mod:`fastcaps._testing.judge`.
 
 A uniform pass over a grid is the library's convolution by design, not a kernel; its eager yardstick is the worse of the
 reference and of a plain ``F.conv2d``, which sums in fewer and longer runs than the reference's einsum.
@@ -26,11 +26,9 @@ from torch.autograd import forward_ad
 
 from bench.alternatives import reference, runner
 from bench.routings import AttentionPass
-from bench.stored import Layout
+from bench.votes import Layout
 from bench.workload import Implementation, Inputs, Workload, is_batched
-from tools.judge import Bar, Verdict
-
-__all__ = ["SAME", "Gate"]
+from fastcaps._testing.judge import Bar, Verdict
 
 _CHUNK_BYTES = 256 * 2**20
 """Votes that the float64 reference may store at once (four times as many on a GPU), by running a batch in parts."""
@@ -64,7 +62,7 @@ class Gate(Bar):
         self._inputs = inputs
         routing, by = workload.routing, reference(workload)
         if workload.copies > 1:  # each child counts so often
-            by = partial(routing.turns, workload, Layout(routing.layout(workload)), workload.copies)
+            by = partial(routing.route, workload, Layout(routing.axes(workload)), workload.copies)
         ways = [by]
         if isinstance(routing, AttentionPass) and routing.uniform and workload.grid and not routing.normalize:
             ways.append(convolution(workload))
@@ -108,7 +106,7 @@ class Gate(Bar):
         step = max(1, _CHUNK_BYTES * (4 if tensors[0].is_cuda else 1) // per_sample)
         plain = nullcontext()
         if self.tf32 and torch._C._len_torch_dispatch_stack():
-            # a mode of tools.judge wants every product: forward-mode derivatives make an op its formulas
+            # a mode of fastcaps._testing.judge wants every product: forward-mode derivatives make an op its formulas
             step, plain = max(1, step // 16), forward_ad.dual_level()  # which keep more for their way back
         with plain:
             parts = [

@@ -32,7 +32,7 @@ ROOT=$PWD
 OUT=${OUT:-bench/results/gpu-$(date -u +%Y-%m-%d)}
 case "$OUT" in /*) ;; *) OUT="$ROOT/$OUT" ;; esac
 
-export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PIP_DISABLE_PIP_VERSION_CHECK=1
+export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}" PIP_DISABLE_PIP_VERSION_CHECK=1
 export TRITON_CACHE_DIR="$ROOT/.cache/triton" TORCHINDUCTOR_CACHE_DIR="$ROOT/.cache/torchinductor"
 export FASTCAPS_CUDA=1 FASTCAPS_COMMIT="${FASTCAPS_COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null)}"
 
@@ -67,7 +67,7 @@ stage_build() {
     run 240 "$PYTHON" setup.py --quiet build_ext --inplace || return 1
   run 60 "$PYTHON" -c 'import fastcaps; fastcaps.backends.show(); assert fastcaps.backends.listing()[0].available' ||
     return 1
-  ! command -v cuobjdump >/dev/null || run 60 "$PYTHON" tools/static_report.py
+  ! command -v cuobjdump >/dev/null || run 60 "$PYTHON" -m tools.static_report
 }
 
 stage_test() {
@@ -84,10 +84,10 @@ stage_sanitize() {
   for tool in "memcheck --report-api-errors no" racecheck; do
     # shellcheck disable=SC2086
     run 55 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name \
-      kernel_substring=fastcaps "$PYTHON" tools/sanitize.py --device cuda --backend cuda || worst=1
+      kernel_substring=fastcaps "$PYTHON" -m tools.sanitize --device cuda --backend cuda || worst=1
   done
   for backend in cuda triton; do
-    run 40 "$PYTHON" tools/sanitize.py --device cuda --backend "$backend" --dtype bfloat16 || worst=1
+    run 40 "$PYTHON" -m tools.sanitize --device cuda --backend "$backend" --dtype bfloat16 || worst=1
   done
   return "$worst"
 }
@@ -110,10 +110,10 @@ stage_profile() {
   # workload, and which of its kernels; the first launch of each is warming up
   for target in "tsai-c10-conv1 forward_kernel" "tsai-c10-conv1 backward_kernel" "hinton-conv forward_kernel"; do
     run 45 ncu --clock-control none --target-processes all --set detailed --kernel-name "regex:${target#* }" \
-      --launch-skip 1 --launch-count 1 "$PYTHON" tools/profile_target.py --device cuda --workload "${target% *}" ||
+      --launch-skip 1 --launch-count 1 "$PYTHON" -m bench.profiled "${target% *}" ||
       worst=1
   done
-  run 40 "$PYTHON" tools/profile_target.py --device cuda --table || worst=1
+  run 40 "$PYTHON" -m bench.profiled tsai-c10-conv1 --table || worst=1
   return "$worst"
 }
 

@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ import torch
 
 import fastcaps
 from bench.workloads import WORKLOADS
-
-__all__ = ["RESULTS", "ROOT", "describe", "has", "key", "load", "merge", "prune", "write"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -54,24 +52,18 @@ def write(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     stamp = about["date"][:19].replace(":", "")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"bench-{device}-{about['threads']}t-{stamp}-{about['commit']}.json"
-    _dump(path, rows)
+    bare = [{name: value for name, value in row.items() if name != "machine"} for row in rows]
+    path.write_text(json.dumps({"machine": about, "rows": bare}, indent=1) + "\n")
     return path
 
 
-def _dump(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows of one run: what they were measured on once, then what each has of its own."""
-    rows = list(rows)
-    bare = [{name: value for name, value in row.items() if name not in ("machine", "file")} for row in rows]
-    path.write_text(json.dumps({"machine": rows[0]["machine"], "rows": bare}, indent=1) + "\n")
-
-
 def load(*places: Path) -> list[dict[str, Any]]:
-    """Return the rows of files and folders, each with its ``machine`` (commit and date among it) and its ``file``."""
+    """Return the rows of files and folders, each with its ``machine`` (commit and date among it)."""
     found = []
     for path in places:
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             document = json.loads(file.read_text())
-            found += [{**row, "machine": document["machine"], "file": file} for row in document["rows"]]
+            found += [{**row, "machine": document["machine"]} for row in document["rows"]]
     return found
 
 
@@ -99,19 +91,3 @@ def merge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     best = {key(row): row for row in full}  # the last of a key stays
     places = {name: place for place, name in enumerate(WORKLOADS)}
     return [best[one] for one in sorted(best, key=lambda one: (*one[:2], places.get(one[2], len(places)), *one[2:]))]
-
-
-def prune(folder: Path = RESULTS) -> list[str]:
-    """Take superseded rows out of a folder's files, and files without rows away; return what was done."""
-    rows = load(folder)
-    best = merge(rows)
-    done = []
-    for path in dict.fromkeys(row["file"] for row in rows):
-        had, kept = ([row for row in some if row["file"] == path] for some in (rows, best))
-        if not kept:
-            path.unlink()
-            done.append(f"{path.name}: every row is superseded, removed")
-        elif len(kept) < len(had):
-            _dump(path, kept)
-            done.append(f"{path.name}: {len(kept)} of {len(had)} rows kept")
-    return done

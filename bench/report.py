@@ -3,7 +3,6 @@
 python -m bench.report                       # what there is, as tables
 python -m bench.report --write               # every figure of README and docs/performance*, and the pictures
 python -m bench.report --html page.html      # one page with pictures, for a browser
-python -m bench.report --prune               # take superseded rows out of bench/results
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench import pages, record
+from bench import charts, record
 from bench.goals import device_seconds, number, place, shortfalls
 from bench.routings import AttentionPass
 from bench.timing import BUSY, WIDE
 from bench.workloads import WORKLOADS
-from tools.markdown import as_markdown, into
-
-__all__ = ["main", "markdown", "summary"]
+from fastcaps._testing.markdown import as_markdown, into
 
 Row = dict[str, Any]
 _OWN = ("a step's own MB", "with stored votes")
@@ -89,11 +87,11 @@ def cells(row: Row) -> dict[str, str]:
     return found | {"all tensors, MB": "" if total is None else _megabytes(total)}
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return a markdown table."""
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the lines of a table, the first being its head."""
     made = [cells(row) for row in rows]
     columns = list(max(made, key=len))
-    return as_markdown([columns, *[[one.get(name, "") for name in columns] for one in made]])
+    return [columns, *[[one.get(name, "") for name in columns] for one in made]]
 
 
 def about(rows: Sequence[Row]) -> str:
@@ -128,8 +126,8 @@ def about(rows: Sequence[Row]) -> str:
     return f"{found['device']}{threads}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return (title, table) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
+def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
+    """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     found = []
     for precision, single, mode in itertools.product(precisions, (False, True), ("forward", "training step")):
@@ -139,6 +137,11 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, str]]:
         if part:
             found.append((title, table(part)))
     return found
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    on_device, peak = "rates" in rows[0]["machine"], any("peak_share" in row for row in rows)
+    return LEGEND + DEVICE_LEGEND * on_device + PEAK_LEGEND * peak
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:
@@ -155,11 +158,9 @@ def _without_figures(rows: Sequence[Row]) -> list[str]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Return rows of one machine as markdown: what was measured on, tables, and what there is to say."""
-    legend = LEGEND + (DEVICE_LEGEND if "rates" in rows[0]["machine"] else "")
-    legend += PEAK_LEGEND if any("peak_share" in row for row in rows) else ""
-    lines = [about(rows), "", legend, ""]
+    lines = [about(rows), "", _legend(rows), ""]
     for title, made in tables(rows):
-        lines += [f"**{title}**", "", made, ""]
+        lines += [f"**{title}**", "", as_markdown(made), ""]
     for title, sentences in (
         ("Below the goal:", shortfalls(rows)),
         ("Doubtful:", [f"{place(row)}: {'; '.join(row['doubts'])}" for row in rows if row.get("doubts")]),
@@ -168,6 +169,31 @@ def markdown(rows: Sequence[Row]) -> str:
         if sentences:
             lines += [title, "", *[f"- {sentence}" for sentence in sentences], ""]
     return "\n".join(lines).rstrip()
+
+
+def _by_device(rows: Sequence[Row]) -> list[list[Row]]:
+    devices = dict.fromkeys(row["machine"]["device"] for row in rows)
+    return [[row for row in rows if row["machine"]["device"] == device] for device in devices]
+
+
+def html(rows: Sequence[Row]) -> str:
+    """Return one page with the charts and tables of every machine, for a browser or a phone."""
+    parts = []
+    for some in _by_device(rows):
+        timed = [row for row in some if "fastcaps" in row]
+        parts += [f"<h1>{escape(some[0]['machine']['device'])}</h1><p>{escape(about(some))}</p>"]
+        parts += [f"<p>{escape(_legend(some))}</p>", *charts.drawn(timed)]
+        for title, (head, *lines) in tables(some):
+            cut = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in (head, *lines)]
+            parts.append(f"<h2>{title}</h2><div><table>{''.join(cut)}</table></div>")
+    return (
+        '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
+        "body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;vertical-align:top;margin:0 1rem 1rem}"
+        "div{overflow-x:auto} table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
+        "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd} tr:first-child{font-weight:bold}"
+        f"</style>{''.join(parts)}</html>\n"
+    )
 
 
 def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -199,18 +225,18 @@ def summary(rows: Sequence[Row]) -> str:
     slower = [f"- `{row['workload']}` batch {row['batch']}, {row['mode']}: {_speedup(row)} of {_short(row['fastest'])}"
               for row in behind(rows)]  # fmt: skip
     said = f"An alternative is faster in {len(slower)} of {len(rows)} rows{':' if slower else '.'}"
-    return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows, pages.CHOSEN), about(rows)])
+    return "\n\n".join([said, *["\n".join(slower)] * bool(slower), _chosen(rows, charts.CHOSEN), about(rows)])
 
 
 def first(rows: Sequence[Row]) -> str:
     """Return the figures of the README."""
-    machine, some = rows[0]["machine"], [row for row in rows if row["workload"] in pages.FIRST and row["default"]]
+    machine, some = rows[0]["machine"], [row for row in rows if row["workload"] in charts.FIRST and row["default"]]
     shares = sorted(row["sgemm_share"] for row in some if row["mode"] == "forward" and "fastcaps" in row)
     return (
         f"{machine['device']}, {machine['threads']} threads, float32, {machine['date'][:10]}. Speed-ups are against "
         f"the fastest alternative of the same run; own MB is what a training step needs beside its inputs and results. "
         f"In {len(behind(rows))} of {len(rows)} rows an alternative is faster ([which](docs/performance.md)).\n\n"
-        f"{_chosen(rows, pages.FIRST)}\n\nForward, these layers do their useful operations at {shares[0]:.0%} to "
+        f"{_chosen(rows, charts.FIRST)}\n\nForward, these layers do their useful operations at {shares[0]:.0%} to "
         f"{shares[-1]:.0%} of the rate of a large matrix product in the same run."
     )
 
@@ -220,8 +246,7 @@ def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     docs, names = root / "docs" / "performance", {work.name: work for work in WORKLOADS.values()}
     passes = {name for name, work in names.items() if isinstance(work.routing, AttentionPass)}
     on_cpu = [row for row in rows if "rates" not in row["machine"] and row["batch"] in names[row["workload"]].batches]
-    devices = Counter(row["machine"]["device"] for row in on_cpu)  # a page shows one: that of the most rows
-    on_cpu = [row for row in on_cpu if row["machine"]["device"] == devices.most_common(1)[0][0]]
+    on_cpu = max(_by_device(on_cpu), key=len, default=[])  # a page shows one: that of the most rows
     parts = {
         root / "README.md": ("figures", on_cpu, first),
         docs.parent / "performance.md": ("summary", on_cpu, summary),
@@ -231,8 +256,8 @@ def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     }
     wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
     if on_cpu:
-        wanted[docs / "speedup.svg"] = pages.picture(on_cpu, pages.CHOSEN, memory=False)
-        wanted[docs / "first.svg"] = pages.picture(on_cpu, pages.FIRST, memory=True)
+        wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, memory=False)
+        wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, memory=True)
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)
@@ -245,23 +270,18 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, default=default, help="JSON files or folders (bench/results)")
     parser.add_argument("--write", action="store_true", help="write the figures of README and docs")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write one page with pictures")
-    parser.add_argument("--prune", action="store_true", help="take superseded rows out of bench/results")
     given = parser.parse_args(None if arguments is None else list(arguments))
     try:
-        if given.prune:
-            print("\n".join(record.prune()) or "nothing is superseded")
-            return 0
         rows = record.merge(record.load(*given.files))
         if not rows:
             raise ValueError("no results to report")
         if given.write:
             print("\n".join(f"written: {path}" for path in write(rows)))
         if given.html is not None:
-            given.html.write_text(pages.html(rows))
+            given.html.write_text(html(rows), encoding="utf-8")
             print(f"written: {given.html}")
         if not given.write and given.html is None:
-            for device in dict.fromkeys(row["machine"]["device"] for row in rows):
-                print(markdown([row for row in rows if row["machine"]["device"] == device]))
+            print(*map(markdown, _by_device(rows)), sep="\n")
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The kinds of routing that a workload can be: a class each, with inputs, cost, and turns over stored votes.
+"""The kinds of routing that a workload can be: a class each, with inputs, cost, and iterations over votes.
 
 Everything of this package is reached here, by its public functions alone.
 """
@@ -13,20 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.blocked import votes_in
-from bench.stored import Layout, as_parents, seen, squash, summed, unpadded
+from bench.folded import votes_in
+from bench.votes import Layout, as_parents, seen, squash, summed, unpadded
 from bench.workload import Draw, Routing, Workload
 from fastcaps import functional
-
-__all__ = ["AttentionPass", "DynamicRouting", "EMRouting", "HeinsenRouting", "RoutingPool"]
 
 _LAYER_NORM_EPS, _EM_EPS, _HEINSEN_EPS = 1e-5, 1e-8, 1e-5  # what the public functions use where nothing is said
 
 
 def _gaussian_operations(work: Workload, iterations: int) -> int:
-    """Count operations for a vote: ``2 C D E`` for itself, once; ``6 C E`` a turn for the moments (weighted sum 2,
-    difference from the mean 1, weighted sum of squares 3), ``2 C E`` more in every turn but the first for the distance,
-    whose squares the turn before has. Evidence sums are not counted."""
+    """Count operations for a vote: ``2 C D E`` for itself, once; ``6 C E`` an iteration for the moments (weighted sum
+    2, difference from the mean 1, weighted sum of squares 3), ``2 C E`` more in every iteration but the first for the
+    distance, whose squares the iteration before has. Evidence sums are not counted."""
     return work.pose * (2 * work.columns_in + 6 * iterations + 2 * (iterations - 1))
 
 
@@ -69,8 +67,8 @@ class AttentionPass(Routing):
         """
         return 2 * work.pose * (work.columns_in if self.uniform else work.columns_in + 2)
 
-    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
-        """Run the pass over stored votes; a uniform one as one matmul with the inner dimension I * D."""
+    def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """Run the pass; a uniform one as one matmul with the inner dimension I * D."""
         poses, weight = seen(given["children"], work), given["weight"]
         if self.uniform:
             sums = summed(poses, weight) / work.parents
@@ -83,7 +81,7 @@ class AttentionPass(Routing):
             sums = F.layer_norm(sums.flatten(2), [work.pose], *affine).view(sums.shape)
         return (as_parents(sums, work, given["children"].shape[0]),)
 
-    def layout(self, work: Workload) -> str:
+    def axes(self, work: Workload) -> str:
         """With positions last nothing is copied, and everything after the votes vectorises; with children behind
         parents, votes are copied once and two more batched matmuls do the rest. The first is faster for matrix poses on
         a grid, the second for sets and for vector poses."""
@@ -92,7 +90,7 @@ class AttentionPass(Routing):
 
 @dataclass(frozen=True)
 class DynamicRouting(Routing):
-    """All turns of dynamic routing (Sabour et al. 2017): agreement with the parents' squashed sums adds up."""
+    """Dynamic routing (Sabour et al. 2017): agreement with the parents' squashed sums adds up."""
 
     iterations: int = 3
 
@@ -104,23 +102,23 @@ class DynamicRouting(Routing):
         return {"children": squash(draw.children(work.rows, work.columns_in), (-2, -1)), "weight": draw.weight(1.0)}
 
     def operations(self, work: Workload) -> int:
-        """Count ``2 C D E`` for the vote, once; ``C E`` for the first turn's sum of votes, and ``4 C E`` for agreement
-        and weighted sum in every other turn."""
+        """Count ``2 C D E`` for the vote, once; ``C E`` for the first iteration's sum of votes, and ``4 C E`` for
+        agreement and weighted sum in every other iteration."""
         return work.pose * (2 * work.columns_in + 1 + 4 * (self.iterations - 1))
 
-    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+    def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         votes = votes_in(layout, seen(given["children"], work), given["weight"])
         parents = query = squash(votes.mean() * (work.children / work.parents), layout.pose)
-        for turn in range(1, self.iterations):
+        for iteration in range(1, self.iterations):
             parents = squash(votes.attend(query), layout.pose)
-            if turn + 1 < self.iterations:
+            if iteration + 1 < self.iterations:
                 query = query + parents
         return (as_parents(layout.back(parents, "pmce"), work, given["children"].shape[0]),)
 
 
 @dataclass(frozen=True)
 class EMRouting(Routing):
-    """All turns of EM routing (Hinton et al. 2018): parents' activations say how well they explain the children."""
+    """EM routing (Hinton et al. 2018): parents' activations say how well they explain the children."""
 
     iterations: int = 3
     coordinates: bool = False  # each child's place on a square grid is added to its votes: a bias that is not learned
@@ -151,23 +149,23 @@ class EMRouting(Routing):
     def operations(self, work: Workload) -> int:
         return _gaussian_operations(work, self.iterations)
 
-    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
-        """Run the turns over stored votes, with the customary schedule 0.01 (1 - 0.95^(t + 1))."""
+    def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """Run the iterations with the customary schedule 0.01 (1 - 0.95^(t + 1))."""
         votes = votes_in(layout, seen(given["children"], work), given["weight"], given.get("bias"))
         gates = layout.place(seen(given["activations"], work), "ip")
         use, wanted = layout.place(given["beta_u"], "m"), layout.place(given["beta_a"], "m")
         log_weight = None
-        for turn in range(self.iterations):
+        for iteration in range(self.iterations):
             counts, means, variances = votes.moments(gates, _EM_EPS, log_weight)
             log_sigma = 0.5 * variances.log().sum(layout.pose, keepdim=True)
-            score = 0.01 * (1 - 0.95 ** (turn + 1)) * (wanted - (work.pose * use + log_sigma) * counts)
-            if turn + 1 < self.iterations:
+            score = 0.01 * (1 - 0.95 ** (iteration + 1)) * (wanted - (work.pose * use + log_sigma) * counts)
+            if iteration + 1 < self.iterations:
                 log_weight = F.logsigmoid(score) - log_sigma
         batch = given["children"].shape[0]
         found = layout.back(means, "pmce"), layout.back(score.sigmoid(), "pm")
         return as_parents(found[0], work, batch), as_parents(found[1], work, batch)
 
-    def layout(self, work: Workload) -> str:
+    def axes(self, work: Workload) -> str:
         """Positions and children stand apart where there is a grid; on a set, children come first, which spares a
         copy."""
         return "picme" if work.positions > 1 else "imecp"
@@ -175,7 +173,7 @@ class EMRouting(Routing):
 
 @dataclass(frozen=True)
 class HeinsenRouting(Routing):
-    """All turns of Heinsen's routing (2019): Gaussian parents' scores are what using the children is worth."""
+    """Heinsen's routing (2019): Gaussian parents' scores are what using the children is worth."""
 
     iterations: int = 3
     # Of a text, if not 0: every token has so many children, and sentences are of different lengths. The children behind
@@ -211,22 +209,22 @@ class HeinsenRouting(Routing):
     def operations(self, work: Workload) -> int:
         return _gaussian_operations(work, self.iterations)
 
-    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
-        """Run the turns over stored votes. All sums over children are linear in the gates, so that a gate ``copies``
+    def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+        """All sums over children are linear in the gates, so that a gate ``copies``
         times as large is so many children."""
         votes = votes_in(layout, seen(given["children"], work), given["weight"], given["bias"])
         gates = layout.place(seen(given["scores"], work).sigmoid(), "ip") * copies
         use, ignore = layout.place(given["beta_use"], "im"), layout.place(given["beta_ignore"], "im")
         log_weight = None
-        for turn in range(self.iterations):
+        for iteration in range(self.iterations):
             _, means, variances, score = votes.moments(gates, _HEINSEN_EPS, log_weight, (use, ignore))
-            if turn + 1 < self.iterations:
+            if iteration + 1 < self.iterations:
                 log_weight = F.logsigmoid(score) - 0.5 * variances.log().sum(layout.pose, keepdim=True)
         found = layout.back(score, "pm"), layout.back(means, "pmce"), layout.back(variances, "pmce")
         batch = given["children"].shape[0]
         return tuple(as_parents(tensor, work, batch) for tensor in found)
 
-    def layout(self, work: Workload) -> str:
+    def axes(self, work: Workload) -> str:
         """Children stand last where all share their matrices, so that votes are one matmul and every sum runs over
         neighbours; else they come first."""
         return "mecpi" if work.matrices == 1 else "imcep"
@@ -234,7 +232,7 @@ class HeinsenRouting(Routing):
 
 @dataclass(frozen=True)
 class RoutingPool(Routing):
-    """All turns of routing pooling (Zhao & Huang 2019), and the sum that follows: children compete for every parent."""
+    """Routing pooling (Zhao & Huang 2019), and the sum that follows: children compete for every parent."""
 
     iterations: int = 3  # that find the coefficients
     sharpness: float = 0.5  # λ
@@ -251,11 +249,11 @@ class RoutingPool(Routing):
         return super().settings(work) | {"sharpness": self.sharpness}
 
     def operations(self, work: Workload) -> int:
-        """Count ``3 C E`` for a key of length 1, ``C E`` for the first turn's average, and ``4 C E`` for agreement and
-        weighted sum in each further turn and in the sum that follows."""
+        """Count ``3 C E`` for a key of length 1, ``C E`` for the first iteration's average, and ``4 C E`` for agreement
+        and weighted sum in each further iteration and in the sum that follows."""
         return work.pose * (4 + 4 * self.iterations)
 
-    def turns(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
+    def route(self, work: Workload, layout: Layout, copies: int, **given: Tensor) -> tuple[Tensor, ...]:
         """Run the iterations by two products each, or by the library's attention: the parent is a query, the children
         of length 1 are keys, the children are values. No score is added, so no key need be longer."""
         values = seen(given["children"], work).flatten(2).transpose(0, 1).contiguous()  # [P, I, C * E]

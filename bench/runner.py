@@ -1,21 +1,10 @@
-"""Implementations run in processes of their own, and are checked there.
-
-One that crashes, hangs or swells must not take the benchmark with it. It does happen: code that torch.compile makes may
-write past its buffers; a kernel that fails on a GPU takes its process's hold of the device with it.
-"""
+"""What a process of the benchmark does: it makes a call ready, holds its result to the gate, times and measures it."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import re
-import resource
+import ctypes
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as Late  # Python's own only from 3.11 on
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,58 +14,21 @@ import torch
 import fastcaps
 from bench.alternatives import BLOCKED, FOLDED, OURS, build, eager, is_compiled, runner, swept
 from bench.gate import SAME, Gate
-from bench.memory_probe import keep_memory, peak_of
 from bench.timing import describe, latency, measure, multiply_adds, time_calls
-from bench.workload import Inputs, Workload
-
-__all__ = ["PRECISIONS", "TRITON", "Case", "Precision", "Remote", "Runner", "WorkerError"]
+from bench.workload import PRECISIONS, Case, Inputs, size_of
+from fastcaps.measure import give_back, peak_growth, status
 
 TRITON = f"{OURS}-triton"  # this package by its Triton kernels, whatever else it has
 _SHORT = 0.5  # seconds: a first call that took longer is not made again to see how long a call takes
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt, in malloc.h
 
 
-class WorkerError(RuntimeError):
-    """A process died, hung or raised."""
-
-
-@dataclass(frozen=True)
-class Precision:
-    """A dtype, and what matrix products may round to."""
-
-    dtype: torch.dtype  # of all tensors
-    tf32: bool  # whether float32 matrix products may round their operands to 10 bits of mantissa
-    epsilon: float  # one unit in the last place of what is multiplied
-
-    def use(self) -> None:
-        """Let matrix products and convolutions of this process run so."""
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = self.tf32
-
-
-PRECISIONS: dict[str, Precision] = {
-    "fp32": Precision(torch.float32, False, torch.finfo(torch.float32).eps),
-    "tf32": Precision(torch.float32, True, 2.0**-10),
-    "bf16": Precision(torch.bfloat16, False, torch.finfo(torch.bfloat16).eps),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row: a workload at a batch, forward or a training step, in one precision."""
-
-    workload: Workload
-    batch: int
-    training: bool
-    precision: str = "fp32"
-
-    @property
-    def mode(self) -> str:
-        """As the tables call it."""
-        return "training step" if self.training else "forward"
-
-    def __str__(self) -> str:
-        precision = "" if self.precision == "fp32" else f" {self.precision}"
-        return f"{self.workload.name} batch {self.batch} {self.mode}{precision}"
+def _set_allocator(settings: dict[int, int]) -> None:
+    """Give back to the system what is free, and set glibc's allocator, where it is the one."""
+    give_back()
+    library = ctypes.CDLL(None)
+    for name, value in settings.items() if hasattr(library, "mallopt") else ():
+        library.mallopt(name, value)
 
 
 class Runner:
@@ -93,7 +45,7 @@ class Runner:
 
     def describe(self) -> dict[str, Any]:
         """Return the device and its own rates; see :mod:`bench.timing`."""
-        return describe(self.device, 5 * self._seconds, PRECISIONS)
+        return describe(self.device, 5 * self._seconds)
 
     def check(self, case: Case, name: str, safe: bool = False) -> dict[str, Any]:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
@@ -108,7 +60,9 @@ class Runner:
         precision.use()
         gate, inputs = self._gate(case)
         if self.device.type == "cpu":
-            keep_memory()
+            # By default glibc returns every large block to the system, and each call pays for the first touch of its
+            # pages: on a virtual machine that took longer than the votes' arithmetic, and differed from call to call.
+            _set_allocator({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
         run, settings = build(OURS if name == TRITON else name, case.workload, safe, case.batch), {}
         if name in (BLOCKED, FOLDED):
             settings = swept(name, case.workload, inputs, case.training, self._seconds_of)
@@ -163,84 +117,33 @@ class Runner:
 
     def memory(self, case: Case, name: str) -> dict[str, int]:
         """Measure the peak memory of one call on the CPU, in a process that ought to be fresh."""
-        small = case.workload.miniature()
+        small = case.workload.miniature()  # has the code loaded, and threads started
         runner(build(name, small, batch=1), small.inputs(1), case.training)()
         inputs = case.workload.inputs(case.batch)
         return peak_of(runner(build(name, case.workload), inputs, case.training), inputs, case.training)
 
 
-_FULL = re.compile("OutOfMemory|out of memory|can't allocate memory|bad_alloc|MemoryError")
-_SERVED: list[Any] = []
-"""In a process: the one object whose methods are called."""
+def kept_by(call: Callable[[], Any]) -> int:
+    """Return by how many bytes a call leaves the process larger, code not counted."""
+    give_back()
+    before = status("RssAnon")
+    call()
+    give_back()
+    return max(0, status("RssAnon") - before)
 
 
-def _start(threads: int, memory: float | None) -> None:
-    """Make a process quiet, and keep it to its threads and to so many bytes. Runs in the process."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes themselves are side by side
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    torch.set_num_threads(threads)
-    if memory is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
+def peak_of(call: Callable[[], Any], inputs: Inputs, training: bool) -> dict[str, int]:
+    """Return the bytes of one call, the second, by the operating system's count of resident memory.
 
-
-def _answer(served: Callable[..., Any], arguments: tuple[Any, ...], method: str, given: tuple[Any, ...]) -> Any:
-    """Call a method of the served object, which is made first where there is none. Runs in the process."""
-    try:
-        if not _SERVED:
-            _SERVED.append(served(*arguments))
-        return getattr(_SERVED[0], method)(*given)
-    except Exception as error:  # as words: not every exception travels, and each one holds tensors
-        said = f"{type(error).__name__}: {str(error).strip()}"
-        raise WorkerError("out of memory" if _FULL.search(said) else said.partition("\n")[0][:300]) from None
-
-
-class Remote:
-    """An object in a process of its own, started when first needed and again after it died or an error ended it.
-
-    ``memory`` are the bytes that the process may use.
+    ``peak`` is the growth, with what the first call keeps for good; ``results`` its part that the call returned,
+    ``beyond`` the rest: what the call needed for itself. ``inputs`` lay in memory before; ``total`` counts all tensors
+    of the layer. Either is exact to about 1 MB, by which the system's counters may lag.
     """
-
-    def __init__(self, threads: int, served: Callable[..., Any], *arguments: Any, memory: float | None = None) -> None:
-        self._start, self._made = (threads, memory), (served, arguments)
-        self._pool: ProcessPoolExecutor | None = None
-        self._answer: Future[Any] = Future()
-
-    def begin(self, method: str, *given: Any) -> None:
-        """Send a call off; :meth:`finish` waits for it."""
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=self._start)
-        try:
-            self._answer = self._pool.submit(_answer, *self._made, method, given)
-        except BrokenProcessPool as error:
-            self._answer = Future()
-            self._answer.set_exception(error)
-
-    def finish(self, seconds: float) -> Any:
-        """Wait at most so many seconds for the answer. Raises WorkerError if there is none; the process then ends."""
-        try:
-            return self._answer.result(seconds)
-        except BrokenProcessPool:
-            reason = "the process died"
-        except WorkerError as error:
-            reason = str(error)
-        except Late:
-            reason = "no answer in time"
-        self.close()
-        raise WorkerError(reason)
-
-    def call(self, seconds: float, method: str, *given: Any) -> Any:
-        """Send a call off and wait at most so many seconds for the answer; see :meth:`finish`."""
-        self.begin(method, *given)
-        return self.finish(seconds)
-
-    def close(self) -> None:
-        """End the process."""
-        if self._pool is not None:
-            for process in list((self._pool._processes or {}).values()):
-                process.kill()
-            self._pool.shutdown(cancel_futures=True)
-        self._pool = None
+    # By default glibc holds ever larger blocks the longer a process runs, and the peak would be of its habits.
+    _set_allocator({_MMAP_THRESHOLD: 128 << 10})
+    kept = kept_by(call)
+    results: list[Any] = []
+    growth = round(peak_growth(lambda: results.append(call()))) + kept
+    size = size_of(results[0].values())
+    given = size_of([*inputs.arguments.values(), *(inputs.grads.values() if training else ())])
+    return {"peak": growth, "results": size, "beyond": max(0, growth - size), "inputs": given, "total": given + growth}

@@ -13,12 +13,11 @@ from typing import Any
 
 from bench import record
 from bench.alternatives import ALTERNATIVES, OURS, STORED, is_compiled, suited
-from bench.device import goal_of
-from bench.goals import device_seconds, lost
-from bench.runner import PRECISIONS, TRITON, Case, Remote, Runner, WorkerError
+from bench.goals import device_seconds, goal_of, lost
+from bench.process import Remote, WorkerError
+from bench.runner import TRITON, Runner
 from bench.timing import FULL, MULTIPLY_ADDS, QUICK, Contender, Plan, doubts, quantiles, take_turns
-
-__all__ = ["LeftOut", "Session"]
+from bench.workload import PRECISIONS, Case
 
 _FITS, _TOGETHER = 0.6, 0.01
 """Shares of the machine's memory: what a process may use, and the votes of rows whose alternatives start at once."""
@@ -87,7 +86,6 @@ class Session:
     def row(self, case: Case) -> dict[str, Any]:
         """Return what a row says before anything is timed."""
         work = case.workload
-        goal = None if self.quick else work.goal_at(case.batch)
         return {
             "machine": self.machine,
             "workload": work.name,
@@ -99,7 +97,7 @@ class Session:
             "complete": False,
             "votes_bytes": work.votes_bytes(case.batch, PRECISIONS[case.precision].dtype.itemsize),
             "operations": work.operations(case.batch, case.training),
-            "goal": goal if self.clock else goal_of(case, self.machine["three_launches"]),
+            "goal": None if self.quick else goal_of(case, self.machine.get("three_launches")),
             "load": os.getloadavg()[0],
             "alternatives": {},
         }

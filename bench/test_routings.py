@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bench.alternatives import OURS
-from bench.runner import Case
 from bench.session import LeftOut
+from bench.workload import Case
 
 _now = [0.0]
 """A clock for pytest-benchmark: it goes on by what each call took when it was measured."""

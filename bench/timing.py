@@ -24,22 +24,7 @@ import numpy as np
 import torch
 
 import fastcaps
-from bench.workload import size_of
-
-__all__ = [
-    "FULL",
-    "MULTIPLY_ADDS",
-    "QUICK",
-    "Contender",
-    "Plan",
-    "describe",
-    "doubts",
-    "measure",
-    "multiply_adds",
-    "quantiles",
-    "take_turns",
-    "time_calls",
-]
+from bench.workload import PRECISIONS, size_of
 
 Call = Callable[[], Any]
 
@@ -225,7 +210,7 @@ def measure(device: torch.device, call: Call, seconds: float, alone: bool) -> di
     return found
 
 
-def describe(device: torch.device, seconds: float, precisions: dict[str, Any]) -> dict[str, Any]:
+def describe(device: torch.device, seconds: float) -> dict[str, Any]:
     """Return the device, its ``rates``, and the latency of ``three_launches`` of the smallest kernels.
 
     Rates are ``copy`` in bytes a second (read and written), and the operations a second of a product by precision. They
@@ -242,7 +227,7 @@ def describe(device: torch.device, seconds: float, precisions: dict[str, Any]) -
     target = torch.empty_like(source)
     rates = {"copy": 2 * count / timed(device, partial(target.copy_, source), seconds)["median"]}
     del source, target
-    for name, precision in precisions.items():
+    for name, precision in PRECISIONS.items():
         left, right = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
         precision.use()
         took = timed(device, partial(torch.mm, left, right, out=torch.empty_like(left)), seconds)

@@ -1,4 +1,4 @@
-"""What a workload is: the sizes of one layer, the kind of its routing, its inputs, cost and goals."""
+"""What a workload is: the sizes of one layer, the kind of its routing, its inputs and cost; and a row of it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.stored import Layout
+from bench.votes import Layout
 from fastcaps.functional import Window
-
-__all__ = ["Draw", "Implementation", "Inputs", "Routing", "Workload", "is_batched", "size_of"]
 
 Implementation = Callable[..., tuple[Tensor, ...]]
 """Takes a routing's arguments by name, in public layout; returns its results in the order of ``Routing.results``."""
 
 
 class Routing(ABC):
-    """A kind of routing: all turns of it are one call."""
+    """A kind of routing: all iterations of it are one call."""
 
     function: ClassVar[Callable[..., Any]]  # the public function that runs it
     results: ClassVar[tuple[str, ...]] = ("parents",)
     fixed: ClassVar[tuple[str, ...]] = ()  # arguments that no training step differentiates
-    subject: ClassVar[str] = "attention"  # the pass that its turns are made of: attention, pooling or gaussian
+    subject: ClassVar[str] = "attention"  # the op: attention, pooling or gaussian
     makes_votes: bool = True  # matrices make them; else they are the poses, or one matmul makes their sum
     iterations: int = 1
 
@@ -57,10 +55,10 @@ class Routing(ABC):
         return (found,) if isinstance(found, Tensor) else tuple(found)[: len(self.results)]
 
     @abstractmethod
-    def turns(self, work: Workload, layout: Layout, copies: int, **arguments: Tensor) -> tuple[Tensor, ...]:
-        """Route over stored votes as a skilled PyTorch user would; every child counts ``copies`` times (Heinsen's)."""
+    def route(self, work: Workload, layout: Layout, copies: int, **arguments: Tensor) -> tuple[Tensor, ...]:
+        """Route over votes as a skilled PyTorch user would; every child counts ``copies`` times (Heinsen's)."""
 
-    def layout(self, work: Workload) -> str:
+    def axes(self, work: Workload) -> str:
         """Return the order of the votes' dimensions that was measured to serve the batched matmul best.
 
         With ``pmice`` votes are copied once, so that agreement and weighted sum are a batched matmul each.
@@ -134,15 +132,12 @@ class Workload:
         """Bytes that storing every vote would take; the passes of this package never do."""
         return self.votes(batch) * self.pose * itemsize
 
-    def inputs_bytes(self, batch: int) -> int:
-        """Bytes of inputs and parameters, in float32: children, their gates, parents, and matrices."""
-        children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)
-        parents = batch * self.positions * self.parents * self.pose
-        return 4 * (children + parents + self.matrices * self.parents * self.columns_in * self.columns_out)
-
     def outweighs(self, batch: int) -> bool:
         """Tell whether the votes take ten times the bytes of inputs and parameters, or more."""
-        return self.votes_bytes(batch) >= 10 * self.inputs_bytes(batch)
+        children = batch * prod(self.grid or ()) * self.types * (self.rows * self.columns_in + 1)  # and their gates
+        parents = batch * self.positions * self.parents * self.pose
+        given = children + parents + self.matrices * self.parents * self.columns_in * self.columns_out
+        return self.votes_bytes(batch) >= 10 * 4 * given
 
     def operations(self, batch: int, training: bool = False) -> int:
         """Count useful operations, recomputation left out; a training step counts three times the forward pass."""
@@ -166,15 +161,51 @@ class Workload:
                 grad[samples] = kept
         return Inputs(arguments, grads, self.routing.fixed).to(dtype)
 
-    def goal_at(self, batch: int) -> dict[str, float]:
-        """Return the goals of a row by name: no slower than any alternative, and memory beside the votes'."""
-        return {"speedup": 1.0} | ({"memory_share": 0.05} if self.outweighs(batch) else {})
-
     def miniature(self) -> Workload:
         """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
         grid = None if self.grid is None else (self.kernel_size, self.kernel_size)
         small: dict[str, Any] = {"batches": (1,), "types": 1, "parents": min(2, self.parents), "copies": 1}
         return replace(self, **small, grid=grid, groups=self.groups and 1)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A dtype, and what matrix products may round to."""
+
+    dtype: torch.dtype  # of all tensors
+    tf32: bool  # whether float32 matrix products may round their operands to 10 bits of mantissa
+    epsilon: float  # one unit in the last place of what is multiplied
+
+    def use(self) -> None:
+        """Let matrix products and convolutions of this process run so."""
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = self.tf32
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(torch.float32, False, torch.finfo(torch.float32).eps),
+    "tf32": Precision(torch.float32, True, 2.0**-10),
+    "bf16": Precision(torch.bfloat16, False, torch.finfo(torch.bfloat16).eps),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a workload at a batch, forward or a training step, in one precision."""
+
+    workload: Workload
+    batch: int
+    training: bool
+    precision: str = "fp32"
+
+    @property
+    def mode(self) -> str:
+        """As the tables call it."""
+        return "training step" if self.training else "forward"
+
+    def __str__(self) -> str:
+        precision = "" if self.precision == "fp32" else f" {self.precision}"
+        return f"{self.workload.name} batch {self.batch} {self.mode}{precision}"
 
 
 _OF_SAMPLES = {"children", "parents", "activations", "scores", "poses", "means", "variances"}

@@ -1,17 +1,16 @@
-"""The registry of workloads: layers of published capsule networks, by name.
+"""The registry of workloads: layers of published capsule networks, by name; and which rows a run has of them.
 
-One workload is one layer's routing: an attention pass, or all turns of another routing. ``bench/`` and the tests name
-the same layer by the same name, so a figure can be followed from a table to the network that it comes from.
+One workload is one layer's routing: an attention pass, or all iterations of another routing. ``bench/`` and the tests
+name the same layer by the same name, so a figure can be followed from a table to the network that it comes from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
-from bench.workload import Workload
-
-__all__ = ["QUICK", "TINY", "WORKLOADS", "find"]
+from bench.workload import PRECISIONS, Case, Workload
 
 _TSAI = "Tsai et al. 2020, Table"
 _HEINSEN = "Heinsen 2019"
@@ -109,3 +108,29 @@ def find(name: str) -> Workload:
     if found is None:
         raise ValueError(f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}")
     return found
+
+
+BATCHES = (128, 1, 32)
+"""The batches of a GPU, in order of importance: time may not do for all."""
+
+
+def cases(
+    names: Sequence[str], quick: bool, device: str = "cpu", batches: Sequence[int] = (), precisions: Sequence[str] = ()
+) -> list[Case]:
+    """Return the rows of some workloads, or, where none are named, of the quick ones or of all.
+
+    On a GPU what matters most comes first. A workload whose children are copies, as it is large in itself, then runs at
+    its own batch, in the large one's place. Raises ValueError for a name that no workload has.
+    """
+    works, modes = [find(name) for name in names or (QUICK if quick else WORKLOADS)], (False, True)
+    if device == "cuda":
+        return [
+            Case(work, work.batch if work.copies > 1 and not batches else batch, training, precision)
+            for batch in batches or BATCHES
+            for precision in precisions or PRECISIONS
+            for work in works
+            for training in modes
+            if work.copies == 1 or batches or batch == BATCHES[0]
+        ]
+    usual = {one.name: QUICK.get(one.name, (1,))[:1] if quick else one.batches for one in works}
+    return [Case(one, batch, mode) for one in works for batch in batches or usual[one.name] for mode in modes]

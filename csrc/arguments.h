@@ -1,8 +1,7 @@
-// The arguments of the eight ops, read from torch's stack, each list once and in the order of its schema
+// The arguments of the ops, read from torch's stack, each list once and in the order of its schema
 // (fastcaps/ops). Both native libraries implement the same schemas.
 #pragma once
 
-#include "squash_sum.h"
 #include "tensors.h"
 
 namespace fastcaps {
@@ -43,28 +42,28 @@ struct VoteArguments : VoteTensors {
   explicit VoteArguments(Stack& s) : VoteTensors{s.tensor(), s.maybe(), s.maybe(), s.maybe(), s.number(), s.list()} {}
 };
 
-// Turns of a backward call: tensors that belong to parents have them in their first dimension; what the first turn does
-// not have (a query, a state) has one less.
-class Turns {
+// Iterations of a backward call: tensors that belong to parents have them in their first dimension; what the first one
+// does not have (a query, a state) has one less.
+class Iterations {
  public:
-  // As many as a tensor has that every turn has one of.
-  Turns(const VoteTensors& votes, const Tensor& x) : count(x.dim() > 0 ? x.size(0) : 0), children_(votes.children) {
-    STD_TORCH_CHECK(count >= 1, "fastcaps: there must be a turn at least");
+  // As many as a tensor has that every iteration has one of.
+  Iterations(const VoteTensors& votes, const Tensor& x)
+      : count(x.dim() > 0 ? x.size(0) : 0), children_(votes.children) {
+    STD_TORCH_CHECK(count >= 1, "fastcaps: there must be an iteration at least");
   }
   const int64_t count;
 
-  // Check a tensor whose part of one turn has this shape. `first`: whether it must have one of the first turn.
-  void check(const MaybeTensor& x, const char* name, const Shape& of_turn, ScalarType type, bool first = true) const {
+  // Check a tensor whose part of one iteration has this shape. `first`: whether it must have one of the first.
+  void check(const MaybeTensor& x, const char* name, Shape shape, ScalarType type, bool first = true) const {
     if (!x) return;
-    Shape shape = of_turn;
     shape.insert(shape.begin(), !first && count > 1 && x->dim() > 0 && x->size(0) == count - 1 ? count - 1 : count);
     check_tensor(*x, name, shape, type, children_);
   }
-  // The gradients of the parents that a turn started from: asked of one turn at a time.
+  // The gradients of the parents that an iteration started from: asked of one at a time.
   void check_single(bool wanted, const char* names) const {
-    STD_TORCH_CHECK(!wanted || count == 1, "fastcaps: ", names, " is of one turn, got ", count);
+    STD_TORCH_CHECK(!wanted || count == 1, "fastcaps: ", names, " is of one iteration, got ", count);
   }
-  // What turn k has of a tensor, read in place; no data where it has none.
+  // What iteration k has of a tensor, read in place; no data where it has none.
   View view(const MaybeTensor& x, int64_t k) const {
     const int64_t which = x ? k - (count - x->size(0)) : -1;
     return which < 0 ? View{} : view_of(*x, children_.dim() == 4, which);
@@ -109,14 +108,14 @@ struct AttentionBackward {
 
   bool wants_query() const { return query && (needs & kQuery); }
   bool wants_norm() const { return sums && (needs & (kNormWeight | kNormBias)); }
-  Turns check(const Votes& v) const {
-    const Turns turns(votes, grad);
-    turns.check(grad, "grad", poses_shape(v), votes.wide());
-    turns.check(query, "query", poses_shape(v), votes.storage(), false);
-    turns.check(sums, "sums", poses_shape(v), votes.wide());
-    turns.check_single(wants_query(), "dquery");
+  Iterations check(const Votes& v) const {
+    const Iterations all(votes, grad);
+    all.check(grad, "grad", poses_shape(v), votes.wide());
+    all.check(query, "query", poses_shape(v), votes.storage(), false);
+    all.check(sums, "sums", poses_shape(v), votes.wide());
+    all.check_single(wants_query(), "dquery");
     votes.check_maybe(norm_weight, "norm_weight", {v.parent_size()}, votes.storage());
-    return turns;
+    return all;
   }
 };
 
@@ -147,14 +146,14 @@ struct PoolingBackward {
   int64_t needs = from.number(), options = from.number();
 
   bool wants_query() const { return query && (needs & kQuery); }
-  Turns check(const Votes& v) const {
-    const Turns turns(votes, grad);
-    turns.check(grad, "grad", poses_shape(v), votes.wide());
-    turns.check(query, "query", poses_shape(v), votes.storage(), false);
-    turns.check(sums, "sums", poses_shape(v), votes.storage());
-    turns.check(logsumexp, "logsumexp", numbers_shape(v), votes.wide());
-    turns.check_single(wants_query(), "dquery");
-    return turns;
+  Iterations check(const Votes& v) const {
+    const Iterations all(votes, grad);
+    all.check(grad, "grad", poses_shape(v), votes.wide());
+    all.check(query, "query", poses_shape(v), votes.storage(), false);
+    all.check(sums, "sums", poses_shape(v), votes.storage());
+    all.check(logsumexp, "logsumexp", numbers_shape(v), votes.wide());
+    all.check_single(wants_query(), "dquery");
+    return all;
   }
 };
 
@@ -173,7 +172,7 @@ struct GaussianRouting {
   VoteArguments votes{from};
   MaybeTensor mean = from.maybe(), variance = from.maybe(), log_weight = from.maybe();
   MaybeTensor beta_use = from.maybe(), beta_ignore = from.maybe();
-  std::vector<double> temperatures = from.reals();  // inverse ones of EM: as many as there are turns
+  std::vector<double> temperatures = from.reals();  // inverse ones of EM: one an iteration
   Rule rule = Rule(from.number());
   double eps = from.real();
   int64_t options = from.number();
@@ -181,7 +180,7 @@ struct GaussianRouting {
   void check(const Votes& v) const {
     const ScalarType wide = votes.wide();
     STD_TORCH_CHECK(rule >= Rule::kEM && rule <= Rule::kKMeans, "fastcaps: gaussian_routing has no rule ", int(rule));
-    STD_TORCH_CHECK(!temperatures.empty(), "fastcaps: temperatures must have a number for every turn");
+    STD_TORCH_CHECK(!temperatures.empty(), "fastcaps: temperatures must have a number for every iteration");
     STD_TORCH_CHECK(mean || !variance, "fastcaps: a variance wants a mean");
     votes.check_maybe(mean, "mean", poses_shape(v), wide);
     votes.check_maybe(variance, "variance", poses_shape(v), wide);
@@ -212,13 +211,13 @@ struct GaussianBackward {
   bool has_evidence() const { return beta_use && grad_evidence; }
   // Whether any gradient comes in.
   bool any() const { return grad_counts || grad_means || grad_variances || has_evidence(); }
-  Turns check(const Votes& v) const {
-    const Turns turns(votes, counts);
+  Iterations check(const Votes& v) const {
+    const Iterations all(votes, counts);
     const auto poses = [&](const MaybeTensor& x, const char* name, bool first = true) {
-      turns.check(x, name, poses_shape(v), votes.wide(), first);
+      all.check(x, name, poses_shape(v), votes.wide(), first);
     };
     const auto numbers = [&](const MaybeTensor& x, const char* name, bool first = true) {
-      turns.check(x, name, numbers_shape(v), votes.wide(), first);
+      all.check(x, name, numbers_shape(v), votes.wide(), first);
     };
     numbers(grad_counts, "grad_counts"), poses(grad_means, "grad_means"), poses(grad_variances, "grad_variances");
     numbers(grad_evidence, "grad_evidence");
@@ -226,68 +225,8 @@ struct GaussianBackward {
     poses(mean, "mean", false), poses(variance, "variance", false), numbers(log_weight, "log_weight", false);
     numbers(counts, "counts"), poses(means, "means"), poses(variances, "variances");
     check_betas(votes, v, beta_use, beta_ignore);
-    turns.check_single(wants_state(), "the gradient of a state");
-    return turns;
-  }
-};
-
-// Capsules in channels, and no votes. What is not dense is copied, and kept here.
-struct SquashSumArguments {
-  Stack& from;
-  Tensor x = from.tensor();
-  MaybeTensor a = from.maybe(), y = from.maybe(), b = from.maybe();
-  int64_t types = from.number();
-  bool relu = from.flag();
-
-  SquashSum check() {
-    STD_TORCH_CHECK(x.dim() == 4, "fastcaps: x must be [B, types * dim, H, W], got ", text(shape_of(x)));
-    STD_TORCH_CHECK(types >= 1 && x.size(1) >= types && x.size(1) % types == 0, "fastcaps: x has ", x.size(1),
-                    " channels, which are not those of ", types, " types");
-    STD_TORCH_CHECK(y || !b, "fastcaps: b must be None without y");
-    SquashSum call{};
-    call.storage = storage_of(x);
-    call.rows = x.size(0) * types, call.dim = x.size(1) / types, call.positions = x.size(2) * x.size(3);
-    call.relu = relu;
-    call.count = y ? 2 : 1;
-    const Shape numbers = {x.size(0), types, x.size(2), x.size(3)}, shape = shape_of(x);
-    call.parts[0] = {dense(x, "x", shape), dense(a, "a", numbers)};
-    call.parts[1] = {dense(y, "y", shape), dense(b, "b", numbers)};
-    return call;
-  }
-  void* dense(Tensor& tensor, const char* name, const Shape& shape) const {
-    check_tensor(tensor, name, shape, x.scalar_type(), x);
-    tensor = dense_as(tensor, x.scalar_type());
-    return data_of(tensor);
-  }
-  void* dense(MaybeTensor& tensor, const char* name, const Shape& shape) const {
-    return tensor ? dense(*tensor, name, shape) : nullptr;
-  }
-};
-
-struct SquashSumBackward {
-  Stack& from;
-  Tensor grad = from.tensor();
-  SquashSumArguments given{from};
-  int64_t needs = from.number();  // a bit for each of x, a, y and b
-
-  SquashSum check() {
-    SquashSum call = given.check();
-    call.grad = given.dense(grad, "grad", shape_of(given.x));
-    return call;
-  }
-  // Gradients from `make(shape)`, empty where they are not wanted; the call gets their addresses.
-  template <class Make>
-  std::vector<Tensor> gradients(SquashSum& call, Make&& make) const {
-    const MaybeTensor inputs[] = {given.x, given.a, given.y, given.b};
-    void** places[] = {&call.parts[0].dcapsules, &call.parts[0].dcoefficient, &call.parts[1].dcapsules,
-                       &call.parts[1].dcoefficient};
-    std::vector<Tensor> found;
-    for (int k = 0; k < 4; ++k) {
-      const bool wanted = needs >> k & 1 && inputs[k];
-      found.push_back(make(wanted ? shape_of(*inputs[k]) : Shape{0}));
-      if (wanted) *places[k] = data_of(found.back());
-    }
-    return found;
+    all.check_single(wants_state(), "the gradient of a state");
+    return all;
   }
 };
 
@@ -300,5 +239,12 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
                   found.size());
   for (size_t k = 0; k < found.size(); ++k) values[k] = torch::stable::detail::from(found[k]);
 }
+
+// Registers an op and its backward under the library's name; fastcaps/ops defines the schemas.
+#define FASTCAPS_REGISTER(op)                                    \
+  STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_LIBRARY, FASTCAPS_KEY, m) { \
+    m.impl(#op, &fastcaps::boxed<op>);                           \
+    m.impl(#op "_backward", &fastcaps::boxed<op##_backward>);    \
+  }
 
 }  // namespace fastcaps

@@ -88,11 +88,11 @@ inline ScalarType accumulation_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A tensor that has positions, read as a grid's, [B, H, W, ...]; `turn`: of a stack of turns, that one.
-inline View view_of(const Tensor& x, bool is_set, int64_t turn = -1) {
+// A tensor that has positions, read as a grid's, [B, H, W, ...]; `iteration`: of a stack of iterations, that one.
+inline View view_of(const Tensor& x, bool is_set, int64_t iteration = -1) {
   View view;
-  const int64_t first = turn >= 0 ? 1 : 0;  // the dimension of the batch
-  const int64_t begin = first ? turn * x.stride(0) * int64_t(x.element_size()) : 0;
+  const int64_t first = iteration >= 0 ? 1 : 0;  // the dimension of the batch
+  const int64_t begin = first ? iteration * x.stride(0) * int64_t(x.element_size()) : 0;
   view.data = static_cast<const char*>(x.const_data_ptr()) + begin;
   for (int64_t k = first; k < x.dim(); ++k) view.stride[k - first + (is_set && k > first ? 2 : 0)] = x.stride(k);
   return view;
@@ -136,15 +136,15 @@ inline Tensor dense_as(const Tensor& x, ScalarType type) {
 }
 inline Tensor as_dense(const Tensor& x) { return dense_as(x, x.scalar_type()); }
 
-// One pose or one number for every parent at every position; of every turn where there are turns.
-inline Shape poses_shape(const Votes& votes, int64_t turns = 0) {
+// One pose or one number for every parent at every position; of every iteration where there are some.
+inline Shape poses_shape(const Votes& votes, int64_t iterations = 0) {
   Shape shape = {votes.B, votes.Ho, votes.Wo, votes.M, votes.C, votes.E};
   if (votes.is_set) shape = {votes.B, votes.M, votes.C, votes.E};
-  if (turns > 0) shape.insert(shape.begin(), turns);
+  if (iterations > 0) shape.insert(shape.begin(), iterations);
   return shape;
 }
-inline Shape numbers_shape(const Votes& votes, int64_t turns = 0) {
-  Shape shape = poses_shape(votes, turns);
+inline Shape numbers_shape(const Votes& votes, int64_t iterations = 0) {
+  Shape shape = poses_shape(votes, iterations);
   shape.resize(shape.size() - 2);
   return shape;
 }
@@ -233,6 +233,44 @@ struct VoteTensors {
     }
     return v;
   }
+};
+
+// A call of an op: its votes, checked, and the tensors that kernels read, as they want them.
+struct OpCall {
+  const VoteTensors& given;
+  Votes votes;
+  Tensor children;
+  ScalarType storage, compute;
+  std::vector<Tensor> kept;  // alive while the call is
+
+  explicit OpCall(const VoteTensors& tensors, uintptr_t alignment = 1)
+      : given(tensors),
+        votes(tensors.check()),
+        children(tensors.children),
+        storage(tensors.storage()),
+        compute(tensors.wide()),
+        alignment_(alignment) {}
+
+  Shape poses(int64_t iterations = 0) const { return poses_shape(votes, iterations); }
+  Shape numbers(int64_t iterations = 0) const { return numbers_shape(votes, iterations); }
+  // A tensor in a type, dense and at an aligned address: itself if it is.
+  const Tensor& dense(const Tensor& x, ScalarType type) {
+    kept.push_back(dense_as(x, type));
+    if (reinterpret_cast<uintptr_t>(kept.back().const_data_ptr()) % alignment_ != 0) kept.back() = copied(x, type);
+    return kept.back();
+  }
+  // The memory of that in the compute type, and of a tensor read in place; null without the tensor.
+  void* table(const MaybeTensor& x) { return x ? data_of(dense(*x, compute)) : nullptr; }
+  View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
+  BetaTables betas(const MaybeTensor& use, const MaybeTensor& ignore) {
+    BetaTables found{table(use), table(ignore)};
+    if (use) table_strides(*use, 1, found.use_stride_i, found.use_stride_m);
+    if (ignore) table_strides(*ignore, 1, found.ignore_stride_i, found.ignore_stride_m);
+    return found;
+  }
+
+ private:
+  uintptr_t alignment_;
 };
 
 }  // namespace fastcaps

@@ -22,13 +22,20 @@ struct View {
   int64_t stride[6] = {0, 0, 0, 0, 0, 0};
 };
 
+// Tables over children and parents: what a child brings where a parent uses it, and what it costs to ignore it. Dense,
+// in the type that a backend computes in; null where there are none.
+struct BetaTables {
+  const void *use = nullptr, *ignore = nullptr;
+  int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
+};
+
 enum class Storage : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 inline int64_t bytes_of(Storage storage) {
   return storage == Storage::kFloat64 ? 8 : storage == Storage::kFloat32 ? 4 : 2;
 }
 
-// What lies between one turn of a routing and the next. The numbers are those of fastcaps.rules.Rule.
+// What lies between one iteration of a routing and the next. The numbers are those of fastcaps.rules.Rule.
 enum class Rule : int {
   kLayerNorm,  // attention: the sums under LayerNorm are the next query
   kPlain,      // attention: the sums are the next query

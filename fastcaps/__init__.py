@@ -2,7 +2,8 @@
 
 ``fastcaps.functional`` has the routings as functions, ``fastcaps.nn`` as modules, ``fastcaps.models`` whole networks,
 ``fastcaps.losses`` what they are trained on, ``fastcaps.data`` the data sets, ``fastcaps.training`` what trains,
-``fastcaps.compat`` layers of published codes, ``fastcaps.viz`` pictures; ``fastcaps.backends`` says what runs where.
+``fastcaps.compat`` layers of published codes, ``fastcaps.encapnet`` EncapNet, ``fastcaps.viz`` pictures;
+``fastcaps.backends`` says what runs where.
 Most modules are imported on first use, so that ``import fastcaps`` costs little beyond torch.
 """
 
@@ -16,11 +17,11 @@ from fastcaps.backends import BackendError, backend
 from fastcaps.functional import Window, explain
 
 if TYPE_CHECKING:
-    from fastcaps import data, losses, models, nn, training
+    from fastcaps import data, encapnet, losses, models, nn, training
+    from fastcaps.compat.convert import convert
     from fastcaps.diagnosis import diagnose
+    from fastcaps.encapnet import CapConv2d, CapFC
     from fastcaps.nn import (
-        CapConv2d,
-        CapFC,
         CapsNet,
         ClassHead,
         DynamicRouting,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         RoutingPool2d,
         RoutingStack,
     )
-    from fastcaps.nn.convert import convert
 
 __version__ = "0.1.0"
 
@@ -59,6 +59,7 @@ __all__ = [
     "convert",
     "data",
     "diagnose",
+    "encapnet",
     "explain",
     "functional",
     "losses",
@@ -68,33 +69,23 @@ __all__ = [
     "training",
 ]
 
-_LAZY = {"diagnose": f"{__name__}.diagnosis"} | dict.fromkeys(
-    (
-        "CapConv2d",
-        "CapFC",
-        "CapsNet",
-        "ClassHead",
-        "DynamicRouting",
-        "EMRouting",
-        "EquilibriumRouting",
-        "HeinsenRouting",
-        "InvertedAttentionRouting",
-        "PrimaryCapsules",
-        "RoutingPool",
-        "RoutingPool2d",
-        "RoutingStack",
-        "convert",
-    ),
-    f"{__name__}.nn",
-)
-_LAZY_MODULES = ("compat", "data", "distributed", "losses", "models", "nn", "training", "viz")
+_HOMES = {"CapConv2d": "encapnet", "CapFC": "encapnet", "convert": "compat", "diagnose": "diagnosis"}
+_LAZY_MODULES = ("compat", "data", "distributed", "encapnet", "losses", "models", "nn", "training", "viz")
+
+
+def _route_shards(routing: ops.Routing, votes: Any, own: Any) -> tuple[Any, ...]:
+    """Route DTensors: the module is imported at the first one, since it takes PyTorch's own long to import."""
+    return import_module(f"{__name__}.distributed").route(routing, votes, own)
+
+
+ops.Routing.sharded = staticmethod(_route_shards)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
     if name in _LAZY_MODULES:
         return import_module(f"{__name__}.{name}")
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'nn')}"), name)
     raise AttributeError(f"module 'fastcaps' has no attribute {name!r}")
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fastcaps import libraries
 from fastcaps.settings import Setting
-from fastcaps.votes import Votes
+from fastcaps.votes import Votes, autocast_dtype
 
 __all__ = [
     "NAMES",
@@ -57,7 +57,7 @@ __all__ = [
     "refuse_unless_reference",
     "settings",
     "show",
-    "takes_turns",
+    "takes_iterations",
     "tf32_allowed",
     "tf32x3",
     "tf32x3_wanted",
@@ -145,6 +145,12 @@ class Call(NamedTuple):
         rows, depth = children.shape[-2:]
         pose = (rows, depth, depth if weight is None else weight.shape[3])
         return cls(stem, children.device, children.dtype, pose, parents, weight is not None, _options(children.device))
+
+    @classmethod
+    def under_autocast(cls, stem: str, votes: Votes) -> Call:
+        """Describe a call that no op has seen yet: the dtype is autocast's where that is on."""
+        call = cls.of(stem, votes)
+        return call._replace(dtype=autocast_dtype(call.device.type) or call.dtype)
 
 
 def _options(device: torch.device) -> int:
@@ -350,18 +356,15 @@ def refuse_unless_reference(stem: str) -> None:
         )
 
 
-def takes_turns(call: Call, routing: Any, arguments: Sequence[Any]) -> bool:
-    """Return whether the CUDA library runs all turns of a call in one."""
-    given = routing.given(arguments)
-    turns = routing.turns(given)
-    if turns == 1:
+def takes_iterations(call: Call, votes: Votes, count: int, begins: bool) -> bool:
+    """Return whether the CUDA library runs all iterations of a call in one; ``begins``: from parents that are given."""
+    if count == 1:
         return True
-    votes = Votes(*arguments[:6])
-    facts = native_facts(call, votes, turns, routing.first(given)[0] is not None)
+    facts = native_facts(call, votes, count, begins)
     return libraries.library("cuda").ask("fastcaps_cuda_routing_refusal", call.stem, votes.sizes_in_c(), facts) == ""
 
 
-def native_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward: bool = False, copied: int = 0) -> Any:
+def native_facts(call: Call, votes: Votes, count: int, begins: bool, backward: bool = False, copied: int = 0) -> Any:
     """Return what a native library wants to know of a call besides its sizes (csrc), as an array of C.
 
     ``copied``: the numbers of bias and betas, whose gradients every part of a backward on the CPU has a copy of.
@@ -372,14 +375,14 @@ def native_facts(call: Call, votes: Votes, turns: int, has_state: bool, backward
     if call.device.type == "cuda":
         machine: Any = torch.cuda.get_device_properties(call.device)
         limits = (machine.multi_processor_count, machine.shared_memory_per_block_optin)
-    facts = (int(backward), element, bias, int(has_state), turns, call.options, *limits)
+    facts = (int(backward), element, bias, int(begins), count, call.options, *limits)
     return (ctypes.c_int64 * len(facts))(*facts)
 
 
 def on_cpu(children: Tensor) -> bool:
     """Return whether the compiled kernels for the CPU run a call: all that :func:`choose` would ask of it there.
 
-    They take all turns in one call, forward and backward. Sizes may be symbols.
+    They take all iterations in one call, forward and backward. Sizes may be symbols.
     """
     return children.is_cpu and children.dtype in _CPU_DTYPES and forced() in (None, "cpu") and native_serves()
 

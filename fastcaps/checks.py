@@ -18,22 +18,35 @@ __all__ = [
     "check_count",
     "check_eps",
     "check_finite",
+    "check_images",
+    "check_map",
+    "check_pair",
     "check_shape",
     "check_table",
     "check_tensor",
     "did_you_mean",
+    "image_size",
     "is_tracing",
     "refuse_nested",
+    "require_tensor",
     "shape_text",
+    "widen",
 ]
 
 
+_MOST_PAIR = 1 << 31  # products of two of a window's numbers and a size stay within int64
 _MOST_COUNT = 2**63 - 2  # what int64 holds, less 1: some callers add 1
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums over ``dtype`` are kept: float32 for the half-precision types, else itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def widen(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors in the dtype in which sums over ``dtype`` are kept."""
+    wide = accumulation_dtype(dtype)
+    return [None if tensor is None else tensor.to(wide) for tensor in tensors]
 
 
 def is_tracing() -> bool:
@@ -126,6 +139,28 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     return value
 
 
+def check_pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    """Return ``value`` as (rows, columns); raise if it is not one or two integers of at least ``least``."""
+    wanted = f"an int or a pair of ints from {least} to 2**31"
+    pair = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value, value)
+    numbers = []
+    for number in pair:
+        try:
+            known = isinstance(number, torch.SymInt)
+            if isinstance(number, bool):
+                raise TypeError
+            numbers.append(number if known or isinstance(number, int) else operator.index(number))
+        except TypeError:
+            numbers.clear()
+            break
+    if len(numbers) != 2:
+        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+    for number in numbers:
+        if not isinstance(number, torch.SymInt) and not least <= number <= _MOST_PAIR:
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    return numbers[0], numbers[1]
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:
@@ -144,3 +179,32 @@ def check_finite(name: str, value: Any, least: float = -math.inf) -> float:
         wanted = "a finite number" + (f" >= {least:g}" if least > -math.inf else "")
         raise ValueError(f"{name} must be {wanted}, got {value}")
     return value
+
+
+def require_tensor(value: object, name: str) -> None:
+    """Raise TypeError naming ``name`` unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    refuse_nested(name, value)
+
+
+def check_map(name: str, value: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
+    """Raise unless ``value`` is ``[B, channels, H, W]``, of the sizes that are given."""
+    require_tensor(value, name)
+    wanted = dict(zip(("channels", "H", "W"), (channels, *size), strict=True))
+    if value.dim() != 4 or any(n not in (None, m) for n, m in zip(wanted.values(), value.shape[1:], strict=True)):
+        sizes = ", ".join(letter if n is None else str(n) for letter, n in wanted.items())
+        raise ValueError(f"{name} must be [B, {sizes}], got {shape_text(value)}")
+
+
+def check_images(images: Any, channels: int | None, size: Sequence[int | None] = (None, None)) -> None:
+    """Raise unless images are a map of these sizes, in floating-point numbers: they are often read as bytes."""
+    check_map("images", images, channels, size)
+    if not images.is_floating_point():
+        raise TypeError(f"images must be floating-point numbers (normalised), got {images.dtype}")
+
+
+def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return height and width; raise unless they are positive."""
+    height, width = size if isinstance(size, (tuple, list)) and len(size) == 2 else (size, size)
+    return check_count("image_size", height), check_count("image_size", width)

@@ -48,7 +48,7 @@ def measure_machine(console: Console) -> dict[str, dict[str, measure.Figures]]:
         for name, workload in measure.WORKLOADS.items():
             for backend in chosen:
                 progress.update(task, description=f"measuring {workload.title} on {backend}, in a fresh process")
-                figures[name][backend] = measure.measure_apart(name, backend)
+                figures[name][backend] = measure.Figures(**measure.apart("fastcaps.measure", name, backend))
     return figures
 
 
@@ -65,7 +65,7 @@ def speed_table(figures: dict[str, dict[str, measure.Figures]]) -> Table:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, row in figures.items():
         workload, reference, kernels = measure.WORKLOADS[name], row["reference"], row.get("cpu")
-        titles = (workload.title, f"{workload.batch} images", "")
+        titles = (workload.title, f"{workload.children[0]} images", "")
         quantities = (("forward", "forward_ms", "ms"), ("training step", "step_ms", "ms"), ("memory", "step_mb", "MB"))
         for title, (label, quantity, unit) in zip(titles, quantities, strict=True):
             slow = getattr(reference, quantity)

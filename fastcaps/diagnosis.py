@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import check_finite
 from fastcaps.inside import Inside, watched
-from fastcaps.nn import CapConv2d, CapFC, DynamicRouting, InvertedAttentionRouting
+from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +65,7 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found. It prints as a table, with rich as a rich one.
+    """What :func:`diagnose` found. It prints as a table, with rich as a rich one; ``viz.diagnosis`` draws it.
 
     In the table, "by" is what a parent's strength is measured by, "grad θ" and "grad v" are the lengths of the
     gradients of the layer's parameters and of what it returned.
@@ -115,12 +114,6 @@ class Diagnosis:
             path, kind, *numbers = layer.cells()
             table.add_row(f"{path}\n{kind}", *numbers, style="yellow" if layer.dead else None)
         return table
-
-    def picture(self, path: str | Path) -> Path:
-        """Draw it into a file: strengths of all parents, entropies, gradients (needs the extra ``demo``)."""
-        from fastcaps import viz
-
-        return viz.diagnosis(self, path)
 
 
 def diagnose(
@@ -274,7 +267,7 @@ def _strength(one: Inside, shares: Tensor | None, gates: Tensor | None) -> tuple
         there = gated.sum((-2, -1))[..., None].clamp_min(torch.finfo(gated.dtype).tiny)
         return "share", (gated.sum(-2) * gated.shape[-1] / there).flatten(1, 2).transpose(1, 2)
     lengths = one.parents.double().norm(dim=-1)
-    squashed = isinstance(layer, (DynamicRouting, CapConv2d, CapFC)) or getattr(layer, "activation", None) == "squash"
+    squashed = isinstance(layer, DynamicRouting) or getattr(layer, "activation", None) == "squash"
     if squashed:
         return "length", lengths
     return "relative length", lengths / lengths.amax().clamp_min(torch.finfo(lengths.dtype).tiny)

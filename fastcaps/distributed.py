@@ -6,13 +6,13 @@ A call whose children, weights or parents are :class:`torch.distributed.tensor.D
 *batch*
     Every process routes its own samples. Nothing crosses.
 *children*
-    Every process sums over its own children. The parents' state crosses once a turn: S for attention; S and two numbers
-    for each parent for pooling, whose softmax over the children is merged by its log-sum-exp; counts and means, and
-    then variances about the joint mean (Chan's formula), for Gaussians.
+    Every process sums over its own children. The parents' state crosses once an iteration: S for attention; S and two
+    numbers for each parent for pooling, whose softmax over the children is merged by its log-sum-exp; counts and means,
+    and then variances about the joint mean (Chan's formula), for Gaussians.
 *parents*
     Every process has its own parents. Where parents compete, the softmax's log-sum-exp is exchanged: two numbers a
-    child and turn. A process's share of a child's softmax then multiplies the child's gate, so that the same kernels
-    serve. Pooling, whose parents do not compete, exchanges nothing.
+    child and iteration. A process's share of a child's softmax then multiplies the child's gate, so that the same
+    kernels serve. Pooling, whose parents do not compete, exchanges nothing.
 
 Votes never cross. Backwards the same tensors cross the other way.
 
@@ -24,6 +24,7 @@ their gradients. What an op as a whole can do in shards is also registered as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,13 +36,20 @@ from torch.utils.checkpoint import checkpoint
 
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops import Routing, attention_routing, gaussian_routing, pooling_routing
-from fastcaps.ops.query import QueryRouting
+from fastcaps.ops import (
+    Attention,
+    Gaussian,
+    Pooling,
+    Routing,
+    attention_routing,
+    gaussian_routing,
+    pooling_routing,
+)
 from fastcaps.ops.sharding import AXES, cuts_of
 from fastcaps.reference.gaussian import distances, log_sigmas
 from fastcaps.reference.seen import inverse_or_zero, make_votes, see
 from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden
 
 __all__ = ["route"]
 
@@ -51,20 +59,20 @@ _BLOCK = 1 << 22  # votes that `_log_sum` holds at a time, counted in numbers: 1
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def route(routing: Routing, arguments: Sequence[Any]) -> tuple[Any, ...]:
+def route(routing: Routing, votes: Votes, own: Any) -> tuple[Any, ...]:
     """Run a call some of whose tensors are DTensors.
 
     Parameters
     ----------
     routing : Routing
         Whose call it is.
-    arguments : sequence
-        The op's; tensors that are not DTensors are the same on every process.
+    votes, own
+        What the op takes; tensors that are not DTensors are the same on every process.
 
     Returns
     -------
     tuple
-        What the op returns, as DTensors, but None for the history of turns: parents sharded as the batch and the
+        What the op returns, as DTensors, but None for the history of iterations: parents sharded as the batch and the
         parents are, the same on all processes that share the children.
 
     Raises
@@ -72,21 +80,18 @@ def route(routing: Routing, arguments: Sequence[Any]) -> tuple[Any, ...]:
     ValueError
         For shards that a routing cannot work on, such as a process without children.
     """
-    layout = Layout(routing, arguments)
-    local = layout.local(arguments)
-    votes, given = Votes(*local[:6]), routing.given(local)
-    with torch.autocast(votes.children.device.type, enabled=False):
+    layout = Layout(routing, votes, own)
+    local, local_own = routing.given(layout.local())
+    with torch.autocast(local.children.device.type, enabled=False):
         if "children" in layout.axes or ("parents" in layout.axes and routing is not pooling_routing):
-            finals, shares = _TURNS[routing.stem](layout, votes, given)
+            results = routing.iterate(partial(_RUN[routing.stem], layout), local, local_own)[-1]
         else:
-            *finals, shares = routing(votes, *local[6:])
-    globally, place = Votes(*arguments[:6]), votes.children.dim() - 3
-    history = [None] * (len(routing.op._schema.returns) - 1 - routing.final_count)
-    poses, many = globally.poses, globally.numbers
-    results = [layout.wrap(x, poses if x.dim() == len(poses) else many, place) for x in finals[: routing.final_count]]
-    if given.coefficients:
-        shares = layout.wrap(shares, globally.shares, place + 1, place)
-    return (*results, *history, shares)
+            results = routing(local, local_own)
+    poses, place = votes.poses, local.children.dim() - 3
+    finals = results[: len(routing.finals)]
+    finals = [layout.wrap(x, poses if x.dim() == len(poses) else votes.numbers, place) for x in finals]
+    shares = layout.wrap(results[-1], votes.shares, place + 1, place) if own.coefficients else None
+    return (*finals, *(None for _ in routing.history), shares)
 
 
 class Layout:
@@ -94,13 +99,13 @@ class Layout:
 
     Parameters
     ----------
-    routing, arguments
+    routing, votes, own
         As :func:`route` takes them.
     """
 
-    def __init__(self, routing: Routing, arguments: Sequence[Any]) -> None:
-        self.routing, self.names, self.parents = routing, routing.names, arguments[4]
-        given = dict(zip(self.names, arguments, strict=True))
+    def __init__(self, routing: Routing, votes: Votes, own: Any) -> None:
+        self.routing, self.parents = routing, votes.parents
+        self.given = given = dict(zip(routing.names, (*votes, *own), strict=True))
         spread = {name: x for name, x in given.items() if isinstance(x, DTensor)}
         self.mesh = next(iter(spread.values())).device_mesh
         for name, x in spread.items():
@@ -172,34 +177,34 @@ class Layout:
         found = zip(self.placements(name), self.axes, strict=True)
         return [at if isinstance(at, Shard) or axis in same else Partial() for at, axis in found]
 
-    def local(self, arguments: Sequence[Any]) -> list[Any]:
+    def local(self) -> list[Any]:
         """Return a process's part of a call, as plain tensors, in the dtype that autocast wants."""
-        device = arguments[0].device.type
-        dtype = autocast_dtype(device)
-        local, given = list(arguments), self.routing.given(arguments)
-        constant = self.routing.constant if isinstance(self.routing, QueryRouting) and given.detach else 0
-        for bit, k in enumerate(self.routing.tensors):
-            x, name = arguments[k], self.names[k]
+        local = dict(self.given)
+        dtype = autocast_dtype(local["children"].device.type)
+        constant = self.routing.constant if local.get("detach") else ()
+        for name in self.routing.tensors:
+            x = local[name]
             if x is None:
                 continue
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self.mesh, self.whole, run_check=False)
-            if constant >> bit & 1:  # gets no gradient; torch's way back through a redistribution trips over that
+            if name in constant:  # gets no gradient; torch's way back through a redistribution trips over that
                 x = x.detach()
             placements = self.placements(name)
             if list(x.placements) != placements:
                 x = x.redistribute(placements=placements)
-            x = x.to_local(grad_placements=self.gradients(name, given.rule))
+            x = x.to_local(grad_placements=self.gradients(name, local["rule"]))
             if dtype is not None and x.dtype != torch.float64:
-                x = x.to(accumulation_dtype(dtype) if name in self.routing.wide else dtype)
-            local[k] = x
-        many, at = arguments[4], self.mesh.get_coordinate() or self.whole
+                wide = self.routing.wide and name not in Votes._fields
+                x = x.to(accumulation_dtype(dtype) if wide else dtype)
+            local[name] = x
+        many, at = self.parents, self.mesh.get_coordinate() or [0] * self.mesh.ndim
         for k, axis in enumerate(self.axes):
             if axis == "parents":
                 step = -(-many // self.mesh.size(k))
                 many = min(step, many - step * at[k])
-        local[4] = many
-        return local
+        local["parents"] = many
+        return list(local.values())
 
     def wrap(self, local: Tensor, shape: Sequence[int], parents: int, children: int | None = None) -> Tensor:
         """Return a process's part of a result as a DTensor whose dimensions of parents, and of children, are told."""
@@ -266,9 +271,8 @@ def _log_sum(votes: Votes, logits: Callable[..., Tensor], *state: Tensor | None)
     """
     children, weight, bias, gate, parents, _ = votes
     rows, _, columns = votes.pose
-    if gate is not None:  # a child that is not there may hold anything; if its numbers are finite, its gate may open
-        broken = (gate == 0) & ~children.isfinite().all(-1).all(-1)
-        children = children.masked_fill(broken[..., None, None], 0.0)
+    if gate is not None:
+        children = children.masked_fill(hidden(children, gate)[..., None, None], 0.0)
     batch, count = children.shape[:2]
     step = max(1, _BLOCK // (max(1, batch) * parents * rows * columns))
 
@@ -296,64 +300,51 @@ def _gated(votes: Votes, share: Tensor | None) -> Votes:
     return votes._replace(gate=share if votes.gate is None else votes.gate * share)
 
 
-# ---- turns -----------------------------------------------------------------------------------------------------------
+# ---- iterations ------------------------------------------------------------------------------------------------------
 
 
-def _attention(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Tensor | None]:
-    """Route turn by turn: S is summed over the processes that share the children."""
-    dtype = accumulation_dtype(votes.children.dtype)
-    query, parents, shares = given.query, votes.children, None
+def _attention(layout: Layout, votes: Votes, own: Attention) -> Sequence[Any]:
+    """Route once: S is summed over the processes that share the children."""
 
     def logits(all_votes: Tensor, asked: Tensor) -> Tensor:
-        return torch.einsum("bhwmce,bhwimce->bhwim", asked.to(all_votes.dtype), all_votes) * given.scale
+        return torch.einsum("bhwmce,bhwimce->bhwim", asked.to(all_votes.dtype), all_votes) * own.scale
 
-    for turn in range(given.iterations):
-        last = turn + 1 == given.iterations
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not given.detach)):
-            (asked,) = layout.entered("children", query)
-            share = layout.share(votes, logits, asked)
-            if share is not None and given.detach:
-                share = share.detach()
-            own = (asked, None, None, given.scale, given.eps, int(Rule.PLAIN), 1, given.detach)
-            sums, _, shares = attention_routing(_gated(votes, share), *own, given.coefficients and last)
-            (sums,) = layout.joined("children", sums.to(dtype))
-            parents = attention_routing.left(given, sums)
-            (query,) = attention_routing.advance(given, (query,), (parents,))
-            if share is not None and last and given.coefficients:
-                shares = shares * share.detach()[..., None]
-    return [parents], shares
+    (asked,) = layout.entered("children", own.query)
+    share = layout.share(votes, logits, asked)
+    if share is not None and own.detach:
+        share = share.detach()
+    plain = own._replace(query=asked, norm_weight=None, norm_bias=None, rule=int(Rule.PLAIN))
+    sums, _, shares = attention_routing(_gated(votes, share), plain)
+    (sums,) = layout.joined("children", sums.to(accumulation_dtype(votes.children.dtype)))
+    if share is not None and own.coefficients:
+        shares = shares * share.detach()[..., None]
+    return attention_routing.left(own, sums, votes.children.dtype), shares
 
 
-def _pooling(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Tensor | None]:
-    """Route turn by turn: S and the log-sum-exp over the children are merged."""
-    query, parents, shares = given.query, votes.children, None
-    for turn in range(given.iterations):
-        last = turn + 1 == given.iterations
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not given.detach)):
-            (asked,) = layout.entered("children", query)
-            settings = (votes.parents, votes.window, given.scale, given.normalize, given.detach)
-            sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)
-            parents = sums if given.rule == Rule.UNIT else pooling_routing.left(given, sums)
-            if last and given.coefficients:
-                on_grid, last_query = _on_grid(votes, asked)
-                shares = reference.pooling_coefficients(on_grid, last_query, given.scale, given.normalize)
-                shares = shares.reshape(votes.shares) * part.unsqueeze(-2)
-            (query,) = pooling_routing.advance(given, (query,), (parents,))
-    return [parents], shares
+def _pooling(layout: Layout, votes: Votes, own: Pooling) -> Sequence[Any]:
+    """Route once: S and the log-sum-exp over the children are merged."""
+    (asked,) = layout.entered("children", own.query)
+    settings = (votes.parents, votes.window, own._replace(query=None, rule=int(Rule.UNIT), coefficients=False))
+    sums, part = _Pooled.apply(layout, settings, *votes[:4], asked)
+    shares = None
+    if own.coefficients:
+        on_grid, query = _on_grid(votes, asked)
+        shares = reference.pooling_coefficients(on_grid, query, own.scale, own.normalize)
+        shares = shares.reshape(votes.shares) * part.unsqueeze(-2)
+    return sums if own.rule == Rule.UNIT else pooling_routing.left(own, sums, sums.dtype), shares
 
 
 class _Pooled(torch.autograd.Function):
-    """A turn of pooling over all processes' children: S, and a process's part of each parent's softmax.
+    """An iteration of pooling over all processes' children: S, and a process's part of each parent's softmax.
 
     A backward asks for S and the log-sum-exp of the softmax over all children, and is then right for any of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, settings: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        (children, weight, bias, gate, query), (parents, window, scale, normalize, detach) = tensors, settings
-        votes = (children, weight, bias, gate, parents, window)
-        own = (query, scale, normalize, int(Rule.UNIT), 1, detach, False)
-        _, (sums,), (log_sum,), _ = pooling_routing.compute((*votes, *own))
+    def forward(ctx: Any, layout: Layout, settings: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
+        parents, window, own = settings
+        votes = Votes._make((*tensors[:4], parents, window))
+        _, (sums,), (log_sum,), _ = pooling_routing.compute(votes, own._replace(query=tensors[4]))
         (top,) = layout.joined("children", log_sum, by="max")
         top = top.masked_fill(top == -torch.inf, 0.0)
         part = (log_sum - top).exp()
@@ -369,56 +360,54 @@ class _Pooled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (grad, _), (children, weight, bias, gate, query, sums, log_sum) = grads, ctx.saved_tensors
-        parents, window, scale, normalize, detach = ctx.settings
-        votes = (children, weight, bias, gate, parents, window)
-        own = (None if query is None else query[None], sums[None], log_sum[None], scale, normalize)
+        (grad, _), (*parts, query, sums, log_sum) = grads, ctx.saved_tensors
+        parents, window, given = ctx.settings
+        rest = (None if query is None else query[None], sums[None], log_sum[None], given.scale, given.normalize)
         wide = grad.to(log_sum.dtype).contiguous()[None]  # type: ignore[union-attr]
         needs = _bits(ctx.needs_input_grad[2:])
-        if detach:
-            needs = needs & ~pooling_routing.constant | DETACH
+        if given.detach:
+            needs = needs & ~pooling_routing.bits(pooling_routing.constant) | DETACH
         with backends.under(ctx.blocks):
-            found = pooling_routing.run_backward(wide, *votes, *own, needs)
+            found = pooling_routing.run_backward(wide, *parts, parents, window, *rest, needs)
         return None, None, *_wanted(needs, found)
 
 
-def _gaussian(layout: Layout, votes: Votes, given: Any) -> tuple[list[Tensor], Tensor | None]:
-    """Route turn by turn: the moments of all processes' children are joined by Chan's formula."""
-    em, eps = given.rule == Rule.EM, given.eps
-    state, shares = gaussian_routing.first(given), None
+def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
+    """Route once: the moments of all processes' children are joined by Chan's formula."""
+    em, eps, state = own.rule == Rule.EM, own.eps, own[:3]
     one = votes.children.new_ones((1, 1), dtype=accumulation_dtype(votes.children.dtype))
-    betas = (one, one) if em else (given.beta_use, given.beta_ignore)
-    results: list[Tensor] = []
+    betas = (one, one) if em else (own.beta_use, own.beta_ignore)
 
     def logits(all_votes: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None) -> Tensor:
         found = -distances(all_votes, mean, variance)
         return found if weight is None else found + weight.unsqueeze(3)
 
-    for turn, temperature in enumerate(given.temperatures):
-        asked = layout.entered("children", *state)
-        share = layout.share(votes, logits, *asked)
-        gated = _gated(votes, share)
-        settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else given.rule), eps)
-        counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)
-        if share is not None and not em:
-            evidence = evidence - _ignored(votes, share, given.beta_ignore)
-        # the first moment is (n + eps) mean; about any c the second is (n + eps) variance + 2 eps mean d + n d^2
-        whole, n = (counts + eps)[..., None, None], counts[..., None, None]
-        counts, sums, evidence = layout.joined("children", counts, whole * means, evidence)
-        inverse = inverse_or_zero(counts + eps)[..., None, None]
-        mean = sums * inverse
-        apart = means - layout.entered("children", mean)[0]
-        (second,) = layout.joined("children", whole * narrow + apart * (2 * eps * means + n * apart))
-        variances = second * inverse + eps
-        if em:
-            numbers = mean.shape[-2] * mean.shape[-1]
-            evidence = temperature * (given.beta_ignore - (numbers * given.beta_use + log_sigmas(variances)) * counts)
-        if given.coefficients and turn + 1 == len(given.temperatures):
-            shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
-            shares = shares if share is None else shares * share.detach()[..., None]
-        results = [evidence, mean, variances]
-        state = gaussian_routing.advance(given, state, results)
-    return results, shares
+    asked = layout.entered("children", *state)
+    share = layout.share(votes, logits, *asked)
+    gated = _gated(votes, share)
+    settings = (votes.parents, votes.window, int(Rule.HEINSEN if em else own.rule), eps)
+    counts, means, narrow, evidence = _Moments.apply(settings, *gated[:4], *asked, *betas)
+    if share is not None and not em:
+        assert own.beta_ignore is not None
+        evidence = evidence - _ignored(votes, share, own.beta_ignore)
+    # the first moment is (n + eps) mean; about any c the second is (n + eps) variance + 2 eps mean d + n d^2
+    whole, n = (counts + eps)[..., None, None], counts[..., None, None]
+    counts, sums, evidence = layout.joined("children", counts, whole * means, evidence)
+    inverse = inverse_or_zero(counts + eps)[..., None, None]
+    mean = sums * inverse
+    apart = means - layout.entered("children", mean)[0]
+    (second,) = layout.joined("children", whole * narrow + apart * (2 * eps * means + n * apart))
+    variances = second * inverse + eps
+    if em:
+        numbers = mean.shape[-2] * mean.shape[-1]
+        assert own.beta_use is not None and own.beta_ignore is not None
+        cost = (numbers * own.beta_use + log_sigmas(variances)) * counts
+        evidence = own.temperatures[0] * (own.beta_ignore - cost)
+    shares = None
+    if own.coefficients:
+        shares = reference.gaussian_coefficients(*_on_grid(votes, *state)).reshape(votes.shares)
+        shares = shares if share is None else shares * share.detach()[..., None]
+    return evidence, mean, variances, shares
 
 
 def _ignored(votes: Votes, share: Tensor, beta: Tensor) -> Tensor:
@@ -429,13 +418,16 @@ def _ignored(votes: Votes, share: Tensor, beta: Tensor) -> Tensor:
 
 
 class _Moments(torch.autograd.Function):
-    """A turn of a process's own Gaussians: counts, means, variances without eps, evidence; all have gradients."""
+    """An iteration of a process's own Gaussians: counts, means, variances without eps, evidence; all have gradients."""
 
     @staticmethod
-    def forward(ctx: Any, settings: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, settings: Any, *tensors: Any) -> tuple[Tensor, ...]:
         parents, window, rule, eps = settings
-        own = (*tensors[4:], [1.0], rule, eps, False)
-        evidence, *_, counts, means, narrow, _, _ = gaussian_routing.compute((*tensors[:4], parents, window, *own))
+        votes, own = (
+            Votes._make((*tensors[:4], parents, window)),
+            Gaussian._make((*tensors[4:], [1.0], rule, eps, False)),
+        )
+        evidence, *_, counts, means, narrow, _, _ = gaussian_routing.compute(votes, own)
         ctx.settings, ctx.blocks = settings, backends.settings()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, counts, means, narrow)
@@ -471,4 +463,4 @@ def _on_grid(votes: Votes, *state: Tensor | None) -> tuple[Any, ...]:
     return votes.on_grid(), *(None if x is None else x[:, None, None] for x in state)
 
 
-_TURNS: dict[str, Callable[..., Any]] = {"attention": _attention, "gaussian": _gaussian, "pooling": _pooling}
+_RUN: dict[str, Callable[..., Any]] = {"attention": _attention, "gaussian": _gaussian, "pooling": _pooling}

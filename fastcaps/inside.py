@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.nn import CapConv2d, CapFC, RoutingPool, RoutingPool2d
+from fastcaps.nn import RoutingPool, RoutingPool2d
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.reference.seen import windows
-from fastcaps.votes import as_grid, to_op
+from fastcaps.votes import as_grid, to_op, windows
 
-LAYERS = (RoutingLayer, RoutingPool2d, CapConv2d, CapFC)
+
+def is_capsule_layer(module: nn.Module) -> bool:
+    """Whether a module routes, or says by ``as_poses`` how its result is read as poses ``[B, M, ..., d]``."""
+    return isinstance(module, (RoutingLayer, RoutingPool2d)) or hasattr(module, "as_poses")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Inside:
     path : str
         Where the layer is in the model.
     layer : Module
-        One of :data:`LAYERS`.
+        One that :func:`is_capsule_layer` knows.
     given : dict
         What it was called with, by name.
     result
@@ -55,8 +57,8 @@ class Inside:
     def parents(self) -> Tensor:
         """The parents' poses ``[B, M, places, d]``."""
         poses, layer = self.poses, self.layer
-        if isinstance(layer, CapConv2d):
-            poses = poses.unflatten(1, (layer.types, layer.out_dim)).movedim(2, -1)
+        if hasattr(layer, "as_poses"):
+            poses = layer.as_poses(poses)
         elif isinstance(layer, RoutingPool2d):
             poses = poses.unflatten(1, (-1, layer.out_dim or layer.dim)).movedim(2, -1)
         return poses.flatten(2, -2) if poses.dim() > 3 else poses[:, :, None]
@@ -108,6 +110,17 @@ class Inside:
             return as_grid(call.activity)
         return windows(to_op(call.activity, call.window), call.window.spec)
 
+    def votes(self) -> Tensor:
+        """The votes for the parents of a set, ``[B, I, M, d]``; all places of a whole grid together."""
+        call = self.layer.prepare(self.given["children"], None)
+        poses = to_op(call.children, call.window).flatten(1, -3)  # [B, I, C, D]
+        if call.weight is None:
+            made = poses[:, :, None].expand(-1, -1, call.parent_count, -1, -1)
+        else:
+            groups = poses.unflatten(1, (-1, len(call.weight)))
+            made = (groups[:, :, :, None] @ call.weight).flatten(1, 2)
+        return (made if call.bias is None else made + call.bias).flatten(-2)
+
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
@@ -121,17 +134,17 @@ def watched(model: nn.Module) -> Iterator[Callable[[], list[Inside]]]:
 
     def keep(path: str) -> Callable[..., None]:
         def hook(layer: Any, given: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-            bound = inspect.signature(layer.forward).bind(*given, **options).arguments
-            bound.pop("return_coefficients", None)
+            named = dict(zip(inspect.signature(layer.forward).parameters, given, strict=False)) | options
+            named.pop("return_coefficients", None)
             last.pop(path, None)
-            last[path] = Inside(path, layer, dict(bound), result)
+            last[path] = Inside(path, layer, named, result)
 
         return hook
 
     handles = [
         module.register_forward_hook(keep(path), with_kwargs=True)
         for path, module in model.named_modules()
-        if isinstance(module, LAYERS)
+        if is_capsule_layer(module)
     ]
     try:
         model.eval()

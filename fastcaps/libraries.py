@@ -162,24 +162,3 @@ def triton_kernels(stem: str = "attention") -> tuple[ModuleType | None, str]:
             None,
             f"triton does not load ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
         )
-
-
-def _find_kernels_of_checkout() -> None:
-    """Make ``fastcaps.triton_kernels`` importable from a checkout that is on the path but not installed.
-
-    The folder lies at the top of the tree, and only an installation puts it under ``fastcaps``.
-    """
-    name = f"{__package__}.triton_kernels"
-    root = Path(__file__).resolve().parents[1]
-    folder = root / "triton_kernels"
-    if not (root / "setup.py").is_file() or not folder.is_dir() or importlib.util.find_spec(name) is not None:
-        return
-    spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[os.fspath(folder)]
-    )
-    if spec is not None and spec.loader is not None:
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-
-
-_find_kernels_of_checkout()

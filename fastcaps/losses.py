@@ -1,29 +1,25 @@
-"""What capsule networks are trained on: margin loss, spread loss, the reconstruction of Sabour et al. 2017, and the
-Sinkhorn divergence that Li et al. 2018 add to a margin loss.
+"""What capsule networks are trained on: margin loss, spread loss, and the reconstruction of Sabour et al. 2017.
 
-All losses are means over the batch by default, and have a gradient everywhere: :func:`length` has one at the
-zero vector too.
+All losses have a gradient everywhere: :func:`length` has one at the zero vector too. With ``reduction="mean"``, the
+default, or "sum" they return a scalar for the batch, with "none" one number a sample, ``[B]``. An argument of the wrong
+type, dtype or shape raises TypeError or ValueError naming it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, shape_text
-from fastcaps.nn.poses import require_tensor
-from fastcaps.sinkhorn import SinkhornDivergence
+from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
 from fastcaps.vectors import length
 
 __all__ = [
     "ReconstructionDecoder",
-    "SinkhornDivergence",
-    "feedback_loss",
     "length",
     "margin_loss",
     "reconstruction_loss",
@@ -31,18 +27,16 @@ __all__ = [
     "spread_margin",
 ]
 
-REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "none": lambda losses: losses,
+}
 
 
 def _reduce(per_sample: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return per_sample
-    return per_sample.mean() if reduction == "mean" else per_sample.sum()
-
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    check_choice("reduction", reduction, tuple(REDUCTIONS))
+    return REDUCTIONS[reduction](per_sample)
 
 
 def _check_activations(activations: Tensor, name: str) -> None:
@@ -85,18 +79,6 @@ def margin_loss(
         :math:`m^+` and :math:`m^-`: a present class is content above the one, an absent class below the other.
     down_weight : float
         :math:`\lambda`, which keeps absent classes from shrinking all capsules early in training.
-    reduction : str
-        ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
-
-    Returns
-    -------
-    Tensor
-        A scalar, or ``[B]`` for ``"none"``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument has the wrong type, dtype or shape.
 
     Examples
     --------
@@ -108,7 +90,6 @@ def margin_loss(
     tensor(0.4000)
     """
     _check_activations(lengths, "lengths")
-    _check_reduction(reduction)
     require_tensor(target, "target")
     if target.dim() == 2:
         if target.shape != lengths.shape:
@@ -120,40 +101,6 @@ def margin_loss(
     missed = (upper - lengths).clamp(min=0).square()
     imagined = (lengths - lower).clamp(min=0).square()
     return _reduce((present * missed + down_weight * (1 - present) * imagined).sum(1), reduction)
-
-
-def feedback_loss(
-    lengths: Tensor, target: Tensor, feedback: Tensor, *, weight: float = 10.0, reduction: str = "mean"
-) -> Tensor:
-    r"""The loss of EncapNet (Li et al. 2018): margin loss, and the divergences between layers.
-
-    .. math:: L = L_\mathrm{margin} + \lambda \sum_k D_k
-
-    Parameters
-    ----------
-    lengths, target, reduction
-        As :func:`margin_loss` has them.
-    feedback : Tensor
-        A scalar: the sum of what the network's :class:`~fastcaps.nn.FeedbackAgreement` units return.
-    weight : float
-        :math:`\lambda`; 10 in the paper.
-
-    Returns
-    -------
-    Tensor
-        A scalar, or ``[B]`` for ``"none"``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> lengths = torch.tensor([[0.7, 0.3, 0.05]])
-    >>> feedback_loss(lengths, torch.tensor([0]), torch.tensor(0.02))  # 0.06 + 10 * 0.02
-    tensor(0.2600)
-    """
-    require_tensor(feedback, "feedback")
-    if feedback.dim() != 0:
-        raise ValueError(f"feedback must be a scalar, got {shape_text(feedback)}")
-    return margin_loss(lengths, target, reduction=reduction) + weight * feedback
 
 
 def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction: str = "mean") -> Tensor:
@@ -169,18 +116,6 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
         ``[B]`` int64, the class of every sample.
     margin : float
         m, which grows during training: :func:`spread_margin`.
-    reduction : str
-        ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
-
-    Returns
-    -------
-    Tensor
-        A scalar, or ``[B]`` for ``"none"``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument has the wrong type, dtype or shape.
 
     Examples
     --------
@@ -191,7 +126,6 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
     """
     _check_activations(activations, "activations")
     _check_labels(target, activations.shape[0])
-    _check_reduction(reduction)
     ahead = activations.gather(1, target.unsqueeze(1)) - activations
     short = (margin - ahead).clamp(min=0).square()
     return _reduce(short.scatter(1, target.unsqueeze(1), 0.0).sum(1), reduction)
@@ -211,15 +145,6 @@ def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9
         After how many of them the margin is ``end``.
     start, end : float
         The first and the last margin.
-
-    Returns
-    -------
-    float
-
-    Raises
-    ------
-    ValueError
-        If ``step`` is negative or ``steps`` below 1.
 
     Examples
     --------
@@ -247,18 +172,6 @@ def reconstruction_loss(
         ``[B, ...]``, of the same shape.
     scale : float
         What the sum over an image is multiplied by.
-    reduction : str
-        ``"mean"`` or ``"sum"`` over the batch, or ``"none"``.
-
-    Returns
-    -------
-    Tensor
-        A scalar, or ``[B]`` for ``"none"``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument has the wrong type or shape.
 
     Examples
     --------
@@ -272,7 +185,6 @@ def reconstruction_loss(
         raise ValueError(f"reconstruction must be [B, ...], got {shape_text(reconstruction)}")
     if images.shape != reconstruction.shape:
         raise ValueError(f"images must be {shape_text(reconstruction)} as the reconstruction, got {shape_text(images)}")
-    _check_reduction(reduction)
     return _reduce(scale * (reconstruction - images).square().flatten(1).sum(1), reduction)
 
 
@@ -351,11 +263,6 @@ class ReconstructionDecoder(nn.Module):
         -------
         Tensor
             ``[B, *image_shape]``, in (0, 1).
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument has the wrong type, dtype or shape.
         """
         return self.layers(self.mask(capsules, target).flatten(1)).unflatten(1, self.image_shape)
 

@@ -1,10 +1,11 @@
-"""Time and memory of one routing pass, measured in a fresh process: ``python -m fastcaps.measure NAME BACKEND``.
+"""Time and peak memory of a call; and of the demo's passes, ``python -m fastcaps.measure NAME BACKEND``.
 
-For a person's first look, in the demo; ``bench/`` measures in earnest, with alternatives and quantiles.
+``bench/`` measures in earnest, with alternatives and quantiles.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -13,9 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,103 +24,50 @@ from torch import Tensor
 from fastcaps import backends
 from fastcaps.functional import Window, inverted_attention_routing
 
+__all__ = ["WORKLOADS", "Figures", "Workload", "apart", "give_back", "measure", "median_ms", "peak_growth", "status"]
 
-@dataclass(frozen=True)
-class Workload:
-    """A routing pass with parents: 4 x 4 poses, a set or a grid of children.
 
-    Attributes
-    ----------
-    title : str
-        What it is, for a table.
-    batch, types, size, parents : int
-        Images; child types; height and width of their grid (0 makes a set of ``types`` children); parents.
-    window : Window or None
-        The grid's window.
+def status(field: str) -> int:
+    """A field of this process's status, in bytes.
+
+    Raises
+    ------
+    OSError
+        Where the system has no such file (it is Linux's).
     """
-
-    title: str
-    batch: int
-    types: int
-    size: int
-    parents: int
-    window: Window | None = None
-
-    def tensors(self, batch: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Children, weight and parents at random."""
-        torch.manual_seed(0)
-        count = self.batch if batch is None else batch
-        if self.window is None:
-            children = torch.randn(count, self.types, 4, 4)
-            parents = torch.randn(count, self.parents, 4, 4)
-            groups = self.types
-        else:
-            # as layers hand it on: a position's capsules together in memory
-            children = torch.randn(count, self.size, self.size, self.types, 4, 4).permute(0, 3, 1, 2, 4, 5)
-            rows, columns = self.window.output_size(self.size, self.size)
-            parents = torch.randn(count, rows, columns, self.parents, 4, 4).permute(0, 3, 1, 2, 4, 5)
-            groups = self.types * self.window.positions
-        weight = torch.randn(groups, self.parents, 4, 4) * (self.parents / (4 * groups)) ** 0.5
-        return children, weight, parents
-
-    def votes_mb(self) -> float:
-        """What storing all votes once takes, in MB (10^6 bytes) of float32."""
-        if self.window is None:
-            return self.batch * self.types * self.parents * 16 * 4 / 1e6
-        rows, columns = self.window.output_size(self.size, self.size)
-        return self.batch * rows * columns * self.types * self.window.positions * self.parents * 16 * 4 / 1e6
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-WORKLOADS = {
-    "conv1": Workload("conv 1: 16² × 32 → 7² × 32", 8, 32, 16, 32, Window(3, stride=2)),
-    "conv2": Workload("conv 2: 7² × 32 → 5² × 32", 8, 32, 7, 32, Window(3)),
-    "classes": Workload("classes: 800 → 10", 64, 800, 0, 10),
-}
+def give_back() -> None:
+    """Return to the system the free memory that Python and the C library hold for reuse."""
+    gc.collect()
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What was measured: medians in milliseconds; memory that a training step adds at its peak, in MB (10^6 bytes)."""
-
-    forward_ms: float
-    step_ms: float
-    step_mb: float
-
-
-def _status(field: str) -> float | None:
-    """A field of this process's status in bytes, or None where there is no such file (not Linux)."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return float(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def _highest() -> float:
-    """The most memory this process ever held, in bytes."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
-
-
-def peak_growth(run: Callable[[], object]) -> float:
-    """Bytes by which the resident memory of this process grows at the peak of ``run``.
+def peak_growth(run: Callable[[], object]) -> int:
+    """Bytes by which the resident memory of this process grows at the peak of ``run``, what it returns included.
 
     On Linux the kernel's record of the peak is reset first; elsewhere the growth counts from the highest value so far.
     """
-    gc.collect()
+    import resource
+
+    def highest() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    give_back()
     try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the present size is the peak so far
     except OSError:
-        before = None
-    start = _highest() if before is None else before
-    run()
-    end = _highest() if before is None else (_status("VmHWM") or start)
-    return max(0.0, end - start)
+        before, kept = highest(), run()
+        peak = highest()
+    else:
+        before, kept = status("VmRSS"), run()
+        peak = status("VmHWM")
+    del kept
+    return max(0, peak - before)
 
 
 def median_ms(run: Callable[[], object], seconds: float = 0.5) -> float:
@@ -132,34 +80,8 @@ def median_ms(run: Callable[[], object], seconds: float = 0.5) -> float:
     return 1000 * statistics.median(times)
 
 
-def measure(name: str, backend: str) -> Figures:
-    """Measure a workload on a backend, here and now; memory means something only in a process that did nothing else."""
-    workload = WORKLOADS[name]
-
-    def step(tensors: tuple[Tensor, ...]) -> None:
-        children, weight, parents = tensors
-        result = inverted_attention_routing(children, weight, parents, window=workload.window)
-        assert isinstance(result, Tensor)  # a pair only with return_coefficients
-        result.backward(torch.ones_like(result))
-        for tensor in tensors:
-            tensor.grad = None
-
-    with backends.backend(backend):
-        # a first, small step: threads, code and caches that every later call shares are not part of the figure
-        step(tuple(tensor.requires_grad_() for tensor in workload.tensors(batch=1)))
-        tensors = tuple(tensor.requires_grad_() for tensor in workload.tensors())
-        grown = peak_growth(lambda: step(tensors))
-        step_ms = median_ms(lambda: step(tensors))
-        with torch.no_grad():
-            children, weight, parents = tensors
-            forward_ms = median_ms(
-                lambda: inverted_attention_routing(children, weight, parents, window=workload.window)
-            )
-    return Figures(forward_ms, step_ms, grown / 1e6)
-
-
-def measure_apart(name: str, backend: str) -> Figures:
-    """:func:`measure` in a fresh process.
+def apart(module: str, *arguments: str) -> Any:
+    """Run a module in a fresh process, whose memory nothing else has touched, and read the JSON that it prints.
 
     Raises
     ------
@@ -167,26 +89,78 @@ def measure_apart(name: str, backend: str) -> Figures:
         With that process's last words, if it fails.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "fastcaps.measure", name, backend]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"measuring {name} on {backend} failed: {done.stderr.strip().splitlines()[-1:]}")
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return Figures(**figures)
+        words = " ".join(done.stderr.strip().splitlines()[-1:])
+        raise RuntimeError(f"measuring {' on '.join(arguments)} failed: {words}")
+    return json.loads(done.stdout)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the figures of one workload and backend as JSON."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if len(given) != 2 or given[0] not in WORKLOADS or given[1] not in backends.NAMES:
-        print(
-            f"usage: python -m fastcaps.measure {{{','.join(WORKLOADS)}}} {{{','.join(backends.NAMES)}}}",
-            file=sys.stderr,
-        )
-        return 2
-    print(json.dumps(vars(measure(given[0], given[1]))))
-    return 0
+class Workload(NamedTuple):
+    """A routing pass with parents: its title, and the shapes of both, channels last where a window makes it a grid."""
+
+    title: str
+    children: tuple[int, ...]
+    parents: tuple[int, ...]
+    window: Window | None = None
+
+    def tensors(self, batch: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Children, weight and parents at random, as layers hand them on."""
+        torch.manual_seed(0)
+        children, parents = (torch.randn(batch or shape[0], *shape[1:]) for shape in (self.children, self.parents))
+        groups = self.children[-3] * (1 if self.window is None else self.window.positions)
+        many = self.parents[-3]
+        weight = torch.randn(groups, many, 4, 4) * (many / (4 * groups)) ** 0.5
+        if self.window is not None:
+            children, parents = children.movedim(3, 1), parents.movedim(3, 1)
+        return children, weight, parents
+
+
+WORKLOADS = {
+    "conv1": Workload("conv 1: 16² × 32 → 7² × 32", (8, 16, 16, 32, 4, 4), (8, 7, 7, 32, 4, 4), Window(3, stride=2)),
+    "conv2": Workload("conv 2: 7² × 32 → 5² × 32", (8, 7, 7, 32, 4, 4), (8, 5, 5, 32, 4, 4), Window(3)),
+    "classes": Workload("classes: 800 → 10", (64, 800, 4, 4), (64, 10, 4, 4)),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured: medians in milliseconds; memory that a training step adds at its peak, in MB (10^6 bytes)."""
+
+    forward_ms: float
+    step_ms: float
+    step_mb: float
+
+
+def measure(name: str, backend: str) -> Figures:
+    """Measure a workload on a backend, here and now; memory means something only in a process that did nothing else."""
+    workload = WORKLOADS[name]
+
+    def forward() -> Tensor:
+        result = inverted_attention_routing(*tensors, window=workload.window)
+        assert isinstance(result, Tensor)  # a pair only with return_coefficients
+        return result
+
+    def step() -> None:
+        result = forward()
+        result.backward(torch.ones_like(result))
+        for tensor in tensors:
+            tensor.grad = None
+
+    with backends.backend(backend):
+        # a first, small step: threads, code and caches that every later call shares are not part of the figure
+        tensors = tuple(tensor.requires_grad_() for tensor in workload.tensors(batch=1))
+        step()
+        tensors = tuple(tensor.requires_grad_() for tensor in workload.tensors())
+        grown = peak_growth(step)
+        step_ms = median_ms(step)
+        with torch.no_grad():
+            forward_ms = median_ms(forward)
+    return Figures(forward_ms, step_ms, grown / 1e6)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) != 3 or sys.argv[1] not in WORKLOADS or sys.argv[2] not in backends.NAMES:
+        sys.exit(f"usage: python -m fastcaps.measure {{{','.join(WORKLOADS)}}} {{{','.join(backends.NAMES)}}}")
+    print(json.dumps(asdict(measure(*sys.argv[1:]))))

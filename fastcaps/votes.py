@@ -8,17 +8,18 @@ other is a view: no number moves. To a kernel a set is a grid of one position wi
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps.checks import check_count, check_shape, check_tensor, is_tracing, refuse_nested, shape_text
+from fastcaps.checks import check_count, check_pair, check_shape, check_tensor, is_tracing, refuse_nested, shape_text
 
 __all__ = [
+    "POSE",
     "SET_WINDOW",
     "Votes",
     "Window",
@@ -26,38 +27,18 @@ __all__ = [
     "as_set",
     "autocast_dtype",
     "from_op",
-    "once",
+    "hidden",
     "output_size",
     "to_op",
     "window_extent",
+    "windows",
 ]
+
+POSE = (-2, -1)
+"""The dimensions of a pose."""
 
 SET_WINDOW: tuple[int, ...] = (1, 1, 1, 1, 0, 0, 1, 1)
 """The op's ``window`` for a set: kernel 1 x 1, stride 1, no padding, dilation 1."""
-
-_MOST = 1 << 31  # of each number of a window: products of two of them and a size stay within int64
-
-
-def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
-    """Return ``value`` as (rows, columns); raise if it is not one or two integers of at least ``least``."""
-    wanted = f"an int or a pair of ints from {least} to 2**31"
-    pair = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value, value)
-    numbers = []
-    for number in pair:
-        try:
-            known = isinstance(number, torch.SymInt)
-            if isinstance(number, bool):
-                raise TypeError
-            numbers.append(number if known or isinstance(number, int) else operator.index(number))
-        except TypeError:
-            numbers.clear()
-            break
-    if len(numbers) != 2:
-        raise TypeError(f"Window: {name} must be {wanted}, got {value!r}")
-    for number in numbers:
-        if not isinstance(number, torch.SymInt) and not least <= number <= _MOST:
-            raise ValueError(f"Window: {name} must be {wanted}, got {value!r}")
-    return numbers[0], numbers[1]
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,7 @@ class Window:
 
     def __post_init__(self) -> None:
         pairs = {
-            name: _pair(name, getattr(self, name), least)
+            name: check_pair(f"Window: {name}", getattr(self, name), least)
             for name, least in (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1))
         }
         for name, pair in pairs.items():
@@ -119,6 +100,29 @@ def output_size(spec: Sequence[int], height: int, width: int) -> tuple[int, int]
     _, _, sh, sw, ph, pw, _, _ = spec
     rows, columns = window_extent(spec)
     return (height + 2 * ph - rows) // sh + 1, (width + 2 * pw - columns) // sw + 1
+
+
+def windows(grid: Tensor, window: Sequence[int]) -> Tensor:
+    """Return what every output position sees of ``grid`` ``[B, H, W, N, ...]``, as ``[B, Ho, Wo, I, ...]``.
+
+    Child ``i = (ky * kw + kx) * N + n``. Padded positions hold zeros.
+    """
+    kh, kw, sh, sw, ph, pw, dh, dw = window
+    if ph or pw:
+        grid = F.pad(grid, [0, 0] * (grid.dim() - 3) + [pw, pw, ph, ph])
+    rows, columns = window_extent(window)
+    seen = grid.unfold(1, rows, sh)[..., ::dh].unfold(2, columns, sw)[..., ::dw]  # [B, Ho, Wo, N, ..., kh, kw]
+    seen = seen.movedim((-2, -1), (3, 4))
+    return seen.reshape(seen.shape[:3] + (kh * kw * grid.shape[3],) + grid.shape[4:])
+
+
+def hidden(children: Tensor, gate: Tensor) -> Tensor:
+    """Return which children leave no trace: a gate of 0 is a child that is not there, whatever its numbers are.
+
+    As long as these are finite it still gets the derivative that the formulas give it: its gate may want to open again.
+    One that is NaN or infinite behind a gate of 0 gets, and gives, no gradient at all.
+    """
+    return (gate == 0) & ~children.isfinite().all(-1).all(-1)
 
 
 def to_op(tensor: Tensor, window: Window | None) -> Tensor:
@@ -263,8 +267,14 @@ class Votes(NamedTuple):
         window: Window | None,
         parents: Any = None,
         gate_name: str = "gate",
+        others: tuple[Any, ...] = (),
+        parents_at: int | None = None,
+        check: Callable[..., None] | None = None,
     ) -> Votes:
-        """Check what the user gave, in public layout, and return it in op layout.
+        """Check what the user gave, in public layout, and return it in op layout: the one way of checking a call.
+
+        What was found right once is not checked again: a check may ask for the tensors' shapes, dtypes, devices and
+        layouts, for the settings and for autocast.
 
         Parameters
         ----------
@@ -272,6 +282,10 @@ class Votes(NamedTuple):
             M. Taken from ``weight``, else from ``bias``, else 1.
         gate_name : str
             What the user calls the gate.
+        others : tuple
+            What a routing takes besides: tensors, None or booleans, which ``check(votes, *others)`` checks.
+        parents_at : int, optional
+            The dimension of the first of them that says M where the weight does not.
 
         Raises
         ------
@@ -279,7 +293,8 @@ class Votes(NamedTuple):
             Naming the argument, what came and what is wanted.
         """
         parents = None if parents is None else check_count("parents", parents)
-        many = once(_check, (children, weight, bias, gate), window, parents, gate_name)
+        settings = (window, parents, gate_name, parents_at, check)
+        many = _once((children, weight, bias, gate, *others), settings)
         return cls.unchecked(children, weight, bias, gate, window, many)
 
     @classmethod
@@ -336,30 +351,44 @@ def seen_of(votes: Votes) -> int:
 _found_right: dict[Any, int] = {}
 
 
-def once(check: Callable[..., int], tensors: Sequence[Any], *settings: Any) -> int:
-    """Return ``check(tensors, *settings)``: what was found right once is not checked again.
-
-    A check may ask for the tensors' shapes, dtypes, devices and layouts, for the settings and for autocast.
-    """
+def _once(given: tuple[Any, ...], settings: tuple[Any, ...]) -> int:
+    """Return M of what :meth:`Votes.of` takes, checked unless its like was found right before."""
     key: Any = None
     if not (is_tracing() or torch._C._is_tracing()):  # a compiler would guard every entry
         try:
-            kinds = [t if t is None else (type(t), t.shape, t.dtype, t.device, t.layout) for t in tensors]
-            key = (check, *settings, autocast_dtype(tensors[0].device.type), *kinds)
+            kinds = [
+                t if t is None or type(t) is bool else (type(t), t.shape, t.dtype, t.device, t.layout) for t in given
+            ]
+            key = (*settings, autocast_dtype(given[0].device.type), *kinds)
             found = _found_right.get(key)
             if found is not None:
                 return found
         except (AttributeError, TypeError, RuntimeError):  # not a tensor, or a setting of a wrong kind: checks say so
             key = None
-    found = check(tensors, *settings)
+    found = _check(given, *settings)
     if key is not None and len(_found_right) < 4096:
         _found_right[key] = found
     return found
 
 
-def _check(tensors: Sequence[Any], window: Window | None, parents: Any, gate_name: str) -> int:
+def _check(
+    given: tuple[Any, ...],
+    window: Window | None,
+    parents: Any,
+    gate_name: str,
+    parents_at: int | None,
+    check: Callable[..., None] | None,
+) -> int:
     """Check what the user gave; return M."""
-    children, weight, bias, gate = tensors
+    children, weight, bias, gate, *others = given
+    for name, value in zip(("children", "weight", "bias", gate_name), given, strict=False):  # before a shape is asked
+        if isinstance(value, Tensor):
+            refuse_nested(name, value)
+    first = others[0] if others else None
+    if parents_at is not None and isinstance(first, Tensor) and not first.is_nested and first.dim() > parents_at:
+        # a weight for one parent does not decide: beside other parents it is a mistake, which _check_weight names
+        decides = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
+        parents = None if decides else first.shape[parents_at]
     _check_children(children, window)
     cast = autocast_dtype(children.device.type) is not None
     many = _parents(parents, weight, bias)
@@ -373,6 +402,8 @@ def _check(tensors: Sequence[Any], window: Window | None, parents: Any, gate_nam
     if gate is not None:
         check_tensor(gate_name, gate, children, cast, () if gate_name == "scores" else (torch.bool,))
         check_shape(gate_name, gate, tuple(children.shape[:-2]), "B, I" if window is None else "B, N, H, W")
+    if check is not None:
+        check(votes, *others)
     return many
 
 
@@ -384,22 +415,12 @@ def _parents(parents: Any, weight: Any, bias: Any) -> int:
     return table.shape[1] if isinstance(table, Tensor) and table.dim() == 4 else 1
 
 
-def parents_from(weight: Any, count: int) -> int | None:
-    """Return M as another argument's shape gives it; None where the weight decides.
-
-    A weight for one parent does not decide: beside other parents it is a mistake, which :func:`_check_weight` names.
-    """
-    decides = isinstance(weight, Tensor) and (weight.dim() != 4 or weight.shape[1] != 1)
-    return None if decides else count
-
-
 def _check_children(children: Any, window: Any) -> None:
     """Raise unless children is a dense, floating-point, non-empty (but for the batch) set or grid of poses."""
     if not isinstance(children, Tensor):
         raise TypeError(f"children must be a torch.Tensor, got {type(children).__name__}")
     if window is not None and not isinstance(window, Window):
         raise TypeError(f"window must be a fastcaps.Window or None, got {type(window).__name__}")
-    refuse_nested("children", children)
     symbols = "B, I, C, D" if window is None else "B, N, H, W, C, D"
     if children.dim() != (4 if window is None else 6):
         kind = "a set (window=None)" if window is None else "a grid (window given)"

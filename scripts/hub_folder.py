@@ -21,7 +21,7 @@ import sys
 import zipfile
 from pathlib import Path, PurePosixPath
 
-LEFT_OUT = re.compile(r"(cli|data|training|viz)/|(demo|measure|__main__)\.py$|_C\.")
+LEFT_OUT = re.compile(r"(_testing|cli|data|training|viz)/|(demo|measure|__main__)\.py$|_C\.")
 NAMED = re.compile(r'^    "(training|data)",\n', re.MULTILINE)  # in the list of public names
 IMPORT = re.compile(r"^(?P<before>[ \t]*)from fastcaps(?P<module>\.[\w.]+)? import ", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*import fastcaps\b.*", re.MULTILINE)

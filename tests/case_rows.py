@@ -3,53 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from cases import CONV, WINDOWS, Case, case_of, common_factors
-from covering import rows_covering
+from covering import every_value, rows_covering
 
 from fastcaps.rules import Rule
 
-__all__ = ["ATTENTION_CASES", "ATTENTION_FACTORS", "GAUSSIAN_CASES", "GAUSSIAN_FACTORS", "POOLING_CASES",
-           "POOLING_FACTORS", "allowed"]  # fmt: skip
-
-ATTENTION_RULES = {
-    "norm": {"rule": Rule.LAYER_NORM},
-    "norm-bare": {"rule": Rule.LAYER_NORM, "affine": False},
-    "plain": {"rule": Rule.PLAIN},
-    "squash": {"rule": Rule.SQUASH},
-}
-POOLING_RULES = {
-    "unit": {"rule": Rule.UNIT, "normalize": True},
-    "unit-bare": {"rule": Rule.UNIT},
-    "squash": {"rule": Rule.SQUASH},
-    "squash-keys": {"rule": Rule.SQUASH, "normalize": True},
-}
-GAUSSIAN_RULES = {
-    "em": {"rule": Rule.EM},
-    "heinsen": {"rule": Rule.HEINSEN},
-    "k-means": {"rule": Rule.KMEANS},
-}
-
-
-def attention_factors() -> dict[str, list[Any]]:
-    return {**common_factors(), "how": list(ATTENTION_RULES), "scale": [None, 0.0, -0.7], "detach": [False, True]}
-
-
-def pooling_factors() -> dict[str, list[Any]]:
-    factors = common_factors()
-    factors["groups"] = [*factors["groups"], "none"]
-    return {**factors, "how": list(POOLING_RULES), "scale": [None, 0.0, -0.7], "detach": [False, True]}
-
-
-def gaussian_factors() -> dict[str, list[Any]]:
-    factors = {**common_factors(), "how": list(GAUSSIAN_RULES), "log_weight": [True, False], "eps": [1e-5, 0.3]}
-    return {**factors, "betas": ["M", "IM", "I1", "1M", "11"]}
-
-
-ATTENTION_FACTORS, POOLING_FACTORS, GAUSSIAN_FACTORS = attention_factors(), pooling_factors(), gaussian_factors()
+__all__ = ["ATTENTION", "GAUSSIAN", "POOLING", "Table", "allowed"]
 
 
 def allowed(row: dict[str, Any]) -> bool:
@@ -65,23 +29,57 @@ def allowed(row: dict[str, Any]) -> bool:
     return "betas" not in row or "how" not in row or (row["how"] == "em") == (row["betas"] == "M")
 
 
-def _covering(factors: dict[str, list[Any]], rules: dict[str, dict[str, Any]], seed: int) -> tuple[Case, ...]:
-    cases = []
-    for k, row in enumerate(rows_covering(factors, allowed, seed)):
-        name = "-".join((f"{k:03}", row["pose"], row["size"], row["window"], row["how"]))
-        row.update(rules[row.pop("how")])
-        cases.append(case_of(name, row))
-    return tuple(cases)
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The cases of a routing.
+
+    Attributes
+    ----------
+    rules
+        Fields of a case, by a name for them: which rule, and what goes with it.
+    factors
+        The values of each factor, that of ``how``, a name of ``rules``, among them.
+    seed
+        Of the covering array.
+    make
+        Returns a case of the rule that most rows have, by its name and fields.
+    named
+        Rows for the paths of the schedules, and for what hurt once.
+    """
+
+    rules: dict[str, dict[str, Any]]
+    factors: dict[str, list[Any]]
+    seed: int
+    make: Callable[..., Case]
+    named: tuple[Case, ...]
+
+    def __post_init__(self) -> None:
+        self.factors["how"] = list(self.rules)
+
+    def case(self, name: str, row: dict[str, Any]) -> Case:
+        """Return the case that a row of factors describes."""
+        row = dict(row)
+        row.update(self.rules[row.pop("how")])
+        return case_of(name, row)
+
+    @cached_property
+    def covering(self) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+        """A few small cases in which each value of a factor occurs, and the others of those that have all pairs."""
+        rows = rows_covering(self.factors, allowed, self.seed)
+        parts = ("pose", "size", "window", "how")
+        cases = [self.case("-".join((f"{k:03}", *(row[part] for part in parts))), row) for k, row in enumerate(rows)]
+        few = every_value(rows, lambda row: 3e4 + (self.case("", row).products or 1e9))
+        return tuple(cases[k] for k in few), tuple(case for k, case in enumerate(cases) if k not in few)
 
 
-def _double(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-    """Return cases in float32 and float64: every lane's width is a path."""
+def _double(*cases: Case) -> tuple[Case, ...]:
+    """Return cases in float32 and float64: the width of a lane is a path on the CPU."""
     return tuple(
         replace(c, name=f"{c.name}-{str(t)[6:]}", dtype=t) for c in cases for t in (torch.float32, torch.float64)
     )
 
 
-PADDED = (3, 3, 1, 1, 1, 1, 1, 1)
+PADDED, WHOLE = (3, 3, 1, 1, 1, 1, 1, 1), (5, 5, 1, 1, 0, 0, 1, 1)
 
 
 def _named(rule: Rule, **options: Any) -> Callable[..., Case]:
@@ -93,93 +91,137 @@ _unit, _em, _heinsen = _named(Rule.UNIT, normalize=True), _named(Rule.EM), _name
 
 
 def _paths(make: Callable[..., Case]) -> tuple[Case, ...]:
-    """Return rows for what a schedule can decide, whatever the routing, in float32 and float64."""
-    return _double((
-        # more numbers of parents than a block keeps votes of; rows of a pose, so that no sum is long
-        make("twice-positions", batch=17, types=2, parents=260, pose=(64, 2, 2)),
-        make("twice-children", batch=1, types=20, parents=260, pose=(64, 2, 2)),
-        # weights so large that several tiles of positions meet them together
-        make("rows", batch=35, types=3, parents=5, pose=(1, 64, 64), gate="some"),
-        # too few positions to fill the lanes: children do, with weights of their own or shared ones
-        make("children", batch=2, types=37, parents=5, pose=(4, 4, 4), gate="some"),
-        make("children-6x6", batch=1, types=33, parents=4, pose=(6, 6, 6)),
+    """Return rows for what a schedule can decide, whatever the routing."""
+    return (
+        *_double(
+            # more numbers of parents than a block keeps votes of; rows of a pose, so that no sum is long
+            make("twice-positions", batch=17, types=2, parents=260, pose=(64, 2, 2)),
+            make("twice-children", batch=1, types=20, parents=260, pose=(64, 2, 2)),
+            # weights so large that several tiles of positions meet them together
+            make("rows", batch=35, types=3, parents=5, pose=(1, 64, 64), gate="some"),
+            # too few positions to fill the lanes: children do, with weights of their own or shared ones
+            make("children", batch=2, types=37, parents=5, pose=(4, 4, 4), gate="some"),
+            make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
+            # few enough children to stay from turn to turn
+            make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
+        ),
         make("children-large", batch=2, types=19, parents=3, pose=(2, 32, 48), bias="IM", gate="some"),
-        make("sharing", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one", bias="1M", gate="silent"),
-        make("sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", bias="1M", turns=2),
-        make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types",
-             window=(5, 5, 1, 1, 0, 0, 1, 1), bias="1M", turns=2),
-        # children in several ranges; and few enough to stay from turn to turn
+        make("sharing-by-type", batch=2, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), groups="types", window=WHOLE,
+             bias="1M", turns=2),
         make("ranges", batch=8, types=300, parents=10, pose=(4, 4, 4)),
-        make("stay", batch=20, types=9, parents=5, pose=(4, 4, 4), start=False, turns=3),
-        # what is NaN behind a gate of 0: positions or children in the lanes, weights that are shared
+        # what is NaN behind a gate of 0: positions or children in the lanes, weights that are shared, half precision
         make("broken", batch=5, types=8, parents=3, pose=(2, 3, 2), gate="broken", bias="IM", start=False, turns=2),
         make("broken-children", batch=1, types=37, parents=5, pose=(4, 4, 4), gate="broken", turns=2),
         make("broken-shared", batch=20, types=19, parents=5, pose=(1, 8, 16), groups="one", gate="broken", turns=2),
-    ))  # fmt: skip
+        make("broken-half", types=7, parents=5, pose=(1, 64, 64), gate="broken", dtype=torch.bfloat16),
+        # kernels of their own, on a GPU by parents a warp; lanes that stand for no position, whose sums are 0
+        *(make(f"pose-{p[0]}x{p[1]}", batch=3, types=7, parents=5, pose=p, eps=0.0, bias="1M") for p in POSES_OF_ALL),
+        make("pose-4x4-10", batch=1, types=9, parents=10, pose=(4, 4, 4), bias="I1"),
+        make("pose-4x4-20", types=6, parents=20, pose=(4, 4, 4), gate="some", turns=2),
+        make("conv", batch=1, grid=(5, 5), types=2, parents=32, pose=(4, 4, 4), window=CONV, gate="some", turns=2),
+        make("one-parent-shared", batch=1, types=64, parents=1, pose=(1, 16, 16), groups="one"),
+        # on a GPU: parents in several blocks, children in several ranges, poses at the limits of 32 lanes
+        make("sweeps", batch=1, types=2, parents=1100, pose=(4, 4, 4), gate="some", turns=2),
+        make("sweeps-any", batch=1, grid=(2, 1), types=1, parents=700, window=(2, 1, 1, 1, 0, 0, 1, 1)),
+        make("one-position", batch=1, types=400, parents=3, pose=(4, 4, 4), groups="one", gate="some", bias="I1"),
+        make("one-position-any", batch=1, types=200, parents=3, start=False, bias="1M", gate="silent"),
+        make("largest-pose", batch=1, types=3, pose=(16, 9, 32)),
+        make("long-vector", batch=1, types=3, parents=2, pose=(1, 260, 130)),
+        make("tall-pose", types=3, parents=5, pose=(37, 3, 2), bias="IM"),
+        # votes that are the children themselves
+        make("same-4x4", types=9, parents=1, pose=(4, 4, 4), groups="none", gate="some"),
+        make("same-2x3", types=9, parents=40, pose=(2, 3, 3), groups="none", bias="IM", gate="some", turns=2),
+        # every kind of window, and no two sizes alike
+        make("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some"),
+        make("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some", betas="IM"),
+    )  # fmt: skip
 
 
-ATTENTION_CASES = (
-    *_covering(ATTENTION_FACTORS, ATTENTION_RULES, 1),
+POSES_OF_ALL = ((4, 4, 4), (1, 8, 16), (1, 16, 16), (2, 3, 5))
+OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (2, 3, 5))
+_ATTENTION = (
     *_paths(_norm),
-    *_double((  # weights that act on the parents instead of on the children
-        _squash("folded-4x4", batch=20, types=19, parents=7, pose=(4, 4, 4), groups="one", turns=3),
-        _squash("folded-1x8", batch=20, types=19, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
-        _squash("folded-any", batch=20, types=19, parents=5, pose=(2, 3, 5), groups="one", turns=2),
-        _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", turns=2),
-        _norm("folded-sharing-1x8", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one"),
-        _norm("folded-sharing-any", batch=1, types=90, parents=7, pose=(3, 5, 2), groups="one"),
-    )),
-    _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=(5, 5, 1, 1, 0, 0, 1, 1),
-          groups="types", turns=2),
+    # kernels of its own: children in lanes; on a GPU with a bias, and plain ones
+    *(_norm(f"one-parent-{p[0]}x{p[1]}", batch=1, types=64, parents=1, pose=p, groups="one") for p in OWN_POSES),
+    *(_norm(f"bias-{p[0]}x{p[1]}", types=6, parents=5, pose=p, bias="1M", gate="some")
+      for p in OWN_POSES if p not in POSES_OF_ALL),
+    *(_norm(f"plain-{p[0]}x{p[1]}-{m}", types=6, parents=m, pose=p, gate="some")
+      for p in OWN_POSES for m in ((5, 10, 15, 16, 33) if p == (4, 4, 4) else (5,))),
+    _norm("bias-4x4-16", types=6, parents=16, pose=(4, 4, 4), bias="I1"),
+    _norm("plain-any", scale=30.0),
+    # weights that act on the parents instead of on the children
+    _squash("folded-4x4", batch=20, types=19, parents=7, pose=(4, 4, 4), groups="one", turns=3),
+    _squash("folded-1x8", batch=20, types=19, parents=10, pose=(1, 8, 16), groups="one", turns=2, gate="some"),
+    _squash("folded-any", batch=20, types=19, parents=5, pose=(2, 3, 5), groups="one", turns=2),
+    _norm("folded-sharing-4x4", batch=1, types=90, parents=7, pose=(4, 4, 4), groups="one", turns=2),
+    _norm("folded-sharing-1x8", batch=1, types=90, parents=7, pose=(1, 8, 16), groups="one"),
+    _norm("folded-sharing-any", batch=1, types=90, parents=7, pose=(3, 5, 2), groups="one"),
+    _norm("folded-by-type", batch=2, grid=(5, 5), types=2, parents=6, pose=(4, 4, 4), window=WHOLE, groups="types",
+          turns=2),
     _norm("folded-types", batch=9, grid=(5, 5), types=3, parents=6, pose=(4, 4, 4), window=(3, 3, 1, 1, 0, 0, 1, 1),
           groups="types"),
     # large matrices in bfloat16, which the CPU reads as they lie: met by several tiles, or turned to lanes
     _norm("narrow-rows", batch=20, types=2, parents=3, pose=(1, 64, 64), dtype=torch.bfloat16, turns=2),
     _norm("narrow-children", batch=1, types=18, parents=2, pose=(2, 32, 32), dtype=torch.bfloat16, gate="some"),
-    # one parent, whose row and block are alike, with shared weights
-    _norm("one-parent-shared", batch=1, types=64, parents=1, pose=(4, 4, 4), groups="one"),
-    _squash("one-parent-shared-1x8", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", turns=3),
-    # lanes that are not filled
-    *(_norm(f"parents-{m}", types=6, parents=m, pose=(4, 4, 4), gate="some") for m in (15, 16, 33)),
-    _norm("no-eps", batch=3, types=9, pose=(4, 4, 4), eps=0.0),
-    _norm("sharp", scale=30.0),
+    _squash("one-parent-squash", batch=1, types=64, parents=1, pose=(1, 8, 16), groups="one", turns=3),
     _norm("pointwise", grid=(3, 5), types=4, window=(1, 1, 2, 3, 0, 0, 1, 1), bias="I1"),
     _norm("whole-grid", grid=(4, 3), types=2, window=(4, 3, 1, 1, 0, 0, 1, 1), turns=3),
-    _norm("conv-32", batch=1, grid=(5, 7), types=4, parents=32, pose=(4, 4, 4), window=CONV, gate="some", turns=2),
-    _norm("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some"),
-    _norm("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some"),
 )  # fmt: skip
-POOLING_CASES = (
-    *_covering(POOLING_FACTORS, POOLING_RULES, 2),
+_POOLING = (
     *_paths(_unit),
-    *_double((  # votes that are the children themselves
-        _unit("same-1x16", batch=20, types=33, parents=1, pose=(1, 16, 16), groups="none", turns=3),
-        _unit("same-1x16-children", batch=1, types=70, parents=2, pose=(1, 16, 16), groups="none", gate="silent"),
-        _unit("same-any", batch=20, types=9, parents=3, pose=(2, 3, 3), groups="none", turns=3, gate="some"),
-        _unit("same-any-children", batch=1, types=70, parents=3, pose=(2, 3, 3), groups="none"),
-    )),
+    *_double(_unit("same-any", batch=20, types=9, parents=3, pose=(2, 3, 3), groups="none", turns=3, gate="some")),
+    _unit("same-1x16", batch=20, types=33, parents=1, pose=(1, 16, 16), groups="none", turns=3),
+    _unit("same-1x16-children", batch=1, types=70, parents=2, pose=(1, 16, 16), groups="none", gate="silent"),
+    _unit("same-any-children", batch=1, types=70, parents=3, pose=(2, 3, 3), groups="none"),
     _unit("one-parent", types=67, parents=1, pose=(1, 8, 8), groups="one", gate="some", turns=3),
-    _unit("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", turns=2),
-    _unit("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some"),
     _unit("sharp", scale=30.0),
-)  # fmt: skip
-GAUSSIAN_CASES = (
-    *_covering(GAUSSIAN_FACTORS, GAUSSIAN_RULES, 3),
+)
+_GAUSSIAN = (
     *_paths(_heinsen),
-    *_double((
-        _heinsen("1x64-1x2", batch=20, types=9, parents=64, pose=(1, 64, 2), groups="one", turns=2),
-        _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), turns=2),
-    )),
+    _heinsen("1x64-1x2", batch=20, types=9, parents=64, pose=(1, 64, 2), groups="one", turns=2),
+    _heinsen("1x2", batch=20, types=9, parents=5, pose=(1, 2, 2), turns=2),
+    _heinsen("sweeps-means", batch=1, types=2, parents=700, log_weight=False),
     # a parent that about one child makes
     _em("one-effective-child", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
     _em("few-effective-children", types=8, parents=10, pose=(4, 4, 4), start=False, turns=3, gate="some"),
     _heinsen("one-effective-child-heinsen", types=1, pose=(4, 4, 4), start=False, turns=3, gate="some"),
-    _heinsen("no-eps", types=9, parents=5, gate="some", eps=0.0),
+    _em("padded-em", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", turns=2),
     # nobody is there, or all gates are shut
     *(make(f"nobody-no-eps-{name}", batch=3, window=WINDOWS["nobody"][1], bias="1M", eps=0.0, types=9, start=False,
            turns=2) for name, make in (("em", _em), ("heinsen", _heinsen))),
     *(make(f"shut-no-eps-{name}", batch=3, bias="1M", eps=0.0, types=9, start=False, turns=2, gate="shut")
       for name, make in (("em", _em), ("heinsen", _heinsen))),
-    _em("padded", grid=(3, 4), types=3, window=PADDED, bias="IM", gate="some", turns=2),
-    _heinsen("primes", batch=3, types=7, parents=11, pose=(5, 3, 7), bias="IM", gate="some", betas="IM"),
 )  # fmt: skip
+
+ATTENTION = Table(
+    rules={
+        "norm": {"rule": Rule.LAYER_NORM},
+        "norm-bare": {"rule": Rule.LAYER_NORM, "affine": False},
+        "plain": {"rule": Rule.PLAIN},
+        "squash": {"rule": Rule.SQUASH},
+    },
+    factors=common_factors() | {"scale": [None, 0.0, -0.7], "detach": [False, True]},
+    seed=1,
+    make=_norm,
+    named=_ATTENTION,
+)
+POOLING = Table(
+    rules={
+        "unit": {"rule": Rule.UNIT, "normalize": True},
+        "unit-bare": {"rule": Rule.UNIT},
+        "squash": {"rule": Rule.SQUASH},
+        "squash-keys": {"rule": Rule.SQUASH, "normalize": True},
+    },
+    factors=common_factors("none") | {"scale": [None, 0.0, -0.7], "detach": [False, True]},
+    seed=2,
+    make=_unit,
+    named=_POOLING,
+)
+GAUSSIAN = Table(
+    rules={"em": {"rule": Rule.EM}, "heinsen": {"rule": Rule.HEINSEN}, "k-means": {"rule": Rule.KMEANS}},
+    factors=common_factors()
+    | {"log_weight": [True, False], "eps": [1e-5, 0.3], "betas": ["M", "IM", "I1", "1M", "11"]},
+    seed=3,
+    make=_heinsen,
+    named=_GAUSSIAN,
+)

@@ -145,8 +145,11 @@ class Case:
         return torch.promote_types(self.dtype, torch.float32)
 
     def generator(self, seed: int) -> Callable[..., Tensor]:
-        """Return a function that draws tensors of the call's dtype (or ``dtype``) one after the other."""
-        generator = torch.Generator().manual_seed(seed)
+        """Return a function that draws tensors of the call's dtype (or ``dtype``) one after the other.
+
+        Where the default device is ``meta`` they have no numbers, and take no memory.
+        """
+        generator = None if torch.get_default_device().type == "meta" else torch.Generator().manual_seed(seed)
 
         def draw(*shape: int, size: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
             numbers = torch.randn(shape, generator=generator, dtype=torch.float64) * size + shift
@@ -232,13 +235,13 @@ WINDOWS = {
 }
 
 
-def common_factors() -> dict[str, list[Any]]:
-    """Return the factors that every routing has."""
+def common_factors(*groups: str) -> dict[str, list[Any]]:
+    """Return the factors that every routing has; ``groups``: what a routing has besides."""
     return {
         "pose": list(POSES),
         "size": list(SIZES),
         "window": list(WINDOWS),
-        "groups": ["own", "types", "one", "half"],
+        "groups": ["own", "types", "one", "half", *groups],
         "bias": [None, "IM", "I1", "1M", "11"],
         "gate": [None, "some", "silent"],
         "start": [True, False],

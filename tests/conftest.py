@@ -19,9 +19,6 @@ settings.register_profile("fixed", settings.get_profile("drawn"), derandomize=Tr
 settings.load_profile("fixed" if os.environ.get("CI") else "drawn")
 
 POISONED = (
-    "test_attention",
-    "test_pooling",
-    "test_gaussian",
     "test_kernels",
     "test_registry",
     "test_reference",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-__all__ = ["pairs_of", "rows_covering"]
+__all__ = ["every_value", "pairs_of", "rows_covering"]
 
 Row = dict[str, Any]
 Item = tuple[str, Any]
@@ -76,3 +76,13 @@ def rows_covering(
         for one in combinations(rows[-1].items(), 2):
             missing.pop(one, None)
     return rows
+
+
+def every_value(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[int]:
+    """Return the places of few and cheap rows in which every value of every factor occurs."""
+    missing = {item for row in rows for item in row.items()}
+    kept: list[int] = []
+    while missing:
+        kept.append(max(range(len(rows)), key=lambda k: len(missing & rows[k].items()) / cost(rows[k])))
+        missing -= rows[kept[-1]].items()
+    return sorted(kept)

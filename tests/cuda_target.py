@@ -2,7 +2,8 @@
 
 Everywhere their very sources run on the CPU (``cuda_on_cpu``), one block at a time, every access to memory watched: a
 race within a block or between two, a step outside of shared memory or of a tensor, a misaligned vector or lanes that
-do not meet are errors. Where there is a GPU the compiled kernels run as well. What they may err: ``tools.judge``.
+do not meet are errors. Where there is a GPU the compiled kernels run as well. What they may err:
+``fastcaps._testing.judge``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cuda_on_cpu import build
 from registry import ROUTINGS, BackwardCall, Call, Routing
 from torch import Tensor
 
+import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
 from fastcaps import backends
 
 DETERMINISTIC, ALLOW_TF32, TF32X3 = 1, 2, 4

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nn_layers
 import torch
 import torch.distributed as dist
 from cases import Case as OneCall
@@ -30,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps.distributed  # the rules of the raw ops
 from fastcaps import Window, functional
+from fastcaps._testing.judge import Bar
 from fastcaps.rules import Rule
-from tools.judge import Bar
 
 Tensors = dict[str, Tensor]
 
@@ -207,13 +208,7 @@ class Network(nn.Module):
         return fastcaps.losses.length(poses)
 
 
-LAYERS: dict[str, Callable[[], Any]] = {
-    "attention": lambda: fastcaps.InvertedAttentionRouting(6, 3, 4, 4, iterations=2),
-    "dynamic": lambda: fastcaps.DynamicRouting(6, 3, 4, 4),
-    "em": lambda: fastcaps.EMRouting(6, 3, 4, 4, inverse_temperature=0.5),
-    "heinsen": lambda: fastcaps.HeinsenRouting(6, 3, 4, 4, bias=True),
-    "pool": lambda: fastcaps.nn.RoutingPool(6, 3, 4, 4, sharpness=2.0),
-}
+LAYERS = {row.name: partial(row.kind, 6, 3, 4, 4, bias=True, **row.options) for row in nn_layers.LAYERS}
 
 
 def _train(network: nn.Module, features: Tensor, targets: Tensor) -> None:
@@ -247,10 +242,6 @@ def check_training(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], routing: 
     found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in network.named_parameters()}
     assert any(not torch.equal(found[name], x) for name, x in start.items())
     Bar(alone, [*data, *start.values()]).hold({name: x.detach() for name, x in found.items()})
-
-
-def _parallel(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(network)
 
 
 def _fully(network: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -99,9 +99,9 @@ class Plain:
         return shares.unflatten(1, self.window.output_size(*self.given["children"].shape[2:4]))
 
 
-def squashed(sums: Tensor) -> Tensor:
+def squashed(sums: Tensor, eps: float = 0.0) -> Tensor:
     square = sums.square().sum((-2, -1), keepdim=True)
-    return sums * (square.sqrt() / (1 + square))
+    return sums * (square / (square + eps).sqrt() / (1 + square))
 
 
 def plain_attention(given: Leaves, window: Window | None, *, iterations: int = 1, normalize: bool = True) -> Leaves:
@@ -129,9 +129,10 @@ def plain_dynamic(
     compete: str = "parents",
     detach: bool = False,
     leaky: bool = False,
+    eps: float = 0.0,
 ) -> Leaves:
     call = Plain(given, window)
-    logits = torch.zeros_like(call.votes[..., 0, 0])
+    logits = torch.zeros_like(call.votes[..., 0, 0]) + given.get("prior", 0.0)
     for turn in range(iterations):
         if compete == "children":
             shares = call.over_children(logits)
@@ -141,9 +142,9 @@ def plain_dynamic(
             shares = logits.softmax(-1)
         shares = shares.detach() if detach else shares
         if compete == "children":  # their gates are in the shares
-            parents = squashed(torch.einsum("blim,blimce->blmce", shares, call.votes))
+            parents = squashed(torch.einsum("blim,blimce->blmce", shares, call.votes), eps)
         else:
-            parents = squashed(call.sums(shares))
+            parents = squashed(call.sums(shares), eps)
         if turn < iterations - 1:
             logits = logits + call.agreement(parents)
     return {"poses": call.public(parents), "coefficients": call.coefficients(shares)}
@@ -265,6 +266,7 @@ class Routing:
             "beta_a": (PARENTS,),
             "beta_use": (count, PARENTS),
             "beta_ignore": (count, PARENTS),
+            "prior": (count, PARENTS),
         }
         given = {name: torch.randn(shapes[name], generator=draw, dtype=torch.float64) for name in self.leaves}
         if "gate" in given and self.function is not heinsen_routing:  # elsewhere gates are no logits
@@ -302,8 +304,8 @@ def _attention(name: str, leaves: Any, **settings: Any) -> Routing:
     return _row(name, inverted_attention_routing, plain_attention, leaves, settings, turns=turns, first=first)
 
 
-def _dynamic(name: str, **settings: Any) -> Routing:
-    return _row(name, dynamic_routing, plain_dynamic, VOTES, {"iterations": 3, **settings})
+def _dynamic(name: str, *more: str, **settings: Any) -> Routing:
+    return _row(name, dynamic_routing, plain_dynamic, (*VOTES, *more), {"iterations": 3, **settings})
 
 
 def _heinsen(model: str) -> Routing:
@@ -323,6 +325,8 @@ ROUTINGS = [
     _dynamic("dynamic-detach", detach=True),
     _dynamic("dynamic-children-detach", compete="children", detach=True),
     _dynamic("dynamic-leaky", leaky=True),
+    _dynamic("dynamic-prior", "prior", eps=1e-3),
+    _dynamic("dynamic-children-prior", "prior", compete="children", eps=1e-3),
     _row("pool", routing_pool, plain_pool, ("children", "gate"), _POOL),
     _row("pool-weights", routing_pool, plain_pool, VOTES, _POOL),
     _row(

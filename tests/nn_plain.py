@@ -1,4 +1,4 @@
-"""The authors' two layers and a network of them in our own words: eager, votes stored."""
+"""Published routing layers in our own words, and a network of two of them: eager, votes stored."""
 
 from __future__ import annotations
 
@@ -114,7 +114,201 @@ class Network(nn.Module):
         values = [features.reshape(*features.shape[:3], 4, 4).permute(0, 3, 1, 2, 4)]
         for layer in self.capsule_layers:
             values.append(layer.forward(values[-1], 0))
-        for turn in range(self.num_routing - 1):
-            news = [layer.forward(values[k], turn, values[k + 1]) for k, layer in enumerate(self.capsule_layers)]
+        for iteration in range(self.num_routing - 1):
+            news = [layer.forward(values[k], iteration, values[k + 1]) for k, layer in enumerate(self.capsule_layers)]
             values = [values[0], *news]
         return self.final_fc(values[-1]).squeeze(-1)
+
+
+def agree(
+    votes: Tensor, logits: Tensor, iterations: int, dim: int, eps: float = 1e-30, constant: Tensor | None = None
+) -> Tensor:
+    """Dynamic routing of votes ``[b, i, j, d]`` from logits ``[b, i, j]``, whose softmax runs over ``dim``; all but the
+    last sum, and the agreement, are over ``constant`` where it is given."""
+    constant = votes if constant is None else constant
+    for iteration in range(1, iterations + 1):
+        given = votes if iteration == iterations else constant
+        sums = (logits.softmax(dim)[..., None] * given).sum(1)
+        square = sums.square().sum(-1, keepdim=True)
+        parents = sums * square / (1 + square) / (square.sqrt() + eps)
+        logits = logits + (constant * parents[:, None]).sum(-1)
+    return parents
+
+
+class DenseCapsule(nn.Module):
+    """Guo's class layer: dynamic routing whose coefficients are found on votes cut off from the gradient."""
+
+    def __init__(self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3):
+        super().__init__()
+        self.in_num_caps, self.in_dim_caps = in_num_caps, in_dim_caps
+        self.out_num_caps, self.out_dim_caps = out_num_caps, out_dim_caps
+        self.routings = routings
+        self.weight = nn.Parameter(0.01 * torch.randn(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = torch.einsum("jied,bid->bije", self.weight, x)
+        return agree(votes, torch.zeros_like(votes[..., 0]), self.routings, 2, 1e-8, votes.detach())
+
+
+class GenerativeMatrixRouting(nn.Module):
+    """Heinsen's layer, Algorithm 1 step by step."""
+
+    def __init__(
+        self, n_inp, n_out, d_cov, d_inp, d_out, n_iters=3, single_beta=False, p_model="gaussian", eps=1e-5,
+        return_dict=False,
+    ):  # fmt: skip
+        super().__init__()
+        self.return_dict = return_dict
+        rows = max(1, n_inp)
+        self.n_inp, self.n_out, self.d_cov, self.d_inp, self.d_out = n_inp, n_out, d_cov, d_inp, d_out
+        self.n_iters, self.single_beta, self.p_model, self.eps = n_iters, single_beta, p_model, eps
+        self.register_buffer("CONST_one", torch.tensor(1.0))
+        self.W = nn.Parameter(torch.randn(rows, n_out, d_inp, d_out) / d_inp)
+        self.B = nn.Parameter(torch.zeros(rows, n_out, d_cov, d_out))
+        self.beta_use = nn.Parameter(torch.zeros(rows, n_out))
+        self.beta_ign = self.beta_use if single_beta else nn.Parameter(torch.zeros(rows, n_out))
+
+    def forward(self, a_inp, mu_inp):
+        matrices = self.W.expand(a_inp.shape[-1], -1, -1, -1)
+        votes = torch.einsum("ijdh,...icd->...ijch", matrices, mu_inp) + self.B
+        many = votes.shape[-3]
+        data = torch.sigmoid(a_inp)[..., None]
+        log_p = None
+        score = mean = variance = votes  # of the iteration before, from the second on
+        for iteration in range(self.n_iters):
+            if iteration == 0:
+                shares = torch.full(votes.shape[:-2], 1 / many, dtype=votes.dtype)
+            else:
+                square = (votes - mean[..., None, :, :, :]) ** 2
+                if self.p_model == "gaussian":
+                    log_p = -(square / (2 * variance[..., None, :, :, :])).sum((-2, -1))
+                    log_p = log_p - variance.sqrt().log().sum((-2, -1))[..., None, :]
+                else:
+                    log_p = torch.log_softmax(-square.sum((-2, -1)), -1)
+                shares = torch.softmax(nn.functional.logsigmoid(score)[..., None, :] + log_p, -1)
+            used = data * shares
+            ignored = data - used
+            score = (self.beta_use * used - self.beta_ign * ignored).sum(-2)
+            normal = used / (used.sum(-2, keepdim=True) + self.eps)
+            mean = (normal[..., None, None] * votes).sum(-4)
+            square = (votes - mean[..., None, :, :, :]) ** 2
+            variance = (normal[..., None, None] * square).sum(-4) + self.eps
+        if not self.return_dict:
+            return score, mean, variance
+        found = {"V": votes, "R": shares, "D_use": used, "D_ign": ignored}
+        return {**found, "log_p": log_p, "a_out": score, "mu_out": mean, "sig2_out": variance}
+
+
+class CapsuleLayer(nn.Module):
+    """gram-ai's layer where it routes: the children compete, from logits of zero or learned ones."""
+
+    def __init__(
+        self, num_capsules, num_route_nodes, in_channels, out_channels, num_iterations=3, learned_logits=False
+    ):
+        super().__init__()
+        self.num_capsules, self.num_route_nodes, self.num_iterations = num_capsules, num_route_nodes, num_iterations
+        if learned_logits:
+            self.route_logits = nn.Parameter(torch.zeros(num_capsules, 1, num_route_nodes, 1, 1))
+        self.route_weights = nn.Parameter(torch.randn(num_capsules, num_route_nodes, in_channels, out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = torch.einsum("bid,jide->bije", x, self.route_weights)
+        start = self.route_logits[:, 0, :, 0, 0].T if hasattr(self, "route_logits") else torch.zeros_like(votes[..., 0])
+        parents = agree(votes, start.expand(len(x), -1, -1), self.num_iterations, 1)
+        return parents.transpose(0, 1)[:, :, None, None]
+
+
+class ConvCaps(nn.Module):
+    """yl-1993's layer: EM routing whose shares are divided by their sum over the parents."""
+
+    def __init__(self, B, C, K, P, stride, iters=3, coor_add=False, w_shared=False):
+        super().__init__()
+        self.B, self.C, self.K, self.P, self.stride, self.iters = B, C, K, P, stride, iters
+        self.coor_add, self.w_shared = coor_add, w_shared
+        self.beta_u, self.beta_a = nn.Parameter(torch.zeros(C)), nn.Parameter(torch.zeros(C))
+        self.weights = nn.Parameter(torch.randn(1, K * K * B, C, P, P))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.P**2
+        if self.w_shared:
+            seen, (down, across) = x[:, None, None], x.shape[1:3]
+        else:
+            seen = x.unfold(1, self.K, self.stride).unfold(2, self.K, self.stride).permute(0, 1, 2, 4, 5, 3)
+        poses = seen[..., : self.B * size].unflatten(-1, (self.B, self.P, self.P))
+        gates = seen[..., self.B * size :].flatten(3)[..., None]
+        weights = self.weights[0].unflatten(0, (-1, self.B))
+        weights = weights[:1, None] if self.w_shared else weights.unflatten(0, (self.K, self.K))
+        weights = weights.expand(*poses.shape[3:5], *weights.shape[2:])
+        votes = torch.einsum("bhwklncd,klnmde->bhwklnmce", poses, weights).flatten(-2)
+        if self.coor_add:
+            place = torch.zeros(down, across, 1, 1, size, dtype=x.dtype)
+            place[..., 0] += (torch.arange(down, dtype=x.dtype) / down).view(-1, 1, 1, 1)
+            place[..., 1] += (torch.arange(across, dtype=x.dtype) / across).view(-1, 1, 1)
+            votes = votes + place
+        votes = votes.flatten(3, 5)  # [b, h, w, i, m, d]
+        shares = torch.full(votes.shape[:-1], 1 / self.C, dtype=x.dtype)
+        for _ in range(self.iters):
+            weights = shares * gates
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-8)
+            count = weights.sum(3, keepdim=True)
+            parts = (weights / (count + 1e-8))[..., None]
+            mean = (parts * votes).sum(3, keepdim=True)
+            variance = (parts * (votes - mean) ** 2).sum(3, keepdim=True) + 1e-8
+            cost = (self.beta_u + 0.5 * variance.log().sum(-1) / size) * count * size
+            active = torch.sigmoid(1e-3 * (self.beta_a - cost))
+            logit = -((votes - mean) ** 2 / (2 * variance) + 0.5 * variance.log()).sum(-1)
+            shares = (logit + active.log()).softmax(-1)
+        mean, active = mean[:, :, :, 0], active[:, :, :, 0]
+        return active[:, 0, 0] if self.w_shared else torch.cat([mean.flatten(3), active], -1)
+
+
+class RoutingCapsules(DenseCapsule):
+    """Havir's layer: the same with other names, its matrices with a dimension of 1 in front."""
+
+    def __init__(self, in_dim, in_caps, num_caps, dim_caps, num_routing, device=None):
+        super().__init__(in_caps, in_dim, num_caps, dim_caps, num_routing)
+        self.in_dim, self.in_caps, self.num_caps, self.dim_caps = in_dim, in_caps, num_caps, dim_caps
+        self.num_routing, self.device = num_routing, device
+        del self.weight
+        self.W = nn.Parameter(0.01 * torch.randn(1, num_caps, in_caps, dim_caps, in_dim))
+
+    weight = property(lambda self: self.W[0])
+
+
+class DigitCaps(CapsuleLayer):
+    """cezannec's layer: gram-ai's with other names, in three iterations."""
+
+    def __init__(self, num_capsules=10, previous_layer_nodes=1152, in_channels=8, out_channels=16):
+        super().__init__(num_capsules, previous_layer_nodes, in_channels, out_channels)
+        self.previous_layer_nodes, self.in_channels = previous_layer_nodes, in_channels
+        del self.route_weights
+        self.W = nn.Parameter(torch.randn(num_capsules, previous_layer_nodes, in_channels, out_channels))
+
+    route_weights = property(lambda self: self.W)
+
+
+class AgreementRouting(nn.Module):
+    """Bielski's routing of votes: one iteration more than ``n_iterations``, from learned logits, parents competing."""
+
+    def __init__(self, input_caps, output_caps, n_iterations):
+        super().__init__()
+        self.n_iterations = n_iterations
+        self.b = nn.Parameter(torch.zeros(input_caps, output_caps))
+
+    def forward(self, u_predict: Tensor) -> Tensor:
+        return agree(u_predict, self.b.expand(len(u_predict), -1, -1), self.n_iterations + 1, 2)
+
+
+class CapsLayer(nn.Module):
+    """Bielski's layer: makes votes, lets its routing module route them."""
+
+    def __init__(self, input_caps, input_dim, output_caps, output_dim, routing_module):
+        super().__init__()
+        self.input_caps, self.input_dim = input_caps, input_dim
+        self.output_caps, self.output_dim = output_caps, output_dim
+        self.routing_module = routing_module
+        self.weights = nn.Parameter(torch.randn(input_caps, input_dim, output_caps * output_dim))
+
+    def forward(self, caps_output: Tensor) -> Tensor:
+        votes = torch.einsum("bid,idn->bin", caps_output, self.weights)
+        return self.routing_module(votes.unflatten(-1, (self.output_caps, self.output_dim)))

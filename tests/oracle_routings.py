@@ -62,9 +62,9 @@ def norm(vector: Vector) -> Vector:
     return [x / size if size else 0.0 for x in vector]
 
 
-def squash(vector: Vector) -> Vector:
+def squash(vector: Vector, eps: float = 0.0) -> Vector:
     square = dot(vector, vector)
-    return [square / (1 + square) * x for x in norm(vector)]
+    return [square / (1 + square) * x / math.sqrt(square + eps) if square else 0.0 for x in vector]
 
 
 def sigmoid(x: float) -> float:
@@ -290,27 +290,36 @@ def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int],
 
 
 def dynamic(
-    votes: Votes, iterations: int, compete: str = "parents", leaky: bool = False
+    votes: Votes,
+    iterations: int,
+    compete: str = "parents",
+    leaky: bool = False,
+    prior: list[list[float]] | None = None,
+    eps: float = 0.0,
+    gates: list[float] | None = None,
 ) -> tuple[list[Vector], list[list[float]]]:
     """Procedure 1 of Sabour et al. 2017, "ROUTING"; returns v_j and the last c_ij.
 
     ``compete="children"``: the softmax runs over i, as in many published codes. ``leaky``: a child may also choose none
-    of the parents, whose log-prior stays 0.
+    of the parents, whose log-prior stays 0. ``prior``: b_ij at the start. ``eps``: under the root of squash. ``gates``:
+    how much each child counts.
     """
     lower, upper = range(len(votes)), range(len(votes[0]))
-    b = [[0.0 for _ in upper] for _ in lower]
+    gate = gates or [1.0 for _ in lower]
+    b = [[0.0 for _ in upper] if prior is None else list(prior[i]) for i in lower]
     v: list[Vector] = []
     c: list[list[float]] = []
     for _ in range(iterations):
         if compete == "children":
-            columns = [softmax([b[i][j] for i in lower]) for j in upper]
+            columns = [softmax([b[i][j] + math.log(gate[i]) for i in lower]) for j in upper]
             c = [[columns[j][i] for j in upper] for i in lower]
         elif leaky:
             c = [softmax([0.0, *b[i]])[1:] for i in lower]
         else:
             c = [softmax(b[i]) for i in lower]
-        s = [weighted_sum([c[i][j] for i in lower], [votes[i][j] for i in lower]) for j in upper]
-        v = [squash(s[j]) for j in upper]
+        counted = [1.0 for _ in lower] if compete == "children" else gate
+        s = [weighted_sum([counted[i] * c[i][j] for i in lower], [votes[i][j] for i in lower]) for j in upper]
+        v = [squash(s[j], eps) for j in upper]
         for i, j in product(lower, upper):
             b[i][j] += dot(votes[i][j], v[j])
     return v, c
@@ -340,12 +349,14 @@ def em(
     inverse_temperatures: list[float],
     eps: float = 0.0,
     first: float | None = None,
+    normalize: bool = False,
 ) -> tuple[list[Vector], list[float], list[list[float]]]:
     """Procedure 1 of Hinton et al. 2018, "EM ROUTING"; returns the poses mu_j, activations a_j and the last R_ij.
 
     One turn for each inverse temperature. ``eps`` stands where the package has it: beside sum_i R_ij, under which the
     moments are divided, and in the variances; the paper has none. The E-step after the last M-step is left out: nothing
-    reads it. ``first``: R_ij of the first turn where it is not 1 / M.
+    reads it. ``first``: R_ij of the first iteration where it is not 1 / M. ``normalize``: what the sigmoid takes is
+    normalised over j before lambda (Li et al. 2018, appendix A).
     """
     lower, upper = range(len(votes)), range(len(votes[0]))
     size = range(len(votes[0][0]))
@@ -364,7 +375,7 @@ def em(
                         density *= math.exp(exponent) / math.sqrt(2 * math.pi * square[j][h])
                     p.append(a[j] * density)
                 responsibility[i] = [p_j / sum(p) for p_j in p]
-        mu, square, a = [], [], []
+        mu, square, benefit = [], [], []
         for j in upper:  # M-step
             r = [responsibility[i][j] * activations[i] for i in lower]
             total = sum(r)
@@ -373,7 +384,10 @@ def em(
                 [sum(r[i] * (votes[i][j][h] - mu[j][h]) ** 2 for i in lower) / (total + eps) + eps for h in size]
             )
             cost = sum((beta_u[j] + math.log(math.sqrt(square[j][h]))) * total for h in size)
-            a.append(sigmoid(inverse_temperature * (beta_a[j] - cost)))
+            benefit.append(beta_a[j] - cost)
+        if normalize:
+            benefit = layer_norm(benefit, None, None, 1e-5)
+        a = [sigmoid(inverse_temperature * each) for each in benefit]
     return mu, a, responsibility
 
 

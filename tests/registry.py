@@ -7,26 +7,24 @@ equal to the ops that are registered. Nothing here needs pytest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import case_rows
 import oracle_routings as loops
 import torch
-from case_rows import ATTENTION_CASES, GAUSSIAN_CASES, POOLING_CASES
 from cases import TEMPERATURES, Case
 from torch import Tensor
 
 import fastcaps
 from fastcaps import reference
+from fastcaps._testing.judge import Bar
 from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import unit
 from fastcaps.votes import Votes, as_set
-from tools.judge import Bar
-
-__all__ = ["ROUTINGS", "BackwardCall", "Call", "Routing", "routing_of"]
 
 POSE = (-2, -1)
 VOTES = Votes._fields
@@ -121,9 +119,6 @@ def _gaussian_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple
     return dict(zip(names, results, strict=True)), following
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Routing:
     """One routing op and its backward.
@@ -132,8 +127,8 @@ class Routing:
     ----------
     name
         Of the op; that of its backward ends in ``_backward``.
-    cases
-        Its calls, all of which every backend must get right.
+    table
+        Its cases.
     state
         The arguments that a turn takes from the turn before.
     results
@@ -144,10 +139,23 @@ class Routing:
     rest, turn, loop
         The arguments beside the votes; one turn of the reference, and what the next is given; all turns of one
         position as a plain loop.
+    coefficients
+        The arguments beside votes and state that make its coefficients.
+    by_shares
+        The arguments that act through the coefficients alone, and have no gradient where those are constants; none:
+        they never are.
+    competing
+        Whether parents compete for a child, or else children for a parent.
+    wide
+        Whether its results are in the dtype of sums, whatever that of the children is.
+    rounded
+        The history that has the dtype of the children.
+    absent
+        What a backward is not given, by rule.
     """
 
     name: str
-    cases: tuple[Case, ...]
+    table: case_rows.Table
     state: tuple[str, ...]
     results: tuple[str, ...]
     grads: tuple[str, ...]
@@ -156,6 +164,12 @@ class Routing:
     rest: Callable[[Case, int], Given]
     turn: Callable[[Given, int, Given, bool], tuple[Given, Given]]
     loop: Callable[..., Given]
+    coefficients: tuple[str, ...] = ()
+    by_shares: tuple[str, ...] = ()
+    competing: bool = True
+    wide: bool = False
+    rounded: tuple[str, ...] = ()
+    absent: Mapping[Rule, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.stem
@@ -183,6 +197,25 @@ class Routing:
         """The names of the backward's results, in the order of their bits in ``needs``."""
         return tuple(returned.name for returned in self.backward_op._schema.returns)
 
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The calls that every backend must get right: a few in which each factor has each value, and named ones."""
+        return (*self.table.covering[0], *self.table.named)
+
+    @property
+    def pairs(self) -> tuple[Case, ...]:
+        """Many more, in which all pairs of values occur: for tests that may take long."""
+        return self.table.covering[1]
+
+    @property
+    def rules(self) -> set[Rule]:
+        """What may lie between two turns."""
+        return {fields["rule"] for fields in self.table.rules.values()}
+
+    def make(self, name: str, **fields: Any) -> Case:
+        """Return a case of the rule that most have."""
+        return self.table.make(name, **fields)
+
     def case(self, name: str) -> Case:
         return next(case for case in self.cases if case.name == name)
 
@@ -192,9 +225,9 @@ class Routing:
         given = {n: case.arranged(v) if isinstance(v, Tensor) else v for n, v in given.items()}
         draw = case.generator(seed + 200)
         shapes = {"scores": case.numbers}
-        dtype = case.wide if self.stem == "gaussian" else case.dtype
+        dtype = case.wide if self.wide else case.dtype
         grads = {n: case.arranged(draw(*shapes.get(n, case.poses), dtype=dtype)) for n in self.results}
-        return Call(self, given, grads, case.detach and self.stem != "gaussian")
+        return Call(self, given, grads, case.detach and bool(self.by_shares))
 
     def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
         """Return ``case.turns`` turns of the backward over the same votes, each with parents of its own.
@@ -216,16 +249,13 @@ class Routing:
             each = [one[name] for one in turns if one[name] is not None]
             full[name] = torch.stack(each).detach() if each else None
         full.update({n: given[n] for n in self.fixed})
-        if case.rule in (Rule.PLAIN, Rule.SQUASH) and "sums" in full and self.stem == "attention":
-            full["sums"] = None
-        if case.rule == Rule.EM:
-            full.update(beta_use=None, beta_ignore=None, grad_evidence=None)
+        full.update(dict.fromkeys(self.absent.get(case.rule, ())))
         if needs is None:
             there = {**given, "beta_use": full.get("beta_use"), "beta_ignore": full.get("beta_ignore")}
             wanted = [there[n[1:]] is not None and (case.turns == 1 or n[1:] not in self.state) for n in self.gradients]
             needs = sum(1 << k for k, want in enumerate(wanted) if want)
         names = [argument.name for argument in self.backward_op._schema.arguments]
-        full["needs"] = needs | (DETACH if case.detach and self.stem != "gaussian" else 0)
+        full["needs"] = needs | (DETACH if case.detach and self.by_shares else 0)
         full = {n: case.arranged(v) if isinstance(v, Tensor) else v for n, v in full.items()}
         return BackwardCall(self, {n: full[n] for n in names})
 
@@ -271,6 +301,12 @@ class Call:
         """All that the results and gradients depend on."""
         return [*(self.given[name] for name in self.names), *self.grads.values()]
 
+    @property
+    def turns(self) -> int:
+        """How many turns it has."""
+        turns: int = self.given["iterations"] if "iterations" in self.given else len(self.given["temperatures"])
+        return turns
+
     def having(self, tensors: Sequence[Tensor | None]) -> Call:
         """Return this call with other tensors."""
         count = len(self.names)
@@ -284,7 +320,7 @@ class Call:
 
     def arguments(self, coefficients: bool = False) -> list[Any]:
         """Return the arguments of the op."""
-        flags = [coefficients] if self.routing.stem == "gaussian" else [self.detach, coefficients]
+        flags = [self.detach, coefficients] if self.routing.by_shares else [coefficients]
         return [*self.given.values(), *flags]
 
     def forward(self, run: Callable[..., Sequence[Tensor]], options: int = 0) -> dict[str, Tensor]:
@@ -300,8 +336,7 @@ class Call:
         """Return the results of the oracle: a loop of turns of the reference, differentiable."""
         state = {name: self.given[name] for name in self.routing.state}
         history: list[Given] = []
-        turns = len(self.given["temperatures"]) if self.routing.stem == "gaussian" else self.given["iterations"]
-        for turn in range(turns):
+        for turn in range(self.turns):
             results, state = self.routing.turn(self.given, turn, state, self.detach)
             history.append(results)
         last = history[-1]
@@ -343,7 +378,7 @@ class Call:
             with fastcaps.backend("reference"):
                 return self.having(tensors).training(Call.by_op)
 
-        rounds = self.routing.stem == "pooling" or self.given.get("iterations", 1) > 1
+        rounds = bool(self.routing.rounded) or (self.turns > 1 and not self.routing.wide)
         return Bar(by_loop, self.tensors, [by_formulas] if training and rounds else [], tf32)
 
 
@@ -401,7 +436,7 @@ class BackwardCall:
 
 ATTENTION = Routing(
     name="attention_routing",
-    cases=ATTENTION_CASES,
+    table=case_rows.ATTENTION,
     state=("query",),
     results=("parents",),
     grads=("grad",),
@@ -410,10 +445,13 @@ ATTENTION = Routing(
     rest=_attention_rest,
     turn=_attention_turn,
     loop=loops.attention_routing,
+    coefficients=("scale",),
+    by_shares=("query",),
+    absent={Rule.PLAIN: ("sums",), Rule.SQUASH: ("sums",)},
 )
 POOLING = Routing(
     name="pooling_routing",
-    cases=POOLING_CASES,
+    table=case_rows.POOLING,
     state=("query",),
     results=("parents",),
     grads=("grad",),
@@ -422,10 +460,14 @@ POOLING = Routing(
     rest=_pooling_rest,
     turn=_pooling_turn,
     loop=loops.pooling_routing,
+    coefficients=("scale", "normalize"),
+    by_shares=("query", "gate"),
+    competing=False,
+    rounded=("sums",),
 )
 GAUSSIAN = Routing(
     name="gaussian_routing",
-    cases=GAUSSIAN_CASES,
+    table=case_rows.GAUSSIAN,
     state=("mean", "variance", "log_weight"),
     results=("scores", "means", "variances"),
     grads=("grad_counts", "grad_means", "grad_variances", "grad_evidence"),
@@ -434,6 +476,8 @@ GAUSSIAN = Routing(
     rest=_gaussian_rest,
     turn=_gaussian_turn,
     loop=loops.gaussian_routing,
+    wide=True,
+    absent={Rule.EM: ("beta_use", "beta_ignore", "grad_evidence")},
 )
 ROUTINGS = (ATTENTION, POOLING, GAUSSIAN)
 
@@ -443,6 +487,13 @@ def routing_of(name: str) -> Routing:
     return next(routing for routing in ROUTINGS if name in (routing.name, routing.stem))
 
 
-def every_case(keep: Callable[[Case], bool] = lambda case: True) -> list[tuple[Routing, Case]]:
-    """Return all cases of all routings, or those that one wants."""
-    return [(routing, case) for routing in ROUTINGS for case in routing.cases if keep(case)]
+def gpu_cases(routing: Routing, pairs: bool = False) -> list[Case]:
+    """Return a routing's cases in the dtypes of a GPU, without those that take a CPU in its place too long."""
+    cases = [case for case in (routing.pairs if pairs else routing.cases) if case.products < 6e5]
+    kept = [case for case in cases if not case.name.endswith("-float64")]
+    return [replace(c, dtype=torch.float32) if c.dtype == torch.float64 else c for c in kept]
+
+
+def every_case(keep: Callable[[Case], bool] = lambda case: True, pairs: bool = False) -> list[tuple[Routing, Case]]:
+    """Return the cases of all routings, or those that one wants; or the many of all ``pairs``."""
+    return [(one, case) for one in ROUTINGS for case in (one.pairs if pairs else one.cases) if keep(case)]

@@ -8,16 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from case_rows import (
-    ATTENTION_FACTORS,
-    ATTENTION_RULES,
-    GAUSSIAN_FACTORS,
-    GAUSSIAN_RULES,
-    POOLING_FACTORS,
-    POOLING_RULES,
-    allowed,
-)
-from cases import Case, case_of
+from case_rows import allowed
+from cases import Case
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from registry import ROUTINGS, Routing, every_case
@@ -28,11 +20,6 @@ native_only = pytest.mark.skipif(
     not backends.native_serves(), reason=f"no native CPU kernels: {backends.listing()[2].detail}"
 )
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-FACTORS = {
-    "attention": (ATTENTION_FACTORS, ATTENTION_RULES),
-    "pooling": (POOLING_FACTORS, POOLING_RULES),
-    "gaussian": (GAUSSIAN_FACTORS, GAUSSIAN_RULES),
-}
 
 
 def drawn(examples: int) -> Any:
@@ -43,32 +30,28 @@ def drawn(examples: int) -> Any:
     )
 
 
-def cases_where(keep: Callable[[Case], bool]) -> pytest.MarkDecorator:
-    """Return the mark that gives a test all cases of all routings that one wants."""
-    return pytest.mark.parametrize(("routing", "case"), every_case(keep), ids=str)
+def cases_where(keep: Callable[[Case], bool] = lambda case: True, pairs: bool = True) -> pytest.MarkDecorator:
+    """Return the mark that gives a test the cases that one wants; slow ones: those of all ``pairs``."""
+    cases = [pytest.param(*each, id="-".join(map(str, each))) for each in every_case(keep)]
+    slow = every_case(keep, pairs=True) if pairs else []
+    cases += [pytest.param(*each, id="-".join(map(str, each)), marks=pytest.mark.slow) for each in slow]
+    return pytest.mark.parametrize(("routing", "case"), cases)
 
 
 def cases_named(names: Iterable[str]) -> pytest.MarkDecorator:
     """Return the mark that gives a test the cases of these names, of whatever routings have them."""
     wanted = set(names)
-    return cases_where(lambda case: case.name in wanted)
-
-
-def is_named(case: Case) -> bool:
-    """Whether a case is a row by name, not one of the covering array."""
-    return not case.name[0].isdigit()
+    return cases_where(lambda case: case.name in wanted, pairs=False)
 
 
 @st.composite
 def random_cases(draw: st.DrawFn, routing: Routing) -> Case:
     """Draw small calls of every kind: any values of the factors, and any window and sizes besides."""
-    factors, rules = FACTORS[routing.stem]
     row: dict[str, Any] = {}
-    for name, values in factors.items():
+    for name, values in routing.table.factors.items():
         fitting = [v for v in values if all(allowed({name: v, n: other}) for n, other in row.items())]
         row[name] = draw(st.sampled_from(fitting))
-    row.update(rules[row.pop("how")])
-    case = case_of("drawn", {**row, "size": "few", "window": "set"})
+    case = routing.table.case("drawn", {**row, "size": "few", "window": "set"})
     ends = 4 * [(1, 3)] + 2 * [(0, 2)] + 2 * [(1, 2)]
     window = tuple(draw(st.integers(*pair)) for pair in ends)
     least = [max(1, (window[k] - 1) * window[6 + k] + 1 - 2 * window[4 + k]) for k in (0, 1)]

@@ -6,7 +6,6 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,38 +26,25 @@ from bench.alternatives import (
     swept,
 )
 from bench.gate import SAME, Gate, convolution
-from bench.memory_probe import kept_by, measure
+from bench.process import Remote, WorkerError
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
-from bench.runner import Case, Remote, Runner, WorkerError
-from bench.stored import Layout
-from bench.timing import MULTIPLY_ADDS, Contender, Plan, doubts, quantiles, take_turns
-from bench.workload import Workload, is_batched
-from bench.workloads import TINY as TINY_CALLS
-from bench.workloads import WORKLOADS, find
+from bench.runner import Runner, kept_by
+from bench.timing import Contender, Plan, doubts, take_turns
+from bench.votes import Layout
+from bench.workload import Case, Workload, is_batched
+from bench.workloads import find
 
 MEGABYTES = {
     "tsai-c10-conv1": 231,
-    "tsai-c10-conv2": 236,
     "tsai-c10-fc": 66,
-    "tsai-c100-conv1": 260,
-    "tsai-c100-fc1": 147,
     "tsai-c100-fc2": 37,
-    "tsai-dmm-matrix-conv": 170,
-    "tsai-dmm-matrix-set": 94,
     "tsai-dmm-vector-conv": 85,
-    "tsai-dmm-vector-set": 94,
     "barham": 1850,
     "sabour-mnist": 47,
-    "tsai-dr-c10": 42,
-    "tsai-dr-c100": 105,
     "hinton-conv": 116,
-    "hinton-fc": 33,
     "heinsen-norb-1": 42,
-    "heinsen-norb-2": 5,
     "heinsen-sst-1": 19,
-    "heinsen-sst-2": 3,
     "zhao-pool": 2,
-    "li-capnet-dynamic": 134,
     "li-capnet-em": 134,
     "vocabulary": 1966,
     "million": 4096,
@@ -69,12 +55,8 @@ PASS = AttentionPass()
 UNIFORM = AttentionPass(uniform=True, normalize=False)
 TINY = (
     Workload("tiny-grid", "-", (2,), 3, 5, 2, 3, 4, PASS, grid=(7, 6), kernel_size=3, stride=2),
-    Workload("tiny-vector-grid", "-", (2,), 3, 4, 1, 5, 6, PASS, grid=(4, 4), kernel_size=2),
     Workload("tiny-set", "-", (3,), 7, 5, 2, 2, 2, PASS),
-    Workload("tiny-vector-set", "-", (3,), 7, 5, 1, 4, 6, PASS),
     Workload("tiny-uniform", "-", (2,), 3, 5, 2, 3, 3, UNIFORM, grid=(5, 5), kernel_size=3, stride=2),
-    Workload("tiny-uniform-set", "-", (2,), 6, 5, 2, 3, 3, AttentionPass(uniform=True)),
-    Workload("tiny-bare", "-", (2,), 6, 5, 2, 2, 3, AttentionPass(normalize=False)),
     Workload("tiny-dynamic", "-", (3,), 7, 5, 1, 4, 6, DynamicRouting()),
     Workload("tiny-dynamic-shared", "-", (3,), 8, 5, 1, 4, 6, DynamicRouting(), groups=4),
     Workload("tiny-em-grid", "-", (2,), 3, 5, 2, 2, 2, EMRouting(), grid=(5, 5), kernel_size=3, stride=2),
@@ -90,10 +72,8 @@ SAMPLED = Workload("tiny-sampled", "-", (5,), 8, 5, 1, 4, 6, DynamicRouting(), g
 # Registry
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_votes_take_the_bytes_worked_out_by_hand(name: str) -> None:
-    workload = WORKLOADS[name]
-    assert round(workload.votes_bytes(workload.batch) / 1e6) == MEGABYTES[name]
+def test_votes_take_the_bytes_worked_out_by_hand() -> None:
+    assert {name: round(find(name).votes_bytes(find(name).batch) / 1e6) for name in MEGABYTES} == MEGABYTES
 
 
 def test_operations_of_conv1() -> None:
@@ -135,22 +115,6 @@ def test_a_pose_of_zeros_gets_no_gradient_through_its_length() -> None:
         torch.testing.assert_close(runner(eager(name, work), inputs, training=True)()["dchildren"], wanted)
 
 
-def test_tiny_calls_are_those_that_were_promised() -> None:
-    inputs = TINY_CALLS["tiny-attention"].inputs(1)
-    assert inputs.children.shape == (1, 8, 4, 4) and inputs.arguments["weight"].shape == (8, 4, 4, 4)
-    assert {type(work.routing).__name__ for work in TINY_CALLS.values()} == {
-        "AttentionPass",
-        "DynamicRouting",
-        "EMRouting",
-        "HeinsenRouting",
-    }
-
-
-def test_an_unknown_workload_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'conv9'.*tsai-c10-conv1"):
-        find("conv9")
-
-
 # Alternatives
 
 
@@ -161,7 +125,7 @@ def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
     assert wanted.keys() == names
     ways = {name: build(name, workload) for name in (OURS, STORED, *["scaled-dot-product"] * (workload.matrices == 0))}
     if workload.routing.makes_votes:
-        own = workload.routing.layout(workload)
+        own = workload.routing.axes(workload)
         for axes, block, kept in (("imecp", 1, False), (own, 4 * workload.votes_bytes(workload.batch) // 5, True)):
             ways[f"{axes} {block}"] = eager(BLOCKED, workload, {"axes": axes, "block": block, "kept": kept})
         for block, kept in ((0, True), (200, False), (900, True)):  # folding is exact, shared matrices or not
@@ -181,15 +145,15 @@ def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
 
 @pytest.mark.parametrize("axes", ["imecp", "pimce", "pmice", "imcep", "picme", "mecpi"])
 @pytest.mark.parametrize("groups", [1, 3, 6])
-@pytest.mark.parametrize("compiled", [None, {}])
-def test_votes_and_steps_are_the_same_in_every_layout(axes: str, groups: int, compiled: dict[str, Any] | None) -> None:
+def test_votes_and_steps_are_the_same_in_every_layout(axes: str, groups: int) -> None:
     generator = torch.Generator().manual_seed(0)
     seen, weight, bias, query, shares = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
         for shape in ((6, 4, 2, 3), (groups, 5, 3, 2), (6, 1, 2, 2), (4, 5, 2, 2), (6, 4, 5))
     )
     wanted = torch.einsum("ipcd,imde->ipmce", seen, weight.repeat(6 // groups, 1, 1, 1)) + bias.unsqueeze(1)
-    layout = Layout(axes, compiled=compiled)
+    layout = Layout(axes, einsum=groups == 3)
+    torch.testing.assert_close(Layout(axes, compiled={}).votes(seen, weight, bias), layout.votes(seen, weight, bias))
     votes = layout.votes(seen, weight, bias)
     torch.testing.assert_close(layout.back(votes, "ipmce"), wanted)
     agreement = layout.back(layout.agree(votes, layout.place(query, "pmce")), "ipm")
@@ -200,7 +164,7 @@ def test_votes_and_steps_are_the_same_in_every_layout(axes: str, groups: int, co
     torch.testing.assert_close(sums, torch.einsum("ipm,ipmce->pmce", shares, wanted))
 
 
-@pytest.mark.parametrize("workload", [TINY[0], *TINY[7:]], ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", [TINY[0], TINY[4], TINY[8]], ids=lambda w: w.name)
 def test_compiled_alternatives_have_no_graph_break_and_agree(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,28 +204,24 @@ def test_blocks_hold_what_they_may_and_none_of_the_votes_is_kept() -> None:
     layout.votes = lambda *given: made.append(Layout.votes(layout, *given)) or made[-1]  # type: ignore[method-assign]
     inputs = workload.inputs(4).require_grad()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        workload.routing.turns(workload, layout, 1, **inputs.arguments)
+        workload.routing.route(workload, layout, 1, **inputs.arguments)
     assert [one.numel() * 4 for one in made] == [whole // 8] * 8
     assert max(one.numel() * 4 for one in kept) < whole // 8
 
 
-def test_the_sweep_takes_the_fastest_blocks_that_fit() -> None:
+def test_the_sweep_takes_the_fastest_blocks_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     took = {"pmice 1048576": 4.0, "imecp 1048576": 3.0, "imecp 262144": 3.5, "imecp 4194304": 2.0}
-    workload, asked = TINY[2], []
-
-    def seconds(call: Any) -> float:
-        return took[asked[-1]]
+    asked: list[str] = []
 
     class Recorded(Layout):
-        def __init__(self, axes: str, block: int = 0, kept: bool = False) -> None:
-            super().__init__(axes, block, kept)
-            asked.append(f"{axes} {block}")
-            if kept:
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            asked.append(f"{self.axes} {self.block}")
+            if self.kept:
                 raise RuntimeError("out of memory")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bench.alternatives.Layout", Recorded)
-        found = swept(BLOCKED, workload, workload.inputs(3), True, seconds)
+    monkeypatch.setattr("bench.alternatives.Layout", Recorded)
+    found = swept(BLOCKED, TINY[1], TINY[1].inputs(3), True, lambda call: took[asked[-1]])
     assert found == {"axes": "imecp", "block": 2**22} and len(asked) == 5
 
 
@@ -294,7 +254,7 @@ def test_what_is_checked_in_part_is_exact(workload: Workload) -> None:
         assert small.judge(wrong).complaints, name
 
 
-@pytest.mark.parametrize("workload", TINY, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", [TINY[0], TINY[2], TINY[5], TINY[8]], ids=lambda w: w.name)
 def test_the_gate_reference_is_the_same_in_parts(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Gate(workload, workload.inputs(workload.batch))
     monkeypatch.setattr("bench.gate._CHUNK_BYTES", 1)
@@ -305,7 +265,7 @@ def test_the_gate_reference_is_the_same_in_parts(workload: Workload, monkeypatch
 
 
 def test_the_convolution_that_uniform_passes_are_measured_by_is_right() -> None:
-    workload = TINY[4]
+    workload = TINY[2]
     wanted = runner(reference(workload), workload.inputs(2, dtype=torch.float64), True)()
     found = runner(convolution(workload), workload.inputs(2, dtype=torch.float64), True)()
     for key, tensor in wanted.items():
@@ -330,14 +290,13 @@ def test_the_gate_passes_what_is_right_and_refuses_what_is_not() -> None:
     assert "wanted torch.float32 [2," in gate.judge({"parents": right["parents"][:1]}).complaints[0]
     missing = {name: tensor for name, tensor in right.items() if name != "dweight"}
     assert gate.judge(missing).complaints
+    coarse = {"parents": right["parents"] * (1 + 5e-4)}
+    rounded = Gate(workload, workload.inputs(2), tf32=True)
+    assert gate.judge(coarse).complaints and not rounded.judge(coarse).complaints
+    assert rounded.judge({"parents": right["parents"] * 1.01}).complaints
 
 
 # Timing
-
-
-def test_quantiles() -> None:
-    found = quantiles([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert found == {"median": 3.0, "p20": pytest.approx(1.8), "p80": pytest.approx(4.2), "calls": 5}
 
 
 def _contender(name: str, seconds: list[float], order: list[str], rival: bool = True) -> Contender:
@@ -384,35 +343,14 @@ def test_wide_and_impossible_figures_are_doubtful() -> None:
     assert len(doubts(row | {"fastcaps": entry | {"p20": 0.1}})) == 1
 
 
-def test_the_peak_counts_what_it_runs_and_no_product_beats_it() -> None:
+def test_the_peak_counts_what_it_runs() -> None:
     module = pytest.importorskip("fastcaps._C")
     assert module.multiply_adds(1000) == 1000 * module.multiply_adds(1) > 0 and module.multiply_adds(0) == 0
-    served = Runner("cpu")
-    peak = MULTIPLY_ADDS * torch.get_num_threads() / min(served.time_peak(5, 1))
-    assert 0.5 * peak > 1e8  # a processor of this century, however busy
-    assert 2 * 768**3 / min(served.time_sgemm(768, 5, 1)) < 1.3 * peak
 
 
 # Memory
 
 NEEDS_PROC = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no count of peak memory here")
-
-
-def _allocate(megabytes: int) -> int:
-    """Allocate, touch and free inside the measured call."""
-
-    def call() -> None:
-        torch.ones(megabytes * 2**18).sum()
-
-    return measure(call)
-
-
-@NEEDS_PROC
-def test_a_known_allocation_is_seen_though_it_was_freed() -> None:
-    torch.ones(2**24)  # freed again: must not hide what follows
-    assert 0 <= _allocate(0) < 4 * 2**20
-    for megabytes in (32, 96, 32):
-        assert abs(_allocate(megabytes) - megabytes * 2**20) < 4 * 2**20
 
 
 @NEEDS_PROC
@@ -458,7 +396,7 @@ def test_a_process_checks_times_and_survives_errors(tmp_path: Path) -> None:
         assert verdict["complaint"] == "" and verdict["errors"].keys() == wanted
         assert [path.name for path in tmp_path.glob("*.pt")] == ["tsai-c10-fc-1-fp32.pt"]  # what others judge by
         seconds = remote.call(60, "time", 3, 1)
-        assert len(seconds) == 3 and 0 < min(seconds) < 20 * verdict["seconds"]
+        assert len(seconds) == 3 and min(seconds) > 0 and verdict["seconds"] > 0
         assert len(remote.call(60, "time_sgemm", 64, 2, 1)) == 2
         with pytest.raises(WorkerError, match="unknown implementation 'nobody'"):
             remote.call(60, "check", case, "nobody")

@@ -1,7 +1,8 @@
-"""The native library: what it was made with, what it chooses, what it needs and gives away."""
+"""The native libraries: what they were made with, what they choose, what they need and give away."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import platform
@@ -10,70 +11,71 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import fastcaps
+from fastcaps import libraries
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = ["default", "avx2", "avx512"] if X86 else ["default"]
+EXPORTED = {
+    "native": {"capability", "capabilities_built", "cpu_schedule", "cpu_python", "cpu_raise", "multiply_adds"},
+    "cuda": {
+        f"cuda_{name}" for name in ("toolkit", "architectures", "refusal", "routing_refusal", "schedule", "kernels")
+    },
+}
+either = pytest.mark.parametrize("name", ["native", "cuda"])
 
 
 @pytest.fixture(scope="module")
-def native(native_library: Path) -> ModuleType:
+def native(native_library: Path) -> Any:
     """fastcaps._C."""
     return importlib.import_module("fastcaps._C")
 
 
-@pytest.fixture(scope="module")
-def library(native_library: Path) -> Path:
-    return native_library
-
-
 def tool(name: str, *arguments: str | Path) -> str:
-    """Output of one of binutils' programs."""
-    if sys.platform != "linux" or shutil.which(name) is None:
+    """Output of a program of binutils or of the toolkit."""
+    program = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
+    if sys.platform != "linux" or program is None:
         pytest.skip(f"needs {name}")
-    return subprocess.run([name, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
 
 
-def python(code: str, **environ: str) -> subprocess.Popen[str]:
-    """Start `code` in a fresh interpreter, with the fastcaps under test."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(Path(fastcaps.__file__).parents[1]), **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh interpreter, with the fastcaps under test."""
+    path = str(Path(fastcaps.__file__).parents[1])
+    variables = {**os.environ, "PYTHONPATH": path, **environ}
+    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
 
 
-def test_build_info_says_what_was_built(native: ModuleType) -> None:
+def test_the_build_says_what_it_was_made_with(native: Any) -> None:
     info = native.build_info()
-    assert info["version"] == fastcaps.__version__
-    assert info["stable_abi_target"] == "2.10"
-    assert re.match(r"(GNU|Clang|AppleClang) \d+\.\d+", info["compiler"])
-    assert tuple(map(int, info["torch_version"].split(".")[:2])) >= (2, 10)
-    assert "-O3" in info["flags"] and "-std=c++20" in info["flags"]
-    assert list(info["level_flags"]) == sorted(LEVELS)
+    assert info["version"] == fastcaps.__version__ and info["stable_abi_target"] == "2.10"
+    assert list(info["level_flags"]) == sorted(LEVELS) and native.capabilities_built() == LEVELS
+    assert info["level_flags"]["default"] == "" and "-O3" in info["flags"]
+    flags = " ".join([info["flags"], *info["level_flags"].values(), (info["cuda"] or {}).get("flags", "")])
+    for wrong in (
+        "-march",
+        "-mtune",
+        "-mcpu",
+        "fast-math",
+        "fast_math",
+        "-Ofast",
+        "-ffinite-math",
+        "-fassociative-math",
+    ):
+        assert wrong not in flags  # what ties a library to a machine, or breaks NaN
+    assert (info["cuda"] is None) == bool(info["cuda_why_not"])
+    assert libraries.library_path("cuda").is_file() == (info["cuda"] is not None)
 
 
-def test_no_flag_ties_the_library_to_a_machine_or_breaks_nan(native: ModuleType) -> None:
-    info = native.build_info()
-    flags = " ".join([info["flags"], *info["level_flags"].values()])
-    for wrong in ("-march", "-mtune", "-mcpu", "-ffast-math", "-Ofast", "-ffinite-math-only", "-fassociative-math"):
-        assert wrong not in flags
-    assert info["level_flags"]["default"] == ""
-
-
-def test_every_op_has_a_kernel_and_every_level_is_built(native: ModuleType) -> None:
-    assert native.capabilities_built() == LEVELS
-    assert native.capability() in LEVELS
-    for routing in fastcaps.ops.ROUTINGS:
-        for op in (routing.name, f"{routing.name}_backward"):
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastcaps_cpu::{op}", "CPU")
+def test_an_unknown_op_is_named_and_not_taken_for_another(native: Any) -> None:
+    sizes, facts = (ctypes.c_int64 * 19)(*[1] * 19), (ctypes.c_int64 * 8)(0, 0, 0, 0, 1)
+    told = libraries.library("cpu").ask("fastcaps_cpu_schedule", "capsule", sizes, facts)
+    assert told == "there is no op capsule"
 
 
 def processor_has(level: str) -> bool:
@@ -85,87 +87,126 @@ def processor_has(level: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
-def test_a_level_can_be_forced_by_the_environment(native: ModuleType) -> None:
-    code = """if True:
-        import torch, fastcaps
-        from fastcaps import _C
-        try:
-            print(_C.capability())
-        except ValueError as error:
-            print("refused", error)
-            raise SystemExit
-        torch.manual_seed(0)
-        tensors = [torch.randn(s) for s in ((3, 40, 4, 4), (40, 10, 4, 4), (3, 10, 4, 4))]
-        with fastcaps.backend("cpu"):
-            got = fastcaps.functional.inverted_attention_routing(*tensors)
-        with fastcaps.backend("reference"):
-            want = fastcaps.functional.inverted_attention_routing(*[t.double() for t in tensors])
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    """
-    started = {level: python(code, FASTCAPS_CPU_CAPABILITY=level) for level in [*LEVELS, "sse9"]}
-    for level, process in started.items():
-        out, err = process.communicate()
-        assert process.returncode == 0, err
-        if level in LEVELS and processor_has(level):
-            assert out.split() == [level]
-        else:
-            assert out.startswith("refused") and "FASTCAPS_CPU_CAPABILITY" in out and ",".join(LEVELS) in out
+def test_the_highest_level_of_the_processor_is_chosen_unless_another_is_forced(native: Any) -> None:
+    highest = [level for level in LEVELS if processor_has(level)][-1]
+    code = "from fastcaps import _C; print(_C.capability())"
+    for level, chosen in (("", highest), ("default", "default"), ("sse9", None)):
+        done = python(code, FASTCAPS_CPU_CAPABILITY=level)
+        assert done.stdout.strip() == chosen if chosen else "FASTCAPS_CPU_CAPABILITY" in done.stderr, done.stderr
 
 
-def test_without_force_the_highest_level_of_the_processor_is_chosen(native: ModuleType) -> None:
-    if sys.platform != "linux" or os.environ.get("FASTCAPS_CPU_CAPABILITY"):
-        pytest.skip("reads /proc/cpuinfo, with no level forced")
-    assert native.capability() == [level for level in LEVELS if processor_has(level)][-1]
-
-
-def test_only_torchs_stable_c_interface_is_imported(library: Path) -> None:
+@either
+def test_a_library_needs_torchs_stable_c_interface_alone_and_no_path(
+    name: str, native: Any, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue(f"{name}_library")
     imported = [line.split()[-1] for line in tool("nm", "-D", "--undefined-only", library).splitlines()]
-    cpp = [name for name in imported if re.match(r"_ZN?K?[STVI]*N?K?(2at|3c10|5torch|6caffe2)", name)]
+    cpp = [one for one in imported if re.match(r"_ZN?K?[STVI]*N?K?(2at|3c10|5torch|6caffe2)", one)]
     assert not cpp, "C++ symbols of torch change between its versions"
-    assert [name for name in imported if name.startswith(("aoti_torch_", "torch_"))], (
-        "the check must see torch's symbols"
-    )
-    header = (Path(torch.__file__).parent / "include/torch/csrc/stable/c/shim.h").read_text()
-    shims = header + "".join(
-        p.read_text() for p in (Path(torch.__file__).parent / "include/torch/csrc/inductor").rglob("*.h")
-    )
-    unknown = [n for n in imported if n.startswith(("aoti_torch_", "torch_")) and n.split("@")[0] not in shims]
-    assert not unknown
-
-
-def test_the_libraries_need_torch_cpu_alone_and_no_path(native: ModuleType, library: Path) -> None:
+    asked = [one.split("@")[0] for one in imported if one.startswith(("aoti_torch_", "torch_"))]
+    include = Path(torch.__file__).parent / "include/torch/csrc"
+    headers = [include / "stable/c/shim.h", *(include / "inductor").rglob("*.h")]
+    shims = "".join(path.read_text() for path in headers)
+    assert asked and not [one for one in asked if one not in shims]
+    assert not [one for one in imported if one.startswith("cu")], "the runtime is linked in, the driver looked up"
     dynamic = tool("readelf", "-d", library)
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
-    assert "libtorch_cpu.so" in needed
-    assert not [
-        name for name in needed if ("torch" in name and name != "libtorch_cpu.so") or "c10" in name or "python" in name
-    ]
-    assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
-    module = tool("readelf", "-d", native.__file__ or "")
+    assert "libtorch_cpu.so" in needed and "RPATH" not in dynamic and "RUNPATH" not in dynamic
+    assert not [one for one in needed if re.search(r"^lib(cuda|nv)|c10|python|torch(?!_cpu\.so)", one)]
+    module = tool("readelf", "-d", native.__file__)
     assert re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", module) == ["$ORIGIN/lib"]
-    assert not [name for name in re.findall(r"\(NEEDED\).*\[(.*)\]", module) if "torch" in name]
+    assert not [one for one in re.findall(r"\(NEEDED\).*\[(.*)\]", module) if "torch" in one]
 
 
-def test_only_the_c_interface_is_exported(library: Path) -> None:
-    lines = tool("nm", "-D", "--defined-only", library).splitlines()
-    strong = {line.split()[-1] for line in lines if line.split()[-2] not in "VWuw"} - {
-        "_end",
-        "_edata",
-        "__bss_start",
-    }  # some linkers
-    asked = {"capability", "capabilities_built", "cpu_schedule", "cpu_python", "cpu_raise", "multiply_adds"}
-    assert strong == {f"fastcaps_{name}" for name in asked}
+@either
+def test_a_library_gives_away_its_c_interface_alone(name: str, request: pytest.FixtureRequest) -> None:
+    lines = tool("nm", "-D", "--defined-only", request.getfixturevalue(f"{name}_library")).splitlines()
+    strong = {line.split()[-1] for line in lines if line.split()[-2] not in "VWuw"}
+    assert strong - {"_end", "_edata", "__bss_start"} == {f"fastcaps_{one}" for one in EXPORTED[name]}
 
 
 @pytest.mark.skipif(not X86, reason="one level only")
-def test_wide_registers_are_used_in_the_wide_levels_only(library: Path) -> None:
+def test_wide_registers_are_used_in_the_wide_levels_only(native_library: Path) -> None:
     """An inline function compiled for AVX-512 and kept by the linker for all would stop older processors."""
     users: dict[str, set[str]] = {"ymm": set(), "zmm": set()}
     function = ""
-    for line in tool("objdump", "-d", "--no-show-raw-insn", library).splitlines():
+    for line in tool("objdump", "-d", "--no-show-raw-insn", native_library).splitlines():
         if line.endswith(">:"):
             function = line
         elif "%ymm" in line or "%zmm" in line:
             users["zmm" if "%zmm" in line else "ymm"].add(function)
-    assert users["zmm"] and not [name for name in users["zmm"] if "avx512" not in name]
-    assert users["ymm"] and not [name for name in users["ymm"] if "avx2" not in name and "avx512" not in name]
+    assert users["zmm"] and not [one for one in users["zmm"] if "avx512" not in one]
+    assert users["ymm"] and not [one for one in users["ymm"] if "avx2" not in one and "avx512" not in one]
+
+
+def test_the_cuda_library_loads_beside_this_torch_and_registers_its_ops(cuda_library: Path) -> None:
+    """In a process of its own: on a CPU torch the package itself does not load it."""
+    code = """if True:
+        import torch, fastcaps.encapnet
+        from fastcaps import _C, libraries, ops
+        library, info = libraries.library("cuda"), _C.build_info()["cuda"]
+        assert not library.problem, library.problem
+        assert library.ask("fastcaps_cuda_toolkit") == info["toolkit"]
+        assert library.ask("fastcaps_cuda_architectures").split(",") == info["architectures"]
+        for op in (*(routing.name for routing in ops.ROUTINGS), "squash_sum"):
+            for name in (op, op + "_backward"):
+                assert torch._C._dispatch_has_kernel_for_dispatch_key("fastcaps_cuda::" + name, "CUDA"), name
+        try:
+            x = torch.zeros(1, 1, 1, 1, 1, 1)
+            votes = (x, x[0, 0], None, None, 1, [1] * 8)
+            torch.ops.fastcaps_cuda.attention_routing(*votes, None, None, None, 1.0, 0.0, 1, 1, 0)
+        except (RuntimeError, NotImplementedError) as error:
+            assert "fastcaps_cuda::attention_routing" in str(error)
+        else:
+            raise SystemExit("tensors on the CPU were taken")
+    """
+    assert (done := python(code)).returncode == 0, done.stderr
+
+
+def test_the_cuda_library_says_what_it_cannot_take_and_how_it_would_cut_a_call(cuda_library: Path) -> None:
+    """Through ctypes, without torch's loader: neither asks for a device."""
+    handle = ctypes.CDLL(str(cuda_library))
+    handle.fastcaps_cuda_refusal.restype = handle.fastcaps_cuda_schedule.restype = ctypes.c_char_p
+    assert handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (4, 4, 4, 1))) == b""
+    assert handle.fastcaps_cuda_refusal(b"squash_sum", *(ctypes.c_int64(1) for _ in range(4))) == b""
+    assert b"512" in handle.fastcaps_cuda_refusal(b"attention", *(ctypes.c_int64(n) for n in (30, 30, 30, 1)))
+    # tsai-c10-conv1 at batch 128 on a device of 132 multiprocessors and 227 KB of shared memory
+    sizes = (ctypes.c_int64 * 19)(128, 16, 16, 32, 4, 4, 7, 7, 32, 4, 288, 3, 3, 2, 2, 0, 0, 1, 1)
+    for backward, element, options in ((0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 2), (0, 2, 0)):
+        facts = (ctypes.c_int64 * 8)(backward, element, 0, 1, 1, options, 132, 227 << 10)
+        told = handle.fastcaps_cuda_schedule(b"attention", sizes, facts).decode()
+        assert "4x4" in told and "threads=" in told and "blocks=" in told
+
+
+def test_the_cuda_library_holds_code_for_the_architectures_it_names(
+    native: Any, cuda_library: Path, nvcc: Path
+) -> None:
+    named = native.build_info()["cuda"]["architectures"]
+    found = set(re.findall(r"\.sm_(\d+[af]?)\.cubin", tool("cuobjdump", "--list-elf", cuda_library)))
+    assert found == {one.removesuffix("-real") for one in named} and all(
+        re.fullmatch(r"\d+[af]?(-real)?", n) for n in named
+    )
+    paths = (Path(torch.__file__).parent, Path(fastcaps.__file__).parents[1], nvcc.resolve().parents[1])
+    assert not [path for path in paths if str(path).encode() in cuda_library.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("built", "device", "serves"),
+    [
+        ("90-real", (9, 0), True),
+        ("80-real", (8, 6), True),
+        ("86-real", (8, 0), False),
+        ("90-real", (10, 0), False),
+        ("90", (10, 0), True),
+        ("90-virtual", (12, 0), True),
+        ("90a-real", (9, 0), True),
+        ("90a", (10, 0), False),
+        ("100f-real", (10, 3), True),
+        ("80-real,90-real,100-real,120", (7, 5), False),
+        ("80-real,90-real,100-real,120", (12, 1), True),
+    ],
+)
+def test_which_devices_code_serves(built: str, device: tuple[int, int], serves: bool) -> None:
+    problem = libraries.architecture_problem(built, device)
+    assert (problem == "") == serves
+    assert serves or f"the device has {device[0]}.{device[1]}" in problem

@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from cuda_rows import row
 from cuda_stub.host import SHARED, STREAMS, Host
 from cuda_target import OPTIONS
 from registry import ATTENTION, GAUSSIAN, ROUTINGS, Routing
 from torch import Tensor
 
+import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
 from fastcaps.rules import Rule
 
-CASES = ("papers-c10-conv", "papers-c10-fc", "papers-dr", "padded", "same-4x4", "sweeps", "one-position",
-         "pose-1x64-20")  # fmt: skip
+CASES = ("conv", "pose-4x4-10", "stay-float32", "padded", "same-4x4", "sweeps", "one-position", "broken-half")
 LARGE = Case("large", Rule.LAYER_NORM, batch=512, types=16, parents=32, pose=(1, 16, 16))
 """A call whose blocks take more shared memory than a kernel has without asking."""
 Op = Callable[[], list[Tensor]]
@@ -59,7 +58,7 @@ def both(host: Host, name: str, **options: Any) -> tuple[Op, Op, Tensor]:
     if name == "squash_sum":
         return squash_sums(options.get("device", 0))
     routing = next(routing for routing in ROUTINGS if routing.stem == name)
-    return ops_of(host, routing, row(routing, "papers-c10-conv"), **options)
+    return ops_of(host, routing, routing.case("conv"), **options)
 
 
 every_op = pytest.mark.parametrize("name", [*(routing.stem for routing in ROUTINGS), "squash_sum"])
@@ -71,7 +70,7 @@ every_op = pytest.mark.parametrize("name", [*(routing.stem for routing in ROUTIN
 def test_a_device_takes_every_launch(host: Host, routing: Routing, case: str, device: int) -> None:
     """On the device and stream of its tensors, in no more threads and shared memory than the kernel may have."""
     for option in OPTIONS:
-        for op in ops_of(host, routing, row(routing, case), option, device)[:2]:
+        for op in ops_of(host, routing, routing.case(case), option, device)[:2]:
             host.begin()
             results = op()
             launches = host.launches()
@@ -131,7 +130,7 @@ def test_a_call_may_be_captured(host: Host, name: str) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: str) -> None:
-    case = replace(row(routing, "pose-4x4-20"), batch=0)
+    case = replace(routing.case("pose-4x4-20"), batch=0)
     for op in ops_of(host, routing, case, option)[:2]:
         host.begin()
         op()
@@ -141,7 +140,7 @@ def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: s
 @pytest.mark.parametrize("routing", [ATTENTION, GAUSSIAN], ids=str)
 def test_parents_in_many_blocks_take_few_launches(host: Host, routing: Routing) -> None:
     """One finds what all blocks know of a softmax (two where there is no room for that), and one goes on from there."""
-    case = replace(row(routing, "sweeps"), types=3, parents=30_000, groups="one", betas="11", turns=1)
+    case = replace(routing.case("sweeps"), types=3, parents=30_000, groups="one", betas="11", turns=1)
     forward, backward, _ = ops_of(host, routing, case)
     ordered = ops_of(host, routing, case, "ordered")[1]
     large = Host.moved([*routing.call(replace(case, types=80_000)).given.values()], 0)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from case_rows import OWN_POSES
 from cases import GPU_DTYPES, Case
 from cuda_on_cpu import build
-from cuda_rows import POSES, cases_of, every_cuda_case, row
 from cuda_target import GPU, MACHINE, ON_DEVICE, OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, POOLING, ROUTINGS, BackwardCall, Call, Routing
+from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing, gpu_cases
 from suite import drawn, every_routing, random_cases
 
 from fastcaps.rules import Rule
@@ -24,8 +24,25 @@ from fastcaps.rules import Rule
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
 
 
-def every_case(step: int = 1) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("routing", "case"), every_cuda_case(step), ids=str)
+ORDERED = ("padded", "primes", "one-position", "sweeps", "broken-children", "same-2x3", "conv")
+ROUNDED = ("plain-4x4-5", "plain-4x4-33", "pose-4x4", "conv", "plain-1x64-5", "bias-1x64", "sweeps")
+"""Cases that differ where sums have one order, and those of the kernels that may round to TF32, which attention has."""
+Run = tuple[Routing, Case, str]
+
+
+def every_run(pairs: bool = False) -> list[Run]:
+    """Return every kernel in the ways that it can run, once; with all ``pairs`` everything in all ways."""
+    found = [(one, case, "fast") for one in ROUTINGS for case in gpu_cases(one, pairs)]
+    for option in list(OPTIONS)[1:]:
+        for routing in ROUTINGS if option == "ordered" or pairs else (ATTENTION,):
+            names = ORDERED if option == "ordered" else ROUNDED if option in ("tf32", "tf32x3") else ROUNDED[2:5:2]
+            found += [(routing, case, option) for case in gpu_cases(routing) if pairs != (case.name in names)]
+    return found
+
+
+def every_way() -> pytest.MarkDecorator:
+    slow = [pytest.param(*run, marks=pytest.mark.slow) for run in every_run(pairs=True)]
+    return pytest.mark.parametrize(("routing", "case", "option"), [*every_run(), *slow], ids=str)
 
 
 def test_the_device_runs_these_too() -> None:
@@ -37,15 +54,8 @@ def test_the_device_runs_these_too() -> None:
 
 
 @on_every_target
-@every_case()
-def test_forward_and_every_gradient(routing: Routing, case: Case, target: Target) -> None:
-    target.check(routing, case)
-
-
-@on_every_target
-@pytest.mark.parametrize("option", ["ordered", "tf32", "tf32-ordered", "tf32x3", "tf32x3-ordered"])
-@every_case(5)
-def test_options(routing: Routing, case: Case, option: str, target: Target) -> None:
+@every_way()
+def test_forward_and_every_gradient(routing: Routing, case: Case, option: str, target: Target) -> None:
     target.check(routing, case, option)
 
 
@@ -85,9 +95,10 @@ def test_which_kernel_makes_three_products(pose: tuple[int, int, int], dtype: to
 
 @on_every_target
 @pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
-@every_case(9)
-def test_half_precision(routing: Routing, case: Case, dtype: torch.dtype, target: Target) -> None:
-    target.check(routing, replace(case, dtype=dtype))
+@pytest.mark.parametrize("name", ["pose-4x4", "pose-2x3", "primes", "padded", "sweeps"])
+@every_routing
+def test_half_precision(routing: Routing, name: str, dtype: torch.dtype, target: Target) -> None:
+    target.check(routing, replace(routing.case(name), dtype=dtype))
 
 
 def widened(given: dict[str, Any]) -> dict[str, Any]:
@@ -97,9 +108,13 @@ def widened(given: dict[str, Any]) -> dict[str, Any]:
 
 @on_every_target
 @pytest.mark.parametrize(
-    ("dtype", "layout"), [(torch.bfloat16, "plain"), (torch.float16, "offset"), (torch.float16, "plain")], ids=str
+    ("pose", "dtype", "layout"),
+    [
+        *((pose, torch.bfloat16, "plain") for pose in OWN_POSES),
+        *(((4, 4, 4), torch.float16, k) for k in ("plain", "offset")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("pose", POSES, ids=str)
 def test_half_precision_is_widened_and_nothing_else(
     pose: tuple[int, int, int], dtype: torch.dtype, layout: str, target: Target
 ) -> None:
@@ -132,9 +147,9 @@ def test_half_precision_is_widened_and_nothing_else(
 @every_routing
 def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: Target) -> None:
     """In every bit, forward and backward; where votes are the children, poses are seen as vectors on the way."""
-    case = Case(
-        "set", Rule({"attention": 2, "pooling": 2, "gaussian": 4}[routing.stem]), batch=3, types=7, parents=5,
-        pose=(4, 4, 4), groups=groups, bias="IM", gate="some", turns=2, layout="transposed",
+    case = routing.make(
+        "set", batch=3, types=7, parents=5, pose=(4, 4, 4), groups=groups, bias="IM",
+        gate="some", turns=2, layout="transposed",
     )  # fmt: skip
     one = taken(routing, case, "ordered")
     call, back = routing.call(one), routing.backward_call(case)
@@ -148,10 +163,10 @@ def test_a_set_is_a_grid_of_one_position(routing: Routing, groups: str, target: 
 
 @on_every_target
 @every_routing
-@drawn(40)
+@drawn(8)
 @given(
     data=st.data(),
-    pose=st.one_of(st.sampled_from(POSES[:2] + POSES[3:5]), st.tuples(*3 * [st.integers(1, 4)])),
+    pose=st.one_of(st.sampled_from(OWN_POSES[:2] + OWN_POSES[3:5]), st.tuples(*3 * [st.integers(1, 4)])),
     parents=st.one_of(st.integers(1, 6), st.integers(7, 40)),
     dtype=st.sampled_from(GPU_DTYPES[:2]),  # what exceeds float16 is none of its numbers
     option=st.sampled_from(list(OPTIONS)),
@@ -171,11 +186,12 @@ def test_random_calls(
 
 
 @on_every_target
-@pytest.mark.parametrize("option", ["fast", "ordered"])
-@pytest.mark.parametrize("name", ["padded", "primes", "pose-4x4-5"])
+@pytest.mark.parametrize(
+    ("name", "option"), [("padded", "fast"), ("padded", "ordered"), ("primes", "ordered"), ("pose-4x4", "fast")]
+)
 @every_routing
 def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, target: Target) -> None:
-    whole = routing.backward_call(replace(row(routing, name), turns=1))
+    whole = routing.backward_call(replace(routing.case(name), turns=1))
     everything = target.backward(whole, option)
     all_needs, names = whole.given["needs"], routing.gradients
     for needs in [1 << k for k in range(len(names))] + [0, 3, 6, 7]:
@@ -188,14 +204,7 @@ def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, 
 
 @on_every_target
 @pytest.mark.parametrize(
-    ("routing", "case", "option"),
-    [
-        (routing, case, option)
-        for option, step in (("ordered", 7), ("tf32-ordered", 13))
-        for routing, case in every_cuda_case(step)
-        if case.products < 8e6  # the largest take a minute each, and meet no order that smaller ones do not
-    ],
-    ids=str,
+    ("routing", "case", "option"), [run for run in every_run() if run[2].endswith("ordered")], ids=str
 )
 def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option: str, target: Target) -> None:
     """Whatever the order in which blocks and threads come: on a device that is chance, here it is chosen."""
@@ -214,7 +223,7 @@ def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option
 @every_routing
 def test_turns_add_up(routing: Routing, name: str, target: Target) -> None:
     """A backward of several turns is the sum of theirs."""
-    case = replace(row(routing, name), turns=3)
+    case = replace(routing.case(name), turns=3)
     whole = routing.backward_call(case)
     found = target.backward(whole)
     total: dict[str, Any] = {}
@@ -236,7 +245,7 @@ def test_turns_add_up(routing: Routing, name: str, target: Target) -> None:
 @on_every_target
 @every_routing
 def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Target) -> None:
-    case, state = row(routing, "primes"), routing.state[0]
+    case, state = routing.case("primes"), routing.state[0]
     given_all = routing.call(case).given
     wrong: list[tuple[str, dict[str, Any]]] = [
         (r"float64|Double", routing.call(replace(case, dtype=torch.float64)).given),
@@ -244,16 +253,16 @@ def test_what_the_kernels_do_not_take_is_an_error(routing: Routing, target: Targ
         ("weight is not for 12 parents", {**given_all, "parents": 12}),
         (f"{state} has shape", {**given_all, state: given_all[state][:1]}),
         ("has no rule 7", {**given_all, "rule": 7}),
-        ("turns, got 17", routing.call(replace(case, turns=17)).given),
+        ("iterations, got 17", routing.call(replace(case, turns=17)).given),
         ("512", routing.call(replace(case, types=1, parents=1, pose=(27, 2, 19), bias=None)).given),
     ]
-    if routing is not POOLING:
+    if routing.competing:
         many = replace(case, types=2, parents=1100, pose=(4, 4, 4), bias=None, betas="11", turns=2)
         wrong.append(("1100 parents take several blocks", routing.call(many).given))
     for message, each in wrong:
         with pytest.raises(RuntimeError, match=message):
             target.forward(Call(routing, each, {}))
-    with pytest.raises(RuntimeError, match="of one turn, got 2"):
+    with pytest.raises(RuntimeError, match="of one iteration, got 2"):
         target.backward(routing.backward_call(replace(case, turns=2), needs=16))
 
 
@@ -266,16 +275,15 @@ def test_which_routings_take_one_launch() -> None:
     many = replace(one, types=7, parents=1100)
     assert ["1100 parents" in answer for answer in refusals(many)] == [True, False, True] and refusals(many)[1] == ""
     assert all("20000 children" in answer for answer in refusals(replace(one, batch=1, types=20_000, groups="one")))
-    assert all("17 turns" in answer for answer in refusals(replace(one, turns=17)))
+    assert all("17 iterations" in answer for answer in refusals(replace(one, turns=17)))
     small = refusals(replace(one, types=2, pose=(8, 64, 64)), machine=(4, 1 << 10))
     assert all("shared memory" in answer for answer in small)
 
 
 @on_every_target
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
-@pytest.mark.parametrize("parents", [10, 11, 16, 17, 64])
-@pytest.mark.parametrize("pose", [(1, 64, 64), (4, 4, 4)], ids=str)
+@pytest.mark.parametrize("option", ["fast", "tf32", "tf32x3-ordered"])
+@pytest.mark.parametrize("dtype", GPU_DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("pose", "parents"), [*(((1, 64, 64), m) for m in (10, 11, 16, 17)), ((4, 4, 4), 64)], ids=str)
 def test_what_is_promised_runs(
     pose: tuple[int, int, int], parents: int, dtype: torch.dtype, option: str, target: Target
 ) -> None:
@@ -296,17 +304,16 @@ def test_what_is_promised_runs(
 def test_every_kernel_has_a_case(routing: Routing) -> None:
     """A compiled path without a case is a path without proof."""
     met: dict[str, set[str]] = {}
-    for case in cases_of(routing):
-        for option in OPTIONS:
-            for backward in (False, True):
-                one = case if backward else taken(routing, case, option)
-                answer = ask("schedule", *question(routing, one, option, backward))
-                for field in answer.split(";text=")[0].split(";"):
-                    key, value = field.split("=")
-                    single = key in ("kernel", "turns")
-                    met.setdefault(key, set()).add(value if single else "one" if value == "1" else "several")
+    for _, case, option in (run for run in every_run() if run[0] is routing):
+        for backward in (False, True):
+            one = case if backward else taken(routing, case, option)
+            answer = ask("schedule", *question(routing, one, option, backward))
+            for field in answer.split(";text=")[0].split(";"):
+                key, value = field.split("=")
+                single = key in ("kernel", "iterations")
+                met.setdefault(key, set()).add(value if single else "one" if value == "1" else "several")
     assert met["kernel"] == set(ask("kernels", routing.stem).split(";"))
-    assert met["turns"] == {"one", "fused"}
+    assert met["iterations"] == {"one", "fused"}
     for key in ("parent_warps", "position_warps", "ranges", "sweeps", "stage", "blocks"):
         assert met[key] == {"one", "several"}, key
 
@@ -314,7 +321,10 @@ def test_every_kernel_has_a_case(routing: Routing) -> None:
 def test_the_library_says_what_it_cannot_take() -> None:
     assert ask("refusal", "attention", 4, 4, 4, 1) == "" == ask("refusal", "gaussian", 1, 64, 64, 0)
     assert "512" in ask("refusal", "pooling", 30, 30, 30, 1)
-    _, sizes, facts = question(ATTENTION, row(ATTENTION, "papers-c10-conv"))
+    _, sizes, facts = question(ATTENTION, replace(ATTENTION.case("conv"), turns=1))
+    unknown = [ask(name, "capsule", sizes, facts) for name in ("schedule", "routing_refusal")]
+    unknown += [ask("refusal", "capsule", 4, 4, 4, 1), ask("kernels", "capsule")]
+    assert all("no op capsule" in answer for answer in unknown), unknown
     told = ask("schedule", "attention", sizes, facts)
-    assert told.startswith("kernel=forward 4x4->4x4 32 parents a warp plain;turns=one;")
+    assert told.startswith("kernel=forward 4x4->4x4 32 parents a warp lean;iterations=one;")
     assert "4x4" in told.split(";text=")[1] and MACHINE[0] == facts[6]

@@ -147,6 +147,8 @@ def test_errors_name_the_argument() -> None:
 def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
     rich = pytest.importorskip("rich.console")
     pytest.importorskip("matplotlib")
+    from fastcaps import viz
+
     dying = LayerDiagnosis("below", "DynamicRouting", "length", (0.5, 0.001), (1,), "children", 0.25, 0.0, 1e-3)
     plain = LayerDiagnosis("above", "CapFC", "length", (0.5,), (), "", None, None, None)
     found = Diagnosis((dying, plain), 3, 0.01, 1.25)
@@ -166,6 +168,6 @@ def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
     console = rich.Console(width=100, file=io.StringIO())
     console.print(found)
     assert "DynamicRouting" in console.file.getvalue() and "0.250" in console.file.getvalue()
-    drawn = found.picture(tmp_path / "found.svg").read_text()
+    drawn = viz.diagnosis(found, tmp_path / "found.svg").read_text()
     alive = Diagnosis((LayerDiagnosis(**{**vars(dying), "dead": ()}), plain), 3, 0.01, 1.25)
-    assert drawn.count("<svg") == 1 and drawn != alive.picture(tmp_path / "alive.svg").read_text()
+    assert drawn.count("<svg") == 1 and drawn != viz.diagnosis(alive, tmp_path / "alive.svg").read_text()

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastcaps
 from fastcaps import Window, backends, functional, libraries
-from fastcaps.explanation import Explanation
+from fastcaps.functional.explanation import Explanation
 from fastcaps.votes import SET_WINDOW, Votes
 
 needs_fake_gpu_tensors = pytest.mark.skipif(
@@ -257,57 +257,31 @@ def test_a_product_that_would_not_be_made_of_three_is_left_to_our_kernel(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_options_follow_the_settings_of_torch_without_a_warning(settings_kept: None, deterministic: bool) -> None:
+    """Three products of one are asked for inside a block, where one may be rounded."""
     torch.use_deterministic_algorithms(deterministic)
-    bits = backends.DETERMINISTIC if deterministic else 0
+    matmul, bits = torch.backends.cuda.matmul, backends.DETERMINISTIC if deterministic else 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backends._options(GPU) == bits and backends._options(torch.device("cpu")) == 0
-        for precision, tf32 in (("high", True), ("medium", True), ("highest", False)):
-            torch.set_float32_matmul_precision(precision)
-            assert backends._options(GPU) == bits | tf32 * backends.ALLOW_TF32
-        for allowed in (True, False):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            assert backends._options(GPU) == bits | allowed * backends.ALLOW_TF32
-        for precision, tf32 in (("tf32", True), ("ieee", False)):
-            torch.backends.cuda.matmul.fp32_precision = precision
-            assert backends._options(GPU) == bits | tf32 * backends.ALLOW_TF32
-
-
-def test_three_products_are_asked_for_inside_a_block_where_one_is_allowed(settings_kept: None) -> None:
-    one, three = backends.ALLOW_TF32, backends.ALLOW_TF32 | backends.TF32X3
-    for precision, outside, inside in (("highest", 0, 0), ("high", one, three)):
-        torch.set_float32_matmul_precision(precision)
-        with backends.tf32x3():
-            assert backends._options(GPU) == inside and backends._options(torch.device("cpu")) == 0
-            with pytest.raises(ZeroDivisionError), backends.tf32x3(False):
-                assert backends._options(GPU) == outside
-                _ = 1 / 0
-            assert backends._options(GPU) == inside
-        assert backends._options(GPU) == outside
+        for change, tf32 in (
+            (lambda: torch.set_float32_matmul_precision("high"), True),
+            (lambda: torch.set_float32_matmul_precision("highest"), False),
+            (lambda: setattr(matmul, "allow_tf32", True), True),
+            (lambda: setattr(matmul, "fp32_precision", "ieee"), False),
+        ):
+            change()
+            one = bits | tf32 * backends.ALLOW_TF32
+            assert backends._options(GPU) == one and backends._options(torch.device("cpu")) == 0
+            with backends.tf32x3():
+                assert backends._options(GPU) == one | tf32 * backends.TF32X3
+                with pytest.raises(ZeroDivisionError), backends.tf32x3(False):
+                    assert backends._options(GPU) == one
+                    _ = 1 / 0
+                assert backends._options(GPU) == one | tf32 * backends.TF32X3
+    with pytest.raises(TypeError, match=r"wanted must be a bool, got .*@tf32x3\(\)"):
+        backends.tf32x3(print)  # type: ignore[arg-type]
 
 
 # ---- what the chosen backend is given --------------------------------------------------------------------------------
-
-
-@every_routing
-@pytest.mark.parametrize("name", ["cuda", "triton"])
-@pytest.mark.parametrize("options", [0, 3])
-def test_arguments_and_settings_reach_the_backend(
-    routing: Routing, name: str, options: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both functions get what the ops got but the flags, and the settings of the moment at the end."""
-    monkeypatch.setattr(backends, "_options", lambda _: options)
-    seen = serve(monkeypatch, name)
-    call = routing.call(replace(routing.case("padded"), turns=1, dtype=torch.float64))
-    found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
-    for key, value in wanted.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
-    backward = len(routing.backward_op._schema.arguments)
-    assert [(one, len(given)) for one, given in seen] == [
-        (routing.name, len(call.given) + 1),
-        (f"{routing.name}_backward", backward + 1),
-    ]
-    assert all(given[-1] == options for _, given in seen)
 
 
 @every_routing
@@ -315,7 +289,11 @@ def test_arguments_and_settings_reach_the_backend(
 def test_turns_are_one_call_where_the_library_takes_them(
     routing: Routing, name: str, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere a turn a call; the backward asks every turn that has parents for their gradient."""
+    """Elsewhere an iteration a call; the backward asks every one that has parents for their gradient.
+
+    Kernels get what the ops got but the flags, and the settings of the moment at the end.
+    """
+    monkeypatch.setattr(backends, "_options", lambda _: 3)
     seen = serve(monkeypatch, name, lambda: refusal)
     call = routing.call(replace(routing.case("padded"), turns=3, dtype=torch.float64))
     found, wanted = call.training(Call.by_op), call.training(Call.by_loop)
@@ -323,6 +301,8 @@ def test_turns_are_one_call_where_the_library_takes_them(
         torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-9)
     forward = 1 if name == "cuda" and not refusal else 3
     assert [one for one, _ in seen] == [routing.name] * forward + [f"{routing.name}_backward"] * 3
+    counts = {routing.name: len(call.given), f"{routing.name}_backward": len(routing.backward_op._schema.arguments)}
+    assert all(given[-1] == 3 and len(given) == counts[one] + 1 for one, given in seen)
 
 
 def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
@@ -335,29 +315,13 @@ def test_the_library_is_asked_with_every_fact(gpu: pytest.MonkeyPatch) -> None:
             return "no"
 
     gpu.setattr(libraries, "library", lambda name: Asked())
-    routing = fastcaps.ops.attention_routing
     with torch.device("meta"):
         votes = Votes(torch.empty(2, 1, 1, 5, 4, 4), None, torch.empty(1, 3, 4, 4), None, 3, SET_WINDOW)
     call = backends.Call("attention", GPU, torch.bfloat16, POSE, 3, False, backends.ALLOW_TF32)
-    own = (None, None, None, 1.0, 0.0, 2)
-    assert backends.takes_turns(call, routing, (*votes, *own, 1, False, False)) and not heard
-    assert not backends.takes_turns(call, routing, (*votes, *own, 3, False, False))
+    assert backends.takes_iterations(call, votes, 1, False) and not heard
+    assert not backends.takes_iterations(call, votes, 3, False)
     sizes = [2, 1, 1, 5, 4, 4, 1, 1, 3, 4, 0, *SET_WINDOW]
     assert heard == [("fastcaps_cuda_routing_refusal", "attention", sizes, [0, 2, 1, 0, 3, 2, 132, 232448])]
-
-
-@pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_compile_fullgraph_with_a_forced_backend(name: str) -> None:
-    """The question whether the forced backend can take the call is answered while tracing, dynamic shapes or not."""
-    if not backends.native_serves() and name == "cpu":
-        pytest.skip("no native library here")
-    torch._dynamo.reset()
-    children, weight, parents = torch.randn(2, 5, 2, 2), torch.randn(5, 3, 2, 2), torch.randn(2, 3, 2, 2)
-    for dynamic in (False, True):
-        run = torch.compile(functional.inverted_attention_routing, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-        with fastcaps.backend(name):
-            wanted = functional.inverted_attention_routing(children, weight, parents)
-            torch.testing.assert_close(run(children, weight, parents), wanted)
 
 
 @every_routing
@@ -384,9 +348,3 @@ def test_the_triton_kernels_serve_a_call_through_the_choice(routing: Routing) ->
     environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and "served" in done.stdout, done.stderr
-
-
-def test_three_products_are_wanted_or_not() -> None:
-    for wrong in ("no", print):
-        with pytest.raises(TypeError, match=r"wanted must be a bool, got .*@tf32x3\(\)"):
-            backends.tf32x3(wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The tools that look for faults find them: the fuzzer and the planted faults."""
+"""The tools that look for faults find them: the fuzzer, the planted faults, the calls for a sanitizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from registry import Call
 from suite import native_only
 
-from tools import faults, fuzz, sanitizers
+from fastcaps.rules import Rule
+from tools import faults, fuzz, sanitize, sanitizers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,12 +37,17 @@ def test_a_few_calls_of_every_other_kind(kind: str) -> None:
     assert fuzz.run_seed(0, [kind], 2)
 
 
-def test_the_sanitizers_run_all_if_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    for name in sanitizers.RUNS:
-        monkeypatch.setitem(sanitizers.RUNS, name, lambda short, name=name: not short and not ran.append(name))
-    assert sanitizers.main([]) == 0 and ran == list(sanitizers.RUNS)
-    assert sanitizers.main(["thread", "--short"]) == 1
+def test_the_calls_for_the_sanitizer_are_held_to_the_rule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = " ".join(sanitize.calls())
+    assert all(name in names for name in (*Rule.__members__, *sanitize.ROWS))
+    few = ["--device", "cpu", "--only", "pose-2x3"]
+    assert sanitize.main(few) == 0 and "ok     attention LAYER_NORM pose-2x3, free" in capsys.readouterr().out
+    right = Call.by_op
+    monkeypatch.setattr(Call, "by_op", lambda call: {name: 1.01 * result for name, result in right(call).items()})
+    assert sanitize.main(few) == 1
+    assert "WRONG  attention LAYER_NORM pose-2x3, free" in capsys.readouterr().out
 
 
 @pytest.mark.slow

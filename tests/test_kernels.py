@@ -1,6 +1,7 @@
 """Every routing as whatever serves the CPU here, against the oracle: results, every gradient, and the same bits.
 
-A result errs at most what ``tools.judge.Bar`` allows: twice what eager torch of the same dtype errs, and rounding.
+A result errs at most what ``fastcaps._testing.judge.Bar`` allows: twice what eager torch of the same dtype errs, and
+rounding.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LAYOUTS, WINDOWS, Case
+from cases import WINDOWS, Case
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
-from suite import cases_named, cases_where, drawn, every_routing, is_named, native_only, random_cases
+from suite import cases_named, cases_where, drawn, every_routing, native_only, random_cases
 from torch import Tensor
 
 from fastcaps import backends, ops
@@ -36,42 +37,30 @@ def by_op(call: Call) -> dict[str, Tensor]:
     return results
 
 
-def reverse(routing: Routing) -> Any:
-    """Return the backward of whatever serves the CPU."""
-    return routing.backward_op
+def held(call: Call) -> None:
+    call.bar().hold(call.training(by_op))
 
 
-@cases_where(lambda case: not is_named(case))
+@cases_where()
 def test_results_and_gradients(routing: Routing, case: Case) -> None:
+    """By autograd; and by the backward, with parents of its own for every turn: what turns share, in one call."""
     routing.bar(case).hold(routing.call(case).training(by_op))
-
-
-@cases_where(is_named)
-def test_named_paths(routing: Routing, case: Case) -> None:
-    """Their backward as well, with parents of its own for every turn: all gradients that turns share, in one call."""
-    routing.bar(case).hold(routing.call(case).training(by_op))
-    found = routing.backward_call(case).results(reverse(routing))
+    found = routing.backward_call(case).results(routing.backward_op)
     assert all(gradient.is_contiguous() for gradient in found.values())
     routing.backward_bar(case).hold(found)
 
 
-@cases_where(lambda case: case.turns == 3 and not is_named(case))
-def test_the_backward_of_many_turns(routing: Routing, case: Case) -> None:
-    routing.backward_bar(case).hold(routing.backward_call(case).results(reverse(routing)))
-
-
 @every_routing
-@drawn(40)
+@drawn(10)
 @given(data=st.data(), seed=st.integers(0, 9))
 def test_random_calls(routing: Routing, data: st.DataObject, seed: int) -> None:
-    call = routing.call(data.draw(random_cases(routing)), seed)
-    call.bar().hold(call.training(by_op))
+    held(routing.call(data.draw(random_cases(routing)), seed))
 
 
 # ---- digits, NaN and infinity ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("routing", [ATTENTION, POOLING], ids=lambda routing: routing.stem)
+@pytest.mark.parametrize("routing", [one for one in ROUTINGS if Rule.SQUASH in one.rules], ids=str)
 @pytest.mark.parametrize(("parents", "turns"), [(1, 1), (3, 2)])
 def test_squash_in_bfloat16(routing: Routing, parents: int, turns: int) -> None:
     """What is squashed, and the gradient of what was, is not rounded before: no other rounding hides it."""
@@ -128,38 +117,20 @@ def test_a_parent_whom_hardly_a_child_chose(batch: int, types: int, log_weight: 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def held(call: Call) -> None:
-    call.bar().hold(call.training(by_op))
-
-
 @every_routing
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "plain"])
-@pytest.mark.parametrize("name", ["padded", "primes", "sharing-float32"])
-def test_any_strides(routing: Routing, layout: str, name: str) -> None:
-    case = replace(routing.case(name), layout=layout)
-    routing.bar(case).hold(routing.call(case).training(by_op))
-
-
-@every_routing
-@pytest.mark.parametrize("name", ["padded", "primes"])
-def test_one_argument_has_strides_of_0(routing: Routing, name: str) -> None:
-    """In its first dimension, and then in all but the last."""
-    call = routing.call(routing.case(name))
+def test_one_argument_has_strides_of_0(routing: Routing) -> None:
+    """In its first dimension, and then in all but the last: the same as with as many numbers in memory."""
+    call = routing.call(routing.case("padded"))
     for k in range(len(call.tensors)):
         for kept in (1, -1):
             tensors = call.tensors
             whole = tensors[k]
             start = whole[:1] if kept == 1 else whole[(slice(0, 1),) * (whole.dim() - 1)]
             tensors[k] = start.clone().expand(whole.shape)
-            held(call.having(tensors))
-
-
-@every_routing
-@pytest.mark.parametrize("name", ["padded", "stay-float32"])
-def test_gradients_that_are_one_number(routing: Routing, name: str) -> None:
-    call = routing.call(routing.case(name))
-    grads = [torch.full((), 0.7, dtype=g.dtype).expand(g.shape) for g in call.grads.values()]
-    held(call.having([*call.tensors[: len(call.names)], *grads]))
+            found = call.having(tensors).training(by_op)
+            tensors[k] = tensors[k].contiguous()
+            for name, value in call.having(tensors).training(by_op).items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("only", GAUSSIAN.results)
@@ -177,11 +148,11 @@ def test_a_gradient_of_one_result_alone(rule: Rule, only: str) -> None:
 @pytest.mark.parametrize("name", ["padded", "primes", "children-float32", "sharing-float64", "twice-positions-float32"])
 def test_only_the_gradients_asked_for(routing: Routing, name: str) -> None:
     case = replace(routing.case(name), turns=1)
-    everything = routing.backward_call(case).results(reverse(routing))
+    everything = routing.backward_call(case).results(routing.backward_op)
     bits = {name: 1 << k for k, name in enumerate(routing.gradients)}
     for wanted in [{name} for name in everything] + [set(), {"dchildren", "dweight"}, {"dweight", "dgate"}]:
         call = routing.backward_call(case, needs=sum(bits[name] for name in wanted))
-        found = call.results(reverse(routing))
+        found = call.results(routing.backward_op)
         assert found.keys() == wanted & everything.keys()
         for one, gradient in found.items():
             scale = everything[one].abs().max()
@@ -195,13 +166,13 @@ def test_attention_over_votes_that_are_the_children(batch: int, types: int, bias
         options: dict[str, Any] = {"pose": (2, 3, 3), "groups": "none", "bias": bias, "turns": 2, "gate": "some"}
         case = Case("same", rule, batch, types=types, dtype=dtype, **options)
         held(ATTENTION.call(case))
-        ATTENTION.backward_bar(case).hold(ATTENTION.backward_call(case).results(reverse(ATTENTION)))
+        ATTENTION.backward_bar(case).hold(ATTENTION.backward_call(case).results(ATTENTION.backward_op))
 
 
 @every_routing
 def test_turns_over_ranges_of_children(routing: Routing) -> None:
     """Too many children to stay over turns: every range waits for the turn before, whose parents it reads back."""
-    held(routing.call(replace(routing.case("ranges-float32"), batch=2, types=900, parents=8, turns=3)))
+    held(routing.call(replace(routing.case("ranges"), batch=2, types=900, parents=8, turns=3)))
 
 
 @every_routing
@@ -210,7 +181,7 @@ def test_groups_of_samples_that_end_within_a_vector(routing: Routing, dtype: tor
     """The backward of two groups of 45 positions: the last lanes of the first are nobody's, not the second's."""
     case = replace(routing.case("stay-float32"), batch=10, grid=(5, 5), types=1, parents=8, turns=1, dtype=dtype)
     case = replace(case, window=(3, 3, 1, 1, 0, 0, 1, 1))
-    routing.backward_bar(case).hold(routing.backward_call(case).results(reverse(routing)))
+    routing.backward_bar(case).hold(routing.backward_call(case).results(routing.backward_op))
 
 
 @every_routing
@@ -223,10 +194,10 @@ def test_a_backward_takes_its_turns_as_they_lie(routing: Routing) -> None:
     ):
         heads = {n: v if call.given[n] is None else head(v) for n, v in call.given.items() if n in routing.grads}
         other = BackwardCall(routing, {**call.given, **heads})
-        other.bar().hold(other.results(reverse(routing)))
+        other.bar().hold(other.results(routing.backward_op))
 
 
-@pytest.mark.parametrize("routing", ROUTINGS[:2], ids=str)
+@pytest.mark.parametrize("routing", [one for one in ROUTINGS if one.by_shares], ids=str)
 def test_detached_coefficients_are_constants(routing: Routing) -> None:
     """No gradient reaches the query, nor the gate of pooling; the bar is that of the same call by the reference."""
     for name in ("padded", "primes", "sharing-float32"):
@@ -234,8 +205,8 @@ def test_detached_coefficients_are_constants(routing: Routing) -> None:
         routing.bar(case).hold(routing.call(case).training(by_op))
         call = routing.backward_call(replace(case, turns=1))
         assert call.given["needs"] & DETACH
-        found = call.results(reverse(routing))
-        assert (found["dquery"] == 0).all() and (routing.stem == "attention" or (found["dgate"] == 0).all())
+        found = call.results(routing.backward_op)
+        assert all((found[f"d{name}"] == 0).all() for name in routing.by_shares)
 
 
 @every_routing
@@ -280,12 +251,16 @@ def threads() -> Iterator[None]:
 
 def bits(routing: Routing, case: Case) -> list[bytes]:
     call, back = routing.call(case), routing.backward_call(case)
-    found = [*call.training(by_op).values(), *back.results(reverse(routing)).values()]
+    found = [*call.training(by_op).values(), *back.results(routing.backward_op).values()]
     return [one.contiguous().flatten().view(torch.uint8).numpy().tobytes() for one in found]
 
 
 @native_only
-@cases_where(lambda case: is_named(case) or case.name[:3].endswith("5"))
+@cases_named([
+    "twice-positions-float32", "twice-children-float32", "children-float64", "sharing-float32", "ranges", "conv",
+    "stay-float32", "rows-float32", "sharing-by-type", "folded-4x4", "folded-sharing-4x4", "folded-types",
+    "same-any-float32", "same-any-children", "padded", "primes",
+])  # fmt: skip
 def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threads: None) -> None:
     found = []
     for count in (1, 2, 3, 3):
@@ -325,7 +300,7 @@ def test_every_instruction_set(level: str) -> None:
     if seen.stdout.strip() == "None":
         pytest.skip(f"{level} is not built, or this processor does not have it")
     assert seen.stdout.strip() == level
-    selected = "test_named_paths or test_detached or test_only_the_gradients"
+    selected = "(test_results and (float or folded or same)) or test_detached or test_only_the_gradients"
     options = ("-q", "-x", "-p", "no:cacheprovider", "--require-native", "-k", selected)
     done = _python(level, "-m", "pytest", *options, str(TESTS / "test_kernels.py"))
     assert done.returncode == 0, done.stdout[-3000:]
@@ -393,14 +368,51 @@ def test_variances_of_votes_far_from_zero_and_of_tight_clusters(shift: float) ->
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
 
 
+LONELY = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children
+    "one-child": (2, 1, 3, (4, 4, 4), "one"),
+    "one-child-16": (16, 1, 3, (4, 4, 4), "one"),
+    "one-child-vector": (2, 1, 5, (1, 8, 16), "one"),
+    "one-child-large-pose": (8, 1, 2, (16, 8, 6), "one"),
+    "more-parents": (19, 8, 10, (4, 4, 4), "own"),
+    "more-parents-shared": (1, 24, 40, (1, 8, 16), "one"),
+    "children-in-lanes": (1, 20, 30, (2, 3, 2), "own"),
+}
+
+
 @native_only
-@cases_named(["one-effective-child", "few-effective-children", "one-effective-child-heinsen"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parents_of_about_one_child(routing: Routing, case: Case, dtype: torch.dtype) -> None:
-    for seed in range(3):
-        for parents in (1, 3, 17):
-            call = routing.call(replace(case, dtype=dtype, parents=parents), seed)
-            call.bar().hold(call.training(by_op))
+@pytest.mark.parametrize("eps", [1e-5, 1e-8, 1e-2], ids=str)
+@pytest.mark.parametrize("shape", LONELY)
+@pytest.mark.parametrize("rule", [Rule.EM, Rule.HEINSEN], ids=lambda rule: rule.name)
+def test_parents_of_about_one_child(rule: Rule, shape: str, eps: float) -> None:
+    """Variances are rounding beside their means, and gradients differences of numbers a hundred thousand times theirs.
+
+    Eager autograd loses nothing there: it meets the same rounded numbers on the way back. Of six draws of the
+    numbers at most one may err more: eager is lucky now and then.
+    """
+    batch, types, parents, pose, groups = LONELY[shape]
+    case = Case(shape, rule, batch, types=types, parents=parents, pose=pose, groups=groups, gate="some", start=False,
+                turns=3, eps=eps, betas="1M")  # fmt: skip
+    calls = [GAUSSIAN.call(case, seed) for seed in range(6)]
+    wrong = [found for call in calls if (found := call.bar().judge(call.training(by_op)).complaints)]
+    assert len(wrong) <= 1, wrong
+
+
+@native_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("batch", [2, 5, 19])
+def test_a_sample_has_the_same_bits_beside_any_other(batch: int, dtype: torch.dtype) -> None:
+    """What is done for a parent with little variance is not done for those who share a vector with it."""
+    case = Case(
+        "beside", Rule.EM, batch, types=7, parents=5, pose=(4, 4, 4), bias="IM", turns=2, betas="M", dtype=dtype
+    )
+    call = GAUSSIAN.call(case)
+    clean = call.training(Call.by_op)
+    for name, number in (("log_weight", torch.nan), ("children", 1e4), ("children", torch.inf), ("mean", torch.nan)):
+        other = call.given[name].clone()
+        other[0] = number
+        found = replace(call, given={**call.given, name: other}).training(Call.by_op)
+        for result in (*GAUSSIAN.results, "dchildren", "dmean", "dvariance", "dlog_weight"):
+            assert torch.equal(found[result][1:], clean[result][1:]), (name, result)
 
 
 def test_detached_pooling_of_a_broken_query() -> None:
@@ -411,7 +423,7 @@ def test_detached_pooling_of_a_broken_query() -> None:
         children[0, 1, 0, 0] = torch.nan
     weight = torch.randn(20, 4, 1, 5)
     votes = Votes.of(children, weight, None, gate, None)
-    parents = ops.pooling_routing(votes, None, 1.0, False, int(Rule.UNIT), 2, True, False)[0]
+    parents = ops.pooling_routing(votes, ops.Pooling(rule=int(Rule.UNIT), iterations=2, detach=True))[0]
     (found,) = torch.autograd.grad(parents, children, torch.ones_like(parents))
     assert (found[0, ::3] == 0).all() and found[0, 1:3].isnan().all() and found[1].isfinite().all()
 

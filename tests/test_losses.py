@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
-
 import pytest
 import torch
 
@@ -20,12 +17,6 @@ from fastcaps.vectors import squash, unit
 
 LENGTHS = torch.tensor([[0.95, 0.4, 0.05], [0.2, 0.5, 0.3]], dtype=torch.float64)
 LABELS = torch.tensor([0, 2])
-
-
-@pytest.mark.parametrize("name", ["fastcaps.losses", "fastcaps.vectors"])
-def test_examples(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(name))
-    assert result.attempted > 0 and result.failed == 0
 
 
 def test_margin_loss_by_hand() -> None:

@@ -7,6 +7,7 @@ gradients.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory cannot be reset on this system"),
 ]
 
-MEASURE = """
+STEP = """
 import torch
 from fastcaps import Window, functional
 
@@ -27,114 +28,81 @@ def status(name):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
-def run(batch, many):
-    children = torch.randn(batch, {types}, {size}, {size}, {rows}, {columns}, requires_grad=True)
-    weight = torch.randn({groups}, many, {columns}, {columns}, requires_grad=True)
-    window = Window({kernel}, {stride})
-    out = window.output_size({size}, {size})
-    parents = torch.randn(batch, many, *out, {rows}, {columns}, requires_grad=True)
-    inputs = (children, weight, parents) if {routed} else (children, weight)
-    grad = torch.randn_like(parents)
+{step}
+
+def grown(*sizes):
+    inputs, run = step(*sizes)
     torch.ones(1).add_(1)
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")
     before = status("VmRSS")
-    routed = functional.inverted_attention_routing(*inputs, window=window)
-    gradients = torch.autograd.grad(routed, inputs, grad)
-    kept = sum(t.numel() * t.element_size() for t in (routed, *gradients)) / 2**20
+    found = run()
+    gradients = torch.autograd.grad(found, inputs, [torch.ones_like(one) for one in found])
+    kept = sum(one.numel() * one.element_size() for one in (*found, *gradients)) / 2**20
     return status("VmHWM") - before - kept
 
-run(1, {many})  # libraries, thread pools, code that is read on first use
-print(run({batch}, {many}))
+grown(*{few})  # libraries, thread pools, code that is read on first use
+print(grown(*{sizes}))
 """
+ATTENTION = """
+def step(batch, types, many, size, rows, columns, groups, kernel, stride, routed):
+    children = torch.randn(batch, types, size, size, rows, columns, requires_grad=True)
+    weight = torch.randn(groups, many, columns, columns, requires_grad=True)
+    window = Window(kernel, stride)
+    parents = torch.randn(batch, many, *window.output_size(size, size), rows, columns, requires_grad=True)
+    inputs = (children, weight, parents) if routed else (children, weight)
+    return inputs, lambda: [functional.inverted_attention_routing(*inputs, window=window)]
+"""
+HEINSEN = """
+def step(many, parents):
+    children, scores = torch.randn(1, many, 1, 16, requires_grad=True), torch.randn(1, many, requires_grad=True)
+    weight = torch.randn(1, parents, 16, 16).mul_(0.25).requires_grad_()
+    betas = torch.randn(1, parents), torch.randn(1, parents)
+    run = lambda: functional.heinsen_routing(children, scores, weight, None, *betas, iterations=2)[:3]
+    return (children, weight, scores), run
+"""
+CONV1 = (32, 32, 32, 16, 4, 4, 288, 3, 2)
+SET = (128, 800, 10, 1, 4, 4, 800, 1, 1)
+SHARED = (1, 100_000, 64, 1, 1, 16, 1, 1, 1)
+"""Batch, children's types, parents, height and width, rows and columns of a pose, groups, kernel, stride."""
 
-NAMES = ("types", "many", "size", "rows", "columns", "groups", "kernel", "stride", "batch")
-CONV1 = dict(zip(NAMES, (32, 32, 16, 4, 4, 288, 3, 2, 32), strict=True))
-SET = dict(zip(NAMES, (800, 10, 1, 4, 4, 800, 1, 1, 128), strict=True))
-SHARED = dict(zip(NAMES, (100_000, 64, 1, 1, 16, 1, 1, 1, 1), strict=True))
 
-
-def growth(**settings: object) -> float:
+def growth(step: str, sizes: tuple[object, ...], few: tuple[object, ...], **variables: str) -> float:
     """Return by how many MB a fresh process grows in a forward and backward beyond what it keeps."""
-    root = Path(__file__).resolve().parents[1]
+    script = STEP.format(step=step, sizes=sizes, few=few)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEASURE.format(**settings)], capture_output=True, text=True, cwd=root
-    )
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True,
+        cwd=Path(__file__).resolve().parents[1], env={**os.environ, **variables},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 
+def growth_of_attention(sizes: tuple[int, ...], routed: bool, **variables: str) -> float:
+    return growth(ATTENTION, (*sizes, routed), (1, *sizes[1:], routed), **variables)
+
+
 @native_only
-@pytest.mark.parametrize(
-    ("settings", "votes"), [(CONV1, 925), (SET, 66), (SHARED, 410)], ids=["conv1", "set", "many-children"]
-)
-def test_a_routed_step_stays_within_64_mb(settings: dict[str, int], votes: int) -> None:
-    found = growth(routed=True, **settings)
+@pytest.mark.parametrize(("sizes", "votes"), [(CONV1, 925), (SET, 66), (SHARED, 410)], ids=["conv1", "set", "many"])
+def test_a_routed_step_stays_within_64_mb(sizes: tuple[int, ...], votes: int) -> None:
+    found = growth_of_attention(sizes, routed=True)
     assert found <= min(64, votes), f"grew by {found:.0f} MB where votes would be {votes} MB"
 
 
-@pytest.mark.parametrize("settings", [CONV1, SHARED], ids=["conv1", "many-children"])
-def test_a_uniform_step_stays_within_64_mb(settings: dict[str, int]) -> None:
-    found = growth(routed=False, **settings)
+@pytest.mark.parametrize("sizes", [CONV1, SHARED], ids=["conv1", "many"])
+def test_a_uniform_step_stays_within_64_mb(sizes: tuple[int, ...]) -> None:
+    found = growth_of_attention(sizes, routed=False)
     assert found <= 64, f"grew by {found:.0f} MB"
 
 
 def test_the_measurement_sees_votes() -> None:
     """The reference, which stores votes, must show: else the tests above could not fail."""
-    import os
-
-    before = os.environ.get("FASTCAPS_BACKEND")
-    os.environ["FASTCAPS_BACKEND"] = "reference"
-    try:
-        found = growth(routed=True, **{**CONV1, "batch": 4})
-    finally:
-        if before is None:
-            del os.environ["FASTCAPS_BACKEND"]
-        else:
-            os.environ["FASTCAPS_BACKEND"] = before
-    assert found > 115  # the votes of batch 4, once
-
-
-HEINSEN = """
-import torch
-from fastcaps import functional
-
-def status(name):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
-
-def run(many, parents):
-    children = torch.randn(1, many, 1, 16, requires_grad=True)
-    weight = torch.randn(1, parents, 16, 16).mul_(0.25).requires_grad_()
-    scores = torch.randn(1, many, requires_grad=True)
-    uses, ignores = torch.randn(1, parents), torch.randn(1, parents)
-    inputs = children, weight, scores
-    torch.ones(1).add_(1)
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")
-    before = status("VmRSS")
-    found = functional.heinsen_routing(children, scores, weight, None, uses, ignores, iterations=2)[:3]
-    gradients = torch.autograd.grad(found, inputs, [torch.ones_like(x) for x in found])
-    kept = sum(t.numel() * t.element_size() for t in (*found, *gradients)) / 2**20
-    return status("VmHWM") - before - kept
-
-run(100, 3)  # libraries, thread pools, code that is read on first use
-print(run({many}, {parents}))
-"""
+    assert growth_of_attention((4, *CONV1[1:]), routed=True, FASTCAPS_BACKEND="reference") > 115  # those of batch 4
 
 
 @native_only
 @pytest.mark.parametrize(("many", "parents"), [(200_000, 32), (1000, 10_000)], ids=["children", "parents"])
 def test_a_step_does_not_grow_with_the_votes(many: int, parents: int) -> None:
     """Votes would be 390 and 610 MB; a step may keep some copies of children and parents."""
-    script = HEINSEN.format(many=many, parents=parents)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    inputs = 4 * 16 * (many + 16 * parents) / 2**20
-    assert float(done.stdout) <= 3 * inputs + 64, f"grew by {float(done.stdout):.0f} MB"
+    found, inputs = growth(HEINSEN, (many, parents), (100, 3)), 4 * 16 * (many + 16 * parents) / 2**20
+    assert found <= 3 * inputs + 64, f"grew by {found:.0f} MB"

@@ -1,4 +1,4 @@
-"""The networks by name: Table 1's parameter counts, the layers of Tables 8 and 9, overrides."""
+"""Networks by name: blocks, overrides, options of a call, names of one's own, errors."""
 
 from __future__ import annotations
 
@@ -7,96 +7,30 @@ import torch
 import torch.nn.functional as F
 
 from fastcaps import models
-from fastcaps.nn import CapsuleSpec
-
-HERE = [name for name in models.names() if name.startswith("tsai-iar-") or name in ("digits", "mnist")]
-TABLE_1 = {
-    "tsai-iar-simple-c10": (561_809, 0.56),
-    "tsai-iar-simple-c100": (1_464_141, 1.46),
-    "tsai-iar-resnet-c10": (1_829_329, 1.83),
-    "tsai-iar-resnet-c100": (2_800_781, 2.80),
-}
+from fastcaps.nn import CapsuleSpec, EMRouting, EquilibriumRouting, RoutingPool2d
 
 
-def count(module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def inputs(net, batch=2):
+    return torch.randn(batch, net.in_channels, *net.image_size)
 
 
-@pytest.mark.parametrize("name", TABLE_1)
-def test_parameter_counts_are_table_1s(name):
-    exact, millions = TABLE_1[name]
-    net = models.create(name)
-    assert count(net) == exact
-    assert round(exact / 1e6, 2) == millions
-    without = models.create(name, primary_bias=False)  # as the authors' code has it: the table's figure either way
-    assert round(count(without) / 1e6, 2) == millions
-    assert count(net) - count(without) == without.primary.conv.out_channels
+def normal(features):
+    return F.batch_norm(features, torch.zeros(features.shape[1]), torch.ones(features.shape[1]))
 
 
-def test_the_sums_by_hand():
-    backbone = {
-        "simple": lambda channels: 3 * 9 * channels + channels,
-        "resnet": lambda channels: (
-            (3 * 9 * 64 + 2 * 64)
-            + 3 * 2 * (64 * 64 * 9 + 2 * 64)
-            + (64 * 9 * channels + 9 * channels**2 + 64 * channels + 3 * 2 * channels)
-            + 3 * 2 * (9 * channels**2 + 2 * channels)
-        ),
-    }
-    for kind, classes, channels, d in [
-        ("simple", 10, 256, 16), ("simple", 100, 128, 36), ("resnet", 10, 128, 16), ("resnet", 100, 128, 36)
-    ]:  # fmt: skip
-        sets = [(800, 10)] if classes == 10 else [(800, 20), (20, 100)]
-        total = backbone[kind](channels) + (channels + 1) * 32 * d + 2 * d
-        total += 2 * (288 * 32 * d + 2 * d) + sum(n * m * d + 2 * d for n, m in sets) + d + 1
-        assert total == TABLE_1[f"tsai-iar-{kind}-c{classes}"][0]
-        net = models.create(f"tsai-iar-{kind}-c{classes}")
-        assert count(net.backbone) == backbone[kind](channels)
-
-
-@pytest.mark.parametrize("name", TABLE_1)
-def test_layers_are_tables_8_and_9(name):
-    net = models.create(name).eval()
-    classes, dim = (10, 16) if name.endswith("c10") else (100, 36)
-    logits, trace = net(torch.randn(1, 3, 32, 32), return_trace=True)
-    sets = [(1, 10, 16)] if classes == 10 else [(1, 20, 36), (1, 100, 36)]
-    want = [(1, 32, 16, 16, dim), (1, 32, 7, 7, dim), (1, 32, 5, 5, dim), *sets]
-    assert [tuple(p.shape) for p in trace.poses] == want
-    assert logits.shape == (1, classes)
-    features = net.backbone(torch.randn(1, 3, 32, 32))
-    assert features.shape == (1, {"simple-c10": 256}.get(name.removeprefix("tsai-iar-"), 128), 16, 16)
-    assert (net.routing.iterations, net.routing.routing) == (2, "concurrent")
-
-
-def test_resnet_blocks():
+def test_residual_blocks():
     block = models.BasicBlock(4, 6, stride=2).eval()
     features = torch.randn(2, 4, 8, 8)
-    inner = F.relu(
-        F.batch_norm(F.conv2d(features, block.conv1.weight, stride=2, padding=1), torch.zeros(6), torch.ones(6))
-    )
-    inner = F.batch_norm(F.conv2d(inner, block.conv2.weight, padding=1), torch.zeros(6), torch.ones(6))
-    short = F.batch_norm(F.conv2d(features, block.shortcut[0].weight, stride=2), torch.zeros(6), torch.ones(6))
+    inner = F.relu(normal(F.conv2d(features, block.conv1.weight, stride=2, padding=1)))
+    inner = normal(F.conv2d(inner, block.conv2.weight, padding=1))
+    short = normal(F.conv2d(features, block.shortcut[0].weight, stride=2))
     torch.testing.assert_close(block(features), F.relu(inner + short))
-    same = models.BasicBlock(4, 4).eval()
-    assert count(same) == 2 * (4 * 4 * 9 + 8)
-    for conv in (same.conv1, same.conv2):
-        torch.nn.init.zeros_(conv.weight)
-    torch.testing.assert_close(same(features), F.relu(features))
-
-
-@pytest.mark.parametrize("name", HERE)
-@pytest.mark.parametrize("batch", [0, 1, 3])
-def test_every_network_on_every_batch(name, batch):
-    net = models.create(name).eval()
-    logits = net(torch.randn(batch, net.in_channels, *net.image_size))
-    assert logits.shape == (batch, models.config(name).classes)
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_other_images_channels_and_classes(name):
-    net = models.create(name, image_size=(20, 33), in_channels=2, classes=4).eval()
-    assert net(torch.randn(1, 2, 20, 33)).shape == (1, 4)
-    assert (net.image_size, net.in_channels) == ((20, 33), 2)
+    for same, wanted in (
+        (models.BasicBlock(4, 4), features),
+        (models.BasicBlock(4, 7, stride=2, shortcut="pad"), F.pad(features[:, :, ::2, ::2], (0, 0, 0, 0, 0, 3))),
+    ):
+        torch.nn.init.zeros_(same.conv2.weight)
+        torch.testing.assert_close(same.eval()(features), F.relu(wanted))
 
 
 @pytest.mark.parametrize(
@@ -116,19 +50,18 @@ def test_other_images_channels_and_classes(name):
     ],
 )
 def test_overrides_build_and_learn(overrides, one_thread):
-    torch.manual_seed(0)
     small = {"channels": 8, "capsules": 4, "dim": 4, "hidden": (CapsuleSpec(4, kernel_size=3, stride=2),)}
     net = models.create("digits", **{**small, **overrides})
     images, labels = torch.randn(8, 1, 8, 8), torch.arange(8)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     losses = []
-    for _ in range(60):
+    for _ in range(25):
         optimizer.zero_grad()
         loss = F.cross_entropy(net(images), labels)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_overrides_take_effect():
@@ -144,22 +77,103 @@ def test_overrides_take_effect():
     assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", torch.float64)}
 
 
-def test_errors_are_named():
-    near = "no network is called 'tsai-iar-simple-c1'.*did you mean tsai-iar-simple-c10"
-    override = "create.. has no override batch, lr; there are: .*image_size"
-    for error, message, call in [
-        (ValueError, near, lambda: models.create("tsai-iar-simple-c1")),
-        (ValueError, "did you mean mnist", lambda: models.create("MNIST")),
-        (ValueError, "did you mean zhao-affnist, sabour-affnist or ", lambda: models.create("affnist")),
-        (ValueError, r"^no network is called '', fastcaps.models.names\(\) lists all$", lambda: models.create("")),
-        (ValueError, "no network is called None", lambda: models.create(None)),
-        (TypeError, "no override iteration .did you mean iterations", lambda: models.create("mnist", iteration=1)),
-        (TypeError, "image_size must be an int >= 1, got 28.0", lambda: models.create("mnist", image_size=28.0)),
-        (TypeError, override, lambda: models.create("mnist", lr=1, batch=2)),
-        (ValueError, "backbone must be", lambda: models.create("mnist", backbone="vgg")),
-        (ValueError, "larger than its grid", lambda: models.create("mnist", image_size=8)),
-        (ValueError, "classes must be an int >= 1", lambda: models.create("mnist", classes=0)),
-        (ValueError, "square", lambda: models.create("mnist", dim=12)),
-    ]:
-        with pytest.raises(error, match=message):
-            call()
+def test_options_that_the_papers_vary():
+    found = models.create("li-capnet-dynamic").routing.layers
+    assert all(layer.compete == "children" for layer in found)
+    found = models.create("li-capnet-dynamic", compete="parents", prior="learned", iterations=1).routing.layers
+    assert all((layer.compete, layer.iterations) == ("parents", 1) and layer.prior is not None for layer in found)
+    assert all(layer.normalize_cost for layer in models.create("li-capnet-em").routing.layers)
+    assert not any(layer.normalize_cost for layer in models.create("li-capnet-em", normalize_cost=False).routing.layers)
+    assert all(layer.detach for layer in models.create("sabour-mnist", detach=True).routing.layers)
+    started = models.create("mnist", start="learned", layer_norm=False)
+    assert all(layer.first_poses is not None and layer.norm is None for layer in started.routing.layers)
+    (pool,) = (module for module in models.create("zhao-resnet20-routing") if isinstance(module, RoutingPool2d))
+    assert (pool.dim, pool.sharpness) == (16, 5.0)
+    assert models.create("zhao-affnist", sharpness=15.0).routing.layers[0].sharpness == 15.0
+    net = models.create("digits", routing="equilibrium", tolerance=1e-3)
+    for layer in net.routing.layers:
+        assert isinstance(layer, EquilibriumRouting) and (layer.iterations, layer.tolerance) == (32, 1e-3)
+    assert net(inputs(net)).shape == (2, 10)
+    assert models.create("digits", routing="equilibrium", iterations=9).routing.layers[0].iterations == 9
+
+
+@pytest.mark.parametrize("name", ["sabour-mnist", "hinton-norb", "heinsen-norb", "zhao-affnist"])
+def test_a_call_may_ask_for_other_iterations(name):
+    net, one = models.create(name).eval(), models.create(name, iterations=1).eval()
+    for parameter in net.routing.parameters():  # whose betas are zero at the start
+        torch.nn.init.normal_(parameter, std=0.3)
+    one.load_state_dict(net.state_dict())
+    images = inputs(net, 1)
+    torch.testing.assert_close(net(images, iterations=1), one(images))
+    assert not torch.equal(net(images), one(images))
+
+
+def test_reconstruction():
+    net = models.create("sabour-mnist", image_size=20, decoder=(8,)).eval()
+    images = inputs(net)
+    labels = torch.tensor([3, 8])
+    logits, drawn, trace = net(images, reconstruct=labels, return_trace=True)
+    torch.testing.assert_close(drawn, net.decoder(trace.poses[-1], labels))
+    torch.testing.assert_close(logits, trace.poses[-1].norm(dim=-1))
+    torch.testing.assert_close(net(images, reconstruct=True)[1], net.decoder(trace.poses[-1], logits.argmax(1)))
+    with pytest.raises(ValueError, match="reconstruct must be False for a network without a decoder"):
+        models.create("digits")(torch.randn(1, 1, 8, 8), reconstruct=True)
+
+
+def test_coordinates_of_heinsens_images():
+    coordinates = models.create("heinsen-norb").backbone[0](torch.zeros(1, 2, 3, 5))
+    torch.testing.assert_close(coordinates[0, 2, 1], torch.tensor([-1, -0.5, 0, 0.5, 1]))
+    torch.testing.assert_close(coordinates[0, 3, :, 4], torch.tensor([-1.0, 0, 1]))
+
+
+def test_a_network_of_ones_own_has_a_name_too():
+    sizes = {"channels": 8, "capsules": 2, "dim": 4, "classes": 5, "image_size": 6, "in_channels": 1}
+    own = {"hidden": (CapsuleSpec(3),), "layer": EMRouting, "primary": {"normalize": None}}
+    config = models.NetworkConfig("tiny", **sizes, **own)
+    models.register("own", config)
+    try:
+        assert "own" in models.names()
+        assert models.create("own", classes=4)(torch.randn(2, 1, 6, 6)).shape == (2, 4)
+        with pytest.raises(ValueError, match="name must be a new one, got 'own'"):
+            models.register("own", config)
+    finally:
+        models._NETWORKS.pop("own")
+
+
+def create(*arguments, **overrides):
+    return lambda *given: models.create(*arguments, **overrides)(*given)
+
+
+text = create("heinsen-sst2", layers=1, embedding=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "called 'tsai-iar-simple-c1'.*mean tsai-iar-simple-c10", create("tsai-iar-simple-c1")),
+        (ValueError, "did you mean mnist", create("MNIST")),
+        (ValueError, "did you mean zhao-affnist, sabour-affnist or ", create("affnist")),
+        (ValueError, r"^no network is called '', fastcaps.models.names\(\) lists all$", create("")),
+        (ValueError, "no network is called None", create(None)),
+        (TypeError, "no override iteration .did you mean iterations", create("mnist", iteration=1)),
+        (TypeError, "image_size must be an int >= 1, got 28.0", create("mnist", image_size=28.0)),
+        (TypeError, "create.. has no override batch, lr; there are: .*image_size", create("mnist", lr=1, batch=2)),
+        (ValueError, "backbone must be", create("mnist", backbone="vgg")),
+        (ValueError, "larger than its grid", create("mnist", image_size=8)),
+        (ValueError, "classes must be an int >= 1", create("mnist", classes=0)),
+        (ValueError, "square", create("mnist", dim=12)),
+        (TypeError, "no override dropout; there are: .*compete", create("sabour-mnist", dropout=0.1)),
+        (TypeError, "no override lr; there are: layers, classes", create("tsai-cnn-c10", lr=2)),
+        (ValueError, "channels must be None", create("sabour-mnist", channels=8)),
+        (ValueError, "left alone for DynamicRouting", create("sabour-mnist", routing="sequential")),
+        (ValueError, "routing must be one of", create("mnist", routing="none")),
+        (ValueError, "image_size .8, 8. is too small", create("sabour-mnist", image_size=8)),
+        (ValueError, "must divide the 100 capsules", create("li-capnet-dynamic", parents=100)),
+        (ValueError, "images must be .B, 3, 32, 32.", lambda: create("zhao-cnn-max")(torch.randn(1, 1, 32, 32))),
+        (ValueError, "mask must be", lambda: text(torch.randn(1, 3, 1, 2), torch.ones(1, 2))),
+        (ValueError, "embeddings must be", lambda: text(torch.randn(1, 3, 2))),
+    ],
+)  # fmt: skip
+def test_errors_are_named(error, message, call):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,45 +1,21 @@
-"""The examples in the docstrings of functions, modules, networks and published layers run as printed."""
+"""The examples in docstrings run as printed."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+from pathlib import Path
 
 import pytest
 
-MODULES = [
-    "fastcaps.functional.dynamic",
-    "fastcaps.functional.em",
-    "fastcaps.functional.heinsen",
-    "fastcaps.functional.pooling",
-    "fastcaps.losses",
-    "fastcaps.ops.squash_sum",
-    "fastcaps.sinkhorn",
-    "fastcaps.vectors",
-    "fastcaps.nn.cap_conv",
-    "fastcaps.nn.capsnet",
-    "fastcaps.nn.convert",
-    "fastcaps.nn.dynamic",
-    "fastcaps.nn.em",
-    "fastcaps.nn.equilibrium",
-    "fastcaps.nn.feedback",
-    "fastcaps.nn.head",
-    "fastcaps.nn.heinsen",
-    "fastcaps.nn.inverted_attention",
-    "fastcaps.nn.poses",
-    "fastcaps.nn.primary",
-    "fastcaps.nn.routing_pool",
-    "fastcaps.nn.stack",
-    "fastcaps.compat.dense_capsule",
-    "fastcaps.compat.heinsen_routing",
-    "fastcaps.compat.ml_capsules",
-    "fastcaps.models",
-    "fastcaps.models.heinsen",
-]
+import fastcaps
+
+ROOT = Path(fastcaps.__file__).parent
+FILES = [path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py") if ">>> " in path.read_text(encoding="utf-8")]
+MODULES = sorted(".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in FILES)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_examples(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name))
-    assert result.attempted > 0
     assert result.failed == 0

@@ -1,92 +1,71 @@
-"""The layer of dynamic routing: its procedure as loops, its options, its start."""
+"""What the layer of dynamic routing has of its own: logits to start from, gradients through coefficients, its start."""
 
 from __future__ import annotations
 
-import math
+import copy
 from typing import Any
 
 import pytest
 import torch
-from functional_cases import at, expect, seen_by
-from oracle_routings import dynamic
+from functional_cases import draw
 
 from fastcaps import DynamicRouting, losses
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "children": {"compete": "children"},
-    "leaky": {"leaky": True},
-    "detach": {"detach": True},
-    "turns": {"iterations": 5},
-    "bias": {"bias": True},
-}
-FORMS: dict[str, Any] = {
-    "set": ((6, 3, 3, 5), {"pose": "vector"}),
-    "matrix": ((6, 3, 4, 6), {"share": True}),
-    "rows": ((6, 3, 6, 9), {"pose": 3}),
-    "grid": ((2, 3, 3, 5), {"pose": "vector", "kernel_size": (3, 2), "stride": 2, "padding": 1}),
-}
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
 
-def make(form: str, option: str) -> DynamicRouting:
-    sizes, arguments = FORMS[form]
-    torch.manual_seed(0)
-    layer = DynamicRouting(*sizes, dtype=torch.float64, **arguments, **OPTIONS[option])
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter))
-    return layer
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("form", FORMS)
-def test_the_layer_is_the_procedure(form: str, option: str) -> None:
-    layer = make(form, option)
-    grid = (5, 4) if form == "grid" else ()
-    children = torch.randn(2, layer.in_capsules, *grid, layer.in_dim, dtype=torch.float64)
-    found, r = layer(children, return_coefficients=True)
-    rows, columns, _ = layer.pose_shape
-    asked = {name: value for name, value in OPTIONS[option].items() if name in ("compete", "leaky")}
-    poses = children.unflatten(-1, (rows, columns))
-    for place, seen in seen_by(layer.window, poses, layer.weight.detach(), layer.bias, None):
-        v, c = dynamic([child.votes for child in seen], layer.iterations, **asked)
-        expect(at(found, layer.window, place).detach(), v)
-        expect(at(r, layer.window, place, True)[[child.index for child in seen]], c)
-    assert losses.length(found).max() < 1
-
-
-def test_without_detach_gradients_flow_through_every_turn() -> None:
-    kept, cut = make("set", "paper"), make("set", "detach")
-    children = torch.randn(2, 6, 3, dtype=torch.float64)
+def test_without_detach_gradients_flow_through_every_iteration() -> None:
+    kept = DynamicRouting(6, 3, 4, 4, **DOUBLE)
+    cut = copy.deepcopy(kept)
+    cut.detach = True
+    children = draw(2, 6, 4)
     torch.testing.assert_close(kept(children), cut(children))
     for layer in (kept, cut):
         layer(children).square().sum().backward()
     assert not torch.allclose(kept.weight.grad, cut.weight.grad)
+    assert losses.length(kept(9 * children)).max() < 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options", "seen"),
-    [((1152, 10, 8, 16), {"pose": "vector"}, 1152), ((32, 32, 16, 16), {"kernel_size": 3}, 288)],
-)
-def test_initialisation(sizes: tuple[int, ...], options: dict[str, Any], seen: int) -> None:
-    layer = DynamicRouting(*sizes, **options)
-    std = math.sqrt(layer.out_capsules / (layer.pose_shape[1] * seen))
-    assert abs(layer.weight.std().item() / std - 1) < 5 / math.sqrt(2 * layer.weight.numel())
-    chosen = DynamicRouting(*sizes, **options, std=0.05)
-    assert abs(chosen.weight.std().item() / 0.05 - 1) < 5 / math.sqrt(2 * layer.weight.numel())
+def test_starts() -> None:
+    chosen = DynamicRouting(32, 32, 16, 16, kernel_size=3, std=0.05)
+    assert abs(chosen.weight.std().item() / 0.05 - 1) < 5 / (2 * chosen.weight.numel()) ** 0.5
+    layers = {prior: DynamicRouting(6, 3, 4, 4, prior=prior) for prior in ("zero", "learned", "random")}
+    assert layers["zero"].prior is None and not layers["learned"].prior.any()
+    random = layers["random"]
+    assert random.prior.shape == (6, 3) and random.prior.any() and not isinstance(random.prior, torch.nn.Parameter)
+    assert "prior" in random.state_dict()
+    before = random.prior.clone()
+    random.reset_parameters()
+    assert not torch.equal(random.prior, before)
+    text = "DynamicRouting(6, 3, 3, 5, pose='vector', bias=True, detach=True, leaky=True)"
+    assert repr(DynamicRouting(6, 3, 3, 5, pose="vector", bias=True, leaky=True, detach=True)) == text
+    assert repr(DynamicRouting(6, 3, 4, 4, prior=True, eps=0.3)) == "DynamicRouting(6, 3, 4, 4, prior=True, eps=0.3)"
 
 
-def test_parameter_names_and_repr() -> None:
-    layer = DynamicRouting(6, 3, 3, 5, pose="vector", bias=True, leaky=True, detach=True)
-    assert set(layer.state_dict()) == {"weight", "bias"} and set(make("set", "paper").state_dict()) == {"weight"}
-    assert layer.weight.shape == (6, 3, 3, 5) and layer.bias.shape == (6, 3, 1, 5)
-    assert repr(layer) == "DynamicRouting(6, 3, 3, 5, pose='vector', bias=True, detach=True, leaky=True)"
-    assert repr(DynamicRouting(6, 3, 4, 4)) == "DynamicRouting(6, 3, 4, 4)"
-    assert "compete='children'" in repr(make("set", "children")) and "compete" not in repr(layer)
+@pytest.mark.parametrize("compete", ["parents", "children"])
+def test_the_first_coefficients_are_the_prior(compete: str) -> None:
+    layer = DynamicRouting(6, 3, 4, 4, prior="random", compete=compete, **DOUBLE)
+    _, first = layer(draw(2, 6, 4), iterations=1, return_coefficients=True)
+    torch.testing.assert_close(first, layer.prior.softmax(-1 if compete == "parents" else 0).expand(2, 6, 3))
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": "all"}, {"kernel_size": 2, "stride": 2}])
+def test_types_that_share_matrices_share_logits(options: dict[str, Any]) -> None:
+    layer = DynamicRouting(2, 3, 4, 4, share=True, prior="learned", compete="children", **options, **DOUBLE)
+    assert layer.prior.shape == (2, 3)
+    torch.nn.init.normal_(layer.prior)
+    found, shares = layer(draw(1, 2, 2, 2, 4), iterations=1, return_coefficients=True)
+    wanted = torch.stack([layer.prior[i % 2] for i in range(8)]).softmax(0)  # i = (y, x, n), n fastest
+    torch.testing.assert_close(shares.view(8, 3), wanted)
+    assert torch.autograd.grad(found.square().sum(), layer.prior)[0].any()
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match="compete must be one of 'parents', 'children', got 'all'"):
-        DynamicRouting(6, 3, 4, 4, compete="all")
-    with pytest.raises(ValueError, match="leaky must be False with compete='children'"):
-        DynamicRouting(6, 3, 4, 4, compete="children", leaky=True)
+    for message, options in [
+        ("compete must be one of 'parents', 'children', got 'all'", {"compete": "all"}),
+        ("leaky must be False with compete='children'", {"compete": "children", "leaky": True}),
+        ("leaky must be False with prior='learned'", {"prior": True, "leaky": True}),
+        ("prior must be one of", {"prior": "one"}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            DynamicRouting(6, 3, 4, 4, **options)

@@ -1,95 +1,55 @@
-"""The layer of EM routing: its procedure as loops, coordinate addition, edges, its start."""
+"""What the layer of EM routing has of its own: places added to votes, schedules, its normalised cost, edges."""
 
 from __future__ import annotations
 
-import math
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from functional_cases import at, expect, gradients, seen_by
-from oracle_routings import em
+from functional_cases import draw, expect, gradients
+from nn_layers import em
+from oracle_routings import Child
 
-from fastcaps import EMRouting, losses
-from fastcaps.functional.em import default_inverse_temperature
+from fastcaps import EMRouting, functional
 
-FORMS: dict[str, Any] = {
-    "set": ((6, 3, 4, 4), {"inverse_temperature": 0.5}),
-    "vector": ((6, 3, 3, 5), {"pose": "vector", "inverse_temperature": [0.1, 0.2, 0.3], "bias": True}),
-    "grid": ((2, 3, 4, 4), {"kernel_size": (3, 2), "stride": 2, "inverse_temperature": lambda turn: 0.2 * (turn + 1)}),
-    "shared": ((2, 3, 4, 4), {"kernel_size": 3, "share": True}),
-}
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+WHOLE: dict[str, Any] = {"kernel_size": "all", "share": True}
 
 
-def make(form: str, **changes: Any) -> EMRouting:
-    sizes, arguments = FORMS[form]
-    torch.manual_seed(0)
-    layer = EMRouting(*sizes, dtype=torch.float64, eps=1e-3, **{**arguments, **changes})
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter))
-    return layer
-
-
-def temperatures(layer: EMRouting) -> list[float]:
-    given = layer.inverse_temperature or default_inverse_temperature
-    if callable(given):
-        return [given(turn) for turn in range(3)]
-    return list(given) if isinstance(given, list) else [given] * 3
-
-
-@pytest.mark.parametrize("first", ["uniform", "ones"])
-@pytest.mark.parametrize("turns", [1, 3])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_layer_is_the_procedure(form: str, turns: int, first: str) -> None:
-    lambdas = temperatures(make(form))[:turns]
-    layer = make(form, iterations=turns, first_coefficients=first, inverse_temperature=lambdas)
-    grid = (5, 4) if layer.window is not None else ()
-    children = torch.randn(2, layer.in_capsules, *grid, layer.in_dim, dtype=torch.float64)
-    activations = torch.rand(children.shape[:-1], dtype=torch.float64)
-    poses, active, r = layer(children, activations, return_coefficients=True)
-    one = {"uniform": None, "ones": 1.0}[first]
-    rows, columns, _ = layer.pose_shape
-    cut = children.unflatten(-1, (rows, columns))
-    for place, seen in seen_by(layer.window, cut, layer.weight.detach(), layer.bias, activations):
-        betas = (layer.beta_u.tolist(), layer.beta_a.tolist())
-        wanted = em([c.votes for c in seen], [c.gate for c in seen], *betas, lambdas, 1e-3, one)
-        for found, numbers in zip((poses, active), wanted, strict=False):
-            expect(at(found, layer.window, place).detach(), numbers)
-        expect(at(r, layer.window, place, True), wanted[2])
-
-
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("pose", ["matrix", "vector"])
-def test_the_class_layer_adds_coordinates(pose: str) -> None:
+def test_the_class_layer_adds_coordinates(pose: str, normalize: bool) -> None:
     """Hinton et al. 2018: a child's place in the grid is added to the first two numbers of the right-hand column."""
-    layer = EMRouting(
-        2, 3, 4, 4, pose=pose, kernel_size="all", share=True, coordinates=True, dtype=torch.float64, eps=1e-3
-    )
+    options = {"pose": pose, "coordinates": True, "normalize_cost": normalize, "eps": 1e-3}
+    layer = EMRouting(2, 3, 4, 4, **options, **WHOLE, **DOUBLE)
     height, width = 3, 4
-    children = torch.randn(2, 2, height, width, 4, dtype=torch.float64)
-    activations = torch.rand(2, 2, height, width, dtype=torch.float64)
-    poses, active, r = layer(children, activations, return_coefficients=True)
-    assert poses.shape == (2, 3, 4) and active.shape == (2, 3) and r.shape == (2, 24, 3)
+    children, activations = draw(2, 2, height, width, 4), torch.rand(2, 2, height, width, **DOUBLE)
+    found = layer(children, activations, return_coefficients=True)
     rows, columns, _ = layer.pose_shape
     places = [(y, x, n) for y in range(height) for x in range(width) for n in range(2)]
     for b in range(2):
-        votes = []
-        for y, x, n in places:
-            matrix = children[b, n, y, x].view(rows, columns)
-            each = [matrix @ layer.weight[n, m].detach() for m in range(3)]
-            for vote in each:
-                if pose == "matrix":
-                    vote[0, 1] += (y + 0.5) / height
-                    vote[1, 1] += (x + 0.5) / width
-                else:
-                    vote[0, 0] += (y + 0.5) / height
-                    vote[0, 1] += (x + 0.5) / width
-            votes.append([vote.flatten().tolist() for vote in each])
-        gates = [activations[b, n, y, x].item() for y, x, n in places]
-        schedule = [default_inverse_temperature(turn) for turn in range(3)]
-        wanted = em(votes, gates, [0.0] * 3, [0.0] * 3, schedule, 1e-3)
-        for found, numbers in zip((poses, active, r), wanted, strict=True):
-            expect(found[b].detach(), numbers)
+        seen = []
+        for i, (y, x, n) in enumerate(places):
+            votes = [children[b, n, y, x].view(rows, columns) @ layer.weight[n, m].detach() for m in range(3)]
+            for vote in votes:
+                first, second = ((0, 1), (1, 1)) if pose == "matrix" else ((0, 0), (0, 1))
+                vote[first] += (y + 0.5) / height
+                vote[second] += (x + 0.5) / width
+            seen.append(Child(i, activations[b, n, y, x].item(), [vote.flatten().tolist() for vote in votes]))
+        for part, numbers in zip(found, em(layer, seen, 3), strict=True):
+            expect(part[b].detach(), numbers)
+
+
+def test_coordinates_and_a_bias() -> None:
+    layer = EMRouting(2, 3, 4, 4, coordinates=True, bias=True, **WHOLE, **DOUBLE)
+    other = EMRouting(2, 3, 4, 4, bias=True, **WHOLE, **DOUBLE)
+    other.load_state_dict(layer.state_dict())
+    place, children = functional.coordinate_bias(3, 4, 2, 2, 2, **DOUBLE), draw(2, 2, 3, 4, 4)
+    torch.testing.assert_close(tuple(layer(children)), tuple(other(children, bias=place)))
+    more = draw(*place.shape, seed=3)
+    torch.testing.assert_close(tuple(layer(children, bias=more)), tuple(other(children, bias=more + place)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -108,47 +68,61 @@ def test_the_edges_are_finite(dtype: torch.dtype, pattern: list[int]) -> None:
     assert all(gradient.isfinite().all() for gradient in gradients(found, leaves))
 
 
-def test_the_temperature_may_change_during_training() -> None:
-    layer = make("set")
-    children = torch.randn(2, 6, 4, dtype=torch.float64)
+def hot(iteration: int) -> float:
+    return 0.1 * (iteration + 1)
+
+
+def test_schedules_may_change_and_travel() -> None:
+    children = draw(2, 6, 4)
+    layer = EMRouting(6, 3, 4, 4, **DOUBLE)
     before = layer(children)[1]
-    layer.inverse_temperature = [0.1, 0.1, 5.0]
-    assert not torch.allclose(layer(children)[1], before)
-    torch.testing.assert_close(make("set", inverse_temperature=[0.1, 0.1, 5.0])(children)[1], layer(children)[1])
+    for given in (0.5, [0.1, 0.1, 5.0], hot):
+        wanted = layer(children, inverse_temperature=given)
+        assert not torch.allclose(wanted[1], before)
+        layer.inverse_temperature = given
+        again = pickle.loads(pickle.dumps(layer))
+        assert again.inverse_temperature == given and torch.equal(again(children)[1], wanted[1])
+        layer.inverse_temperature = None
+    layer.inverse_temperature = lambda iteration: 0.1 * (iteration + 1)
+    torch.testing.assert_close(copy.deepcopy(layer)(children)[1], wanted[1])
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(layer)
 
 
-def test_layers_stack_into_a_network_that_trains() -> None:
-    torch.manual_seed(0)
-    conv = EMRouting(4, 6, 4, 4, kernel_size=3, stride=2)
-    classes = EMRouting(6, 3, 4, 4, kernel_size="all", share=True, coordinates=True)
-    children, activations = torch.randn(8, 4, 7, 7, 4), torch.rand(8, 4, 7, 7)
-    labels = torch.arange(8) % 3
-    optimizer = torch.optim.Adam([*conv.parameters(), *classes.parameters()], 0.02)
-    history = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = losses.spread_loss(classes(*conv(children, activations))[1], labels, margin=0.2)
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-    assert history[-1] < 0.9 * history[0]
+def test_normalized_cost() -> None:
+    layer = EMRouting(7, 4, 6, 6, pose=2, normalize_cost=True, bias=True, eps=1e-2, **DOUBLE)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    given = draw(2, 7, 6).requires_grad_(), torch.rand(2, 7, **DOUBLE).requires_grad_(), *layer.parameters()
+    assert torch.autograd.gradcheck(lambda children, gate, *_: tuple(layer(children, gate)), given, fast_mode=True)
+    children, gate = torch.randn(2, 3, 4, 5, 4), torch.rand(2, 3, 4, 5)
+    whole = EMRouting(3, 5, 4, 4, coordinates=True, normalize_cost=True, **WHOLE)
+    poses, active = whole(children, gate)
+    assert active.std(-1).min() > 0.1  # neither all 0 nor all 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        halves = whole(children, gate)
+    assert {tensor.dtype for tensor in halves} == {torch.bfloat16}
+    torch.testing.assert_close(halves.poses.float(), poses, rtol=0.1, atol=0.1)
+    window = EMRouting(3, 5, 4, 4, kernel_size=3, normalize_cost=True)
+    found = window(children, gate, iterations=1, return_coefficients=True)
+    window.normalize_cost = False
+    plain = window(children, gate, iterations=1, return_coefficients=True)
+    torch.testing.assert_close(found[::2], plain[::2])  # the first iteration's poses and shares know no cost
+    assert found.activations.shape == plain.activations.shape
 
 
-def test_initialisation_names_and_repr() -> None:
-    layer = EMRouting(64, 32, 16, 16, kernel_size=3, bias=True, inverse_temperature=1e-3, eps=1e-6)
-    assert abs(layer.weight.std().item() * 2 - 1) < 5 / math.sqrt(2 * layer.weight.numel())
-    assert set(layer.state_dict()) == {"weight", "bias", "beta_u", "beta_a"}
-    assert all((p == 0).all() and p.shape == (32,) for p in (layer.beta_u, layer.beta_a))
-    for part in ("64, 32, 16, 16, kernel_size=(3, 3), bias=True", "inverse_temperature=0.001", "1e-06"):
-        assert part in repr(layer)
-    whole = EMRouting(2, 3, 4, 4, kernel_size="all", share=True, coordinates=True)
-    assert "kernel_size='all', share=True" in repr(whole) and "coordinates=True" in repr(whole)
-
-
-def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match="coordinates must be False without kernel_size='all'"):
-        EMRouting(2, 3, 4, 4, kernel_size=3, coordinates=True)
-    with pytest.raises(ValueError, match="inverse_temperature must have a number for each of the 3"):
-        EMRouting(6, 3, 4, 4, inverse_temperature=[0.1])
+def test_wrong_options_and_repr() -> None:
+    for message, sizes, options in [
+        ("coordinates must be False without kernel_size='all'", (2, 3), {"kernel_size": 3, "coordinates": True}),
+        ("inverse_temperature must have a number for each of the 3", (6, 3), {"inverse_temperature": [0.1]}),
+        ("normalize_cost must be False for one parent", (3, 1), {"normalize_cost": True}),
+        ("first_coefficients must be one of", (6, 3), {"first_coefficients": "zeros"}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EMRouting(*sizes, 4, 4, **options)
     with pytest.raises(TypeError, match="inverse_temperature must be a number"):
         EMRouting(6, 3, 4, 4, inverse_temperature="hot")
+    whole = repr(EMRouting(2, 3, 4, 4, coordinates=True, inverse_temperature=1e-3, eps=1e-6, **WHOLE))
+    assert whole == (
+        "EMRouting(2, 3, 4, 4, kernel_size='all', share=True, inverse_temperature=0.001, coordinates=True, eps=1e-06)"
+    )

@@ -1,213 +1,175 @@
-"""Stacks: concurrent and sequential routing against loops over the functional API; numbers of capsules computed."""
+"""Stacks of layers of any kind: concurrent and sequential routing against loops over layers, sizes computed."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from functional_cases import draw as numbers
+from torch import Tensor, nn
 
 from fastcaps import InvertedAttentionRouting, RoutingStack
-from fastcaps import functional as routing
-from fastcaps.nn import CapsuleSpec, RoutingTrace
+from fastcaps.nn import CapsuleSpec, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool, RoutingTrace
+from fastcaps.nn.stack import as_scores
+from fastcaps.results import Gaussians
 
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+WINDOW: dict[str, Any] = {"kernel_size": 2, "stride": 2}
 SPECS = [CapsuleSpec(3, kernel_size=3, stride=2), CapsuleSpec(4, kernel_size=2), CapsuleSpec(6), CapsuleSpec(5)]
+STACKS: dict[str, tuple[list[CapsuleSpec], dict[str, Any]]] = {
+    "attention": (SPECS, {}),  # 7 x 9 -> 3 x 4 -> 2 x 3 positions -> sets of 6 and 5
+    "activations": (SPECS, {"activations": True}),
+    "learned": (SPECS[1:3], {"start": "learned"}),
+    "dynamic-pool": ([CapsuleSpec(4, layer=DynamicRouting, **WINDOW), CapsuleSpec(3, layer=RoutingPool)], {}),
+    "em": (
+        [CapsuleSpec(4, **WINDOW), CapsuleSpec(3, kernel_size="all", share=True, options={"coordinates": True})],
+        {"layer": EMRouting},
+    ),
+    "heinsen-em": ([CapsuleSpec(4, layer=HeinsenRouting, **WINDOW), CapsuleSpec(3, layer=EMRouting)], {}),
+    "mixed": (
+        [
+            CapsuleSpec(4, kernel_size=2, options={"activations": True}),
+            CapsuleSpec(4, layer=EMRouting, kernel_size=2),
+            CapsuleSpec(5, layer=HeinsenRouting, options={"bias": True}),
+            CapsuleSpec(4, layer=DynamicRouting),
+            CapsuleSpec(3),
+        ],
+        {},
+    ),
+}
 
 
-def make(iterations=2, routing="concurrent", **options) -> RoutingStack:
-    """Two grid layers and two set layers: 7 x 9 -> 3 x 4 -> 2 x 3 positions -> sets of 6 and 5."""
+def make(iterations: int = 2, routing: str = "concurrent", kind: str = "attention", **options: Any) -> RoutingStack:
     torch.manual_seed(0)
-    stack = RoutingStack.build(
-        SPECS,
-        in_capsules=2,
-        in_dim=4,
-        size=(7, 9),
-        iterations=iterations,
-        routing=routing,
-        dtype=torch.float64,
-        **options,
-    )
+    specs, own = STACKS[kind]
+    given = {"in_capsules": 2, "in_dim": 4, "size": (7, 9), **DOUBLE, **own, **options}
+    stack = RoutingStack.build(specs, iterations=iterations, routing=routing, **given)
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.copy_(torch.randn_like(parameter))
     return stack
 
 
-def draw(batch=2) -> torch.Tensor:
-    return torch.randn(batch, 2, 7, 9, 4, dtype=torch.float64)
+def draw(batch: int = 2) -> tuple[Tensor, Tensor]:
+    """Children of a stack and their activations."""
+    return numbers(batch, 2, 7, 9, 4), numbers(batch, 2, 7, 9, seed=1).sigmoid()
 
 
-def call(layer, children, parents):
-    """One layer by the functional API, its children flattened by hand in the order n, h, w where it is a set layer."""
-    if layer.window is None and children.dim() == 5:
-        _, n, h, w, _ = children.shape
-        children = torch.stack([children[:, i, y, x] for i in range(n) for y in range(h) for x in range(w)], 1)
-    out = routing.inverted_attention_routing(
-        children.unflatten(-1, (2, 2)),
-        layer.weight,
-        None if parents is None else parents.unflatten(-1, (2, 2)),
-        norm_weight=layer.norm.weight,
-        norm_bias=layer.norm.bias,
-        window=layer.window,
-    )
-    return out.flatten(-2)
+def step(layer: Any, below: Any, parents: Any = None, iterations: int = 1) -> Any:
+    """What a layer makes of poses, what is known of them, and whether that is a score; from its last state."""
+    poses, activity, scores = below
+    wanted = layer.activity_name == "scores"
+    if activity is not None and scores != wanted:
+        activity = activity.logit() if wanted else activity.sigmoid()
+    for _ in range(iterations if layer.takes_parents else 1):
+        last = None if parents is None else parents[0]
+        found = layer(poses, *((last,) if layer.takes_parents else ()), activity)
+        parts = (found, None) if isinstance(found, Tensor) else found[:2]
+        parents = (*parts, isinstance(found, Gaussians))
+    return parents
 
 
-def concurrent(stack, children, iterations):
+def concurrent(layers: Any, values: list[Any], iterations: int) -> list[Any]:
     """Procedure 2, every layer updated in every iteration."""
-    values = [children]
-    for layer in stack.layers:
-        values.append(call(layer, values[-1], None))
+    start = values[0]
+    for layer in layers:
+        values = [*values, step(layer, values[-1])]
     for _ in range(iterations - 1):
-        values = [children] + [call(layer, values[k], values[k + 1]) for k, layer in enumerate(stack.layers)]
+        values = [start, *(step(layer, values[k], values[k + 1]) for k, layer in enumerate(layers))]
     return values
 
 
-def sequential(stack, children, iterations):
+def sequential(layers: Any, values: list[Any], iterations: int) -> list[Any]:
     """Each layer's iterations before the next layer's."""
-    values = [children]
-    for layer in stack.layers:
-        parents = None
-        for _ in range(iterations):
-            parents = call(layer, values[-1], parents)
-        values.append(parents)
+    for layer in layers:
+        values = [*values, step(layer, values[-1], None, iterations)]
     return values
-
-
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize(("name", "loop"), [("concurrent", concurrent), ("sequential", sequential)])
-def test_result_and_gradients_are_the_loops(name, loop, iterations):
-    stack = make(iterations, name)
-    children = draw().requires_grad_()
-    got, want = stack(children), loop(stack, children, iterations)[-1]
-    torch.testing.assert_close(got, want)
-    weights = torch.randn_like(got)
-    inputs = [children, *stack.parameters()]
-    ours = torch.autograd.grad((got * weights).sum(), inputs)
-    theirs = torch.autograd.grad((want * weights).sum(), inputs)
-    for g, w in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(g, w)
 
 
 @pytest.mark.parametrize("iterations", [1, 3])
-@pytest.mark.parametrize(("name", "loop"), [("concurrent", concurrent), ("sequential", sequential)])
-def test_trace_holds_every_layers_last_state(name, loop, iterations):
-    stack = make(iterations, name)
-    children = draw()
-    poses, trace = stack(children, return_trace=True)
-    assert isinstance(trace, RoutingTrace)
-    torch.testing.assert_close(poses, stack(children))
-    for got, want in zip(trace.poses, loop(stack, children, iterations), strict=True):
-        torch.testing.assert_close(got, want)
-    assert trace.activations == (None,) * 5
-    assert [tuple(r.shape) for r in trace.coefficients] == [(2, 3, 4, 18, 3), (2, 2, 3, 12, 4), (2, 24, 6), (2, 6, 5)]
-    for spread in trace.coefficients:
-        torch.testing.assert_close(spread.sum(-1), torch.ones_like(spread[..., 0]))
-    uniform = [bool((spread == spread[..., :1]).all()) for spread in trace.coefficients]
-    assert uniform == [iterations == 1] * 4
-
-
-def test_concurrent_and_sequential_agree_only_at_one_iteration():
-    children = draw()
-    torch.testing.assert_close(make(1, "concurrent")(children), make(1, "sequential")(children))
-    assert not torch.allclose(make(2, "concurrent")(children), make(2, "sequential")(children))
+@pytest.mark.parametrize("loop", [concurrent, sequential])
+@pytest.mark.parametrize("kind", STACKS)
+def test_results_traces_and_gradients_are_the_loops(kind: str, loop: Any, iterations: int) -> None:
+    stack = make(iterations, loop.__name__, kind)
+    children, activity = draw()
+    children.requires_grad_()
+    wanted = loop(stack.layers, [(children, activity, stack.layers[0].activity_name == "scores")], iterations)
+    found = stack(children, activity)
+    poses = found if isinstance(found, Tensor) else found[0]
+    torch.testing.assert_close(poses, wanted[-1][0])
+    weights, inputs = torch.randn_like(poses), [children, *stack.parameters()]
+    options = {"allow_unused": True, "materialize_grads": True}
+    ours, theirs = (torch.autograd.grad((p * weights).sum(), inputs, **options) for p in (poses, wanted[-1][0]))
+    torch.testing.assert_close(ours, theirs)
+    result, trace = stack(children, activity, return_trace=True)
+    torch.testing.assert_close(result, found)
+    assert isinstance(trace, RoutingTrace) and len(trace.coefficients) == len(stack)
+    for k, (found_poses, found_activity, value) in enumerate(zip(*trace[:2], wanted, strict=True)):
+        torch.testing.assert_close(found_poses, value[0])
+        assert (found_activity is None) == (value[1] is None)
+        if found_activity is not None:
+            torch.testing.assert_close(found_activity, value[1])
+        if k and stack[k - 1].takes_parents and kind != "learned":
+            spread = trace.coefficients[k - 1]
+            torch.testing.assert_close(spread.sum(-1), torch.ones_like(spread[..., 0]))
+            assert bool((spread == spread[..., :1]).all()) == (iterations == 1)
+    if all(layer.takes_parents for layer in stack):  # the others make their own number of iterations
+        torch.testing.assert_close(make(3, loop.__name__, kind)(children, activity, iterations=iterations), found)
 
 
 @pytest.mark.parametrize(
     ("iterations", "passes"), [(1, [1, 1, 1, 1]), (2, [1, 1, 1, 2]), (3, [1, 1, 2, 3]), (5, [2, 3, 4, 5])]
 )
-def test_updates_that_cannot_reach_the_result_are_left_out(iterations, passes):
+def test_updates_that_cannot_reach_the_result_are_left_out(iterations: int, passes: list[int]) -> None:
     stack = make(iterations)
     count = [0] * 4
     for index, layer in enumerate(stack.layers):
         layer.register_forward_hook(lambda *_, index=index: count.__setitem__(index, count[index] + 1))
-    stack(draw())
+    stack(draw()[0])
     assert count == passes
     count[:] = [0] * 4
-    stack(draw(), return_trace=True)
+    stack(draw()[0], return_trace=True)
     assert count == [iterations] * 4
 
 
-def test_iterations_of_one_call():
-    stack = make(2)
-    children = draw()
-    torch.testing.assert_close(stack(children, iterations=4), make(4)(children))
-    assert stack.iterations == 2
-
-
-def test_children_counts_are_computed():
-    stack = make()
-    assert [layer.in_capsules for layer in stack.layers] == [2, 3, 24, 6]
+def test_children_counts_are_computed() -> None:
+    assert [layer.in_capsules for layer in make().layers] == [2, 3, 24, 6]
     rows, columns = 21, 17
     wide = RoutingStack.build(SPECS, in_capsules=2, in_dim=4, size=(rows, columns))
     assert wide.layers[2].in_capsules == 4 * ((rows - 1) // 2 - 1) * ((columns - 1) // 2 - 1)
     assert wide(torch.randn(1, 2, rows, columns, 4)).shape == (1, 5, 4)
     changed = RoutingStack.build([CapsuleSpec(3, dim=7), CapsuleSpec(2)], in_capsules=4, in_dim=5, pose="vector")
     assert [(layer.in_dim, layer.out_dim) for layer in changed.layers] == [(5, 7), (7, 7)]
-
-
-def test_a_shared_set_layer_serves_any_grid():
     specs = [CapsuleSpec(3, kernel_size=3), CapsuleSpec(5, share=True)]
-    stack = RoutingStack.build(specs, in_capsules=2, in_dim=4, size=(7, 9))
+    shared = RoutingStack.build(specs, in_capsules=2, in_dim=4, size=(7, 9))
     for size in ((7, 9), (5, 4), (12, 3)):
-        assert stack(torch.randn(2, 2, *size, 4)).shape == (2, 5, 4)
+        assert shared(torch.randn(2, 2, *size, 4)).shape == (2, 5, 4)
 
 
-@pytest.mark.parametrize("name", ["concurrent", "sequential"])
-def test_activations_pass_from_layer_to_layer(name):
-    stack = make(2, name, activations=True)
-    children, gate = draw(), torch.rand(2, 2, 7, 9, dtype=torch.float64)
-    (poses, activations), trace = stack(children, gate, return_trace=True)
-    assert activations.shape == (2, 5) and [a.shape for a in trace.activations][:2] == [(2, 2, 7, 9), (2, 3, 3, 4)]
-    if name == "sequential":
-        below, active = children, gate
-        for layer in stack.layers:
-            parents, _ = layer(below, None, active)
-            below, active = layer(below, parents, active)
-        torch.testing.assert_close(poses, below)
-        torch.testing.assert_close(activations, active)
-    quiet = stack(children, torch.zeros_like(gate))[0]
-    assert not torch.allclose(quiet, poses)
-
-
-def test_layer_norm_off_and_dropout_reach_every_layer():
-    assert all(layer.norm is None for layer in make(layer_norm=False).layers)
-    assert [layer.dropout for layer in make(dropout=0.1).layers] == [0.1] * 4
-
-
-@pytest.mark.parametrize("batch", [0, 1])
-def test_batch_of_one_and_of_none(batch):
-    stack = make(3)
-    children = draw(batch).requires_grad_()
-    result = stack(children)
-    assert result.shape == (batch, 5, 4)
-    result.sum().backward()
-    assert children.grad.shape == children.shape
-
-
-def test_compile_deepcopy_and_pickle():
+def test_copies_compilers_autocast_and_odd_batches() -> None:
     torch._dynamo.reset()
-    stack = make(3)
-    children = draw()
+    stack, (children, _) = make(3), draw()
     want = stack(children)
-    torch.testing.assert_close(torch.compile(stack, fullgraph=True, backend="aot_eager")(children), want)
-    torch.testing.assert_close(copy.deepcopy(stack)(children), want)
+    for same in (torch.compile(stack, fullgraph=True, backend="aot_eager"), copy.deepcopy(stack)):
+        torch.testing.assert_close(same(children), want)
     torch.testing.assert_close(pickle.loads(pickle.dumps(stack))(children), want)
     assert "iterations=3" in repr(stack) and "routing='sequential'" in repr(make(2, "sequential"))
-
-
-def test_bfloat16_autocast():
-    stack = make(3).float()
-    children = draw().float()
+    for batch in (0, 1):
+        some = children[:batch].requires_grad_()
+        result = stack(some)
+        torch.testing.assert_close(result, want[:batch])
+        assert torch.autograd.grad(result.sum(), some)[0].shape == some.shape
+    stack.float()
     with torch.autocast("cpu", torch.bfloat16):
-        got = stack(children)
-    assert got.isfinite().all()
-    got.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in stack.parameters())
+        half = stack(children.float())
+    half.float().sum().backward()
+    assert half.isfinite().all() and all(p.grad.isfinite().all() for p in stack.parameters())
 
 
-def test_a_stack_is_a_list_of_layers():
+def test_a_stack_is_a_list_of_layers() -> None:
     layers = [InvertedAttentionRouting(6, 4, 4, 4), InvertedAttentionRouting(4, 3, 4, 4)]
     stack = RoutingStack(layers, iterations=1)
     children = torch.randn(2, 6, 4)
@@ -215,31 +177,73 @@ def test_a_stack_is_a_list_of_layers():
     assert len(stack) == 2 and list(stack) == layers and stack[-1] is layers[1]
 
 
-def layer(*sizes, **options):
-    return InvertedAttentionRouting(*sizes, **options)
+def test_scores_of_activations() -> None:
+    activations = torch.tensor([0.0, 0.25, 1.0], requires_grad=True)
+    scores = as_scores(activations)
+    torch.testing.assert_close(scores.sigmoid(), activations)
+    assert scores[0] == -torch.inf and scores[2] == torch.inf
+    scores[1].backward()
+    assert activations.grad.tolist() == [0.0, pytest.approx(1 / (0.25 * 0.75)), 0.0]
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: RoutingStack([]), ValueError, "at least one routing layer"),
-        (lambda: make(0), ValueError, "iterations must be an int >= 1"),
-        (lambda: make(2.0), TypeError, "iterations must be an int"),
-        (lambda: make(2, "parallel"), ValueError, "routing must be one of 'concurrent', 'sequential', got 'parallel'"),
-        (lambda: make()(draw(), iterations=0), ValueError, "iterations must be an int >= 1"),
-        (lambda: make()([1]), TypeError, "children must be a tensor"),
-        (lambda: RoutingStack([layer(6, 4, 4, 4), layer(4, 3, 9, 9)]), ValueError, r"layers\[1\].in_dim must be 4"),
+def test_layers_without_parents_route_once_what_did_not_change() -> None:
+    stack = make(4, kind="em")
+    calls = [0, 0]
+    for index, layer in enumerate(stack.layers):
+        layer.register_forward_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
+    stack(*draw())
+    assert calls == [1, 1]
+    given = draw()[0]
+    torch.testing.assert_close(stack(given, iterations=1)[0], stack[1](*stack[0](given, iterations=1), iterations=1)[0])
+
+
+def test_a_set_is_read_as_types_at_places() -> None:
+    specs = [CapsuleSpec(6, kernel_size="all", share=True), CapsuleSpec(4, kernel_size="all", share=True, types=2)]
+    options = {"in_capsules": 3, "in_dim": 4, "size": (3, 5), "layer": EMRouting, **DOUBLE}
+    stack = RoutingStack.build(specs, **options)
+    first, last = stack.layers
+    assert last.weight.shape == (2, 4, 2, 2)
+    children, gate = numbers(2, 3, 3, 5, 4), torch.rand(2, 3, 3, 5, **DOUBLE)
+    poses, active = first(children, gate)
+    wanted = last(poses.view(2, 2, 1, 3, 4), active.view(2, 2, 1, 3))
+    torch.testing.assert_close(tuple(stack(children, gate)), tuple(wanted))
+    own = DynamicRouting(6, 4, 4, 4, **DOUBLE)  # the same matrices for capsules 0 to 2, and for 3 to 5
+    shared = DynamicRouting(2, 4, 4, 4, kernel_size="all", share=True, **DOUBLE)
+    own.weight = nn.Parameter(shared.weight.detach().repeat_interleave(3, 0))
+    below, children = DynamicRouting(3, 6, 4, 4, **DOUBLE), numbers(2, 3, 4)
+    torch.testing.assert_close(RoutingStack([below, shared])(children), own(below(children)))
+    for message, spec in [
+        ("types, 4, must divide the 6 capsules", CapsuleSpec(4, kernel_size="all", share=True, types=4)),
+        ("wants a grid", CapsuleSpec(4, kernel_size="all", share=True)),
+        ("wants a grid", CapsuleSpec(4, kernel_size=2, types=2)),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            RoutingStack.build([specs[0], spec], **options)
+    with pytest.raises(ValueError, match="must divide the 6 capsules below"):
+        RoutingStack([below, DynamicRouting(4, 4, 4, 4, kernel_size="all", share=True, **DOUBLE)])
+
+
+def test_wrong_arguments_are_named() -> None:
+    layer, build = InvertedAttentionRouting, RoutingStack.build
+    below = layer(6, 4, 4, 4)
+    for error, message, run in [
+        (ValueError, "at least one routing layer", lambda: RoutingStack([])),
+        (TypeError, r"layers\[1\] must be a routing layer, got Linear", lambda: RoutingStack([below, nn.Linear(4, 4)])),
+        (ValueError, "iterations must be an int >= 1", lambda: make(0)),
+        (TypeError, "iterations must be an int", lambda: make(2.0)),
+        (ValueError, "routing must be one of 'concurrent', 'sequential', got 'parallel'", lambda: make(2, "parallel")),
+        (ValueError, "iterations must be an int >= 1", lambda: make()(draw()[0], iterations=0)),
+        (TypeError, "children must be a tensor", lambda: make()([1])),
+        (ValueError, r"layers\[1\].in_dim must be 4", lambda: RoutingStack([below, layer(4, 3, 9, 9)])),
+        (ValueError, r"in_capsules, 5, does not fit the 4", lambda: RoutingStack([below, layer(5, 3, 4, 4)])),
         (
-            lambda: RoutingStack([layer(6, 4, 4, 4), layer(5, 3, 4, 4)]),
             ValueError,
-            r"in_capsules, 5, does not fit the 4",
+            "does not fit the 4",
+            lambda: RoutingStack([layer(6, 4, 4, 4, kernel_size=2), layer(6, 3, 4, 4)]),
         ),
-        (lambda: RoutingStack([layer(6, 4, 4, 4, kernel_size=2), layer(6, 3, 4, 4)]), ValueError, "does not fit the 4"),
-        (lambda: RoutingStack([layer(6, 4, 4, 4), layer(4, 3, 4, 4, kernel_size=2)]), ValueError, "routes a grid"),
-        (lambda: RoutingStack.build(SPECS, in_capsules=2, in_dim=4), ValueError, "layer 0 .*wants a grid"),
-        (lambda: RoutingStack.build(SPECS, in_capsules=2, in_dim=4, size=(4, 4)), ValueError, "layer 1.*larger than"),
-    ],
-)
-def test_wrong_arguments_are_named(build, error, message):
-    with pytest.raises(error, match=message):
-        build()
+        (ValueError, "routes a grid", lambda: RoutingStack([below, layer(4, 3, 4, 4, kernel_size=2)])),
+        (ValueError, "layer 0 .*wants a grid", lambda: build(SPECS, in_capsules=2, in_dim=4)),
+        (ValueError, "layer 1.*larger than", lambda: build(SPECS, in_capsules=2, in_dim=4, size=(4, 4))),
+    ]:
+        with pytest.raises(error, match=message):
+            run()

@@ -5,13 +5,14 @@ Compilers, export, transforms and checkpoints see them through the public functi
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from cases import Case
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, VOTES, Call, Routing, every_case, votes_of
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, VOTES, Call, Routing, votes_of
 from suite import cases_named, every_routing, native_only
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,7 +47,7 @@ def test_opcheck_backward(routing: Routing, case: Case, dtype: torch.dtype) -> N
     torch.library.opcheck(routing.backward_op, arguments, test_utils=(*checks, "test_aot_dispatch_dynamic"))
 
 
-@pytest.mark.parametrize(("routing", "case"), every_case(), ids=str)
+@cases_named([*FEW, "one-parent", "sharp", "whole-grid", "pointwise", "no-eps", "nobody-no-eps-em", "folded-types"])
 def test_fake_kernels_tell_the_truth(routing: Routing, case: Case) -> None:
     """Shapes, dtypes and strides on the meta device are those of the real call, coefficients and backward included."""
     backward = routing.backward_call(case).given
@@ -85,9 +86,8 @@ def test_coefficients_are_those_of_the_last_turn(routing: Routing, case: Case) -
             state = {name: call.given[name] for name in routing.state}
             for turn in range(turns - 1):
                 _, state = routing.turn(call.given, turn, state, False)
-            rest = {"attention": ["scale"], "pooling": ["scale", "normalize"], "gaussian": []}[routing.stem]
             shares = getattr(reference, f"{routing.stem}_coefficients")
-            wanted = shares(votes_of(call.given), *state.values(), *(call.given[name] for name in rest))
+            wanted = shares(votes_of(call.given), *state.values(), *(call.given[name] for name in routing.coefficients))
             assert not found.requires_grad
             torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
@@ -117,7 +117,10 @@ def test_the_entrance_is_the_op(routing: Routing) -> None:
     for grad in (False, True):
         found, wanted = [], []
         for run, kept in (
-            (lambda *a: entrance(votes_of(call.given)._replace(children=a[0], weight=a[1]), *a[6:]), found),
+            (
+                lambda *a: entrance(votes_of(call.given)._replace(children=a[0], weight=a[1]), entrance.Own(*a[6:])),
+                found,
+            ),
             (routing.op, wanted),
         ):
             arguments = leaves_of(call, grad=grad)
@@ -182,6 +185,20 @@ class Asked(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@every_routing
+def test_a_watched_backward_is_the_same(routing: Routing, name: str) -> None:
+    """A mode brings the backward through the dispatcher, below which autograd is left out."""
+    call = routing.call(replace(routing.case("padded"), turns=2))
+    found = []
+    for mode in (nullcontext(), Asked()):
+        with fastcaps.backend(name), mode:
+            found.append(call.training(Call.by_op))
+    for key, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][key]) and (not key.startswith("d") or gradient.abs().sum() > 0), key
+    assert mode.needs
+
+
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("turns", [1, 3])
 @every_routing
@@ -205,9 +222,9 @@ def test_a_backward_asks_for_no_more_than_is_needed(routing: Routing, turns: int
             assert needs & ~DETACH & ~(own | between) == 0, (name, needs)
             assert bool(needs & DETACH) == (call.detach and bool(needs))
             together |= needs
-        silent = (call.detach and (name == "query" or (routing is POOLING and name == "gate"))) or name == "norm_bias"
-        em = routing is GAUSSIAN and name.startswith("beta")
-        assert silent or em or together & own, (name, asked.needs)
+        silent = (call.detach and name in routing.by_shares) or name == "norm_bias"
+        absent = name in routing.absent.get(call.given["rule"], ())
+        assert silent or absent or together & own, (name, asked.needs)
         assert len(asked.needs) <= (turns + 1 if between else 1)
 
 

@@ -11,13 +11,13 @@ import oracle_routings
 import pytest
 import torch
 from cases import LAYOUTS, Case
-from covering import pairs_of, rows_covering
+from covering import every_value, pairs_of, rows_covering
 from registry import ROUTINGS, Routing, every_case
 from torch import Tensor
 
 from fastcaps import ops
+from fastcaps._testing.judge import Bar, allowed_error
 from fastcaps.rules import Rule
-from tools.judge import Bar, allowed_error
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 
@@ -25,8 +25,9 @@ every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_rows_are_the_ops_that_are_registered() -> None:
     """By torch's own list: whoever adds an op must add its row."""
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastcaps::")}
+    registered -= {"fastcaps::squash_sum", "fastcaps::squash_sum_backward"}  # fastcaps.encapnet's
     names = {f"fastcaps::{routing.name}{end}" for routing in ROUTINGS for end in ("", "_backward")}
-    assert registered == names | {"fastcaps::squash_sum", "fastcaps::squash_sum_backward"}  # test_squash_sum.py's
+    assert registered == names
     assert [routing.stem for routing in ROUTINGS] == [routing.stem for routing in ops.ROUTINGS]
 
 
@@ -46,18 +47,19 @@ def test_arguments_stand_in_the_order_of_the_schema(routing: Routing) -> None:
 @every_routing
 def test_every_name_and_rule_has_its_cases(routing: Routing) -> None:
     assert len({case.name for case in routing.cases}) == len(routing.cases)
-    rules = {"attention": {0, 1, 2}, "pooling": {2, 3}, "gaussian": {4, 5, 6}}
-    assert {int(case.rule) for case in routing.cases} == rules[routing.stem]
-    assert {rule for several in rules.values() for rule in several} == {int(rule) for rule in Rule}
+    assert {case.rule for case in routing.cases} == routing.rules
+    assert set().union(*(one.rules for one in ROUTINGS)) == set(Rule)
     assert {case.layout for case in routing.cases} == set(LAYOUTS)
 
 
-@pytest.mark.parametrize("stem", ["ATTENTION", "POOLING", "GAUSSIAN"])
-def test_rows_cover_all_pairs(stem: str) -> None:
-    factors: dict[str, list[Any]] = getattr(case_rows, f"{stem}_FACTORS")
+@every_routing
+def test_rows_cover_all_pairs(routing: Routing) -> None:
+    factors = routing.table.factors
     rows = rows_covering(factors, case_rows.allowed, seed=5)
     met = {pair for row in rows for pair in combinations(row.items(), 2)}
     assert met == set(pairs_of(factors, case_rows.allowed))
+    few = [rows[k] for k in every_value(rows, lambda row: 1.0)]
+    assert {item for row in few for item in row.items()} == {(name, v) for name in factors for v in factors[name]}
     sizes = sorted(len(values) for values in factors.values())
     assert sizes[-1] * sizes[-2] <= len(rows) <= 1.5 * sizes[-1] * sizes[-2]
 
@@ -95,7 +97,7 @@ def test_the_loops_are_asked_of_every_rule_window_and_option() -> None:
     small = [case for _, case in every_case(is_small)]
     assert {int(case.rule) for case in small} == {int(rule) for rule in Rule}
     for choice in ("window", "gate", "bias", "start", "turns", "normalize", "affine", "log_weight"):
-        everywhere = {getattr(case, choice) for _, case in every_case(lambda case: case.name[0].isdigit())}
+        everywhere = {getattr(case, choice) for _, case in every_case(pairs=True)}
         assert {getattr(case, choice) for case in small} >= everywhere, choice
 
 

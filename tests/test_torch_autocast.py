@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from features import ROUTINGS, WINDOWS, Leaves, Routing, number
+from nn_layers import LAYERS, Row
 from torch import Tensor
 
-import fastcaps
 from fastcaps import Window, backend
 from fastcaps.functional import heinsen_routing
 
@@ -45,7 +46,7 @@ def one_turn(routing: Routing) -> dict[str, int]:
 
 
 @every_window
-@every_routing
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if "prior" not in row.leaves], ids=str)  # squashes above
 def test_one_turn_of_the_reference_is_rounded_once(routing: Routing, window: Window | None) -> None:
     """Sums, LayerNorm, squash and moments are taken in float32; the result alone is rounded."""
     given = routing.tensors(window, torch.float32)
@@ -105,19 +106,14 @@ def test_results_have_the_dtype_of_the_call(routing: Routing, cast: bool, name: 
                     assert leaf.grad is None or leaf.grad.dtype == leaf.dtype, key
 
 
-LAYERS = {
-    "attention": lambda: fastcaps.InvertedAttentionRouting(5, 3, 4, 4, dropout=0.4, bias=True),
-    "attention-activations": lambda: fastcaps.InvertedAttentionRouting(5, 3, 4, 4, dropout=0.4, activations=True),
-    "dynamic": lambda: fastcaps.DynamicRouting(5, 3, 4, 6),
-    "em": lambda: fastcaps.EMRouting(5, 3, 4, 4),
-    "heinsen": lambda: fastcaps.HeinsenRouting(5, 3, 4, 4),
-}
+EVERY = [(row, {}) for row in LAYERS]
+EVERY += [(LAYERS[0], {"dropout": 0.4, "bias": True}), (LAYERS[0], {"dropout": 0.4, "activations": True})]
 
 
 @every_backend
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layers_return_one_dtype_in_training_and_in_eval(layer: str, name: str) -> None:
-    module, children = LAYERS[layer](), torch.randn(3, 5, 4)
+@pytest.mark.parametrize(("row", "options"), EVERY, ids=str)
+def test_layers_return_one_dtype_in_training_and_in_eval(row: Row, options: dict[str, Any], name: str) -> None:
+    module, children = row.kind(5, 3, 4, 4, **options), torch.randn(3, 5, 4)
     found = []
     for training in (True, False):
         module.train(training)

@@ -1,7 +1,8 @@
 """torch.compile in one graph with free sizes, and torch.export: every routing and every layer.
 
 ``aot_eager`` does all that inductor does but generate code; one test goes through inductor. After a second size a graph
-must serve every further one: torch counts how many graphs it made.
+must serve every further one: torch counts how many graphs it made. A row of each op and a few layers run always, the
+others are marked slow.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import fastcaps
 from fastcaps import Window, backend
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 
-every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+ONE_OF_EACH_OP = ["attention-1", "attention-uniform", "dynamic-parents", "pool-weights", "em"]
+SOME_LAYERS = ["attention-grid", "dynamic-set", "pool-window", "em-all-coordinates"]
+SLOW = pytest.mark.slow
+every_routing = pytest.mark.parametrize(
+    "routing", [pytest.param(row, marks=() if row.name in ONE_OF_EACH_OP else SLOW) for row in ROUTINGS], ids=str
+)
+one_of_each_op = pytest.mark.parametrize("routing", [BY_NAME[name] for name in ONE_OF_EACH_OP], ids=str)
 every_backend = pytest.mark.parametrize("name", ["cpu", "reference"])
-ONE_OF_EACH_OP = [BY_NAME[name] for name in ("attention-1", "dynamic-parents", "pool-weights", "em")]
-SETS_AND_SOME_GRIDS = [(row, None) for row in ROUTINGS] + [(row, WINDOWS["grid"]) for row in ONE_OF_EACH_OP]
-IDS = [f"{row}-{'set' if window is None else 'grid'}" for row, window in SETS_AND_SOME_GRIDS]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,8 @@ def compiled(
     return torch.compile(function, backend=engine, fullgraph=True, dynamic=dynamic)
 
 
-@pytest.mark.parametrize(("routing", "window"), SETS_AND_SOME_GRIDS, ids=IDS)
+@pytest.mark.parametrize("window", [None, pytest.param(WINDOWS["grid"], marks=pytest.mark.slow)], ids=WINDOWS)
+@every_routing
 def test_training_step_in_one_graph_for_any_batch(routing: Routing, window: Window | None) -> None:
     run = compiled(lambda leaves: routing.ours(leaves, window, coefficients=True))
     for batch in (2, 5, 7):
@@ -62,7 +67,7 @@ def test_training_step_in_one_graph_for_any_batch(routing: Routing, window: Wind
     assert graphs() <= 2
 
 
-@pytest.mark.parametrize("routing", ONE_OF_EACH_OP, ids=str)
+@one_of_each_op
 def test_inductor(routing: Routing) -> None:
     run = compiled(lambda leaves: routing.ours(leaves), "inductor")
     for batch in (2, 5):
@@ -70,7 +75,7 @@ def test_inductor(routing: Routing) -> None:
         close(run(given), routing.ours(given), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("routing", [*ONE_OF_EACH_OP, BY_NAME["attention-uniform"]], ids=str)
+@one_of_each_op
 def test_autocast_in_one_graph(routing: Routing) -> None:
     given = routing.tensors(dtype=torch.float32)
 
@@ -152,8 +157,10 @@ CASES = {
     "pool-parents": Case(lambda: fastcaps.RoutingPool2d(4, parents=3, in_channels=8), grids(8), ("b.hw",)),
     "pool-average": Case(lambda: fastcaps.RoutingPool2d(4, sharpness=0.0), grids(8), ("b.hw",)),
 }
-SOME_LAYERS = ["dynamic-set", "pool-window", "em-all-coordinates"]
-every_layer = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+every_layer = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=() if name in SOME_LAYERS else SLOW) for name, case in CASES.items()]
+)
+some_layers = pytest.mark.parametrize("case", [CASES[name] for name in SOME_LAYERS], ids=SOME_LAYERS)
 
 
 def flat(found: Any) -> tuple[Tensor, ...]:
@@ -178,7 +185,7 @@ def test_layer_in_one_graph_for_any_size(case: Case) -> None:
     assert graphs() <= 3, "a graph for almost every size"
 
 
-@every_layer
+@some_layers
 def test_layer_with_sizes_free_from_the_start(case: Case) -> None:
     layer = case.make()
     run = compiled(layer)
@@ -187,7 +194,7 @@ def test_layer_with_sizes_free_from_the_start(case: Case) -> None:
         same(run(*inputs), layer(*inputs))
 
 
-@pytest.mark.parametrize("kind", ["primary", "matrix", "vector"])
+@pytest.mark.parametrize("kind", [pytest.param("primary", marks=SLOW), "matrix", pytest.param("vector", marks=SLOW)])
 def test_inductor_takes_images_of_two_sizes(kind: str) -> None:
     """Behind a convolution, whose result has sizes that are no mere symbols."""
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3), fastcaps.PrimaryCapsules(8, 2, 4)]
@@ -211,7 +218,7 @@ def test_exported_program_serves_every_size(case: Case) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("case", [CASES[name] for name in SOME_LAYERS], ids=SOME_LAYERS)
+@some_layers
 def test_exported_by_one_backend_and_run_by_another(case: Case, name: str) -> None:
     """A backend that was forced while exporting is not part of the program, and no size is frozen by it."""
     layer = case.make().eval()
@@ -237,15 +244,10 @@ def test_exported_program_holds_ops_not_formulas(routing: Routing) -> None:
         assert any(name.startswith("fastcaps.") for name in names), names
 
 
-@pytest.mark.parametrize("name", ["own-set", "own-grid"])
-def test_large_own_weights_in_one_graph(name: str) -> None:
-    """From 2**23 numbers on the first turn goes another way, which must not break the graph."""
-    if name == "own-set":
-        layer = fastcaps.InvertedAttentionRouting(512, 4, 64, 64, pose="vector")
-        children = torch.randn(2, 512, 64)
-    else:
-        layer = fastcaps.InvertedAttentionRouting(32, 8, 64, 64, pose="vector", kernel_size=3)
-        children = torch.randn(1, 32, 4, 3, 64)
+def test_large_own_weights_in_one_graph() -> None:
+    """From 2**23 numbers on the first iteration goes another way, which must not break the graph."""
+    layer = fastcaps.InvertedAttentionRouting(32, 8, 64, 64, pose="vector", kernel_size=3)
+    children = torch.randn(1, 32, 4, 3, 64)
     assert layer.weight.numel() >= 2**23
     with torch.no_grad():
         found = compiled(layer)(children)
@@ -266,7 +268,7 @@ def test_each_window_makes_its_own_graph_and_no_more() -> None:
     routing = ROUTINGS[2]
     given = routing.tensors(WINDOWS["grid"])
     run = compiled(lambda leaves, window: routing.ours(leaves, window))
-    for _ in range(3):
+    for _ in range(2):
         run(given, WINDOWS["grid"])
         run(given, Window((2, 3), (2, 1), (1, 0), (1, 1)))
     assert graphs() == 1

@@ -78,7 +78,7 @@ def test_function_with_a_free_batch(routing: Routing, tmp_path: Any) -> None:
 LAYERS = {
     "attention-grid": (lambda: fastcaps.InvertedAttentionRouting(2, 3, 4, 4, kernel_size=3, stride=2), (2, 6, 5, 4)),
     "pool": (lambda: fastcaps.RoutingPool2d(4), (8, 5, 4)),
-    "cap-conv": (lambda: fastcaps.nn.CapConv2d(3, 1, 2, stride=2, skip=True), (3, 5, 4)),
+    "cap-conv": (lambda: fastcaps.CapConv2d(3, 1, 2, stride=2, skip=True), (3, 5, 4)),
     "pool-window": (lambda: fastcaps.RoutingPool2d(4, kernel_size=2), (8, 6, 4)),
 }
 

@@ -21,18 +21,8 @@ from fastcaps import Window
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-
-
-def right_or_refused(feature: str, ours: Callable[[], Any], plain: Callable[[], Any]) -> None:
-    """Assert that a computation equals that of the formulas, or raises an error that names us and the feature."""
-    wanted = plain()
-    try:
-        found = ours()
-    except (RuntimeError, NotImplementedError) as error:
-        text = str(error)
-        assert "fastcaps" in text and feature in text, f"the refusal does not name {feature}: {text}"
-        return
-    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+Call = Callable[[Leaves], Leaves]  # ours or the formulas, of tensors by name
+SAMPLED = ("children", "gate", "parents")
 
 
 def tangents(given: Leaves) -> Leaves:
@@ -40,186 +30,114 @@ def tangents(given: Leaves) -> Leaves:
     return {name: torch.randn(t.shape, generator=draw, dtype=t.dtype) for name, t in given.items()}
 
 
-def of(call: Callable[..., Leaves], window: Window | None) -> Callable[[Leaves], Leaves]:
-    return lambda given: call(given, window)
+def of_children(call: Call, given: Leaves) -> tuple[Callable[[Tensor], Leaves], Tensor]:
+    """Return the call as a function of one sample's children, the rest fixed, and those."""
+    alone = {name: tensor[:1] if name in SAMPLED else tensor for name, tensor in given.items()}
+    return lambda children: call({**alone, "children": children}), alone["children"]
 
 
-def one_number(call: Callable[..., Leaves], window: Window | None, rest: Leaves) -> Callable[[Leaves], Tensor]:
-    """Return a loss of some tensors, the others being fixed."""
-    return lambda given: number(call({**rest, **given}, window))
-
-
-@every_window
-@every_routing
-def test_jvp(window: Window | None, routing: Routing) -> None:
-    given = routing.tensors(window)
-    direction = tangents(given)
-    ours, plain = of(routing.ours, window), of(routing.plain, window)
-    right_or_refused(
-        "forward-mode",
-        lambda: func.jvp(ours, (given,), (direction,)),
-        lambda: func.jvp(plain, (given,), (direction,)),
-    )
-
-
-@every_routing
-@pytest.mark.parametrize("name", ["children", "weight", "gate"])
-def test_dual_numbers(name: str, routing: Routing) -> None:
-    given = routing.tensors()
-    if name not in given:
-        pytest.skip(f"{routing} has no {name}")
-    direction = tangents(given)[name]
-
-    def derivative(call: Callable[..., Leaves]) -> Leaves:
+def dual_numbers(call: Call, given: Leaves) -> list[Leaves]:
+    results = []
+    for name in ("children", "weight", "gate"):
+        if name not in given:
+            continue
         with forward_ad.dual_level():
-            found = call({**given, name: forward_ad.make_dual(given[name], direction)})
+            found = call({**given, name: forward_ad.make_dual(given[name], tangents(given)[name])})
             pairs = {key: forward_ad.unpack_dual(value) for key, value in found.items()}
             none = {key: torch.zeros_like(pair.primal) for key, pair in pairs.items()}  # of what does not depend on it
-            return {key: none[key] if pair.tangent is None else pair.tangent.clone() for key, pair in pairs.items()}
-
-    right_or_refused("forward-mode", lambda: derivative(routing.ours), lambda: derivative(routing.plain))
-
-
-@every_routing
-def test_jacobian_in_forward_mode(routing: Routing) -> None:
-    given = routing.tensors(batch=1)
-    rest = {name: given[name] for name in given if name != "children"}
-
-    def jacobian(call: Callable[..., Leaves]) -> Leaves:
-        return func.jacfwd(lambda children: call({"children": children, **rest}))(given["children"])
-
-    right_or_refused("forward-mode", lambda: jacobian(routing.ours), lambda: jacobian(routing.plain))
+            results.append({k: none[k] if pair.tangent is None else pair.tangent.clone() for k, pair in pairs.items()})
+    return results
 
 
-@every_window
-@every_routing
-def test_gradients(window: Window | None, routing: Routing) -> None:
-    given = routing.tensors(window)
-    ours, plain = (func.grad(one_number(call, window, {})) for call in (routing.ours, routing.plain))
-    right_or_refused("torch.func.grad", lambda: ours(given), lambda: plain(given))
+def pulled_back(call: Call, given: Leaves) -> Leaves:
+    found, back = func.vjp(call, given)
+    return back(tangents(found))[0]
 
 
-@every_routing
-def test_vjp(routing: Routing) -> None:
-    given = routing.tensors()
+def jacobian(how: Callable[..., Any]) -> Callable[[Call, Leaves], Any]:
+    def derivative(call: Call, given: Leaves) -> Any:
+        run, children = of_children(call, given)
+        return how(run)(children)
 
-    def pulled_back(call: Callable[..., Leaves]) -> Leaves:
-        found, back = func.vjp(call, given)
-        return back(tangents(found))[0]
-
-    right_or_refused("torch.func", lambda: pulled_back(routing.ours), lambda: pulled_back(routing.plain))
+    return derivative
 
 
-@every_routing
-def test_jacobian_in_reverse_mode(routing: Routing) -> None:
-    given = routing.tensors(batch=1)
-
-    def jacobian(call: Callable[..., Leaves]) -> Leaves:
-        return func.jacrev(lambda changed: call({**given, "children": changed}))(given["children"])
-
-    right_or_refused("vmap", lambda: jacobian(routing.ours), lambda: jacobian(routing.plain))
+def hessian(call: Call, given: Leaves) -> Tensor:
+    run, children = of_children(call, given)
+    return func.hessian(lambda changed: number(run(changed)))(children)
 
 
-@every_routing
-def test_hessian(routing: Routing) -> None:
-    given = routing.tensors(batch=1)
-    children = given.pop("children")
+def ensemble(*fixed: str) -> Callable[[Call, Leaves], Leaves]:
+    """Several sets of all tensors but ``fixed``; the new dimension of the results is the last."""
 
-    def hessian(call: Callable[..., Leaves]) -> Tensor:
-        return func.hessian(lambda changed: number(call({"children": changed, **given})))(children)
+    def mapped(call: Call, given: Leaves) -> Leaves:
+        rest = {name: given[name] for name in fixed}
+        many = {name: torch.stack([t, t.flip(0), 0.3 * t]) for name, t in given.items() if name not in fixed}
+        return func.vmap(lambda changed: call({**rest, **changed}), out_dims=-1)(many)
 
-    right_or_refused("forward-mode", lambda: hessian(routing.ours), lambda: hessian(routing.plain))
-
-
-@every_window
-@every_routing
-def test_vmap_over_children(window: Window | None, routing: Routing) -> None:
-    given = routing.tensors(window)
-    many = torch.stack([given.pop("children"), 0.5 * routing.tensors(window)["children"]])
-
-    def mapped(call: Callable[..., Leaves]) -> Leaves:
-        return func.vmap(lambda children: call({"children": children, **given}, window))(many)
-
-    def one_by_one() -> Leaves:
-        found = [routing.plain({"children": children, **given}, window) for children in many]
-        return {name: torch.stack([results[name] for results in found]) for name in found[0]}
-
-    right_or_refused("vmap", lambda: mapped(routing.ours), one_by_one)
+    return mapped
 
 
-@every_routing
-def test_vmap_over_parameters(routing: Routing) -> None:
-    """An ensemble: the same children, several sets of all other tensors; the result's new dimension is the last."""
-    given = routing.tensors()
-    children = given.pop("children")
-    many = {name: torch.stack([tensor, tensor.flip(0), 0.3 * tensor]) for name, tensor in given.items()}
-
-    def mapped() -> Leaves:
-        return func.vmap(lambda rest: routing.ours({"children": children, **rest}), out_dims=-1)(many)
-
-    def one_by_one() -> Leaves:
-        alone = [{name: tensor[k] for name, tensor in many.items()} for k in range(3)]
-        found = [routing.plain({"children": children, **rest}) for rest in alone]
-        return {name: torch.stack([results[name] for results in found], -1) for name in found[0]}
-
-    right_or_refused("vmap", mapped, one_by_one)
-
-
-@every_routing
-def test_gradients_of_every_sample(routing: Routing) -> None:
+def of_every_sample(call: Call, given: Leaves) -> Leaves:
     """vmap(grad): what differential privacy and influence functions ask for."""
-    given = routing.tensors()
-    sampled = {name: tensor for name, tensor in given.items() if name in ("children", "gate", "parents")}
-    shared = {name: tensor for name, tensor in given.items() if name not in sampled} or {
-        "children": given["children"][0]
-    }
-    sampled = {name: tensor for name, tensor in sampled.items() if name not in shared}
+    shared, sampled = ({k: t for k, t in given.items() if (k in SAMPLED) == is_sampled} for is_sampled in (False, True))
 
-    def gradient(call: Callable[..., Leaves]) -> Callable[[Leaves, Leaves], Leaves]:
-        def loss(parameters: Leaves, sample: Leaves) -> Tensor:
-            batch = {name: tensor[None] for name, tensor in sample.items()}
-            alone = {name: t[None] if name == "children" else t for name, t in parameters.items()}
-            return number(call({**alone, **batch}))
+    def loss(parameters: Leaves, sample: Leaves) -> Tensor:
+        return number(call({**parameters, **{name: tensor[None] for name, tensor in sample.items()}}))
 
-        return func.grad(loss)
-
-    def one_by_one() -> Leaves:
-        each = [gradient(routing.plain)(shared, {k: t[b] for k, t in sampled.items()}) for b in range(3)]
-        return {name: torch.stack([sample[name] for sample in each]) for name in each[0]}
-
-    right_or_refused("vmap", lambda: func.vmap(gradient(routing.ours), (None, 0))(shared, sampled), one_by_one)
+    return func.vmap(func.grad(loss, argnums=(0, 1)), (None, 0))(shared, sampled)
 
 
-@every_window
+def penalty(call: Call, given: Leaves) -> Leaves:
+    """Reverse over reverse, of all tensors at once: a gradient penalty."""
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+    values, options = list(leaves.values()), {"allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad(number(call(leaves)), values, create_graph=True, **options)
+    second = torch.autograd.grad(number(dict(zip(leaves, first, strict=True))), values, **options)
+    return dict(zip(leaves, second, strict=True))
+
+
+FEATURES: dict[str, tuple[str, Callable[[Call, Leaves], Any]]] = {  # what a refusal must name; the transformed call
+    "jvp": ("forward-mode", lambda call, given: func.jvp(call, (given,), (tangents(given),))),
+    "dual-numbers": ("forward-mode", dual_numbers),
+    "jacfwd": ("forward-mode", jacobian(func.jacfwd)),
+    "jacrev": ("vmap", jacobian(func.jacrev)),
+    "hessian": ("forward-mode", hessian),
+    "grad": ("torch.func.grad", lambda call, given: func.grad(lambda leaves: number(call(leaves)))(given)),
+    "vjp": ("torch.func", pulled_back),
+    "vmap-children": ("vmap", lambda call, given: ensemble(*[n for n in given if n != "children"])(call, given)),
+    "vmap-parameters": ("vmap", ensemble("children")),
+    "vmap-grad": ("vmap", of_every_sample),
+    "penalty": ("second derivative", penalty),
+}
+ON_GRIDS = ("jvp", "grad", "vmap-children", "penalty")
+
+
+@pytest.mark.parametrize(
+    ("feature", "window"),
+    [(name, WINDOWS["set"]) for name in FEATURES] + [(name, WINDOWS["grid"]) for name in ON_GRIDS],
+    ids=lambda value: value if isinstance(value, str) else "set" if value is None else "grid",
+)
 @every_routing
-def test_second_derivatives(window: Window | None, routing: Routing) -> None:
-    """Reverse over reverse, of all tensors at once, against the formulas: a gradient penalty."""
+def test_right_or_refused(routing: Routing, feature: str, window: Window | None) -> None:
+    named, transformed = FEATURES[feature]
     given = routing.tensors(window)
-
-    def penalty(call: Callable[..., Leaves]) -> Leaves:
-        leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
-        values = list(leaves.values())
-        first = torch.autograd.grad(
-            number(call(leaves, window)), values, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        total = number(dict(zip(leaves, first, strict=True)))
-        second = torch.autograd.grad(total, values, allow_unused=True, materialize_grads=True)
-        return dict(zip(leaves, second, strict=True))
-
-    right_or_refused("second derivative", lambda: penalty(routing.ours), lambda: penalty(routing.plain))
+    wanted = transformed(lambda leaves: routing.plain(leaves, window), given)
+    try:
+        found = transformed(lambda leaves: routing.ours(leaves, window), given)
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error)
+        assert "fastcaps" in text and named in text, f"the refusal does not name {named}: {text}"
+        return
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
 
-@every_routing
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if "detach" not in row.name], ids=str)
 def test_second_derivatives_by_differences(routing: Routing) -> None:
-    given = {
-        name: tensor[:1] if name in ("children", "gate", "parents") else tensor
-        for name, tensor in routing.tensors().items()
-    }
-    children = given.pop("children").requires_grad_()
-    if "detach" in routing.name:  # their gradient is not that of the function: constants stay constants
-        pytest.skip("coefficients are constants to the gradient, but not to differences")
-    call = lambda poses: tuple(routing.ours({"children": poses, **given}).values())  # noqa: E731
-    assert torch.autograd.gradcheck(call, (children,), fast_mode=True)
+    """Where coefficients are constants to the gradient, but not to differences, there is nothing to compare."""
+    run, children = of_children(routing.ours, routing.tensors())
+    call = lambda poses: tuple(run(poses).values())  # noqa: E731
+    assert torch.autograd.gradcheck(call, (children.requires_grad_(),), fast_mode=True)
     assert torch.autograd.gradgradcheck(call, (children,), fast_mode=True)
 
 

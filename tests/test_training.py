@@ -22,11 +22,11 @@ pytest.importorskip("lightning")
 from rich.console import Console
 
 from fastcaps import cli, data
-from fastcaps.training import RunError, SettingError, TrainConfig, build_network, train, train_seeds
+from fastcaps.training import RunError, SettingError, TrainConfig, train, train_seeds
 from fastcaps.training.callbacks import COLUMNS, Report, read_metrics
-from fastcaps.training.config import kept, one_run
+from fastcaps.training.config import kept, runs_of
 from fastcaps.training.fields import as_data
-from fastcaps.training.run import only_run, write_settings
+from fastcaps.training.folder import only_run, write_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,46 +53,34 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
     return run(settings(out, data__limit=None, epochs=3, checkpoint_every=5, seed=3))
 
 
-def test_it_learns(finished: Any) -> None:
-    assert finished.test_accuracy > 0.9
-    assert finished.history[-1]["train_loss"] < finished.history[0]["train_loss"] / 2
-
-
-def test_reported_accuracy_is_that_of_the_weights(finished: Any) -> None:
-    splits = data.load("digits")
-    images, labels = splits.test.batch(slice(None))
+def test_what_a_run_leaves(finished: Any) -> None:
+    """The figures that it tells are those of its weights, in every file."""
+    out, history = finished.out, finished.history
+    left = "config.json last.ckpt metrics.csv result.json tensorboard"
+    assert sorted(path.name for path in out.iterdir()) == left.split()
+    assert finished.test_accuracy > 0.9 and history[-1]["train_loss"] < history[0]["train_loss"] / 2
+    images, labels = data.load("digits").test.batch(slice(None))
     with torch.no_grad():
         logits = finished.network(images)
     assert finished.test_accuracy == pytest.approx((logits.argmax(1) == labels).double().mean().item(), abs=1e-6)
     loss = torch.nn.functional.cross_entropy(logits.double(), labels).item()
     assert finished.test_loss == pytest.approx(loss, rel=1e-5)
-
-
-def test_what_a_run_leaves(finished: Any) -> None:
-    out = finished.out
     with (out / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert [row["step"] for row in rows] == ["23", "46", "69"]  # 1,438 images in batches of 64
-    result = json.loads((out / "result.json").read_text())
+    result, kept = (json.loads((out / f"{name}.json").read_text()) for name in ("result", "config"))
     assert result["test_accuracy"] == finished.test_accuracy
     assert result["epochs"] == len(result["seconds_per_epoch"]) == 3
     assert result["parameters"] == sum(p.numel() for p in finished.network.parameters())
-    kept = json.loads((out / "config.json").read_text())
     assert kept["seed"] == 3 and kept["versions"]["torch"] == torch.__version__
-    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
-    left = "config.json last.ckpt metrics.csv result.json tensorboard"
-    assert sorted(path.name for path in out.iterdir()) == left.split()
-
-
-def test_tensorboard_holds_the_curves(finished: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(finished.out / "tensorboard"))
+    events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
     accuracies = [event.value for event in events.Scalars("test_accuracy")]
-    assert accuracies == pytest.approx([row["test_accuracy"] for row in finished.history])
+    assert accuracies == pytest.approx([row["test_accuracy"] for row in history], abs=1e-6)
     assert len(events.Scalars("step/train_loss")) > 3
 
 
@@ -124,15 +112,9 @@ def kill_at(step: int, config: TrainConfig) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param(33, id="in the middle of the second epoch"),
-        pytest.param(47, id="just after the second epoch", marks=pytest.mark.slow),
-        pytest.param(13, id="in the first epoch", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("step", [33, pytest.param(47, marks=pytest.mark.slow)])
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: Any, step: int) -> None:
+    """In the middle of the second epoch, or just after it."""
     config = settings(tmp_path, data__limit=None, epochs=3, checkpoint_every=5, seed=3)
     kill_at(step, config)
     done_before = read_metrics(tmp_path / "metrics.csv")
@@ -144,7 +126,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
         for name in COLUMNS:
             if name != "seconds":
                 assert mine[name] == theirs[name], name
-    assert resumed.history[0]["seconds"] == pytest.approx(done_before[0]["seconds"], rel=1e-4) if done_before else True
+    assert resumed.history[0]["seconds"] == done_before[0]["seconds"]
 
 
 def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
@@ -240,9 +222,7 @@ def test_resuming_with_another_batch_size_is_refused(tmp_path: Path) -> None:
     ("accuracy", "changes"),
     [
         (0.5, {"precision": "bf16-mixed", "optimizer__name": "sgd", "optimizer__lr": 0.1}),
-        (0.5, {"precision": "64-true", "optimizer__name": "adamw", "optimizer__lr": 3e-3}),
-        (0.5, {"loss": "margin"}),
-        (0.5, {"loss": "spread", "metric": "top-2"}),
+        (0.5, {"precision": "64-true", "optimizer__name": "adamw", "optimizer__lr": 3e-3, "loss": "margin"}),
         (0.2, {"loss": "bce", "metric": "exact-match"}),  # few after 30 steps, but chance would have next to none
     ],
 )
@@ -254,29 +234,15 @@ def test_other_settings_learn(tmp_path: Path, accuracy: float, changes: dict[str
     assert {parameter.dtype for parameter in result.network.parameters()} == {wide}
 
 
-def test_networks_are_sized_by_the_data() -> None:
-    splits = data.load("digits")
-    config = TrainConfig.of(network={"name": "mnist", "options": {"iterations": 3}}, data="digits")
-    network: Any = build_network(TrainConfig.of(network="digits", data="digits"), splits)
-    assert network(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
-    with pytest.raises(ValueError, match=r"network mnist cannot be built for digits \(.*image_size=8.*iterations=3\)"):
-        build_network(config, splits)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 0}, "epochs: got 0, want 1 to 2147483647"),
-        ({"batch_size": -1}, "batch_size: got -1"),
-        ({"batch_size": 10**30}, f"batch_size: got {10**30}, want 1 to 2147483647"),
+        ({"epochs": 0}, "epochs: got 0, want greater than or equal to 1"),
+        ({"batch_size": 10**30}, f"batch_size: got {10**30}, want less than or equal to 2147483647"),
         ({"network__options__iterations": 10**30}, "network.options.iterations: got .*, want 10000 or fewer"),
-        ({"optimizer__lr": float("nan")}, "optimizer.lr: got nan, want a finite number above 0"),
-        ({"optimizer__lr": 0.0}, "lr: got 0.0"),
-        ({"optimizer__name": "rprop"}, "optimizer.name: got 'rprop', want one of adam, adamw, radam, rmsprop, sgd"),
+        ({"optimizer__lr": float("nan")}, "optimizer.lr: got nan, want a finite number"),
         ({"schedule__name": "step"}, "schedule.name: got 'step', want one of"),
         ({"precision": "8-bit"}, "precision: got '8-bit'"),
-        ({"seed": -1}, "seed: got -1, want 0 or more"),
-        ({"data__limit": 0}, "data.limit: got 0"),
         ({"data__validation": 192}, "data.validation: got 192 of 192 training images, want fewer"),
         ({"network__options__depth": 3}, "create.. has no override depth"),
         ({"devices": "many"}, "devices"),
@@ -343,7 +309,7 @@ def test_several_seeds_that_are_overwritten_go_on_as_new_ones(tmp_path: Path) ->
     with pytest.raises(RunError, match="stopped"):
         train_seeds(new, overwrite=True, report=Stops(quiet=True))
     several = train_seeds(new, resume=True, report=Report(quiet=True))
-    alone = run(one_run(new, 1).changed({"out": str(tmp_path / "alone")}))
+    alone = run(runs_of(new)[1].changed({"out": str(tmp_path / "alone")}))
     assert same_weights(several.results[1].network, alone.network)  # not the old run's
 
 
@@ -357,25 +323,14 @@ def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.Monk
     assert same_weights(result.network, run(many.changed({"out": str(tmp_path / "none"), "workers": 0})).network)
 
 
-def on_two_devices(out: Path, *options: str) -> str:
-    """Train from the command line with a process for each of two devices; what it printed."""
-    given = ["train", "--network", "digits", "--data", "digits", "--out", str(out), "--accelerator", "cpu"]
-    done = in_a_process("-m", "fastcaps", *given, "--devices", "2", *options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_two_processes_train_several_seeds(tmp_path: Path) -> None:
-    told = on_two_devices(tmp_path / "runs", "--epochs", "1", "--limit", "64", "--runs", "2")
-    assert told.count("mean and standard deviation of 2 runs") == 1
-    assert len(list((tmp_path / "runs").glob("seed-*/result.json"))) == 2
-
-
-@pytest.mark.slow
-def test_two_processes_train_one_network(tmp_path: Path) -> None:
-    told = on_two_devices(tmp_path / "run", "--epochs", "2", "--strategy", "ddp")
-    assert told.count("test accuracy") == 3  # two epochs and the end: only the first process speaks
-    rows = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32
-    assert rows[-1]["test_accuracy"] > 0.9
+    given = ["train", "--network", "digits", "--data", "digits", "--out", str(tmp_path), "--accelerator", "cpu"]
+    done = in_a_process("-m", "fastcaps", *given, "--devices", "2", "--strategy", "ddp", "--runs", "2")
+    assert done.returncode == 0, done.stderr
+    # two epochs of two runs and the end: only the first process speaks
+    assert done.stdout.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in done.stdout
+    for seed in (0, 1):
+        rows = read_metrics(tmp_path / f"seed-{seed}" / "metrics.csv")
+        assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32
+        assert rows[-1]["test_accuracy"] > 0.9

@@ -28,7 +28,7 @@ pytest.importorskip("lightning")
 from fastcaps import cli
 from fastcaps.training import RunError, TrainConfig, train
 from fastcaps.training.callbacks import Report, replacing
-from fastcaps.training.run import read_checkpoint
+from fastcaps.training.folder import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,6 @@ from test_training import run, same_weights, settings
 from fastcaps import cli, data
 from fastcaps.training import CapsuleClassifier, RunError, build_network, recipe, recipes, train
 from fastcaps.training.callbacks import Report
-from fastcaps.training.config import Data
 from fastcaps.training.data import WithParts, hold_out, read_data
 from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin
 from fastcaps.training.run import make_data
@@ -201,12 +200,6 @@ def test_probabilities_are_averaged_as_each_loss_has_them() -> None:
             torch.testing.assert_close(made, probabilities(logits).mean(1))
 
 
-def test_without_several_crops_a_test_image_is_its_middle(stand_ins: dict[str, Any]) -> None:
-    splits = read_data(Data("smallnorb", resize=48, crop=32))
-    resized = data.transforms.resized(splits.test.images, 48)[..., 8:40, 8:40].float() / 255
-    torch.testing.assert_close(splits.test.batch(slice(None))[0], (resized - splits.test.mean) / splits.test.std)
-
-
 # --- images that are drawn, held out, of others -----------------------------------------------------------------------
 
 
@@ -216,19 +209,6 @@ def overlapping(length: int, kind: type[data.OverlappingDigits] = data.Overlappi
     train = kind(*digits, shift=2, length=length, **options)
     test = data.OverlappingDigits(*digits, shift=2, length=64, **{**options, "seed": 0})
     return data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
-
-
-def test_several_classes_an_image(tmp_path: Path) -> None:
-    """Digits over each other: the accuracy is that of all digits of an image together."""
-    splits = overlapping(256, single=1 / 6)
-    result = run(settings(tmp_path, epochs=1, loss="bce", metric="exact-match"), splits=splits)
-    seen, targets = splits.test.batch(slice(None))
-    with torch.no_grad():
-        logits = result.network(seen)
-    right = ((logits > 0) == targets).all(1).double().mean().item()
-    assert result.test_accuracy == pytest.approx(right, abs=1e-6)
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), targets.double()).item()
-    assert result.test_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_digits_over_each_other_are_drawn_one_by_one(tmp_path: Path) -> None:

@@ -138,5 +138,5 @@ def test_tables_may_name_every_figure() -> None:
         if table.beside:  # the runs that it shares are the same there
             other = tables.table(table.beside)
             for short in (False, True):
-                there = {entry.name: entry.config for entry in other.entries(Path("runs"), short=short)}
-                assert all(there[e.name] == e.config for e in table.entries(Path("runs"), short=short))
+                there = {line.name: line.config for line in other.lines(Path("runs"), short=short)}
+                assert all(there[e.name] == e.config for e in table.lines(Path("runs"), short=short))

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from stand_ins import SEVERAL, SHAPES
 
 from fastcaps import cli, data, models
 from fastcaps.training import SettingError, recipe, recipes
+from fastcaps.training.files import read_yaml
 from fastcaps.training.loss import Batch, Spread
 
 TEXTS = {"sst5": 5, "sst2": 2}
@@ -115,50 +115,36 @@ accelerator: cpu
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a number"),
-        ("lr: 1e-3", "lr: -1", "optimizer.lr: got -1.0, want a finite number above 0"),
+        ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a valid number"),
         (
             "lr: 1e-3",
             "weight_decy: 1",
             "optimizer.weight_decy: no such field (did you mean weight_decay?), want one of lr, betas",
         ),
         ("name: adam", "name: adan", "optimizer.name: got 'adan', want one of adam, adamw, radam, rmsprop, sgd"),
-        ("name: adam, ", "", "optimizer.name: got nothing, want one of adam"),
-        ("epochs: 1", "epochs: 1.5", "epochs: got 1.5, want a whole number"),
-        ("epochs: 1", "epochs: true", "epochs: got True, want a whole number"),
-        ("epochs: 1", "epochs: 0", "epochs: got 0, want 1 to 2147483647"),
+        ("name: adam, ", "", "optimizer.name: got nothing, want a value"),
+        ("epochs: 1", "epochs: 1.5", "epochs: got 1.5, want a valid integer"),
         ("epochs: 1", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
-        ("network: {", "network: {<<: {seed: 1}, ", "line 3: << merges another mapping, want its fields written out"),
-        ("0.75]", "1.5]", "schedule.at: got 1.5, want a number from 0 to 1"),
-        ("[1/2, 0.75]", "1/2", "schedule.at: got '1/2', want a list"),
+        ("0.75]", "1.5]", "schedule.at[1]: got 1.5, want less than or equal to 1"),
+        ("[1/2, 0.75]", "1/2", "schedule.at: got '1/2', want a valid tuple"),
         ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a number"),
         (
             "name: digits, options: {iterations: 2}",
             "name: lstm",
             "network.name: got 'lstm', want a network of fastcaps train --list",
         ),
-        ("options: {iterations: 2}", "options: 2", "network.options: got 2, want a mapping of names to values"),
         ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 beside pad 2, want one of them"),
-        ("limit: 128", "limit: 128, pad: 100000000", "data.pad: got 100000000, want 0 to 4096"),
-        ("limit: 128", "limit: 128, resize: 100000000", "data.resize: got 100000000, want 1 to 4096"),
-        ("name: cross-entropy", "name: feedback, base: feedback", "loss.base: got Feedback("),
+        ("limit: 128", "limit: 128, pad: 100000000", "data.pad: got 100000000, want less than or equal to 4096"),
+        ("name: cross-entropy", "name: feedback, base: feedback", "loss.base.name: got 'feedback', want one of"),
         ('section: "1"', "", "source.section: got nothing, want a value, as it has no default"),
         ("source:", "sauce:", "sauce: no such field, want one of network, data"),
         ("network:", "network: [", "line "),
         ("lr: 1e-3", f"lr: 1{400 * '0'}", "optimizer.lr: got 1000"),
         ("options: {iterations: 2}", "options: {classes: 2}", "network.options.classes: got 2, want none"),
-        ("options: {iterations: 2}", "options: {device: cuda}", "network.options.device: got 'cuda', want none"),
         ("epochs: 1", "seed: 4294967296", "seed: got 4294967296 with 1 runs, want seeds of 4294967295 or less"),
         ("epochs: 1", "epochs: 2020-13-01", "month must be in 1..12"),
-        ("epochs: 1", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply, want 50 levels or fewer"),
-        ("epochs: 1", "epochs: &a [*a]", "aliases lead back to themselves or too deep, want 50 levels or fewer"),
-        (
-            "epochs: 1",
-            "epochs: [&a [1, 1, 1, 1, 1, 1, 1, 1], "
-            + ", ".join(f"&{new} [{', '.join(8 * ['*' + old])}]" for old, new in pairwise("abcdefgh"))
-            + "]",
-            "aliases repeat too much, want 100,000 values or fewer in all",
-        ),
+        ("epochs: 1", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply"),
+        ("epochs: 1", "epochs: &a [*a]", "line 8: * repeats another value, want it written out"),
     ],
 )
 def test_a_wrong_recipe_is_told_in_one_line(
@@ -197,10 +183,7 @@ def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SettingError, match=re.escape(f"mine.yaml: {message}")):
             recipe(str(path))
-
-
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere\.yaml', and there is no such file"):
+    with pytest.raises(SettingError, match=r"nowhere\.yaml', and there is no such file"):
         recipe(str(tmp_path / "nowhere.yaml"))
 
 
@@ -237,7 +220,7 @@ def test_a_recipe_of_ones_own_trains_and_resumes(tmp_path: Path, capsys: pytest.
     assert recipes.recipe(str(path)).source is None
     command = ["train", "--recipe", str(path), "--out", out]
     assert cli.main([*command, "--set", "optimizer.lr=0.004", "--set", "loss={name: margin, upper: 0.8}"]) == 0
-    kept = recipes.read_yaml((tmp_path / "run" / "config.json").read_text())
+    kept = read_yaml((tmp_path / "run" / "config.json").read_text())
     assert kept["optimizer"]["lr"] == 0.004 and kept["loss"] == {
         "name": "margin", "upper": 0.8, "lower": 0.1, "down_weight": 0.5, "reconstruction": 0.0,
     }  # fmt: skip
@@ -261,7 +244,7 @@ def test_recipes_are_listed_with_their_source(capsys: pytest.CaptureFixture[str]
         (line,) = (line for line in lines if line.split(" ")[0] == name)
         assert str(recipe(name).source) in line
     assert cli.main(["recipes", "sabour-mnist"]) == 0
-    assert recipes.read_yaml(capsys.readouterr().out) == recipes.fields_of("sabour-mnist")
+    assert read_yaml(capsys.readouterr().out) == recipes.fields_of("sabour-mnist")
     assert cli.main(["recipes", "sabour-mnits"]) == 1
     assert "recipe: got 'sabour-mnits' (did you mean sabour-mnist?), want" in capsys.readouterr().err
 

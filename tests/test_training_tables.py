@@ -14,8 +14,8 @@ from stand_ins import SHAPES
 from fastcaps import cli, models
 from fastcaps.training import recipes, tables
 from fastcaps.training.fields import as_data, flat
-from fastcaps.training.reproduce import Line, as_markdown, remarks, short_settings
-from fastcaps.training.run import write_settings
+from fastcaps.training.folder import write_settings
+from fastcaps.training.reproduce import short_settings
 
 
 def builds(config: Any) -> None:
@@ -34,13 +34,13 @@ def test_every_table_is_whole(name: str) -> None:
     """Its rows are recipes that build, in full and short; what is as in the recipe, the recipes' test builds."""
     table = tables.table(name)
     assert re.search(r" (2017|2018|2019|2020)$", table.source.paper) and table.source.section
-    full, short = table.entries(Path("runs")), table.entries(Path("runs"), short=True)
+    full, short = table.lines(Path("runs")), table.lines(Path("runs"), short=True)
     assert table.runs_folder(Path("here") / f"{name}-short", name) == Path("here") / f"{table.beside or name}-short"
-    assert table.short and [entry.name for entry in full] == [entry.name for entry in short]
+    assert table.short and [line.name for line in full] == [line.name for line in short]
     built = set()
-    for entry in (*full, *short):
-        config, own = entry.config, recipes.recipe(entry.row.recipe).config
-        assert config.folder == Path("runs") / entry.name
+    for line in (*full, *short):
+        config, own = line.config, recipes.recipe(line.row.recipe).config
+        assert config.folder == Path("runs") / line.name
         key = (repr(config.network), config.data.name, config.data.crop)
         if (config.network, config.data.name) != (own.network, own.data.name) and key not in built:
             builds(config)
@@ -102,12 +102,12 @@ def test_a_table_is_trained_and_collected(digits: Path, capsys: pytest.CaptureFi
     one, two = record["rows"]
     results = [json.loads((out / "two" / f"seed-{seed}" / "result.json").read_text()) for seed in (0, 1)]
     wrong = [100 * (1 - result["test_accuracy"]) for result in results]
-    assert one["ours"] == {"mean": None, "spread": None, "values": []} and two["results"] == results
-    assert two["ours"]["values"] == wrong and two["ours"]["mean"] == pytest.approx(sum(wrong) / 2)
-    assert two["ours"]["spread"] == pytest.approx(abs(wrong[0] - wrong[1]) / 2**0.5)
+    assert one["mean"] is None and one["spread"] is None and one["values"] == [] and two["results"] == results
+    assert two["values"] == wrong and two["mean"] == pytest.approx(sum(wrong) / 2)
+    assert two["spread"] == pytest.approx(abs(wrong[0] - wrong[1]) / 2**0.5)
     assert two["difference"] == pytest.approx(sum(wrong) / 2 - 40) and record["short"]
     assert two["settings"]["epochs"] == 1 and "out" not in two["settings"]
-    shown = f"{sum(wrong) / 2:.2f} ± {two['ours']['spread']:.2g}"
+    shown = f"{sum(wrong) / 2:.2f} ± {two['spread']:.2g}"
     row = f"| two turns | {shown} | 40.00 ± 1.5 | {two['difference']:+.2f} | 1 × 128 | {results[0]['parameters']:,} |"
     text = (out / "table.md").read_text()
     assert row in text and "| one turn | not run | 60.00 |  | 1 × 128 |  |" in text
@@ -169,7 +169,7 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
     status, told, _ = reproduce(capsys, digits, "--out", out)
     assert status == 0 and "2 of 2: ours" in told
     plain, ours = json.loads((out / "table.json").read_text())["rows"]
-    assert plain["ours"]["mean"] == plain["results"][0]["memory"] > 2 * ours["ours"]["mean"] > 0
+    assert plain["mean"] == plain["results"][0]["memory"] > 2 * ours["mean"] > 0
     assert "| batch of 6 |" in (out / "table.md").read_text()
 
 
@@ -179,7 +179,7 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
         (
             "measure: error",
             "measure: speed",
-            "digits.yaml: measure: got 'speed', want one of error, accuracy, memory, time",
+            "digits.yaml: measure: got 'speed', want 'error', 'accuracy', 'memory' or 'time'",
         ),
         ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
@@ -199,10 +199,10 @@ def test_what_is_wrong_is_told_in_one_line(
 
 @pytest.mark.parametrize("content", ["", "[]", '{"test_accuracy": null}', 2000 * "["])
 def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
-    (entry, _) = tables.table(str(digits)).entries(digits.parent / "out")
-    entry.config.folder.mkdir(parents=True)
-    write_settings(entry.config, entry.config.folder)
-    (entry.config.folder / "result.json").write_text(content)
+    config = tables.table(str(digits)).lines(digits.parent / "out")[0].config
+    config.folder.mkdir(parents=True)
+    write_settings(config, config.folder)
+    (config.folder / "result.json").write_text(content)
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
     assert status == 1 and "one/result.json cannot be read: " in error and error.count("\n") == 1
 
@@ -213,14 +213,6 @@ def test_unknown_names_are_told(digits: Path, capsys: pytest.CaptureFixture[str]
     assert status == 1 and "--row: got 'three', want one of one turn; two turns" in error and not out.exists()
     status, _, error = reproduce(capsys, "sabour-table")
     assert status == 1 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
-
-
-def test_our_reading_stands_below_a_table(tmp_path: Path) -> None:
-    table = tables.table("zhao-table-1-c10")
-    lines = [Line(entry, [], []) for entry in table.entries(tmp_path)]
-    told = remarks(table, lines, False, {})
-    assert told[1] == "Our reading: Three seeds; the paper does not say how many."
-    assert told[1] in as_markdown(table, lines, told)
 
 
 def test_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +241,7 @@ def test_the_page_takes_tables_between_its_markers(tmp_path: Path, monkeypatch: 
 def test_what_a_name_in_the_short_form_changes_is_told() -> None:
     """Another data set is not padded, another optimiser has no decay; what only one of them has goes without saying."""
     table = tables.table("tsai-figure-4")
-    found = short_settings(table, table.entries(Path("runs"), short=True))
+    found = short_settings(table, table.lines(Path("runs"), short=True))
     assert list(found)[:3] == ["precision", "data.name", "data.flip"]
     assert found["data.pad"] == (None, 4) and found["optimizer.weight_decay"] == (0.0, 5e-4)
     assert "optimizer.momentum" not in found and "out" not in found

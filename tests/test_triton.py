@@ -15,7 +15,7 @@ import torch
 from cases import GPU_DTYPES, Case
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Routing
+from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Routing, gpu_cases
 from suite import drawn, every_routing, random_cases
 from triton_cases import (
     DEVICE,
@@ -24,6 +24,7 @@ from triton_cases import (
     backward_of,
     check,
     compiled_here,
+    function,
     hold_bound,
     hold_compiled,
     interpret,
@@ -51,30 +52,26 @@ def _cost(case: Case) -> int:
     return case.seen * case.turns * -(-positions * size // 4096)
 
 
-def _cases(most: int) -> list[Any]:
+def _cases(pairs: bool = False) -> list[Any]:
     """Return cases that the interpreter is soon done with, and all of them for a GPU."""
-    found = []
-    for routing in ROUTINGS:
-        taken = [replace(one, dtype=torch.float32) if one.dtype == torch.float64 else one for one in routing.cases]
-        small = [one for one in taken if _cost(one) <= most and not one.name.endswith("float64")]
-        step = 3 if DEVICE == "cpu" else 1
-        kept = small if DEVICE == "cuda" else [one for k, one in enumerate(small) if k % step == 0 or one.name[0] > "9"]
-        found += [pytest.param(routing, one, id=f"{routing}-{one}") for one in kept]
-    return found
+    found = [(one, case) for one in ROUTINGS for case in gpu_cases(one, pairs)]
+    return [each for each in found if DEVICE == "cuda" or _cost(each[1]) <= 60]
 
 
 def _small(routing: Routing, **changes: Any) -> Case:
     """Return a case with overlapping windows, some of whose children are in the padding."""
-    rule = {"attention": Rule.LAYER_NORM, "pooling": Rule.UNIT, "gaussian": Rule.HEINSEN}[routing.stem]
     window = (2, 2, 1, 1, 1, 0, 1, 1)
-    usual = {"rule": rule, "batch": 1, "grid": (1, 2), "types": 1, "window": window, "bias": "IM", "gate": "silent"}
-    return Case("small", **{**usual, "normalize": True, **changes})
+    usual = {"batch": 1, "grid": (1, 2), "types": 1, "window": window, "bias": "IM", "gate": "silent", "betas": "IM"}
+    return routing.make("small", **{**usual, **changes})
 
 
 # ---- against the reference ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("routing", "case"), _cases(60 if DEVICE == "cpu" else 1 << 40))
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in _cases(pairs=True)]
+
+
+@pytest.mark.parametrize(("routing", "case"), [*_cases(), *SLOW], ids=str)
 def test_forward_and_every_gradient(routing: Routing, case: Case) -> None:
     check(routing, case, **LIMITS)
 
@@ -87,10 +84,10 @@ def test_half_precision(routing: Routing, dtype: torch.dtype) -> None:
 
 TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the least that take matrix products
 DEEP = {"parents": 17, "pose": (2, 9, 2)}  # two tiles, and a depth that makes matrix products pay
-FIRST = {"rules": {"gaussian": Rule.EM}, "start": False, "turns": 2}
+FIRST = {"how": 0, "start": False, "turns": 2}
 BARE: dict[str, Any] = {
-    "rules": {"attention": Rule.SQUASH, "gaussian": Rule.KMEANS}, "bias": None, "gate": None, "betas": "11",
-    "normalize": False, "detach": True, "log_weight": False, "grid": (2, 3), "window": (2, 2, 1, 1, 0, 0, 1, 1),
+    "how": -1, "bias": None, "gate": None, "betas": "11", "normalize": False, "detach": True, "log_weight": False,
+    "grid": (2, 3), "window": (2, 2, 1, 1, 0, 0, 1, 1),
 }  # fmt: skip
 WAYS: dict[str, Any] = {
     "tiny": (0, TINY, {}),  # parents and children are split over programs
@@ -108,8 +105,9 @@ WAYS: dict[str, Any] = {
 def _way(routing: Routing, way: str) -> Case:
     """Return a case whose parents take two tiles, where those are small."""
     usual = {"types": 2, "parents": 9, "pose": (2, 3, 2), **WAYS[way][2]}
-    rules = usual.pop("rules", {})
-    return _small(routing, **usual, **({"rule": rules[routing.stem]} if routing.stem in rules else {}))
+    if "how" in usual:  # the first or the last of a routing's rules
+        usual["rule"] = [fields["rule"] for fields in routing.table.rules.values()][usual.pop("how")]
+    return _small(routing, **usual)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -150,7 +148,7 @@ def test_many_children_of_the_same_matrices(routing: Routing, batch: int) -> Non
 def test_every_compiled_path_has_a_case(routing: Routing) -> None:
     """What the registry's cases would have compiled for a GPU, the calls above take through the interpreter too."""
     met: set[str] = set()
-    for case in (parameters.values[1] for parameters in _cases(60) if parameters.values[0] is routing):
+    for case in (case for one, case in _cases() if one is routing):
         met |= paths(routing, case, **LIMITS)
     for way, (options, limits, _) in WAYS.items():
         met |= paths(routing, _way(routing, way), options, **limits)
@@ -179,7 +177,6 @@ def test_random_calls(data: st.DataObject, options: int, routing: Routing) -> No
         (ATTENTION, "primes"),
         (POOLING, "sharp"),
         (GAUSSIAN, "one-effective-child"),
-        (GAUSSIAN, "few-effective-children"),
     ],
     ids=str,
 )
@@ -247,7 +244,7 @@ def test_a_gate_of_0_leaves_no_trace(routing: Routing, way: str, bad: float) -> 
         part["gate"][0, 0, 0, 0] = part["gate"][1, 1, 1, 1] = 0.0
     call.given["children"][0, 0, 0, 0, 0, 1] = call.given["children"][1, 1, 1, 1] = bad
     expected = call.by_loop()
-    found = call.forward(kernels(routing, routing.name, **limits), options)
+    found = call.forward(kernels(routing.name, **limits), options)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
     back.given["children"] = call.given["children"]
@@ -257,8 +254,8 @@ def test_a_gate_of_0_leaves_no_trace(routing: Routing, way: str, bad: float) -> 
     for name, value in backward_of(routing, back, options, **limits).items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
     call.given["gate"][1, 1, 1, 1] = 1.0
-    name = "means" if routing is GAUSSIAN else "parents"
-    spoiled = call.forward(kernels(routing, routing.name, **limits), options)[name].isfinite()
+    name = routing.outputs[1]  # sums or means
+    spoiled = call.forward(kernels(routing.name, **limits), options)[name].isfinite()
     assert torch.equal(spoiled, call.by_loop()[name].isfinite()) and not spoiled.all()
 
 
@@ -275,7 +272,7 @@ def test_variances_do_not_feel_an_offset(start: bool) -> None:
         call.given["mean"].fill_(1e4 + 0.3)
         call.given["variance"].fill_(1e4)
     exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()
-    found = call.forward(kernels(GAUSSIAN, GAUSSIAN.name, resident=64))
+    found = call.forward(kernels(GAUSSIAN.name, resident=64))
     torch.testing.assert_close(found["variances"].double(), exact["variances"], rtol=5e-6, atol=0.0)
     torch.testing.assert_close(found["means"].double(), exact["means"], rtol=1e-6, atol=0.0)
 
@@ -301,7 +298,7 @@ def test_refusals_say_why() -> None:
 def test_one_turn_at_a_time(routing: Routing) -> None:
     call = routing.call(_small(routing, turns=2))
     with pytest.raises((ValueError, RuntimeError), match="one turn at a time, got 2"):
-        call.forward(kernels(routing, routing.name))
+        call.forward(kernels(routing.name))
 
 
 @pytest.mark.parametrize("products", [None, False, True])
@@ -329,52 +326,14 @@ def test_schedules_cover_everything_and_fit(pose: tuple[int, int, int], products
         assert way in str(told)
 
 
-def _step(
-    stem: str,
-    children: Any,
-    weight: Any,
-    parents: int,
-    betas: int = 0,
-    full: bool = False,
-    options: int = 0,
-    **chosen: Any,
-) -> Callable[[], None]:
-    """Return a training step of later turns, on tensors of no memory; ``full``: with everything that there can be.
-
-    ``betas``: how many children have their own; 0 for EM, where the kernels see none.
-    """
-    dtype = torch.bfloat16 if full else torch.float32
-    window = (3, 3, 1, 1, 1, 1, 1, 1) if full else SET_WINDOW
-    columns = children[-1] if weight is None else weight[-1]
-
-    def meta(*shape: int, wide: bool = False) -> torch.Tensor:
-        return torch.empty(shape, device="meta", dtype=torch.float32 if wide else dtype)
-
-    each = (*children[:3], parents)
-    pose = (*each, children[4], columns)
-    bias = meta(window[0] * window[1] * children[3], parents, *pose[-2:]) if full else None
-    gate = meta(*children[:4]) if full or stem == "gaussian" else None
-    votes = (meta(*children), None if weight is None else meta(*weight), bias, gate, parents, window)
-    query, norm = meta(*pose), meta(pose[-2] * pose[-1])
-    state = (meta(*pose, wide=True), meta(*pose, wide=True), meta(*each, wide=True))
-    beta = meta(betas, parents, wide=True) if betas else None
+def _step(routing: Routing, case: Case, options: int = 0, **chosen: Any) -> Callable[[], None]:
+    """Return a training step of a turn, on tensors of no memory."""
+    with torch.device("meta"):
+        call, back = routing.call(case), routing.backward_call(case)
 
     def step() -> None:
-        if stem == "attention":
-            made, sums = attention.attention_routing(*votes, query, norm, norm, 0.5, 1e-5, 0, 1, options, **chosen)
-            saved = (query[None], norm, sums, 0.5, 1e-5, 127, options)
-            attention.attention_routing_backward(made[None], *votes, *saved, **chosen)
-        elif stem == "pooling":
-            made, *kept = pooling.pooling_routing(*votes, query, 1.0, True, 3, 1, options, **chosen)
-            pooling.pooling_routing_backward(made[None], *votes, query[None], *kept, 1.0, True, 31, options, **chosen)
-        else:
-            _, _, _, *kept, scores = gaussian.gaussian_routing(
-                *votes, *state, beta, beta, [1.0], 5, 1e-5, options, **chosen
-            )
-            states = (one[None] for one in state)
-            saved = (*states, beta, beta, *kept, 1e-5, 511, options)
-            devidence = None if beta is None else scores
-            gaussian.gaussian_routing_backward(*kept, devidence, *votes, *saved, **chosen)
+        function(routing.name)(*call.given.values(), options, **chosen)
+        function(f"{routing.name}_backward")(*back.given.values(), options, **chosen)
 
     return step
 
@@ -384,17 +343,18 @@ def _step(
 def test_workspace_never_grows_with_children_times_parents(routing: Routing, ordered: int) -> None:
     """Every allocation of a call is seen, on the meta device: a vocabulary of 30,000, and a million children."""
     for batch, children, many in ((2, 1024, 30_000), (1, 10**6, 64)):
-        step = _step(routing.stem, (batch, 1, 1, children, 1, 16), (1, many, 16, 16), many, 1, options=ordered)
+        sizes = {"batch": batch, "types": children, "parents": many, "pose": (1, 16, 16), "groups": "one"}
+        step = _step(routing, routing.make("large", **sizes), ordered)
         tiles = 132 * 16 * 32 * 32  # numbers that a device's resident warps hold
-        sizes = sizes_allocated(step)
-        assert max(sizes) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
-        assert max(sizes) < batch * children * many
+        made = sizes_allocated(step)
+        assert max(made) <= max(batch * children * 16, batch * many * 16, many * 512, tiles)
+        assert max(made) < batch * children * many
 
 
 @every_routing
 def test_every_iteration_adds_to_the_same_gradient(routing: Routing) -> None:
     """Three iterations of children that are seen once: their gradient is made once, in float32."""
-    backward = getattr(globals()[routing.stem], f"{routing.name}_backward")
+    backward = function(f"{routing.name}_backward")
 
     def tensors_like_children(turns: int) -> int:
         back = routing.backward_call(Case("once", _small(routing).rule, batch=2, types=7, parents=3, turns=turns))
@@ -410,45 +370,54 @@ def test_every_kind_of_gpu_is_asked_how_many_processors_it_has(monkeypatch: pyte
     assert [call.processors.__wrapped__(torch.device(name, 1)) for name in ("xpu", "cuda")] == [64, 36]
 
 
-SHAPES: dict[str, Any] = {
-    "tsai": ("attention", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
-    "tsai-6x6": ("attention", (128, 1, 1, 200, 6, 6), (200, 20, 6, 6), 20),
-    "tsai-8x8": ("attention", (128, 1, 1, 200, 8, 8), (200, 16, 8, 8), 16),
-    "tsai-1x64": ("attention", (128, 1, 1, 200, 1, 64), (200, 10, 64, 64), 10),
-    "sabour": ("attention", (128, 1, 1, 200, 1, 8), (200, 10, 8, 16), 10),
-    "zhao": ("pooling", (128, 1, 1, 256, 1, 16), None, 1),
-    "zhao-512": ("pooling", (128, 1, 1, 256, 1, 16), None, 512),
-    "pool-4x4": ("pooling", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
-    "hinton": ("gaussian", (128, 1, 1, 200, 4, 4), (200, 32, 4, 4), 32),
-    "heinsen-norb": ("gaussian", (20, 1, 1, 640, 4, 4), (1, 64, 4, 4), 64, 1),
-    "heinsen-norb-2": ("gaussian", (256, 1, 1, 64, 4, 4), (64, 5, 4, 4), 5, 64),
-    "heinsen-sst": ("gaussian", (20, 1, 1, 640, 1, 64), (1, 64, 64, 2), 64, 1),
-    "li-capnet": ("gaussian", (128, 1, 1, 200, 1, 8), (200, 512, 8, 16), 512),
+def _large(routing: Routing, parents: int, pose: tuple[int, int, int], **changes: Any) -> tuple[Routing, Case]:
+    return routing, routing.make("large", **{"batch": 128, "types": 200, "parents": parents, "pose": pose, **changes})
+
+
+SHAPES = {
+    "tsai": _large(ATTENTION, 32, (4, 4, 4)),
+    "tsai-6x6": _large(ATTENTION, 20, (6, 6, 6)),
+    "tsai-8x8": _large(ATTENTION, 16, (8, 8, 8)),
+    "tsai-1x64": _large(ATTENTION, 10, (1, 64, 64)),
+    "sabour": _large(ATTENTION, 10, (1, 8, 16)),
+    "zhao": _large(POOLING, 1, (1, 16, 16), types=256, groups="none"),
+    "zhao-512": _large(POOLING, 512, (1, 16, 16), types=256, groups="none"),
+    "pool-4x4": _large(POOLING, 32, (4, 4, 4)),
+    "hinton": _large(GAUSSIAN, 32, (4, 4, 4), rule=Rule.EM, gate="some"),
+    "heinsen-norb": _large(GAUSSIAN, 64, (4, 4, 4), batch=20, types=640, groups="one", gate="some"),
+    "heinsen-norb-2": _large(GAUSSIAN, 5, (4, 4, 4), batch=256, types=64, gate="some", betas="IM"),
+    "heinsen-sst": _large(GAUSSIAN, 64, (1, 64, 2), batch=20, types=640, groups="one", gate="some"),
+    "li-capnet": _large(GAUSSIAN, 512, (1, 8, 16), gate="some", rule=Rule.EM),
 }
 COMPILED = [(shape, "sm_90", options) for shape in SHAPES for options in (0, 1, 2)]
 COMPILED += [("tsai", "sm_90", 6), ("hinton", "sm_90", 6)]  # three products of deeper poses spill, backward
 COMPILED += [("tsai", "sm_80", 0), ("hinton", "sm_80", 0), ("pool-4x4", "sm_100", 0), ("hinton", "sm_100", 0)]
 COMPILED += [("tsai", "gfx942", 0), ("tsai-1x64", "gfx942", 0)]
+SOON = [("tsai", "sm_90", 2), ("pool-4x4", "sm_90", 0), ("hinton", "sm_90", 1), ("tsai", "gfx942", 0)]
 
 
 @compiled_here
-@pytest.mark.parametrize(("shape", "target", "options"), COMPILED)
+@pytest.mark.parametrize(
+    ("shape", "target", "options"),
+    [pytest.param(*each, marks=[] if each in SOON else pytest.mark.slow) for each in COMPILED],
+)
 def test_compiles_without_a_gpu(shape: str, target: str, options: int) -> None:
     """Every kernel of a training step, for GPUs that are not there; few registers may spill, in large poses only."""
-    stem, _, weight, *_ = SHAPES[shape]
-    wanted = {f"{stem}_forward_kernel", f"{stem}_backward_kernel"}
-    wanted |= {f"{stem}_matrix_backward_kernel"} if options & 1 and weight else set()
-    large = 24 if shape in ("tsai-6x6", "tsai-1x64") else 4 if stem == "attention" else 0
-    hold_compiled(launches(_step(*SHAPES[shape], options=options)), target, large, wanted)
+    routing, case = SHAPES[shape]
+    wanted = {f"{routing}_forward_kernel", f"{routing}_backward_kernel"}
+    wanted |= {f"{routing}_matrix_backward_kernel"} if options & 1 and case.groups != "none" else set()
+    large = 24 if shape in ("tsai-6x6", "tsai-1x64") else 4 if routing is ATTENTION else 0
+    hold_compiled(launches(_step(routing, case, options)), target, large, wanted)
 
 
 @compiled_here
-@pytest.mark.parametrize("stem", ["attention", "gaussian"])
-def test_backward_without_its_matrices_does_not_spill(stem: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", [ATTENTION, GAUSSIAN], ids=str)
+def test_backward_without_its_matrices_does_not_spill(routing: Routing) -> None:
     """In TF32, where many children share matrices and programs of their own make dW: li-capnet's sizes."""
-    step = _step(stem, (128, 1, 1, 2048, 1, 8), (32, 512, 8, 16), 512, options=2)
-    backward = [launch for launch in launches(step) if launch.name == f"{stem}_backward_kernel"]
-    hold_compiled(backward, "sm_90", 0, {f"{stem}_backward_kernel"})
+    _, case = _large(routing, 512, (1, 8, 16), types=2048, groups=32)
+    backward = [one for one in launches(_step(routing, case, 2)) if one.name == f"{routing}_backward_kernel"]
+    hold_compiled(backward, "sm_90", 0, {f"{routing}_backward_kernel"})
 
 
 @compiled_here
@@ -457,9 +426,9 @@ def test_backward_without_its_matrices_does_not_spill(stem: str) -> None:
 def test_everything_at_once_compiles_without_a_gpu(routing: Routing, ordered: int) -> None:
     """Bias, gate, padding, half precision and two sweeps, in odd sizes; Triton's launcher takes what is launched."""
     limits = schedule.Limits(forward=4, backward=4)
-    step = _step(routing.stem, (2, 5, 5, 3, 5, 3), (27, 70, 3, 7), 70, 27, full=True, options=ordered, limits=limits)
-    found = launches(step)
-    assert routing is POOLING or f"{routing.stem}_normalizer_kernel" in {launch.name for launch in found}
+    case = replace(routing.case("padded"), batch=2, grid=(5, 5), parents=70, pose=(5, 3, 7), dtype=torch.bfloat16)
+    found = launches(_step(routing, replace(case, betas="IM"), ordered, limits=limits))
+    assert routing.competing == (f"{routing}_normalizer_kernel" in {launch.name for launch in found})
     for launch in once_each(found):
         assert static.compiled_for("sm_90", launch).n_regs > 0
     hold_bound(found)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,16 +28,24 @@ WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with man
 interpret = Interpreter()
 
 
-def kernels(routing: Routing, function: str, **limits: Any) -> Callable[..., Any]:
-    """Return a routing's own function, run in the interpreter where there is no GPU, within ``limits`` of a program."""
-    name = f"fastcaps.triton_kernels.{routing.stem}.{function}"
+def _path(name: str) -> str:
+    return f"fastcaps.triton_kernels.{name.partition('_')[0]}"
+
+
+def function(name: str) -> Callable[..., Any]:
+    """Return the kernels' function that serves an op or its backward."""
+    found: Callable[..., Any] = getattr(importlib.import_module(_path(name)), name)
+    return found
+
+
+def kernels(name: str, **limits: Any) -> Callable[..., Any]:
+    """Return a function of the kernels, interpreted where there is no GPU; ``limits``: of a program."""
 
     def run(*arguments: Any) -> Any:
         if DEVICE == "cpu":
-            return interpret(name, *arguments, **({"limits": limits} if limits else {}))
-        module, _, own = name.rpartition(".")
+            return interpret(f"{_path(name)}.{name}", *arguments, **({"limits": limits} if limits else {}))
         there = [on_device(one, DEVICE) if isinstance(one, torch.Tensor) else one for one in arguments]
-        found = getattr(importlib.import_module(module), own)(*there, schedule.Limits(**limits))
+        found = function(name)(*there, schedule.Limits(**limits))
         return tuple(one.cpu() for one in found)
 
     return run
@@ -47,12 +54,12 @@ def kernels(routing: Routing, function: str, **limits: Any) -> Callable[..., Any
 def forward_of(routing: Routing, case: Case, options: int = 0, **limits: Any) -> dict[str, torch.Tensor]:
     """Return the results of one turn by name."""
     call = routing.call(replace(case, turns=1))
-    return call.forward(kernels(routing, routing.name, **limits), options)
+    return call.forward(kernels(routing.name, **limits), options)
 
 
 def backward_of(routing: Routing, back: BackwardCall, options: int = 0, **limits: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of a call by name."""
-    return back.results(kernels(routing, f"{routing.name}_backward", **limits), options)
+    return back.results(kernels(f"{routing.name}_backward", **limits), options)
 
 
 def check(routing: Routing, case: Case, options: int = 0, **limits: Any) -> None:
@@ -71,15 +78,9 @@ compiled_here = pytest.mark.skipif(
 )
 
 
-def launches(run: Callable[[], Any]) -> list[SimpleNamespace]:
+def launches(run: Callable[[], Any]) -> list[call.Launch]:
     """Return all that a function would start, on tensors of no memory."""
-    found: list[SimpleNamespace] = []
-
-    def watch(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        name = call.kernel_name(kernel, arguments)
-        found.append(SimpleNamespace(kernel=kernel, programs=programs, arguments=arguments, name=name))
-
-    with call.watched(watch):
+    with call.watched() as found:
         run()
     for launch in found:
         # what Triton itself insists on, and its interpreter does not
@@ -92,12 +93,16 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
 
     Which tensors there are, what else they are compiled for, how votes are made, and of what there are several.
     """
-    module = importlib.import_module(f"fastcaps.triton_kernels.{routing.stem}")
 
-    def asked(function: str) -> Callable[..., Any]:
+    def asked(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            there = [one.to(device) if isinstance(one, torch.Tensor) else one for one in arguments]
-            made = getattr(module, function)(*there, schedule.Limits(**limits))
+            there = [
+                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device)
+                if isinstance(one, torch.Tensor)
+                else one
+                for one in arguments
+            ]
+            made = function(name)(*there, schedule.Limits(**limits))
             return tuple(torch.empty(one.shape, dtype=one.dtype) for one in made)
 
         return run
@@ -114,7 +119,9 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
             return [f"{name}: {'several' if value > 1 else 'one'}"]
         return [f"{name}: {value}"] if isinstance(value, bool) or name in ("CHILDREN", "PARENTS", "turn.RULE") else []
 
-    call, back, met = routing.call(replace(case, turns=1)), routing.backward_call(case), set()
+    met = set()
+    with torch.device("meta"):
+        call, back = routing.call(replace(case, turns=1)), routing.backward_call(case)
     found = launches(lambda: call.forward(asked(routing.name), options))
     found += launches(lambda: back.results(asked(f"{routing.name}_backward"), options))
     for launch in found:
@@ -132,12 +139,12 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
     return met
 
 
-def once_each(found: Sequence[SimpleNamespace]) -> list[SimpleNamespace]:
+def once_each(found: Sequence[call.Launch]) -> list[call.Launch]:
     """Return one launch of every kernel."""
     return list({launch.name: launch for launch in found}.values())
 
 
-def hold_compiled(found: Sequence[SimpleNamespace], target: str, spills: int, wanted: set[str]) -> None:
+def hold_compiled(found: Sequence[call.Launch], target: str, spills: int, wanted: set[str]) -> None:
     """Compile one launch of every kernel for a target; the ``wanted`` are among them and few registers may spill."""
     assert wanted <= {launch.name for launch in found}
     for launch in once_each(found):
@@ -160,7 +167,7 @@ class _NoDevice:
         return static.target_of("sm_90")
 
 
-def hold_bound(found: Sequence[SimpleNamespace]) -> None:
+def hold_bound(found: Sequence[call.Launch]) -> None:
     """Assert that Triton's own launcher takes the arguments of launches, up to where it needs a device.
 
     It must find the types and constants that :mod:`fastcaps.triton_kernels.static` tells the compiler.

@@ -1,9 +1,9 @@
 """Calls drawn at random, of the public functions and of the raw ops, right and wrong: ``tools/soak.py`` runs many.
 
-    python tools/fuzz.py --seed 17 --shrink     # the calls of one seed; a failing one is made as small as it goes
+    PYTHONPATH=tests python -m tools.fuzz --seed 17 --shrink    # a failing call of one seed, as small as it goes
 
-A right call is held to the rule of ``tools.judge`` against the reference, must have the same bits on any number of
-threads, and NaN or infinity must not leave its sample. A wrong one is refused, or as right as any other.
+A right call is held to the rule of ``fastcaps._testing.judge`` against the reference, must have the same bits on any
+number of threads, and NaN or infinity must not leave its sample. A wrong one is refused, or as right as any other.
 Hypothesis draws, and shrinks what fails; the same seed draws the same calls.
 """
 
@@ -13,12 +13,8 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
-
-if __name__ == "__main__":
-    root = Path(__file__).resolve().parents[1]
-    sys.path[:0] = [str(root), str(root / "tests")]
 
 import hypothesis
 import torch
@@ -29,22 +25,16 @@ from torch import Tensor
 
 import fastcaps
 from fastcaps import backends, functional
+from fastcaps._testing.judge import Bar, largest
 from fastcaps.functional import Window
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW, output_size
-from tools.judge import Bar, largest
 
 __all__ = ["KINDS", "case", "main", "run_seed"]
 
 THREADS = (1, 2, 3, 7)
 MOST = 1 << 19  # multiply-adds of a call
 OWN_POSES = ((4, 4, 4), (6, 6, 6), (8, 8, 8), (1, 8, 16), (1, 16, 16), (1, 64, 64), (1, 64, 2), (1, 2, 2), (1, 8, 8))
-RULES = {
-    "attention": (Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH),
-    "pooling": (Rule.UNIT, Rule.SQUASH),
-    "gaussian": (Rule.EM, Rule.HEINSEN, Rule.KMEANS),
-}
-
 
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
@@ -52,7 +42,7 @@ RULES = {
 @st.composite
 def case(draw: st.DrawFn, routing: Routing) -> Case:
     """Draw a call: odd and usual poses, sets and windows, few or many positions, children, parents and turns."""
-    rule = draw(st.sampled_from(RULES[routing.stem]))
+    rule = draw(st.sampled_from(sorted(routing.rules)))
     numbers = st.sampled_from((1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17))
     pose = draw(st.one_of(st.sampled_from(OWN_POSES), st.tuples(numbers, numbers, numbers)))
     if rule == Rule.LAYER_NORM and pose[0] * pose[2] == 1:
@@ -70,7 +60,7 @@ def case(draw: st.DrawFn, routing: Routing) -> Case:
         types, batch = draw(st.integers(1, 6)), draw(st.integers(0, 3))
     seen = types * window[0] * window[1]
     groups: int | str = draw(st.sampled_from([g for g in range(1, seen + 1) if seen % g == 0]))
-    if routing.stem == "pooling" and draw(st.integers(0, 3)) == 0:
+    if not routing.competing and draw(st.integers(0, 3)) == 0:
         groups, pose = "none", (pose[0], pose[1], pose[1])
     places = output_size(window, *grid)
     each = max(batch, 1) * places[0] * places[1] * seen * pose[0] * pose[1] * pose[2]
@@ -199,42 +189,33 @@ def _spoil(draw: st.DrawFn, given: dict[str, Any], names: list[str]) -> tuple[di
     """Return arguments one of which is wrong, or odd, and which."""
     name = draw(st.sampled_from(names))
     value = given[name]
-    changes: list[Callable[[], Any]] = []
+    k = draw(st.integers(0, max(value.dim() - 1 if isinstance(value, Tensor) else 5, 0)))
     if isinstance(value, Tensor):
-        dims = value.dim()
-        k = draw(st.integers(0, max(dims - 1, 0)))
+        long = value.dim() > 0 and value.shape[k] > 0
         changes = [
             lambda: value.unsqueeze(k),
-            lambda: value.select(k, 0) if dims and value.shape[k] else value[None],
-            lambda: value.narrow(k, 0, 0) if dims else value[None],
-            lambda: value.repeat_interleave(2, k) if dims else value[None],
-            lambda: value.narrow(k, 0, 1) if dims and value.shape[k] else value[None],
-            lambda: value.transpose(0, -1) if dims else value[None],
+            lambda: value.select(k, 0) if long else value[None],
+            lambda: value.narrow(k, 0, 0) if value.dim() else value[None],
+            lambda: value.repeat_interleave(2, k) if value.dim() else value[None],
+            lambda: value.narrow(k, 0, 1) if long else value[None],
+            lambda: value.transpose(0, -1) if value.dim() else value[None],
             lambda: value.double() if value.dtype != torch.float64 else value.float(),
-            lambda: value.half(),
-            lambda: value.long(),
-            lambda: value.to(torch.complex64),
-            lambda: value.to("meta"),
+            *(partial(value.to, kind) for kind in (torch.half, torch.long, torch.complex64, "meta")),
             lambda: None,
         ]
-    elif isinstance(value, bool):
-        changes = [lambda: None]
-    elif isinstance(value, int):
-        changes = [lambda: -1, lambda: 0, lambda: value + 1, lambda: -(1 << 62)]
-    elif isinstance(value, float):
-        changes = [lambda: float("nan"), lambda: float("inf"), lambda: -1.0]
-    elif isinstance(value, (list, tuple)):
-        k = draw(st.integers(0, max(len(value) - 1, 0)))
-        changes = [
-            lambda: value[:k] + value[k + 1 :],
-            lambda: [*value, 1],
-            lambda: [*value[:k], -1, *value[k + 1 :]],
-            lambda: [*value[:k], 0, *value[k + 1 :]],
-            lambda: [*value[:k], 1 << 33, *value[k + 1 :]],
-            lambda: [*value[:k], (1 << 62) + 1, *value[k + 1 :]],
-        ]
     else:
-        changes = [lambda: torch.zeros(1), lambda: -1, lambda: "odd"]
+        odd: list[Any] = [torch.zeros(1), -1, "odd"]
+        if isinstance(value, bool):
+            odd = [None]
+        elif isinstance(value, int):
+            odd = [-1, 0, value + 1, -(1 << 62)]
+        elif isinstance(value, float):
+            odd = [float("nan"), float("inf"), -1.0]
+        elif isinstance(value, (list, tuple)):
+            k = min(k, max(len(value) - 1, 0))
+            numbers = [[*value[:k], wrong, *value[k + 1 :]] for wrong in (-1, 0, 1 << 33, (1 << 62) + 1)]
+            odd = [value[:k] + value[k + 1 :], [*value, 1], *numbers]
+        changes = [lambda one=one: one for one in odd]
     which = draw(st.integers(0, len(changes) - 1))
     return {**given, name: changes[which]()}, f"{name}, change {which}"
 
@@ -400,7 +381,7 @@ def run_seed(seed: int, kinds: Iterable[str], count: int, shrink: bool = False) 
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of tools.judge.")
+    parser = argparse.ArgumentParser(description="Calls drawn at random, held to the rule of fastcaps._testing.judge.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=15, help="calls of each kind")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))

@@ -1,8 +1,8 @@
 """Faults planted in the kernels' sources one at a time, and whether the tests see them: ``make mutate``.
 
-    python tools/mutate.py cpu --count 100 --seed 0  # so many of all that there are, drawn by the seed
-    python tools/mutate.py cuda --list               # how many there are, by file
-    python tools/mutate.py triton --only triton_kernels/tiles.py:120
+    python -m tools.mutate cpu --count 100 --seed 0  # so many of all that there are, drawn by the seed
+    python -m tools.mutate cuda --list               # how many there are, by file
+    python -m tools.mutate triton --only triton_kernels/tiles.py:120
 
 The faults (``tools/faults.py``) are planted together, each behind its number, in a copy of the checkout, which is built
 once: the CPU library for one instruction set, the CUDA sources as they run on the CPU, for fewer poses; Triton's
@@ -28,9 +28,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import pytest
 
 from tools.faults import Fault, drawn, faults, planted
@@ -50,13 +47,13 @@ SOURCES = {
 LEFT = {"introspection.cpp", "introspection.cu", "capability.cpp", "peak.cpp", "poses.h", "static.py"}
 """What no kernel is made from: what a library says of itself, which instruction set it is, what compiles for a GPU."""
 TESTS = {
-    "cpu": ("tests/test_kernels.py", "tests/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",
-            "tests/test_torch_extremes.py", "tests/test_gaussian_accuracy.py", "tests/test_explain.py",
+    "cpu": ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",
+            "tests/test_functional_extremes.py", "tests/test_explain.py",
             "-k", "not (instruction_set or unknown_level or 32_bits or published_size or cuda or triton)"),
-    "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/test_squash_sum.py",
+    "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/encapnet/test_squash_sum.py",
              "-k", "(on-cpu and not random and not (three_products and 64)) or kernel_has or one_launch "
                    "or (squash_sum and cuda)"),
-    "triton": ("tests/test_triton.py", "tests/test_squash_sum.py",
+    "triton": ("tests/test_triton.py", "tests/encapnet/test_squash_sum.py",
                "-k", "test_half or one_turn or ways or two_sweeps or no_eps or of_0 or variances or only_the_gradients "
                      "or schedules or workspace or triton-"),
 }  # fmt: skip
@@ -78,6 +75,9 @@ def _copy(folder: Path, numbered: dict[int, Fault]) -> None:
     for source in (one for name in COPIED for one in ((ROOT / name).rglob("*") if "." not in name else [ROOT / name])):
         name = source.relative_to(ROOT).as_posix()
         target = folder / name
+        if source.is_symlink() and not target.is_symlink():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(source.readlink())
         if "__pycache__" in name or not source.is_file():
             continue
         wanted = source.read_bytes()
@@ -171,7 +171,8 @@ class Forks:
         random.Random(0).shuffle(items)
         met: Counter[str] = Counter()
         ranks = [met.update([name]) or met[name] for name in (item.nodeid.partition("[")[0] for item in items)]
-        items = [item for _, item in sorted(zip(ranks, items, strict=True), key=lambda pair: pair[0])]
+        slow = [item.get_closest_marker("slow") is not None for item in items]  # they come last
+        items = [item for *_, item in sorted(zip(slow, ranks, items, strict=True), key=lambda each: each[:2])]
         for item in items:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             print(f" {time.process_time():.1f} s {item.nodeid}", flush=True)
@@ -193,13 +194,12 @@ class Forks:
 
 def _tests(backend: str, given: list[str]) -> int:
     """Run the tests in the copy: what the command line's hidden option ``--run`` does."""
-    # An editable installation would have triton_kernels come from its own checkout.
-    sys.meta_path[:] = [one for one in sys.meta_path if not getattr(one, "__module__", "").startswith("__editable__")]
     builtins.FASTCAPS_FAULT = lambda one: False
     limit, *pairs = given
     found = [(int(number), stem) for number, stem in (pair.split(":") for pair in pairs)]
-    quiet = ["-q", "-n0", "-s", "-p", "no:cacheprovider", "--no-header", "--tb=short"]
-    return int(pytest.main([*quiet, *TESTS[backend]], plugins=[Forks(found, float(limit), FOLDER / backend / "log")]))
+    plugin = Forks(found, float(limit), Path.cwd().with_name("log"))
+    quiet = ["-q", "-n0", "-s", "-m", "", "-p", "no:cacheprovider", "--no-header", "--tb=short"]
+    return int(pytest.main([*quiet, *TESTS[backend]], plugins=[plugin]))
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -234,7 +234,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         for number, one in numbered.items()
     ]
     copy = FOLDER / given.backend / "source"
-    command = [sys.executable, str(Path(__file__).resolve()), given.backend, "--run", str(given.limit), *pairs]
+    command = [sys.executable, "-m", "tools.mutate", given.backend, "--run", str(given.limit), *pairs]
     ends: dict[int, int] = {}
     others: list[str] = []
     with subprocess.Popen(command, cwd=copy, env=variables, text=True, stdout=subprocess.PIPE) as process:

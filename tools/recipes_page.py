@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fastcaps._testing.markdown import as_markdown, into
 from fastcaps.training.recipes import names, recipe
-from tools.markdown import as_markdown, into
 
 __all__ = ["main", "table"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,48 +40,38 @@ def votes() -> Tensor:
     return torch.tensor(made, dtype=torch.float64).view(CHILDREN, PARENTS, 2)
 
 
+def _routed(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Any]:
+    """Coefficients, poses and all else that a function makes of children of zeros: the votes are the biases."""
+    children = torch.zeros(1, CHILDREN, 1, 2, dtype=torch.float64)
+    found = function(children, *arguments, **options, return_coefficients=True)
+    return found.coefficients[0], found.poses[0, :, 0], found
+
+
 def _agreement(bias: Tensor, turn: int) -> Turn:
-    children = bias.new_zeros(1, CHILDREN, 1, 2)
-    found = functional.inverted_attention_routing(
-        children, None, bias=bias, normalize=False, iterations=turn, return_coefficients=True
-    )
-    assert isinstance(found, functional.Routed)
-    return found.coefficients[0], torch.nn.functional.normalize(found.poses[0, :, 0], dim=-1), None
+    r, poses, _ = _routed(functional.inverted_attention_routing, None, bias=bias, normalize=False, iterations=turn)
+    return r, torch.nn.functional.normalize(poses, dim=-1), None
 
 
 def _dynamic(bias: Tensor, turn: int) -> Turn:
-    children = bias.new_zeros(1, CHILDREN, 1, 2)
-    found = functional.dynamic_routing(children, None, bias=bias, iterations=turn, return_coefficients=True)
-    assert isinstance(found, functional.Routed)
-    return found.coefficients[0], found.poses[0, :, 0], None
+    r, poses, _ = _routed(functional.dynamic_routing, None, bias=bias, iterations=turn)
+    return r, poses, None
 
 
 def _em(bias: Tensor, turn: int) -> Turn:
-    children, beta = bias.new_zeros(1, CHILDREN, 1, 2), bias.new_zeros(PARENTS)
-    found = functional.em_routing(
-        children, None, None, beta, beta, bias=bias, iterations=turn, return_coefficients=True
-    )
-    assert isinstance(found, functional.RoutedCapsules)
-    r, poses = found.coefficients[0], found.poses[0, :, 0]
+    beta = bias.new_zeros(PARENTS)
+    r, poses, _ = _routed(functional.em_routing, None, None, beta, beta, bias=bias, iterations=turn)
     return r, poses, (r[..., None] * (bias[:, :, 0] - poses) ** 2).sum(0) / r.sum(0)[:, None]
 
 
 def _heinsen(bias: Tensor, turn: int) -> Turn:
-    children, beta = bias.new_zeros(1, CHILDREN, 1, 2), bias.new_zeros(1, PARENTS)
-    found = functional.heinsen_routing(
-        children, None, None, bias, beta + 1.0, beta, iterations=turn, return_coefficients=True
-    )
-    assert isinstance(found, functional.RoutedGaussians)
-    return found.coefficients[0], found.poses[0, :, 0], found.variances[0, :, 0]
+    beta = bias.new_zeros(1, PARENTS)
+    r, poses, found = _routed(functional.heinsen_routing, None, None, bias, beta + 1.0, beta, iterations=turn)
+    return r, poses, found.variances[0, :, 0]
 
 
-def _pooling(bias: Tensor, turn: int) -> Turn:
-    children = bias.new_zeros(1, CHILDREN, 1, 2)
-    found = functional.routing_pool(
-        children, bias=bias, iterations=turn - 1, sharpness=1.5, return_coefficients=True
-    )  # its last sum is a turn of this picture
-    assert isinstance(found, functional.Routed)
-    return found.coefficients[0], found.poses[0, :, 0], None
+def _pooling(bias: Tensor, turn: int) -> Turn:  # its last sum is a turn of this picture
+    r, poses, _ = _routed(functional.routing_pool, bias=bias, iterations=turn - 1, sharpness=1.5)
+    return r, poses, None
 
 
 SCENES: dict[str, Callable[[Tensor, int], Turn]] = {

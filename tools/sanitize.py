@@ -1,6 +1,6 @@
-"""Small calls through the kernels, held to the rule of ``tools.judge``: for compute-sanitizer to watch.
+"""Small calls through the kernels, held to the rule of ``fastcaps._testing.judge``: for compute-sanitizer to watch.
 
-compute-sanitizer --tool memcheck python tools/sanitize.py --device cuda --backend cuda
+PYTHONPATH=tests compute-sanitizer --tool memcheck python -m tools.sanitize --device cuda --backend cuda
 
 The calls are cases of the tests: the first of every rule on a set and on a grid, and rows for the ways in which the
 CUDA kernels cut a call up.
@@ -11,33 +11,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from cases import Case, on_device
+from registry import ROUTINGS, Call, Routing, gpu_cases
 from torch import Tensor
 
-if __name__ == "__main__":
-    root = Path(__file__).resolve().parents[1]
-    sys.path[:0] = [str(root), str(root / "tests")]
+from fastcaps import backends, encapnet
+from fastcaps._testing.judge import Bar
 
-from cases import Case, on_device
-from cuda_rows import cases_of
-from registry import ROUTINGS, Call, Routing
-
-from fastcaps import backends, ops, reference
-from tools.judge import Bar
-
-__all__ = ["calls", "main", "squash_sum"]
+__all__ = ["calls", "main"]
 
 ROWS = (
-    "pose-4x4-20", "pose-6x6-20", "pose-8x8-20", "pose-1x8-20", "pose-1x16-37", "pose-1x64-20", "pose-2x3-5",
-    "pose-1x64-5", "children-float32", "ranges-float32", "papers-c10-conv", "sweeps", "sweeps-vector", "sweeps-any",
-    "one-position", "largest-pose", "same-1x16",
+    "pose-4x4-20", "bias-6x6", "bias-8x8", "pose-1x8", "pose-1x16", "bias-1x64", "pose-2x3", "children-float32", "conv",
+    "sweeps", "sweeps-any", "one-position", "largest-pose", "same-4x4",
 )  # fmt: skip
 SQUASH_SUMS = (("xayb", 2, 3, 4, 5, 7), ("xy", 1, 5, 16, 11, 13), ("xa", 2, 2, 19, 3, 11), ("x", 1, 1, 1, 1, 1))
 """Summands, batch, types, numbers of a capsule, height, width."""
@@ -66,8 +58,8 @@ def squash_sum(
 def _of_squash_sum(sizes: tuple[Any, ...], dtype: torch.dtype) -> Checked:
     run, given = squash_sum(*sizes)
     tensors = [tensor.to(dtype) for tensor in given]
-    own = lambda device: run(ops.squash_sum, [tensor.to(device) for tensor in tensors])  # noqa: E731
-    return own, Bar(partial(run, reference.squash_sum), tensors)
+    own = lambda device: run(encapnet.squash_sum, [tensor.to(device) for tensor in tensors])  # noqa: E731
+    return own, Bar(partial(run, encapnet.reference.squash_sum), tensors)
 
 
 def _of_routing(routing: Routing, case: Case, dtype: torch.dtype) -> Checked:
@@ -76,14 +68,14 @@ def _of_routing(routing: Routing, case: Case, dtype: torch.dtype) -> Checked:
     return own, call.bar()
 
 
-def calls() -> dict[str, Callable[[torch.dtype], Checked]]:
-    """Return all calls by name."""
+def calls(rows: Collection[str] = ROWS) -> dict[str, Callable[[torch.dtype], Checked]]:
+    """Return all calls by name: what makes one in a dtype. ``rows`` are the cases beside the first of every rule."""
     made: dict[str, Callable[[torch.dtype], Checked]] = {}
     for routing in ROUTINGS:
-        rows: dict[Any, Case] = {}
-        for case in cases_of(routing, lambda case: case.batch > 0 and case.dtype == torch.float32):
-            rows.setdefault(case.name if case.name in ROWS else (case.rule, case.grid == (1, 1)), case)
-        for case in rows.values():
+        some: dict[Any, Case] = {}
+        for case in (one for one in gpu_cases(routing) if one.batch > 0 and one.dtype == torch.float32):
+            some.setdefault(case.name if case.name in rows else (case.rule, case.grid == (1, 1)), case)
+        for case in some.values():
             made[f"{routing.stem} {case.rule.name} {case.name}"] = partial(_of_routing, routing, case)
     return made | {f"squash_sum {sizes[0]} {sizes[3]}": partial(_of_squash_sum, sizes) for sizes in SQUASH_SUMS}
 

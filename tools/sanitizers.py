@@ -1,6 +1,6 @@
 """The kernels under the compiler's sanitizers: ``make sanitize``.
 
-    python tools/sanitizers.py [address] [thread] [cuda] [--short]
+    python -m tools.sanitizers [address] [thread] [cuda] [--short]
 
 ``address``: AddressSanitizer and UndefinedBehaviorSanitizer over the tests of the CPU kernels, with guard pages behind
 every piece of scratch memory. ``thread``: ThreadSanitizer over every routing's cases, from two threads at once and each
@@ -20,16 +20,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tools.native import FEW_POSES, LEVEL_FLAGS, ROOT, build, call, environment
 
 __all__ = ["RUNS", "main"]
 
 COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
-KERNEL_TESTS = ("tests/test_kernels.py", "tests/test_squash_sum.py")
+KERNEL_TESTS = ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py")
 OTHER_PROCESSES = "instruction_set or unknown_level or cuda"  # tests that need another library
 ADDRESS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:allow_user_segv_handler=1",
@@ -112,9 +109,10 @@ def cuda(short: bool) -> bool:
     definitions = (f"FASTCAPS_CSRC={sources}", "FASTCAPS_WATCHED=-Wno-all")
     library = build(folder, "fastcaps_cuda_on_cpu", flags, ROOT, *definitions)
     variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
-    some = "test_only_the_gradients_asked_for or test_turns_add_up or any_strides" if short else ""
+    some = "test_only_the_gradients_asked_for or test_turns_add_up" if short else ""
     kept = f"on-cpu and ({some})" if short else "on-cpu or (squash_sum and cuda)"
-    tests = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_extremes", "squash_sum")]
+    tests = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_extremes")]
+    tests.append("tests/encapnet/test_squash_sum.py")
     return _run("cuda", [*PYTEST, "-k", kept, *tests], variables)
 
 

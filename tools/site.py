@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +69,16 @@ def on_files(files: Any, config: Any) -> Any:
     """Add what is not in docs/."""
     from mkdocs.structure.files import File
 
-    sys.path.insert(0, str(ROOT))
-    from bench import pages, record
-
     for name, page in PAGES.items():  # their links lead from the top of the tree, or from examples/
         text = (ROOT / name).read_text(encoding="utf-8")
         text = as_page(text) if name.endswith(".py") else text
         files.append(File.generated(config, page, content=re.sub(r"\]\((\.\./)?docs/", r"](\1", text)))
     for path in sorted(named_outside(Path(config["docs_dir"]))):
         files.append(File.generated(config, place(path), content=(ROOT / path).read_text(encoding="utf-8")))
-    rows = record.merge(record.load(record.RESULTS))
-    files.append(File.generated(config, "performance/measured.html", content=pages.html(rows)))
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "measured.html"
+        subprocess.run([sys.executable, "-m", "bench.report", "--html", str(page)], cwd=ROOT, check=True)
+        files.append(File.generated(config, f"performance/{page.name}", content=page.read_text(encoding="utf-8")))
     return files
 
 

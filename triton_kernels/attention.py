@@ -15,11 +15,11 @@ from torch import Tensor
 from fastcaps.rules import DETACH, Rule
 
 from .attention_kernels import ATTENTION, Attention, _norm_backward_kernel
-from .call import Call, Routing, current, processors, watched
+from .call import Call, Routing, current, processors
 from .launches import Gradients, answer, forward
 from .schedule import LIMITS, Limits
 
-__all__ = ["ROUTING", "attention_routing", "attention_routing_backward", "refusal", "schedule_call", "watched"]
+__all__ = ["ROUTING", "attention_routing", "attention_routing_backward", "refusal", "schedule_call"]
 
 ROUTING = Routing("attention", ATTENTION, sums=("pose",), gradients=("pose",))
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call

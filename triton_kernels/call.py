@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,15 +18,7 @@ from .forward import Algebra
 from .schedule import CROWD, LIMITS, Crowd, Facts, Limits, Schedule, largest_pose, power_of_two, schedule
 from .tiles import INTERPRETED, Tile, Votes
 
-__all__ = [
-    "Call",
-    "Routing",
-    "current",
-    "kernel_name",
-    "launch",
-    "processors",
-    "watched",
-]
+__all__ = ["Call", "Launch", "Routing", "current", "launch", "processors", "watched"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSE_NUMBERS = 2048  # of a tile in the kernels that walk over poses
@@ -113,34 +105,43 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type in ("cpu", "meta") else torch.get_device_module(device).device(device)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One start of a kernel: how many programs, and the arguments by name."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's, as compiled for the routing that it is launched for: ``attention_forward_kernel``."""
+        return f"{self.arguments['ROUTING']}{self.kernel.__name__}"
+
+
+_watched: list[Launch] | None = None
+
+
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Start a kernel, or hand it to whoever asked to see what would start."""
-    if _watcher is None:
+    """Start a kernel, or keep it for whoever asked to see what would start."""
+    if _watched is None:
         kernel[(programs,)](**arguments)
     else:
-        _watcher(kernel, programs, arguments)
-
-
-def kernel_name(kernel: Any, arguments: dict[str, Any]) -> str:
-    """Return the name of a kernel as compiled for the routing that it is launched for: ``attention_forward_kernel``."""
-    return f"{arguments['ROUTING']}{kernel.__name__}"
-
-
-_watcher: Callable[[Any, int, dict[str, Any]], None] | None = None
+        _watched.append(Launch(kernel, programs, arguments))
 
 
 @contextmanager
-def watched(watcher: Callable[[Any, int, dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, hand every launch (kernel, programs, arguments) to ``watcher`` instead of running it.
+def watched() -> Iterator[list[Launch]]:
+    """Inside, no kernel runs: the launches gather in the list.
 
     With tensors on the meta device that tells what a call would launch, of any size, on a machine without a GPU.
     """
-    global _watcher
-    before, _watcher = _watcher, watcher
+    global _watched
+    before, _watched = _watched, []
     try:
-        yield
+        yield _watched
     finally:
-        _watcher = before
+        _watched = before
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:

@@ -18,12 +18,12 @@ from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.rules import Rule
 
 from .attention import one_turn, start_of
-from .call import Call, Routing, current, watched
+from .call import Call, Routing, current
 from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
 from .launches import Gradients, answer, forward
 from .schedule import LIMITS, Crowd, Limits
 
-__all__ = ["ROUTING", "gaussian_routing", "gaussian_routing_backward", "refusal", "schedule_call", "watched"]
+__all__ = ["ROUTING", "gaussian_routing", "gaussian_routing_backward", "refusal", "schedule_call"]
 
 ROUTING = Routing(
     "gaussian",

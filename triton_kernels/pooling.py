@@ -12,12 +12,12 @@ from torch import Tensor
 from fastcaps.rules import DETACH, Rule
 
 from .attention import one_turn, start_of, turn_of
-from .call import Call, Routing, current, watched
+from .call import Call, Routing, current
 from .launches import Gradients, answer, forward
 from .pooling_kernels import POOLING
 from .schedule import LIMITS, Crowd, Limits
 
-__all__ = ["ROUTING", "pooling_routing", "pooling_routing_backward", "refusal", "schedule_call", "watched"]
+__all__ = ["ROUTING", "pooling_routing", "pooling_routing_backward", "refusal", "schedule_call"]
 
 ROUTING = Routing(
     "pooling",

@@ -130,7 +130,7 @@ def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def squash_sum(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
-    """Return the sum, ``[B, types * dim, H, W]``; arguments as :func:`fastcaps.ops.squash_sum` has them."""
+    """Return the sum, ``[B, types * dim, H, W]``; arguments as :func:`fastcaps.encapnet.squash_sum` has them."""
     programs, sizes = _tiles(x, types)
     given = dict(zip(("x", "a", "y", "b"), _dense(x, a, y, b), strict=True))
     out = x.new_empty(x.shape)

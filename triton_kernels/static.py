@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -19,27 +19,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .call import kernel_name
+from .call import Launch
 
-__all__ = ["Compiled", "Launch", "build", "compiled_for", "source_of", "target_of"]
+__all__ = ["Compiled", "build", "compiled_for", "source_of", "target_of"]
 
 _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-
-
-class Launch(Protocol):
-    """One kernel start of a call, as `watched` of a routing's module hears of it."""
-
-    @property
-    def kernel(self) -> Any:
-        """The kernel."""
-
-    @property
-    def programs(self) -> int:
-        """How many programs of it start."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """By name; tensors may be on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +32,21 @@ class Compiled:
 
     Attributes
     ----------
-    kernel, target, programs, num_warps
-        Which kernel, for what, and how it is started.
+    kernel, num_warps
+        Which kernel, and how it is started.
     n_regs
         Registers of a thread.
     n_spills
         Words of memory of a thread's own: registers that were spilled, and little else.
     shared
         Bytes of shared memory of a program.
-    instructions
-        How often an instruction stands in the text (PTX's or AMD's mnemonic up to the first dot or underscore).
     """
 
     kernel: str
-    target: str
-    programs: int
     num_warps: int
     n_regs: int
     n_spills: int
     shared: int
-    instructions: dict[str, int]
 
 
 def target_of(name: str) -> GPUTarget:
@@ -134,20 +113,15 @@ def compiled_for(target: str, launch: Launch) -> Compiled:
     """Compile the kernel of a launch for ``"sm_80"``, ``"sm_90"``, ``"gfx942"`` and the like, and say what it takes."""
     built = build(target, launch)
     if "cubin" in built.asm:
-        text = built.asm["ptx"]
         registers, spills = _nvidia_resources(built.asm["cubin"])
     else:
-        text = built.asm["amdgcn"]
-        used = {name: int(n) for name, n in re.findall(r"\.(vgpr_(?:spill_)?count):\s*(\d+)", text)}
+        found = re.findall(r"\.(vgpr_(?:spill_)?count):\s*(\d+)", built.asm["amdgcn"])
+        used = {name: int(number) for name, number in found}
         registers, spills = used["vgpr_count"], used["vgpr_spill_count"]
-    words = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]+)[._ ]", text, re.MULTILINE)
     return Compiled(
-        kernel=kernel_name(launch.kernel, launch.arguments),
-        target=target,
-        programs=launch.programs,
+        kernel=launch.name,
         num_warps=int(built.metadata.num_warps),
         n_regs=registers,
         n_spills=spills,
         shared=int(built.metadata.shared),
-        instructions={word: words.count(word) for word in sorted(set(words))},
     )

@@ -5,16 +5,16 @@
 
 namespace fastcaps::attention {
 
-// h = <dS, V>:  da = s g r (h - sum_m r h), with `share` = g r and `mean` = sum_m r h
+// gain = <dS, V>:  da = s g r (gain - average), with `weight` = g r and `average` = sum_m r gain
 template <class X>
-FASTCAPS_FORMULA X dlogit(X share, X gain, X mean, Scalar<X> scale) {
-  return share * scale * (gain - mean);
+FASTCAPS_FORMULA X dlogit(X weight, X gain, X average, Scalar<X> scale) {
+  return weight * scale * (gain - average);
 }
 
 // dV = g r dS + da Q: a number of it. What belongs to a parent may be a single number for all lanes.
 template <class X, class Y>
-FASTCAPS_FORMULA X dvote(X share, Y ds, X da, Y q) {
-  return share * ds + da * q;
+FASTCAPS_FORMULA X dvote(X weight, Y ds, X da, Y q) {
+  return weight * ds + da * q;
 }
 
 }  // namespace fastcaps::attention

@@ -25,12 +25,12 @@ FASTCAPS_FORMULA void add(X from_base, X moved, X counts, Mean& mean, X& square)
   square += counts * d * d;
 }
 
-// The moments of other votes join (Chan et al. 1979): `share` is their n of the n of both, `counts` this n times
+// The moments of other votes join (Chan et al. 1979): `fraction` is their n of the n of both, `counts` this n times
 // that.
 template <class X>
-FASTCAPS_FORMULA void join(X other_mean, X other_square, X share, X counts, X& mean, X& square) {
+FASTCAPS_FORMULA void join(X other_mean, X other_square, X fraction, X counts, X& mean, X& square) {
   const X d = other_mean - mean;
-  mean += share * d;
+  mean += fraction * d;
   square += other_square + counts * d * d;
 }
 
@@ -42,7 +42,7 @@ FASTCAPS_FORMULA void finish(X base, X n, X eps, X one, X& mean, X& square) {
   square = n == 0 ? X{} : (square + n * short_of * short_of) * one;
 }
 
-// ---- between turns ----
+// ---- between iterations ----
 
 // p = 1 / (2 variance), and ln sigma. With eps = 0 a parent that no child chose has variance
 // 0; its p and ln sigma are set to 0.

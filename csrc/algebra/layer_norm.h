@@ -1,4 +1,4 @@
-// LayerNorm over a parent's C * E numbers.
+// LayerNorm over a parent's C * E numbers in memory. Where several lanes of a GPU hold them: standardise in pose.h.
 #pragma once
 
 #include "number.h"
@@ -7,22 +7,22 @@ namespace fastcaps {
 
 template <class X>
 struct LayerNorm {
-  // The mean is kept with what its own rounding leaves over: the backward formula wants differences that sum to 0 in
+  // The mean is kept with the remainder of its own rounding: the backward formula wants differences that sum to 0 in
   // their own last place, and poses of two numbers would show it if they did not.
-  X mean, rest, rstd;
+  X mean, remainder, rstd;
 
   FASTCAPS_FORMULA LayerNorm(const X* S, int64_t count, X eps) {
     const Scalar<X> numbers = Scalar<X>(count);
     X sum{}, square{};
     for (int64_t k = 0; k < count; ++k) sum += S[k];
     mean = sum / numbers;
-    rest = X{};
-    for (int64_t k = 0; k < count; ++k) rest += S[k] - mean;
-    rest /= numbers;
+    remainder = X{};
+    for (int64_t k = 0; k < count; ++k) remainder += S[k] - mean;
+    remainder /= numbers;
     for (int64_t k = 0; k < count; ++k) square += centred(S[k]) * centred(S[k]);
     rstd = (X{} + 1) / Number<X>::sqrt(square / numbers + eps);
   }
-  FASTCAPS_FORMULA X centred(X s) const { return (s - mean) - rest; }
+  FASTCAPS_FORMULA X centred(X s) const { return (s - mean) - remainder; }
   FASTCAPS_FORMULA X normal(X s) const { return centred(s) * rstd; }
 };
 

@@ -1,12 +1,12 @@
-// The formulas of the routings, each once, for host and device. A number X is a float or a double, or a vector of lanes
-// (csrc/cpu/vec.h): the formulas use operators, comparisons that select, and Number<X> for the rest.
+// The formulas of the routings, each once, for the CPU and for a GPU. A number X is a float or a double, or a vector of
+// lanes (csrc/cpu/vec.h): the formulas use operators, comparisons that select, and Number<X> for the rest.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #if defined(__CUDACC__)
-#define FASTCAPS_FORMULA __host__ __device__ __forceinline__
+#define FASTCAPS_FORMULA __device__ __forceinline__
 #else
 #define FASTCAPS_FORMULA inline __attribute__((always_inline))
 #endif

@@ -13,8 +13,8 @@ FASTCAPS_FORMULA X inverse_length(X square) {
 
 // dV = r dS + c Q - d V: a number of it, with c = s da / |V| and d = c <Q, V> / |V|^2 (0 unless keys are unit vectors)
 template <class X, class Y>
-FASTCAPS_FORMULA X dvote(X share, Y ds, X c, Y q, X d, X vote) {
-  return share * ds + c * q - d * vote;
+FASTCAPS_FORMULA X dvote(X coefficient, Y ds, X c, Y q, X d, X vote) {
+  return coefficient * ds + c * q - d * vote;
 }
 
 }  // namespace fastcaps::pooling

@@ -1,7 +1,7 @@
 // Squashing very long capsules, whose squares, or whose length itself, would overflow.
 #pragma once
 
-#include "turns.h"
+#include "pose.h"
 
 namespace fastcaps {
 

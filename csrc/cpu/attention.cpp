@@ -3,10 +3,7 @@
 
 #include "kernels.h"
 
-namespace fastcaps {
-
-extern const Kernels<Attention> FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA);
-const Kernels<Attention> FASTCAPS_CONCAT(attention_kernels, FASTCAPS_ISA) =
-    FASTCAPS_NAMESPACE::Functions<FASTCAPS_NAMESPACE::AttentionForward, FASTCAPS_NAMESPACE::AttentionBackward>::table();
-
-}  // namespace fastcaps
+template <>
+const fastcaps::Kernels<fastcaps::Attention>& fastcaps::FASTCAPS_NAMESPACE::table() {
+  return Functions<AttentionForward, AttentionBackward>::kTable;
+}

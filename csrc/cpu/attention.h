@@ -3,7 +3,7 @@
 
 #include "../algebra/attention.h"
 #include "../algebra/layer_norm.h"
-#include "../algebra/turns.h"
+#include "../algebra/pose.h"
 #include "backward.h"
 #include "forward.h"
 
@@ -125,7 +125,7 @@ struct AttentionForward : QueryForward<T, X, Attention> {
     if (with.sums) write_row<T>(tile, static_cast<T*>(with.sums) + turn * in.positions() * MCE, MCE, S);
     for (int64_t m = 0; m < in.M; ++m)
       if (with.rule == Rule::kSquash)
-        squash(S + m * CE, CE);
+        squash(PoseInMemory<X>{S + m * CE, CE});
       else if (with.rule == Rule::kLayerNorm)
         layer_norm(S + m * CE, CE, X{} + T(with.eps), static_cast<const T*>(with.norm_weight),
                    static_cast<const T*>(with.norm_bias));

@@ -54,44 +54,20 @@ struct Partial {
   }
 };
 
-// A call's votes as the kernels want them, checked, and what is made for it.
-struct CpuCall {
-  Votes votes;
-  ScalarType storage, compute;
-  Tensor children;
-  Shape gate_shape;
-  MaybeTensor weight, bias;  // in the compute type, contiguous: kept alive here
-  bool has_gate;             // of an empty batch, whose memory is null, too
-
-  explicit CpuCall(const VoteTensors& tensors)
-      : votes(tensors.check()),
-        storage(tensors.children.scalar_type()),
-        compute(accumulation_type(tensors.children)),
-        children(tensors.children),
-        gate_shape(tensors.gate_shape()),
-        has_gate(tensors.gate.has_value()) {
+// A call on the CPU, and what is made for it.
+struct CpuCall : OpCall {
+  explicit CpuCall(const VoteTensors& tensors) : OpCall(tensors) {
     STD_TORCH_CHECK(votes.storage != Storage::kFloat16, "fastcaps: the CPU kernels take no float16");
-    if (tensors.weight)
-      votes.weight = set_narrow(*tensors.weight) ? data_of(*(weight = tensors.weight)) : dense(*tensors.weight, weight);
-    if (tensors.bias) votes.bias = dense(*tensors.bias, bias);
+    const MaybeTensor& weight = given.weight;
+    // Matrices are better read in bfloat16 than copied where they are large and each child has its own.
+    votes.narrow_weight = weight && weight->scalar_type() == ScalarType::BFloat16 && weight->is_contiguous() &&
+                          votes.G == votes.I && votes.D * votes.E >= kLargeMatrix;
+    votes.weight = votes.narrow_weight ? data_of(*weight) : table(weight);
+    votes.bias = table(given.bias);
   }
 
-  // Sets votes.narrow_weight, and returns it: whether matrices are better read in bfloat16 than copied, which they are
-  // where they are large and each child has its own.
-  bool set_narrow(const Tensor& x) {
-    votes.narrow_weight = x.scalar_type() == ScalarType::BFloat16 && x.is_contiguous() && votes.G == votes.I &&
-                          votes.D * votes.E >= kLargeMatrix;
-    return votes.narrow_weight;
-  }
-  // A parameter's memory, in the compute type and contiguous; `kept` keeps it alive.
-  const void* dense(const Tensor& x, MaybeTensor& kept) const {
-    kept = dense_as(x, compute);
-    return data_of(*kept);
-  }
-
-  // `dense`, and a tensor read in place, of what a call may lack: null then.
-  const void* table(const MaybeTensor& x, MaybeTensor& kept) const { return x ? dense(*x, kept) : nullptr; }
-  View view(const MaybeTensor& x) const { return x ? view_of(*x, votes.is_set) : View{}; }
+  // Numbers that every item's part of the bias' gradient has.
+  int64_t bias_numbers() const { return given.bias ? int64_t(given.bias->numel()) : 0; }
 
   // A result in the compute type, its address in `data`.
   Tensor result(const char* what, const Shape& shape, void*& data, bool clear = false) const {
@@ -139,7 +115,7 @@ struct CpuCall {
   }
 };
 
-// Run a forward call whose operands and results are set, all turns of it.
+// Run a forward call whose operands and results are set, all iterations of it.
 template <class Operands>
 void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
   const Votes& in = call.votes;
@@ -154,8 +130,8 @@ void run_forward(const CpuCall& cpu, ForwardCall<Operands>& call) {
       cpu.rows(ranges && call.total > 1, call.schedule, 1, table.forward_state(call), lanes, call.state);
   const int64_t scratch = table.forward_scratch(call);
   SignalWatch watch;
-  call.turns = ranges ? 1 : call.total;  // where children are cut into ranges, turns wait for all of them
-  for (call.turn = 0; call.turn < call.total; call.turn += call.turns) {
+  call.iterations = ranges ? 1 : call.total;  // where children are cut into ranges, iterations wait for all of them
+  for (call.iteration = 0; call.iteration < call.total; call.iteration += call.iterations) {
     run_items(watch, call, table.forward, call.schedule.items(), scratch);
     if (!ranges) continue;
     const int64_t rows = call.schedule.child_lanes ? in.positions() : ceil_div(in.positions(), lanes);
@@ -175,12 +151,14 @@ Gradients run_backward(const CpuCall& cpu, BackwardCall<Operands>& call, int64_t
   const Votes& in = call.votes;
   const Kernels<Operands>& table = kernels<Operands>(in);
   const int64_t lanes = table.lanes(in);
-  const bool dbias = needs & kBias && cpu.bias;
+  const bool dbias = needs & kBias && cpu.given.bias;
   const MaybeTensor children = cpu.maybe("dchildren", needs & kChildren, shape_of(cpu.children), call.dchildren, true);
-  const MaybeTensor gate = cpu.maybe("dgate", needs & kGate && cpu.has_gate, cpu.gate_shape, call.dgate, true);
-  const Partial weights = cpu.partial("dweight", needs & kWeight && cpu.weight, call.schedule.weight_parts,
+  const MaybeTensor gate =
+      cpu.maybe("dgate", needs & kGate && cpu.given.gate, cpu.given.gate_shape(), call.dgate, true);
+  const Partial weights = cpu.partial("dweight", needs & kWeight && cpu.given.weight, call.schedule.weight_parts,
                                       {in.G, in.M, in.D, in.E}, empty || in.G != in.I);
-  const Partial biases = cpu.partial("dbias", dbias, call.schedule.items(), dbias ? shape_of(*cpu.bias) : Shape{});
+  const Partial biases =
+      cpu.partial("dbias", dbias, call.schedule.items(), dbias ? shape_of(*cpu.given.bias) : Shape{});
   call.dweight = weights.parts, call.dbias = biases.parts;
   if (!empty) {
     const MaybeTensor state =

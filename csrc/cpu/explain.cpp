@@ -11,19 +11,20 @@ namespace {
 // What the caller told besides the sizes (capability.h).
 struct Facts {
   bool backward, has_state;
-  int64_t turns, copied;
+  int64_t iterations, copied;
 };
 
-// `with` has parents where the call starts from some: how many numbers they are is all that counts here. A backward of
-// several turns is told of as it comes last, where what is summed over turns is made in one.
+// `start`: the parents that a call starts from; whether there are some is all that counts here. A backward of several
+// iterations is described as it comes last, where what is summed over them is made in one.
 template <class Operands>
-std::string describe(const Votes& in, const Facts& facts, const Operands& with) {
-  ForwardCall<Operands> call{in, with};
-  call.total = facts.turns;
-  const BackwardCall<Operands> back{in, {with}};
-  const bool dparents = facts.turns == 1 && facts.has_state;
+std::string describe(const Votes& in, const Facts& facts, View Operands::* start) {
+  ForwardCall<Operands> call{in};
+  if (facts.has_state) (call.with.*start).data = &in;
+  call.total = facts.iterations;
+  const BackwardCall<Operands> back{in, {call.with}};
+  const bool dparents = facts.iterations == 1 && facts.has_state;
   const Schedule schedule = call.schedule =
-      facts.backward ? schedule_of(back, dparents, facts.copied, facts.turns) : schedule_of(call);
+      facts.backward ? schedule_of(back, dparents, facts.copied, facts.iterations) : schedule_of(call);
   const Kernels<Operands>& table = kernels<Operands>(in);
   const auto n = [](int64_t x) { return std::to_string(x); };
   const auto pose = [&](int64_t columns) { return n(in.C) + "x" + n(columns); };
@@ -33,7 +34,7 @@ std::string describe(const Votes& in, const Facts& facts, const Operands& with) 
       n(schedule.block_rows) + (schedule.child_lanes ? " positions x " : " vectors x ") + n(schedule.block_children);
   text += (schedule.child_lanes ? " vectors at a time, " : " children at a time, ") + n(schedule.items()) + " items";
   if (schedule.chunks > 1) text += " (" + n(schedule.chunks) + " ranges of children)";
-  if (schedule.stay) text += ", children stay from turn to turn";
+  if (schedule.stay) text += ", children stay from iteration to iteration";
   if (schedule.folded) return text + ", weights folded into the parents";
   return text + (schedule.keep_votes ? "" : ", votes made twice");
 }
@@ -50,14 +51,14 @@ extern "C" const char* fastcaps_cpu_schedule(const char* stem, const int64_t* n,
   if (facts[2] > 0) in.bias = &in;
   if (facts[2] > 1) in.bias_stride_i = in.parents_size();
   const Facts of_call{facts[0] != 0, facts[3] != 0, facts[4], facts[6]};
-  const View some{of_call.has_state ? &in : nullptr, {}};
-  const std::string pass = stem;
-  Attention attention;
-  Pooling pooling;
-  Gaussian gaussian;
-  attention.query = pooling.query = gaussian.mean = some;
-  text = pass == "attention" ? describe(in, of_call, attention)
-         : pass == "pooling" ? describe(in, of_call, pooling)
-                             : describe(in, of_call, gaussian);
+  const std::string op = stem;
+  if (op == "attention")
+    text = describe(in, of_call, &Attention::query);
+  else if (op == "pooling")
+    text = describe(in, of_call, &Pooling::query);
+  else if (op == "gaussian")
+    text = describe(in, of_call, &Gaussian::mean);
+  else
+    text = std::string("there is no op ") + stem;
   return text.c_str();
 }

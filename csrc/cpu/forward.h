@@ -79,7 +79,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     for (int64_t first = group * schedule.rows_per_group; first < last; first += schedule.block_rows) {
       const int64_t nt = min(schedule.block_rows, last - first);
       for (int64_t t = 0; t < nt; ++t) place(first + t, t);
-      for (turn = call.turn; turn < call.turn + call.turns; ++turn) {
+      for (turn = call.iteration; turn < call.iteration + call.iterations; ++turn) {
         for (int64_t t = 0; t < nt; ++t) {
           zero(result(t), before);
           Pass::clear(result(t) + before, in, in.M);
@@ -127,7 +127,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
       tiles[t].place(in, row, row + 1);
     else
       tiles[t].place(in, row * n, in.positions());
-    if (call.turn > 0) {
+    if (call.iteration > 0) {
       std::memcpy(state(t), static_cast<const X*>(call.state) + row * state_size, size_t(state_size) * sizeof(X));
       return;
     }
@@ -138,7 +138,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
 
   // Add up the ranges of children of one row in their order, and finish.
   void finish_row(int64_t row) {
-    turn = call.turn;
+    turn = call.iteration;
     place(row, 0);
     const X* partial = static_cast<const X*>(call.partial);
     std::memcpy(result(0), partial + row * result_size, size_t(result_size) * sizeof(X));
@@ -156,7 +156,7 @@ struct ForwardItem : ForwardBlock<T, Pose, kLane, Policy> {
     const bool equal = pass.equal(turn);
     const bool keeps = schedule.keep_votes && (schedule.stay || !equal || !Pass::kEvenSums);
     weights.enter(range, first, count);
-    if (schedule.stay && turn > call.turn) {  // poses, and votes if kept, are as the turn before left them
+    if (schedule.stay && turn > call.iteration) {  // poses, and votes if kept, are as the turn before left them
       score_again(count, nt);
     } else {
       for (int64_t t = 0; t < nt; ++t) Base::load_silenced(tiles[t], t, first, count);

@@ -1,12 +1,9 @@
-// The Gaussian pass's kernels of one instruction set.
+// The gaussian pass's kernels of one instruction set.
 #include "gaussian.h"
 
 #include "kernels.h"
 
-namespace fastcaps {
-
-extern const Kernels<Gaussian> FASTCAPS_CONCAT(gaussian_kernels, FASTCAPS_ISA);
-const Kernels<Gaussian> FASTCAPS_CONCAT(gaussian_kernels, FASTCAPS_ISA) =
-    FASTCAPS_NAMESPACE::Functions<FASTCAPS_NAMESPACE::GaussianForward, FASTCAPS_NAMESPACE::GaussianBackward>::table();
-
-}  // namespace fastcaps
+template <>
+const fastcaps::Kernels<fastcaps::Gaussian>& fastcaps::FASTCAPS_NAMESPACE::table() {
+  return Functions<GaussianForward, GaussianBackward>::kTable;
+}

@@ -31,9 +31,9 @@ struct Betas {
   const T *use, *ignore;
   int64_t use_i, use_m, ignore_i, ignore_m;
 
-  explicit Betas(const Gaussian& with)
-      : use(static_cast<const T*>(with.beta_use)),
-        ignore(static_cast<const T*>(with.beta_ignore)),
+  explicit Betas(const BetaTables& with)
+      : use(static_cast<const T*>(with.use)),
+        ignore(static_cast<const T*>(with.ignore)),
         use_i(with.use_stride_i),
         use_m(with.use_stride_m),
         ignore_i(with.ignore_stride_i),
@@ -72,7 +72,7 @@ struct GaussianForward {
   const int64_t CE;
 
   explicit GaussianForward(const ForwardCall<Gaussian>& call_)
-      : call(call_), in(call.votes), with(call.with), betas(with), CE(in.parent_size()) {}
+      : call(call_), in(call.votes), with(call.with), betas(with.betas), CE(in.parent_size()) {}
 
   // Results: the mean and the squares about it, both about the base; n and the evidence.
   template <class Y>
@@ -269,7 +269,7 @@ struct GaussianBackward {
   const int64_t CE;
 
   GaussianBackward(const BackwardCall<Gaussian>& call_, const Gaussian& with_)
-      : call(call_), in(call.votes), with(with_), betas(with), CE(in.parent_size()) {}
+      : call(call_), in(call.votes), with(with_), betas(with.betas), CE(in.parent_size()) {}
 
   // State: the base, p, means less the base, u, s; alpha, what of t no vote changes, devidence.
   enum PosePlane { kBase, kPrecision, kMeans, kU, kS, kPoses };

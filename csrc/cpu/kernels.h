@@ -98,11 +98,11 @@ struct Functions {
   struct WorkerOf {
     static constexpr bool kFolded = Pose::kIdentity && std::is_same_v<Operands, Attention>;
     template <class T_, class X>
-    using Going = std::conditional_t<kFolded, FoldedForward<T_, X>, ForwardPolicy<T_, X>>;
+    using ForwardOf = std::conditional_t<kFolded, FoldedForward<T_, X>, ForwardPolicy<T_, X>>;
     template <class T_, class X>
-    using Coming = std::conditional_t<kFolded, FoldedBackward<T_, X>, BackwardPolicy<T_, X>>;
-    using type = std::conditional_t<std::is_same_v<Call, Forward>, ForwardItem<T, Pose, kLane, Going>,
-                                    BackwardItem<T, Pose, kLane, Coming>>;
+    using BackwardOf = std::conditional_t<kFolded, FoldedBackward<T_, X>, BackwardPolicy<T_, X>>;
+    using type = std::conditional_t<std::is_same_v<Call, Forward>, ForwardItem<T, Pose, kLane, ForwardOf>,
+                                    BackwardItem<T, Pose, kLane, BackwardOf>>;
   };
   template <bool own, class Call, class Work>
   static void with_worker(const Call& call, Arena arena, Work&& work) {
@@ -152,22 +152,20 @@ struct Functions {
     return with_pose<true>(call, [](auto pose, auto, auto) { return !std::is_same_v<decltype(pose), DynamicPose>; });
   }
 
-  static constexpr Kernels<Operands> table() {
-    return {kLanes<float>,
-            kLanes<double>,
-            &run<true, Forward, item>,
-            &run<false, Forward, finish>,
-            &run<false, Backward, prepare>,
-            &run<true, Backward, item>,
-            &run<false, Backward, finish>,
-            &scratch_bytes<Forward>,
-            &scratch_bytes<Backward>,
-            &forward_state,
-            &forward_results,
-            &backward_state,
-            &backward_results,
-            &own_pose};
-  }
+  static constexpr Kernels<Operands> kTable = {kLanes<float>,
+                                               kLanes<double>,
+                                               &run<true, Forward, item>,
+                                               &run<false, Forward, finish>,
+                                               &run<false, Backward, prepare>,
+                                               &run<true, Backward, item>,
+                                               &run<false, Backward, finish>,
+                                               &scratch_bytes<Forward>,
+                                               &scratch_bytes<Backward>,
+                                               &forward_state,
+                                               &forward_results,
+                                               &backward_state,
+                                               &backward_results,
+                                               &own_pose};
 };
 
 }  // namespace FASTCAPS_NAMESPACE

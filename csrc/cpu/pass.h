@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "../votes.h"
+#include "../squash_sum.h"
 
 namespace fastcaps {
 
@@ -23,8 +23,8 @@ struct Schedule {
   bool child_lanes = false;     // a lane is a child, not a position; block_children counts vectors of them
   bool shared_weights = false;  // and all children have the same weights and bias: those stay scalars
   bool keep_votes = true;       // votes stay in cache between the two halves of a pass, or are made again
-  bool stay = false;            // and so do the poses, from turn to turn: a block holds all children
-  bool folded = false;          // parents are turned to the children's poses instead of children to votes (folded.h)
+  bool stay = false;            // and so do the poses, from iteration to iteration: a block holds all children
+  bool folded = false;          // parents are pulled back to the children's poses, and no votes made (folded.h)
 
   int64_t items() const { return groups * chunks; }
   int64_t rows() const { return groups * rows_per_group; }
@@ -49,8 +49,8 @@ struct Attention {
   Rule rule = Rule::kLayerNorm;
   View query;                                               // [B, Ho, Wo, M, C, E], storage type
   const void *norm_weight = nullptr, *norm_bias = nullptr;  // [C * E]
-  void* parents = nullptr;                                  // of the last turn, [positions, M * C * E], storage type
-  void* sums = nullptr;                                     // [turns, positions, M * C * E]
+  void* parents = nullptr;  // of the last iteration, [positions, M * C * E], storage type
+  void* sums = nullptr;     // [iterations, positions, M * C * E]
   // backward
   View grad, given_sums;  // [B, Ho, Wo, M, C, E]; sums under LayerNorm alone
   bool detach = false;
@@ -63,9 +63,9 @@ struct Pooling {
   bool normalize = false;
   Rule rule = Rule::kUnit;
   View query;
-  void* parents = nullptr;    // of the last turn, [positions, M * C * E], storage type
-  void* sums = nullptr;       // [turns, positions, M * C * E], storage type
-  void* logsumexp = nullptr;  // [turns, positions, M]
+  void* parents = nullptr;    // of the last iteration, [positions, M * C * E], storage type
+  void* sums = nullptr;       // [iterations, positions, M * C * E], storage type
+  void* logsumexp = nullptr;  // [iterations, positions, M]
   // backward
   View grad, given_sums;  // [B, Ho, Wo, M, C, E], compute type and storage type
   View given_logsumexp;   // [B, Ho, Wo, M], compute type
@@ -76,13 +76,12 @@ struct Pooling {
 struct Gaussian {
   double eps = 0;
   Rule rule = Rule::kHeinsen;
-  const double* temperatures = nullptr;             // [turns], inverse, of EM
+  const double* temperatures = nullptr;             // [iterations], inverse, of EM
   const void *beta_u = nullptr, *beta_a = nullptr;  // [M], of EM
   View mean, variance, log_weight;                  // [B, Ho, Wo, M, C, E], [B, Ho, Wo, M]; compute type
-  const void *beta_use = nullptr, *beta_ignore = nullptr;
-  int64_t use_stride_i = 0, use_stride_m = 0, ignore_stride_i = 0, ignore_stride_m = 0;
-  void *counts = nullptr, *scores = nullptr;    // [turns, positions, M]
-  void *means = nullptr, *variances = nullptr;  // [turns, positions, M * C * E]
+  BetaTables betas;
+  void *counts = nullptr, *scores = nullptr;    // [iterations, positions, M]
+  void *means = nullptr, *variances = nullptr;  // [iterations, positions, M * C * E]
   // backward
   View grad_counts, grad_evidence, grad_means, grad_variances;
   View given_counts, given_means, given_variances;
@@ -95,22 +94,22 @@ struct ForwardCall {
   Votes votes;
   Operands with{};
   Schedule schedule{};
-  int64_t turn = 0, turns = 1, total = 1;  // the first turn of this launch, how many it makes, how many there are
-  void* partial = nullptr;                 // [chunks, rows, numbers of a row's results] if chunks > 1
-  void* state = nullptr;                   // [rows, numbers of a row's parents], from turn to turn if chunks > 1
+  int64_t iteration = 0, iterations = 1, total = 1;  // the first of this launch, how many it makes, how many there are
+  void* partial = nullptr;                           // [chunks, rows, numbers of a row's results] if chunks > 1
+  void* state = nullptr;  // [rows, numbers of a row's parents], from iteration to iteration if chunks > 1
 };
 
 template <class Operands>
 struct BackwardCall {
   Votes votes;
-  std::vector<Operands> with{};  // of every turn
+  std::vector<Operands> with{};  // of every iteration
   Schedule schedule{};
   void* dchildren = nullptr;  // [B, H, W, N, C, D], zeroed
   void* dgate = nullptr;      // [B, H, W, N], zeroed
   Parts dweight{};            // schedule.weight_parts of [G, M, D, E], zeroed unless G = I
   Parts dbias{};              // of every item, zeroed
-  void* state = nullptr;      // [rows, turns, numbers]: the parents and their gradients, made by backward_prepare
-  void* partial = nullptr;    // [chunks, rows, numbers]: the parents' gradients of each item, of a single turn
+  void* state = nullptr;      // [rows, iterations, numbers]: the parents and their gradients, made by backward_prepare
+  void* partial = nullptr;    // [chunks, rows, numbers]: the parents' gradients of each item, of a single iteration
 
   bool wants_votes() const { return dchildren || dweight || dbias; }  // the gradients of votes
 };
@@ -136,9 +135,15 @@ struct Kernels {
   bool (*own_pose)(const Forward&);  // whether the call's pose has kernels of its own
 };
 
-// For this machine, and for a call of that many positions: vectors half as long where they would be half empty
-// (capability.cpp).
-template <class Operands>
-const Kernels<Operands>& kernels(const Votes& in);
+// squash_sum's, for rows begin to end. Rows share nothing, so that the bits do not depend on the number of threads.
+struct SquashSumKernels {
+  void (*forward)(const SquashSum&, int64_t begin, int64_t end);
+  void (*backward)(const SquashSum&, int64_t begin, int64_t end);
+};
+
+// So many rounds of multiply-adds and nothing else; returns the operations.
+struct Peak {
+  double (*multiply_adds)(int64_t rounds);
+};
 
 }  // namespace fastcaps

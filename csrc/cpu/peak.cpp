@@ -1,13 +1,14 @@
 // Multiply-adds and nothing else, for one instruction set: the most that one thread of this machine can do, by which
 // the bench measures the kernels. A matrix product by a library stays below it.
+#include "pass.h"
 #include "vec.h"
 
 namespace fastcaps {
+namespace FASTCAPS_NAMESPACE {
 
 // A chain's next step waits for its last: four cycles, and two such units, make eight chains; more are on the safe
 // side. Chains end at 2 and stay there, as numbers that overflow or vanish might take longer.
-double FASTCAPS_CONCAT(multiply_adds, FASTCAPS_ISA)(int64_t rounds) {
-  using namespace FASTCAPS_NAMESPACE;
+double multiply_adds(int64_t rounds) {
   constexpr int kChains = kManyRegisters ? 24 : 12;
   const VecF half = in_register(broadcast(0.5f)), one = in_register(broadcast(1.0f));
   VecF chains[kChains];
@@ -19,4 +20,11 @@ double FASTCAPS_CONCAT(multiply_adds, FASTCAPS_ISA)(int64_t rounds) {
   return all(sum >= 0) ? 2.0 * kChains * kLanes<float> * double(rounds) : 0;
 }
 
+template <>
+const Peak& table() {
+  static constexpr Peak kTable{&multiply_adds};
+  return kTable;
+}
+
+}  // namespace FASTCAPS_NAMESPACE
 }  // namespace fastcaps

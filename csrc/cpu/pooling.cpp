@@ -3,10 +3,7 @@
 
 #include "kernels.h"
 
-namespace fastcaps {
-
-extern const Kernels<Pooling> FASTCAPS_CONCAT(pooling_kernels, FASTCAPS_ISA);
-const Kernels<Pooling> FASTCAPS_CONCAT(pooling_kernels, FASTCAPS_ISA) =
-    FASTCAPS_NAMESPACE::Functions<FASTCAPS_NAMESPACE::PoolingForward, FASTCAPS_NAMESPACE::PoolingBackward>::table();
-
-}  // namespace fastcaps
+template <>
+const fastcaps::Kernels<fastcaps::Pooling>& fastcaps::FASTCAPS_NAMESPACE::table() {
+  return Functions<PoolingForward, PoolingBackward>::kTable;
+}

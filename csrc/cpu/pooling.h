@@ -150,10 +150,10 @@ struct PoolingForward : QueryForward<T, X, Pooling> {
     for (int64_t m = 0; m < in.M; ++m) {
       X* s = S + m * CE;
       if (with.rule == Rule::kSquash) {
-        squash(s, CE);
+        squash(PoseInMemory<X>{s, CE});
       } else if (!last) {  // the direction of what was written
         for (int64_t k = 0; k < CE; ++k) s[k] = rounded<T>(in.storage, s[k]);
-        unit(s, CE);
+        unit(PoseInMemory<X>{s, CE});
       }
     }
     if (last) return write_parents<T>(tile, in.storage, with.parents, 0, MCE, S);

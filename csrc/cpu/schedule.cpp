@@ -9,7 +9,7 @@ namespace {
 // (1 MiB a core on the machines measured), beside the weights and parents that meet them.
 constexpr int64_t kVoteBytes = 256 << 10;        // votes kept at once, if a single child's do not need more
 constexpr int64_t kVoteBytesMost = 1 << 20;      // beyond this a child's votes are computed twice instead
-constexpr int64_t kStayBytes = 3 << 19;          // a row's children, with their votes, from turn to turn
+constexpr int64_t kStayBytes = 3 << 19;          // a row's children, with their votes, from iteration to iteration
 constexpr int64_t kParentBytes = 1 << 20;        // parents of the tiles of a block
 constexpr int64_t kWeightBytes = 64 << 10;       // a child's matrices beyond this are shared by several tiles
 constexpr int64_t kPartialShare = 64;            // partial results of all items together: a part of all votes' bytes,
@@ -51,9 +51,9 @@ int64_t units(const Votes& in, const Task& task, bool child_lanes) {
   return child_lanes ? ceil_div(in.I, task.lanes) : in.I;
 }
 
-// Every row's children fit in cache, for all turns.
+// Every row's children fit in cache, for all iterations.
 bool fit(const Votes& in, const Task& task, bool child_lanes) {
-  return task.turns > 1 && units(in, task, child_lanes) * unit_bytes(in, task) <= kStayBytes;
+  return task.iterations > 1 && units(in, task, child_lanes) * unit_bytes(in, task) <= kStayBytes;
 }
 
 // Children in the lanes that have all the same weights, which stay scalars: where positions are too few, or where the
@@ -64,8 +64,8 @@ bool share_weights(const Votes& in, const Task& task) {
   return in.positions() * 2 <= task.lanes || stays;
 }
 
-// Too few positions to fill the lanes: children do. Where each has its own weights, that is at the price of turning
-// them to lanes as they are met.
+// Too few positions to fill the lanes: children do. Where each has its own weights, that is at the price of transposing
+// them as they are met.
 bool use_child_lanes(const Votes& in, const Task& task) {
   return share_weights(in, task) || (!task.folded && in.positions() * 4 <= task.lanes && in.I >= task.lanes);
 }
@@ -91,8 +91,8 @@ void schedule_block_of_sharing_lanes(const Votes& in, const Task& task, Schedule
       std::clamp<int64_t>(schedule.keep_votes ? kVoteBytesMost / votes : kVoteBytes / (vec * in.M), least, 8);
 }
 
-// Where all children of a row fit, they are met once for all turns. Where votes are the children themselves (identity)
-// or are never made (folded), none are kept; blocks may be longer instead.
+// Where all children of a row fit, they are met once for all iterations. Where votes are the children themselves
+// (identity) or are never made (folded), none are kept; blocks may be longer instead.
 void let_children_stay(const Votes& in, const Task& task, Schedule& schedule) {
   if (task.identity || task.folded) {
     schedule.keep_votes = false;
@@ -157,7 +157,7 @@ Schedule schedule_forward(const Votes& in, const Task& task) {
   double best = 0;
   each_number_of_chunks(schedule.groups, most, [&](int64_t chunks) {
     const double parts = chunks > 1 ? double(chunks * schedule.rows() * row_bytes) : 0;  // a byte: 4 multiply-adds
-    const double again = chunks > 1 && schedule.stay ? 2 : 1;  // votes that cannot stay are made every turn
+    const double again = chunks > 1 && schedule.stay ? 2 : 1;  // votes that cannot stay are made every iteration
     const double cost = with_idle_threads(work * again + 4 * parts, schedule.groups * chunks);
     if (best != 0 && cost >= best) return;
     best = cost;
@@ -179,7 +179,7 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
   Schedule best;
   double best_cost = 0;
   Task once = task;
-  once.turns = 1;                                      // nothing stays from turn to turn
+  once.iterations = 1;                                 // nothing stays from iteration to iteration
   const bool child_lanes = use_child_lanes(in, once);  // then all positions are one group
   const bool by_group = (task.folded || (child_lanes && share_weights(in, once))) && in.G > 1;
   const bool owned = in.G % in.N == 0 || by_group;  // a range's weights are nobody else's
@@ -214,11 +214,11 @@ Schedule schedule_backward(const Votes& in, const Task& task) {
   }
   if (!child_lanes) schedule_block(in, task, best.rows_per_group, in.M * in.D * in.E * number, best);
   if (task.identity) best.keep_votes = false;
-  if (task.folded) {  // row by row, and no votes; what is kept of a unit of children is its shares, of every turn
+  if (task.folded) {  // row by row, and no votes; what is kept of a unit of children is its shares, of every iteration
     best.folded = true;
     best.keep_votes = false;
     best.block_rows = 1;
-    best.block_children = std::clamp<int64_t>(kVoteBytesMost / (in.M * lanes * number * 2 * task.turns), 1, 8);
+    best.block_children = std::clamp<int64_t>(kVoteBytesMost / (in.M * lanes * number * 2 * task.iterations), 1, 8);
   }
   best.weight_parts = owned ? best.groups : best.items();
   return best;

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "pass.h"
+#include "levels.h"
 
 namespace fastcaps {
 
@@ -13,7 +13,7 @@ struct Task {
   int64_t number;      // bytes of the compute type
   int64_t state;       // numbers of a row's parents,
   int64_t results;     // and of what is made for them
-  int64_t turns;       // of a routing, forward; whose gradients are made together, backward
+  int64_t iterations;  // of a routing, forward; whose gradients are made together, backward
   int64_t copied = 0;  // numbers of the gradients that every item has a copy of: bias, betas
   bool shared;         // children of the same type have the same weights and bias, and more of them may
   bool identity;       // votes are the children themselves
@@ -21,12 +21,12 @@ struct Task {
 
   // `folds`: the pass is linear in its votes, so it may be folded: where enough children share a matrix, or none has
   // one.
-  Task(const Votes& in, bool folds, int64_t lanes, int64_t state, int64_t results, int64_t turns)
+  Task(const Votes& in, bool folds, int64_t lanes, int64_t state, int64_t results, int64_t iterations)
       : lanes(lanes),
         number(in.is_double() ? 8 : 4),
         state(state),
         results(results),
-        turns(turns),
+        iterations(iterations),
         shared(in.N % in.G == 0 && in.bias_stride_i == 0),
         identity(in.weight == nullptr),
         folded(folds && !in.is_double() && (identity || (shared && !in.bias && in.I / in.G >= 8))) {}
@@ -45,13 +45,13 @@ Schedule schedule_of(ForwardCall<Operands>& call) {
   return schedule_forward(call.votes, task);
 }
 
-// `dparents`: are there gradients of parents? `turns`: as many as the call has, if it is not told.
+// `dparents`: are there gradients of parents? `iterations`: as many as the call has, if it is not told.
 template <class Operands>
-Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0, int64_t turns = 0) {
+Schedule schedule_of(const BackwardCall<Operands>& call, bool dparents, int64_t copied = 0, int64_t iterations = 0) {
   const Kernels<Operands>& table = kernels<Operands>(call.votes);
-  if (turns == 0) turns = int64_t(call.with.size());
+  if (iterations == 0) iterations = int64_t(call.with.size());
   Task task(call.votes, std::is_same_v<Operands, Attention>, table.lanes(call.votes),
-            turns * table.backward_state(call), dparents ? table.backward_results(call) : 0, turns);
+            iterations * table.backward_state(call), dparents ? table.backward_results(call) : 0, iterations);
   task.copied = copied;
   return schedule_backward(call.votes, task);
 }

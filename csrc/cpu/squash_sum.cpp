@@ -1,8 +1,8 @@
 // The kernels of squash_sum of one instruction set. A lane is a position: neighbouring pixels of a channel are
 // neighbours in memory. So number k of kLanes capsules is one vector, and a capsule's length is summed up in its lane.
-#include "squash_sum.h"
-
 #include "../algebra/squash_sum.h"
+
+#include "pass.h"
 #include "vec.h"
 
 namespace fastcaps {
@@ -25,11 +25,11 @@ FASTCAPS_INLINE void store_pixels(S* p, int64_t count, Vec<T> v) {
   for (int64_t k = 0; k < count; ++k) p[k] = narrow<S>(wide[k]);
 }
 
-// Of kLanes capsules x: size = |x|, share = |x| / (1 + |x|^2), rest = 1 / (1 + |x|^2), where very long capsules have
+// Of kLanes capsules x: size = |x|, share = |x| / (1 + |x|^2), falloff = 1 / (1 + |x|^2), where very long capsules have
 // been shrunk first. slope is the share of the capsule as it was before; its gradient is scaled by that.
 template <class T>
 struct Sizes {
-  Vec<T> size, share, rest, slope;
+  Vec<T> size, share, falloff, slope;
 };
 
 // Measures kLanes capsules; shrinks very long ones in place.
@@ -45,12 +45,12 @@ FASTCAPS_INLINE Sizes<T> sizes(Vec<T>* x, int64_t dim) {
   const T most = kLong<T>;
   // as a rule all capsules are zero or of numbers whose squares neither overflow nor vanish
   if (all((largest == 0) | ((largest > 1 / most) & (largest < most)))) {
-    const V size = Number<V>::sqrt(squares), rest = 1 / (1 + squares), share = size * rest;
-    return {size, share, rest, share};
+    const V size = Number<V>::sqrt(squares), falloff = 1 / (1 + squares), share = size * falloff;
+    return {size, share, falloff, share};
   }
   const V by = shrink(largest);
   for (int64_t k = 0; k < dim; ++k) x[k] *= by;
-  const V size = length(x, dim), share = squash_share(size);
+  const V size = length(PoseInMemory<V>{x, dim}), share = squash_factor(size);
   return {size, share, 1 / (1 + size * size), share * by};
 }
 
@@ -144,7 +144,7 @@ void squash_sum_backward(const SquashSum& call, int64_t begin, int64_t end) {
       if (!part.dcapsules) continue;
       V factor = of.slope;
       if (part.coefficient) factor *= load_pixels<T>(static_cast<const S*>(part.coefficient) + row * P + p, count);
-      const V bend = (2 * of.rest - 1) * along * inverse;
+      const V bend = (2 * of.falloff - 1) * along * inverse;
       S* dx = static_cast<S*>(part.dcapsules) + at;
       for (int64_t k = 0; k < dim; ++k) {
         const V found = factor * (g[k] + bend * x[k]);
@@ -173,10 +173,11 @@ void squash_sum_rows(const SquashSum& call, int64_t begin, int64_t end) {
   run.template operator()<float, float>();
 }
 
+template <>
+const SquashSumKernels& table() {
+  static constexpr SquashSumKernels kTable{&squash_sum_rows<false>, &squash_sum_rows<true>};
+  return kTable;
+}
+
 }  // namespace FASTCAPS_NAMESPACE
-
-extern const SquashSumKernels FASTCAPS_CONCAT(squash_sum_kernels, FASTCAPS_ISA);
-const SquashSumKernels FASTCAPS_CONCAT(squash_sum_kernels, FASTCAPS_ISA) = {FASTCAPS_NAMESPACE::squash_sum_rows<false>,
-                                                                            FASTCAPS_NAMESPACE::squash_sum_rows<true>};
-
 }  // namespace fastcaps

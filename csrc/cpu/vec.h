@@ -26,6 +26,9 @@
 namespace fastcaps {
 namespace FASTCAPS_NAMESPACE {
 
+template <class Table>
+const Table& table();  // see levels.h
+
 #if defined(__AVX512F__)
 inline constexpr int kVecBytes = 64;
 inline constexpr bool kManyRegisters = true;

@@ -1,8 +1,59 @@
-// The forward kernels of the attention pass.
-#include "attention_forward.h"
+// The attention pass, forward: S_m = sum_i g_i r_im V_im with r_im = softmax over m of scale <Q_m, V_im>.
+#include "forward.h"
+#include "iterations.h"
 #include "poses.h"
+#include "softmax.h"
 
 namespace fastcaps::gpu {
+
+template <class Pose, int R, bool LEAN>
+struct AttentionForward {
+  static constexpr bool kSilences = false, kIdentity = !LEAN;
+  const Lane<Pose, R>& lane;
+  const PassArgs& args = lane.args;
+  Patches<Pose, R> query, sums;
+  bool asks = LEAN || args.query.data;  // there is a query; else all coefficients are 1 / M
+
+  FASTCAPS_DEVICE explicit AttentionForward(const Lane<Pose, R>& lane_) : lane(lane_) {
+    each_patch<Pose, R>([&](int r, int p) {  // one pass brings the scale with it, the iterations of a routing do not
+      load_query(lane, r, p, LEAN ? args.scale * kLog2E : 1.0f, query[r][p]);
+      each_number<Pose>([&](int i, int j) { sums[r][p][i][j] = 0.0f; });
+    });
+  }
+
+  FASTCAPS_DEVICE bool score(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
+                             Numbers<Pose, R>& coefficient) const {
+    if (!LEAN && !asks) {
+      each_patch<Pose, R>([&](int r, int p) { coefficient[r][p] = 1.0f / float(args.M); });
+      return true;
+    }
+    Numbers<Pose, R> logit;
+    float none[R];
+    each_patch<Pose, R>([&](int r, int p) {
+      logit[r][p] = dot(lane, query[r][p], votes[r][p]);
+      if constexpr (!LEAN) logit[r][p] *= args.scale * kLog2E;
+    });
+    return compete<0, LEAN>(lane, stage, logit, logit, coefficient, none);
+  }
+
+  FASTCAPS_DEVICE void add(const Stage<Pose>& stage, const Patches<Pose, R>& votes,
+                           const Numbers<Pose, R>& coefficient) {
+    each_patch<Pose, R>([&](int r, int p) {
+      const Seen seen = stage.seen[lane.in_tile(r)];
+      const float weight = coefficient[r][p] * seen.gate;
+      if (seen.gate != 0.0f)  // else it leaves no trace, whatever it is; nor does padding, whose gate is 0
+        each_number<Pose>([&](int i, int j) { sums[r][p][i][j] += weight * votes[r][p][i][j]; });
+    });
+  }
+
+  FASTCAPS_DEVICE void store(int chunk) const { store_parents(lane, args.sums, chunk, sums); }
+
+  FASTCAPS_DEVICE void finish(int iteration) {
+    each_patch<Pose, R>(
+        [&](int r, int p) { update_query<false>(lane, r, p, iteration, !asks, sums[r][p], query[r][p]); });
+    asks = true;
+  }
+};
 
 PassKernels attention_forward_kernels() {
   return forward_kernels<AttentionForward, true, Built<Pose4x4x8>, Built<Pose4x4x12>, Built<Pose4x4x16>,

@@ -15,9 +15,9 @@ struct RoundArgs {
 
 // Weights to tf32, once a call.
 FASTCAPS_KERNEL(256, 1)
-round_kernel(const FASTCAPS_CONSTANT RoundArgs a) {
-  for (int64_t k = block_x() * block_threads() + thread_index(); k < a.count; k += blocks_x() * block_threads())
-    a.to[k] = bits_float(to_tf32(a.from[k]));
+round_kernel(const FASTCAPS_CONSTANT RoundArgs round) {
+  for (int64_t k = block_x() * block_threads() + thread_index(); k < round.count; k += blocks_x() * block_threads())
+    round.to[k] = bits_float(to_tf32(round.from[k]));
 }
 
 constexpr int kMostAlongY = 65535;  // blocks of a grid
@@ -39,44 +39,30 @@ int colours(int64_t kernel, int64_t stride, int64_t dilation, int64_t positions)
 
 }  // namespace
 
-Tensor parameter(const Tensor& x, ScalarType type) {
-  const Tensor dense = dense_as(x, type);
-  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : copied(dense, type);
-}
-
-Call::Call(Pass pass_, const VoteTensors& given, int64_t options_)
-    : pass(pass_), votes(given.check()), options(options_), children(given.children) {
+// Vectors are read from addresses that are multiples of 16.
+Call::Call(const char* op, const VoteTensors& tensors, int64_t options_)
+    : OpCall(tensors, 16), pass(*pass_of(op)), given_votes(votes), options(options_) {
+  // Pooling has kernels for a vector of 16 numbers without weights: a matrix of as many is one, if its rows are dense.
+  flat = op == std::string("pooling") && !given.weight && votes.C > 1 && votes.child_size() == 16 &&
+         votes.children.stride[4] == votes.D * votes.children.stride[5];
+  if (flat) votes.D = votes.E = 16, votes.C = 1;
   const Votes& v = votes;
   STD_TORCH_CHECK(v.storage != Storage::kFloat64, "fastcaps: the CUDA kernels take no float64");
   STD_TORCH_CHECK(fits_30_bits(v), "fastcaps: the CUDA kernels count children and parents in 30 bits");
-  PassArgs& a = args;
-  a.M = int(v.M), a.C = int(v.C), a.D = int(v.D), a.E = int(v.E), a.N = int(v.N), a.I = int(v.I);
-  a.G = int(v.G), a.H = int(v.H), a.W = int(v.W), a.Ho = int(v.Ho), a.Wo = int(v.Wo);
-  a.window = v.window;
-  a.positions = v.positions();
-  a.by_types = Divider(v.N), a.by_kernel_width = Divider(v.window.kw), a.by_group = Divider(v.I / v.G);
-  a.padded = v.window.ph > 0 || v.window.pw > 0;
-  a.children = v.children, a.gate = v.gate, a.storage = v.storage;
-  if (given.weight) a.weight = data_of(weight = parameter(*given.weight, children.scalar_type()));
-  if (given.bias) a.bias = floats(bias = parameter(*given.bias));
-  a.bias_stride_m = v.bias_stride_m, a.bias_stride_i = v.bias_stride_i;
-}
-
-float* Call::dense(const MaybeTensor& x) {
-  if (!x) return nullptr;
-  kept.push_back(parameter(*x));
-  return floats(kept.back());
+  args.M = int(v.M), args.C = int(v.C), args.D = int(v.D), args.E = int(v.E), args.N = int(v.N), args.I = int(v.I);
+  args.G = int(v.G), args.H = int(v.H), args.W = int(v.W), args.Ho = int(v.Ho), args.Wo = int(v.Wo);
+  args.window = v.window;
+  args.positions = v.positions();
+  args.by_types = Divider(v.N), args.by_kernel_width = Divider(v.window.kw), args.by_group = Divider(v.I / v.G);
+  args.padded = v.window.ph > 0 || v.window.pw > 0;
+  args.children = v.children, args.gate = v.gate, args.storage = v.storage;
+  if (given.weight) args.weight = data_of(dense(*given.weight, storage));
+  args.bias = table(given.bias);
+  args.bias_stride_m = v.bias_stride_m, args.bias_stride_i = v.bias_stride_i;
 }
 
 void Call::take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight) {
-  args.mean = dense(mean), args.variance = dense(variance), args.log_weight = dense(log_weight);
-}
-
-void Call::take_betas(const MaybeTensor& use, const MaybeTensor& ignore) {
-  if (!use) return;
-  args.beta_use = dense(use), args.beta_ignore = dense(ignore);
-  table_strides(*use, 1, args.use_stride_i, args.use_stride_m);
-  table_strides(*ignore, 1, args.ignore_stride_i, args.ignore_stride_m);
+  args.mean = table(mean), args.variance = table(variance), args.log_weight = table(log_weight);
 }
 
 Schedule Call::cut(const Task& task, const Bias& bias) const {
@@ -88,55 +74,54 @@ Schedule Call::cut(const Task& task, const Bias& bias) const {
   return c;
 }
 
-Schedule Call::schedule_forward(int64_t turns) const {
-  STD_TORCH_CHECK(turns >= 1 && turns <= kMostTurns, "fastcaps: one launch has 1 to ", kMostTurns, " turns, got ",
-                  turns);
-  const bool whole = turns > 1;
-  const Schedule c = cut({.pass = pass,
+Schedule Call::schedule_forward(int64_t iterations) const {
+  STD_TORCH_CHECK(iterations >= 1 && iterations <= kMostIterations, "fastcaps: one launch has 1 to ", kMostIterations,
+                  " iterations, got ", iterations);
+  const bool whole = iterations > 1;
+  const Schedule c = cut({.pass = &pass,
                           .products = products(options, args.storage, Storage::kFloat16),
                           .identity = !args.weight,
                           .whole = whole},
                          {});
-  STD_TORCH_CHECK(!whole || pass == Pass::kPooling || c.parent_blocks == 1,
+  STD_TORCH_CHECK(!whole || !pass.parents_compete || c.parent_blocks == 1,
                   "fastcaps: one launch cannot take this routing: its ", votes.M, " parents take several blocks");
   return c;
 }
 
 void Call::take(const Schedule& c) {
-  PassArgs& a = args;
-  static_cast<Cut&>(a) = c;
-  a.by_tile = Divider(c.tile);
-  a.by_rows = Divider(int64_t(c.rows) * c.kernel->patch_rows);
-  a.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
+  static_cast<Cut&>(args) = c;
+  args.by_tile = Divider(c.tile_size);
+  args.by_rows = Divider(int64_t(c.rows) * c.kernel->patch_rows);
+  args.by_depth = Divider(ceil_div(votes.D, c.kernel->vector));
   // Half precision fits into tf32, and of three products each takes its own part of a weight.
-  if (c.kernel->products == 1 && a.storage == Storage::kFloat32 && votes.positions() > 0) {
-    rounded = empty({weight.numel()});
-    gpu::launch(&round_kernel, Grid{ceil_div(weight.numel(), 1024), 1, 256},
-                RoundArgs{floats(weight), floats(rounded), weight.numel()});
-    a.weight = floats(rounded);
+  if (c.kernel->products == 1 && args.storage == Storage::kFloat32 && votes.positions() > 0) {
+    rounded = empty({given.weight->numel()});
+    gpu::launch(&round_kernel, Grid{ceil_div(rounded.numel(), 1024), 1, 256},
+                RoundArgs{static_cast<const float*>(args.weight), floats(rounded), rounded.numel()});
+    args.weight = floats(rounded);
   }
-  a.children_copy = copies_in_vectors(votes, c.kernel->vector);
+  args.children_copy = copies_in_vectors(votes, c.kernel->vector);
 }
 
 void Call::launch(const Schedule& c, int first_block, int parent_blocks, int colours_y, int colours_x, int colour_y,
                   int colour_x) {
-  PassArgs& a = args;
   const int64_t rows = ceil_div(votes.Ho - colour_y, colours_y), columns = ceil_div(votes.Wo - colour_x, colours_x);
   if (rows <= 0 || columns <= 0) return;
-  a.colours_y = colours_y, a.colours_x = colours_x, a.colour_y = colour_y, a.colour_x = colour_x;
-  a.by_sample = Divider(rows * columns), a.by_row = Divider(columns);
-  a.seats = votes.B * rows * columns;
-  STD_TORCH_CHECK(ceil_div(a.seats, c.tile) * c.chunks < (int64_t(1) << 31),
+  args.colours_y = colours_y, args.colours_x = colours_x, args.colour_y = colour_y, args.colour_x = colour_x;
+  args.by_sample = Divider(rows * columns), args.by_row = Divider(columns);
+  args.launched = votes.B * rows * columns;
+  STD_TORCH_CHECK(ceil_div(args.launched, c.tile_size) * c.chunks < (int64_t(1) << 31),
                   "fastcaps: too many positions for one launch");
-  a.tiles = int(ceil_div(a.seats, c.tile));
-  a.chunks = c.chunks, a.chunk_children = c.chunk_children, a.by_chunk = Divider(c.chunks);
-  a.groups = c.groups < a.tiles ? int(c.groups) : a.tiles;
-  const bool plain = a.weight && !a.bias && !a.padded && a.query.data && c.parent_blocks == 1 && a.turns == 0;
+  args.tiles = int(ceil_div(args.launched, c.tile_size));
+  args.chunks = c.chunks, args.chunk_children = c.chunk_children, args.by_chunk = Divider(c.chunks);
+  args.groups = c.groups < args.tiles ? int(c.groups) : args.tiles;
+  const bool lean =
+      args.weight && !args.bias && !args.padded && args.query.data && c.parent_blocks == 1 && args.iterations == 0;
   for (int block = 0; block < parent_blocks; block += kMostAlongY) {
-    a.first_parent = (first_block + block) * c.warps_parents * c.parents;
+    args.first_parent = (first_block + block) * c.warps_parents * c.parents;
     const int blocks = std::min(parent_blocks - block, kMostAlongY);
-    const Grid grid{int64_t(a.groups) * c.chunks, blocks, c.threads(), c.shared_bytes};
-    gpu::launch(plain ? c.kernel->run_plain : c.kernel->run, grid, a);
+    const Grid grid{int64_t(args.groups) * c.chunks, blocks, c.threads(), c.shared_bytes};
+    gpu::launch(lean ? c.kernel->run_lean : c.kernel->run, grid, args);
   }
 }
 
@@ -160,16 +145,17 @@ Tensor Call::collect(const Schedule& c, int numbers) {
   return statistics;
 }
 
-VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs, int64_t use, int64_t ignore)
+VoteGradients::VoteGradients(Call& call, int64_t needs, int64_t use, int64_t ignore)
     : call_(call),
       wanted_{(needs & kChildren) != 0,
-              given.weight && (needs & kWeight),
-              given.bias && (needs & kBias),
-              given.gate && (needs & kGate),
+              call.given.weight && (needs & kWeight),
+              call.given.bias && (needs & kBias),
+              call.given.gate && (needs & kGate),
               use,
               ignore},
       ordered_(call.options & kDeterministic) {
   const auto& wanted = wanted_;
+  const VoteTensors& given = call.given;
   if (given.weight) weight_shape_ = shape_of(*given.weight);
   if (given.bias) bias_shape_ = shape_of(*given.bias);
   const Votes& v = call.votes;
@@ -179,7 +165,7 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   const int64_t biases = parts_of.numbers;
   parts_of.numbers += wanted.use + wanted.ignore;
   schedule = call.cut(
-      {call.pass, true, products(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
+      {&call.pass, true, products(call.options, call.args.storage, Storage::kBFloat16), ordered_, identity}, parts_of);
   call.take(schedule);
   const int64_t parts = !ordered_ ? 1 : schedule.parts_by_chunk ? schedule.groups * schedule.chunks : schedule.groups;
   const int64_t cells = v.B * v.H * v.W, numbers = wanted.children ? call.children.numel() : 0;
@@ -191,25 +177,26 @@ VoteGradients::VoteGradients(Call& call, const VoteTensors& given, int64_t needs
   dbias_ = call.zeros({parts, biases});
   duse_ = call.zeros({parts, wanted.use});
   dignore_ = call.zeros({parts, wanted.ignore});
-  PassArgs& a = call.args;
-  a.dchildren = floats(dchildren_), a.dgate = floats(dgate_), a.dweight = floats(dweight_), a.dbias = floats(dbias_);
-  if (wanted.use) a.duse = floats(duse_);
-  if (wanted.ignore) a.dignore = floats(dignore_);
-  a.dweight_part = ordered_ ? weights : 0, a.dbias_part = ordered_ ? biases : 0;
-  a.dbeta_part = ordered_ ? v.I * v.M : 0, a.cells_part = places_ > 1 ? cells : 0;
-  a.alone_with_weights = ordered_;
+  PassArgs& args = call.args;
+  args.dchildren = floats(dchildren_), args.dgate = floats(dgate_), args.dweight = floats(dweight_),
+  args.dbias = floats(dbias_);
+  if (wanted.use) args.duse = floats(duse_);
+  if (wanted.ignore) args.dignore = floats(dignore_);
+  args.dweight_part = ordered_ ? weights : 0, args.dbias_part = ordered_ ? biases : 0;
+  args.dbeta_part = ordered_ ? v.I * v.M : 0, args.cells_part = places_ > 1 ? cells : 0;
+  args.alone_with_weights = ordered_;
 }
 
 void VoteGradients::measure(int statistics, float* u, float* s, const float* tight) {
-  PassArgs& a = call_.args;
-  a.tight = tight;
+  PassArgs& args = call_.args;
+  args.tight = tight;
   const Tensor kept = call_.collect(schedule, statistics);
-  a.measured = u, a.measured_squares = s;
+  args.measured = u, args.measured_squares = s;
   Schedule whole = schedule;  // a sum over all children, made by one block
   whole.groups = schedule.tiles;
   whole.chunks = 1, whole.chunk_children = int(ceil_div(call_.votes.I, schedule.stage) * schedule.stage);
   call_.launch(whole, 0, schedule.parent_blocks);
-  a.measured = a.measured_squares = nullptr, a.tight = nullptr;
+  args.measured = args.measured_squares = nullptr, args.tight = nullptr;
 }
 
 void VoteGradients::run(int statistics) {
@@ -229,29 +216,18 @@ void VoteGradients::run(int statistics) {
 }
 
 Tensor VoteGradients::finished(bool wanted, const Tensor& x, const Shape& shape) const {
-  const ScalarType type = call_.children.scalar_type();
-  if (!wanted) return new_tensor(call_.children, {0}, type, "an empty gradient");  // one each: outputs must not alias
-  const Tensor shaped = torch::stable::view(x, shape);
-  return dense_as(shaped, type);
+  // one each: outputs must not alias
+  return wanted ? dense_as(torch::stable::view(x, shape), call_.storage)
+                : new_tensor(call_.children, {0}, call_.storage, "an empty gradient");
 }
 
-Tensor VoteGradients::gate() const {
-  Shape shape = shape_of(call_.children);
-  shape.resize(shape.size() - 2);
-  return finished(wanted_.gate, over(dgate_, 0), shape);
-}
-
-Tensor VoteGradients::weight() const {
-  return finished(wanted_.weight, wanted_.weight ? over(dweight_, 0) : dweight_, weight_shape_);
-}
-
-Tensor VoteGradients::bias() const {
-  if (!wanted_.bias) return finished(false, dbias_, {});
-  const Votes& v = call_.votes;
-  const int64_t rows = bias_shape_[0], sums = dbias_.numel() / (rows * v.parents_size());
-  const Tensor all =
-      torch::stable::view(over(torch::stable::view(dbias_, {sums, rows * v.parents_size()}), 0), {rows, v.M, v.C, v.E});
-  return finished(true, bias_shape_[1] == v.M ? all : over(all, 1), bias_shape_);
+Tensor VoteGradients::table(const Tensor& parts, const Shape& shape) const {
+  Shape all = shape;
+  all[1] = call_.votes.M;
+  int64_t numbers = 1;
+  for (const int64_t size : all) numbers *= size;
+  const Tensor sum = torch::stable::view(over(torch::stable::view(parts, {parts.numel() / numbers, numbers}), 0), all);
+  return torch::stable::view(shape == all ? sum : over(sum, 1), shape);
 }
 
 }  // namespace fastcaps::gpu

@@ -6,12 +6,6 @@
 #include "pass.h"
 #include "schedule.h"
 
-// The tests build the same sources for the CPU, under another name.
-#ifndef FASTCAPS_CUDA_NAMESPACE
-#define FASTCAPS_CUDA_NAMESPACE fastcaps_cuda
-#define FASTCAPS_CUDA_KEY CUDA
-#endif
-
 namespace fastcaps::gpu {
 
 // How many products of tf32 may one product be made of (see tensor.h)? One where numbers may be rounded: half-precision
@@ -32,9 +26,6 @@ inline Grid blocks_for(int64_t count) {
   return {blocks < 4096 ? blocks : 4096, 1, 256};
 }
 
-// In a type, dense, and at an address that vectors may be read from.
-Tensor parameter(const Tensor& x, ScalarType type = ScalarType::Float);
-
 // Summed over a dimension; one part is the sum already.
 inline Tensor over(const Tensor& x, int64_t dim) {
   if (x.size(dim) == 1) return x;
@@ -42,21 +33,19 @@ inline Tensor over(const Tensor& x, int64_t dim) {
   Shape shape = shape_of(x);
   shape.erase(shape.begin() + dim);
   Tensor out = new_tensor(x, shape, x.scalar_type(), "a sum");
+  if (out.numel() == 0) return out;
   return torch::stable::sum_out(out, x, torch::headeronly::IntHeaderOnlyArrayRef(dims, 1));
 }
 
-struct Call {
-  Pass pass;
-  Votes votes;
+struct Call : OpCall {
+  const Pass& pass;
+  const Votes given_votes;
+  bool flat;  // the kernels see vectors in the place of matrices (`votes`)
   int64_t options;
   PassArgs args{};
-  Tensor children, weight, rounded, bias;  // kept alive here, like the following
-  std::vector<Tensor> kept;
+  Tensor rounded;  // weights, kept alive
 
-  Call(Pass pass, const VoteTensors& given, int64_t options);
-
-  Shape poses(int64_t turns = 0) const { return poses_shape(votes, turns); }
-  Shape numbers(int64_t turns = 0) const { return numbers_shape(votes, turns); }
+  Call(const char* op, const VoteTensors& given, int64_t options);
 
   Tensor empty(const Shape& shape) const {
     return new_tensor(children, shape, ScalarType::Float, "results and workspace");
@@ -65,17 +54,20 @@ struct Call {
     Tensor x = empty(shape);
     return x.numel() == 0 ? x : torch::stable::zero_(x);
   }
-  // A tensor in float, where it lies if it is dense.
-  float* dense(const MaybeTensor& x);
-  // A Gaussian turn's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
+  Shape poses(int64_t iterations = 0) const { return poses_shape(given_votes, iterations); }
+  // A tensor of poses, dense where they are to be seen as vectors.
+  MaybeTensor posed(const MaybeTensor& x) { return x && flat ? MaybeTensor(as_dense(*x)) : x; }
+  // The memory of a tensor in its own type, dense; null without one.
+  const void* as_given(const MaybeTensor& x) { return x ? data_of(dense(*x, storage)) : nullptr; }
+  float* table(const MaybeTensor& x) { return static_cast<float*>(OpCall::table(x)); }
+  // A Gaussian iteration's state: mean and variance [B, Ho, Wo, M, C, E], log_weight [B, Ho, Wo, M], in float.
   void take_state(const MaybeTensor& mean, const MaybeTensor& variance, const MaybeTensor& log_weight);
-  // Betas [I or 1, M or 1].
-  void take_betas(const MaybeTensor& use, const MaybeTensor& ignore);
 
   // How a task is cut, or an error that says why no kernel takes it.
   Schedule cut(const Task& task, const Bias& bias) const;
-  // The schedule of so many turns. One launch takes several, each of whose blocks sees all children of its positions.
-  Schedule schedule_forward(int64_t turns) const;
+  // The schedule of so many iterations. One launch takes several, each of whose blocks sees all children of its
+  // positions.
+  Schedule schedule_forward(int64_t iterations) const;
   void take(const Schedule& c);
 
   // One launch: the positions of one colour, `parent_blocks` blocks of parents from the first on.
@@ -93,31 +85,35 @@ struct Call {
   }
 };
 
-// What every routing's backward makes alike: the gradients of the votes' parts, added up over turns, in parts where an
-// order must be kept; and of betas, where every child has its own.
+// What every routing's backward makes alike: the gradients of the votes' parts, added up over iterations, in parts
+// where an order must be kept; and of betas, where every child has its own.
 class VoteGradients {
  public:
   Schedule schedule;
 
   // Cuts the call. `use` and `ignore`: numbers of betas that are wanted, where every child has its own.
-  VoteGradients(Call& call, const VoteTensors& given, int64_t needs, int64_t use = 0, int64_t ignore = 0);
+  VoteGradients(Call& call, int64_t needs, int64_t use = 0, int64_t ignore = 0);
 
   bool any() const { return wanted_.children || wanted_.weight || wanted_.bias || wanted_.gate; }
 
-  // A launch before the others, for tight positions alone: puts `u` and `s` right (see gaussian_backward.h).
+  // A launch before the others, for tight positions alone: puts `u` and `s` right (see gaussian_backward.cu).
   void measure(int statistics, float* u, float* s, const float* tight);
   // Launches; where parents take several blocks, `statistics` numbers for each position and child are found first.
   void run(int statistics);
 
   Tensor children() const { return finished(wanted_.children, over(dchildren_, 0), shape_of(call_.children)); }
-  Tensor gate() const;
-  Tensor weight() const;
-  Tensor bias() const;
-  Tensor use() const { return wanted_.use ? over(duse_, 0) : none(); }  // [I * M]
-  Tensor ignore() const { return wanted_.ignore ? over(dignore_, 0) : none(); }
+  Tensor gate() const { return finished(wanted_.gate, over(dgate_, 0), call_.given.gate_shape()); }
+  Tensor weight() const { return finished(wanted_.weight, over(dweight_, 0), weight_shape_); }
+  Tensor bias() const {
+    return finished(wanted_.bias, wanted_.bias ? table(dbias_, bias_shape_) : dbias_, bias_shape_);
+  }
+  const Tensor& use() const { return duse_; }  // in parts, [I * M]
+  const Tensor& ignore() const { return dignore_; }
 
   // A gradient as the op returns it: in the children's type, empty if it is not wanted.
   Tensor finished(bool wanted, const Tensor& x, const Shape& shape) const;
+  // That of a table [I or 1, M or 1, ...], from parts that have all columns.
+  Tensor table(const Tensor& parts, const Shape& shape) const;
   Tensor none() const { return call_.empty({0}); }
 
  private:

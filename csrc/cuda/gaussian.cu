@@ -1,6 +1,7 @@
 // The ops of routings whose parents are Gaussians: check, schedule, allocate, launch.
+#include "../algebra/gaussian.h"
 #include "call.h"
-#include "gaussian_forward.h"
+#include "stage.h"
 
 namespace fastcaps::gpu {
 namespace {
@@ -16,7 +17,7 @@ struct JoinArgs {
 
 FASTCAPS_KERNEL(256, 1)
 gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
-  const PassArgs& a = join.pass;
+  const PassArgs& args = join.pass;
   const int64_t step = blocks_x() * (block_threads() / join.lanes);
   const int64_t mine = block_x() * (block_threads() / join.lanes) + thread_index() / join.lanes;
   const int first = thread_index() % join.lanes;
@@ -27,29 +28,31 @@ gaussian_join_kernel(const FASTCAPS_CONSTANT JoinArgs join) {
     for (int number = first; number < join.numbers && exists; number += join.lanes) {
       const int64_t k = parent * join.numbers + number;
       double n = 0, mean = 0, square = 0;  // ranges follow one another: each would round the mean of all before it
-      for (int chunk = 0; chunk < a.chunks; ++chunk) {
+      for (int chunk = 0; chunk < args.chunks; ++chunk) {
         const int64_t part = chunk * join.count * join.numbers + k;
-        const double more = a.counts[chunk * join.count + parent], sum = n + more, share = more * inverse_or_zero(sum);
-        const double base = a.mean ? a.mean[k] : a.base[part];
-        gaussian::join(base + a.offsets[part], double(a.spread[part]), share, n * share, mean, square);
+        const double more = args.counts[chunk * join.count + parent], sum = n + more,
+                     fraction = more * inverse_or_zero(sum);
+        const double base = args.mean ? args.mean[k] : args.base[part];
+        gaussian::join(base + args.offsets[part], double(args.spread[part]), fraction, n * fraction, mean, square);
         n = sum;
       }
-      const double eps = a.eps;
+      const double eps = args.eps;
       gaussian::finish(0.0, n, eps, inverse_or_zero(n + eps), mean, square);
       const float variance = float(square);
-      a.means[k] = a.last_mean[k] = float(mean), a.variances[k] = variance, a.last_variance[k] = variance + a.eps;
-      log_sigma += gaussian::log_sigma(variance + a.eps);
+      args.means[k] = args.last_mean[k] = float(mean), args.variances[k] = variance,
+      args.last_variance[k] = variance + args.eps;
+      log_sigma += gaussian::log_sigma(variance + args.eps);
       count = float(n);
     }
     FASTCAPS_NO_UNROLL
     for (int mask = 1; mask < join.lanes; mask *= 2) log_sigma += shuffle_xor(log_sigma, mask);
     if (!exists || first != 0) continue;
-    for (int chunk = 0; chunk < a.chunks; ++chunk) evidence += a.evidence[chunk * join.count + parent];
-    const int m = int(parent % a.M);
-    if (a.rule == Rule::kEM)
-      evidence = gaussian::em_score(a.temperatures[0], a.activation[m], float(join.numbers) * a.cost_of_numbers[m],
-                                    log_sigma, count);
-    join.counts[parent] = count, join.scores[parent] = a.score[parent] = evidence;
+    for (int chunk = 0; chunk < args.chunks; ++chunk) evidence += args.evidence[chunk * join.count + parent];
+    const int m = int(parent % args.M);
+    if (args.rule == Rule::kEM)
+      evidence = gaussian::em_score(args.temperatures[0], args.activation[m],
+                                    float(join.numbers) * args.cost_of_numbers[m], log_sigma, count);
+    join.counts[parent] = count, join.scores[parent] = args.score[parent] = evidence;
   }
 }
 
@@ -66,29 +69,29 @@ struct PrepareArgs {
 
 FASTCAPS_KERNEL(256, 1)
 gaussian_prepare_kernel(const FASTCAPS_CONSTANT PrepareArgs prepare) {
-  const PassArgs& a = prepare.pass;
+  const PassArgs& args = prepare.pass;
   for (int64_t parent = block_x() * block_threads() + thread_index(); parent < prepare.count;
        parent += blocks_x() * block_threads()) {
-    const int64_t from_means = offset_of_parent(prepare.dmeans, parent, a.M, a.Ho, a.Wo);
-    const int64_t from_variances = offset_of_parent(prepare.dvariances, parent, a.M, a.Ho, a.Wo);
-    const float inverse = inverse_or_zero(a.counts[parent] + a.eps);
+    const int64_t from_means = offset_of_parent(prepare.dmeans, parent, args.M, args.Ho, args.Wo);
+    const int64_t from_variances = offset_of_parent(prepare.dvariances, parent, args.M, args.Ho, args.Wo);
+    const float inverse = inverse_or_zero(args.counts[parent] + args.eps);
     const auto number = [&](const View& view, int64_t from, int c, int e) {
       return view.data ? static_cast<const float*>(view.data)[from + c * view.stride[4] + e * view.stride[5]] : 0.0f;
     };
     float constant = prepare.dcounts ? prepare.dcounts[parent] : 0.0f;
     bool tight = false;
-    for (int c = 0; c < a.C; ++c)
-      for (int e = 0; e < a.E; ++e) {
-        const int64_t at = (parent * a.C + c) * a.E + e;
-        const float mean = a.means[at], variance = prepare.variances[at];
+    for (int c = 0; c < args.C; ++c)
+      for (int e = 0; e < args.E; ++e) {
+        const int64_t at = (parent * args.C + c) * args.E + e;
+        const float mean = args.means[at], variance = prepare.variances[at];
         const float s = number(prepare.dvariances, from_variances, c, e) * inverse;
         prepare.s[at] = s;
-        prepare.u[at] = number(prepare.dmeans, from_means, c, e) * inverse - 2.0f * (a.eps * inverse) * mean * s;
+        prepare.u[at] = number(prepare.dmeans, from_means, c, e) * inverse - 2.0f * (args.eps * inverse) * mean * s;
         constant -= s * variance;
         tight = tight || 64.0f * variance < mean * mean;
       }
     prepare.constant[parent] = constant;
-    if (tight && prepare.tight) atomic_add(prepare.tight + parent / a.M, 1.0f);
+    if (tight && prepare.tight) atomic_add(prepare.tight + parent / args.M, 1.0f);
   }
 }
 
@@ -96,43 +99,42 @@ std::vector<Tensor> gaussian_routing(Stack stack) {
   const GaussianRouting op{stack};
   const Tensor& children = op.votes.children;
   const DeviceGuard guard(children);
-  Call call(Pass::kGaussian, op.votes, op.options);
+  Call call("gaussian", op.votes, op.options);
   const Votes& v = call.votes;
-  PassArgs& a = call.args;
-  const int64_t turns = int64_t(op.temperatures.size());
+  PassArgs& args = call.args;
+  const int64_t iterations = int64_t(op.temperatures.size());
   op.check(v);
-  a.eps = float(op.eps), a.rule = op.rule;
+  args.eps = float(op.eps), args.rule = op.rule;
   call.take_state(op.mean, op.variance, op.log_weight);
-  if (op.rule == Rule::kEM) {
-    a.cost_of_numbers = call.dense(op.beta_use), a.activation = call.dense(op.beta_ignore);
-  } else {
-    call.take_betas(op.beta_use, op.beta_ignore);
-  }
-  const Schedule c = call.schedule_forward(turns);
-  for (int64_t turn = 0; turn < turns; ++turn) a.temperatures[turn] = float(op.temperatures[size_t(turn)]);
+  if (op.rule == Rule::kEM)
+    args.cost_of_numbers = call.table(op.beta_use), args.activation = call.table(op.beta_ignore);
+  else
+    args.betas = call.betas(op.beta_use, op.beta_ignore);
+  const Schedule c = call.schedule_forward(iterations);
+  for (int64_t k = 0; k < iterations; ++k) args.temperatures[k] = float(op.temperatures[size_t(k)]);
   const Tensor score = call.empty(call.numbers()), last_mean = call.empty(call.poses());
-  const Tensor last_variance = call.empty(call.poses()), counts = call.empty(call.numbers(turns));
-  const Tensor means = call.empty(call.poses(turns)), variances = call.empty(call.poses(turns));
-  const Tensor scores = call.empty(call.numbers(turns));
+  const Tensor last_variance = call.empty(call.poses()), counts = call.empty(call.numbers(iterations));
+  const Tensor means = call.empty(call.poses(iterations)), variances = call.empty(call.poses(iterations));
+  const Tensor scores = call.empty(call.numbers(iterations));
   const std::vector<Tensor> results{score, last_mean, last_variance, counts, means, variances, scores};
   if (v.positions() == 0) return results;
   call.take(c);
   const Tensor statistics = op.mean || op.log_weight ? call.collect(c, 2) : Tensor();
-  a.score = floats(score), a.last_mean = floats(last_mean), a.last_variance = floats(last_variance);
-  a.means = floats(means), a.variances = floats(variances);
+  args.score = floats(score), args.last_mean = floats(last_mean), args.last_variance = floats(last_variance);
+  args.means = floats(means), args.variances = floats(variances);
   if (c.chunks == 1) {
-    a.turns = int(turns);
-    a.counts = floats(counts), a.evidence = floats(scores);
+    args.iterations = int(iterations);
+    args.counts = floats(counts), args.evidence = floats(scores);
     call.launch(c, 0, c.parent_blocks);
     return results;
   }
   const Tensor parts = call.empty(call.parts(c, false)), evidences = call.empty(call.parts(c, false));
   const Tensor offsets = call.empty(call.parts(c, true)), spreads = call.empty(call.parts(c, true));
   const Tensor bases = call.empty(op.mean ? Shape{0} : call.parts(c, true));
-  a.counts = floats(parts), a.evidence = floats(evidences);
-  a.offsets = floats(offsets), a.spread = floats(spreads), a.base = floats(bases);
+  args.counts = floats(parts), args.evidence = floats(evidences);
+  args.offsets = floats(offsets), args.spread = floats(spreads), args.base = floats(bases);
   call.launch(c, 0, c.parent_blocks);
-  JoinArgs join{a, v.positions() * v.M, int(v.parent_size()), 1, floats(counts), floats(scores)};
+  JoinArgs join{args, v.positions() * v.M, int(v.parent_size()), 1, floats(counts), floats(scores)};
   while (join.lanes < 32 && join.lanes < join.numbers) join.lanes *= 2;
   launch(&gaussian_join_kernel, blocks_for(join.count * join.lanes), join);
   return results;
@@ -142,48 +144,48 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const GaussianBackward op{stack};
   const Tensor& children = op.votes.children;
   const DeviceGuard guard(children);
-  Call call(Pass::kGaussian, op.votes, op.options);
+  Call call("gaussian", op.votes, op.options);
   const Votes& v = call.votes;
-  PassArgs& a = call.args;
-  const Turns turns = op.check(v);
+  PassArgs& args = call.args;
+  const Iterations all = op.check(v);
   const bool listens = op.has_evidence(), empty = v.positions() == 0 || !op.any();
-  call.take_betas(op.beta_use, op.beta_ignore);
+  args.betas = call.betas(op.beta_use, op.beta_ignore);
   const bool wants_mean = op.wants_mean(), wants_variance = op.wants_variance(), wants_log = op.wants_log_weight();
   const bool wants_use = listens && op.wants(kBetaUse, op.beta_use);
   const bool wants_ignore = listens && op.wants(kBetaIgnore, op.beta_ignore);
   const int64_t every = v.I * v.M;  // betas that every child has for itself; others are summed up by position
-  a.eps = float(op.eps);
-  VoteGradients gradients(call, op.votes, op.needs, wants_use && a.use_stride_i ? every : 0,
-                          wants_ignore && a.ignore_stride_i ? every : 0);
+  args.eps = float(op.eps);
+  VoteGradients gradients(call, op.needs, wants_use && args.betas.use_stride_i ? every : 0,
+                          wants_ignore && args.betas.ignore_stride_i ? every : 0);
   const auto room = [&](bool wanted, bool poses) {
     Shape shape = call.parts(gradients.schedule, poses);
     if (!wanted) return call.empty({0});
-    shape[0] *= turns.count;
+    shape[0] *= all.count;
     return empty ? call.zeros(shape) : call.empty(shape);
   };
   const Tensor dmean = room(wants_mean, true), dvariance = room(wants_variance, true);
   const Tensor dlog_weight = room(wants_log, false);
-  const Tensor shared_use = room(wants_use && !a.use_stride_i, false);
-  const Tensor shared_ignore = room(wants_ignore && !a.ignore_stride_i, false);
+  const Tensor shared_use = room(wants_use && !args.betas.use_stride_i, false);
+  const Tensor shared_ignore = room(wants_ignore && !args.betas.ignore_stride_i, false);
   const int64_t count = v.positions() * v.M, slots = call.parts(gradients.schedule, false)[0] * count;
   const Tensor u = call.empty({count * v.parent_size()}), s = call.empty({count * v.parent_size()});
   const Tensor constant = call.empty({count});
-  a.dsums = floats(u), a.dsquares = floats(s), a.dconstant = floats(constant);
-  a.dquery = floats(dmean), a.dvariance = floats(dvariance), a.dlog_weight = floats(dlog_weight);
+  args.dsums = floats(u), args.dsquares = floats(s), args.dconstant = floats(constant);
+  args.dquery = floats(dmean), args.dvariance = floats(dvariance), args.dlog_weight = floats(dlog_weight);
   const size_t kept = call.kept.size();
-  for (int64_t turn = 0; turn < turns.count && !empty; ++turn) {
-    const auto of = [&](const MaybeTensor& x) { return turns.at(x, turn); };
+  for (int64_t k = 0; k < all.count && !empty; ++k) {
+    const auto of = [&](const MaybeTensor& x) { return all.at(x, k); };
     const bool measures = op.grad_means || op.grad_variances;
     const Tensor tight = call.zeros({measures ? v.positions() : 0});
     call.take_state(of(op.mean), of(op.variance), of(op.log_weight));
-    a.means = call.dense(of(op.means)), a.counts = call.dense(of(op.counts));
-    const float *spread = call.dense(of(op.variances)), *dcounts = call.dense(of(op.grad_counts));
+    args.means = call.table(of(op.means)), args.counts = call.table(of(op.counts));
+    const float *spread = call.table(of(op.variances)), *dcounts = call.table(of(op.grad_counts));
     launch(&gaussian_prepare_kernel, blocks_for(count),
-           PrepareArgs{a, count, dcounts, turns.view(op.grad_means, turn), turns.view(op.grad_variances, turn), spread,
+           PrepareArgs{args, count, dcounts, all.view(op.grad_means, k), all.view(op.grad_variances, k), spread,
                        floats(u), floats(s), floats(constant), floats(tight)});
-    if (listens) a.devidence = call.dense(of(op.grad_evidence));
-    if (wants_use && !a.use_stride_i) a.duse = floats(shared_use) + turn * slots;
-    if (wants_ignore && !a.ignore_stride_i) a.dignore = floats(shared_ignore) + turn * slots;
+    if (listens) args.devidence = call.table(of(op.grad_evidence));
+    if (wants_use && !args.betas.use_stride_i) args.duse = floats(shared_use) + k * slots;
+    if (wants_ignore && !args.betas.ignore_stride_i) args.dignore = floats(shared_ignore) + k * slots;
     if (measures) gradients.measure(3, floats(u), floats(s), floats(tight));
     gradients.run(3);
     call.kept.resize(kept);
@@ -191,13 +193,9 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
   const auto summed = [&](bool wanted, const Tensor& x, const Shape& shape) {
     return wanted ? torch::stable::view(over(x, 0), shape) : gradients.none();
   };
-  // Betas [I or 1, M]: what every child has, or a row for each position; and then their columns, if they share one.
   const auto betas = [&](bool wanted, const MaybeTensor& beta, const Tensor& by_child, const Tensor& by_position) {
     if (!wanted) return gradients.none();
-    const bool shared = beta->size(0) == 1;
-    const Tensor rows = shared ? over(torch::stable::view(by_position, {by_position.numel() / v.M, v.M}), 0) : by_child;
-    const Tensor all = torch::stable::view(rows, {beta->size(0), v.M});
-    return torch::stable::view(beta->size(1) == v.M ? all : over(all, 1), {beta->size(0), beta->size(1)});
+    return gradients.table(beta->size(0) == 1 ? by_position : by_child, shape_of(*beta));
   };
   return {gradients.children(),
           gradients.weight(),
@@ -212,9 +210,6 @@ std::vector<Tensor> gaussian_routing_backward(Stack stack) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
-  m.impl("gaussian_routing", &boxed<gaussian_routing>);
-  m.impl("gaussian_routing_backward", &boxed<gaussian_routing_backward>);
-}
+FASTCAPS_REGISTER(gaussian_routing)
 
 }  // namespace fastcaps::gpu

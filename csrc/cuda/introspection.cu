@@ -1,10 +1,11 @@
 // What the library says of calls, for fastcaps.backends, fastcaps.explain and the tests, through ctypes. No device is
 // asked: whoever asks tells all that an answer depends on. Answers live until the thread's next question.
 //
-// op: "attention", "pooling" or "gaussian". sizes: B H W N C D Ho Wo M E G and the window's eight; G = 0 where votes
-// are the children themselves. facts: whether it is the backward; the children's type (0 float32, 1 float64, 2
-// bfloat16, 3 float16); the bias (0 none, 1 one for all children, 2 one for each); whether the first turn has parents;
-// turns; bits of Options; the device's multiprocessors; and a block's largest shared memory in bytes.
+// op: "attention", "pooling" or "gaussian"; of another the answer says that there is none. sizes: B H W N C D Ho Wo M E
+// G and the window's eight; G = 0 where votes are the children themselves. facts: whether it is the backward; the
+// children's type (0 float32, 1 float64, 2 bfloat16, 3 float16); the bias (0 none, 1 one for all children, 2 one for
+// each); whether the first iteration has parents; iterations; bits of Options; the device's multiprocessors; and a
+// block's largest shared memory in bytes.
 #include "call.h"
 
 #define FASTCAPS_ANSWER extern "C" __attribute__((visibility("default"))) const char*
@@ -18,22 +19,22 @@ const char* answer(std::string text) {
   return kept.c_str();
 }
 
-Pass pass_of(const std::string& op) {
-  return op == "pooling" ? Pass::kPooling : op == "gaussian" ? Pass::kGaussian : Pass::kAttention;
-}
+std::string no_pass(const char* op) { return std::string("the CUDA kernels have no op ") + op; }
 
 struct Question {
+  const char* op;
   Votes v;
   Task task;
   Bias bias;
   Machine machine;
-  int64_t turns;
+  int64_t iterations;
   bool has_bias, starts;
 
-  Question(const char* op, const int64_t* n, const int64_t* facts)
-      : v(votes_of(n, Storage(facts[1]))),
+  Question(const char* op_, const int64_t* n, const int64_t* facts)
+      : op(op_),
+        v(votes_of(n, Storage(facts[1]))),
         machine{facts[6], facts[7]},
-        turns(facts[4]),
+        iterations(facts[4]),
         has_bias(facts[2] != 0),
         starts(facts[3] != 0) {
     const Storage half = facts[0] ? Storage::kBFloat16 : Storage::kFloat16;
@@ -45,13 +46,14 @@ struct Question {
     if (task.backward && has_bias) bias = Bias::of(v, facts[2] == 1);
   }
   std::string routing_refusal() const {
-    if (turns > kMostTurns)
-      return "its " + std::to_string(turns) + " turns are more than " + std::to_string(kMostTurns);
+    if (!task.pass) return no_pass(op);
+    if (iterations > kMostIterations)
+      return "its " + std::to_string(iterations) + " iterations are more than " + std::to_string(kMostIterations);
     return gpu::routing_refusal(task, v, machine);
   }
 };
 
-std::string name_of(const PassKernel& kernel, bool backward, bool plain) {
+std::string name_of(const PassKernel& kernel, bool backward, bool lean) {
   const auto n = [](int64_t x) { return std::to_string(x); };
   std::string name = backward ? "backward " : "forward ";
   if (kernel.C)
@@ -59,7 +61,7 @@ std::string name_of(const PassKernel& kernel, bool backward, bool plain) {
             n(kernel.parents * kernel.each) + " parents a warp";
   else
     name += "any " + n(kernel.patch_rows) + "x" + n(kernel.patch_columns) + " a lane";
-  return name + (kernel.products == 3 ? " tensor 3xTF32" : kernel.products ? " tensor" : "") + (plain ? " plain" : "");
+  return name + (kernel.products == 3 ? " tensor 3xTF32" : kernel.products ? " tensor" : "") + (lean ? " lean" : "");
 }
 
 }  // namespace
@@ -67,13 +69,21 @@ std::string name_of(const PassKernel& kernel, bool backward, bool plain) {
 
 using namespace fastcaps::gpu;
 
+#ifdef FASTCAPS_CUDA_TOOLKIT  // else these are the tests' sources for the CPU
+// What this build holds: the toolkit's version, e.g. "13.0.88"; and, commas between, what the kernels are compiled for,
+// as CMake writes it ("90-real" is code for 9.0, "90" code and PTX).
+FASTCAPS_ANSWER fastcaps_cuda_toolkit(void) { return FASTCAPS_CUDA_TOOLKIT; }
+FASTCAPS_ANSWER fastcaps_cuda_architectures(void) { return FASTCAPS_CUDA_ARCHITECTURES; }
+#endif
+
 // Why no kernel takes these poses; empty if one does. "squash_sum" has none: capsules of any length will do.
 FASTCAPS_ANSWER fastcaps_cuda_refusal(const char* op, int64_t C, int64_t D, int64_t E, int64_t has_weight) {
   if (op == std::string("squash_sum")) return answer("");
-  return answer(refusal(pass_of(op), C, D, E, !has_weight));
+  const Pass* pass = pass_of(op);
+  return answer(pass ? refusal(*pass, C, D, E, !has_weight) : no_pass(op));
 }
 
-// Why turn after turn serves a routing better than all in one launch; empty if one launch does.
+// Why iteration after iteration serves a routing better than all in one launch; empty if one launch does.
 FASTCAPS_ANSWER fastcaps_cuda_routing_refusal(const char* op, const int64_t* sizes, const int64_t* facts) {
   return answer(Question(op, sizes, facts).routing_refusal());
 }
@@ -81,34 +91,37 @@ FASTCAPS_ANSWER fastcaps_cuda_routing_refusal(const char* op, const int64_t* siz
 // How a call would be cut up: fields key=value, separated by semicolons, the last of them, text, for people.
 FASTCAPS_ANSWER fastcaps_cuda_schedule(const char* op, const int64_t* sizes, const int64_t* facts) {
   Question question(op, sizes, facts);
-  const std::string why_not =
-      refusal(question.task.pass, question.v.C, question.v.D, question.v.E, question.task.identity);
+  const fastcaps::Votes& v = question.v;
+  const Pass* pass = question.task.pass;
+  const std::string why_not = pass ? refusal(*pass, v.C, v.D, v.E, question.task.identity) : no_pass(op);
   if (!why_not.empty()) return answer("text=" + why_not);
-  question.task.whole = question.turns > 1 && !question.task.backward && question.routing_refusal().empty();
-  const Schedule c = make_schedule(question.task, question.v, question.bias, question.machine);
+  question.task.whole = question.iterations > 1 && !question.task.backward && question.routing_refusal().empty();
+  const Schedule c = make_schedule(question.task, v, question.bias, question.machine);
   if (!c.kernel)
-    return answer(fits_30_bits(question.v) ? "text=this device's shared memory does not hold these poses"
-                                           : "text=the kernels count children and parents in 30 bits");
+    return answer(fits_30_bits(v) ? "text=this device's shared memory does not hold these poses"
+                                  : "text=the kernels count children and parents in 30 bits");
   const auto n = [](int64_t x) { return std::to_string(x); };
-  const auto& w = question.v.window;
-  const bool plain = c.kernel->run != c.kernel->run_plain && !question.task.identity && !question.has_bias &&
-                     w.ph == 0 && w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
-  return answer("kernel=" + name_of(*c.kernel, question.task.backward, plain) +
-                ";turns=" + (question.task.whole ? "fused" : "one") + ";parent_warps=" + n(c.warps_parents) +
-                ";position_warps=" + n(c.warps_positions) + ";positions=" + n(c.tile) + ";threads=" + n(c.threads()) +
-                ";ranges=" + n(c.chunks) + ";sweeps=" + n(c.parent_blocks) + ";stage=" + n(c.stage) +
+  const auto& w = v.window;
+  const bool lean = c.kernel->run != c.kernel->run_lean && !question.task.identity && !question.has_bias && w.ph == 0 &&
+                    w.pw == 0 && question.starts && c.parent_blocks == 1 && !question.task.whole;
+  return answer("kernel=" + name_of(*c.kernel, question.task.backward, lean) +
+                ";iterations=" + (question.task.whole ? "fused" : "one") + ";parent_warps=" + n(c.warps_parents) +
+                ";position_warps=" + n(c.warps_positions) + ";positions=" + n(c.tile_size) + ";threads=" +
+                n(c.threads()) + ";ranges=" + n(c.chunks) + ";sweeps=" + n(c.parent_blocks) + ";stage=" + n(c.stage) +
                 ";blocks=" + n(c.groups * c.chunks * c.parent_blocks) + ";text=" + describe(c));
 }
 
 // The names of all kernels that are compiled for an op, as `kernel` has them above, separated by semicolons.
 FASTCAPS_ANSWER fastcaps_cuda_kernels(const char* op) {
+  const Pass* pass = pass_of(op);
+  if (!pass) return answer(no_pass(op));
   std::string names;
   for (const bool backward : {false, true}) {
-    const PassKernels kernels = kernels_of(pass_of(op), backward);
+    const PassKernels kernels = pass->kernels(backward);
     for (const PassKernel* kernel = kernels.begin; kernel != kernels.begin + kernels.count; ++kernel)
-      for (const bool plain : {false, true})
-        if (!plain || kernel->run != kernel->run_plain)
-          names += (names.empty() ? "" : ";") + name_of(*kernel, backward, plain);
+      for (const bool lean : {false, true})
+        if (!lean || kernel->run != kernel->run_lean)
+          names += (names.empty() ? "" : ";") + name_of(*kernel, backward, lean);
   }
   return answer(names);
 }

@@ -1,7 +1,7 @@
 // Poses and lanes: which numbers of which vote a lane holds, and the sums that lanes make together.
 #pragma once
 
-#include "pass.h"
+#include "window.h"
 
 namespace fastcaps::gpu {
 
@@ -29,15 +29,6 @@ struct FixedPose {
   static constexpr int kChildPad = C == 4 && D == 4 && kPositions >= 4 ? 4 : 0;
   static_assert(COLUMNS == 1 || PARENTS == 1 || kPositions == 1,
                 "the lanes of a sum over columns and parents must be neighbours");
-
-  static FASTCAPS_DEVICE constexpr int C_(const PassArgs&) { return C; }
-  static FASTCAPS_DEVICE constexpr int D_(const PassArgs&) { return D; }
-  static FASTCAPS_DEVICE constexpr int E_(const PassArgs&) { return E; }
-  static FASTCAPS_DEVICE constexpr int padded_rows(const PassArgs&) { return C; }
-  static FASTCAPS_DEVICE constexpr int padded_depth(const PassArgs&) { return D; }
-  static FASTCAPS_DEVICE constexpr int columns(const PassArgs&) { return COLUMNS; }
-  static FASTCAPS_DEVICE constexpr int parents(const PassArgs&) { return PARENTS; }
-  static FASTCAPS_DEVICE constexpr int rows(const PassArgs&) { return 1; }
 };
 
 // Any other pose: a lane holds TC x TE numbers of it, lanes stand in for the rest; what lies outside the pose is zero.
@@ -48,88 +39,15 @@ struct FreePose {
   static constexpr int kPatchRows = TC, kPatchColumns = TE;
   static constexpr int kVector = 4, kWeightVector = 1, kWeightCopy = 1, kWeightStride = 0, kDepthUnroll = 1;
   static constexpr int kColumns = 0, kParents = 0, kEach = 1, kRowStride = 0, kChildPad = 0, kProducts = 0;
-
-  static FASTCAPS_DEVICE int C_(const PassArgs& a) { return a.C; }
-  static FASTCAPS_DEVICE int D_(const PassArgs& a) { return a.D; }
-  static FASTCAPS_DEVICE int E_(const PassArgs& a) { return a.E; }
-  static FASTCAPS_DEVICE int padded_rows(const PassArgs& a) { return a.rows * TC; }
-  static FASTCAPS_DEVICE int padded_depth(const PassArgs& a) { return (a.D + 3) / 4 * 4; }
-  static FASTCAPS_DEVICE int columns(const PassArgs& a) { return a.columns; }
-  static FASTCAPS_DEVICE int parents(const PassArgs& a) { return a.parents; }
-  static FASTCAPS_DEVICE int rows(const PassArgs& a) { return a.rows; }
 };
 
-// One lane's place: in the warp, and in the block. It holds patches of kEach parents at R positions; the letters are
-// r: which of its positions, p: which of its parents, i, j: row and column within the patch.
-template <class Pose>
-struct Lane {
-  int lane, column, parent, row, position;  // the last three count within the warp
-  int positions;                            // of a warp, for one r
-  int parents;                              // of a warp, for one p
-  int warp_parent, warp_position;
-  int first_parent;  // of the block
-
-  FASTCAPS_DEVICE explicit Lane(const PassArgs& a) {
-    const int columns = Pose::columns(a), rows = Pose::rows(a);
-    const int warp = thread_index() / kWarp;
-    parents = Pose::parents(a);
-    positions = kWarp / (columns * parents * rows);
-    lane = thread_index() % kWarp;
-    column = lane % columns;
-    position = lane / columns % positions;
-    parent = lane / (columns * positions) % parents;
-    row = lane / (columns * positions * parents);
-    warp_parent = warp % a.warps_parents;
-    warp_position = warp / a.warps_parents;
-    first_parent = a.first_parent + int(block_y()) * block_parents(a);
-  }
-  static FASTCAPS_DEVICE int block_parents(const PassArgs& a) {
-    return a.warps_parents * Pose::parents(a) * Pose::kEach;
-  }
-
-  // The r-th of the lane's positions, within the block's tile.
-  template <int R>
-  FASTCAPS_DEVICE int seat(int r) const {
-    return (warp_position * R + r) * positions + position;
-  }
-  // The p-th of the lane's parents, within the block and of all; whether there is such a one.
-  FASTCAPS_DEVICE int in_block(int p) const { return (warp_parent * Pose::kEach + p) * parents + parent; }
-  FASTCAPS_DEVICE int m(int p) const { return first_parent + in_block(p); }
-  FASTCAPS_DEVICE bool alive(const PassArgs& a, int p) const { return m(p) < a.M; }
-  FASTCAPS_DEVICE int c(int i) const { return row * Pose::kPatchRows + i; }
-  FASTCAPS_DEVICE int e(const PassArgs& a, int j) const {
-    constexpr int V = Pose::kWeightVector;
-    return (j / V * Pose::columns(a) + column) * V + j % V;
-  }
-  FASTCAPS_DEVICE int number(const PassArgs& a, int i, int j) const { return c(i) * Pose::E_(a) + e(a, j); }
-  FASTCAPS_DEVICE bool inside(const PassArgs& a, int i, int j) const {
-    return Pose::kFixed || (c(i) < a.C && e(a, j) < a.E);
-  }
-  // One lane speaks for all that hold the same poses; one for all that hold the same position.
-  FASTCAPS_DEVICE bool speaks_for_pose() const { return column == 0 && row == 0; }
-  FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_pose() && parent == 0; }
-};
-
-// Weights too large for shared memory: they are read in place, and their gradient is made by the whole block.
-template <class Pose>
-constexpr bool kLargeWeights = Pose::kFixed && Pose::kWeightStride == 0;
-
-template <class Pose>
-FASTCAPS_DEVICE int row_stride(const PassArgs& a) {
-  return Pose::kFixed ? Pose::kRowStride : Pose::padded_depth(a);
-}
-
-// From one position's child to the next one's, in shared memory.
-template <class Pose>
-FASTCAPS_DEVICE int child_stride(const PassArgs& a) {
-  return Pose::padded_rows(a) * row_stride<Pose>(a) + Pose::kChildPad;
-}
-
-// A lane's part of one pose, and all such parts that it holds.
+// A lane's part of one pose, all such parts that it holds at R positions, and a number for each of those.
 template <class Pose>
 using Patch = float[Pose::kPatchRows][Pose::kPatchColumns];
 template <class Pose, int R>
 using Patches = Patch<Pose>[R][Pose::kEach];
+template <class Pose, int R>
+using Numbers = float[R][Pose::kEach];
 
 template <class Pose, class Body>
 FASTCAPS_DEVICE void each_number(Body&& body) {
@@ -148,7 +66,7 @@ FASTCAPS_DEVICE void each_vector(Body&& body) {  // of kWeightVector neighbours
   }
 }
 template <class Pose, int R, class Body>
-FASTCAPS_DEVICE void each_tile(Body&& body) {
+FASTCAPS_DEVICE void each_patch(Body&& body) {
   FASTCAPS_UNROLL
   for (int r = 0; r < R; ++r) {
     FASTCAPS_UNROLL
@@ -156,8 +74,7 @@ FASTCAPS_DEVICE void each_tile(Body&& body) {
   }
 }
 
-// ---- sums over lanes; every lane ends with the result ---------------------------------------------------------------
-// Over `count` lanes that lie `first` apart.
+// Sums over `count` lanes that lie `first` apart; every lane ends with the result.
 FASTCAPS_DEVICE float sum_lanes(float x, int first, int count) {
   FASTCAPS_UNROLL
   for (int mask = first; mask < first * count; mask *= 2) x += shuffle_xor(x, mask);
@@ -169,40 +86,81 @@ FASTCAPS_DEVICE float max_lanes(float x, int first, int count) {
   return x;
 }
 
+// Weights too large for shared memory: they are read in place, and their gradient is made by the whole block.
 template <class Pose>
-FASTCAPS_DEVICE int positions_of(const PassArgs& a) {
-  return kWarp / (Pose::columns(a) * Pose::parents(a) * Pose::rows(a));
-}
-template <class Pose>
-FASTCAPS_DEVICE float sum_columns(const PassArgs& a, float x) {
-  return sum_lanes(x, 1, Pose::columns(a));
-}
-template <class Pose>
-FASTCAPS_DEVICE float sum_positions(const PassArgs& a, float x) {
-  return sum_lanes(x, Pose::columns(a), positions_of<Pose>(a));
-}
-template <class Pose>
-FASTCAPS_DEVICE float sum_parents(const PassArgs& a, float x) {
-  return sum_lanes(x, Pose::columns(a) * positions_of<Pose>(a), Pose::parents(a));
-}
-template <class Pose>
-FASTCAPS_DEVICE float max_parents(const PassArgs& a, float x) {
-  return max_lanes(x, Pose::columns(a) * positions_of<Pose>(a), Pose::parents(a));
-}
-template <class Pose>
-FASTCAPS_DEVICE float sum_rows(const PassArgs& a, float x) {
-  return sum_lanes(x, kWarp / Pose::rows(a), Pose::rows(a));
-}
+constexpr bool kLargeWeights = Pose::kFixed && Pose::kWeightStride == 0;
 
-// Over all lanes that hold the same pose.
-template <class Pose>
-FASTCAPS_DEVICE float sum_pose(const PassArgs& a, float x) {
-  return sum_rows<Pose>(a, sum_columns<Pose>(a, x));
-}
-template <class Pose>
-FASTCAPS_DEVICE float max_pose(const PassArgs& a, float x) {
-  return max_lanes(max_lanes(x, 1, Pose::columns(a)), kWarp / Pose::rows(a), Pose::rows(a));
-}
+// What a lane knows of its call, and its place in the warp and in the block. It holds patches of kEach parents at R
+// positions; the letters are r: which of its positions, p: which of its parents, i, j: row and column within the patch.
+template <class Pose, int R>
+struct Lane {
+  const PassArgs& args;
+  char* shared;
+  const Position* tile;                     // [tile_size]
+  int columns, rows, parents, positions;    // of a warp's lanes: those that share a pose's columns, its rows, ...
+  int lane, column, row, parent, position;  // the last four count within the warp
+  int warp_parent, warp_position;           // of the block's warps
+  int first_parent;                         // of the block
+
+  FASTCAPS_DEVICE explicit Lane(const PassArgs& a)
+      : args(a), shared(shared_memory()), tile(reinterpret_cast<const Position*>(shared + a.shared_tile)) {
+    columns = Pose::kFixed ? Pose::kColumns : a.columns;
+    rows = Pose::kFixed ? 1 : a.rows;
+    parents = Pose::kFixed ? Pose::kParents : a.parents;
+    positions = kWarp / (columns * parents * rows);
+    const int warp = thread_index() / kWarp;
+    lane = thread_index() % kWarp;
+    column = lane % columns;
+    position = lane / columns % positions;
+    parent = lane / (columns * positions) % parents;
+    row = lane / (columns * positions * parents);
+    warp_parent = warp % a.warps_parents;
+    warp_position = warp / a.warps_parents;
+    first_parent = a.first_parent + int(block_y()) * block_parents();
+  }
+
+  FASTCAPS_DEVICE int C() const { return Pose::kFixed ? Pose::kC : args.C; }
+  FASTCAPS_DEVICE int D() const { return Pose::kFixed ? Pose::kD : args.D; }
+  FASTCAPS_DEVICE int E() const { return Pose::kFixed ? Pose::kE : args.E; }
+  FASTCAPS_DEVICE int padded_rows() const { return Pose::kFixed ? Pose::kC : args.rows * Pose::kPatchRows; }
+  FASTCAPS_DEVICE int padded_depth() const { return Pose::kFixed ? Pose::kD : (args.D + 3) / 4 * 4; }
+  FASTCAPS_DEVICE int row_stride() const { return Pose::kFixed ? Pose::kRowStride : padded_depth(); }
+  // From one position's child to the next one's, in shared memory.
+  FASTCAPS_DEVICE int child_stride() const { return padded_rows() * row_stride() + Pose::kChildPad; }
+  // Parents of the block, and its warps that take other positions.
+  FASTCAPS_DEVICE int block_parents() const { return args.warps_parents * parents * Pose::kEach; }
+  FASTCAPS_DEVICE int warps_positions() const { return block_threads() / kWarp / args.warps_parents; }
+
+  // The r-th of the lane's positions: its place within the block's tile, and what the tile has there.
+  FASTCAPS_DEVICE int in_tile(int r) const { return (warp_position * R + r) * positions + position; }
+  FASTCAPS_DEVICE const Position& at(int r) const { return tile[in_tile(r)]; }
+  // The p-th of the lane's parents, within the block and of all; whether there is such a one.
+  FASTCAPS_DEVICE int in_block(int p) const { return (warp_parent * Pose::kEach + p) * parents + parent; }
+  FASTCAPS_DEVICE int m(int p) const { return first_parent + in_block(p); }
+  FASTCAPS_DEVICE bool alive(int p) const { return m(p) < args.M; }
+  FASTCAPS_DEVICE bool alive(int r, int p) const { return at(r).exists() && alive(p); }
+  // How many parents lie before a part of results that are made in parts.
+  FASTCAPS_DEVICE int64_t part(int which) const { return which * args.positions * args.M; }
+  FASTCAPS_DEVICE int c(int i) const { return row * Pose::kPatchRows + i; }
+  FASTCAPS_DEVICE int e(int j) const {
+    constexpr int V = Pose::kWeightVector;
+    return (j / V * columns + column) * V + j % V;
+  }
+  FASTCAPS_DEVICE int number(int i, int j) const { return c(i) * E() + e(j); }
+  FASTCAPS_DEVICE bool inside(int i, int j) const { return Pose::kFixed || (c(i) < args.C && e(j) < args.E); }
+  // One lane speaks for all that hold the same poses; one for all that hold the same position.
+  FASTCAPS_DEVICE bool speaks_for_pose() const { return column == 0 && row == 0; }
+  FASTCAPS_DEVICE bool speaks_for_position() const { return speaks_for_pose() && parent == 0; }
+
+  // ---- sums over lanes; every lane ends with the result; a pose's: over all lanes that hold the same one ----
+  FASTCAPS_DEVICE float sum_columns(float x) const { return sum_lanes(x, 1, columns); }
+  FASTCAPS_DEVICE float sum_positions(float x) const { return sum_lanes(x, columns, positions); }
+  FASTCAPS_DEVICE float sum_rows(float x) const { return sum_lanes(x, kWarp / rows, rows); }
+  FASTCAPS_DEVICE float sum_pose(float x) const { return sum_rows(sum_columns(x)); }
+  FASTCAPS_DEVICE float max_pose(float x) const { return max_lanes(max_lanes(x, 1, columns), kWarp / rows, rows); }
+  FASTCAPS_DEVICE float sum_parents(float x) const { return sum_lanes(x, columns * positions, parents); }
+  FASTCAPS_DEVICE float max_parents(float x) const { return max_lanes(x, columns * positions, parents); }
+};
 
 // How many lanes end with the same sums, as neighbours, when N are scattered over `span`.
 FASTCAPS_DEVICE constexpr int lanes_with_the_same(int N, int span) {

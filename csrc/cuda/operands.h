@@ -48,13 +48,13 @@ FASTCAPS_DEVICE void load_vector(const float* from, float (&to)[N]) {
 // Calls body(type) with the type of the weights that a lane meets: float in shared memory; elsewhere they are read
 // where they lie, as they lie, and one branch decides for all of them. Three products are made of float alone.
 template <class Pose, class Body>
-FASTCAPS_DEVICE void with_weights(const PassArgs& a, Body&& body) {
+FASTCAPS_DEVICE void with_weights(const PassArgs& args, Body&& body) {
   if constexpr (Pose::kWeightStride > 0 || Pose::kProducts == 3) {
     body(Stored<Storage::kFloat32>());
   } else {
-    if (a.storage == Storage::kFloat32)
+    if (args.storage == Storage::kFloat32)
       body(Stored<Storage::kFloat32>());
-    else if (a.storage == Storage::kBFloat16)
+    else if (args.storage == Storage::kBFloat16)
       body(Stored<Storage::kBFloat16>());
     else
       body(Stored<Storage::kFloat16>());
@@ -62,40 +62,43 @@ FASTCAPS_DEVICE void with_weights(const PassArgs& a, Body&& body) {
 }
 
 // One child's weights towards one of the lane's parents, stored as S.
-template <class Pose, Storage S = Storage::kFloat32>
+template <class Pose, int R, Storage S = Storage::kFloat32>
 struct Weights {
   static constexpr int V = Pose::kVector, TE = Pose::kPatchColumns, WV = Pose::kWeightVector;
+  const Lane<Pose, R>& lane;
   const Element<S>* from;
   bool alive;
 
-  FASTCAPS_DEVICE Weights(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int p)
-      : alive(lane.alive(a, p)) {
+  FASTCAPS_DEVICE Weights(const Lane<Pose, R>& lane_, const Stage<Pose>& stage, int p)
+      : lane(lane_), alive(lane.alive(p)) {
+    const PassArgs& args = lane.args;
     if constexpr (Pose::kWeightStride > 0) {
       from = stage.weight + lane.in_block(p) * Pose::kWeightStride;
     } else {
-      const int m = alive ? lane.m(p) : a.M - 1;  // whose numbers are read and not used
-      from = static_cast<const Element<S>*>(a.weight) +
-             (int64_t(a.by_group.quotient(stage.t)) * a.M + m) * Pose::D_(a) * Pose::E_(a);
+      const int m = alive ? lane.m(p) : args.M - 1;  // whose numbers are read and not used
+      from = static_cast<const Element<S>*>(args.weight) +
+             (int64_t(args.by_group.quotient(stage.t)) * args.M + m) * lane.D() * lane.E();
     }
   }
 
   // Rows d .. d + V of the lane's columns.
-  FASTCAPS_DEVICE void rows(const PassArgs& a, const Lane<Pose>& lane, int d, float (&w)[V][TE]) const {
+  FASTCAPS_DEVICE void rows(int d, float (&w)[V][TE]) const {
+    const PassArgs& args = lane.args;
     FASTCAPS_UNROLL
     for (int v = 0; v < V; ++v) {
       if constexpr (Pose::kFixed) {
         FASTCAPS_UNROLL
         for (int j = 0; j < TE; j += WV) {
           float part[WV];
-          load_vector<S>(from + (d + v) * Pose::kE + lane.e(a, j), part);
+          load_vector<S>(from + (d + v) * Pose::kE + lane.e(j), part);
           FASTCAPS_UNROLL
           for (int x = 0; x < WV; ++x) w[v][j + x] = Pose::kWeightStride > 0 || alive ? part[x] : 0.0f;
         }
       } else {
         FASTCAPS_UNROLL
         for (int j = 0; j < TE; ++j) {
-          const int e = lane.e(a, j);
-          w[v][j] = alive && d + v < a.D && e < a.E ? load_number(from, int64_t(d + v) * a.E + e, S) : 0.0f;
+          const int e = lane.e(j);
+          w[v][j] = alive && d + v < args.D && e < args.E ? load_number(from, int64_t(d + v) * args.E + e, S) : 0.0f;
         }
       }
     }
@@ -103,10 +106,9 @@ struct Weights {
 };
 
 // Rows of the child's pose at one of the lane's positions: d .. d + V of row i.
-template <class Pose>
-FASTCAPS_DEVICE const float* child_row(const PassArgs& a, const Lane<Pose>& lane, const Stage<Pose>& stage, int seat,
-                                       int i) {
-  return stage.children + seat * child_stride<Pose>(a) + lane.c(i) * row_stride<Pose>(a);
+template <class Pose, int R>
+FASTCAPS_DEVICE const float* child_row(const Lane<Pose, R>& lane, const Stage<Pose>& stage, int r, int i) {
+  return stage.children + lane.in_tile(r) * lane.child_stride() + lane.c(i) * lane.row_stride();
 }
 
 }  // namespace fastcaps::gpu

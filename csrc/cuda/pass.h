@@ -7,6 +7,8 @@
 // which a few at a time (a stage) lie in shared memory, while the next few are on their way there.
 #pragma once
 
+#include <string>
+
 #include "../votes.h"
 #include "device.h"
 
@@ -27,8 +29,8 @@ struct Divider {
   FASTCAPS_DEVICE int remainder(int n, int quotient) const { return n - quotient * int(divisor); }
 };
 
-constexpr int kMostChildren = 8;  // in shared memory at a time
-constexpr int kMostTurns = 16;    // of a routing in one launch
+constexpr int kMostChildren = 8;     // in shared memory at a time
+constexpr int kMostIterations = 16;  // of a routing in one launch
 // A bias that all children share has its gradient in so many sums, which are added up at the end: one sum of all
 // children would lose more digits than torch's does, and all blocks would wait for each other there.
 constexpr int kSharedSums = 8;
@@ -37,18 +39,18 @@ constexpr int kSharedSums = 8;
 struct Cut {
   int columns, rows, parents;  // lanes (the rest of the 32 are positions); parents: of a warp
   int warps_parents;           // that share the parents of a position; the rest of the block takes other positions
-  int tile;                    // positions of a block at a time
+  int tile_size;               // positions of a block at a time: its tile
   int stage;                   // children in shared memory at a time
   int chunks, chunk_children;  // ranges of children, and the children of one
   bool parts_by_chunk;         // parts of dW: one for each group and chunk, not for each group
   // Byte offsets in shared memory. shared_seen, shared_stage: within a stage, and from one of the two to the other.
   // shared_float, float_stage: the same of its numbers in float, which are the stage itself, or one place for both
   // where half precision is widened; shared_weight: within those.
-  int shared_seen, shared_stage, shared_float, float_stage, shared_weight, shared_seat, shared_offset, shared_exchange,
+  int shared_seen, shared_stage, shared_float, float_stage, shared_weight, shared_tile, shared_offset, shared_exchange,
       shared_dchildren, shared_dweight, shared_dgate;
 };
 
-// What all kernels of a call know of its parents, and of what lies between two turns.
+// What all kernels of a call know of its parents, and of what lies between two iterations.
 struct ParentArgs {
   int M, C, E, Ho, Wo;
   Storage storage;  // of what is in the children's type
@@ -62,10 +64,10 @@ struct PassArgs : Cut, ParentArgs {
   int D, N, I, G, H, W;
   Window window;
   int64_t positions;         // B * Ho * Wo
-  int64_t seats;             // those of this launch: all, or those of one colour (see Seat)
+  int64_t launched;          // those of this launch: all, or those of one colour (see Position)
   int colours_y, colours_x;  // positions (y, x) with y mod colours_y = colour_y, ...
   int colour_y, colour_x;
-  Divider by_sample, by_row;                    // seats of one sample, of one of its rows
+  Divider by_sample, by_row;                    // of those launched: of one sample, of one of its rows
   Divider by_types, by_kernel_width, by_group;  // N, kw, I / G
   bool padded;
 
@@ -89,35 +91,34 @@ struct PassArgs : Cut, ParentArgs {
 
   // What follows is null where not wanted. [..] stands for [chunks, positions, M], [.., C, E] for those poses; what a
   // call is given has no chunks, and all is in float.
-  float* sums;  // attention and pooling, forward: [.., C, E]; attention, several turns: with turns for chunks
+  float* sums;  // attention and pooling, forward: [.., C, E]; attention, several iterations: those instead of chunks
 
   bool normalize;    // pooling: keys are the votes' directions
-  bool detach;       // shares are constants: no gradient flows through them
+  bool detach;       // coefficients are constants: no gradient flows through them
   float* logsumexp;  // pooling, forward: [..]; backward: given
 
   // Gaussian. Betas are [I or 1, M or 1].
   const float *mean, *variance, *log_weight;
-  const float *beta_use, *beta_ignore;
-  int64_t use_stride_i, use_stride_m, ignore_stride_i, ignore_stride_m;
+  BetaTables betas;
   float *counts, *evidence;        // forward: [..]; backward: counts are given
   float *base, *offsets, *spread;  // forward, in parts: see GaussianForward; base where there is no mean
-  float *means, *variances;        // turns in this launch: [.., C, E]; backward: given
+  float *means, *variances;        // iterations in this launch: [.., C, E]; backward: given
 
-  // All turns in this launch: results (sums or history, log-sum-exp; counts, means, variances, evidence) lie one turn
-  // after the other. See turns.h and gaussian_forward.h.
-  int turns;                                  // 0: one turn, which other kernels finish
+  // All iterations in this launch: results (sums or history, log-sum-exp; counts, means, variances, evidence) lie one
+  // after the other. See iterations.h and gaussian_forward.cu.
+  int iterations;                             // 0: one, which other kernels finish
   void* history;                              // pooling: the sums, in the children's type
   void* result;                               // attention, pooling: the last parents, in the children's type
   const float *cost_of_numbers, *activation;  // EM routing: [M]
   float *score, *last_mean, *last_variance;   // Gaussian: the last parents
-  float temperatures[kMostTurns];             // EM routing: inverse temperatures
+  float temperatures[kMostIterations];        // EM routing: inverse temperatures
 
   // backward
   const float* dsums;      // attention, pooling: dL/dS [.., C, E]; Gaussian: what a vote's weight gains, linearly
-  const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.h
+  const float* dsquares;   // Gaussian: and quadratically, see gaussian_backward.cu
   const float* dconstant;  // pooling, Gaussian: and in any case, [..]
   const float* devidence;  // Gaussian: [..]
-  // Gaussian: dsums and dsquares, in a launch that only puts them right (see gaussian_backward.h); or null
+  // Gaussian: dsums and dsquares, in a launch that only puts them right (see gaussian_backward.cu); or null
   float *measured, *measured_squares;
   const float* tight;     // [positions]: tiles where all are 0 are passed over; or null
   float* dquery;          // [.., C, E]; Gaussian: of the mean
@@ -146,7 +147,7 @@ struct PassKernel {
   int positions;                   // R
   int threads, blocks;             // of a block, at most; of a multiprocessor, at least
   void (*run)(const PassArgs);
-  void (*run_plain)(const PassArgs);  // for calls without bias or padding, whose parents one block takes
+  void (*run_lean)(const PassArgs);  // for calls without bias or padding, whose parents one block takes
 };
 
 struct PassKernels {
@@ -154,21 +155,17 @@ struct PassKernels {
   int count;
 };
 
-enum class Pass { kAttention, kPooling, kGaussian };
+// A pass: its kernels in both directions, and what a schedule must know of its policies. The table is in schedule.cu.
+struct Pass {
+  const char* op;  // "attention", ...
+  PassKernels (*forward)(), (*backward)();
+  bool parents_compete;  // and so meet in shared memory, and over several launches where one block does not hold them
+  bool collects_gates;   // backward: the block adds up what parents say of a gate
 
-PassKernels attention_forward_kernels();
-PassKernels attention_backward_kernels();
-PassKernels pooling_forward_kernels();
-PassKernels pooling_backward_kernels();
-PassKernels gaussian_forward_kernels();
-PassKernels gaussian_backward_kernels();
+  PassKernels kernels(bool of_backward) const { return of_backward ? backward() : forward(); }
+};
 
-inline PassKernels kernels_of(Pass pass, bool backward) {
-  switch (pass) {
-    case Pass::kPooling: return backward ? pooling_backward_kernels() : pooling_forward_kernels();
-    case Pass::kGaussian: return backward ? gaussian_backward_kernels() : gaussian_forward_kernels();
-    default: return backward ? attention_backward_kernels() : attention_forward_kernels();
-  }
-}
+// By the op's name; null if there is no such pass.
+const Pass* pass_of(const std::string& op);
 
 }  // namespace fastcaps::gpu

@@ -3,7 +3,17 @@
 #include <algorithm>
 
 namespace fastcaps::gpu {
+
+PassKernels attention_forward_kernels(), attention_backward_kernels(), pooling_forward_kernels(),
+    pooling_backward_kernels(), gaussian_forward_kernels(), gaussian_backward_kernels();
+
 namespace {
+
+const Pass kPasses[] = {
+    {"attention", &attention_forward_kernels, &attention_backward_kernels, true, false},
+    {"pooling", &pooling_forward_kernels, &pooling_backward_kernels, false, true},
+    {"gaussian", &gaussian_forward_kernels, &gaussian_backward_kernels, true, true},
+};
 
 int64_t aligned(int64_t bytes) { return ceil_div(bytes, 16) * 16; }
 
@@ -62,18 +72,18 @@ struct Shared {
     const PassKernel& kernel = *c.kernel;
     narrow = v.storage != Storage::kFloat32, widens = narrow && !kernel.stored;
     const int64_t any = int64_t(c.rows) * kernel.patch_rows * ceil_div(v.D, kernel.vector) * kernel.vector;
-    child_rows = c.tile * (kernel.C ? kernel.child_stride : any) * 4;
+    child_rows = c.tile_size * (kernel.C ? kernel.child_stride : any) * 4;
     weight = task.identity ? 0 : int64_t(c.warps_parents) * c.parents * kernel.weight_stride * 4;
-    seen = c.tile * 8;
+    seen = c.tile_size * 8;
     dchildren = backward ? child_rows * c.warps_parents : 0;
     const bool large = kernel.C && kernel.weight_stride == 0;  // dL/dV takes the place of dW
     dweight = !backward ? 0
-              : large   ? int64_t(c.warps_parents) * c.parents * c.tile * v.C * v.E * 4
+              : large   ? int64_t(c.warps_parents) * c.parents * c.tile_size * v.C * v.E * 4
                         : weight * c.warps_positions;
-    dgate = backward && task.pass != Pass::kAttention ? int64_t(c.tile) * c.warps_parents * 4 : 0;
-    const bool meets = c.warps_parents > 1 && task.pass != Pass::kPooling;
-    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile * (backward ? 12 : 8) : 0;
-    fixed = int64_t(c.tile) * 48 + kOffsets + aligned(exchange) + 64;
+    dgate = backward && task.pass->collects_gates ? int64_t(c.tile_size) * c.warps_parents * 4 : 0;
+    const bool meets = c.warps_parents > 1 && task.pass->parents_compete;
+    const int64_t exchange = meets ? 2 * int64_t(c.warps_parents) * c.tile_size * (backward ? 12 : 8) : 0;
+    fixed = int64_t(c.tile_size) * 48 + kOffsets + aligned(exchange) + 64;
   }
   int64_t children(int64_t stage) const { return ceil_div(stage * child_rows, 32) * 32; }  // half of it is aligned too
   int64_t floats(int64_t stage) const { return children(stage) + ceil_div(stage * weight, 32) * 32; }
@@ -94,8 +104,8 @@ void place(Schedule& c, const Shared& shared) {
   c.shared_dchildren = 2 * c.shared_stage + (shared.widens ? int(shared.floats(c.stage)) : 0);
   c.shared_dweight = c.shared_dchildren + int(aligned(c.stage * shared.dchildren));
   c.shared_dgate = c.shared_dweight + int(aligned(c.stage * shared.dweight));
-  c.shared_seat = c.shared_dgate + int(aligned(c.stage * shared.dgate));
-  c.shared_offset = c.shared_seat + int(aligned(int64_t(c.tile) * 48));
+  c.shared_tile = c.shared_dgate + int(aligned(c.stage * shared.dgate));
+  c.shared_offset = c.shared_tile + int(aligned(int64_t(c.tile_size) * 48));
   c.shared_exchange = c.shared_offset + kOffsets;
   c.shared_bytes = shared.bytes(c.stage);
 }
@@ -140,8 +150,8 @@ bool spread(Schedule& c, const Votes& v, const Task& task, const Bias& bias, int
   for (int warps = most; warps >= 1; --warps) {
     Schedule trial = c;
     trial.warps_positions = warps;
-    trial.tile = warps * seats;
-    trial.tiles = ceil_div(std::max<int64_t>(v.positions(), 1), trial.tile);
+    trial.tile_size = warps * seats;
+    trial.tiles = ceil_div(std::max<int64_t>(v.positions(), 1), trial.tile_size);
     if (warps > 1 && (warps - 1) * seats >= v.positions()) continue;  // a warp would have nothing to do
     const Shared shared(trial, v, task);
     if (shared.bytes(1) > machine.shared_limit) continue;
@@ -176,15 +186,21 @@ constexpr int64_t kLeastShared = 99 * 1024;
 
 }  // namespace
 
-std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity) {
+const Pass* pass_of(const std::string& op) {
+  for (const Pass& pass : kPasses)
+    if (op == pass.op) return &pass;
+  return nullptr;
+}
+
+std::string refusal(const Pass& pass, int64_t C, int64_t D, int64_t E, bool identity) {
   const auto pose = [&] {
     const auto n = [](int64_t x) { return std::to_string(x); };
     return n(C) + " x " + n(D) + " children and " + n(C) + " x " + n(E) + " parents";
   };
   const Votes one{1, 1, 1, 1, C, D, 1, 1, 1, 32, E, 1, {1, 1, 1, 1, 0, 0, 1, 1}};
-  if (!choose(kernels_of(pass, false), one, {.pass = pass, .identity = identity}))
+  if (!choose(pass.forward(), one, {.pass = &pass, .identity = identity}))
     return "its 32 lanes hold a parent's pose of at most 512 numbers (16 a lane, or 8 of one row), got " + pose();
-  if (!make_schedule({.pass = pass, .backward = true, .identity = identity}, one, {}, {1, kLeastShared}).kernel)
+  if (!make_schedule({.pass = &pass, .backward = true, .identity = identity}, one, {}, {1, kLeastShared}).kernel)
     return "its shared memory does not hold so large a pose, got " + pose();
   return "";
 }
@@ -198,7 +214,7 @@ bool fits_30_bits(const Votes& v) {
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine) {
   Schedule c{};
   if (!fits_30_bits(v)) return c;
-  c.kernel = choose(kernels_of(task.pass, task.backward), v, task);
+  c.kernel = choose(task.pass->kernels(task.backward), v, task);
   if (!c.kernel) return c;
   const PassKernel& kernel = *c.kernel;
   const Lanes lanes = lanes_of(kernel, v.C, v.D, v.E, v.M);
@@ -223,13 +239,13 @@ Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const
 }
 
 std::string routing_refusal(Task task, const Votes& v, const Machine& machine) {
-  const std::string why_not = refusal(task.pass, v.C, v.D, v.E, task.identity);
+  const std::string why_not = refusal(*task.pass, v.C, v.D, v.E, task.identity);
   if (!why_not.empty()) return why_not;
   const Schedule split = make_schedule(task, v, {}, machine);
   task.whole = true;
   const Schedule whole = make_schedule(task, v, {}, machine);
   if (!whole.kernel || !split.kernel) return "its poses do not fit into shared memory";
-  if (task.pass != Pass::kPooling && whole.parent_blocks > 1)
+  if (task.pass->parents_compete && whole.parent_blocks > 1)
     return "its " + std::to_string(v.M) + " parents take " + std::to_string(whole.parent_blocks) + " blocks";
   // What lies between two launches of a loop of passes takes about as long as some 300 children.
   constexpr double kBetween = 300;
@@ -244,7 +260,7 @@ std::string describe(const Schedule& c) {
   std::string text = kernel.products == 3 ? "tensor-core (3xTF32) " : kernel.products ? "tensor-core " : "";
   text += kernel.C ? "kernel " + n(kernel.C) + "x" + n(kernel.D) + "->" + n(kernel.C) + "x" + n(kernel.E)
                    : "kernel for any pose (" + n(kernel.patch_rows) + "x" + n(kernel.patch_columns) + " a lane)";
-  text += ", " + n(c.tile) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
+  text += ", " + n(c.tile_size) + " positions x " + n(int64_t(c.warps_parents) * c.parents) + " parents a block of " +
           n(c.threads()) + " threads, " + n(c.stage) + " children at a time, " +
           n(c.groups * c.chunks * c.parent_blocks) + " blocks";
   if (c.chunks > 1) text += " (" + n(c.chunks) + " ranges of children)";

@@ -31,14 +31,14 @@ struct Schedule : Cut {
 };
 
 // Why no kernel takes these poses; empty if one does.
-std::string refusal(Pass pass, int64_t C, int64_t D, int64_t E, bool identity);
+std::string refusal(const Pass& pass, int64_t C, int64_t D, int64_t E, bool identity);
 
 // Whether the kernels can count a call's children, parents and places: in 30 bits each.
 bool fits_30_bits(const Votes& v);
 
 // What a call is, beside its votes.
 struct Task {
-  Pass pass = Pass::kAttention;
+  const Pass* pass;
   bool backward = false;
   int products = 0;  // of tf32 that one product may be made of (see tensor.h); 0: no number may be rounded
   // Backward: gradients must not be added to by many blocks at once, at the price of fewer blocks.
@@ -51,8 +51,8 @@ struct Task {
 // has numbers.
 Schedule make_schedule(const Task& task, const Votes& v, const Bias& bias, const Machine& machine);
 
-// Why not all turns of a routing should run in one launch; empty if they should. A block then holds all parents of its
-// positions (where they compete) and sees all their children.
+// Why not all iterations of a routing should run in one launch; empty if they should. A block then holds all parents of
+// its positions (where they compete) and sees all their children.
 std::string routing_refusal(Task task, const Votes& v, const Machine& machine);
 
 // One line for people: kernel, tile, blocks.

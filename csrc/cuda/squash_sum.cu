@@ -1,10 +1,10 @@
 // squash_sum on a GPU, whole: both kernels and the op. A thread has a capsule of each summand, at one position; its
 // neighbours have the next positions, so that number k of all of them lies side by side. Every number is read and
 // written once; those of capsules of more than 16 numbers are read again, from cache.
-#include "../squash_sum.h"
+#include "../squash_sum_op.h"
 
 #include "../algebra/squash_sum.h"
-#include "call.h"
+#include "launch.h"
 #include "stage.h"
 
 namespace fastcaps::gpu {
@@ -25,6 +25,7 @@ FASTCAPS_DEVICE void each(int64_t dim, F&& f) {
 // The numbers of one capsule, times its scale, in registers where there are at most MOST.
 template <Storage S, int MOST>
 struct Capsule {
+  using X = float;
   const void* data;
   int64_t first, step, dim;
   bool relu;
@@ -44,18 +45,21 @@ struct Capsule {
     else
       return scale * kept[k];
   }
-  // Shrinks the longest capsules. As in algebra/turns.h no square overflows or vanishes, nor does the length.
-  FASTCAPS_DEVICE float length() {
-    float largest = 0.0f, sum = 0.0f;
+  template <class F>
+  FASTCAPS_DEVICE float sum(F&& f) const {
+    float sum = 0.0f;
+    each<MOST>(dim, [&](int64_t k) { sum += f((*this)[k], k); });
+    return sum;
+  }
+  FASTCAPS_DEVICE float largest() const {
+    float largest = 0.0f;
     each<MOST>(dim, [&](int64_t k) { largest = fmaxf(largest, fabsf((*this)[k])); });
-    scale = shrink(largest);
-    largest *= scale;
-    const float by = largest > 0.0f && largest < INFINITY ? largest : 1.0f;
-    each<MOST>(dim, [&](int64_t k) {
-      const float part = (*this)[k] / by;
-      sum += part * part;
-    });
-    return sqrtf(sum) * by;
+    return largest;
+  }
+  // Shrinks the longest capsules, and measures what is left of them.
+  FASTCAPS_DEVICE float measure() {
+    scale = shrink(largest());
+    return length(*this);
   }
 };
 
@@ -76,7 +80,7 @@ squash_sum_kernel(const FASTCAPS_CONSTANT SquashSum call) {
   const Place at(call);
   if (!at.exists) return;
   const auto share_of = [&](const Squashed& part, Capsule<S, MOST>& x) {
-    const float share = squash_share(x.length());
+    const float share = squash_factor(x.measure());
     return part.coefficient ? share * load_number(part.coefficient, at.number, S) : share;
   };
   Capsule<S, MOST> x(call, call.parts[0].capsules, at.capsule, call.relu);
@@ -104,7 +108,7 @@ squash_sum_backward_kernel(const FASTCAPS_CONSTANT SquashSum call) {
     const Squashed& part = call.parts[which];
     if (!part.dcapsules && !part.dcoefficient) continue;
     Capsule<S, MOST> x(call, part.capsules, at.capsule, call.relu);
-    const float size = x.length(), share = squash_share(size);
+    const float size = x.measure(), share = squash_factor(size);
     const float inverse = size > 1e-30f ? 1.0f / size : 0.0f;  // shorter capsules have no gradient to speak of
     float along = 0.0f;
     each<MOST>(call.dim, [&](int64_t k) { along += x[k] * inverse * g[k]; });
@@ -133,39 +137,23 @@ Kernel kernel_of(int64_t dim, bool backward) {
   return dim <= 4 ? &squash_sum_kernel<S, 4> : dim <= 16 ? &squash_sum_kernel<S, 16> : &squash_sum_kernel<S, 0>;
 }
 
-void run(const SquashSum& call, bool backward) {
-  STD_TORCH_CHECK(call.storage != Storage::kFloat64, "fastcaps: the CUDA kernels take no float64");
-  const Kernel kernel = call.storage == Storage::kBFloat16  ? kernel_of<Storage::kBFloat16>(call.dim, backward)
-                        : call.storage == Storage::kFloat16 ? kernel_of<Storage::kFloat16>(call.dim, backward)
-                                                            : kernel_of<Storage::kFloat32>(call.dim, backward);
-  launch(kernel, Grid{ceil_div(call.rows * call.positions, 256), 1, 256}, call);
-}
-
-std::vector<Tensor> squash_sum(Stack stack) {
-  SquashSumArguments op{stack};
-  SquashSum call = op.check();
-  const DeviceGuard guard(op.x);
-  const Tensor out = new_tensor(op.x, shape_of(op.x), op.x.scalar_type(), "a result");
-  call.out = data_of(out);
-  run(call, false);
-  return {out};
-}
-
-std::vector<Tensor> squash_sum_backward(Stack stack) {
-  SquashSumBackward op{stack};
-  SquashSum call = op.check();
-  const DeviceGuard guard(op.grad);
-  const auto make = [&](const Shape& shape) { return new_tensor(op.grad, shape, op.grad.scalar_type(), "a gradient"); };
-  std::vector<Tensor> gradients = op.gradients(call, make);
-  run(call, true);
-  return gradients;
-}
+struct Gpu {
+  using Guard = DeviceGuard;
+  static Tensor make(const Tensor& beside, const Shape& shape) {
+    return new_tensor(beside, shape, beside.scalar_type(), "a result");
+  }
+  static void run(const SquashSum& call, bool backward) {
+    STD_TORCH_CHECK(call.storage != Storage::kFloat64, "fastcaps: the CUDA kernels take no float64");
+    const Kernel kernel = call.storage == Storage::kBFloat16  ? kernel_of<Storage::kBFloat16>(call.dim, backward)
+                          : call.storage == Storage::kFloat16 ? kernel_of<Storage::kFloat16>(call.dim, backward)
+                                                              : kernel_of<Storage::kFloat32>(call.dim, backward);
+    launch(kernel, Grid{ceil_div(call.rows * call.positions, 256), 1, 256}, call);
+  }
+};
+constexpr Op squash_sum = &squash_sum_op<Gpu>, squash_sum_backward = &squash_sum_backward_op<Gpu>;
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(FASTCAPS_CUDA_NAMESPACE, FASTCAPS_CUDA_KEY, m) {
-  m.impl("squash_sum", &boxed<squash_sum>);
-  m.impl("squash_sum_backward", &boxed<squash_sum_backward>);
-}
+FASTCAPS_REGISTER(squash_sum)
 
 }  // namespace fastcaps::gpu

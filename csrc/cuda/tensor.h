@@ -3,8 +3,9 @@
 // depth fills an instruction of half precision that takes them as they are.
 //
 // PRODUCTS of tf32 that one product is made of: one, or three where the user wants about float's own exactness. A float
-// is then what tf32 has of it and the rest, which another tf32 holds but for a bit: a b = a_rest b + a b_rest + a b.
-// The product of the rests, 2^-22 of a b at most, is left out. (An infinity has no such rest: it comes out as NaN.)
+// is then what tf32 has of it and a remainder, which another tf32 holds but for a bit: a b = a_r b + a b_r + a b with
+// remainders a_r, b_r. Their own product, 2^-22 of a b at most, is left out. (An infinity has none: it comes out as
+// NaN.)
 //
 // The layouts are chosen so that the instruction leaves each lane with exactly the numbers that the lane holds anyway:
 // nothing moves between lanes before or after.
@@ -17,11 +18,11 @@ namespace fastcaps::gpu {
 // N numbers of a factor, as instructions take them.
 template <int PRODUCTS, int N>
 struct Factor {
-  uint32_t number[N], rest[PRODUCTS == 3 ? N : 1];
+  uint32_t number[N], remainder[PRODUCTS == 3 ? N : 1];
 
   FASTCAPS_DEVICE void take(int k, float x) {
     number[k] = to_tf32(x);
-    if constexpr (PRODUCTS == 3) rest[k] = float_bits(x - bits_float(number[k]));
+    if constexpr (PRODUCTS == 3) remainder[k] = float_bits(x - bits_float(number[k]));
   }
   // Weights come rounded (round_kernel) for the one product.
   FASTCAPS_DEVICE void take_weight(int k, float x) {
@@ -36,8 +37,8 @@ struct Factor {
 template <int PRODUCTS>
 FASTCAPS_DEVICE void multiply_add(float (&d)[4], const Factor<PRODUCTS, 4>& a, const Factor<PRODUCTS, 2>& b) {
   if constexpr (PRODUCTS == 3) {
-    mma_tf32_16x8x8(d, a.rest, b.number);
-    mma_tf32_16x8x8(d, a.number, b.rest);
+    mma_tf32_16x8x8(d, a.remainder, b.number);
+    mma_tf32_16x8x8(d, a.number, b.remainder);
   }
   mma_tf32_16x8x8(d, a.number, b.number);
 }
@@ -61,20 +62,20 @@ struct TensorPose1x64 : FixedPose<1, 64, 64, 16, 2, 4, 1, 1, 0> {
 };
 
 template <Storage, int EACH, int PRODUCTS, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose4x4<EACH, PRODUCTS>>& lane,
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>, R>& lane,
                                               const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
                                               Patch<TensorPose4x4<EACH, PRODUCTS>> (&votes)[R][EACH]) {
   using Pose = TensorPose4x4<EACH, PRODUCTS>;
   static_assert(R == 1, "the four positions of an instruction are four lanes'");
-  const int t = lane.position, seat = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
+  const int t = lane.position, in_tile = lane.warp_position * 4 + lane.parent / 2, row = lane.parent % 2;
   Factor<PRODUCTS, 2> children;
   FASTCAPS_UNROLL
   for (int half = 0; half < 2; ++half)
-    children.take(half, stage.children[seat * Pose::kChildStride + (2 * half + row) * 4 + t]);
+    children.take(half, stage.children[in_tile * Pose::kChildStride + (2 * half + row) * 4 + t]);
   FASTCAPS_UNROLL
   for (int p = 0; p < EACH; ++p) {
     float numbers[4];
-    load_vector<4>(Weights<Pose>(a, lane, stage, p).from + t * 4, numbers);
+    load_vector<4>(Weights(lane, stage, p).from + t * 4, numbers);
     Factor<PRODUCTS, 4> weights;
     FASTCAPS_UNROLL
     for (int e = 0; e < 4; ++e) weights.take_weight(e, numbers[e]);
@@ -84,8 +85,8 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<Tens
       for (int half = 0; half < 2; ++half) {
         float d[4] = {};
         if constexpr (PRODUCTS == 3)  // both small products at once: the depth of 4 fills half of an instruction
-          mma_tf32_16x8x8(d, {weights.number[e], weights.number[e + 1], weights.rest[e], weights.rest[e + 1]},
-                          {children.rest[half], children.number[half]});
+          mma_tf32_16x8x8(d, {weights.number[e], weights.number[e + 1], weights.remainder[e], weights.remainder[e + 1]},
+                          {children.remainder[half], children.number[half]});
         mma_tf32_16x8x4(d, {weights.number[e], weights.number[e + 1]}, children.number[half]);
         FASTCAPS_UNROLL
         for (int x = 0; x < 4; ++x) votes[0][p][2 * half + x % 2][e + x / 2] = d[x];
@@ -105,7 +106,7 @@ FASTCAPS_DEVICE void mma_half(float (&d)[4], const uint32_t (&a)[4], const uint3
 }
 
 template <Storage S, int PRODUCTS, int R>
-FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<TensorPose1x64<PRODUCTS>>& lane,
+FASTCAPS_DEVICE void multiply_on_tensor_cores(const Lane<TensorPose1x64<PRODUCTS>, R>& lane,
                                               const Stage<TensorPose1x64<PRODUCTS>>& stage,
                                               Patch<TensorPose1x64<PRODUCTS>> (&votes)[R][1]) {
   using Pose = TensorPose1x64<PRODUCTS>;
@@ -114,14 +115,14 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<Tens
   // Where the lane begins in the depth. Words of half precision, which are pairs, lie on all banks if lanes 2 and 3
   // begin half a row on: the order of the depth is free.
   const int begin = S == Storage::kFloat32 ? t : t % 2 * 2 + t / 2 * 32;
-  const auto* weight = Weights<Pose, S>(a, lane, stage, 0).from + begin * 64 + lane.position;
+  const auto* weight = Weights<Pose, R, S>(lane, stage, 0).from + begin * 64 + lane.position;
   const auto* rows = stage.template children_as<S>() + begin;
   float d[8][4] = {};
   _Pragma("unroll 2") for (int first = 0; first < (S == Storage::kFloat32 ? 64 : 32); first += 8) {
     Factor<PRODUCTS, 4> children;
     FASTCAPS_UNROLL
     for (int x = 0; x < 4; ++x) {
-      const auto* from = rows + lane.template seat<2>(x % 2) * Pose::kRowStride + first + x / 2 * 4;
+      const auto* from = rows + lane.in_tile(x % 2) * Pose::kRowStride + first + x / 2 * 4;
       if constexpr (S == Storage::kFloat32)
         children.take(x, *from);
       else
@@ -151,11 +152,11 @@ FASTCAPS_DEVICE void multiply_on_tensor_cores(const PassArgs& a, const Lane<Tens
 // row, e], b[(position, row), d] = P[position, row, d]. Half of the 8 columns d stand in for others and are dropped;
 // the lanes of the first two positions end with rows d = 2 position + {0, 1}.
 template <int EACH, int PRODUCTS>
-FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>>& lane,
+FASTCAPS_DEVICE void outer_on_tensor_cores(const Lane<TensorPose4x4<EACH, PRODUCTS>, 1>& lane,
                                            const Stage<TensorPose4x4<EACH, PRODUCTS>>& stage,
                                            const Patch<TensorPose4x4<EACH, PRODUCTS>>& dvotes, float (&rows)[2][4]) {
   using Pose = TensorPose4x4<EACH, PRODUCTS>;
-  const float* rows_of = stage.children + lane.template seat<1>(0) * Pose::kChildStride;
+  const float* rows_of = stage.children + lane.in_tile(0) * Pose::kChildStride;
   Factor<PRODUCTS, 2> children[2];
   FASTCAPS_UNROLL
   for (int c = 0; c < 4; ++c) children[c / 2].take(c % 2, rows_of[c * 4 + lane.parent % 4]);

@@ -35,15 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             import typer
+
+            from fastcaps.cli.app import app
+
+            try:
+                status = app(given, prog_name="fastcaps", standalone_mode=False)
+            except typer.TyperException as error:
+                say(f"{error.format_message()} ({name if name.split()[-1] in commands() else 'fastcaps'} --help)")
+                raise SystemExit(error.exit_code) from None
         except ImportError as error:
             refuse_missing(error)
-        from fastcaps.cli.app import app
-
-        try:
-            status = app(given, prog_name="fastcaps", standalone_mode=False)
-        except typer.TyperException as error:
-            say(f"{error.format_message()} ({name if name.split()[-1] in commands() else 'fastcaps'} --help)")
-            raise SystemExit(error.exit_code) from None
     except Fail as error:
         say(error)
         return error.status

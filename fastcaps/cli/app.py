@@ -34,7 +34,7 @@ def fastcaps(
 
 app.command("info")(info.info)
 app.command("bench")(bench.bench)
-app.command("compare")(bench.compare)
+app.command("compare", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.compare)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)
 app.command("recipes")(reproduce.recipes)

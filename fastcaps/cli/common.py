@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 # a module that may be missing -> the extra of the package that installs it
 EXTRAS = {
     **dict.fromkeys(("rich", "typer"), "cli"),
-    **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "numpy", "yaml"), "train"),
+    **dict.fromkeys(("lightning", "tensorboard", "torchmetrics", "numpy", "pydantic", "yaml"), "train"),
     **dict.fromkeys(("sklearn", "matplotlib"), "demo"),
-    "cpuinfo": "bench",
+    "pytest_benchmark": "bench",
 }
 
 
@@ -38,6 +38,22 @@ def refuse_missing(error: ImportError) -> NoReturn:
     if module not in EXTRAS:
         raise error
     raise Fail(f"{module} is not installed; install it with: pip install 'fastcaps[{EXTRAS[module]}]'") from error
+
+
+@contextmanager
+def one_line_errors(again: str = "") -> Iterator[None]:
+    """Turn what a user can mend into :class:`Fail`, and Ctrl-C into :class:`Stopped`, where a command goes on."""
+    from fastcaps.data import DataError
+    from fastcaps.training import RunError
+
+    try:
+        yield
+    except (DataError, RunError, ValueError) as error:
+        raise Fail(str(error)) from error
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        if not again:
+            raise
+        raise Stopped(f"stopped; {again} goes on") from None
 
 
 def show(result: Any) -> None:
@@ -72,10 +88,8 @@ def absolute(path: str) -> str:
 
 def read_settings(given: list[str]) -> dict[str, Any]:
     """The settings given by ``--set FIELD=VALUE``, by paths."""
-    try:
-        from fastcaps.training.recipes import read_yaml
-    except ImportError as error:
-        refuse_missing(error)
+    from fastcaps.training.files import read_yaml
+
     changes = {}
     for text in given:
         path, equals, value = text.partition("=")

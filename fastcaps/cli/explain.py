@@ -37,7 +37,7 @@ def explain(
 ) -> int:
     """Tell on which kernel every routing call of a network runs, and why not on the others."""
     import fastcaps
-    from fastcaps.explanation import Explanation
+    from fastcaps.functional.explanation import Explanation
 
     kind, device, options = read_dtype(dtype), read_device(device), read_settings(settings) if settings else {}
     try:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import Fail, Stopped, absolute, read_settings, refuse_missing, show, told_on, working
+from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, told_on, working
 from fastcaps.cli.train import DATA_DIR
 
 
@@ -18,12 +18,10 @@ def recipes(
     as_json: Annotated[bool, Option("--json", help="as JSON: the source by name, or every setting of one")] = False,
 ) -> int:
     """List the experiments of the papers, with their source."""
-    try:
-        from fastcaps.training import recipes
-        from fastcaps.training.fields import as_data
-    except ImportError as error:
-        refuse_missing(error)
-    try:
+    from fastcaps.training import recipes
+    from fastcaps.training.fields import as_data
+
+    with one_line_errors():
         if recipe is not None and as_json:
             found = recipes.recipe(recipe)
             show({"name": found.name, "source": str(found.source), "settings": as_data(found.config)})
@@ -33,8 +31,6 @@ def recipes(
             return 0
         with working("reading the recipes"):
             sources = {name: str(recipes.recipe(name).source) for name in recipes.names()}
-    except ValueError as error:
-        raise Fail(str(error)) from error
     return _listed(sources, as_json)
 
 
@@ -47,13 +43,6 @@ def _listed(found: dict[str, str], as_json: bool) -> int:
     for name, what in found.items():
         print(f"{name:<{width}}  {what}")
     return 0
-
-
-def _list_tables(as_json: bool) -> int:
-    from fastcaps.training import tables
-
-    every = {name: tables.table(name) for name in tables.names()}
-    return _listed({name: f"{table.source}: {table.title}" for name, table in every.items()}, as_json)
 
 
 def reproduce(
@@ -73,34 +62,28 @@ def reproduce(
     Trains what the table needs, as far as it is not finished. Without NAME, lists the tables.
     """
     given = {"short": short, "collect": collect, "data-dir": data_dir, "out": out, "row": row, "set": settings}
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
 
-        from fastcaps.data import DataError
-        from fastcaps.training import RunError, reproduce, tables
-    except ImportError as error:
-        refuse_missing(error)
-    console = told_on(as_json)
-    try:
+    from fastcaps.training import reproduce, tables
+
+    console, command = told_on(as_json), _command(name, given)
+    with one_line_errors(command):
         if name is None:
-            return _list_tables(as_json)
+            every = {name: tables.table(name) for name in tables.names()}
+            return _listed({name: f"{table.source}: {table.title}" for name, table in every.items()}, as_json)
         table = tables.table(name)
         stem = Path(name).stem
         folder = Path(out or f"runs/reproduce/{stem}{'-short' if short else ''}")
         changes = read_settings(settings or [])
         where = {"data.dir": absolute(data_dir)} if data_dir else {}
-        entries = table.entries(table.runs_folder(folder, stem), short=short, changes={**changes, **where})
-        reproduce.collect(table, entries)  # if a run has other settings, fail before anything is trained
-        if not collect and not reproduce.train_missing(table, entries, row or [], console):
+        lines = table.lines(table.runs_folder(folder, stem), short=short, changes={**changes, **where})
+        lines = reproduce.collect(lines)  # if a run has other settings, fail before anything is trained
+        if not collect and not reproduce.train_missing(lines, row or [], console):
             return 0  # one of several processes; the first one speaks
-        lines = reproduce.collect(table, entries)
+        lines = reproduce.collect(lines)
         remarks = reproduce.remarks(table, lines, short, changes)
-        reproduce.write(table, lines, remarks, folder, short=short, command=_command(name, given))
-    except (DataError, RunError, ValueError) as error:
-        raise Fail(str(error)) from error
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        raise Stopped(f"stopped; {_command(name, given)} goes on") from None
+        reproduce.write(table, lines, remarks, folder, short=short, command=command)
     if as_json:
         show(json.loads((folder / "table.json").read_text(encoding="utf-8")))
         return 0
@@ -110,7 +93,7 @@ def reproduce(
             heading, justify="right" if heading else "left", overflow="fold", min_width=None if heading else 14
         )
     for line in lines:
-        shown.add_row(*line.cells())
+        shown.add_row(*reproduce.cells(line))
     console.print(shown)
     for text in (*remarks, f"{folder}/: table.md, table.json, picture.png"):
         console.print(text, highlight=False, soft_wrap=True)

@@ -11,112 +11,75 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import Fail, Stopped, absolute, read_settings, refuse_missing, show, told_on
+from fastcaps.cli.common import Fail, absolute, one_line_errors, read_settings, show, told_on
 
 PATHS = {
-    "network": "network.name",
-    "data": "data.name",
+    **{name: f"{name}.name" for name in ("network", "data", "loss", "optimizer", "schedule")},
+    **{name: f"network.options.{name}" for name in ("iterations", "routing")},
+    **{name: f"data.{name}" for name in ("augment", "flip", "limit", "validation")},
+    **{name: f"optimizer.{name}" for name in ("lr", "weight_decay", "momentum")},
+    **{name: name for name in ("epochs", "batch_size", "seed", "runs", "out", "checkpoint_every")},
+    **{name: name for name in ("precision", "accelerator", "devices", "strategy", "workers")},
     "data_dir": "data.dir",
-    "epochs": "epochs",
-    "batch_size": "batch_size",
-    "loss": "loss.name",
-    "optimizer": "optimizer.name",
-    "lr": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "momentum": "optimizer.momentum",
-    "schedule": "schedule.name",
-    "seed": "seed",
-    "runs": "runs",
-    "precision": "precision",
-    "accelerator": "accelerator",
-    "devices": "devices",
-    "strategy": "strategy",
-    "augment": "data.augment",
-    "flip": "data.flip",
-    "limit": "data.limit",
-    "validation": "data.validation",
-    "workers": "workers",
-    "checkpoint_every": "checkpoint_every",
-    "iterations": "network.options.iterations",
-    "routing": "network.options.routing",
-    "out": "out",
 }
 """The setting that each option of ``fastcaps train`` stands for."""
 
 WHAT, HOW, WHERE, RUN = "What to train on what", "How to train", "On which machine", "The run"
+SETTING = "FIELD=VALUE"
 DATA_DIR = "folder that holds the data set's files, or a folder of them; nothing is downloaded"
 
 
-def _text(panel: str, text: str, **more: Any) -> Any:
-    return Option(help=text, rich_help_panel=panel, **more)
+Text = str | None
+Whole = int | None
+
+
+def _text(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def train(
-    folder: Annotated[str | None, Argument(metavar="[RUN]", help="with --resume: the run's folder, as --out")] = None,
-    network: Annotated[str | None, _text(WHAT, "network to train (see --list)")] = None,
-    data: Annotated[
-        str | None, _text(WHAT, "mnist, cifar10, smallnorb, sst5, … (see --list; digits ship with scikit-learn)")
-    ] = None,
-    data_dir: Annotated[str | None, _text(WHAT, DATA_DIR)] = None,
+    folder: Annotated[Text, Argument(metavar="[RUN]", help="with --resume: the run's folder, as --out")] = None,
+    network: Annotated[Text, _text(WHAT, "network to train (see --list)")] = None,
+    data: Annotated[Text, _text(WHAT, "mnist, cifar10, sst5, … (see --list; digits ship with scikit-learn)")] = None,
+    data_dir: Annotated[Text, _text(WHAT, DATA_DIR)] = None,
     recipe: Annotated[
-        str | None,
+        Text,
         _text(WHAT, "begin from an experiment of a paper (fastcaps recipes), or from a .yaml file", metavar="NAME"),
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="any setting by its path, as in a recipe: optimizer.lr=0.01, network.options.iterations=3 (repeat)",
-            rich_help_panel=WHAT,
-        ),
+        list[str] | None, _text(WHAT, "any setting by its path: optimizer.lr=0.01 (repeat)", "--set", metavar=SETTING)
     ] = None,
-    iterations: Annotated[int | None, _text(WHAT, "routing iterations")] = None,
-    routing: Annotated[str | None, _text(WHAT, "concurrent or sequential")] = None,
+    iterations: Annotated[Whole, _text(WHAT, "routing iterations")] = None,
+    routing: Annotated[Text, _text(WHAT, "concurrent or sequential")] = None,
     augment: Annotated[
-        bool | None,
-        _text(WHAT, "pad and crop training images at random (CIFAR and smallNORB are)"),
+        bool | None, _text(WHAT, "pad and crop training images at random (CIFAR, smallNORB are)")
     ] = None,
     flip: Annotated[
-        bool | None,
-        _text(WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)"),
+        bool | None, _text(WHAT, "mirror half of the training images (CIFAR is; a mirrored 2 is no 2)")
     ] = None,
-    limit: Annotated[int | None, _text(WHAT, "use only the first training images, for a quick try")] = None,
-    validation: Annotated[
-        int | None,
-        _text(WHAT, "hold out so many training images, and keep the epoch that does best by them"),
-    ] = None,
-    epochs: Annotated[int | None, _text(HOW, "passes over the training images")] = None,
-    batch_size: Annotated[int | None, _text(HOW, "images a step, on all devices together")] = None,
-    loss: Annotated[str | None, _text(HOW, "cross-entropy, bce, margin, spread or feedback")] = None,
-    optimizer: Annotated[str | None, _text(HOW, "adam, adamw, radam, rmsprop or sgd")] = None,
+    limit: Annotated[Whole, _text(WHAT, "use only the first training images, for a quick try")] = None,
+    validation: Annotated[Whole, _text(WHAT, "hold out so many training images; the best epoch by them counts")] = None,
+    epochs: Annotated[Whole, _text(HOW, "passes over the training images")] = None,
+    batch_size: Annotated[Whole, _text(HOW, "images a step, on all devices together")] = None,
+    loss: Annotated[Text, _text(HOW, "cross-entropy, bce, margin, spread or feedback")] = None,
+    optimizer: Annotated[Text, _text(HOW, "adam, adamw, radam, rmsprop or sgd")] = None,
     lr: Annotated[float | None, _text(HOW, "highest learning rate")] = None,
     weight_decay: Annotated[float | None, _text(HOW, "weight decay")] = None,
     momentum: Annotated[float | None, _text(HOW, "momentum, for sgd and rmsprop")] = None,
-    schedule: Annotated[str | None, _text(HOW, "one-cycle, cosine, milestones, exponential or constant")] = None,
-    seed: Annotated[int | None, _text(HOW, "decides initial weights, order of images, augmentation")] = None,
-    runs: Annotated[int | None, _text(HOW, "so many runs, with this seed and those after it: mean and spread")] = None,
-    precision: Annotated[
-        str | None,
-        _text(WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true"),
-    ] = None,
-    accelerator: Annotated[str | None, _text(WHERE, "auto, cpu, gpu, … as Lightning has them")] = None,
-    devices: Annotated[str | None, _text(WHERE, "how many devices, or which (0,1)")] = None,
-    strategy: Annotated[str | None, _text(WHERE, "auto, ddp, fsdp, … as Lightning has them")] = None,
-    workers: Annotated[int | None, _text(WHERE, "processes that gather what batches are made of")] = None,
-    out: Annotated[str | None, _text(RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)")] = None,
-    checkpoint_every: Annotated[int | None, _text(RUN, "steps between two checkpoints")] = None,
+    schedule: Annotated[Text, _text(HOW, "one-cycle, cosine, milestones, exponential or constant")] = None,
+    seed: Annotated[Whole, _text(HOW, "decides initial weights, order of images, augmentation")] = None,
+    runs: Annotated[Whole, _text(HOW, "so many runs, with this seed and those after it: mean and spread")] = None,
+    precision: Annotated[Text, _text(WHERE, "32-true, bf16-mixed, 16-mixed (autocast), bf16-true or 64-true")] = None,
+    accelerator: Annotated[Text, _text(WHERE, "auto, cpu, gpu, … as Lightning has them")] = None,
+    devices: Annotated[Text, _text(WHERE, "how many devices, or which (0,1)")] = None,
+    strategy: Annotated[Text, _text(WHERE, "auto, ddp, fsdp, … as Lightning has them")] = None,
+    workers: Annotated[Whole, _text(WHERE, "processes that gather what batches are made of")] = None,
+    out: Annotated[Text, _text(RUN, "folder of the run (runs/RECIPE or runs/NETWORK-DATA)")] = None,
+    checkpoint_every: Annotated[Whole, _text(RUN, "steps between two checkpoints")] = None,
     resume: Annotated[
-        bool,
-        Option(
-            "--resume",
-            help="go on from the last checkpoint in RUN, with the settings kept there; what is given must agree",
-            rich_help_panel=RUN,
-        ),
+        bool, _text(RUN, "go on from the last checkpoint in RUN; settings that are given must agree", "--resume")
     ] = False,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="replace a run that --out already holds", rich_help_panel=RUN)
-    ] = False,
+    overwrite: Annotated[bool, _text(RUN, "replace a run that --out already holds", "--overwrite")] = False,
     listed: Annotated[bool, Option("--list", help="list the networks and data sets, and stop")] = False,
     as_json: Annotated[bool, Option("--json", help="print result.json and its folder, and nothing else")] = False,
 ) -> int:
@@ -124,13 +87,9 @@ def train(
     options = locals()
     if listed:
         return _list(as_json)
-    try:
-        from fastcaps import training
-        from fastcaps.data import DataError
-        from fastcaps.training import RunError
-        from fastcaps.training.callbacks import Report
-    except ImportError as error:
-        refuse_missing(error)
+    from fastcaps import training
+    from fastcaps.training.callbacks import Report
+
     if resume and overwrite:
         raise Fail("--resume goes on with a run, --overwrite replaces it: give one of them")
     if folder is not None:
@@ -139,23 +98,17 @@ def train(
         if out is not None:
             raise Fail(f"--resume {folder} and --out {out} both name the run's folder: give one of them")
         options["out"] = folder
-    try:
+    with one_line_errors():
         changes = {path: options[name] for name, path in PATHS.items() if options[name] is not None}
         changes |= read_settings(settings or [])  # --set wins over an option of its own
         for path in ("data.dir", "data.options.transformer"):
             if isinstance(changes.get(path), str):
                 changes[path] = absolute(changes[path])
         config = _kept(recipe, changes) if resume else _fresh(recipe, changes)
-    except ValueError as error:
-        raise Fail(str(error)) from error
     console = told_on(as_json)
-    try:
+    with one_line_errors(f"fastcaps train --resume {shlex.quote(str(config.folder))}"):
         work = training.train if config.runs == 1 else training.train_seeds
         result: Any = work(config, resume=resume, overwrite=overwrite, report=Report(console))
-    except (DataError, RunError, ValueError) as error:
-        raise Fail(str(error)) from error
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        raise Stopped(f"stopped; fastcaps train --resume {shlex.quote(str(config.folder))} goes on") from None
     if not result.is_main:
         return 0  # one of several processes; the first one speaks
     if as_json:
@@ -196,12 +149,10 @@ def _list(as_json: bool) -> int:
 
 def _option(path: str, value: Any) -> str:
     """How a setting is given on the command line."""
-    names = {path: name.replace("_", "-") for name, path in PATHS.items()}
-    if path not in names:
+    name = next((name.replace("_", "-") for name, each in PATHS.items() if each == path), None)
+    if name is None:
         return f"--set {path}={value}"
-    if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}{names[path]}"
-    return f"--{names[path]} {value}"
+    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
 
 
 def _fresh(name: str | None, changes: dict[str, Any]) -> Any:

@@ -1,7 +1,8 @@
 """Classes of published capsule code on fastcaps' kernels.
 
 Each has that code's constructor, ``forward`` and parameters: a script runs after one changed import, and checkpoints
-load both ways. Its module says what differs, docs/relation.md which version of that code it follows.
+load both ways. :func:`convert` swaps the layers of a live model. A twin's module says what differs, docs/relation.md
+which version of that code it follows.
 
 ======================= =============================================================
 ``ml_capsules``         ``CapsuleFC``, ``CapsuleCONV`` of Tsai et al. (2020)
@@ -27,6 +28,7 @@ from fastcaps.compat import (
 )
 from fastcaps.compat.caps_layer import AgreementRouting, CapsLayer
 from fastcaps.compat.capsule_network import CapsuleLayer
+from fastcaps.compat.convert import Conversion, ConversionReport, convert
 from fastcaps.compat.dense_capsule import DenseCapsule
 from fastcaps.compat.digit_caps import DigitCaps
 from fastcaps.compat.matrix_capsules import ConvCaps
@@ -37,11 +39,14 @@ __all__ = [
     "CapsLayer",
     "CapsuleLayer",
     "ConvCaps",
+    "Conversion",
+    "ConversionReport",
     "DenseCapsule",
     "DigitCaps",
     "RoutingCapsules",
     "caps_layer",
     "capsule_network",
+    "convert",
     "dense_capsule",
     "digit_caps",
     "heinsen_routing",

@@ -5,25 +5,19 @@ What differs: a parent whose votes add up to zero is zero, not NaN.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.checks import check_count, shape_text
-from fastcaps.nn.poses import every_argument_repr, require_tensor
+from fastcaps.checks import check_count, require_tensor, shape_text
+from fastcaps.compat.twin import DynamicTwin, Twin
 
 __all__ = ["AgreementRouting", "CapsLayer"]
 
 
-def route(children: Tensor, weight: Tensor, routing: nn.Module) -> Tensor:
-    """Route ``[b, i, d]`` by matrices ``[i or 1, m, d, e]`` to ``[b, m, e]``, as ``routing`` says."""
-    prior, turns = routing.b, routing.n_iterations
-    parents = functional.dynamic_routing(children.unsqueeze(-2), weight, iterations=turns + 1, prior=prior)  # type: ignore[arg-type, operator]
-    assert isinstance(parents, Tensor)
-    return parents.squeeze(-2)
-
-
-class AgreementRouting(nn.Module):
+class AgreementRouting(Twin):
     """How a :class:`CapsLayer` routes: by agreement, from learned logits. The parents compete for each child.
 
     Parameters
@@ -31,20 +25,17 @@ class AgreementRouting(nn.Module):
     input_caps, output_caps : int
         Children and parents.
     n_iterations : int
-        Turns after the first; 0 shares every child as the logits say.
+        Iterations after the first; 0 shares every child as the logits say.
 
     Attributes
     ----------
     b : Parameter
-        ``[input_caps, output_caps]``, zero at the start: what every turn's logits start from.
+        ``[input_caps, output_caps]``, zero at the start: what every iteration's logits start from.
     """
 
     def __init__(self, input_caps: int, output_caps: int, n_iterations: int) -> None:
         super().__init__()
-        self.input_caps, self.output_caps = (
-            check_count("input_caps", input_caps),
-            check_count("output_caps", output_caps),
-        )
+        self._count(input_caps=input_caps, output_caps=output_caps)
         self.n_iterations = check_count("n_iterations", n_iterations, 0)
         self.b = nn.Parameter(torch.empty(input_caps, output_caps))
         self.reset_parameters()
@@ -54,30 +45,25 @@ class AgreementRouting(nn.Module):
         nn.init.zeros_(self.b)
 
     def forward(self, u_predict: Tensor) -> Tensor:
-        """Route votes that are there already; a :class:`CapsLayer` does not store them.
+        """Route votes ``[batch, input_caps, output_caps, numbers]`` to ``[batch, output_caps, numbers]``.
 
-        Parameters
-        ----------
-        u_predict : Tensor
-            Votes, ``[batch, input_caps, output_caps, numbers]``.
-
-        Returns
-        -------
-        Tensor
-            ``[batch, output_caps, numbers]``.
+        A :class:`CapsLayer` does not call it: it would have to store its votes.
         """
         require_tensor(u_predict, "u_predict")
         if u_predict.dim() != 4 or u_predict.shape[1:3] != self.b.shape:
-            wanted = f"[batch, {self.input_caps}, {self.output_caps}, numbers]"
+            wanted = f"[batch, {self.b.shape[0]}, {self.b.shape[1]}, numbers]"
             raise ValueError(f"u_predict must be {wanted}, got {shape_text(u_predict)}")
         children = u_predict.flatten(2)  # a child's votes in a row, of which each parent's matrix takes its own
         own = torch.eye(children.shape[-1], device=children.device, dtype=children.dtype)
-        return route(children, own.unflatten(1, u_predict.shape[2:]).movedim(1, 0).unsqueeze(0), self)
+        weight = own.unflatten(1, u_predict.shape[2:]).movedim(1, 0).unsqueeze(0)
+        parents = functional.dynamic_routing(
+            children.unsqueeze(-2), weight, iterations=self.n_iterations + 1, prior=self.b
+        )
+        assert isinstance(parents, Tensor)
+        return parents.squeeze(-2)
 
-    extra_repr = every_argument_repr
 
-
-class CapsLayer(nn.Module):
+class CapsLayer(DynamicTwin):
     """A set of capsules routed to a set of parents by dynamic routing, with that code's names.
 
     Parameters
@@ -87,7 +73,7 @@ class CapsLayer(nn.Module):
     output_caps, output_dim : int
         Parents, and the numbers in a parent's pose.
     routing_module : AgreementRouting
-        Holds the logits and the number of turns.
+        Holds the logits and the number of iterations.
 
     Attributes
     ----------
@@ -103,15 +89,15 @@ class CapsLayer(nn.Module):
     torch.Size([2, 10, 16])
     """
 
+    output_dim: int
+    _children = ("input_caps", "input_dim")
+    _known_by = (*_children, "output_caps", "output_dim", "routing_module")
+
     def __init__(
         self, input_caps: int, input_dim: int, output_caps: int, output_dim: int, routing_module: nn.Module
     ) -> None:
         super().__init__()
-        self.input_caps, self.input_dim = check_count("input_caps", input_caps), check_count("input_dim", input_dim)
-        self.output_caps, self.output_dim = (
-            check_count("output_caps", output_caps),
-            check_count("output_dim", output_dim),
-        )
+        self._count(input_caps=input_caps, input_dim=input_dim, output_caps=output_caps, output_dim=output_dim)
         if not (hasattr(routing_module, "b") and hasattr(routing_module, "n_iterations")):
             raise TypeError(f"routing_module must be an AgreementRouting, got {type(routing_module).__name__}")
         shape = tuple(routing_module.b.shape)  # type: ignore[arg-type]
@@ -123,28 +109,16 @@ class CapsLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the matrices anew."""
-        nn.init.uniform_(self.weights, -(self.input_caps**-0.5), self.input_caps**-0.5)
+        bound = len(self.weights) ** -0.5
+        nn.init.uniform_(self.weights, -bound, bound)
 
     def forward(self, caps_output: Tensor) -> Tensor:
-        """Route.
+        """Route ``[batch, input_caps, input_dim]`` to ``[batch, output_caps, output_dim]``."""
+        routing: Any = self.routing_module
+        weight = self.weights.unflatten(2, (-1, self.output_dim)).movedim(2, 1)
+        return self._route("caps_output", caps_output, weight, iterations=routing.n_iterations + 1, prior=routing.b)
 
-        Parameters
-        ----------
-        caps_output : Tensor
-            ``[batch, input_caps, input_dim]``.
-
-        Returns
-        -------
-        Tensor
-            ``[batch, output_caps, output_dim]``.
-        """
-        require_tensor(caps_output, "caps_output")
-        if caps_output.dim() != 3 or caps_output.shape[1:] != (self.input_caps, self.input_dim):
-            wanted = f"[batch, {self.input_caps}, {self.input_dim}]"
-            raise ValueError(f"caps_output must be {wanted}, got {shape_text(caps_output)}")
-        weight = self.weights.unflatten(2, (self.output_caps, self.output_dim)).movedim(2, 1)
-        return route(caps_output, weight, self.routing_module)
-
-    def extra_repr(self) -> str:
-        names = ("input_caps", "input_dim", "output_caps", "output_dim")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+    @classmethod
+    def _unfit(cls, old: Any) -> str:
+        name = type(old.routing_module).__name__
+        return "" if name == "AgreementRouting" else f"routing_module must be an AgreementRouting, got {name}"

@@ -5,18 +5,19 @@ What differs: a parent whose votes add up to zero is zero, not NaN.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from fastcaps import functional
-from fastcaps.checks import check_count, shape_text
-from fastcaps.nn.poses import every_argument_repr, require_tensor
+from fastcaps.checks import check_count, require_tensor
+from fastcaps.compat.twin import DynamicTwin, Twin
 from fastcaps.vectors import squash
 
 __all__ = ["CapsuleLayer"]
 
 
-class CapsuleLayer(nn.Module):
+class CapsuleLayer(DynamicTwin):
     """Capsules by dynamic routing, or primary capsules by convolutions, with that code's names.
 
     The **children** of a parent compete. The logits that the routing starts from are zero, or learned, as in that
@@ -33,7 +34,7 @@ class CapsuleLayer(nn.Module):
     kernel_size, stride : int, optional
         Of primary capsules.
     num_iterations : int
-        Turns.
+        Iterations.
     learned_logits : bool
         Hold ``route_logits``, which those first revisions and their checkpoints have.
 
@@ -55,6 +56,9 @@ class CapsuleLayer(nn.Module):
     torch.Size([2, 10, 16])
     """
 
+    _children = ("num_route_nodes", "in_channels")
+    _known_by = ("num_capsules", "num_route_nodes", "num_iterations")
+
     def __init__(
         self,
         num_capsules: int,
@@ -68,12 +72,10 @@ class CapsuleLayer(nn.Module):
         learned_logits: bool = False,
     ) -> None:
         super().__init__()
-        self.num_capsules = check_count("num_capsules", num_capsules)
+        self._count(num_capsules=num_capsules, in_channels=in_channels, out_channels=out_channels)
+        self._count(num_iterations=num_iterations)
         self.num_route_nodes = -1 if num_route_nodes == -1 else check_count("num_route_nodes", num_route_nodes)
-        self.in_channels = check_count("in_channels", in_channels)
-        self.out_channels = check_count("out_channels", out_channels)
         self.kernel_size, self.stride = kernel_size, stride
-        self.num_iterations = check_count("num_iterations", num_iterations)
         self.learned_logits = bool(learned_logits)
         if num_route_nodes == -1:
             size, step = check_count("kernel_size", kernel_size), check_count("stride", stride)
@@ -97,36 +99,25 @@ class CapsuleLayer(nn.Module):
             nn.init.normal_(self.route_weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route, or make primary capsules.
+        """Route ``[batch, num_route_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]``.
 
-        Parameters
-        ----------
-        x : Tensor
-            ``[batch, num_route_nodes, in_channels]``, or a map ``[batch, in_channels, h, w]``.
-
-        Returns
-        -------
-        Tensor
-            ``[num_capsules, batch, 1, 1, out_channels]``, or primary capsules ``[batch, out_channels * h' * w',
-            num_capsules]``.
+        Or make of a map ``[batch, in_channels, h, w]`` primary capsules ``[batch, out_channels * h' * w',
+        num_capsules]``.
         """
-        require_tensor(x, "x")
         if self.num_route_nodes == -1:
+            require_tensor(x, "x")
             return squash(torch.stack([convolution(x).flatten(1) for convolution in self.capsules], dim=-1))
-        prior = self.route_logits.flatten(1).T if self.learned_logits else None
-        return route(x, "x", self.route_weights, self.num_iterations, prior)
+        options = {"prior": self.route_logits.flatten(1).T} if self.learned_logits else {}
+        weight = self.route_weights.transpose(0, 1)
+        parents = self._route("x", x, weight, iterations=self.num_iterations, compete="children", **options)
+        return parents.transpose(0, 1)[:, :, None, None]
 
-    extra_repr = every_argument_repr
+    @classmethod
+    def _unfit(cls, old: Any) -> str:
+        return "makes primary capsules by convolutions, routes nothing" if old.num_route_nodes == -1 else ""
 
-
-def route(x: Tensor, name: str, weight: Tensor, iterations: int, prior: Tensor | None = None) -> Tensor:
-    """Route ``[batch, i, d]``, an argument called ``name``, by matrices ``[m, i, d, e]`` to ``[m, batch, 1, 1, e]``."""
-    require_tensor(x, name)
-    _, children, numbers, _ = weight.shape
-    if x.dim() != 3 or x.shape[1:] != (children, numbers):
-        raise ValueError(f"{name} must be [batch, {children}, {numbers}], got {shape_text(x)}")
-    parents = functional.dynamic_routing(
-        x.unsqueeze(-2), weight.transpose(0, 1), iterations=iterations, compete="children", prior=prior
-    )
-    assert isinstance(parents, Tensor)
-    return parents.transpose(0, 1).unsqueeze(2)
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        _, _, in_channels, out_channels = old.route_weights.shape  # the layer keeps no sizes of poses
+        options["learned_logits"] = hasattr(old, "route_logits")  # as its first versions have
+        return super()._like(old, in_channels=in_channels, out_channels=out_channels, **options)

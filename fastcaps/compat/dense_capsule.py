@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps import functional
-from fastcaps.checks import check_count, shape_text
-from fastcaps.nn.poses import every_argument_repr, require_tensor
+from fastcaps.compat.twin import DynamicTwin
 from fastcaps.vectors import length
 
 __all__ = ["DenseCapsule"]
@@ -18,10 +16,10 @@ __all__ = ["DenseCapsule"]
 EPS = 1e-8
 
 
-class DenseCapsule(nn.Module):
+class DenseCapsule(DynamicTwin):
     r"""A set of capsules routed to a set of parents by dynamic routing (Sabour et al., 2017), with Guo's names.
 
-    The parents compete for each child. Gradients go through the last turn alone: the coefficients are constants to
+    The parents compete for each child. Gradients go through the last iteration alone: the coefficients are constants to
     them. Squashing is :math:`\frac{n^2}{1 + n^2} \frac{s}{n + 10^{-8}}` with :math:`n = \lVert s \rVert`.
 
     Parameters
@@ -31,7 +29,7 @@ class DenseCapsule(nn.Module):
     out_num_caps, out_dim_caps : int
         Parents, and the numbers in a parent's pose.
     routings : int
-        Turns, at least 1.
+        Iterations, at least 1.
 
     Attributes
     ----------
@@ -46,15 +44,15 @@ class DenseCapsule(nn.Module):
     torch.Size([2, 10, 16])
     """
 
+    _children = ("in_num_caps", "in_dim_caps")
+    _known_by = (*_children, "out_num_caps", "out_dim_caps", "routings")
+
     def __init__(
         self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, routings: int = 3
     ) -> None:
         super().__init__()
-        self.in_num_caps = check_count("in_num_caps", in_num_caps)
-        self.in_dim_caps = check_count("in_dim_caps", in_dim_caps)
-        self.out_num_caps = check_count("out_num_caps", out_num_caps)
-        self.out_dim_caps = check_count("out_dim_caps", out_dim_caps)
-        self.routings = check_count("routings", routings)
+        self._count(in_num_caps=in_num_caps, in_dim_caps=in_dim_caps, out_num_caps=out_num_caps)
+        self._count(out_dim_caps=out_dim_caps, routings=routings)
         self.weight = nn.Parameter(torch.empty(out_num_caps, in_num_caps, out_dim_caps, in_dim_caps))
         self.reset_parameters()
 
@@ -64,41 +62,11 @@ class DenseCapsule(nn.Module):
             self.weight.normal_().mul_(0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route.
-
-        Parameters
-        ----------
-        x : Tensor
-            ``[batch, in_num_caps, in_dim_caps]``.
-
-        Returns
-        -------
-        Tensor
-            ``[batch, out_num_caps, out_dim_caps]``.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If ``x`` does not fit.
-        """
-        return route(x, self.weight, self.routings)
-
-    extra_repr = every_argument_repr
+        """Route ``[batch, in_num_caps, in_dim_caps]`` to ``[batch, out_num_caps, out_dim_caps]``."""
+        return shorten(self._route("x", x, self.weight.permute(1, 0, 3, 2), iterations=self.routings, detach=True))
 
 
-def route(x: Tensor, weight: Tensor, iterations: int) -> Tensor:
-    """Route ``[batch, i, d]`` by matrices ``[m, i, e, d]`` to ``[batch, m, e]``."""
-    require_tensor(x, "x")
-    _, children, _, numbers = weight.shape
-    if x.dim() != 3 or x.shape[1:] != (children, numbers):
-        raise ValueError(f"x must be [batch, {children}, {numbers}], got {shape_text(x)}")
-    weight = weight.permute(1, 0, 3, 2)  # [G, M, D, E]
-    parents = functional.dynamic_routing(x.unsqueeze(-2), weight, iterations=iterations, detach=True)
-    assert isinstance(parents, Tensor)
-    return _shorten(parents.squeeze(-2))
-
-
-def _shorten(parents: Tensor) -> Tensor:
+def shorten(parents: Tensor) -> Tensor:
     """Return squashed vectors as Guo's formula squashes them, whose 1e-8 shortens those that were nearly 0 before.
 
     What was squashed to a length p was ``n = sqrt(p / (1 - p))`` long; its share that is left is ``n / (n + 1e-8)``.

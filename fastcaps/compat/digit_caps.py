@@ -5,18 +5,18 @@ What differs: a parent whose votes add up to zero is zero, not NaN.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count
-from fastcaps.compat.capsule_network import route
-from fastcaps.nn.poses import every_argument_repr
+from fastcaps.compat.twin import DynamicTwin, Twin
 
 __all__ = ["DigitCaps"]
 
 
-class DigitCaps(nn.Module):
-    """A set of capsules routed to a set of parents in three turns of dynamic routing, with that code's names.
+class DigitCaps(DynamicTwin):
+    """A set of capsules routed to a set of parents in three iterations of dynamic routing, with that code's names.
 
     The **children** of a parent compete.
 
@@ -42,6 +42,9 @@ class DigitCaps(nn.Module):
     torch.Size([2, 10, 16])
     """
 
+    _children = ("previous_layer_nodes", "in_channels")
+    _known_by = ("num_capsules", *_children)
+
     def __init__(
         self,
         num_capsules: int = 10,
@@ -50,10 +53,8 @@ class DigitCaps(nn.Module):
         out_channels: int = 16,
     ) -> None:
         super().__init__()
-        self.num_capsules = check_count("num_capsules", num_capsules)
-        self.previous_layer_nodes = check_count("previous_layer_nodes", previous_layer_nodes)
-        self.in_channels = check_count("in_channels", in_channels)
-        self.out_channels = check_count("out_channels", out_channels)
+        self._count(num_capsules=num_capsules, previous_layer_nodes=previous_layer_nodes)
+        self._count(in_channels=in_channels, out_channels=out_channels)
         self.W = nn.Parameter(torch.empty(num_capsules, previous_layer_nodes, in_channels, out_channels))
         self.reset_parameters()
 
@@ -62,18 +63,10 @@ class DigitCaps(nn.Module):
         nn.init.normal_(self.W)
 
     def forward(self, u: Tensor) -> Tensor:
-        """Route.
+        """Route ``[batch, previous_layer_nodes, in_channels]`` to ``[num_capsules, batch, 1, 1, out_channels]``."""
+        parents = self._route("u", u, self.W.transpose(0, 1), iterations=3, compete="children")
+        return parents.transpose(0, 1)[:, :, None, None]
 
-        Parameters
-        ----------
-        u : Tensor
-            ``[batch, previous_layer_nodes, in_channels]``.
-
-        Returns
-        -------
-        Tensor
-            ``[num_capsules, batch, 1, 1, out_channels]``.
-        """
-        return route(u, "u", self.W, iterations=3)
-
-    extra_repr = every_argument_repr
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, out_channels=old.W.shape[-1], **options)  # which it does not keep

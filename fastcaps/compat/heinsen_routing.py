@@ -3,7 +3,8 @@
 What differs:
 
 - a child with a score of minus infinity leaves no trace even if it is NaN or infinite;
-- votes are stored only for ``return_dict=True``, which hands them out, and whose ``log_p`` exists for one turn too.
+- votes are stored only for ``return_dict=True``, which hands them out, and whose ``log_p`` exists for one iteration
+  too.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.checks import check_choice, check_count, shape_text
-from fastcaps.nn.poses import every_argument_repr, require_tensor
+from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.compat.twin import Draw, Twin
 
 __all__ = ["GenerativeMatrixRouting"]
 
 MODELS = {"gaussian": "gaussian", "skm": "kmeans"}
-NAMES = ("n_inp", "n_out", "d_cov", "d_inp", "d_out", "n_iters", "single_beta", "p_model", "eps", "return_dict")
 
 
-class GenerativeMatrixRouting(nn.Module):
+class GenerativeMatrixRouting(Twin):
     """Capsules with scores routed to capsules with scores, by the parents that explain them best, with Heinsen's names.
 
     Parameters
@@ -37,7 +37,7 @@ class GenerativeMatrixRouting(nn.Module):
     d_cov, d_inp, d_out : int
         A child's pose is d_cov x d_inp, a parent's d_cov x d_out.
     n_iters : int
-        Turns.
+        Iterations.
     single_beta : bool
         ``beta_use`` and ``beta_ign`` are one parameter.
     p_model : "gaussian" or "skm"
@@ -67,6 +67,10 @@ class GenerativeMatrixRouting(nn.Module):
     """
 
     CONST_one: Tensor
+    d_cov: int
+    d_inp: int
+    n_iters: int
+    _known_by = ("n_inp", "n_out", "d_cov", "d_inp", "d_out", "n_iters", "single_beta", "p_model", "eps", "return_dict")
 
     def __init__(
         self,
@@ -83,11 +87,9 @@ class GenerativeMatrixRouting(nn.Module):
     ) -> None:
         super().__init__()
         self.n_inp = -1 if n_inp == -1 else check_count("n_inp", n_inp)
-        if check_count("n_out", n_out) < 2:
+        self._count(n_out=n_out, d_cov=d_cov, d_inp=d_inp, d_out=d_out, n_iters=n_iters)
+        if n_out < 2:
             raise ValueError(f"n_out must be at least 2, got {n_out}")
-        self.n_out = n_out
-        self.d_cov, self.d_inp = check_count("d_cov", d_cov), check_count("d_inp", d_inp)
-        self.d_out, self.n_iters = check_count("d_out", d_out), check_count("n_iters", n_iters)
         check_choice("p_model", p_model, tuple(MODELS))
         self.single_beta, self.p_model, self.eps, self.return_dict = single_beta, p_model, eps, return_dict
         rows = max(1, self.n_inp)
@@ -120,12 +122,7 @@ class GenerativeMatrixRouting(nn.Module):
         tuple or dict
             ``a_out`` ``[..., n_out]``, ``mu_out`` and ``sig2_out`` ``[..., n_out, d_cov, d_out]``; with
             ``return_dict`` a dict of these, of the votes ``V`` ``[..., n_inp, n_out, d_cov, d_out]``, and of
-            ``log_p``, ``R``, ``D_use``, ``D_ign`` ``[..., n_inp, n_out]`` of the last turn.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If a tensor does not fit.
+            ``log_p``, ``R``, ``D_use``, ``D_ign`` ``[..., n_inp, n_out]`` of the last iteration.
         """
         require_tensor(a_inp, "a_inp")
         require_tensor(mu_inp, "mu_inp")
@@ -146,14 +143,14 @@ class GenerativeMatrixRouting(nn.Module):
         return a_out, mu_out, sig2_out
 
     def _route(self, children: Tensor, scores: Tensor, iterations: int) -> tuple[Tensor, ...]:
-        """Return the parents' scores, means and variances after some turns."""
+        """Return the parents' scores, means and variances after some iterations."""
         options: dict[str, Any] = {"iterations": iterations, "model": MODELS[self.p_model], "eps": self.eps}
         betas = (self.beta_use, self.beta_ign)
         found = functional.heinsen_routing(children, scores, self.W, self.B, *betas, **options)
         return found.scores, found.poses, found.variances
 
     def _inside(self, children: Tensor, scores: Tensor) -> dict[str, Tensor]:
-        """Return what the last turn computed on its way, votes stored."""
+        """Return what the last iteration computed on its way, votes stored."""
         weight = self.W.expand(children.shape[1], -1, -1, -1)
         votes = torch.einsum("bicd,ijdh->bijch", children, weight) + self.B
         gate = scores.sigmoid().unsqueeze(-1)
@@ -172,4 +169,6 @@ class GenerativeMatrixRouting(nn.Module):
         used = gate * shares
         return {"V": votes, "log_p": log_p, "R": shares, "D_use": used, "D_ign": gate - used}
 
-    extra_repr = every_argument_repr
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        count = 5 if self.n_inp < 0 else self.n_inp
+        return [(draw(2, count), draw(2, count, self.d_cov, self.d_inp))]

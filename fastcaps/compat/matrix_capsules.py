@@ -5,22 +5,24 @@ What differs: it runs on any device and any grid, square or not.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from fastcaps import functional
-from fastcaps.checks import check_count, shape_text
-from fastcaps.nn.poses import every_argument_repr, require_tensor
+from fastcaps.checks import require_tensor, shape_text
+from fastcaps.compat.twin import Draw, Twin
 from fastcaps.votes import Window
 
 __all__ = ["ConvCaps"]
 
 
-class ConvCaps(nn.Module):
+class ConvCaps(Twin):
     r"""Capsules by EM routing, over a window or from a whole grid, with that code's names.
 
     A child's shares, times its activation a, are divided by their sum: it weighs :math:`a / (a + 10^{-8})`, so that
-    only an activation of 0 counts for less. :math:`\lambda` is 0.001 in every turn.
+    only an activation of 0 counts for less. :math:`\lambda` is 0.001 in every iteration.
 
     Parameters
     ----------
@@ -31,7 +33,7 @@ class ConvCaps(nn.Module):
     P : int
         Poses are P x P.
     iters : int
-        Turns.
+        Iterations.
     coor_add : bool
         Add the place of a child to its votes, where weights are shared.
     w_shared : bool
@@ -53,6 +55,13 @@ class ConvCaps(nn.Module):
     (torch.Size([2, 4, 4, 272]), torch.Size([2, 10]))
     """
 
+    B: int
+    K: int
+    P: int
+    stride: int
+    iters: int
+    _known_by = ("B", "C", "K", "P", "stride", "iters", "coor_add", "w_shared")
+
     def __init__(
         self,
         B: int = 32,
@@ -65,13 +74,8 @@ class ConvCaps(nn.Module):
         w_shared: bool = False,
     ) -> None:
         super().__init__()
-        self.B, self.C, self.K, self.P = (
-            check_count("B", B),
-            check_count("C", C),
-            check_count("K", K),
-            check_count("P", P),
-        )
-        self.psize, self.stride, self.iters = P * P, check_count("stride", stride), check_count("iters", iters)
+        self._count(B=B, C=C, K=K, P=P, stride=stride, iters=iters)
+        self.psize = P * P
         self.coor_add, self.w_shared = bool(coor_add), bool(w_shared)
         if w_shared and (K, stride) != (1, 1):
             raise ValueError(f"K and stride must be 1 with w_shared=True, got {K} and {stride}")
@@ -87,17 +91,9 @@ class ConvCaps(nn.Module):
             nn.init.zeros_(beta)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route.
+        """Route ``[b, h, w, B * (P * P + 1)]`` to ``[b, h', w', C * (P * P + 1)]``: poses, then activations.
 
-        Parameters
-        ----------
-        x : Tensor
-            ``[b, h, w, B * (P * P + 1)]``: the poses of a place, then its activations.
-
-        Returns
-        -------
-        Tensor
-            ``[b, h', w', C * (P * P + 1)]`` likewise; where weights are shared, activations ``[b, C]``.
+        Where weights are shared the result is activations ``[b, C]``.
         """
         require_tensor(x, "x")
         numbers = self.B * self.psize
@@ -107,8 +103,9 @@ class ConvCaps(nn.Module):
         bias = None
         if self.w_shared and self.coor_add:
             flat = x.new_zeros(height, width, self.B, 1, self.psize)
-            flat[..., 0] += torch.arange(height, device=x.device, dtype=x.dtype).view(-1, 1, 1, 1) / height
-            flat[..., 1 % self.psize] += torch.arange(width, device=x.device, dtype=x.dtype).view(-1, 1, 1) / width
+            down, across = (torch.arange(size, device=x.device, dtype=x.dtype) / size for size in (height, width))
+            flat[..., 0] += down.view(-1, 1, 1, 1)
+            flat[..., 1 % self.psize] += across.view(-1, 1, 1)
             bias = flat.view(-1, 1, self.P, self.P)
         active = x[..., numbers:].movedim(-1, 1)
         found = functional.em_routing(
@@ -127,4 +124,7 @@ class ConvCaps(nn.Module):
             return found.activations.flatten(1)
         return torch.cat([found.poses.movedim(1, 3).flatten(3), found.activations.movedim(1, 3)], dim=3)
 
-    extra_repr = every_argument_repr
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        size = self.K + 2 * self.stride - 1  # two windows a side, by the formula of the first versions too
+        activations = draw(2, size, size, self.B).sigmoid()
+        return [(torch.cat([draw(2, size, size, self.B * self.psize), activations], dim=3),)]

@@ -16,38 +16,53 @@ What differs, each of it below what training can see:
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, shape_text
+from fastcaps.checks import check_count, require_tensor, shape_text
+from fastcaps.compat.twin import Draw, Twin
 from fastcaps.nn.inverted_attention import route
 from fastcaps.nn.layer import LayerCall
-from fastcaps.nn.poses import every_argument_repr, flatten_grid, pose_shape, require_tensor
+from fastcaps.nn.poses import pose_shape
 from fastcaps.votes import Window
 
 __all__ = ["CapsuleCONV", "CapsuleFC"]
 
 
-class _Capsule(nn.Module):
-    """What the two layers share: names, initialisation and the pass itself."""
+class _Capsule(Twin):
+    """What the two layers share: names, initialisation and the pass itself.
+
+    Parameters
+    ----------
+    sides : tuple of int
+        Of the window, for a grid.
+    """
 
     in_n_capsules: int
+    in_d_capsules: int
+    out_n_capsules: int
+    out_d_capsules: int
     window: Window | None = None
+    _known_by: ClassVar[tuple[str, ...]] = (
+        "in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules", "matrix_pose", "nonlinear_act", "drop",
+    )  # fmt: skip
 
-    def _setup(
+    def __init__(
         self,
-        lead: tuple[int, ...],
+        sides: tuple[int, ...],
+        in_n_capsules: int,
         in_d_capsules: int,
         out_n_capsules: int,
         out_d_capsules: int,
         matrix_pose: bool,
         dp: float,
     ) -> None:
-        """Set the attributes and draw ``w``, whose leading dimensions ``lead`` count the children of one position."""
-        self.in_d_capsules = check_count("in_d_capsules", in_d_capsules)
-        self.out_n_capsules = check_count("out_n_capsules", out_n_capsules)
-        self.out_d_capsules = check_count("out_d_capsules", out_d_capsules)
+        super().__init__()
+        self._count(in_n_capsules=in_n_capsules, in_d_capsules=in_d_capsules)
+        self._count(out_n_capsules=out_n_capsules, out_d_capsules=out_d_capsules)
+        lead = (*sides, in_n_capsules)
         self.matrix_pose = bool(matrix_pose)
         if matrix_pose and out_d_capsules != in_d_capsules:
             raise ValueError(
@@ -59,12 +74,8 @@ class _Capsule(nn.Module):
             self.sqrt_d = self.pose_shape[0]
         contracted = self.pose_shape[1]
         self.weight_init_const = math.sqrt(out_n_capsules / (contracted * math.prod(lead)))
-        tail = (
-            (contracted, contracted, out_n_capsules)
-            if self.matrix_pose
-            else (contracted, out_n_capsules, out_d_capsules)
-        )
-        self.w = nn.Parameter(torch.empty(*lead, *tail))
+        tail = (contracted, out_n_capsules) if self.matrix_pose else (out_n_capsules, out_d_capsules)
+        self.w = nn.Parameter(torch.empty(*lead, contracted, *tail))
         self.dropout_rate = dp
         self.nonlinear_act = nn.LayerNorm(out_d_capsules)
         self.drop = nn.Dropout(dp)
@@ -83,20 +94,57 @@ class _Capsule(nn.Module):
         """The probability of dropping a number."""
         return self.drop.p
 
-    extra_repr = every_argument_repr
+    def forward(self, input: Tensor, num_iter: int, next_capsule_value: Tensor | None = None) -> Tensor:
+        """Route once.
 
-    def _weight(self) -> Tensor:
-        """``w`` as the passes want it, ``[G, M, D, E]``; a view of FC's, and of CONV's with k, l and n joined."""
-        w = self.w.flatten(0, -4)
-        return w.permute(0, 3, 1, 2) if self.matrix_pose else w.permute(0, 2, 1, 3)
+        Parameters
+        ----------
+        input : Tensor
+            ``[b, n, d]``; or a grid ``[b, n, h, w, d]``, which :class:`CapsuleFC` flattens.
+        num_iter : int
+            Not used, as in the authors' layer: a call is one iteration.
+        next_capsule_value : Tensor, optional
+            The parents' last poses, of the result's shape; None spreads every child evenly.
+
+        Returns
+        -------
+        Tensor
+            ``[b, m, d]``; of :class:`CapsuleCONV` ``[b, m, h', w', d]``.
+        """
+        require_tensor(input, "input")
+        children, parents = self._flat(input), next_capsule_value
+        if parents is not None:
+            require_tensor(parents, "next_capsule_value")
+            parents = self._flat(parents)
+        self._check(children, parents)
+        return self._pass(children, parents)
+
+    def _flat(self, poses: Tensor) -> Tensor:
+        """Return poses of one dimension; 1 x 1 ones may come as this module gives them, with a dimension more."""
+        lead = 2 if self.window is None else 4
+        return poses.flatten(lead) if poses.dim() == lead + 2 else poses
+
+    def _check(self, children: Tensor, parents: Tensor | None) -> None:
+        grid = "" if self.window is None else "h, w, "
+        if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_d_capsules:
+            wanted = f"[b, {self.in_n_capsules}, {grid}{self.in_d_capsules}]"
+            raise ValueError(f"input must be {wanted}, got {shape_text(children)}")
+        if children.shape[1] != self.in_n_capsules:
+            raise ValueError(f"input must hold in_n_capsules = {self.in_n_capsules} capsules, got {children.shape[1]}")
+        if parents is not None and (parents.dim() != children.dim() or parents.shape[-1] != self.out_d_capsules):
+            wanted = f"[b, {self.out_n_capsules}, {grid}{self.out_d_capsules}]"
+            raise ValueError(f"next_capsule_value must be {wanted}, got {shape_text(parents)}")
 
     def _pass(self, children: Tensor, parents: Tensor | None) -> Tensor:
         norm = self.nonlinear_act
         plain = type(norm) is nn.LayerNorm and norm.normalized_shape == (self.out_d_capsules,)
         normalised = self.out_d_capsules > 1
-        poses = children.unflatten(-1, self.pose_shape[:2])
+        w = self.w.flatten(0, -4)  # of CONV k, l and n joined; as passes want it a view [G, M, D, E]
+        weight = w.permute(0, 3, 1, 2) if self.matrix_pose else w.permute(0, 2, 1, 3)
         poses, _ = route(
-            LayerCall(poses, None, self._weight(), None, self.out_n_capsules, self.window),
+            LayerCall(
+                children.unflatten(-1, self.pose_shape[:2]), None, weight, None, self.out_n_capsules, self.window
+            ),
             parents,
             self.pose_shape,
             scale=self.scale,
@@ -107,23 +155,29 @@ class _Capsule(nn.Module):
             return poses if plain else norm(poses)
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened
 
-    def _check(self, children: Tensor, parents: Tensor | None, wanted: str) -> None:
-        if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_d_capsules:
-            raise ValueError(f"input must be {wanted}, got {shape_text(children)}")
-        if children.shape[1] != self.in_n_capsules:
-            raise ValueError(f"input must hold in_n_capsules = {self.in_n_capsules} capsules, got {children.shape[1]}")
-        if parents is not None and (parents.dim() != children.dim() or parents.shape[-1] != self.out_d_capsules):
-            grid = "" if self.window is None else "h, w, "
-            want = f"[b, {self.out_n_capsules}, {grid}{self.out_d_capsules}]"
-            raise ValueError(f"next_capsule_value must be {want}, got {shape_text(parents)}")
+    @classmethod
+    def _unfit(cls, old: Any) -> str:
+        fits = isinstance(old.nonlinear_act, nn.LayerNorm) and isinstance(old.drop, nn.Dropout)
+        return "" if fits else "nonlinear_act must be a LayerNorm and drop a Dropout"
 
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, dp=old.drop.p, **options)
 
-def _parents(value: Tensor | None, lead: int) -> Tensor | None:
-    """The parents' flat poses; 1 x 1 ones may come as this module gives them, with a dimension more."""
-    if value is None:
-        return None
-    require_tensor(value, "next_capsule_value")
-    return value.flatten(lead) if value.dim() > lead else value
+    def _adopt(self, old: Any) -> None:
+        super()._adopt(old)
+        for name in ("weight_init_const", "dropout_rate", "scale"):
+            setattr(self, name, getattr(old, name, getattr(self, name)))
+        self.scale = float(self.scale)
+
+    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
+        grid, above = self._grids()
+        children = draw(2, self.in_n_capsules, *grid, self.in_d_capsules)
+        return [(children, 0, None), (children, 0, draw(2, self.out_n_capsules, *above, self.out_d_capsules))]
+
+    def _grids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return a small grid of children and that of their parents."""
+        return (), ()
 
 
 class CapsuleFC(_Capsule):
@@ -165,35 +219,10 @@ class CapsuleFC(_Capsule):
         matrix_pose: bool,
         dp: float,
     ) -> None:
-        super().__init__()
-        self.in_n_capsules = check_count("in_n_capsules", in_n_capsules)
-        self._setup((in_n_capsules,), in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
+        super().__init__((), in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
 
-    def forward(self, input: Tensor, num_iter: int, next_capsule_value: Tensor | None = None) -> Tensor:
-        """Route once.
-
-        Parameters
-        ----------
-        input : Tensor
-            ``[b, n, d]``, or a grid ``[b, n, h, w, d]``.
-        num_iter : int
-            Not used, as in the authors' layer: a call is one iteration.
-        next_capsule_value : Tensor, optional
-            The parents' last poses ``[b, m, d]``; None spreads every child evenly.
-
-        Returns
-        -------
-        Tensor
-            ``[b, m, d]``.
-        """
-        require_tensor(input, "input")
-        if input.dim() == 5:
-            input = flatten_grid(input)
-        elif input.dim() == 4:
-            input = input.flatten(2)
-        parents = _parents(next_capsule_value, 2)
-        self._check(input, parents, f"[b, {self.in_n_capsules}, {self.in_d_capsules}] or [b, n, h, w, d]")
-        return self._pass(input, parents)
+    def _flat(self, poses: Tensor) -> Tensor:
+        return poses.flatten(1, 3) if poses.dim() == 5 else super()._flat(poses)
 
 
 class CapsuleCONV(_Capsule):
@@ -224,6 +253,11 @@ class CapsuleCONV(_Capsule):
     torch.Size([2, 4, 3, 3, 16])
     """
 
+    kernel_size: int
+    stride: int
+    _known_by = (*_Capsule._known_by, "kernel_size", "stride")
+    _versions = ({}, {"mixed_windows": True})
+
     def __init__(
         self,
         in_n_capsules: int,
@@ -238,39 +272,14 @@ class CapsuleCONV(_Capsule):
         *,
         mixed_windows: bool = False,
     ) -> None:
-        super().__init__()
-        self.in_n_capsules = check_count("in_n_capsules", in_n_capsules)
-        self.kernel_size = check_count("kernel_size", kernel_size)
-        self.stride = check_count("stride", stride)
-        self.coordinate_add = coordinate_add
-        self.mixed_windows = bool(mixed_windows)
+        sides = (check_count("kernel_size", kernel_size),) * 2
+        super().__init__(sides, in_n_capsules, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
+        self._count(kernel_size=kernel_size, stride=stride)
+        self.coordinate_add, self.mixed_windows = coordinate_add, bool(mixed_windows)
         self.window = Window(kernel_size, kernel_size if mixed_windows else stride)
-        lead = (kernel_size, kernel_size, in_n_capsules)
-        self._setup(lead, in_d_capsules, out_n_capsules, out_d_capsules, matrix_pose, dp)
 
-    def forward(self, input: Tensor, num_iter: int, next_capsule_value: Tensor | None = None) -> Tensor:
-        """Route once.
-
-        Parameters
-        ----------
-        input : Tensor
-            ``[b, n, h, w, d]``.
-        num_iter : int
-            Not used, as in the authors' layer: a call is one iteration.
-        next_capsule_value : Tensor, optional
-            The parents' last poses ``[b, m, h', w', d]``; None spreads every child evenly.
-
-        Returns
-        -------
-        Tensor
-            ``[b, m, h', w', d]``.
-        """
-        require_tensor(input, "input")
-        if input.dim() == 6:
-            input = input.flatten(4)
-        parents = _parents(next_capsule_value, 4)
-        self._check(input, parents, f"[b, {self.in_n_capsules}, h, w, {self.in_d_capsules}]")
-        return self._pass(self._mixed(input) if self.mixed_windows else input, parents)
+    def _pass(self, children: Tensor, parents: Tensor | None) -> Tensor:
+        return super()._pass(self._mixed(children) if self.mixed_windows else children, parents)
 
     def _mixed(self, input: Tensor) -> Tensor:
         """The windows side by side, ``[b, n, h' * k, w' * k, d]``, their numbers mixed as the first commit does it."""
@@ -281,3 +290,10 @@ class CapsuleCONV(_Capsule):
         seen = input.unfold(2, size, step).unfold(3, size, step).permute(0, 1, 5, 6, 4, 2, 3)  # b n k l d h w
         mixed = seen.reshape(*seen.shape[:4], *seen.shape[5:], self.in_d_capsules)  # read as h w d
         return mixed.permute(0, 1, 4, 2, 5, 3, 6).flatten(4, 5).flatten(2, 3)
+
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, coordinate_add=getattr(old, "coordinate_add", False), **options)
+
+    def _grids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.kernel_size, self.kernel_size + self.stride), (1, 2)

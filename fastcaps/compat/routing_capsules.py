@@ -5,17 +5,18 @@ What differs: it runs where its input is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count
-from fastcaps.compat.dense_capsule import route
-from fastcaps.nn.poses import every_argument_repr
+from fastcaps.compat.dense_capsule import shorten
+from fastcaps.compat.twin import DynamicTwin, Twin
 
 __all__ = ["RoutingCapsules"]
 
 
-class RoutingCapsules(nn.Module):
+class RoutingCapsules(DynamicTwin):
     """A set of capsules routed to a set of parents by dynamic routing, with that code's names.
 
     It computes what :class:`~fastcaps.compat.DenseCapsule` does.
@@ -27,7 +28,7 @@ class RoutingCapsules(nn.Module):
     num_caps, dim_caps : int
         Parents, and the numbers in a parent's pose.
     num_routing : int
-        Turns, at least 1.
+        Iterations, at least 1.
     device : torch.device, optional
         Kept, and without effect: the published layer makes its logits there.
 
@@ -44,6 +45,9 @@ class RoutingCapsules(nn.Module):
     torch.Size([2, 10, 16])
     """
 
+    _children = ("in_caps", "in_dim")
+    _known_by = (*_children, "num_caps", "dim_caps", "num_routing")
+
     def __init__(
         self,
         in_dim: int,
@@ -54,9 +58,7 @@ class RoutingCapsules(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.in_dim, self.in_caps = check_count("in_dim", in_dim), check_count("in_caps", in_caps)
-        self.num_caps, self.dim_caps = check_count("num_caps", num_caps), check_count("dim_caps", dim_caps)
-        self.num_routing = check_count("num_routing", num_routing)
+        self._count(in_dim=in_dim, in_caps=in_caps, num_caps=num_caps, dim_caps=dim_caps, num_routing=num_routing)
         self.device = device
         self.W = nn.Parameter(torch.empty(1, num_caps, in_caps, dim_caps, in_dim))
         self.reset_parameters()
@@ -67,18 +69,9 @@ class RoutingCapsules(nn.Module):
             self.W.normal_().mul_(0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route.
+        """Route ``[batch, in_caps, in_dim]`` to ``[batch, num_caps, dim_caps]``."""
+        return shorten(self._route("x", x, self.W[0].permute(1, 0, 3, 2), iterations=self.num_routing, detach=True))
 
-        Parameters
-        ----------
-        x : Tensor
-            ``[batch, in_caps, in_dim]``.
-
-        Returns
-        -------
-        Tensor
-            ``[batch, num_caps, dim_caps]``.
-        """
-        return route(x, self.W[0], self.num_routing)
-
-    extra_repr = every_argument_repr
+    @classmethod
+    def _like(cls, old: Any, **options: Any) -> Twin:
+        return super()._like(old, device=getattr(old, "device", None), **options)  # some copies know no device

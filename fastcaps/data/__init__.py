@@ -10,7 +10,7 @@ from fastcaps.data.batches import ShuffledBatches
 from fastcaps.data.cifar import read_cifar
 from fastcaps.data.digits import read_digits, split_digits
 from fastcaps.data.draws import Draws
-from fastcaps.data.errors import CorruptDataError, DataError, MissingDataError
+from fastcaps.data.files import CorruptDataError, DataError, MissingDataError
 from fastcaps.data.folders import read_folder
 from fastcaps.data.idx import read_idx
 from fastcaps.data.images import BatchDataset, ImageDataset
@@ -23,11 +23,9 @@ from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, 
 from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees
 
 __all__ = [
-    # by name
     "Splits",
     "load",
     "names",
-    # readers
     "Phrases",
     "TextEmbedder",
     "Treebank",
@@ -40,7 +38,6 @@ __all__ = [
     "read_svhn",
     "read_trees",
     "split_digits",
-    # data sets
     "AffineDigits",
     "BatchDataset",
     "ImageDataset",
@@ -48,7 +45,6 @@ __all__ = [
     "ShiftedDigits",
     "ShuffledBatches",
     "TextDataset",
-    # transforms
     "Chain",
     "ColorJitter",
     "Draws",
@@ -56,7 +52,6 @@ __all__ = [
     "RandomCropFlip",
     "ResizeCrop",
     "crops",
-    # errors
     "CorruptDataError",
     "DataError",
     "MissingDataError",

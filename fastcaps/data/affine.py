@@ -93,10 +93,9 @@ def _ink_boxes(images: Tensor) -> Tensor:
     """Corners of the box around each image's ink: float32 ``[n, 4, 2]``, (x, y) from its centre; all of it if black."""
     side = images.shape[2]
     ink = images[:, 0] > 0
-    ink = ink | ~ink.flatten(1).any(1)[:, None, None]
     edges = []
     for axis in (1, 2):  # over rows: which columns have ink; and the other way
-        there = ink.any(axis).to(torch.uint8)
+        there = ink.any(axis).to(torch.uint8)  # argmax is the first of equals: 0, where there is none
         edges.append((there.argmax(1), side - there.flip(1).argmax(1)))
     (left, right), (top, bottom) = edges
     corners = torch.stack([torch.stack([x, y], 1) for x in (left, right) for y in (top, bottom)], 1)

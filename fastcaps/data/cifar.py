@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.errors import CorruptDataError, MissingDataError
-from fastcaps.data.files import GZIP_MAGIC
+from fastcaps.data.files import GZIP_MAGIC, CorruptDataError, check_labels, existing
 
-_SIDE = 32
-_PIXELS = 3 * _SIDE * _SIDE
-_PICKLE_MAGIC = b"\x80"
+_HINTS = {
+    GZIP_MAGIC: " (it looks like a gzip archive; unpack it first)",
+    b"\x80\x02": " (it looks like the Python version of CIFAR; the binary version is wanted)",
+}
 
 
 def read_cifar(
@@ -47,29 +47,14 @@ def read_cifar(
     CorruptDataError
         If its size is not a whole number of records (or not the wanted number), or a label is out of range.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingDataError(f"{path}: no such file; a binary CIFAR file is wanted here")
-    size = path.stat().st_size
-    record = label_bytes + _PIXELS
-    found = f"{size:,} bytes"
-    with path.open("rb") as file:
-        head = file.read(2)
-    if head == GZIP_MAGIC:
-        raise CorruptDataError(f"{path}: a gzip archive; unpack it first, the binary file itself is wanted")
-    if size == 0 or size % record or (records is not None and size != records * record):
-        pickled = head[:1] == _PICKLE_MAGIC
-        hint = " (it looks like the Python version of CIFAR; the binary version is wanted)" if pickled else ""
-        wanted = f"{records:,} records of {record:,}" if records is not None else f"a multiple of {record:,}"
-        total = f" = {records * record:,} bytes" if records is not None else " bytes, not zero"
-        raise CorruptDataError(f"{path}: truncated or wrong file: {found}, want {wanted}{total}{hint}")
-    data = np.fromfile(path, dtype=np.uint8)
-    table = data.reshape(-1, record)
+    path = existing(path, "a binary CIFAR file")
+    size, record = path.stat().st_size, label_bytes + 3 * 32 * 32
+    if size == 0 or size % record or records not in (None, size // record):
+        with path.open("rb") as file:
+            hint = _HINTS.get(file.read(2), "")
+        wanted = "a multiple of" if records is None else f"{records:,} records of"
+        raise CorruptDataError(f"{path}: truncated or wrong file: {size:,} bytes, want {wanted} {record:,}{hint}")
+    table = np.fromfile(path, dtype=np.uint8).reshape(-1, record)
     labels = table[:, label_bytes - 1].astype(np.int64)
-    if labels.max(initial=0) >= classes:
-        at = int((labels >= classes).argmax())
-        raise CorruptDataError(
-            f"{path}: record {at} has the label {labels[at]}, want 0 to {classes - 1}; "
-            "is this the file of another data set?"
-        )
-    return table[:, label_bytes:].reshape(-1, 3, _SIDE, _SIDE), labels
+    check_labels(path, labels, 0, classes - 1)
+    return table[:, label_bytes:].reshape(-1, 3, 32, 32), labels

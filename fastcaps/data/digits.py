@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.errors import MissingDataError
+from fastcaps.data.files import needing
 
 _TEST_SHARE = 5  # one in five of every class is held out
 _SPLIT_SEED = 0
@@ -19,12 +19,8 @@ def read_digits() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     MissingDataError
         If scikit-learn is not installed.
     """
-    try:
+    with needing("scikit-learn", "demo", "its digits"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingDataError(
-            "the digits come with scikit-learn, which is not installed: pip install 'fastcaps[demo]'"
-        ) from error
     bunch = load_digits()
     # 16 levels of ink; 15.9375 = 255 / 16 puts white at 0 and full ink at 255, as in the other data sets
     images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]

@@ -1,23 +1,45 @@
-"""Files that are a header and an array, plain or gzip: what the header states is checked before the rest is read."""
+"""What the readers share: errors that say what to do next, files and what they need, arrays behind a header."""
 
 from __future__ import annotations
 
 import gzip
+import math
+import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
-
-from fastcaps.data.errors import CorruptDataError, MissingDataError
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_BYTES = 2**31
 """An array whose header states more is refused: the largest of these data sets, smallNORB, has 448 MB a file."""
 
-ParseHeader = Callable[[IO[bytes], Path], tuple[np.dtype, tuple[int, ...]]]
+
+class DataError(Exception):
+    """The data asked for cannot be used; the message names the file, what was found and what is wanted."""
+
+
+class MissingDataError(DataError, FileNotFoundError):
+    """A file or folder of a data set is not where it was looked for."""
+
+    def __str__(self) -> str:  # OSError would print its errno tuple
+        return str(self.args[0])
+
+
+class CorruptDataError(DataError, ValueError):
+    """A file is there, but it is truncated, too long, or not of the kind that its name promises."""
+
+
+def existing(path: str | Path, kind: str) -> Path:
+    """The path of a file that is there; MissingDataError, with the kind of file that is wanted, if it is not."""
+    path = Path(path)
+    if not path.is_file():
+        raise MissingDataError(f"{path}: no such file; {kind} is wanted here")
+    return path
 
 
 def spellings(name: str) -> list[str]:
@@ -34,75 +56,119 @@ def find(folder: Path, name: str) -> Path:
     raise MissingDataError(f"{folder / name}: no such file, nor {name}.gz")
 
 
-def sizes_text(sizes: tuple[int, ...]) -> str:
-    """``3 x 28 x 28``."""
-    return " x ".join(map(str, sizes))
-
-
-def require_shape(path: Path, sizes: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> None:
-    """Raise if a file does not hold the wanted shape; ``None`` stands for any size."""
-    if wanted is None:
-        return
-    if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
-        text = " x ".join("any" if w is None else str(w) for w in wanted)
-        raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {text}")
-
-
-def _read(stream: IO[bytes], path: Path, parse: ParseHeader, plain_bytes: int | None) -> npt.NDArray[np.generic]:
-    dtype, sizes = parse(stream, path)
-    count = dtype.itemsize  # in Python integers: a damaged header may state sizes whose product overflows 64 bits
-    for size in sizes:
-        count *= size
-    stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
-    if plain_bytes is not None and plain_bytes - stream.tell() != count:
-        found = plain_bytes - stream.tell()
-        raise CorruptDataError(f"{path}: {'truncated' if found < count else 'too long'}; {stated}, found {found:,}")
-    if count > MOST_BYTES:
-        raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
-    content = stream.read(count)
-    if len(content) < count:
-        raise CorruptDataError(f"{path}: truncated; {stated}, found {len(content):,}")
-    if stream.read(1):  # reaching the end makes gzip compare its checksum too
-        raise CorruptDataError(f"{path}: too long; {stated}, found more")
+@contextmanager
+def needing(package: str, extra: str, what: str) -> Iterator[None]:
+    """Import in this block what an extra of ours brings; MissingDataError names it where it is not installed."""
     try:
-        return np.frombuffer(content, dtype=dtype).reshape(sizes)
-    except ValueError as error:  # NumPy takes 64 dimensions, and no sizes like 0 x 4294967295 x 4294967295
-        raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error
+        yield
+    except ImportError as error:
+        told = f"{what} need {package}, which is not installed: pip install 'fastcaps[{extra}]'"
+        raise MissingDataError(told) from error
 
 
-def read_array(path: str | Path, parse: ParseHeader, kind: str) -> npt.NDArray[np.generic]:
-    """Read an array behind a header, no further than the header has passed its checks.
+def sizes_text(sizes: tuple[int | None, ...]) -> str:
+    """``any x 28 x 28``."""
+    return " x ".join("any" if size is None else str(size) for size in sizes)
+
+
+def first_bytes(content: bytes) -> str:
+    """How a file begins that is none of those that are wanted."""
+    return f"it begins with the bytes {content[:4].hex(' ') or '(none)'}"
+
+
+def check_labels(path: Path, labels: npt.NDArray[Any], first: int, last: int) -> None:
+    """Raise if there are no labels, or some are not from ``first`` to ``last``."""
+    if len(labels) == 0:
+        raise CorruptDataError(f"{path}: holds no image")
+    if labels.min() < first or labels.max() > last:
+        raise CorruptDataError(f"{path}: holds the labels {labels.min()} to {labels.max()}, want {first} to {last}")
+
+
+class Format(NamedTuple):
+    """Files that are a header and an array: a magic number, the number of dimensions, their sizes, the elements."""
+
+    kind: str  # what such a file is called
+    example: str  # the first bytes of one of images
+    types: dict[bytes, str]  # magic numbers to the dtypes of elements
+    head: str  # how :mod:`struct` reads magic number and dimensions,
+    size: str  # and then a size
+    fewest: int = 0  # sizes that are written at least; those beyond the dimensions mean nothing
+
+
+def _header(
+    stream: IO[bytes], path: Path, form: Format, dtype: npt.DTypeLike, shape: tuple[int | None, ...] | None
+) -> tuple[int, ...]:
+    begin = stream.read(struct.calcsize(form.head))
+    magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
+    if magic not in form.types:
+        raise CorruptDataError(f"{path}: not {form.kind}; {first_bytes(begin)}, one of images with {form.example}")
+    if (held := np.dtype(form.types[magic])) != np.dtype(dtype):
+        raise CorruptDataError(f"{path}: elements of type {held.name}, want {np.dtype(dtype).name}")
+    if dims > 64:
+        raise CorruptDataError(f"{path}: its header states {dims:,} dimensions, want 64 or fewer")
+    header = stream.read(4 * max(dims, form.fewest))
+    if len(header) < 4 * max(dims, form.fewest):
+        raise CorruptDataError(f"{path}: {len(begin + header)} bytes, too short for the header of {dims} dimensions")
+    sizes = tuple(size for (size,) in struct.iter_unpack(form.size, header))[:dims]
+    wanted = sizes if shape is None else shape
+    if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
+        raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
+    return sizes
+
+
+def read_array(
+    path: str | Path, form: Format, dtype: npt.DTypeLike, shape: tuple[int | None, ...] | None = None
+) -> npt.NDArray[Any]:
+    """Read an array behind a header, plain or gzip, no further than the header has passed its checks.
 
     Parameters
     ----------
     path : str or Path
-        The file, plain or gzip; its first bytes say which, not its name (a browser may unpack and keep the name).
-    parse : callable
-        Reads the header from the stream, raises CorruptDataError if it is not what is wanted, and returns the
-        elements' dtype and the array's sizes.
-    kind : str
-        What the file should be, for the message, e.g. ``"an IDX file"``.
+        The file; its first bytes say whether it is packed, not its name (a browser may unpack and keep the name).
+    form : Format
+        How the header is written.
+    dtype, shape
+        What the caller wants, ``None`` where any size will do.
 
     Raises
     ------
-    MissingDataError
-        If there is no such file.
-    CorruptDataError
-        If ``parse`` says so, or there are fewer or more bytes than the header states, or gzip is damaged.
+    MissingDataError, CorruptDataError
+        If there is no such file; if it is of another kind, type or shape, there are fewer or more bytes than the header
+        states, or gzip is damaged.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingDataError(f"{path}: no such file; {kind}, plain or gzip, is wanted here")
+    path = existing(path, f"{form.kind}, plain or gzip,")
     size = path.stat().st_size
     with path.open("rb") as file:
         packed = file.read(2) == GZIP_MAGIC
         file.seek(0)
-        if not packed:
-            return _read(file, path, parse, size)
         try:
-            with gzip.open(file) as stream:
-                return _read(cast(IO[bytes], stream), path, parse, None)
+            with gzip.open(file) if packed else file as opened:
+                stream = cast(IO[bytes], opened)
+                sizes = _header(stream, path, form, dtype, shape)
+                content, stated = _elements(stream, path, sizes, np.dtype(dtype).itemsize, None if packed else size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise CorruptDataError(
                 f"{path}: {size:,} bytes of gzip that end early or are damaged ({error}); copy or fetch the file again"
             ) from error
+    try:
+        return np.frombuffer(content, dtype=dtype).reshape(sizes)
+    except ValueError as error:  # of sizes like 0 x 4294967295 x 4294967295
+        raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error
+
+
+def _elements(
+    stream: IO[bytes], path: Path, sizes: tuple[int, ...], itemsize: int, file_bytes: int | None
+) -> tuple[bytes, str]:
+    """The bytes of the elements, and what the header says of them; ``file_bytes`` is known of a plain file."""
+    count = math.prod((itemsize, *sizes))  # a Python integer: it may exceed 64 bits
+    stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
+    found = None if file_bytes is None else file_bytes - stream.tell()
+    if found in (None, count):
+        if count > MOST_BYTES:
+            raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
+        content = stream.read(count)
+        found = len(content) + len(stream.read(1))  # reaching the end makes gzip compare its checksum too
+        if found == count:
+            return content, stated
+    assert found is not None
+    raise CorruptDataError(f"{path}: {'truncated' if found < count else 'too long'}; {stated}, found {found:,}")

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.errors import CorruptDataError, MissingDataError
-
-if TYPE_CHECKING:
-    from PIL import Image
+from fastcaps.data.files import CorruptDataError, MissingDataError, first_bytes, needing
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
@@ -106,12 +102,8 @@ def read_folder(
 
 def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.uint8]:
     """One image: uint8 ``[channels, h, w]``."""
-    try:
+    with needing("Pillow", "data", f"{path}: images"):
         from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingDataError(
-            f"{path}: reading images needs Pillow, which is not installed: pip install 'fastcaps[data]'"
-        ) from error
     try:
         with Image.open(path, formats=FORMATS) as opened:  # reads the header only
             width, height = opened.size
@@ -121,7 +113,6 @@ def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.u
                 )
             if opened.mode in ("I", "F") or opened.mode.startswith("I;"):  # Pillow would cut them at 255
                 raise CorruptDataError(f"{path}: pixels of more than 8 bits (Pillow's mode {opened.mode}), want bytes")
-            image: Image.Image = opened
             if size is not None:
                 opened.draft("RGB", (size, size))  # a JPEG may be decoded at a fraction of its size
             image = opened.convert("RGB" if channels == 3 else "L")
@@ -131,16 +122,12 @@ def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.u
     except CorruptDataError:
         raise
     except UnidentifiedImageError as error:
-        kinds = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-        raise CorruptDataError(f"{path}: no {kinds} image; it begins with {_head(path)}") from error
+        with path.open("rb") as file:
+            begin = first_bytes(file.read(4))
+        raise CorruptDataError(f"{path}: no image of {', '.join(FORMATS)}; {begin}") from error
     except Exception as error:  # Pillow raises whatever its decoders meet
-        size_text = f"{path.stat().st_size:,} bytes"
         raise CorruptDataError(
-            f"{path}: {size_text} of an image that ends early or is damaged ({type(error).__name__}: {error})"
+            f"{path}: {path.stat().st_size:,} bytes of an image that ends early or is damaged "
+            f"({type(error).__name__}: {error})"
         ) from error
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-
-
-def _head(path: Path) -> str:
-    with path.open("rb") as file:
-        return f"the bytes {file.read(4).hex(' ')}" if path.stat().st_size else "nothing: it is empty"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from fastcaps.checks import did_you_mean
 from fastcaps.data.affine import AffineDigits
-from fastcaps.data.errors import CorruptDataError, MissingDataError
-from fastcaps.data.files import spellings
-from fastcaps.data.images import BatchDataset, ImageDataset
+from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, sizes_text, spellings
+from fastcaps.data.images import ImageDataset
 from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
 from fastcaps.data.sources import SOURCES, Arrays, Source
 from fastcaps.data.text import TextDataset, TextEmbedder
@@ -61,25 +60,13 @@ class Splits:
         return {name: size for name, size in found.items() if size is not None}
 
 
-def _multimnist(train: Arrays, test: Arrays) -> tuple[BatchDataset, BatchDataset, int]:
-    return OverlappingDigits(*train), OverlappingDigits(*test, seed=_TEST_SEED), 36
-
-
-def _diverse_multimnist(train: Arrays, test: Arrays) -> tuple[BatchDataset, BatchDataset, int]:
-    single = 1 / 6
-    return OverlappingDigits(*train, single=single), OverlappingDigits(*test, single=single, seed=_TEST_SEED), 36
-
-
-def _affnist(train: Arrays, test: Arrays) -> tuple[BatchDataset, BatchDataset, int]:
-    return ShiftedDigits(*train, shift=6), AffineDigits(*test, size=40, seed=_TEST_SEED), 40
-
-
-_GENERATED: dict[str, Callable[[Arrays, Arrays], tuple[BatchDataset, BatchDataset, int]]] = {
-    "multimnist": _multimnist,
-    "diverse-multimnist": _diverse_multimnist,
-    "affnist": _affnist,
+_diverse = partial(OverlappingDigits, single=1 / 6)
+_GENERATED: dict[str, tuple[Any, Any, int]] = {
+    "multimnist": (OverlappingDigits, OverlappingDigits, 36),
+    "diverse-multimnist": (_diverse, _diverse, 36),
+    "affnist": (partial(ShiftedDigits, shift=6), AffineDigits, 40),
 }
-"""Made of MNIST's digits, training images of training digits and test images of test digits."""
+"""What makes training images of MNIST's training digits, what makes test images of test digits, and their size."""
 
 _TEXTS = {"sst5": 5, "sst2": 2}
 """The Stanford Sentiment Treebank, and how many classes it has."""
@@ -88,11 +75,6 @@ _TEXTS = {"sst5": 5, "sst2": 2}
 def names() -> list[str]:
     """The names that :func:`load` knows."""
     return [*SOURCES, *_GENERATED, *_TEXTS]
-
-
-def _is_here(folder: Path, files: tuple[str, ...]) -> bool:
-    """Whether any of the files, in any spelling, lies in the folder (the reader then says which one is missing)."""
-    return any((folder / spelling).exists() for name in files for spelling in spellings(name))
 
 
 def _locate(name: str, source: Source, data_dir: str | Path | None) -> Path:
@@ -108,12 +90,13 @@ def _locate(name: str, source: Source, data_dir: str | Path | None) -> Path:
     candidates = [root / folder for folder in source.folders]
     if root.resolve().name not in others - {f.split("/")[0] for f in source.folders}:
         candidates.append(root)
+    wanted = [spelling for name in source.files for spelling in spellings(name)]
     for candidate in candidates:
-        if _is_here(candidate, source.files):
+        if any((candidate / name).exists() for name in wanted):  # if only some are, the reader says which one is not
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
     held = sorted(entry.name for entry in root.iterdir())
-    found = ", ".join(held[:8]) + (", …" if len(held) > 8 else "") if held else "nothing"
+    found = ", ".join(held[:8]) + (", …" if len(held) > 8 else "") or "nothing"
     raise MissingDataError(
         f"{source.title} not found under {root} (it holds: {found}); looked for {source.files[0]} in {tried}. "
         f"Wanted: {source.where}"
@@ -138,12 +121,15 @@ def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tup
     source = SOURCES[name]
     folder = _locate(name, source, data_dir)
     try:
-        train, test = source.read(folder, image_size)
+        train, test = (source.read(folder, part, image_size) for part in ("train", "test"))
+        if train[0].shape[1:] != test[0].shape[1:]:
+            got, wanted = (sizes_text(part[0].shape[2:]) for part in (test, train))
+            raise CorruptDataError(
+                f"{folder}: test images of {got} pixels, want {wanted} as in train; image_size= brings all to one"
+            )
         classes = source.classes(folder) if callable(source.classes) else source.classes
-    except MissingDataError as error:
-        raise MissingDataError(f"{error}. Wanted: {source.where}") from None
-    except CorruptDataError as error:
-        raise CorruptDataError(f"{error}. Wanted: {source.where}") from None
+    except DataError as error:
+        raise type(error)(f"{error}. Wanted: {source.where}") from None
     return train, test, tuple(classes)
 
 
@@ -159,8 +145,9 @@ def _load_texts(name: str, data_dir: str | Path | None, transformer: str | Path 
     embed = TextEmbedder(transformer)
     layers, embedding = embed.sizes
     train = Phrases(bank.train.texts[:limit], bank.train.labels[:limit])
-    parts = (TextDataset(part, embed) for part in (train, bank.test, bank.validation))
-    return Splits(name, next(parts), next(parts), bank.classes, None, None, layers, embedding, next(parts))
+    parts = {"train": train, "test": bank.test, "validation": bank.validation}
+    made: dict[str, Any] = {part: TextDataset(phrases, embed) for part, phrases in parts.items()}
+    return Splits(name, **made, classes=bank.classes, layers=layers, embedding=embedding)
 
 
 def load(
@@ -225,8 +212,9 @@ def load(
         return _load_texts(name, data_dir, transformer, limit)
     if name in _GENERATED:
         train, test, classes = _read("mnist", data_dir, None)
-        made, tested, size = _GENERATED[name]((train[0][:limit], train[1][:limit]), test)
-        return Splits(name, made, tested, classes, 1, size)
+        make_train, make_test, size = _GENERATED[name]
+        made = make_train(train[0][:limit], train[1][:limit])
+        return Splits(name, made, make_test(*test, seed=_TEST_SEED), classes, 1, size)
     source = SOURCES[name]
     train, test, classes = _read(name, data_dir, image_size)
     mean, std = (source.mean, source.std) if source.mean and source.std else _statistics(train[0])

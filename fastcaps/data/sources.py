@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from fastcaps.data.cifar import read_cifar
 from fastcaps.data.digits import read_digits, split_digits
-from fastcaps.data.errors import CorruptDataError, MissingDataError
-from fastcaps.data.files import find
+from fastcaps.data.files import CorruptDataError, MissingDataError, check_labels, find
 from fastcaps.data.folders import class_names, read_folder
 from fastcaps.data.idx import read_idx
-from fastcaps.data.norb import TEST_STEM, TRAIN_STEM, read_norb
+from fastcaps.data.norb import STEMS, read_norb
 from fastcaps.data.svhn import read_svhn
 
 Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
@@ -29,100 +28,58 @@ _TOYS = ("animal", "human", "airplane", "truck", "car")
 
 @dataclass(frozen=True)
 class Source:
-    """How one data set is found and read.
+    """How one data set is found and read."""
 
-    Attributes
-    ----------
-    title : str
-        Its name in messages.
-    folders, files : tuple of str
-        Folders that are looked for under the data directory, in this order, before it itself; and what is in them.
-    read : callable
-        Both parts, from the folder; the other argument is the size of images, where they come in many.
-    classes : sequence of str, or callable
-        Their names, or what finds them in the folder.
-    where : str
-        How the files are had.
-    mean, std : tuple of float, optional
-        One per channel; those of the training images if not given.
-    augment, padding, flip : bool, int, bool
-        Whether training images are shifted by default and by how much, and whether they are then mirrored too.
-    """
-
-    title: str
-    folders: tuple[str, ...]
-    files: tuple[str, ...]
-    read: Callable[[Path, int | None], tuple[Arrays, Arrays]]
-    classes: Sequence[str] | Callable[[Path], Sequence[str]]
-    where: str
-    mean: tuple[float, ...] | None = None
+    title: str  # its name in messages
+    folders: tuple[str, ...]  # looked for under the data directory, in this order, before it itself
+    files: tuple[str, ...]  # what is in them
+    read: Callable[[Path, str, int | None], Arrays]  # a part, "train" or "test", of the folder; at a size of images
+    classes: Sequence[str] | Callable[[Path], Sequence[str]]  # their names, or what finds them in the folder
+    where: str  # how the files are had
+    mean: tuple[float, ...] | None = None  # a channel; those of the training images if not given
     std: tuple[float, ...] | None = None
-    augment: bool = False
-    padding: int = 4
-    flip: bool = False
+    augment: bool = False  # whether training images are shifted by default,
+    padding: int = 4  # by how much,
+    flip: bool = False  # and whether they are then mirrored too
 
 
-def _read_mnist(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
-    parts: list[Arrays] = []
-    for stem in ("train", "t10k"):
-        image_file, label_file = find(folder, f"{stem}-images-idx3-ubyte"), find(folder, f"{stem}-labels-idx1-ubyte")
-        images = read_idx(image_file, shape=(None, 28, 28))
-        labels = read_idx(label_file, shape=(None,))
-        if len(images) != len(labels):
-            raise CorruptDataError(
-                f"{image_file} holds {len(images):,} images and {label_file} {len(labels):,} labels; "
-                "want as many of each"
-            )
-        if len(images) == 0:
-            raise CorruptDataError(f"{image_file}: holds no image")
-        if labels.max() > 9:
-            raise CorruptDataError(f"{label_file}: holds the label {labels.max()}, want 0 to 9")
-        parts.append((images[:, None], labels.astype(np.int64)))
-    return parts[0], parts[1]
-
-
-def _read_cifar10(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
-    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
-    *batches, test = [read_cifar(folder / name, label_bytes=1, classes=10, records=10_000) for name in names]
-    images, labels = zip(*batches, strict=True)
-    return (np.concatenate(images), np.concatenate(labels)), test
-
-
-def _read_cifar100(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
-    return (
-        read_cifar(folder / "train.bin", label_bytes=2, classes=100, records=50_000),
-        read_cifar(folder / "test.bin", label_bytes=2, classes=100, records=10_000),
-    )
-
-
-def _read_digits(_: Path, __: int | None) -> tuple[Arrays, Arrays]:
-    images, labels = read_digits()
-    train, test = split_digits(labels)
-    return (images[train], labels[train]), (images[test], labels[test])
-
-
-def _read_norb(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
-    train, test = read_norb(folder, train=True), read_norb(folder, train=False)
-    return (train[0], train[1]), (test[0], test[1])
-
-
-def _read_svhn(folder: Path, _: int | None) -> tuple[Arrays, Arrays]:
-    return read_svhn(folder / "train_32x32.mat"), read_svhn(folder / "test_32x32.mat")
-
-
-def _read_folders(folder: Path, image_size: int | None) -> tuple[Arrays, Arrays]:
-    test = next((folder / name for name in ("test", "val", "validation") if (folder / name).is_dir()), None)
-    if test is None:
-        raise MissingDataError(f"{folder / 'test'}: no such folder, nor val, nor validation")
-    classes = class_names(folder / "train")
-    parts = [read_folder(part, classes=classes, image_size=image_size) for part in (folder / "train", test)]
-    (train, _), (tested, _) = parts
-    if train.shape[2:] != tested.shape[2:]:
+def _read_mnist(folder: Path, part: str, _: int | None) -> Arrays:
+    stem = {"train": "train", "test": "t10k"}[part]
+    image_file, label_file = find(folder, f"{stem}-images-idx3-ubyte"), find(folder, f"{stem}-labels-idx1-ubyte")
+    images = read_idx(image_file, shape=(None, 28, 28))
+    labels = read_idx(label_file, shape=(None,))
+    if len(images) != len(labels):
         raise CorruptDataError(
-            f"{test}: images of {tested.shape[2]} x {tested.shape[3]} pixels, want {train.shape[2]} x {train.shape[3]} "
-            "as in train; image_size= brings all to one"
+            f"{image_file} holds {len(images):,} images and {label_file} {len(labels):,} labels; want as many of each"
         )
-    return parts[0], parts[1]
+    check_labels(label_file, labels, 0, 9)
+    return images[:, None], labels.astype(np.int64)
+
+
+def _read_cifar10(folder: Path, part: str, _: int | None) -> Arrays:
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] if part == "train" else ["test_batch.bin"]
+    parts = [read_cifar(folder / name, label_bytes=1, classes=10, records=10_000) for name in names]
+    images, labels = zip(*parts, strict=True)
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def _read_cifar100(folder: Path, part: str, _: int | None) -> Arrays:
+    records = {"train": 50_000, "test": 10_000}[part]
+    return read_cifar(folder / f"{part}.bin", label_bytes=2, classes=100, records=records)
+
+
+def _read_digits(_: Path, part: str, __: int | None) -> Arrays:
+    images, labels = read_digits()
+    chosen = split_digits(labels)[part == "test"]
+    return images[chosen], labels[chosen]
+
+
+def _read_folder(folder: Path, part: str, image_size: int | None) -> Arrays:
+    names = ("train",) if part == "train" else ("test", "val", "validation")
+    here = next((folder / name for name in names if (folder / name).is_dir()), None)
+    if here is None:
+        raise MissingDataError(f"{folder / part}: no such folder, nor val, nor validation")
+    return read_folder(here, classes=class_names(folder / "train"), image_size=image_size)
 
 
 def _idx(title: str, maker: str, folders: tuple[str, ...], **own: Any) -> Source:
@@ -200,8 +157,8 @@ SOURCES = {
     "smallnorb": Source(
         title="smallNORB",
         folders=("smallnorb", "norb"),
-        files=(f"{TRAIN_STEM}-dat.mat", f"{TEST_STEM}-dat.mat"),
-        read=_read_norb,
+        files=tuple(f"{stem}-dat.mat" for stem in STEMS.values()),
+        read=lambda folder, part, _: read_norb(folder, train=part == "train")[:2],
         classes=_TOYS,
         where="the six files 'The small NORB dataset, v1.0' (LeCun, Huang, Bottou), -dat, -cat and -info of training "
         "and testing, plain or .gz",
@@ -212,7 +169,7 @@ SOURCES = {
         title="SVHN (cropped digits)",
         folders=("svhn", "SVHN"),
         files=("train_32x32.mat", "test_32x32.mat"),
-        read=_read_svhn,
+        read=lambda folder, part, _: read_svhn(folder / f"{part}_32x32.mat"),
         classes=_DIGIT_CLASSES,
         where="train_32x32.mat and test_32x32.mat ('Format 2: Cropped Digits') of the Street View House Numbers page; "
         "torchvision.datasets.SVHN(data_dir, download=True) fetches them too",
@@ -221,7 +178,7 @@ SOURCES = {
         title="A folder of images",
         folders=(),
         files=("train",),
-        read=_read_folders,
+        read=_read_folder,
         classes=lambda folder: class_names(folder / "train"),
         where="folders train and test (or val), each with a folder of images for each class",
     ),

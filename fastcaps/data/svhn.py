@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.errors import CorruptDataError, MissingDataError
-from fastcaps.data.files import MOST_BYTES, sizes_text
+from fastcaps.data.files import MOST_BYTES, CorruptDataError, check_labels, existing, needing, sizes_text
 
 _SIDE = 32
 _COMPRESSED = 15  # MATLAB's number for a part that zlib has packed
@@ -37,12 +37,16 @@ def _unpacked_bytes(path: Path) -> int:
     return total
 
 
-def _damaged(path: Path, error: Exception) -> CorruptDataError:
-    return CorruptDataError(
-        f"{path}: {path.stat().st_size:,} bytes that SciPy cannot read as a MATLAB file "
-        f"({type(error).__name__}: {error}); "
-        "copy or fetch the file again"
-    )
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """SciPy raises whatever its parsers meet."""
+    try:
+        yield
+    except Exception as error:
+        raise CorruptDataError(
+            f"{path}: {path.stat().st_size:,} bytes that SciPy cannot read as a MATLAB file "
+            f"({type(error).__name__}: {error}); copy or fetch the file again"
+        ) from error
 
 
 def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
@@ -60,21 +64,13 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     CorruptDataError
         If it is no such MATLAB file, is damaged, or holds other arrays. Sizes are checked before anything is unpacked.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingDataError(f"{path}: no such file; a MATLAB file of SVHN's cropped digits is wanted here")
-    try:
+    path = existing(path, "a MATLAB file of SVHN's cropped digits")
+    with needing("SciPy", "data", f"{path}: MATLAB files"):
         from scipy.io import loadmat, whosmat
-    except ImportError as error:
-        raise MissingDataError(
-            f"{path}: reading MATLAB files needs SciPy, which is not installed: pip install 'fastcaps[data]'"
-        ) from error
     if (unpacked := _unpacked_bytes(path)) > MOST_BYTES:
         raise CorruptDataError(f"{path}: unpacks to more than {MOST_BYTES:,} bytes, which is too large")
-    try:
+    with _telling(path):
         held: dict[str, tuple[tuple[int, ...], str]] = {name: (sizes, kind) for name, sizes, kind in whosmat(path)}
-    except Exception as error:  # SciPy raises whatever its parsers meet
-        raise _damaged(path, error) from error
     sizes, kind = held.get("X", ((), "absent"))
     count = sizes[3] if len(sizes) == 4 else 0
     if kind != "uint8" or sizes != (_SIDE, _SIDE, 3, count) or count == 0 or held.get("y", ((),))[0] != (count, 1):
@@ -86,15 +82,11 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
         raise CorruptDataError(
             f"{path}: unpacks to more bytes than {count:,} images of {_SIDE} x {_SIDE} x 3 and their labels have"
         )
-    try:
+    with _telling(path), np.errstate(invalid="ignore"):  # a NaN is told below
         arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
         images, given = arrays["X"], arrays["y"][:, 0]
-        with np.errstate(invalid="ignore"):  # a NaN is told below
-            labels = given.astype(np.int64)
-    except Exception as error:
-        raise _damaged(path, error) from error
+        labels = given.astype(np.int64)
     if not (same := labels == given).all():  # MATLAB keeps whole numbers as doubles, too
         raise CorruptDataError(f"{path}: holds the label {given[same.argmin()]}, want whole numbers from 1 to 10")
-    if labels.min() < 1 or labels.max() > 10:
-        raise CorruptDataError(f"{path}: holds the labels {labels.min()} to {labels.max()}, want 1 to 10")
+    check_labels(path, labels, 1, 10)
     return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), labels % 10

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastcaps.data.draws import Draws
-from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.files import CorruptDataError, MissingDataError, needing
 from fastcaps.data.transforms import Mixup
 from fastcaps.data.trees import Phrases
 
@@ -51,12 +51,8 @@ class TextEmbedder:
                 f"{folder}: no config.json here; want a folder of a transformer and its tokenizer, "
                 "as save_pretrained writes it"
             )
-        try:
+        with needing("transformers", "text", f"{folder}: embeddings"):
             from transformers import AutoModel, AutoTokenizer
-        except ImportError as error:
-            raise MissingDataError(
-                f"{folder}: embeddings need transformers, which is not installed: pip install 'fastcaps[text]'"
-            ) from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: Any = AutoModel.from_pretrained(folder, local_files_only=True)

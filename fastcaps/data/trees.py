@@ -6,15 +6,17 @@ a word or two nodes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastcaps.data.errors import CorruptDataError, MissingDataError
+from fastcaps.data.files import CorruptDataError, MissingDataError, existing
 
 FIVE = ("very negative", "negative", "neutral", "positive", "very positive")
 TWO = ("negative", "positive")
 _BRACKETS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}"}
+_PARTS = re.compile(r"\(\s*([^\s()]*)|\)|[^\s()]+")  # a node's begin with its label, its end, a word
 _FILES = {"train": "train.txt", "validation": "dev.txt", "test": "test.txt"}
 
 
@@ -50,30 +52,23 @@ class Treebank:
 def _nodes(line: str, where: str) -> Iterator[tuple[str, int]]:
     """The phrase and the label of every node of a tree; the whole sentence comes last."""
     open_nodes: list[tuple[int, list[str]]] = []
-    words = line.replace("(", " ( ").replace(")", " ) ").split()
-    at = 0
-    while at < len(words):
-        if words[at] == "(":
-            label = words[at + 1] if at + 1 < len(words) else "the end of the line"
-            if label not in ("0", "1", "2", "3", "4"):
-                raise CorruptDataError(f"{where}: a node has the label {label!r}, want 0 to 4")
-            open_nodes.append((int(label), []))
-            at += 2
-            continue
-        if not open_nodes:
-            raise CorruptDataError(f"{where}: {words[at]!r} stands outside of the tree")
-        if words[at] == ")":
-            value, phrase = open_nodes.pop()
+    for count, part in enumerate(_PARTS.finditer(line)):
+        text, opened = part[0], part[1]
+        if not open_nodes and (count or opened is None):
+            raise CorruptDataError(f"{where}: {text!r} stands outside of the tree")
+        if opened is not None:
+            if opened not in ("0", "1", "2", "3", "4"):
+                raise CorruptDataError(f"{where}: a node has the label {opened!r}, want 0 to 4")
+            open_nodes.append((int(opened), []))
+        elif text != ")":
+            open_nodes[-1][1].append(_BRACKETS.get(text, text))
+        else:
+            label, phrase = open_nodes.pop()
             if not phrase:
                 raise CorruptDataError(f"{where}: a node holds no word")
-            yield " ".join(phrase), value
+            yield " ".join(phrase), label
             if open_nodes:
                 open_nodes[-1][1].extend(phrase)
-            elif at + 1 < len(words):
-                raise CorruptDataError(f"{where}: {words[at + 1]!r} stands outside of the tree")
-        else:
-            open_nodes[-1][1].append(_BRACKETS.get(words[at], words[at]))
-        at += 1
     if open_nodes:
         raise CorruptDataError(f"{where}: ends early; {len(open_nodes)} brackets are not closed")
 
@@ -95,9 +90,7 @@ def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
     CorruptDataError
         If it is no text, holds no tree, or a line is no tree; the message names the line.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingDataError(f"{path}: no such file; a file of the treebank's trees is wanted here")
+    path = existing(path, "a file of the treebank's trees")
     unique: dict[str, int] = {}
     sentences: list[tuple[str, int]] = []
     with path.open("rb") as file:

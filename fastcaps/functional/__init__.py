@@ -5,9 +5,9 @@ wrong argument raises before anything runs: TypeError for what is not a tensor o
 ValueError for shapes, counts, devices and windows.
 """
 
-from fastcaps.explanation import Explanation, Explanations, explain
 from fastcaps.functional.dynamic import dynamic_routing
 from fastcaps.functional.em import coordinate_bias, em_routing
+from fastcaps.functional.explanation import Explanation, Explanations, explain
 from fastcaps.functional.heinsen import heinsen_routing
 from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.functional.pooling import routing_pool

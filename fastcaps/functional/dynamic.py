@@ -13,7 +13,7 @@ from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import Votes, Window, from_op, pose_of, positions_of, seen_of
+from fastcaps.votes import POSE, Votes, Window, from_op, pose_of, positions_of, seen_of
 
 __all__ = ["dynamic_routing"]
 
@@ -107,60 +107,57 @@ def dynamic_routing(
     >>> bool(torch.allclose(r.sum(-1), torch.ones(2, 6)))  # each child spreads over the parents
     True
     """
-    votes = Votes.of(children, weight, bias, gate, window, parents)
-    iterations = check_count("iterations", iterations)
+    votes = Votes.of(children, weight, bias, gate, window, parents, others=(prior,), check=_check)
     check_choice("compete", compete, ("parents", "children"))
-    many = votes.parents
+    many, eps = votes.parents, check_eps(eps)
+    own: Any = ops.Attention if compete == "parents" else ops.Pooling
+    own = own(
+        iterations=check_count("iterations", iterations), detach=bool(detach), coefficients=bool(return_coefficients)
+    )
     if leaky:
         if compete == "children":
             raise ValueError("leaky must be False with compete='children': a child cannot leak from a parent's softmax")
-        votes = _with_leak(votes)
-    eps = check_eps(eps)
-    results: Any
-    turns = (int(Rule.SQUASH), iterations, bool(detach), return_coefficients)
-    if prior is not None or eps > 0:
         if prior is not None:
-            check_table("prior", prior, children, [(seen_of(votes), 1), (many,)], "I or 1, M", votes.autocasts)
-            if leaky:
-                raise ValueError("leaky must be False with a prior: the prior has no column for the leak")
-        results = _turn_by_turn(votes, prior, iterations, eps, compete, detach, return_coefficients)
-    elif compete == "parents":
-        results = ops.attention_routing(votes, None, None, None, 1.0, 0.0, *turns)
+            raise ValueError("leaky must be False with a prior: the prior has no column for the leak")
+        votes = _with_leak(votes)
+    routing: Any = ops.attention_routing if compete == "parents" else ops.pooling_routing
+    if prior is None and eps == 0:
+        results = routing(votes, own)
     else:
-        results = ops.pooling_routing(votes, None, 1.0, False, *turns)
+        results = _one_by_one(routing, votes, own, prior, eps)
     routed = from_op(results[0].narrow(-3, 0, many) if leaky else results[0], window)
     return Routed(routed, results[-1][..., :many]) if return_coefficients else routed
 
 
-def _turn_by_turn(
-    votes: Votes, prior: Tensor | None, iterations: int, eps: float, compete: str, detach: bool, coefficients: bool
-) -> tuple[Tensor, Tensor]:
-    """Return parents and coefficients of a routing whose turns are ops of their own.
+def _check(votes: Votes, prior: Any) -> None:
+    if prior is not None:
+        sizes = [(seen_of(votes), 1), (votes.parents,)]
+        check_table("prior", prior, votes.children, sizes, "I or 1, M", votes.autocasts)
+
+
+def _one_by_one(routing: Any, votes: Votes, own: Any, prior: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Return parents and coefficients of a routing whose iterations are ops of their own.
 
     A prior becomes one number more in every vote, which the query multiplies by 1. That takes a table
     ``[I or 1, M, C, E + 1]`` and a copy of the weights at every call; neither grows with the batch.
     """
     rows, _, columns = pose_of(votes)
-    query: Tensor | None = None
+    own = own._replace(rule=int(Rule.PLAIN if routing is ops.attention_routing else Rule.UNIT))
     if prior is not None:
         votes = _with_prior(votes, prior)
         one = torch.zeros((rows, columns + 1), dtype=votes.children.dtype, device=votes.children.device)
         one[0, -1] = 1.0
-        query = one.expand(*positions_of(votes), votes.parents, -1, -1)
-    parents: Tensor = votes.children
-    result: Any = ()
-    for turn in range(iterations):
-        last = turn + 1 == iterations
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not detach)):
-            flags = (bool(detach), coefficients and last)
-            if compete == "parents":
-                result = ops.attention_routing(votes, query, None, None, 1.0, 0.0, int(Rule.PLAIN), 1, *flags)
-            else:
-                result = ops.pooling_routing(votes, query, 1.0, False, int(Rule.UNIT), 1, *flags)
-            parents = squash(result[0][..., :columns], (-2, -1), eps)
-            step = parents if prior is None else F.pad(parents, (0, 1))
-            query = step if query is None else query + step
-    return parents, result[-1]
+        own = own._replace(query=one.expand(*positions_of(votes), votes.parents, -1, -1))
+
+    def squashed(results: Any) -> Tensor:
+        return squash(results[0][..., :columns], POSE, eps)
+
+    def advance(own: Any, results: Any) -> dict[str, Tensor | None]:
+        step = squashed(results) if prior is None else F.pad(squashed(results), (0, 1))
+        return {"query": step if own.query is None else own.query + step}
+
+    last = routing.iterate(routing, votes, own, advance)[-1]
+    return squashed(last), last[-1]
 
 
 def _with_prior(votes: Votes, prior: Tensor) -> Votes:

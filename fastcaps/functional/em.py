@@ -18,10 +18,9 @@ from fastcaps.checks import (
     check_table,
     is_tracing,
 )
-from fastcaps.reference.gaussian import next_log_weight
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, autocast_dtype, from_op, once, parents_from
+from fastcaps.votes import Votes, Window, autocast_dtype, from_op
 
 __all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "inverse_temperatures"]
 
@@ -160,21 +159,25 @@ def em_routing(
     >>> poses.shape, activations.shape
     (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
     """
-    many = once(_check, (children, weight, bias, activations, beta_u, beta_a), window)
-    votes = Votes.unchecked(children, weight, bias, activations, window, many)
+    others = (beta_u, beta_a)
+    votes = Votes.of(children, weight, bias, activations, window, None, "activations", others, 0, _check)
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
     temperatures = inverse_temperatures(inverse_temperature, iterations)
-    betas = (widened(beta_u, votes), widened(beta_a, votes))
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
-    state: tuple[Tensor | None, ...] = (None, None, None)
+    own = ops.Gaussian(
+        beta_use=widened(beta_u, votes),
+        beta_ignore=widened(beta_a, votes),
+        temperatures=temperatures,
+        rule=int(Rule.EM),
+        eps=eps,
+        coefficients=bool(return_coefficients),
+    )
     seen = weighed_by_ones(votes) if first_coefficients == "ones" else votes
     if seen is not votes and iterations > 1:
-        first = (*state, *betas, temperatures[:1], int(Rule.EM), eps, False)
-        found, *moments = ops.gaussian_routing(seen, *first)[:3]
-        state, temperatures = (*moments, next_log_weight(found, moments[1], Rule.EM)), temperatures[1:]
-        seen = votes
-    own = (*state, *betas, temperatures, int(Rule.EM), eps, return_coefficients)
-    scores, poses, *_, coefficients = ops.gaussian_routing(seen, *own)
+        first = own._replace(temperatures=temperatures[:1], coefficients=False)
+        state: Any = ops.gaussian_routing.advance(first, ops.gaussian_routing(seen, first))
+        seen, own = votes, own._replace(temperatures=temperatures[1:], **state)
+    scores, poses, *_, coefficients = ops.gaussian_routing(seen, own)
     if seen is not votes and return_coefficients:
         coefficients = coefficients * votes.parents
     dtype = result_dtype(votes)
@@ -182,14 +185,9 @@ def em_routing(
     return RoutedCapsules(*result, coefficients) if return_coefficients else result
 
 
-def _check(tensors: Sequence[Any], window: Any) -> int:
-    """Check what the user gave; return M."""
-    children, weight, bias, activations, beta_u, beta_a = tensors
-    many = parents_from(weight, beta_u.shape[0]) if isinstance(beta_u, Tensor) and beta_u.dim() == 1 else None
-    votes = Votes.of(children, weight, bias, activations, window, many, "activations")
+def _check(votes: Votes, beta_u: Any, beta_a: Any) -> None:
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
-        check_table(name, beta, children, [(votes.parents,)], "M", votes.autocasts)
-    return votes.parents
+        check_table(name, beta, votes.children, [(votes.parents,)], "M", votes.autocasts)
 
 
 def weighed_by_ones(votes: Votes) -> Votes:

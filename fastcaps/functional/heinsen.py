@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from fastcaps.checks import check_choice, check_count, check_eps, check_table
 from fastcaps.functional.em import inverse_temperatures, result_dtype, widened
 from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, once, parents_from
+from fastcaps.votes import Votes, Window, from_op
 
 __all__ = ["heinsen_routing"]
 
@@ -98,27 +97,27 @@ def heinsen_routing(
     >>> scores.shape, poses.shape
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
     """
-    many = once(_check, (children, weight, bias, scores, beta_use, beta_ignore), window)
-    votes = Votes.unchecked(children, weight, bias, scores, window, many)
+    others = (beta_use, beta_ignore)
+    votes = Votes.of(children, weight, bias, scores, window, None, "scores", others, 1, _check)
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
     check_choice("model", model, tuple(MODELS))
     if votes.gate is not None:  # scores, until here
         votes = votes._replace(gate=widened(votes.gate, votes).sigmoid().to(children.dtype))
-    betas = (widened(beta_use, votes), widened(beta_ignore, votes))
-    found, means, variances, *_, coefficients = ops.gaussian_routing(
-        votes, None, None, None, *betas, inverse_temperatures(1.0, iterations), MODELS[model], eps, return_coefficients
+    own = ops.Gaussian(
+        beta_use=widened(beta_use, votes),
+        beta_ignore=widened(beta_ignore, votes),
+        temperatures=inverse_temperatures(1.0, iterations),
+        rule=MODELS[model],
+        eps=eps,
+        coefficients=bool(return_coefficients),
     )
+    found, means, variances, *_, coefficients = ops.gaussian_routing(votes, own)
     dtype = result_dtype(votes)
     result = Gaussians(*(from_op(tensor, window).to(dtype) for tensor in (means, found, variances)))
     return RoutedGaussians(*result, coefficients) if return_coefficients else result
 
 
-def _check(tensors: Sequence[Any], window: Any) -> int:
-    """Check what the user gave; return M."""
-    children, weight, bias, scores, beta_use, beta_ignore = tensors
-    many = parents_from(weight, beta_use.shape[1]) if isinstance(beta_use, Tensor) and beta_use.dim() == 2 else None
-    votes = Votes.of(children, weight, bias, scores, window, many, "scores")
+def _check(votes: Votes, beta_use: Any, beta_ignore: Any) -> None:
     for name, beta in (("beta_use", beta_use), ("beta_ignore", beta_ignore)):
         sizes = [(votes.seen, 1), (votes.parents, 1)]
-        check_table(name, beta, children, sizes, "I or 1, M or 1", votes.autocasts)
-    return votes.parents
+        check_table(name, beta, votes.children, sizes, "I or 1, M or 1", votes.autocasts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from fastcaps.checks import check_count, check_eps, check_finite, check_shape, c
 from fastcaps.functional import uniform
 from fastcaps.results import Routed
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes, Window, from_op, once, parents_from, pose_of, to_op
+from fastcaps.votes import Votes, Window, from_op, pose_of, to_op
 
 __all__ = ["inverted_attention_routing"]
 
@@ -88,9 +87,8 @@ def inverted_attention_routing(
     BackendError
         If a forced backend cannot take the call.
     """
-    tensors = (children, weight, bias, gate, parents, norm_weight, norm_bias)
-    many = once(_check, tensors, window, bool(normalize))
-    votes = Votes.unchecked(children, weight, bias, gate, window, many)
+    others = (parents, norm_weight, norm_bias, bool(normalize))
+    votes = Votes.of(children, weight, bias, gate, window, others=others, parents_at=1, check=_check)
     query = None if parents is None else to_op(parents, window)
     rows, _, columns = pose_of(votes)
     pose = rows * columns
@@ -106,17 +104,14 @@ def inverted_attention_routing(
         if iterations == 1:
             return from_op(routed, window)
         query, iterations = routed, iterations - 1
-    own = (query, norm_weight, norm_bias, scale, eps, int(rule), iterations)
-    routed, _, coefficients = ops.attention_routing(votes, *own, False, return_coefficients)
+    flags = (False, bool(return_coefficients))
+    own = ops.Attention(query, norm_weight, norm_bias, scale, eps, int(rule), iterations, *flags)
+    routed, _, coefficients = ops.attention_routing(votes, own)
     routed = from_op(routed, window)
     return Routed(routed, coefficients) if return_coefficients else routed
 
 
-def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:
-    """Check what the user gave; return M."""
-    children, weight, bias, gate, parents, norm_weight, norm_bias = tensors
-    many = parents_from(weight, parents.shape[1]) if isinstance(parents, Tensor) and parents.dim() >= 4 else None
-    votes = Votes.of(children, weight, bias, gate, window, many)
+def _check(votes: Votes, parents: Any, norm_weight: Any, norm_bias: Any, normalize: bool) -> None:
     if parents is not None:
         votes.check_poses("parents", parents)
     rows, _, columns = pose_of(votes)
@@ -124,6 +119,5 @@ def _check(tensors: Sequence[Any], window: Any, normalize: bool) -> int:
         if affine is not None:
             if not normalize:
                 raise ValueError(f"{name} must be None with normalize=False, got a tensor")
-            check_tensor(name, affine, children, votes.autocasts)
+            check_tensor(name, affine, votes.children, votes.autocasts)
             check_shape(name, affine, (rows * columns,), "C * E")
-    return votes.parents

@@ -115,10 +115,9 @@ def routing_pool(
     votes = Votes.of(children, weight, bias, gate, window, parents)
     iterations, sharpness = check_count("iterations", iterations, 0), check_finite("sharpness", sharpness, 0.0)
     function = activation_function(activation)
-    turns = 1 if sharpness == 0 else iterations + 1  # with λ = 0 no turn changes anything
-    routed, _, _, coefficients = ops.pooling_routing(
-        votes, None, sharpness, True, int(Rule.UNIT), turns, bool(detach), return_coefficients
-    )
+    sums = 1 if sharpness == 0 else iterations + 1  # with λ = 0 no iteration changes anything
+    own = ops.Pooling(None, sharpness, True, int(Rule.UNIT), sums, bool(detach), bool(return_coefficients))
+    routed, _, _, coefficients = ops.pooling_routing(votes, own)
     routed = from_op(routed, window)
     routed = routed if function is None else function(routed)
     return Routed(routed, coefficients) if return_coefficients else routed

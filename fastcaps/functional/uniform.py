@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps import backends, explanation
-from fastcaps.checks import accumulation_dtype, is_tracing
-from fastcaps.ops.watchers import is_sharded
-from fastcaps.reference.seen import widen, windows
-from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, output_size, positions_of, seen_of
+from fastcaps import backends
+from fastcaps.checks import accumulation_dtype, is_tracing, widen
+from fastcaps.ops.watchers import is_sharded, listener
+from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_size, positions_of, seen_of, windows
 
 __all__ = ["op_takes_it", "uniform_coefficients", "uniform_turn"]
 
@@ -72,7 +71,11 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
     Tensor
         Parents, contiguous ``[B, Ho, Wo, M, C, E]`` or ``[B, M, C, E]``.
     """
-    explanation.tell_library(votes)
+    if not is_tracing():
+        if (hears := listener.get()) is not None:
+            hears.product(votes)
+        elif backends.forced() is not None:  # raises where that backend cannot take the call
+            backends.choose(backends.Call.under_autocast("attention", votes))
     device_type = votes.children.device.type
     dtype = autocast_dtype(device_type)
     if dtype is not None:
@@ -90,7 +93,7 @@ def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | 
     assert children is not None and weight is not None
     children = gated = children.flatten(-2).unflatten(-1, children.shape[-2:])  # so that their gradient lies as they do
     if gate is not None:
-        broken = (gate == 0) & ~children.isfinite().all(-1).all(-1)  # 0 times NaN is NaN
+        broken = hidden(children, gate)  # 0 times NaN is NaN
         gate = gate.masked_fill(broken, 0.0)  # a bias may be behind it
         gated = children.masked_fill(broken[..., None, None], 0.0) * gate[..., None, None]
     if tuple(window) == SET_WINDOW or children.shape[-3] % weight.shape[0] == 0:

@@ -40,8 +40,11 @@ __all__ = [
     "register",
 ]
 
-PAPERS = ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "li_encapnet", "ours")
-"""Modules of this package with a ``NETWORKS``; a new file is entered here."""
+PAPERS = (
+    *(f"{__name__}.{paper}" for paper in ("tsai", "sabour", "hinton", "heinsen", "zhao", "li", "ours")),
+    f"{__package__.rpartition('.')[0]}.encapnet.networks",  # whatever name the package goes by
+)
+"""Modules with a ``NETWORKS``; a new one is entered here."""
 
 _NETWORKS: dict[str, Config] = {}
 
@@ -67,7 +70,7 @@ def register(name: str, config: Config) -> None:
 
 
 for _paper in PAPERS:
-    for _name, _config in import_module(f"{__name__}.{_paper}").NETWORKS.items():
+    for _name, _config in import_module(_paper).NETWORKS.items():
         register(_name, _config)
 
 

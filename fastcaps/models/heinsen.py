@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, shape_text
+from fastcaps.checks import check_count, require_tensor, shape_text
 from fastcaps.models.layers import Conv, Coordinates
 from fastcaps.models.networks import Config, NetworkConfig
 from fastcaps.nn.heinsen import HeinsenRouting
-from fastcaps.nn.poses import require_tensor
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = ["NETWORKS", "TextCapsNet", "TextConfig"]
@@ -40,7 +39,7 @@ class TextCapsNet(nn.Module):
     dim : int
         Numbers in the pose of an embedding, once it is mapped.
     iterations : int
-        Turns.
+        Of both routings.
 
     Examples
     --------
@@ -119,10 +118,8 @@ class TextCapsNet(nn.Module):
         scores = None
         if mask is not None:
             scores = mask.to(poses.dtype).logit().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
-        if return_trace:
-            found, trace = self.routing(poses, scores, return_trace=True)
-            return found.scores, trace  # type: ignore[union-attr]
-        return self.routing(poses, scores).scores  # type: ignore[union-attr]
+        found: Any = self.routing(poses, scores, return_trace=return_trace)  # type: ignore[call-overload]
+        return (found[0].scores, found[1]) if return_trace else found.scores
 
     def extra_repr(self) -> str:
         """The sizes of an input."""
@@ -142,8 +139,7 @@ class TextConfig:
 
     def build(self) -> TextCapsNet:
         """Make the network, freshly drawn."""
-        sizes = {"parts": self.parts, "dim": self.dim, "iterations": self.iterations}
-        return TextCapsNet(self.layers, self.embedding, self.classes, **sizes)
+        return TextCapsNet(**vars(self))
 
 
 NETWORKS: dict[str, Config] = {

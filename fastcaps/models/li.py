@@ -1,9 +1,9 @@
-"""The capsule networks that Li et al. (2018), Neural Network Encapsulation, compare theirs with: rows (a) and (b) of
-Table 1, section 2.2 and appendix A.
+"""The networks that Li et al. (2018), Neural Network Encapsulation, compare theirs (:mod:`fastcaps.encapnet`) with.
 
-Four convolutions with BatchNorm and ReLU make a map of 8 x 8 places with 32 capsules of 8 numbers. The fifth layer
-routes them to capsules of 16 numbers, its matrices shared over space; those, laid out as 32 types again, are routed to
-the classes, whose matrices are shared likewise. Three turns each.
+CapNet: rows (a) and (b) of Table 1, section 2.2 and appendix A. Four convolutions with BatchNorm and ReLU make a map of
+8 x 8 places with 32 capsules of 8 numbers. The fifth layer routes them to capsules of 16 numbers, its matrices shared
+over space; those, laid out as 32 types again, are routed to the classes, whose matrices are shared likewise. Three
+iterations each.
 
 The text counts 2,048 capsules in the fifth layer and the code has 512, which we follow; ``create(..., parents=2048)``
 gives the text's. What the appendix found out are options, and on as there: the softmax of dynamic routing runs over the
@@ -14,20 +14,29 @@ Ours, as the text does not say: channels of 32, 64, 128 and 256, strides of 2 in
 in the fourth convolution for the activations, and no ReLU there, which would keep them above a half. The table's sizes,
 151.24 and 152.44 "Mb", cannot be reached by this text: the parameters below take 10.3 and 10.4 MB as float32 (with
 2,048 capsules 35 MB).
+
+Without capsules: ``li-cnn-same`` and ``li-cnn-large`` are rows (c) and (d) of Table 1, the latter widened until it is
+about six times as large, as the table's two are; ``li-resnet18`` is for Table 2. The table's sizes do not follow from
+its text, and ours are not the table's. Feedback units can be asked of these too (Table 3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from fastcaps.models.layers import Conv
+from torch import Tensor, nn
+
+from fastcaps.checks import check_count, image_size
+from fastcaps.encapnet import networks as encapnet
+from fastcaps.models.layers import Blocks, Conv
 from fastcaps.models.networks import Config, NetworkConfig
 from fastcaps.nn.capsnet import CapsNet
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
 from fastcaps.nn.stack import CapsuleSpec
 
-__all__ = ["NETWORKS", "CapNetConfig"]
+__all__ = ["NETWORKS", "CapNetConfig", "PlainNetConfig"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,58 @@ def convolutions(channels: int, last: str) -> tuple[Conv, ...]:
 
 CLASSES = {"kernel_size": "all", "share": True, "types": 32}
 
+
+class Stage(nn.Module):
+    """Residual blocks that return two maps, as :class:`~fastcaps.encapnet.networks.EncapModule` does."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.rest = blocks[0], nn.Sequential(*blocks[1:])
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features after the first block, and those at the end."""
+        first = self.first(features)
+        return first, self.rest(first)
+
+
+@dataclass(frozen=True)
+class PlainNetConfig(encapnet.FeedbackConfig):
+    """The convolutional networks that the paper compares with; images of any size.
+
+    Attributes
+    ----------
+    classes, in_channels : int
+        Classes, and channels of an image.
+    image_size : int or (int, int)
+        Height and width of the images that it is meant for; it takes any.
+    stem : tuple of (int, int)
+        First convolutions of 3 x 3, each with BatchNorm and ReLU: channels, stride.
+    stages : tuple of (int, int, int)
+        Then stages of residual blocks: channels, blocks, stride of the first.
+    """
+
+    classes: int = 10
+    image_size: int | tuple[int, int] = 32
+    in_channels: int = 3
+    stem: tuple[tuple[int, int], ...] = ((32, 1),)
+    stages: tuple[tuple[int, int, int], ...] = ()
+
+    def build(self) -> encapnet.EncapNet:
+        """Make the network, freshly drawn."""
+        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
+        stem = encapnet.convolutions(channels, [(width, 3, stride) for width, stride in self.stem])
+        channels = self.stem[-1][0] if self.stem else channels
+        modules, units = [], []
+        for width, blocks, stride in self.stages:
+            modules.append(Stage(Blocks(width, blocks, stride).modules((channels,), None)))
+            units.append(self.units(channels, width, stride, blocks > 1, None))
+            channels = width
+        head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, check_count("classes", self.classes))
+        )
+        return encapnet.EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=False)
+
+
 NETWORKS: dict[str, Config] = {
     "li-capnet-dynamic": CapNetConfig(
         convolutions(256, "conv norm relu"),
@@ -88,4 +149,7 @@ NETWORKS: dict[str, Config] = {
         class_layer=CLASSES,
         options={"normalize_cost": True},
     ),
+    "li-cnn-same": PlainNetConfig(stem=((32, 1), (64, 1), (128, 2), (256, 2), (512, 2))),
+    "li-cnn-large": PlainNetConfig(stem=((80, 1), (160, 1), (320, 2), (640, 2), (1280, 2))),
+    "li-resnet18": PlainNetConfig(stages=((64, 2, 1), (128, 2, 2), (256, 2, 2), (512, 2, 2))),
 }

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, did_you_mean, shape_text
+from fastcaps.checks import check_choice, check_count, check_images, did_you_mean, image_size
 from fastcaps.losses import ReconstructionDecoder
 from fastcaps.models.layers import BACKBONES, Layer, Pool, assemble
 from fastcaps.nn.capsnet import CapsNet
-from fastcaps.nn.dynamic import DynamicRouting
-from fastcaps.nn.em import EMRouting
 from fastcaps.nn.equilibrium import EquilibriumRouting
-from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import check_pixels, require_tensor
-from fastcaps.nn.routing_pool import RoutingPool
+from fastcaps.nn.poses import arguments
 from fastcaps.nn.stack import CapsuleSpec
 
 __all__ = ["CNN", "CNNConfig", "Config", "NetworkConfig", "override"]
@@ -58,9 +53,10 @@ class NetworkConfig:
     layer : type of RoutingLayer
         The class of the routing layers.
     iterations : int, optional
-        Turns of every layer: 2 if None; with "equilibrium" the most that a layer makes, 32.
+        Of every layer: 2 if None; with "equilibrium" the most that a layer makes, 32.
     routing : "concurrent", "sequential" or "equilibrium"
-        Of inverted attention alone: the paper's, its ablation B, or as many turns as it takes
+        Of inverted attention alone: the paper's, its ablation B, or as many iterations as it
+        takes
         (:class:`fastcaps.nn.EquilibriumRouting`).
     pose : "matrix" or "vector"
         The poses' structure.
@@ -106,10 +102,10 @@ class NetworkConfig:
         if not attends and self.routing != "concurrent":
             raise ValueError(f"routing must be left alone for {self.layer.__name__}, got {self.routing!r}")
         layer, equilibrium = self.routing_layer(), self.routing == "equilibrium"
-        turns = (32 if equilibrium else 2) if self.iterations is None else check_count("iterations", self.iterations)
+        count = (32 if equilibrium else 2) if self.iterations is None else check_count("iterations", self.iterations)
         specs = [*self.hidden, CapsuleSpec(check_count("classes", self.classes), **self.class_layer)]
-        if equilibrium or not attends:  # these make their turns by themselves
-            specs = [replace(spec, options={"iterations": turns, **spec.options}) for spec in specs]
+        if equilibrium or not attends:  # these iterate by themselves
+            specs = [replace(spec, options={"iterations": count, **spec.options}) for spec in specs]
         primary = {} if self.primary_bias else {"bias": False}
         net = CapsNet.build(
             assemble(self.layers(), (channels, *size)),
@@ -119,11 +115,11 @@ class NetworkConfig:
             dim=self.dim,
             hidden=specs[:-1],
             classes=specs[-1],
-            iterations=turns,
+            iterations=count,
             routing="sequential" if equilibrium else self.routing,
             layer=layer,
             primary={**primary, **self.primary},
-            head=HEADS.get(layer, "linear"),
+            head=layer.head,
             **options,
         )
         if self.decoder:
@@ -155,8 +151,7 @@ class NetworkConfig:
         """The arguments that all routing layers of the network know, beside the fields: overrides too."""
         known = {each.name for each in fields(self)}
         layers = {self.routing_layer(), *(spec.layer or self.routing_layer() for spec in self.hidden)}
-        every = [set(inspect.signature(layer).parameters) for layer in layers]
-        return sorted(set.intersection(*every) - known - FOLLOWING)
+        return sorted(set.intersection(*(set(arguments(layer)) for layer in layers)) - known - FOLLOWING)
 
     def extended(self, more: Mapping[str, Any]) -> NetworkConfig:
         """The same with other values for some of :meth:`extras`."""
@@ -168,14 +163,6 @@ FOLLOWING = {
     "device", "dtype",
 }  # fmt: skip
 """Arguments of routing layers that follow from the network."""
-
-HEADS: dict[type[RoutingLayer[Any, Any]], str] = {
-    DynamicRouting: "length",
-    RoutingPool: "length",
-    EMRouting: "activations",
-    HeinsenRouting: "activations",
-}
-"""How classes are read off, of routings that need no linear head."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +189,8 @@ class CNNConfig:
 
     def build(self) -> CNN:
         """Make the network, freshly drawn."""
-        channels, size = check_count("in_channels", self.in_channels), image_size(self.image_size)
-        return CNN(
-            *assemble(self.layers, (channels, *size), check_count("classes", self.classes)), images=(channels, *size)
-        )
+        images = (check_count("in_channels", self.in_channels), *image_size(self.image_size))
+        return CNN(*assemble(self.layers, images, check_count("classes", self.classes)), images=images)
 
     def extras(self) -> list[str]:
         """What its routing as pooling knows: overrides too."""
@@ -234,16 +219,11 @@ class CNN(nn.Sequential):
 
     def __init__(self, *modules: nn.Module, images: tuple[int, int, int]) -> None:
         super().__init__(*modules)
-        self.in_channels, *size = images
-        self.image_size = tuple(size)
+        self.in_channels, self.image_size = images[0], images[1:]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[B, classes]`` of images ``[B, in_channels, H, W]``; ValueError for images of another shape."""
-        require_tensor(images, "images")
-        wanted = (self.in_channels, *self.image_size)
-        if images.dim() != 4 or tuple(images.shape[1:]) != wanted:
-            raise ValueError(f"images must be [B, {', '.join(map(str, wanted))}], got {shape_text(images)}")
-        check_pixels(images)
+        check_images(images, self.in_channels, self.image_size)
         return super().forward(images)
 
 
@@ -267,9 +247,3 @@ def override(config: Some, overrides: Mapping[str, Any]) -> Some:
         raise TypeError(f"create() has no override {', '.join(unknown)}{hint}; there are: {', '.join(there)}")
     more = {name: value for name, value in overrides.items() if name in extras}
     return config.extended(more) if more else config  # type: ignore[attr-defined]
-
-
-def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return height and width; raise unless they are positive."""
-    height, width = size if isinstance(size, (tuple, list)) and len(size) == 2 else (size, size)
-    return check_count("image_size", height), check_count("image_size", width)

@@ -8,9 +8,10 @@ Their structures are those of Tables 2 to 12. Where the tables do not give the p
 - EM's class layer shares its matrices over space, with coordinate addition (Hinton et al., 2018), and is not the 800
   children of Tables 6 and 7, each with its own.
 
-Ours, as the text says nothing: the turns of the dynamic networks (3, as in Sabour et al.; the table has the best of 1
-to 5) and what makes the 42M parameters of the larger matrix network (four times as many capsule types). EM's two turns
-are those that section 5 found best. The last sigmoid of Tables 10 to 12 belongs to the loss: networks return logits.
+Ours, as the text says nothing: the iterations of the dynamic networks (3, as in Sabour et al.; the table has the best
+of 1 to 5) and what makes the 42M parameters of the larger matrix network (four times as many capsule types). EM's two
+iterations are those that section 5 found best. The last sigmoid of Tables 10 to 12 belongs to the loss: networks return
+logits.
 """
 
 from __future__ import annotations

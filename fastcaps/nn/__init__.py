@@ -1,12 +1,9 @@
 """Modules: routing layers, stacks of them, primary capsules and heads."""
 
-from fastcaps.nn.cap_conv import CapConv2d, CapFC
 from fastcaps.nn.capsnet import CapsNet
-from fastcaps.nn.convert import Conversion, ConversionReport, convert
 from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
 from fastcaps.nn.equilibrium import EquilibriumRouting
-from fastcaps.nn.feedback import FeedbackAgreement
 from fastcaps.nn.head import ClassHead
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
@@ -16,17 +13,12 @@ from fastcaps.nn.routing_pool import RoutingPool, RoutingPool2d
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
 __all__ = [
-    "CapConv2d",
-    "CapFC",
     "CapsNet",
     "CapsuleSpec",
     "ClassHead",
-    "Conversion",
-    "ConversionReport",
     "DynamicRouting",
     "EMRouting",
     "EquilibriumRouting",
-    "FeedbackAgreement",
     "HeinsenRouting",
     "InvertedAttentionRouting",
     "PrimaryCapsules",
@@ -35,5 +27,4 @@ __all__ = [
     "RoutingPool2d",
     "RoutingStack",
     "RoutingTrace",
-    "convert",
 ]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, shape_text
-from fastcaps.nn.em import EMRouting
+from fastcaps.checks import check_count, check_images, shape_text
+from fastcaps.checks import image_size as checked_size
 from fastcaps.nn.head import ClassHead
-from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import RoutingLayer
-from fastcaps.nn.poses import channels_last, check_pixels, require_tensor
+from fastcaps.nn.poses import channels_last
 from fastcaps.nn.primary import PrimaryCapsules
-from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, as_scores
+from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace, converted
 from fastcaps.results import Capsules
 
 
@@ -138,13 +137,13 @@ class CapsNet(nn.Module):
             of the routing.
         """
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        height, width = (image_size, image_size) if isinstance(image_size, (int, SupportsIndex)) else image_size
-        size = check_count("image_size", height), check_count("image_size", width)
-        channels, *features = feature_shape(backbone, check_count("in_channels", in_channels), size)
+        size, in_channels = checked_size(image_size), check_count("in_channels", in_channels)
+        channels, *features = feature_shape(backbone, in_channels, size)
         specs = [*hidden, classes if isinstance(classes, CapsuleSpec) else CapsuleSpec(check_count("classes", classes))]
         lowest = {**options, **specs[0].options}
-        scores = issubclass(specs[0].layer or layer, HeinsenRouting)
-        active = bool(lowest.get("activations")) or scores or issubclass(specs[0].layer or layer, EMRouting)
+        first_layer = specs[0].layer or layer
+        scores = first_layer.activity_name == "scores"
+        active = bool(lowest.get("activations")) or first_layer.head == "activations"
         own: dict[str, Any] = {"activations": active, **place, **(primary or {})}
         first = PrimaryCapsules(channels, capsules, dim, **{"scores": scores and bool(own["activations"]), **own})
         grid = first.output_size((features[0], features[1]))
@@ -167,7 +166,7 @@ class CapsNet(nn.Module):
         # Channels last from the start: the primary convolution then leaves a position's capsules together in memory.
         backbone = backbone.to(device=device, dtype=dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         last = ClassHead(stack.layers[-1].out_dim, read=head, **place)
-        return cls(backbone, first, stack, last, in_channels=check_count("in_channels", in_channels), image_size=size)
+        return cls(backbone, first, stack, last, in_channels=in_channels, image_size=size)
 
     if TYPE_CHECKING:  # nn.Module's own returns Any
 
@@ -224,15 +223,11 @@ class CapsNet(nn.Module):
         ValueError, TypeError
             If the images do not fit, or a network without a decoder is to reconstruct.
         """
-        require_tensor(images, "images")
-        if images.dim() != 4 or (self.in_channels is not None and images.shape[1] != self.in_channels):
-            raise ValueError(f"images must be [B, {self.in_channels or 'channels'}, H, W], got {shape_text(images)}")
-        check_pixels(images)
+        check_images(images, self.in_channels)
         made = self.primary(self.backbone(channels_last(images)))
         children, activity = (made.poses, made.activations) if isinstance(made, Capsules) else (made, None)
         wants_scores = self.routing.layers[0].activity_name == "scores"
-        if activity is not None and wants_scores != getattr(self.primary, "scores", False):
-            activity = as_scores(activity) if wants_scores else activity.sigmoid()
+        activity = converted(activity, getattr(self.primary, "scores", False), wants_scores)
         more: list[Any] = []
         if return_trace:
             result, trace = self.routing(children, activity, iterations=iterations, return_trace=True)

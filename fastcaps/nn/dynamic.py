@@ -7,14 +7,14 @@ from typing_extensions import Unpack
 
 from fastcaps import functional
 from fastcaps.checks import check_choice, check_finite
-from fastcaps.nn.layer import LayerOptions, RoutingLayer
+from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Routed
 
 __all__ = ["DynamicRouting"]
 
 
 class DynamicRouting(RoutingLayer[Tensor, Routed]):
-    r"""Route child capsules to parents by dynamic routing (Sabour et al., 2017, Procedure 1), all turns in one call.
+    r"""Route child capsules to parents by dynamic routing (Sabour et al., 2017, Procedure 1).
 
     .. math::
         v_{ij} = P_i W_{ij} + b_{ij}, \quad
@@ -33,21 +33,25 @@ break_symmetry, iterations, device, dtype
     compete : "parents" or "children"
         Over which of them the softmax runs. The paper says parents; published codes differ.
     detach : bool
-        No gradient through the coefficients: it flows through the last turn's sum alone.
+        No gradient through the coefficients: it flows through the last iteration's sum alone.
     leaky : bool
         A child may also go to none of the parents (one more logit, of 0). For ``compete="parents"``.
     prior : "zero", "learned", "random" or bool
-        The logits that every turn starts from, the paper's log prior probabilities, one per child with matrices of its
-        own (type of child, where a grid's children share them) and parent: ``[G, M or 1]``. "zero"
-        (False) is its choice; "learned" (True) learns them from zero; "random" draws them from N(0, 1) once and keeps
-        them. All three are in Table 5 of Li et al. (2018), which does not say when they are drawn: here in
-        :meth:`reset_parameters`, so that a network gives the same result twice.
+        The logits that every iteration starts from, the paper's log prior probabilities, one per child with matrices of
+        its own (type of child, where a grid's children share them) and parent: ``[G, M or 1]``. "zero" (False) is its
+        choice; "learned" (True) learns them from zero; "random" draws them from N(0, 1) once and keeps them. All three
+        are in Table 5 of Li et al. (2018), which does not say when they are drawn: here in :meth:`reset_parameters`, so
+        that a network gives the same result twice.
     eps : float
         Under the root of squash's length: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 + eps)``, as many published codes have
-        it. With a prior or an eps every turn is an op of its own.
+        it. With a prior or an eps every iteration is an op of its own.
     std : float, optional
         Of the weights at the start; ``sqrt(M / (D * I))`` by default, I the children that one position sees (child
         types, for "all").
+
+    Calls
+    -----
+    ``activations`` are the children's gates: 0 for a child that is not there.
 
     Examples
     --------
@@ -63,6 +67,7 @@ break_symmetry, iterations, device, dtype
     (torch.Size([2, 5, 3]), True)
     """
 
+    head = "length"
     prior: Tensor | None
 
     def __init__(
@@ -93,7 +98,7 @@ break_symmetry, iterations, device, dtype
         check_choice("prior", start, ("zero", "learned", "random"))
         if self.leaky and start != "zero":
             raise ValueError(f"leaky must be False with prior={start!r}: the prior has no column for the leak")
-        self.new_start("prior", (self.groups, self.out_capsules or 1), options, start)
+        self.new_parameter("prior", (self.groups, self.out_capsules or 1), options, start)
         self.std = None if std is None else check_finite("std", std, 0.0)
         self.reset_parameters()
 
@@ -107,39 +112,18 @@ break_symmetry, iterations, device, dtype
         if self.prior is not None and not isinstance(self.prior, nn.Parameter):
             nn.init.normal_(self.prior)
 
-    def forward(
-        self,
-        children: Tensor,
-        activations: Tensor | None = None,
-        *,
-        out_capsules: int | None = None,
-        bias: Tensor | None = None,
-        iterations: int | None = None,
-        return_coefficients: bool = False,
-    ) -> Tensor | Routed:
-        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
-
-        Parameters
-        ----------
-        activations : Tensor, optional
-            ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
-
-        Returns
-        -------
-        Tensor or Routed
-            The parents' poses; then the coefficients if asked for.
-        """
-        call = self.prepare(children, activations, out_capsules, bias)
+    def route(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Tensor | Routed:
+        """Route a checked call."""
         prior = self.prior
         if prior is not None:
             seen = call.children.shape[1] * (1 if call.window is None else call.window.positions)
             rows = 1 if len(prior) == 1 else seen // len(prior)  # child i has the logits of group i mod G
             prior = prior.expand(-1, call.parent_count).repeat(rows, 1)
-        found = functional.dynamic_routing(
+        return functional.dynamic_routing(
             call.children,
             call.weight,
             parents=call.parent_count,
-            iterations=self.iterations if iterations is None else iterations,
+            iterations=iterations,
             bias=call.bias,
             gate=call.activity,
             compete=self.compete,
@@ -150,4 +134,3 @@ break_symmetry, iterations, device, dtype
             window=call.window,
             return_coefficients=return_coefficients,
         )
-        return self.flat(found)

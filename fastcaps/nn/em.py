@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import torch
@@ -51,9 +50,9 @@ class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
 break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
     inverse_temperature : float, sequence of float, callable, optional
-        :math:`\lambda_t`: a number, one for each turn, or a function of the turn, which counts from 0. None is the
-        customary ``0.01 (1 - 0.95^(turn + 1))``. May be set later, to follow a schedule of training. A layer with a
-        lambda can be copied, but not pickled; one with a function defined at the top of a module can.
+        :math:`\lambda_t`: a number, one for each iteration, or a function of the iteration t, which counts from 0. None
+        is the customary ``0.01 (1 - 0.95^(t + 1))``. May be set later, to follow a schedule of training. A layer with
+        a lambda can be copied, but not pickled; one with a function defined at the top of a module can.
     coordinates : bool
         Coordinate addition, for ``kernel_size="all"``: the child's place in the grid, in (0, 1), is added to its votes
         (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it. Other coordinates may come
@@ -62,11 +61,16 @@ break_symmetry, iterations, device, dtype
         Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1
         over the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma`
         otherwise make it so large that all activations are 1). Over whom, and that 1 is then the default of
-        :math:`\lambda_t`, is our reading. Every turn is then a call of its own.
+        :math:`\lambda_t`, is our reading. Every iteration is then a call of its own.
     first_coefficients : "uniform" or "ones"
-        r of the first turn: 1 / M, or 1 as in SR-CapsNet's code, which makes its n M times as large.
+        r of the first iteration: 1 / M, or 1 as in SR-CapsNet's code, which makes its n M times as large.
     eps : float
         Added to the variances, and to n under the moments.
+
+    Calls
+    -----
+    ``activations`` of the children lie in [0, 1]: 0 for a child that is not there. A call may also give another
+    ``inverse_temperature``. The result has the parents' activations, ``[B, M]`` or ``[B, M, Ho, Wo]``.
 
     Attributes
     ----------
@@ -89,6 +93,7 @@ break_symmetry, iterations, device, dtype
     (torch.Size([2, 5, 16]), torch.Size([2, 5]))
     """
 
+    head = "activations"
     beta_u: nn.Parameter
     beta_a: nn.Parameter
 
@@ -128,52 +133,39 @@ break_symmetry, iterations, device, dtype
         """``1 / sqrt(D)``."""
         return 1.0 / math.sqrt(self.pose_shape[1])
 
-    def forward(
-        self,
-        children: Tensor,
-        activations: Tensor | None = None,
-        *,
-        out_capsules: int | None = None,
-        bias: Tensor | None = None,
-        iterations: int | None = None,
-        inverse_temperature: InverseTemperature | None = None,
-        return_coefficients: bool = False,
-    ) -> Capsules | RoutedCapsules:
-        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
-
-        Parameters
-        ----------
-        activations : Tensor, optional
-            The children's, in [0, 1], ``[B, I]`` or ``[B, N, H, W]``; 0 for a child that is not there, all 1 if None.
-        inverse_temperature : float, sequence of float, callable, optional
-            Another schedule for this call.
-
-        Returns
-        -------
-        Capsules or RoutedCapsules
-            The parents' poses; their activations ``[B, M]`` or ``[B, M, Ho, Wo]``; then the coefficients if asked for.
-        """
+    def prepare(
+        self, children: Tensor, activity: Tensor | None, out_capsules: int | None = None, bias: Tensor | None = None
+    ) -> LayerCall:
+        """Check a call, and add the children's places to the bias of its votes."""
         if self.coordinates and isinstance(children, Tensor) and children.dim() == 5:
             _, types, height, width, _ = children.shape
-            pose = self.pose_shape[0], self.pose_shape[2]
-            place = functional.coordinate_bias(
-                height, width, types, *pose, device=children.device, dtype=children.dtype
-            )
+            rows, _, columns = self.pose_shape
+            like = {"device": children.device, "dtype": children.dtype}
+            place = functional.coordinate_bias(height, width, types, rows, columns, **like)  # type: ignore[arg-type]
             bias = place if bias is None else bias + place
-        call = self.prepare(children, activations, out_capsules, bias)
+        return super().prepare(children, activity, out_capsules, bias)
+
+    def route(
+        self,
+        call: LayerCall,
+        iterations: int,
+        return_coefficients: bool,
+        *,
+        inverse_temperature: InverseTemperature | None = None,
+    ) -> Capsules | RoutedCapsules:
+        """Route a checked call."""
         betas = self.beta_u.expand(call.parent_count), self.beta_a.expand(call.parent_count)
-        turns = self.iterations if iterations is None else iterations
         given = self.inverse_temperature if inverse_temperature is None else inverse_temperature
         if self.normalize_cost:
-            temperatures = inverse_temperatures(1.0 if given is None else given, check_count("iterations", turns))
+            temperatures = inverse_temperatures(1.0 if given is None else given, check_count("iterations", iterations))
             own = (self.first_coefficients == "ones", self.eps, return_coefficients)
-            return self.flat(_with_normalized_cost(call, betas, temperatures, *own))
-        found = functional.em_routing(
+            return _with_normalized_cost(call, betas, temperatures, *own)
+        return functional.em_routing(
             call.children,
             call.activity,
             call.weight,
             *betas,
-            iterations=turns,
+            iterations=iterations,
             inverse_temperature=given,
             bias=call.bias,
             eps=self.eps,
@@ -181,14 +173,6 @@ break_symmetry, iterations, device, dtype
             return_coefficients=return_coefficients,
             first_coefficients=self.first_coefficients,
         )
-        return self.flat(found)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "inverse_temperature": _Schedule(self.inverse_temperature)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        given = state["inverse_temperature"]
-        super().__setstate__({**state, "inverse_temperature": given.given if isinstance(given, _Schedule) else given})
 
 
 def _with_normalized_cost(
@@ -199,50 +183,38 @@ def _with_normalized_cost(
     eps: float,
     return_coefficients: bool,
 ) -> Capsules | RoutedCapsules:
-    """Route by EM, turn by turn, the sigmoid's argument normalised over the parents: poses ``[..., C, E]``.
+    """Route by EM, the sigmoid's argument normalised over the parents: poses ``[..., C, E]``.
 
-    The moments of a turn are those of Heinsen's; with a benefit of 1 and a cost of 0 its scores are the counts n.
+    Every iteration is an op of its own. Its moments are those of Heinsen's; with a benefit of 1 and a cost of 0 its
+    scores are the counts n.
     """
     parts = (call.children, call.weight, call.bias, call.activity)
     votes = Votes.of(*parts, call.window, call.parent_count, "activations")
     wide = accumulation_dtype(votes.children.dtype)
     beta_u, beta_a = (beta.to(wide) for beta in betas)
     one = votes.children.new_ones((1, 1), dtype=wide)
-    state: tuple[Tensor | None, ...] = (None, None, None)
-    means = scores = coefficients = votes.children
-    for turn, temperature in enumerate(temperatures):
-        flags = (int(Rule.HEINSEN), eps, return_coefficients and turn + 1 == len(temperatures))
-        whole = ones and turn == 0
-        counts, means, variances, *_, coefficients = ops.gaussian_routing(
-            weighed_by_ones(votes) if whole else votes, *state, one, torch.zeros_like(one), [1.0], *flags
-        )
-        coefficients = coefficients * votes.parents if whole and flags[-1] else coefficients
+    weighed = weighed_by_ones(votes) if ones else votes
+    cost = {"beta_use": one, "beta_ignore": torch.zeros_like(one)}
+    rule, coefficients = int(Rule.HEINSEN), return_coefficients
+    own = ops.Gaussian(**cost, temperatures=temperatures, rule=rule, eps=eps, coefficients=coefficients)
+
+    def run(votes: Votes, own: ops.Gaussian) -> Any:
+        return ops.gaussian_routing(weighed if own.mean is None else votes, own)
+
+    def scored(temperature: float, results: Any) -> tuple[Tensor, Tensor]:
+        counts, means, variances = results[:3]
         log_sigma = log_sigmas(variances)
-        numbers = means.shape[-2] * means.shape[-1]
-        benefit = beta_a - (numbers * beta_u + log_sigma) * counts
-        scores = temperature * F.layer_norm(benefit, benefit.shape[-1:])
-        state = (means, variances, F.logsigmoid(scores) - log_sigma)
+        benefit = beta_a - (means.shape[-2] * means.shape[-1] * beta_u + log_sigma) * counts
+        return temperature * F.layer_norm(benefit, benefit.shape[-1:]), log_sigma
+
+    def advance(own: ops.Gaussian, results: Any) -> dict[str, Tensor | None]:
+        scores, log_sigma = scored(own.temperatures[0], results)
+        return {"mean": results[1], "variance": results[2], "log_weight": F.logsigmoid(scores) - log_sigma}
+
+    last = ops.gaussian_routing.iterate(run, votes, own, advance)[-1]
     dtype = result_dtype(votes)
-    active = from_op(scores.sigmoid(), call.window).to(dtype)
-    poses = from_op(means, call.window).to(dtype)
+    active = from_op(scored(temperatures[-1], last)[0].sigmoid(), call.window).to(dtype)
+    poses = from_op(last[1], call.window).to(dtype)
     if not return_coefficients:
         return Capsules(poses, active)
-    return RoutedCapsules(poses, active, coefficients)
-
-
-class _Schedule:
-    """An inverse temperature on its way through a copy or a pickle: says what cannot be pickled, and what can."""
-
-    def __init__(self, given: InverseTemperature | None) -> None:
-        self.given = given
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Schedule:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if "<" in getattr(self.given, "__qualname__", ""):
-            raise pickle.PicklingError(
-                "inverse_temperature is a lambda or a function inside another, which cannot be pickled; let it be a "
-                "number, one for each turn, or a function defined at the top of a module"
-            )
-        return _Schedule, (self.given,)
+    return RoutedCapsules(poses, active, last[-1] * votes.parents if ones and len(temperatures) == 1 else last[-1])

@@ -12,11 +12,9 @@ from typing_extensions import Unpack
 
 from fastcaps import backends, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
-from fastcaps.nn.inverted_attention import InvertedAttentionRouting, route
-from fastcaps.nn.layer import LayerCall, LayerOptions
-from fastcaps.ops.query import QUERY, QUERY_AT
+from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRouting, route
+from fastcaps.nn.layer import LayerCall, RoutingLayer
 from fastcaps.ops.watchers import is_sharded, is_transformed
-from fastcaps.results import Capsules, Routed, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op, to_op
 
@@ -24,7 +22,7 @@ __all__ = ["EquilibriumRouting"]
 
 
 class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
-    r"""Route by inverted attention until the parents stay the same: infinitely many turns.
+    r"""Route by inverted attention until the parents stay the same: infinitely many iterations.
 
     .. math::
         p^* = f(p^*, \theta), \quad f(p, \theta)_j = \mathrm{LayerNorm}\Big(\sum_i g_i\, r_{ij}(p)\, v_{ij}\Big), \quad
@@ -32,17 +30,17 @@ class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
         u = \frac{dL}{dp^*} + \Big(\frac{\partial f}{\partial p}\Big)^T u
 
     The paper's outlook (Tsai et al., 2020, section 8), by the method of deep equilibrium models (Bai et al., 2019): the
-    gradient of infinitely many turns is that of a fixed point, which solves the second equation. Turn by turn, both
-    equations are solved without a graph, so that memory does not depend on their number. The kernels store no vote.
+    gradient of infinitely many iterations is that of a fixed point, which solves the second equation. Both equations
+    are solved by iterating without a graph, so that memory does not depend on how often. The kernels store no vote.
 
     In a stack of layers concurrent routing has the same fixed point as sequential routing: a layer's depends on those
     below it alone. So :class:`~fastcaps.nn.RoutingStack` routes such a layer whenever its children have changed.
 
-    How soon turns stand still depends on the matrices. Freshly drawn, the papers' class layers (800 to 10 of 4 x 4, 576
-    to 10 of 8 x 8) move by less than 1e-4 after 30 turns, some windows over a grid by 1e-2 even after 100. What has not
-    come to rest after ``iterations`` turns is the result as it is, its gradient that of as many turns back from there.
-    Transforms of ``torch.func``, forward-mode derivatives, and gradients of DTensors raise RuntimeError.
-    A compiled layer always makes ``iterations`` turns, since a graph cannot ask for the distance.
+    How soon the parents come to rest depends on the matrices. Freshly drawn, the papers' class layers (800 to 10 of
+    4 x 4, 576 to 10 of 8 x 8) move by less than 1e-4 after 30 iterations, some windows over a grid by 1e-2 even after
+    100. What still moves after ``iterations`` of them is the result as it is, its gradient that of as many iterations
+    back from there. Transforms of ``torch.func``, forward-mode derivatives, and gradients of DTensors raise
+    RuntimeError. A compiled layer always makes all iterations, since a graph cannot ask for the distance.
 
     Parameters
     ----------
@@ -51,7 +49,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         As :class:`InvertedAttentionRouting` has them; there is no dropout, and no ``start`` is learned: a fixed point
         has no gradient for it.
     iterations : int
-        The most turns forward (from zero at least two), and the most terms backward.
+        The most iterations forward (from zero at least two), and the most terms backward.
     tolerance : float
         Both end when no number moves by more than this share of the largest; at least the rounding of the dtype.
 
@@ -74,46 +72,25 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         *,
         iterations: int = 32,
         tolerance: float = 1e-5,
-        layer_norm: bool = True,
         activations: bool = False,
-        start: str = "zero",
-        eps: float = 1e-5,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[AttentionOptions],
     ) -> None:
-        own: Any = {"layer_norm": layer_norm, "activations": activations, "start": start, "eps": eps}
-        super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **own, **options)
+        own: Any = {"iterations": iterations, "activations": activations}
+        super().__init__(in_capsules, out_capsules, in_dim, out_dim, **own, **options)
         if self.dropout:
-            raise ValueError(f"dropout must be 0: turns that differ at random have no fixed point; got {self.dropout}")
+            raise ValueError(f"dropout must be 0: what is random has no fixed point; got {self.dropout}")
         if self.start == "learned":
-            raise ValueError("start must not be 'learned': a fixed point has no gradient for where its turns began")
+            raise ValueError("start must not be 'learned': a fixed point has no gradient for where it was sought from")
         self.tolerance = check_finite("tolerance", tolerance, 0.0)
 
-    def forward(  # type: ignore[override]
-        self,
-        children: Tensor,
-        activations: Tensor | None = None,
-        *,
-        out_capsules: int | None = None,
-        bias: Tensor | None = None,
-        iterations: int | None = None,
-        return_coefficients: bool = False,
-    ) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
+    forward = RoutingLayer.forward  # type: ignore[assignment]  # takes no parents
 
-        Parameters
-        ----------
-        activations : Tensor, optional
-            ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
-        iterations : int, optional
-            Another limit of the turns for this call.
-
-        Returns
-        -------
-        Tensor, Capsules, Routed or RoutedCapsules
-            As :class:`InvertedAttentionRouting`.
-        """
-        limit = self.iterations if iterations is None else check_count("iterations", iterations)
-        call = self.with_parent_count(self.prepare(children, activations, out_capsules, bias))
+    def route(  # type: ignore[override]
+        self, call: LayerCall, iterations: int, return_coefficients: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Route a checked call, in at most so many iterations."""
+        limit = check_count("iterations", iterations)
+        call = self.with_parent_count(call)
         if not is_tracing():
             self._refuse_unsupported_gradients(call)
         with torch.no_grad():
@@ -124,15 +101,14 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         norm = self.norm
         affine = (None, None) if norm is None else (norm.weight, norm.bias)
         rule = Rule.PLAIN if norm is None else Rule.LAYER_NORM
-        own = (self.scale, self.eps, int(rule), 1, False, return_coefficients)
-        routed, sums, shares = ops.attention_routing(votes, query, *affine, *own)
+        own = ops.Attention(query, affine[0], affine[1], self.scale, self.eps, int(rule), 1, False, return_coefficients)
+        routed, sums, shares = ops.attention_routing(votes, own)
         if torch.is_grad_enabled() and routed.requires_grad:
             kept = None if norm is None else sums.detach()
             settings = (self.scale, self.eps, self.tolerance, limit)
             routed = _Implicit.apply(routed, *votes, query, affine[0], kept, *settings)
         poses = from_op(routed, call.window).flatten(-2)
-        coefficients = shares if return_coefficients else None
-        return self.finished(poses, coefficients)
+        return poses, shares if return_coefficients else None
 
     def _refuse_unsupported_gradients(self, call: LayerCall) -> None:
         """Raise for gradients that the implicit equation is not solved for."""
@@ -150,10 +126,10 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
             )
 
     def _solve(self, call: LayerCall, limit: int) -> Tensor:
-        """Return the parents' flat poses after as many turns as they need, one fewer than ``limit`` at most."""
+        """Return the parents' flat poses after as many iterations as they need, one fewer than ``limit`` at most."""
         options: dict[str, Any] = {"scale": self.scale, "norm": self.norm}
         parents, left = self.first_parents(call), limit - 1
-        if parents is None:  # from zero: a turn that needs no query
+        if parents is None:  # from zero: an iteration that needs no query
             parents, _ = route(call, None, self.pose_shape, **options)
             left -= 1
         if _without_numbers(parents):
@@ -186,7 +162,7 @@ def _stands_still(before: Tensor, after: Tensor, tolerance: float) -> bool:
 
 
 class _Implicit(torch.autograd.Function):
-    """The parents, whose gradient comes back as that of the turn that would have left them, the last of infinitely
+    """The parents, whose gradient comes back as that of the iteration that would have left them, the last of infinitely
     many."""
 
     @staticmethod
@@ -206,20 +182,21 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def solve(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return u, turn by turn."""
+        """Return u, by iterating."""
         parents, window, scale, eps, tolerance, limit = ctx.own
         (grad,) = grads
         dtype = grad.dtype  # autocast's, where that was on
         *saved, sums = ctx.saved_tensors  # once: a checkpoint hands them out once
         *tensors, query, norm_weight = (None if t is None else t.to(dtype) for t in saved)
         assert query is not None
+        backward, place = ops.attention_routing.backward_op, ops.attention_routing.tensors.index("query")
         own = (*tensors, parents, window, query.unsqueeze(0), norm_weight, sums, scale, eps)
         blind = _without_numbers(grad)
         found = grad
         for _ in range(limit - 1):
             before = found
             heads = before.to(accumulation_dtype(dtype)).contiguous().unsqueeze(0)
-            found = grad + ops.attention_routing.backward_op(heads, *own, QUERY)[QUERY_AT]
+            found = grad + backward(heads, *own, 1 << place)[place]
             if not blind and _stands_still(before, found, tolerance):
                 break
         return (found, *(None for _ in ctx.needs_input_grad[1:]))

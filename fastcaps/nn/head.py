@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, shape_text
-from fastcaps.nn.poses import arguments_repr, require_tensor
+from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import length
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
 from fastcaps.checks import check_choice, check_finite
-from fastcaps.nn.layer import LayerOptions, RoutingLayer
+from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Gaussians, RoutedGaussians
 
 __all__ = ["HeinsenRouting"]
@@ -40,6 +42,12 @@ break_symmetry, iterations, device, dtype
     eps : float
         As in the equations.
 
+    Calls
+    -----
+    ``scores`` of the children are any numbers: minus infinity for a child that is not there, plus infinity for one that
+    certainly is, as all are if None. The result has the parents' scores, ``[B, M]`` or ``[B, M, Ho, Wo]``, and the
+    variances of their poses, which are means.
+
     Attributes
     ----------
     weight : Parameter
@@ -62,6 +70,7 @@ break_symmetry, iterations, device, dtype
     """
 
     activity_name = "scores"
+    head = "activations"
     beta_use: nn.Parameter
     beta_ignore: nn.Parameter | None
 
@@ -92,42 +101,24 @@ break_symmetry, iterations, device, dtype
         """``1 / D``."""
         return 1.0 / self.pose_shape[1]
 
-    def forward(
-        self,
-        children: Tensor,
-        scores: Tensor | None = None,
-        *,
-        out_capsules: int | None = None,
-        bias: Tensor | None = None,
-        iterations: int | None = None,
-        return_coefficients: bool = False,
-    ) -> Gaussians | RoutedGaussians:
-        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
+    def forward(  # type: ignore[override]
+        self, children: Tensor, scores: Tensor | None = None, **options: Any
+    ) -> Any:
+        """Route, as the class says under *Calls*."""
+        return super().forward(children, scores, **options)
 
-        Parameters
-        ----------
-        scores : Tensor, optional
-            The children's, ``[B, I]`` or ``[B, N, H, W]``: any numbers, minus infinity for a child that is not there,
-            plus infinity for one that certainly is; all of them certainly are if None.
-
-        Returns
-        -------
-        Gaussians or RoutedGaussians
-            The parents' poses (means); their scores ``[B, M]`` or ``[B, M, Ho, Wo]``; the variances of the poses; then
-            the coefficients if asked for.
-        """
-        call = self.prepare(children, scores, out_capsules, bias)
-        found = functional.heinsen_routing(
+    def route(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Gaussians | RoutedGaussians:
+        """Route a checked call."""
+        return functional.heinsen_routing(
             call.children,
             call.activity,
             call.weight,
             call.bias,
             self.beta_use.expand(-1, call.parent_count),
             (self.beta_use if self.beta_ignore is None else self.beta_ignore).expand(-1, call.parent_count),
-            iterations=self.iterations if iterations is None else iterations,
+            iterations=iterations,
             model=self.model,
             eps=self.eps,
             window=call.window,
             return_coefficients=return_coefficients,
         )
-        return self.flat(found)

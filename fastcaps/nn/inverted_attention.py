@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_choice, check_finite, shape_text
+from fastcaps.checks import check_choice, check_finite, require_tensor, shape_text
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
-from fastcaps.nn.poses import normalize_poses, probability, require_tensor
+from fastcaps.nn.poses import normalize_poses, probability
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 
 __all__ = ["InvertedAttentionRouting", "route"]
@@ -23,9 +23,8 @@ Full = TypeVar("Full", Routed, RoutedCapsules)
 
 
 class AttentionOptions(LayerOptions, total=False):
-    """What the layer takes by name beside ``activations``."""
+    """What the layer takes by name beside ``iterations`` and ``activations``."""
 
-    iterations: int
     dropout: float
     layer_norm: bool
     start: str
@@ -67,6 +66,13 @@ break_symmetry, iterations, device, dtype
     eps : float
         LayerNorm's.
 
+    Calls
+    -----
+    ``layer(children, parents, activations)``: ``parents`` are the parents' last poses, shaped as the result, and tell
+    their number where the layer leaves it open; None is the first iteration, from ``start``. ``activations`` are the
+    children's gates: 0 for a child that is not there. Several ``iterations`` do what a loop of calls would do. The
+    result has the parents' activations, ``[B, M]`` or ``[B, M, Ho, Wo]``, where ``activations=True`` was chosen.
+
     Attributes
     ----------
     weight : Parameter
@@ -103,6 +109,7 @@ break_symmetry, iterations, device, dtype
         in_dim: int,
         out_dim: int,
         *,
+        iterations: int = 1,
         activations: Literal[False] = False,
         **options: Unpack[AttentionOptions],
     ) -> None: ...
@@ -114,6 +121,7 @@ break_symmetry, iterations, device, dtype
         in_dim: int,
         out_dim: int,
         *,
+        iterations: int = 1,
         activations: Literal[True],
         **options: Unpack[AttentionOptions],
     ) -> None: ...
@@ -147,7 +155,7 @@ break_symmetry, iterations, device, dtype
         self.new_parameter("activation_bias", (many,), options, self.activations)
         check_choice("start", start, ("zero", "random", "learned"))
         self.start = start
-        self.new_start("first_poses", (many, self.out_dim), options, start)
+        self.new_parameter("first_poses", (many, self.out_dim), options, start)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -161,55 +169,41 @@ break_symmetry, iterations, device, dtype
         if self.first_poses is not None:
             nn.init.normal_(self.first_poses)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         children: Tensor,
         parents: Tensor | None = None,
         activations: Tensor | None = None,
         *,
         out_capsules: int | None = None,
-        bias: Tensor | None = None,
-        iterations: int | None = None,
-        return_coefficients: bool = False,
-    ) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Route once, or several times in a row, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
-
-        Parameters
-        ----------
-        parents : Tensor, optional
-            The parents' last poses, shaped as the result. None is the first iteration, from ``start``. They tell the
-            number of parents for a layer that leaves it open.
-        activations : Tensor, optional
-            ``[B, I]`` or ``[B, N, H, W]``: each child's gate, 0 for a child that is not there; all 1 if None.
-        iterations : int, optional
-            Another number of turns for this call, each with the parents of the one before: what a loop of calls would
-            do, in one.
-
-        Returns
-        -------
-        Tensor, Capsules, Routed or RoutedCapsules
-            The parents' poses; then, where ``activations=True`` was chosen, their activations ``[B, M]`` or
-            ``[B, M, Ho, Wo]``; then the coefficients if asked for.
-        """
+        **options: Any,
+    ) -> Any:
+        """Route once, or several times in a row, as the class says under *Calls*."""
         if parents is not None:
             self._check_parents(parents)
-        call: LayerCall = self.prepare(children, activations, out_capsules, bias, parents)
+            if self.out_capsules is None and out_capsules is None:
+                out_capsules = parents.shape[1]
+        return super().forward(children, activations, out_capsules=out_capsules, parents=parents, **options)
+
+    def route(
+        self, call: LayerCall, iterations: int, return_coefficients: bool, *, parents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Route a checked call: flat poses, and the coefficients if they were asked for."""
         if parents is None:
             call = self.with_parent_count(call)
             parents = self.first_parents(call)
         elif self.whole_grid:
             parents = parents[:, :, None, None]
-        poses, coefficients = route(
+        return route(
             call,
             parents,
             self.pose_shape,
             scale=self.scale,
             norm=self.norm,
             dropout=self.dropout if self.training else 0.0,
-            iterations=self.iterations if iterations is None else iterations,
+            iterations=iterations,
             return_coefficients=return_coefficients,
         )
-        return self.finished(poses, coefficients)
 
     def with_parent_count(self, call: LayerCall) -> LayerCall:
         """Return a call without parents that says how many there are, where it has no weight that does."""
@@ -228,8 +222,9 @@ break_symmetry, iterations, device, dtype
         size = call.window.output_size(call.children.shape[2], call.children.shape[3])
         return poses[:, None, None].expand(batch, -1, *size, -1)
 
-    def finished(self, poses: Tensor, coefficients: Tensor | None) -> Tensor | Capsules | Routed | RoutedCapsules:
-        """Return what a call returns, of the parents' poses."""
+    def finish(self, found: tuple[Tensor, Tensor | None]) -> Tensor | Capsules | Routed | RoutedCapsules:
+        """Return what a call returns, of what ``route`` found."""
+        poses, coefficients = found
         if self.whole_grid:
             poses = poses.squeeze((2, 3))
             coefficients = None if coefficients is None else coefficients.squeeze((1, 2))
@@ -273,7 +268,7 @@ def route(
     iterations: int = 1,
     return_coefficients: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Route flat poses, turn by turn: votes, agreement, softmax over parents, sum, dropout, LayerNorm.
+    """Route flat poses, one iteration after the other: votes, agreement, softmax over parents, sum, dropout, LayerNorm.
 
     Dropout stands between the sum and LayerNorm, as in the authors' code; while it is active (``dropout > 0``)
     normalisation is a step of its own, otherwise the pass normalises its own sums.
@@ -288,14 +283,14 @@ def route(
     norm : nn.LayerNorm or None
         Over the C*E numbers; None leaves the sums as they are.
     iterations : int
-        Turns.
+        How many.
 
     Returns
     -------
     (Tensor, Tensor or None)
         The parents' flat poses, and the coefficients if they were asked for.
     """
-    if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no turn can run on into the next
+    if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no iteration can run on into the next
         for _ in range(iterations - 1):
             parents, _ = route(call, parents, shape, scale=scale, norm=norm, dropout=dropout)
         iterations = 1

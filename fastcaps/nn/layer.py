@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps.checks import check_count, shape_text
+from fastcaps.checks import check_count, did_you_mean, require_tensor, shape_text
 from fastcaps.functional.em import InverseTemperature
-from fastcaps.nn.poses import arguments_repr, flatten_grid, pose_shape, require_tensor
+from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
 from fastcaps.votes import Window
 
 __all__ = ["CallOptions", "LayerCall", "LayerOptions", "RoutingLayer"]
@@ -20,7 +20,6 @@ __all__ = ["CallOptions", "LayerCall", "LayerOptions", "RoutingLayer"]
 Pair = int | tuple[int, int]
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
-Found = TypeVar("Found", bound=Tensor | tuple[Tensor, ...])
 
 
 class LayerOptions(TypedDict, total=False):
@@ -40,7 +39,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class CallOptions(TypedDict, total=False):
-    """What a call may give by name; each layer's ``forward`` says which of them it takes."""
+    """What a call may give by name; each layer's class says which of them it takes."""
 
     parents: Tensor | None
     activations: Tensor | None
@@ -100,17 +99,22 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         For ``out_capsules=None``, where nothing would tell the parents apart: learn one pose more, of which parent j
         adds -1 to 1 times, evenly spaced, to its votes; zero at the start.
     iterations : int
-        Turns.
+        How often the coefficients are found.
 
     Calls
     -----
-    A call gives ``children``, what comes with them (activations or scores), and by name ``out_capsules``, the number of
-    parents for a layer that leaves it open; ``bias``, ``[I or 1, M or 1, C, E]``, added to the votes of this call
-    beside the layer's own; ``iterations``, another number of turns; ``return_coefficients``. Children are ``[B, I, d]``
+    ``layer(children, activations)``, where the activations (of some layers scores) are ``[B, I]`` or ``[B, N, H, W]``
+    and None means that all children are there, returns the parents' poses, what the routing finds for each parent
+    (an activation or a score), and the coefficients if asked for. A call may give by name ``out_capsules``, the number
+    of parents for a layer that leaves it open; ``bias``, ``[I or 1, M or 1, C, E]``, added to the votes of this call
+    beside the layer's own; ``iterations``, another number of them; ``return_coefficients``. Children are ``[B, I, d]``
     for a set, ``[B, N, H, W, d]`` for a grid; a set layer also takes a grid and reads it as the set ``[B, N*H*W, d]``,
-    n slowest. Parents are ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``, coefficients of the last turn ``[B, I, M]`` or
-    ``[B, Ho, Wo, I, M]``, without gradient. A shape, dtype or device that does not fit raises ValueError or TypeError
-    naming the argument.
+    n slowest. Parents are ``[B, M, d']`` or ``[B, M, Ho, Wo, d']``, activations and scores the same without d', the
+    coefficients of the last iteration ``[B, I, M]`` or ``[B, Ho, Wo, I, M]``, without gradient. A shape, dtype or
+    device that does not fit raises ValueError or TypeError naming the argument.
+
+    Subclasses define ``route(call, iterations, return_coefficients)``, with the options of a call that are their own,
+    which returns poses of C x E numbers.
 
     Attributes
     ----------
@@ -123,11 +127,13 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     """
 
     activity_name = "activations"  # what says how active a child is: these, in [0, 1], or "scores", any numbers
+    head = "linear"  # how classes are read off its parents (ClassHead); "activations" wants activations of children too
     takes_parents = False  # whether a call may go on from the parents of the one before
     fewest_iterations = 1
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     bias_step: nn.Parameter | None
+    route: Callable[..., Any]
 
     def __init__(
         self,
@@ -151,56 +157,54 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        if unknown:  # Python would name this class, not the one that was called
-            wanted = ", ".join(inspect.signature(type(self)).parameters)
-            raise TypeError(f"{next(iter(unknown))} is no argument of {type(self).__name__}, which takes {wanted}")
+        for name in unknown:  # Python would name this class, not the one that was called
+            known = arguments(type(self))
+            raise TypeError(
+                f"{type(self).__name__} has no argument {name}{did_you_mean(name, known)}: {', '.join(known)}"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         if in_capsules is None and kernel_size is not None:
             raise ValueError("in_capsules must be an int with a kernel_size: a grid has a number of child types")
         self.in_capsules = None if in_capsules is None else check_count("in_capsules", in_capsules)
         self.out_capsules = None if out_capsules is None else check_count("out_capsules", out_capsules)
         self.in_dim, self.out_dim = check_count("in_dim", in_dim), check_count("out_dim", out_dim)
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         self.pose = pose
         self.pose_shape = pose_shape(self.in_dim, self.out_dim, pose)
         self.share = bool(share) or in_capsules is None
         self.matrices = bool(matrices)
         self.break_symmetry = bool(break_symmetry)
         self.iterations = check_count("iterations", iterations, self.fewest_iterations)
-        self.whole_grid = isinstance(kernel_size, str) and kernel_size == "all"
-        self.window: Window | None = None
-        if isinstance(kernel_size, str) and not self.whole_grid:
-            raise ValueError(f"kernel_size must be an int, a pair of ints, 'all' or None, got {kernel_size!r}")
-        if kernel_size is not None and not self.whole_grid:
-            self.window = Window(kernel_size, stride, padding, dilation)  # type: ignore[arg-type]
-        elif stride not in (1, (1, 1)) or padding not in (0, (0, 0)) or dilation not in (1, (1, 1)):
-            raise ValueError(
-                "stride, padding and dilation need a kernel_size of numbers; "
-                + ("a window over all of a grid has none" if self.whole_grid else "kernel_size=None routes a set")
-            )
-        if self.whole_grid and not self.share:
-            raise ValueError("kernel_size='all' must have share=True: there cannot be matrices for every size of grid")
-        rows, columns, out_columns = self.pose_shape
+        self._set_window(kernel_size, stride, padding, dilation)
         if not matrices and in_dim != out_dim:
             raise ValueError(
                 f"out_dim must equal in_dim with matrices=False, got in_dim {in_dim} and out_dim {out_dim}"
             )
+        rows, columns, out_columns = self.pose_shape
         many, place = self.out_capsules or 1, LayerOptions(device=device, dtype=dtype)
-        self.new_parameter("weight", (self.groups, many, columns, out_columns), place, matrices)
-        self.new_parameter("bias", (self.own_children, many, rows, out_columns), place, bias)
-        steps = out_capsules is None and break_symmetry
-        self.new_parameter("bias_step", (1, 1, rows, out_columns), place, steps)
+        self.new_parameter("weight", (self.groups, many, columns, out_columns), place, self.matrices)
+        self.new_parameter("bias", (self.own_children, many, rows, out_columns), place, bool(bias))
+        self.new_parameter("bias_step", (1, 1, rows, out_columns), place, out_capsules is None and self.break_symmetry)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Write the signature of a layer's own and the common arguments out, for ``help`` and for the repr."""
-        super().__init_subclass__(**options)
-        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
-            common = list(inspect.signature(RoutingLayer.__init__).parameters.values())[1:-1]
-            every = {each.name: each for each in (*common, *own[:-1])}
-            own = [*every.values(), every["device"], every["dtype"]]
-            own = [each for index, each in enumerate(own) if each not in own[index + 1 :]]
-        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    def _set_window(self, kernel_size: Pair | str | None, stride: Pair, padding: Pair, dilation: Pair) -> None:
+        """Set the attributes of the window. A set's layer has no ``kernel_size``: torchinfo, which reads it, cannot
+        read None."""
+        self.whole_grid = isinstance(kernel_size, str) and kernel_size == "all"
+        if isinstance(kernel_size, str) and not self.whole_grid:
+            raise ValueError(f"kernel_size must be an int, a pair of ints, 'all' or None, got {kernel_size!r}")
+        if self.whole_grid and not self.share:
+            raise ValueError("kernel_size='all' must have share=True: there cannot be matrices for every size of grid")
+        slides = kernel_size is not None and not self.whole_grid
+        if not slides and (stride not in (1, (1, 1)) or padding not in (0, (0, 0)) or dilation not in (1, (1, 1))):
+            raise ValueError(
+                "stride, padding and dilation need a kernel_size of numbers; "
+                + ("a window over all of a grid has none" if self.whole_grid else "kernel_size=None routes a set")
+            )
+        self.window = Window(kernel_size, stride, padding, dilation) if slides else None  # type: ignore[arg-type]
+        spec = self.window or Window(1)
+        self.stride, self.padding, self.dilation = spec.stride, spec.padding, spec.dilation
+        if kernel_size is not None:
+            self.kernel_size = "all" if self.window is None else self.window.kernel_size
 
     if TYPE_CHECKING:  # nn.Module's own returns Any
 
@@ -230,18 +234,14 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         ) -> Plain | Full: ...
         def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
-    def new_parameter(self, name: str, shape: tuple[int, ...], options: LayerOptions, wanted: bool = True) -> None:
-        """Register a parameter that is not drawn yet, or None."""
-        place = {"device": options.get("device"), "dtype": options.get("dtype")}
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)) if wanted else None)  # type: ignore[arg-type]
-
-    def new_start(self, name: str, shape: tuple[int, ...], options: LayerOptions, start: str) -> None:
-        """Register where something starts: a parameter if it is "learned", a buffer if it is "random", else None."""
+    def new_parameter(self, name: str, shape: tuple[int, ...], options: LayerOptions, start: bool | str = True) -> None:
+        """Register a parameter that is not drawn yet (True or "learned"), a buffer ("random"), or None."""
+        place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         if start == "random":
-            place = {"device": options.get("device"), "dtype": options.get("dtype")}
-            self.register_buffer(name, torch.empty(shape, **place))  # type: ignore[arg-type]
+            self.register_buffer(name, torch.empty(shape, **place))
         else:
-            self.new_parameter(name, shape, options, start == "learned")
+            wanted = start not in (False, "zero")
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)) if wanted else None)
 
     def first_std(self) -> float:
         """The standard deviation of the matrices at the start."""
@@ -254,30 +254,6 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
                 nn.init.normal_(parameter, std=self.first_std())
             else:
                 nn.init.zeros_(parameter)
-
-    @property
-    def kernel_size(self) -> tuple[int, int] | str:
-        """The window's size, or "all"; a set's layer has none, so that torchinfo, which reads it, finds no None."""
-        if self.whole_grid:
-            return "all"
-        if self.window is None:
-            raise AttributeError("kernel_size")  # which nn.Module words
-        return self.window.spec[:2]  # type: ignore[return-value]
-
-    @property
-    def stride(self) -> tuple[int, int]:
-        """The window's."""
-        return (1, 1) if self.window is None else self.window.spec[2:4]  # type: ignore[return-value]
-
-    @property
-    def padding(self) -> tuple[int, int]:
-        """The window's."""
-        return (0, 0) if self.window is None else self.window.spec[4:6]  # type: ignore[return-value]
-
-    @property
-    def dilation(self) -> tuple[int, int]:
-        """The window's."""
-        return (1, 1) if self.window is None else self.window.spec[6:]  # type: ignore[return-value]
 
     @property
     def children_per_position(self) -> int:
@@ -306,13 +282,24 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         no grid."""
         return None if self.window is None else self.window.output_size(*size)
 
-    def prepare(
+    def forward(
         self,
         children: Tensor,
-        activity: Tensor | None,
+        activations: Tensor | None = None,
+        *,
         out_capsules: int | None = None,
         bias: Tensor | None = None,
-        parents: Tensor | None = None,
+        iterations: int | None = None,
+        return_coefficients: bool = False,
+        **own: Any,
+    ) -> Any:
+        """Route, as the class says under *Calls*; ``own`` are the options that a layer has for itself."""
+        call = self.prepare(children, activations, out_capsules, bias)
+        count = self.iterations if iterations is None else iterations
+        return self.finish(self.route(call, count, return_coefficients, **own))
+
+    def prepare(
+        self, children: Tensor, activity: Tensor | None, out_capsules: int | None = None, bias: Tensor | None = None
     ) -> LayerCall:
         """Check a call as far as the functions cannot: flat poses of the right length, the numbers of children and
         parents that this layer was built for. A grid is flattened where the layer reads a set."""
@@ -325,7 +312,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         require_tensor(children, "children")
         given = children
         if not self.on_grid and children.dim() == 5:
-            children, activity = flatten_grid(children), None if activity is None else activity.flatten(1)
+            children, activity = children.flatten(1, 3), None if activity is None else activity.flatten(1)
         if children.dim() != (5 if self.on_grid else 3) or children.shape[-1] != self.in_dim:
             wanted = f"[B, {self.in_capsules}, H, W, {self.in_dim}]" if self.on_grid else f"[B, I, {self.in_dim}]"
             raise ValueError(f"children must be {wanted}, got {shape_text(children)}")
@@ -339,13 +326,11 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         if self.whole_grid and 0 in children.shape[2:4]:
             raise ValueError(f"children must be a grid of at least one position, got {shape_text(children)}")
         window = Window((children.shape[2], children.shape[3])) if self.whole_grid else self.window
-        if out_capsules is None and parents is not None and parents.dim() > 1:
-            out_capsules = parents.shape[1]
         weight: Tensor | None = self.weight
         own: Tensor | None = self.bias
         if self.out_capsules is not None:
             many = self.out_capsules
-            if out_capsules is not None and parents is None and out_capsules != many:
+            if out_capsules is not None and out_capsules != many:
                 raise ValueError(f"out_capsules must be None, since this layer has {many} parents; got {out_capsules}")
         else:
             many = children.shape[1] * (1 if window is None else window.positions)
@@ -360,12 +345,12 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         poses = children.unflatten(-1, self.pose_shape[:2])
         return LayerCall(poses, activity, weight, bias, many, window)
 
-    def flat(self, found: Found) -> Found:
-        """Return what a function found, poses or a named tuple, in flat poses; a whole grid's single position goes."""
+    def finish(self, found: Any) -> Any:
+        """Return what ``route`` found, poses or a named tuple, in flat poses; a whole grid's single position goes."""
         if isinstance(found, Tensor):
-            return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)  # type: ignore[return-value]
+            return (found.squeeze((2, 3)) if self.whole_grid else found).flatten(-2)
         results = []
-        for name, tensor in zip(found._fields, found, strict=True):  # type: ignore[attr-defined]
+        for name, tensor in zip(found._fields, found, strict=True):
             if self.whole_grid:  # coefficients [B, 1, 1, I, M], all else [B, M, 1, 1, ...]
                 tensor = tensor.squeeze((1, 2) if name == "coefficients" else (2, 3))
             results.append(tensor.flatten(-2) if name in ("poses", "variances") else tensor)
@@ -375,7 +360,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         """Children of the smallest call that this layer takes: a batch of 1, on a grid a single position of parents."""
         grid = [1, 1] if self.whole_grid else []
         if self.window is not None:
-            every = zip(self.window.spec[:2], self.padding, self.dilation, strict=True)
+            every = zip(self.window.spec[:2], self.window.spec[4:6], self.window.spec[6:], strict=True)
             grid = [max(1, (kernel - 1) * step + 1 - 2 * pad) for kernel, pad, step in every]
         like = next(self.parameters(), torch.empty(0))
         return [like.new_zeros((1, self.in_capsules or 1, *grid, self.in_dim))]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastcaps.checks import check_count, check_finite, is_tracing, refuse_nested
+from fastcaps.checks import check_count, check_finite, is_tracing
 
 
 def probability(value: float, name: str) -> float:
@@ -24,30 +24,35 @@ def probability(value: float, name: str) -> float:
     return value
 
 
+def arguments(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
+    """Return the arguments of a class by name; with those of its base where it passes ``**options`` on to it."""
+    own = inspect.signature(kind).parameters
+    named = {name: each for name, each in own.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    base = kind.__base__
+    if len(named) == len(own) or base is None or base is nn.Module:
+        return named
+    return {**arguments(base), **named}
+
+
 def arguments_repr(module: nn.Module) -> str:
     """Show a module's arguments, which are its attributes: those by position, and those by name that differ from their
     defaults.
 
-    An option that is on or off may stand for a parameter or submodule, which is then there or None.
+    An option that is on or off may be kept as a parameter or submodule, which is then there or None.
     """
     shown = []
-    for name, argument in inspect.signature(type(module)).parameters.items():
+    for name, argument in arguments(type(module)).items():
         default = argument.default
         missing = None if name == "kernel_size" and getattr(module, "window", module) is None else default
         value = getattr(module, name, missing)
         by_name = argument.kind is argument.KEYWORD_ONLY
         if isinstance(default, bool):
             value = value is not None and value is not False
-        if isinstance(value, nn.Module) or (by_name and (value == default or value == (default, default))):
+        if isinstance(value, nn.Module) or (by_name and value in (default, (default, default))):
             continue
         text = getattr(value, "__name__", repr(value))
         shown.append(f"{name}={text}" if by_name else text)
     return ", ".join(shown)
-
-
-def every_argument_repr(module: nn.Module) -> str:
-    """Show all of a module's arguments, by name."""
-    return ", ".join(f"{name}={getattr(module, name)}" for name in inspect.signature(type(module)).parameters)
 
 
 def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, int]:
@@ -105,22 +110,3 @@ def channels_last(features: Tensor) -> Tensor:
     if is_tracing():  # Inductor cannot order the strides that movedim().contiguous() makes
         return features.contiguous(memory_format=torch.channels_last)
     return features.movedim(1, -1).contiguous().movedim(-1, 1)  # a form that vmap supports
-
-
-def flatten_grid(children: Tensor) -> Tensor:
-    """Turn a grid ``[B, N, H, W, d]`` into the set ``[B, N*H*W, d]`` that a set layer reads: n slowest, then h, then
-    w."""
-    return children.flatten(1, 3)
-
-
-def require_tensor(value: object, name: str) -> None:
-    """Raise TypeError naming ``name`` unless ``value`` is a tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    refuse_nested(name, value)
-
-
-def check_pixels(images: torch.Tensor) -> None:
-    """Raise TypeError unless the pixels are floating-point numbers: images are often read as bytes."""
-    if not images.is_floating_point():
-        raise TypeError(f"images must be floating-point numbers (normalised), got {images.dtype}")

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count, check_finite, shape_text
+from fastcaps.checks import check_choice, check_count, check_finite, check_map, shape_text
 from fastcaps.nn.layer import Pair
-from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses, require_tensor
+from fastcaps.nn.poses import arguments_repr, channels_last, normalize_poses
 from fastcaps.results import Capsules
 from fastcaps.vectors import squash
 from fastcaps.votes import Window
@@ -146,9 +146,7 @@ class PrimaryCapsules(nn.Module):
             Poses ``[B, N, Ho, Wo, d]``; with ``activations=True`` also activations in (0, 1), ``[B, N, Ho, Wo]``, or
             scores.
         """
-        require_tensor(features, "features")
-        if features.dim() != 4 or features.shape[1] != self.in_channels:
-            raise ValueError(f"features must be [B, {self.in_channels}, H, W], got {shape_text(features)}")
+        check_map("features", features, self.in_channels)
         rows, columns = self.output_size((features.shape[2], features.shape[3]))
         if rows < 1 or columns < 1:
             raise ValueError(f"features {shape_text(features)} are smaller than the window of {self.window}")

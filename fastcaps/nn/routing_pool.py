@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fastcaps import functional
-from fastcaps.checks import check_count, check_finite, shape_text
+from fastcaps.checks import check_count, check_finite, check_map, shape_text
 from fastcaps.functional.pooling import activation_function
-from fastcaps.nn.layer import LayerOptions, RoutingLayer
-from fastcaps.nn.poses import arguments_repr, channels_last, require_tensor
+from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
+from fastcaps.nn.poses import arguments_repr, channels_last
 from fastcaps.results import Routed
 from fastcaps.votes import Window
 
@@ -49,6 +49,11 @@ break_symmetry, iterations, device, dtype
     detach : bool
         No gradient through the coefficients: it flows through the last sum alone.
 
+    Calls
+    -----
+    ``activations``, not negative, say how much a child counts in the softmax: 0 for one that is not there. A call may
+    also give another ``sharpness``.
+
     Examples
     --------
     >>> import torch
@@ -57,6 +62,7 @@ break_symmetry, iterations, device, dtype
     torch.Size([2, 4, 7, 7, 16])
     """
 
+    head = "length"
     fewest_iterations = 0
 
     def __init__(
@@ -83,47 +89,23 @@ break_symmetry, iterations, device, dtype
         """``1 / sqrt(D)``."""
         return 1.0 / math.sqrt(self.pose_shape[1])
 
-    def forward(
-        self,
-        children: Tensor,
-        activations: Tensor | None = None,
-        *,
-        out_capsules: int | None = None,
-        bias: Tensor | None = None,
-        iterations: int | None = None,
-        sharpness: float | None = None,
-        return_coefficients: bool = False,
+    def route(
+        self, call: LayerCall, iterations: int, return_coefficients: bool, *, sharpness: float | None = None
     ) -> Tensor | Routed:
-        """Route, as :class:`~fastcaps.nn.layer.RoutingLayer` tells of all layers.
-
-        Parameters
-        ----------
-        activations : Tensor, optional
-            Not negative, ``[B, I]`` or ``[B, N, H, W]``: how much a child counts in the softmax, 0 for a child that is
-            not there; all 1 if None.
-        sharpness : float, optional
-            Another one for this call.
-
-        Returns
-        -------
-        Tensor or Routed
-            The parents' poses; then the coefficients if asked for.
-        """
-        call = self.prepare(children, activations, out_capsules, bias)
-        found = functional.routing_pool(
+        """Route a checked call."""
+        return functional.routing_pool(
             call.children,
             weight=call.weight,
             bias=call.bias,
             gate=call.activity,
             parents=call.parent_count,
-            iterations=self.iterations if iterations is None else iterations,
+            iterations=iterations,
             sharpness=self.sharpness if sharpness is None else sharpness,
             activation=self.activation,
             detach=self.detach,
             window=call.window,
             return_coefficients=return_coefficients,
         )
-        return self.flat(found)
 
 
 class RoutingPool2d(nn.Module):
@@ -146,7 +128,7 @@ class RoutingPool2d(nn.Module):
     sharpness : float
         :math:`\lambda`. The paper has 0.5 after a small network, 5 in residual networks. May be set later.
     iterations : int
-        Turns that find the coefficients; one more sum is taken with them.
+        How often the coefficients are found; one more sum is taken with them.
     kernel_size : int, pair or None
         None pools the whole map, otherwise a window of that size.
     stride : int, pair or None
@@ -300,11 +282,7 @@ class RoutingPool2d(nn.Module):
         ValueError, TypeError
             Naming the argument whose shape, dtype or device does not fit.
         """
-        require_tensor(features, "features")
-        if features.dim() != 4 or (self.in_channels is not None and features.shape[1] != self.in_channels):
-            raise ValueError(
-                f"features must be [B, {self.in_channels or 'channels'}, H, W], got {shape_text(features)}"
-            )
+        check_map("features", features, self.in_channels)
         groups = self._groups(features.shape[1])
         height, width = features.shape[2:]
         if self.window is not None and min(self.window.output_size(height, width)) < 1:
@@ -318,7 +296,7 @@ class RoutingPool2d(nn.Module):
         averages = options["sharpness"] == 0 and self.weight is None
         if averages and not return_coefficients:
             return self._finish(self._average(features, groups))
-        # Every turn reads all capsules: several times as fast with the numbers of each together as across a map.
+        # Every iteration reads all capsules: several times as fast with the numbers of each together as across a map.
         stored = channels_last(features)
         capsules = stored.unflatten(1, (groups, self.dim)).movedim(2, -1)  # [B, N, H, W, dim]
         if self.parents is None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from fastcaps.checks import check_choice, check_count
+from fastcaps.checks import check_choice, check_count, require_tensor
 from fastcaps.nn.inverted_attention import InvertedAttentionRouting
 from fastcaps.nn.layer import Pair, RoutingLayer
-from fastcaps.nn.poses import arguments_repr, flatten_grid, require_tensor
-from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
+from fastcaps.nn.poses import arguments_repr
+from fastcaps.results import Capsules, Gaussians, Routed
 
 Parents = Tensor | Capsules | Gaussians
 
@@ -96,9 +96,9 @@ class RoutingStack(nn.Module):
     iteration t - k, so later updates of that layer cannot reach the result. They are left out unless ``return_trace``
     asks for every layer's last state; the result, and every gradient, is the same.
 
-    Layers of any routing may be mixed. Those that take no parents (dynamic, EM, Heinsen, pool) make all their own turns
-    whenever what they read has changed; t counts the turns of the others. Activations pass from layer to layer, and so
-    do scores: where one kind is given and the other wanted, a score is the logit of an activation.
+    Layers of any routing may be mixed. Those that take no parents (dynamic, EM, Heinsen, pool) make all their own
+    iterations whenever what they read has changed; t counts those of the others. Activations pass from layer to layer,
+    and so do scores: where one kind is given and the other wanted, a score is the logit of an activation.
 
     Parameters
     ----------
@@ -247,7 +247,7 @@ class RoutingStack(nn.Module):
         activations : Tensor, optional
             Their activations, or scores if the lowest layer reads scores: ``[B, I]`` or ``[B, N, H, W]``.
         iterations : int, optional
-            Another t for this call; for layers that make all their own turns, another number of those.
+            Another t for this call; for layers that make all their own iterations, another number of those.
         return_trace : bool
             Also return a :class:`RoutingTrace`: every layer's last poses, activations and coefficients.
 
@@ -257,64 +257,57 @@ class RoutingStack(nn.Module):
             What the last layer returns.
         """
         require_tensor(children, "children")
-        turns = self.iterations if iterations is None else check_count("iterations", iterations)
-        start = State(children, activations, self.layers[0].activity_name == "scores", children)
-        run = self._concurrent if self.routing == "concurrent" else self._sequential
-        own = None if iterations is None else turns
-        states, coefficients = run(start, turns, own, return_trace)
+        count = self.iterations if iterations is None else check_count("iterations", iterations)
+        scores = self.layers[0].activity_name == "scores"
+        start = State(children, activations, scores, children)
+        states, coefficients = self._run(start, count, None if iterations is None else count, return_trace)
         if not return_trace:
             return states[-1].result
         every = [start, *states]
         poses, activity = tuple(state.poses for state in every), tuple(state.activity for state in every)
         return states[-1].result, RoutingTrace(poses, activity, tuple(coefficients))
 
-    def _concurrent(self, start: State, turns: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
-        count = len(self.layers)
+    def _run(self, start: State, count: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
+        """Return what every layer ended with, and its coefficients for a trace.
+
+        ``own`` is the number of iterations of layers that make all of theirs in one call, if it is not their own.
+        """
+        size = len(self.layers)
+        rounds, each = (count, 1) if self.routing == "concurrent" else (1, count)
         states: list[State] = []
         coefficients: list[Tensor] = []
         inputs = [self._read(0, start)]
-        for index in range(count):
-            state, spread = self._step(index, inputs[index], None, trace and turns == 1, own)
+        for index in range(size):
+            state, spread = self._step(index, inputs[index], None, trace and rounds == 1, own, each)
             states.append(state)
             coefficients += spread
-            if index + 1 < count:
+            if index + 1 < size:
                 inputs.append(self._read(index + 1, state))
         routed = list(inputs)  # what each layer's state was made of
-        for turn in range(2, turns + 1):
-            last = turn == turns
+        for iteration in range(2, rounds + 1):
+            last = iteration == rounds
             # what lies below cannot reach the result any more
-            first = 0 if trace else max(0, count - 1 - (turns - turn))
+            first = 0 if trace else max(0, size - 1 - (rounds - iteration))
             before, read = list(states), list(inputs)
-            for index in range(first, count):
+            for index in range(first, size):
                 same = read[index] is routed[index] and not self.layers[index].takes_parents
                 if same and not (trace and last):
                     continue
                 states[index], spread = self._step(index, read[index], before[index].poses, trace and last, own)
                 routed[index] = read[index]
                 coefficients += spread
-                if index + 1 < count and not last and not same:
+                if index + 1 < size and not last and not same:
                     inputs[index + 1] = self._read(index + 1, states[index])
-        return states, coefficients
-
-    def _sequential(self, start: State, turns: int, own: int | None, trace: bool) -> tuple[list[State], list[Tensor]]:
-        states: list[State] = []
-        coefficients: list[Tensor] = []
-        for index in range(len(self.layers)):
-            read = self._read(index, states[-1] if states else start)
-            state, spread = self._step(index, read, None, trace, own, turns)
-            coefficients += spread
-            states.append(state)
         return states, coefficients
 
     def _read(self, index: int, state: State) -> State:
         """A state as layer ``index`` reads it. Flattening copies a grid's poses, so it is done once a state and not
         once a pass."""
-        layer, poses, activity = self.layers[index], state.poses, state.activity
+        layer, poses = self.layers[index], state.poses
         scores = layer.activity_name == "scores"
-        if activity is not None and scores != state.scores:
-            activity = as_scores(activity) if scores else activity.sigmoid()
+        activity = converted(state.activity, state.scores, scores)
         if not layer.on_grid and poses.dim() == 5:
-            poses, activity = flatten_grid(poses), None if activity is None else activity.flatten(1)
+            poses, activity = poses.flatten(1, 3), None if activity is None else activity.flatten(1)
         elif layer.on_grid and poses.dim() == 3:
             row: Any = (layer.in_capsules, 1, -1)
             poses = poses.unflatten(1, row)
@@ -322,21 +315,20 @@ class RoutingStack(nn.Module):
         return State(poses, activity, scores, poses)
 
     def _step(
-        self, index: int, read: State, parents: Tensor | None, spread: bool, own: int | None, turns: int = 1
+        self, index: int, read: State, parents: Tensor | None, spread: bool, own: int | None, count: int = 1
     ) -> tuple[State, list[Tensor]]:
         layer = self.layers[index]
         if layer.takes_parents:
-            found = layer(read.poses, parents, read.activity, iterations=turns, return_coefficients=spread)
+            found = layer(read.poses, parents, read.activity, iterations=count, return_coefficients=spread)
         else:
             found = layer(read.poses, read.activity, iterations=own, return_coefficients=spread)
-        scores = isinstance(found, (Gaussians, RoutedGaussians))
-        activity = found[1] if scores or isinstance(found, (Capsules, RoutedCapsules)) else None
-        result: Parents = found
-        if isinstance(found, (Routed, RoutedCapsules, RoutedGaussians)):
-            kept = found[:-1]
-            result = Gaussians(*kept) if scores else kept[0] if activity is None else Capsules(*kept)
-        poses = result if isinstance(result, Tensor) else result.poses
-        return State(poses, activity, scores, result), [found.coefficients] if spread else []
+        coefficients = []
+        if spread:
+            *parts, last = found
+            coefficients.append(last)
+            found = parts[0] if isinstance(found, Routed) else (Capsules, Gaussians)[len(parts) - 2](*parts)
+        poses, activity = (found, None) if isinstance(found, Tensor) else found[:2]
+        return State(poses, activity, isinstance(found, Gaussians), found), coefficients
 
     extra_repr = arguments_repr
 
@@ -346,6 +338,13 @@ def as_scores(activations: Tensor) -> Tensor:
     inside = (activations > 0) & (activations < 1)
     edges = torch.where(activations > 0, torch.inf, -torch.inf).to(activations.dtype)
     return activations.where(inside, 0.5).logit().where(inside, edges)
+
+
+def converted(activity: Tensor | None, scores: bool, wanted: bool) -> Tensor | None:
+    """Return activations as scores where these are ``wanted``, or scores as activations."""
+    if activity is None or scores == wanted:
+        return activity
+    return as_scores(activity) if wanted else activity.sigmoid()
 
 
 def _check_chain(layers: Sequence[RoutingLayer[Any, Any]]) -> None:

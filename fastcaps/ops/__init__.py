@@ -4,7 +4,6 @@
 Their leading arguments are the votes (:class:`fastcaps.votes.Votes`), in op layout; what each takes besides, and what
 one turn computes, is said by the function of the same name in :mod:`fastcaps.reference`. Whoever calls them comes
 through :class:`~fastcaps.ops.routing.Routing`; the raw ops are ``torch.ops.fastcaps.attention_routing`` and so on.
-``squash_sum`` is no routing: it squashes capsules in channels, weighs them and adds (:mod:`fastcaps.ops.squash_sum`).
 
 Workspace
 ---------
@@ -41,12 +40,20 @@ Nothing grows with children times parents. The reference, being the oracle, stor
 
 from __future__ import annotations
 
-from fastcaps.ops.attention import attention_routing
-from fastcaps.ops.gaussian import gaussian_routing
-from fastcaps.ops.pooling import pooling_routing
+from fastcaps.ops.attention import Attention, attention_routing
+from fastcaps.ops.gaussian import Gaussian, gaussian_routing
+from fastcaps.ops.pooling import Pooling, pooling_routing
 from fastcaps.ops.routing import Routing
-from fastcaps.ops.squash_sum import squash_sum
 
-__all__ = ["ROUTINGS", "Routing", "attention_routing", "gaussian_routing", "pooling_routing", "squash_sum"]
+__all__ = [
+    "ROUTINGS",
+    "Attention",
+    "Gaussian",
+    "Pooling",
+    "Routing",
+    "attention_routing",
+    "gaussian_routing",
+    "pooling_routing",
+]
 
 ROUTINGS: tuple[Routing, ...] = (attention_routing, pooling_routing, gaussian_routing)

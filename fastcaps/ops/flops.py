@@ -16,22 +16,22 @@ __all__ = ["backward_flops", "forward_flops"]
 def forward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     """Return the multiplications and additions of a call.
 
-    A turn makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a first
-    turn without a state is linear in the children where there is one moment: it is one product.
+    An iteration makes the votes, one sum over all of them for the agreement and ``moments`` more for what it leaves; a
+    first one without a state is linear in the children where there is one moment: it is one product.
     """
-    given = routing.given(shapes)
+    own = routing.given(shapes)[1]
     votes, one = _votes_and_sum(shapes)
     first = votes + (0 if routing.moments == 1 else routing.moments * one)
-    turn = votes + (1 + routing.moments) * one
-    turns = routing.turns(given)
-    return turns * turn if routing.first(given)[0] is not None else first + (turns - 1) * turn
+    each = votes + (1 + routing.moments) * one
+    count = routing.iterations(own)
+    return count * each if getattr(own, routing.state[0]) is not None else first + (count - 1) * each
 
 
 def backward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     """Return the same of a backward: votes made again, agreement, gain, and the two terms of dV; not that of dQ."""
-    votes, one = _votes_and_sum(shapes[routing.head_count :])
-    turns, needs = next(head for head in shapes[: routing.head_count] if head is not None)[0], shapes[-1]
-    return turns * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
+    votes, one = _votes_and_sum(shapes[len(routing.heads) :])
+    count, needs = next(head for head in shapes[: len(routing.heads)] if head is not None)[0], shapes[-1]
+    return count * (votes * (1 + (needs & 1) + (needs >> 1 & 1)) + 4 * one)
 
 
 def _votes_and_sum(shapes: Sequence[Any]) -> tuple[int, int]:

@@ -2,66 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastcaps import reference
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops.query import GATE, QUERY, QueryRouting, check_like
-from fastcaps.reference.seen import POSE
+from fastcaps.ops.query import QueryRouting, check_like
+from fastcaps.ops.routing import Results
 from fastcaps.rules import Rule
 from fastcaps.vectors import squash, unit
-from fastcaps.votes import Votes
+from fastcaps.votes import POSE, Votes
 
-__all__ = ["pooling_routing"]
+__all__ = ["Pooling", "pooling_routing"]
 
 
-class Pooling(QueryRouting):
-    """See :func:`fastcaps.reference.pooling_routing` for one turn."""
+class Pooling(NamedTuple):
+    """What the op takes after the votes; see :func:`fastcaps.reference.pooling_routing` for one iteration."""
+
+    query: Tensor | None = None
+    scale: float = 1.0
+    normalize: bool = False
+    rule: int = int(Rule.SQUASH)
+    iterations: int = 1
+    detach: bool = False
+    coefficients: bool = False
+
+
+class Backward(NamedTuple):
+    """What its backward takes after the votes."""
+
+    query: Tensor | None
+    sums: Tensor
+    logsumexp: Tensor
+    scale: float
+    normalize: bool
+
+
+class PoolingRouting(QueryRouting):
+    """The op and its backward."""
 
     stem = "pooling"
-    state = ("query",)
-    own = "Tensor? query, float scale, bool normalize, SymInt rule, SymInt iterations"
-    results = "Tensor parents, Tensor sums, Tensor logsumexp"
-    own_backward = "Tensor? query, Tensor sums, Tensor logsumexp, float scale, bool normalize"
-    stacked = frozenset(("query", "sums", "logsumexp"))
-    constant = GATE | QUERY
+    Own, Rest = Pooling, Backward
+    history = ("sums", "logsumexp")
+    constant = frozenset(("gate", "query"))
 
-    def start(self, given: Any, turn: int, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*state, given.scale, given.normalize, given.rule, 1)
-
-    def advance(self, given: Any, state: tuple[Any, ...], results: Sequence[Tensor]) -> tuple[Any, ...]:
-        (query,) = state
-        step = results[0] if given.rule == Rule.SQUASH else self.left(given, results[0])
-        return (step if query is None else query + step,)
+    def step(self, own: Pooling, results: Results) -> Tensor:
+        return results[0] if own.rule == Rule.SQUASH else self.left(own, results[0], results[0].dtype)
 
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return reference.pooling_routing, reference.pooling_routing_backward
 
-    def check(self, votes: Votes, given: Any) -> None:
-        check_like(votes, given, {"query": votes.poses})
-        if given.rule not in (Rule.SQUASH, Rule.UNIT):
-            raise ValueError(f"rule must be 2 or 3, got {given.rule}")
+    def check(self, votes: Votes, own: Pooling) -> None:
+        check_like(votes, own, {"query": votes.poses})
+        if own.rule not in (Rule.SQUASH, Rule.UNIT):
+            raise ValueError(f"rule must be 2 or 3, got {own.rule}")
 
-    def fakes(self, votes: Votes, given: Any) -> tuple[Tensor, ...]:
-        children, turns = votes.children, given.iterations
-        logsumexp = children.new_empty((turns, *votes.numbers), dtype=accumulation_dtype(children.dtype))
-        return children.new_empty(votes.poses), children.new_empty((turns, *votes.poses)), logsumexp
+    def fakes(self, votes: Votes, own: Pooling) -> Results:
+        children, count = votes.children, own.iterations
+        logsumexp = children.new_empty((count, *votes.numbers), dtype=accumulation_dtype(children.dtype))
+        return children.new_empty(votes.poses), children.new_empty((count, *votes.poses)), logsumexp
 
-    def left(self, given: Any, sums: Tensor) -> Tensor:
-        wide = sums.to(accumulation_dtype(sums.dtype))
-        return (squash(wide, POSE) if given.rule == Rule.SQUASH else unit(wide, POSE)).to(sums.dtype)
+    def left(self, own: Pooling, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = sums.to(accumulation_dtype(dtype))
+        return (squash(wide, POSE) if own.rule == Rule.SQUASH else unit(wide, POSE)).to(dtype)
 
-    def coefficients(self, votes: Votes, given: Any, results: Sequence[Tensor]) -> Tensor:
-        queries = self.queries(given, self.left(given, results[1][:-1]).unbind())
-        asked = None if queries is None else queries[-1]
-        return reference.pooling_coefficients(votes, asked, given.scale, given.normalize)
+    def coefficients(self, votes: Votes, own: Pooling, results: Results) -> Tensor:
+        query = self.last_query(own, results[1], votes.children.dtype)
+        return reference.pooling_coefficients(votes, query, own.scale, own.normalize)
 
-    def own_of(self, given: Any, queries: Tensor | None, history: Sequence[Tensor]) -> tuple[Any, ...]:
-        return queries, *history, given.scale, given.normalize
+    def rest(self, own: Pooling, queries: Tensor | None, history: Results) -> Backward:
+        sums, logsumexp = history
+        return Backward(queries, sums, logsumexp, own.scale, own.normalize)
 
 
-pooling_routing = Pooling()
-pooling_routing.define()
+pooling_routing = PoolingRouting()

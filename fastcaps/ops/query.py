@@ -1,9 +1,10 @@
-"""What attention and pooling share: the parents' state is a query, and turns change it by squashing or unit vectors."""
+"""What attention and pooling share: the parents' state is a query, which iterations replace or add to."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,102 +12,98 @@ from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
 from fastcaps.ops.reverse import Reverse
-from fastcaps.ops.routing import Gradients, Routing
-from fastcaps.reference.seen import POSE
-from fastcaps.rules import DETACH, Rule
-from fastcaps.votes import Votes
+from fastcaps.ops.routing import Gradients, Results, Routing, State
+from fastcaps.rules import Rule
+from fastcaps.votes import POSE, Votes
 
 __all__ = ["QueryRouting", "check_like"]
 
-QUERY_AT = 4
-"""The place of the query's gradient, in the order of the op's tensors."""
-GATE, QUERY = 1 << 3, 1 << QUERY_AT
-"""Bits of gradients."""
-
 
 class QueryRouting(Routing):
-    """A routing whose turns ask with a query: the last parents, or the sum of what all turns so far have left."""
+    """A routing whose iterations ask with a query: the last parents, or the sum of what all so far have left."""
 
-    flags = ("detach", "coefficients")
-    final_count = 1
-    grads = "Tensor grad"
-    constant = QUERY
-    """The bits of the gradients that do not exist where coefficients are detached."""
-
-    def turns(self, given: Any) -> int:
-        return given.iterations
-
-    def first(self, given: Any) -> tuple[Any, ...]:
-        return (given.query,)
+    state = ("query",)
+    finals = ("parents",)
+    heads = MappingProxyType({"grad": "Tensor"})
 
     @abstractmethod
-    def own_of(self, given: Any, queries: Tensor | None, history: Sequence[Tensor]) -> tuple[Any, ...]:
+    def rest(self, own: Any, queries: Tensor | None, history: Results) -> Any:
         """Return what the backward takes after the votes."""
 
     @abstractmethod
-    def left(self, given: Any, sums: Tensor) -> Tensor:
-        """Return what turns leave to the next from their S, rounded to the dtype of the children."""
+    def left(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what iterations leave to the next from their S, rounded to ``dtype``, the children's."""
 
-    def adds(self, given: Any) -> bool:
-        """Return whether what a turn leaves is added to the query, or takes its place."""
-        return given.rule in (Rule.SQUASH, Rule.UNIT)
+    def adds(self, own: Any) -> bool:
+        """Return whether what an iteration leaves is added to the query, or takes its place."""
+        return own.rule in (Rule.SQUASH, Rule.UNIT)
 
-    def queries(self, given: Any, left: Sequence[Tensor]) -> Tensor | None:
-        """Return the queries of all turns, stacked, without the first turn's if that has none.
+    def step(self, own: Any, results: Results) -> Tensor:
+        """Return what an iteration leaves to the next."""
+        return results[0]
 
-        ``left`` is what each turn but the last leaves to the next.
+    def advance(self, own: Any, results: Results) -> State:
+        step = self.step(own, results)
+        return {"query": own.query + step if own.query is not None and self.adds(own) else step}
+
+    def queries(self, own: Any, left: Sequence[Tensor]) -> Tensor | None:
+        """Return the queries of all iterations, stacked, without the first one's if that has none.
+
+        ``left`` is what each iteration but the last leaves to the next.
         """
-        queries = [] if given.query is None else [given.query]
+        queries = [] if own.query is None else [own.query]
         for step in left:
-            queries.append(queries[-1] + step if self.adds(given) and queries else step)
+            queries.append(queries[-1] + step if self.adds(own) and queries else step)
         if len(queries) < 2:
             return queries[0].unsqueeze(0) if queries else None
         return torch.stack(queries)
 
-    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, given: Any, history: Any) -> None:
-        (grad,), sums, turns = grads, history[0], given.iterations
-        dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), given.rule == Rule.SQUASH
-        steps = Steps(sums.to(wide), squashes) if self.adds(given) and (squashes or turns > 1) else None
+    def last_query(self, own: Any, sums: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the query of the last iteration, from the S of all."""
+        queries = self.queries(own, self.left(own, sums[:-1], dtype).unbind())
+        return None if queries is None else queries[-1]
+
+    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, own: Any, history: Results) -> None:
+        (grad,), sums, count = grads, history[0], own.iterations
+        dtype, wide, squashes = votes.children.dtype, accumulation_dtype(sums.dtype), own.rule == Rule.SQUASH
+        steps = Steps(sums.to(wide), squashes) if self.adds(own) and (squashes or count > 1) else None
         left: Sequence[Tensor] = ()
-        if turns > 1:
-            left = (self.left(given, sums[:-1]) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
-        own = self.own_of(given, self.queries(given, left), history)
-        each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the turn that is asked on
-        reverse.together = reverse.together and not given.detach
-        reverse.summed = reverse.needs & ~(self.constant if given.detach else QUERY)
+        if count > 1:
+            left = (self.left(own, sums[:-1], dtype) if steps is None else steps.vectors[:-1].to(dtype)).unbind()
+        rest = self.rest(own, self.queries(own, left), history)
+        each: list[Tensor] = []  # the gradients of S, or of LayerNorm(S), from the iteration that is asked on
+        query = {"query"} & reverse.needs
+        reverse.summed = reverse.needs - (self.constant if own.detach else query)
 
-        def ask(turn: int | None, bits: int) -> Sequence[Tensor]:
-            return reverse.ask(turn, (torch.stack(each) if turn is None else each[0].unsqueeze(0),), votes, own, bits)
-
-        def reach(turn: int, gradient: Tensor) -> None:
-            if steps is not None and (squashes or turn != -1):  # else S itself is the result
-                gradient = steps.backward(gradient.to(wide), turn)
+        def reach(k: int, gradient: Tensor) -> None:
+            if steps is not None and (squashes or k != -1):  # else S itself is the result
+                gradient = steps.backward(gradient.to(wide), k)
             each.insert(0, gradient.to(wide).contiguous())  # parents' would be rounded to the children's dtype
 
         assert grad is not None
         reach(-1, grad)
-        if given.detach:
-            if reverse.summed:
-                ask(-1, DETACH)
+        if own.detach:
+            reverse.together = False
+            reverse.ask(-1, (each[0].unsqueeze(0),), rest, detach=True)
             return
         carried: Tensor | None = None  # the gradient of the parents, or of their sum so far
-        for turn in range(-1, -turns - 1, -1):
-            bits = QUERY if turn > -turns else reverse.needs & QUERY
-            found = ask(turn, bits)
-            if bits:
-                dquery = found[QUERY_AT]
-                carried = carried + dquery if carried is not None and self.adds(given) else dquery
-            if turn > -turns:
+        for k in range(-1, -count - 1, -1):
+            wanted = {"query"} if k > -count else query
+            found = reverse.ask(k, (each[0].unsqueeze(0),), rest, wanted)
+            if wanted:
+                carried = carried + found["query"] if carried is not None and self.adds(own) else found["query"]
+            if k > -count:
                 assert carried is not None
-                reach(turn - 1, carried)
+                reach(k - 1, carried)
         if reverse.together:
-            ask(None, 0)
-        if reverse.needs & QUERY:
-            reverse.gradients[QUERY_AT] = carried
+            reverse.ask(None, (torch.stack(each),), rest)
+        if query:
+            assert carried is not None
+            reverse.gradients["query"] = carried
 
 
 class Steps:
-    """What a turn adds to the query, ``squash(S)`` or ``S / |S|``, and the way back; of all turns at once.
+    """What an iteration adds to the query, ``squash(S)`` or ``S / |S|``, and the way back; of all iterations at once.
 
     Both are ``v = f(n) s`` with ``n = |s|`` and ``u = s / n``, so that ``ds = f dv + f' n u <u, dv>``: for
     ``f = n / (1 + n^2)`` that is ``f (dv + (2 / (1 + n^2) - 1) u <u, dv>)``, for ``f = 1 / n`` it is
@@ -115,7 +112,7 @@ class Steps:
     Parameters
     ----------
     sums
-        S, ``[turns, ..., C, E]``.
+        S, ``[T, ..., C, E]``.
     squashes
         Whether it is ``squash(S)``; else ``S / |S|``.
     """
@@ -136,14 +133,14 @@ class Steps:
             self.bends = (1 - 2 * length).unbind()
             self.vectors = self.vectors * length
 
-    def backward(self, grad: Tensor, turn: int) -> Tensor:
-        """Return dL/ds of a turn from dL/dv."""
-        direction = self.directions[turn]
+    def backward(self, grad: Tensor, k: int) -> Tensor:
+        """Return dL/ds of an iteration from dL/dv."""
+        direction = self.directions[k]
         along = (direction * grad).sum(POSE, keepdim=True)
-        return torch.addcmul(grad, direction, self.bends[turn] * along) / self.divisors[turn]
+        return torch.addcmul(grad, direction, self.bends[k] * along) / self.divisors[k]
 
 
-def check_like(votes: Votes, given: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:
+def check_like(votes: Votes, own: Any, shapes: Mapping[str, Sequence[int]], wide: bool = False) -> None:
     """Raise unless those arguments that are given have their shapes, and the call's device and dtype.
 
     ``wide``: the dtype in which sums over the children are kept.
@@ -151,7 +148,7 @@ def check_like(votes: Votes, given: Any, shapes: Mapping[str, Sequence[int]], wi
     children = votes.children
     dtype = accumulation_dtype(children.dtype) if wide else children.dtype
     for name, shape in shapes.items():
-        tensor = getattr(given, name)
+        tensor = getattr(own, name)
         if tensor is None:
             continue
         if tuple(tensor.shape) != tuple(shape):

@@ -7,48 +7,30 @@ compilers or coefficients.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import register_decomposition
-from torch.utils.flop_counter import register_flop_formula
 
-from fastcaps import backends, explanation, libraries
-from fastcaps.checks import accumulation_dtype
+from fastcaps import backends, libraries
+from fastcaps.checks import accumulation_dtype, check_tensor
+from fastcaps.ops.define import LIBRARY, NATIVE, define, let_inductor_call, make_differentiable, tensors_of, written
 from fastcaps.ops.flops import backward_flops, forward_flops
-from fastcaps.ops.reverse import Reverse, turn_after_turn
-from fastcaps.ops.watchers import are_plain, is_sharded, is_transformed, is_watched
+from fastcaps.ops.reverse import Reverse
+from fastcaps.ops.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
-__all__ = [
-    "LIBRARY",
-    "NATIVE",
-    "TAGS",
-    "Gradients",
-    "Routing",
-    "let_inductor_call",
-    "native_op",
-]
+__all__ = ["Gradients", "Routing"]
 
-LIBRARY = torch.library.Library("fastcaps", "DEF")
-TAGS = (torch.Tag.pt2_compliant_tag,)
-NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
-"""Where the ops of the native libraries are declared: backend -> library."""
-
-_VOTES = "Tensor children, Tensor? weight, Tensor? bias, Tensor? gate, SymInt parents, SymInt[] window, "
-_COUNT = 6  # arguments that are the votes'
+_COUNT = len(Votes._fields)
 
 Gradients = Sequence[Tensor | None]
-
-_tuple_of: Any = namedtuple  # mypy wants names that it can read
+Results = Sequence[Tensor]
+State = dict[str, Tensor | None]
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: no transform is active here
@@ -57,15 +39,15 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):  # not Function: 
     _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 
     @staticmethod
-    def forward(ctx: Any, routing: Routing, arguments: Sequence[Any], *tensors: Tensor | None) -> Any:
-        results = routing.compute(arguments)
-        routing.save(ctx, arguments, results)
+    def forward(ctx: Any, routing: Routing, votes: Votes, own: Any, *tensors: Tensor | None) -> Any:
+        results = routing.compute(votes, own)
+        routing.save(ctx, (*votes, *own), results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         routing: Routing = ctx.routing
-        return None, None, *routing.differentiate(ctx, ctx.needs_input_grad[2:], grads)
+        return None, None, None, *routing.differentiate(ctx, ctx.needs_input_grad[3:], grads)
 
 
 class Routing(ABC):
@@ -75,371 +57,386 @@ class Routing(ABC):
     ----------
     stem
         The name of the routing's files, everywhere; ``stem + "_routing"`` is the op.
-    own
-        The schema of what the op takes after the votes.
+    Own
+        What the op takes after the votes: a typed named tuple, from which the schema is written. It ends in flags that
+        no kernel's forward takes: ``detach`` reaches the reference, and a backward as a bit of ``needs``;
+        ``coefficients`` are made above the backends.
+    Rest
+        The same of the backward, which takes ``heads`` before the votes, and last ``needs``, the gradients that are
+        wanted as bits. It returns the gradients of the op's tensors, in their order.
     state
-        The names of the tensors among it that belong to parents: what the first turn starts from.
-    flags
-        The names of boolean arguments at the end, which no kernel's forward takes: ``detach`` reaches the reference,
-        and a backward as a bit of ``needs``; coefficients are made above the backends.
-    results, final_count
-        The schema of the results (without coefficients), and how many of them have gradients: the others are history,
-        with a leading dimension of turns.
-    grads, own_backward
-        The backward's schema: what it takes before the votes, and after them. It returns the gradients of the op's
-        tensors, in their order.
+        The tensors among ``Own`` that belong to parents: what the first iteration starts from.
+    finals, history
+        The results that have gradients; and the others (but for the coefficients), in which iterations lead.
+    heads
+        What the backward takes first, and the types of it.
     moments
-        How many sums over the votes a turn leaves.
+        How many sums over the votes an iteration leaves.
     wide
-        The names of tensors that are in the accumulation dtype of the children.
-    stacked
-        The names of what the backward takes after the votes that has a leading dimension of turns.
+        Whether the tensors of ``Own`` are in the accumulation dtype of the children.
+    constant
+        The tensors that have no gradient where coefficients are detached.
     """
 
     stem: str
-    own: str
+    Own: Any
+    Rest: Any
     state: tuple[str, ...]
-    flags: tuple[str, ...]
-    results: str
-    final_count: int
-    grads: str
-    own_backward: str
+    finals: tuple[str, ...]
+    history: tuple[str, ...]
+    heads: Mapping[str, str]
     moments = 1
-    wide: frozenset[str] = frozenset()
-    stacked: frozenset[str]
+    wide = False
+    constant: frozenset[str] = frozenset()
+    sharded: Callable[..., tuple[Any, ...]]
+    """What routes DTensors. The package sets it, so that nothing here knows of :mod:`fastcaps.distributed`."""
 
     # ---- what a routing says of itself -------------------------------------------------------------------------------
 
-    @abstractmethod
-    def turns(self, given: Any) -> int:
-        """Return how many turns a call makes."""
+    def iterations(self, own: Any) -> int:
+        """Return how many iterations a call makes."""
+        count: int = own.iterations
+        return count
+
+    def single(self, own: Any, k: int) -> Any:
+        """Return what an op of iteration k alone takes, but for the state."""
+        return own._replace(iterations=1)
 
     @abstractmethod
-    def start(self, given: Any, turn: int, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments after the votes of a routing of one turn, which starts from the parents' ``state``."""
+    def advance(self, own: Any, results: Results) -> State:
+        """Return the state that the next iteration starts from, from what one took and its results."""
 
     @abstractmethod
-    def first(self, given: Any) -> tuple[Any, ...]:
-        """Return the parents' state that a call starts from."""
-
-    @abstractmethod
-    def advance(self, given: Any, state: tuple[Any, ...], results: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the state that the next turn starts from, from that of a turn and its results."""
-
-    @abstractmethod
-    def fakes(self, votes: Votes, given: Any) -> tuple[Tensor, ...]:
+    def fakes(self, votes: Votes, own: Any) -> Results:
         """Return empty tensors as the op would, without the coefficients."""
 
     @abstractmethod
     def reference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the reference's routing of one turn, and its backward."""
+        """Return the reference's routing of one iteration, and its backward."""
 
     @abstractmethod
-    def coefficients(self, votes: Votes, given: Any, results: Sequence[Tensor]) -> Tensor:
-        """Return the coefficients that the last turn used, from the results of all turns."""
+    def coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor:
+        """Return the coefficients that the last iteration used, from the results of all."""
 
     @abstractmethod
-    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, given: Any, history: Any) -> None:
+    def backward(self, reverse: Reverse, grads: Gradients, votes: Votes, own: Any, history: Results) -> None:
         """Have ``reverse`` make the gradients of a call, from those of its final results."""
 
-    def tables(self, given: Any) -> tuple[Tensor | None, ...]:
+    def tables(self, own: Any) -> tuple[Tensor | None, ...]:
         """Return the tables, one number for each child and parent, of which a backward makes gradients."""
         return ()
 
     @abstractmethod
-    def check(self, votes: Votes, given: Any) -> None:
+    def check(self, votes: Votes, own: Any) -> None:
         """Raise unless what the op takes besides its votes fits them: kernels in Python would broadcast in silence."""
 
     # ---- the ops -----------------------------------------------------------------------------------------------------
 
-    @property
-    def name(self) -> str:
-        """The op's name; its backward's is ``name + "_backward"``."""
-        return f"{self.stem}_routing"
+    def __init__(self) -> None:
+        """Define both ops."""
+        self.name = f"{self.stem}_routing"
+        taken = {**Votes.__annotations__, **self.Own.__annotations__}
+        self.names = list(taken)
+        self.tensors = tensors_of(taken)
+        self._places = [self.names.index(name) for name in self.tensors]
+        self._tensors_of = itemgetter(*self._places)
+        flags = [name for name in self.Own._fields if name in ("detach", "coefficients")]
+        self._native_count = len(self.Own._fields) - len(flags)
+        given = {**self.heads, **Votes.__annotations__, **self.Rest.__annotations__}
+        self.backward_names = [*given, "needs"]
+        self.stacked = {*tensors_of(self.Rest.__annotations__)} - ({*self.tensors} - {*self.state})
 
-    def define(self) -> None:
-        """Define both ops: schemas, fake kernels, autograd, autocast, and the kernel that asks which backend runs."""
-        flags = "".join(f", bool {flag}" for flag in self.flags)
-        forward, results = f"({_VOTES}{self.own}", f"({self.results}"
-        LIBRARY.define(f"{self.name}{forward}{flags}) -> {results}, Tensor coefficients)", tags=TAGS)
-        self.op = getattr(torch.ops.fastcaps, self.name).default
-        taken = self.op._schema.arguments
-        self.names = [argument.name for argument in taken]
-        self.tensors = [k for k, argument in enumerate(taken) if "Tensor" in str(argument.type)]  # their positions
-        self.tensor_names = [self.names[k] for k in self.tensors]
-        gradients = ", ".join(f"Tensor d{name}" for name in self.tensor_names)
-        backward, gradients = f"({self.grads}, {_VOTES}{self.own_backward}, int needs", f"-> ({gradients})"
-        LIBRARY.define(f"{self.name}_backward{backward}) {gradients}", tags=TAGS)
-        for library in NATIVE.values():
-            library.define(f"{self.name}{forward}, int options) -> {results})".replace("SymInt", "int"))
-            library.define(f"{self.name}_backward{backward}, int options) {gradients}".replace("SymInt", "int"))
-        self.native = {name: native_op(name, self.name) for name in NATIVE}
-        self.native_backward = {name: native_op(name, f"{self.name}_backward") for name in NATIVE}
-        self.backward_op = getattr(torch.ops.fastcaps, f"{self.name}_backward").default
-        self.backward_names = [argument.name for argument in self.backward_op._schema.arguments]
-        self.head_count = self.backward_names.index("children")
-        self.own_is_stacked = [name in self.stacked for name in self.backward_names[self.head_count + _COUNT : -1]]
-        self._given = _tuple_of("arguments", self.names)
-        self._given_back = _tuple_of("arguments", self.backward_names)
-        self._tensors_of = itemgetter(*self.tensors)
-        self._lay_out()
-        for name, run, fake in (
-            (self.name, self.run, self.fake),
-            (f"{self.name}_backward", self.run_backward, self.fake_backward),
-        ):
-            LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
-        torch.library.register_autograd(
-            f"fastcaps::{self.name}", self._differentiate_op, setup_context=self.save, lib=LIBRARY
+        returns = ", ".join(f"Tensor {name}" for name in (*self.finals, *self.history))
+        plain = written({name: kind for name, kind in taken.items() if name not in flags})
+        native = f"{plain}, int options", f"({returns})"
+        both = written(taken), f"({returns}, Tensor coefficients)"
+        self.op, self.native = define(self.name, *both, self.run, self.fake, partial(forward_flops, self), native)
+        makes = ", ".join(f"Tensor d{name}" for name in self.tensors)
+        takes = f"{written(given)}, int needs"
+        own = f"{self.name}_backward", takes, f"({makes})", self.run_backward, self.fake_backward
+        self.backward_op, self.native_backward = define(
+            *own, partial(backward_flops, self), (f"{takes}, int options", f"({makes})")
         )
-        register_decomposition(self.op)(self.by_reference)  # which an ONNX export takes
-        register_decomposition(self.op, type="meta")(self.fake)  # else fakes of free sizes would run the formulas
-        register_flop_formula(self.op.overloadpacket)(partial(forward_flops, self))
-        register_flop_formula(self.backward_op.overloadpacket)(partial(backward_flops, self))
+        make_differentiable(self.op, self._differentiate_op, self.save, self.by_reference, self.fake)
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             LIBRARY.impl(self.name, self._autocast_kernel(device_type, key), key)
 
-    def __call__(self, votes: Votes, *own: Any) -> Any:
-        """Run the op on votes and its own arguments: the only entrance that functions use."""
-        arguments = (*votes, *own)
+    def __call__(self, votes: Votes, own: Any) -> Any:
+        """Run the op: the only entrance that functions use."""
         if torch.compiler.is_compiling():
-            return self.op(*arguments)
+            return self.op(*votes, *own)
         if is_transformed():
             backends.refuse_unless_reference(self.stem)
-            return self.by_reference(*arguments)
-        tensors = self._tensors_of(arguments)
+            return self.by_reference(*votes, *own)
+        tensors = self._tensors_of((*votes, *own))
         plain = are_plain(tensors)
         if not plain and is_sharded(tensors):
-            return import_module("..distributed", __package__).route(self, arguments)
+            return self.sharded(self, votes, own)
         if is_watched() or not plain:
-            return self.op(*arguments)
+            return self.op(*votes, *own)
         if torch.is_grad_enabled():
             for tensor in tensors:
                 if tensor is not None and tensor.requires_grad:
-                    return _Recorded.apply(self, arguments, *tensors)  # type: ignore[attr-defined]
-        return self.compute(arguments)
+                    return _Recorded.apply(self, votes, own, *tensors)  # type: ignore[attr-defined]
+        return self.compute(votes, own)
 
-    def given(self, arguments: Sequence[Any]) -> Any:
-        """Return the arguments of the op by name."""
-        return self._given._make(arguments)
+    def given(self, arguments: Sequence[Any]) -> tuple[Votes, Any]:
+        """Return the op's arguments as records."""
+        return Votes(*arguments[:_COUNT]), self.Own(*arguments[_COUNT:])
+
+    def bits(self, names: Iterable[str]) -> int:
+        """Return the gradients of some tensors as the backward op is asked for them."""
+        return sum(1 << self.tensors.index(name) for name in names)
+
+    def part(self, rest: Sequence[Any], k: int) -> Sequence[Any]:
+        """Return what iteration k, counted from the last, has of what the backward takes after the votes.
+
+        None where a stack has no part of it, as that of the queries where the first iteration had none.
+        """
+        return [
+            x if name not in self.stacked else None if x is None or len(x) < -k else x[k : k + 1 or None]
+            for name, x in zip(self.Rest._fields, rest, strict=True)
+        ]
 
     # ---- below the border --------------------------------------------------------------------------------------------
 
     def run(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a call: the op's kernel. Coefficients that nobody wants are an empty tensor."""
-        return _complete(self.compute(arguments), arguments[0])
+        return _complete(self.compute(*self.given(arguments)), arguments[0])
 
-    def compute(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    def compute(self, votes: Votes, own: Any) -> tuple[Any, ...]:
         """Run a call by the backend that is forced, or comes first among those that can."""
-        taken = arguments[: -len(self.flags)]
-        if backends.on_cpu(arguments[0]):
-            try:
-                results = self.native["cpu"](*taken, 0)
-            except RuntimeError:
-                libraries.library("cpu").raise_signal()
-                raise
-            return (*results, self._coefficients(arguments, results))
-        call = backends.Call.of(self.stem, arguments)
+        if backends.on_cpu(votes.children):
+            results: Results = _interruptibly(self.native["cpu"], (*votes, *own[: self._native_count], 0))
+            return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
+        call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
-        if chosen == "cuda" and backends.takes_turns(call, self, arguments):
-            results = self.native[chosen](*taken, call.options)
-        elif chosen in NATIVE:
-            results = self.chain(self._kernel(chosen, call, arguments), arguments)
+        if chosen in NATIVE:
+            run = self._python(self.native[chosen], call.options)
+            count, begins = self.iterations(own), getattr(own, self.state[0]) is not None
+            whole = backends.takes_iterations(call, votes, count, begins)
+            results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
         else:
-            placed = self._on_grid(arguments)
-            found = self.chain(self._kernel(chosen, call, placed), placed)
-            results = [x.contiguous().detach() for x in self._from_grid(found, arguments)]  # no views: users may write
-        return (*results, self._coefficients(arguments, results))
+            placed = self._on_grid(votes, own)
+            placed[0].check()
+            self.check(*placed)
+            kernel = self._reference
+            if chosen == "triton":
+                kernel = self._python(getattr(backends.triton_kernels(self.stem), self.name), call.options)
+            found = self._joined(self.iterate(kernel, *placed))
+            found = self._as_set(found) if votes.is_set else found
+            results = [x.contiguous().detach() for x in found]  # no views: users may write
+        return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a backward by the backend that is forced, or comes first among those that can.
 
         All backends keep the same, so one may differentiate what another computed.
         """
-        if backends.on_cpu(arguments[self.head_count]):
-            try:
-                return tuple(self.native_backward["cpu"](*arguments, 0))
-            except RuntimeError:
-                libraries.library("cpu").raise_signal()
-                raise
-        call = backends.Call.of(self.stem, arguments[self.head_count :])
+        votes = Votes(*arguments[len(self.heads) : len(self.heads) + _COUNT])
+        if backends.on_cpu(votes.children):
+            return tuple(_interruptibly(self.native_backward["cpu"], (*arguments, 0)))
+        call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:
             return tuple(self.native_backward[chosen](*arguments, call.options))
-        is_set = arguments[self.head_count].dim() == 4
-        placed = _views(as_grid, arguments, self._backward_dims) if is_set else arguments
+        if votes.is_set:
+            lead = {*self.heads, *self.stacked}
+            arguments = tuple(
+                as_grid(x, 2) if name in lead and x is not None else x
+                for name, x in zip(self.backward_names, arguments, strict=True)
+            )
+        heads, rest = arguments[: len(self.heads)], arguments[len(self.heads) + _COUNT :]
         if chosen == "triton":
-            kernels = backends.triton_kernels(self.stem)
-            found = getattr(kernels, f"{self.name}_backward")(*placed, call.options)
+            kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
+            found = kernel(*heads, *votes.on_grid(), *rest, call.options)
         else:
-            found = turn_after_turn(self, placed)
-        return tuple(_views(as_set, found, self._gradient_dims) if is_set else found)
+            found = self._reference_backward(heads, votes.on_grid(), rest)
+        if not votes.is_set:
+            return tuple(found)
+        placed = ("children", "gate", *self.state)
+        return tuple(
+            as_set(x) if name in placed and x.dim() > 1 else x for name, x in zip(self.tensors, found, strict=True)
+        )
 
-    def _lay_out(self) -> None:
-        """Note which tensors have positions, and at which dimension these begin: 0 says none."""
-        positioned = {"children", "gate", *self.state}
-        self._dims = [int(name in positioned) for name in self.names]
-        self._result_dims = [1 if k < self.final_count else 2 for k in range(len(self.op._schema.returns) - 1)]
-        self._backward_dims = [
-            2 if k < self.head_count or name in self.stacked else int(name in positioned)
-            for k, name in enumerate(self.backward_names)
-        ]
-        self._gradient_dims = [self._dims[k] for k in self.tensors]
+    def _python(self, kernel: Callable[..., Any], options: int) -> Callable[..., Results]:
+        """Return a backend's kernel as a function of votes and what the op takes besides."""
+        return lambda votes, own: kernel(*votes, *own[: self._native_count], options)
 
-    def _on_grid(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments of a call on a set as on a grid of one position: kernels in Python know no other."""
-        if arguments[0].dim() != 4:
-            return arguments
-        if tuple(arguments[5]) != SET_WINDOW:
-            raise ValueError(f"window must be {list(SET_WINDOW)} for a set, got {list(arguments[5])}")
-        return _views(as_grid, arguments, self._dims)
+    def _reference(self, votes: Votes, own: Any) -> Results:
+        """Run the reference's routing of one iteration."""
+        given = own._asdict()
+        del given["coefficients"]
+        found: Results = self.reference()[0](votes, **given)
+        return found
 
-    def _from_grid(self, results: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
-        """Return the results of such a call as those of a call with ``arguments``."""
-        return _views(as_set, results, self._result_dims) if arguments[0].dim() == 4 else results
-
-    def _kernel(self, chosen: str, call: backends.Call, arguments: Sequence[Any]) -> Callable[..., Any]:
-        """Return what runs one turn: called with votes and the op's own arguments, without flags."""
-        if chosen in NATIVE:
-            native = self.native[chosen]
-            return lambda votes, *own: native(*votes, *own, call.options)
-        votes = Votes(*arguments[:_COUNT])
+    def _reference_backward(self, heads: Gradients, votes: Votes, rest: Sequence[Any]) -> list[Tensor]:
+        """Return the sum over iterations of the reference's backwards of one."""
         votes.check()
-        self.check(votes, self.given(arguments))
-        if chosen == "triton":
-            kernel = getattr(backends.triton_kernels(self.stem), self.name)
-            return lambda votes, *own: kernel(*votes, *own, call.options)
-        return self._reference_of(arguments)
+        wide = (accumulation_dtype(votes.children.dtype),)
+        for name, value in zip(self.backward_names, (*heads, *votes, *rest), strict=True):
+            if isinstance(value, Tensor):
+                check_tensor(name, value, votes.children, False, wide)
+        total: list[Tensor] = []
+        for k in range(-len(next(head for head in heads if head is not None)), 0):
+            given = (*(head if head is None else head[k] for head in heads), votes)
+            part = zip(self.Rest._fields, self.part(rest[:-1], k), strict=True)
+            alone = (x[0] if name in self.stacked and x is not None else x for name, x in part)
+            found = self.reference()[1](*given, *alone, rest[-1])
+            total = [a.add_(b) for a, b in zip(total, found, strict=True)] if total else list(found)
+        return total
 
-    def _reference_of(self, arguments: Sequence[Any]) -> Callable[..., Any]:
-        turn, _ = self.reference()
-        named = self.given(arguments)
-        return lambda votes, *own: turn(votes, *own, **({"detach": named.detach} if "detach" in self.flags else {}))
+    def _on_grid(self, votes: Votes, own: Any) -> tuple[Votes, Any]:
+        """Return a call on a set as on a grid of one position: kernels in Python know no other."""
+        if not votes.is_set:
+            return votes, own
+        if tuple(votes.window) != SET_WINDOW:
+            raise ValueError(f"window must be {list(SET_WINDOW)} for a set, got {list(votes.window)}")
+        state = {name: x for name in self.state if (x := getattr(own, name)) is not None}
+        return votes.on_grid(), own._replace(**{name: as_grid(x) if x.dim() > 1 else x for name, x in state.items()})
+
+    def _as_set(self, results: Results) -> Results:
+        """Return the results of such a call without its position."""
+        return [as_set(x, 1 if k < len(self.finals) else 2) for k, x in enumerate(results)]
 
     def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run a call as a loop of the reference's turns: differentiable code."""
-        placed = self._on_grid(arguments)
-        self.check(Votes(*placed[:_COUNT]), self.given(placed))
-        results = self._from_grid(self.chain(self._reference_of(placed), placed), arguments)
-        return _complete((*results, self._coefficients(arguments, results)), arguments[0])
+        """Run a call by the reference, one iteration after another: differentiable code."""
+        votes, own = self.given(arguments)
+        placed = self._on_grid(votes, own)
+        self.check(*placed)
+        results = self._joined(self.iterate(self._reference, *placed))
+        results = self._as_set(results) if votes.is_set else results
+        shares = self._coefficients(votes, own, results) if own.coefficients else None
+        return _complete((*results, shares), votes.children)
 
-    def chain(self, run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Run all turns one after another, each a routing of one turn by ``run``; return the op's results."""
-        votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
-        state = self.first(given)
-        every, turns = [], self.turns(given)
-        if turns < 1:
-            raise ValueError(f"there must be a turn at least, got {turns}")
-        for turn in range(turns):
-            results = run(votes, *self.start(given, turn, state))
-            every.append(results)
-            state = self.advance(given, state, results)
+    def iterate(
+        self,
+        run: Callable[[Votes, Any], Results],
+        votes: Votes,
+        own: Any,
+        advance: Callable[[Any, Results], State] | None = None,
+    ) -> list[Results]:
+        """Return the results of every iteration, each a call of its own: ``run(votes, own of that iteration)``.
+
+        ``advance`` is what lies between two, :meth:`advance` by default. Where coefficients are constants, what comes
+        before the last iteration has no gradient.
+        """
+        every: list[Results] = []
+        state: State = {}
+        count, detach = self.iterations(own), "detach" in own._fields and own.detach
+        if count < 1:
+            raise ValueError(f"there must be an iteration at least, got {count}")
+        steps = [*range(count)]  # numbers to a compiler too, for which the count may be free
+        for k in steps:
+            last = k == steps[-1]
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (last or not detach)):
+                one = self.single(own, k)._replace(**state, coefficients=own.coefficients and last)
+                every.append(run(votes, one))
+                if not last:
+                    state = (advance or self.advance)(one, every[-1])
+        return every
+
+    def _joined(self, every: list[Results]) -> Results:
+        """Return the results of one call from those of its iterations."""
         if len(every) == 1:
-            return tuple(every[0])
-        history = (torch.cat(kind) for kind in zip(*(results[self.final_count :] for results in every), strict=True))
-        return (*every[-1][: self.final_count], *(kind.detach() for kind in history))
+            return every[0]
+        final = len(self.finals)
+        history = (torch.cat(kind).detach() for kind in zip(*(results[final:] for results in every), strict=True))
+        return (*every[-1][:final], *history)
 
-    def _coefficients(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> Tensor | None:
-        if not arguments[-1]:
-            return None
-        placed = self._on_grid(arguments)
-        if placed is not arguments:
-            results = _views(as_grid, results, self._result_dims)
+    def _coefficients(self, votes: Votes, own: Any, results: Results) -> Tensor:
         with torch.no_grad():
-            found = self.coefficients(Votes(*placed[:_COUNT]), self.given(placed), results)
-        return found if placed is arguments else as_set(found)
+            if not votes.is_set:
+                return self.coefficients(votes, own, results)
+            placed = [as_grid(x, 1 if k < len(self.finals) else 2) for k, x in enumerate(results)]
+            return as_set(self.coefficients(*self._on_grid(votes, own), placed))
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
 
     def fake(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return empty tensors as the op would, and tell :func:`fastcaps.explain`, if it listens, of the call."""
-        votes, given = Votes(*arguments[:_COUNT]), self.given(arguments)
-        for k in self.tensors:  # one tensor without memory among others brings a call here
-            if arguments[k] is not None and arguments[k].device != votes.children.device:
-                raise ValueError(f"{self.names[k]} must be on {votes.children.device}, got {arguments[k].device}")
-        explanation.tell(self, votes, given)
-        let_inductor_call(f"fastcaps::{self.name}")
+        """Return empty tensors as the op would, and tell who listens of the call."""
+        votes, own = self.given(arguments)
+        for name, tensor in zip(self.tensors, self._tensors_of(arguments), strict=True):
+            if tensor is not None and tensor.device != votes.children.device:  # one without memory brings a call here
+                raise ValueError(f"{name} must be on {votes.children.device}, got {tensor.device}")
+        if (hears := listener.get()) is not None:
+            hears.routing(self, votes, own)
+        let_inductor_call(self.op)
         wide = accumulation_dtype(votes.children.dtype)
-        shape = votes.shares if given.coefficients else (0,)
-        return (*self.fakes(votes, given), votes.children.new_empty(shape, dtype=wide))
+        shares = votes.children.new_empty(votes.shares if own.coefficients else (0,), dtype=wide)
+        return (*self.fakes(votes, own), shares)
 
     def fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return empty tensors as the backward would."""
-        given = self._given_back._make(arguments)
-        results = []
-        for k, result in enumerate(self.backward_op._schema.returns):
-            shape: Any = self.shape_of(result.name[1:], given) if given.needs >> k & 1 else None
-            dtype = accumulation_dtype(given.children.dtype) if result.name[1:] in self.wide else given.children.dtype
-            results.append(given.children.new_empty((0,) if shape is None else shape, dtype=dtype))
+        given = dict(zip(self.backward_names, arguments, strict=True))
+        children, results = given["children"], []
+        for k, name in enumerate(self.tensors):
+            shape = self.gradient_shape(name, given) if given["needs"] >> k & 1 else None
+            wide = self.wide and name in self.Own._fields
+            dtype = accumulation_dtype(children.dtype) if wide else children.dtype
+            results.append(children.new_empty((0,) if shape is None else shape, dtype=dtype))
         return tuple(results)
 
-    def shape_of(self, name: str, given: Any) -> Sequence[int] | None:
+    def gradient_shape(self, name: str, given: Mapping[str, Any]) -> Sequence[int] | None:
         """Return the shape of a gradient that the backward returns; None where there is no such input."""
-        tensor = getattr(given, name, None)
+        tensor = given.get(name)
         if tensor is None:
             return None
-        return tensor.shape[1:] if name in self.stacked else tensor.shape
+        shape: Sequence[int] = tensor.shape[1:] if name in self.stacked else tensor.shape
+        return shape
 
     def save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         """Keep in an autograd context what the backward will ask for."""
-        arguments, results = inputs, output  # torch calls them by name
+        arguments, results, count = inputs, output, len(self.finals)  # torch calls them by name
         ctx.routing, ctx.blocks = self, backends.settings()
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in results[self.final_count :] if x is not None))
-        ctx.save_for_backward(*self._tensors_of(arguments), *results[self.final_count : -1])
+        ctx.mark_non_differentiable(*(x for x in results[count:] if x is not None))
+        ctx.save_for_backward(*self._tensors_of(arguments), *results[count:-1])
         ctx.others = others = list(arguments)
-        for k in self.tensors:
+        for k in self._places:
             others[k] = None
 
     def _differentiate_op(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of all arguments of the op."""
-        gradients: list[Any] = [None] * len(self.names)
         found = self.differentiate(ctx, self._tensors_of(ctx.needs_input_grad), grads)
-        for k, gradient in zip(self.tensors, found, strict=True):
-            gradients[k] = gradient
-        return tuple(gradients)
+        gradients = dict(zip(self._places, found, strict=True))
+        return tuple(gradients.get(k) for k in range(len(self.names)))
 
     def differentiate(self, ctx: Any, needed: Sequence[bool], grads: Gradients) -> Gradients:
         """Return the gradients of the op's tensors, of which ``needed`` are wanted, from those of its results."""
         saved = ctx.saved_tensors  # once: a checkpoint hands them out once
-        arguments, history = ctx.others.copy(), saved[len(self.tensors) :]
-        for k, tensor in zip(self.tensors, saved, strict=False):
+        arguments = ctx.others.copy()
+        for k, tensor in zip(self._places, saved, strict=False):
             arguments[k] = tensor
-        finals = grads[: self.final_count]
+        finals = grads[: len(self.finals)]
         if not any(grad is not None for grad in finals):
             return [None] * len(self.tensors)
         if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
             return self._through_reference(arguments, finals, needed)
-        given = self.given(arguments)
+        votes, own = self.given(arguments)
         watched = is_watched() or not are_plain(arguments[:1])
-        run = self.backward_op if watched else self.run_backward
-        turns, needs = self.turns(given), 0
-        for k, want in enumerate(needed):
-            needs |= want << k
+        run, count = self.backward_op if watched else self.run_backward, self.iterations(own)
+        needs = {name for name, want in zip(self.tensors, needed, strict=True) if want}
         with backends.under(ctx.blocks):
-            reverse = Reverse(self, run, turns > 1 and backends.on_cpu(arguments[0]), turns, needs)
-            self.backward(reverse, finals, Votes(*arguments[:_COUNT]), given, history)
-        return reverse.gradients
+            reverse = Reverse(self, run, votes, count, needs, count > 1 and backends.on_cpu(votes.children))
+            self.backward(reverse, finals, votes, own, saved[len(self.tensors) :])
+        return [reverse.gradients.get(name) for name in self.tensors]
 
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:
-        wanted = [k for k, want in zip(self.tensors, needed, strict=True) if want]
+        wanted = [k for k, want in zip(self._places, needed, strict=True) if want]
         gradients: dict[int, Tensor | None] = {}
         with torch.enable_grad(), torch.autocast(arguments[0].device.type, enabled=False):
             # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
             inputs = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
             inputs[-1] = False  # no coefficients
-            results = self.by_reference(*inputs)[: self.final_count]
+            results = self.by_reference(*inputs)[: len(self.finals)]
             pairs = [(r, g) for r, g in zip(results, finals, strict=True) if g is not None and r.requires_grad]
             if pairs:
-                found = torch.autograd.grad(
-                    [r for r, _ in pairs],
-                    [inputs[k] for k in wanted],
-                    [g for _, g in pairs],
-                    create_graph=True,
-                    allow_unused=True,
-                )
+                made, heads = zip(*pairs, strict=True)
+                leaves = [inputs[k] for k in wanted]
+                found = torch.autograd.grad(made, leaves, heads, create_graph=True, allow_unused=True)
                 gradients = dict(zip(wanted, found, strict=True))
-        return [gradients.get(k) for k in self.tensors]
+        return [gradients.get(k) for k in self._places]
 
     def _autocast_kernel(self, device_type: str, key: str) -> Callable[..., Any]:
         """Return the op's kernel under autocast: tensors to :func:`autocast_dtype`, float64 left alone."""
@@ -451,35 +448,21 @@ class Routing(ABC):
                 if dtype is None:
                     return self.op(*arguments)
                 given = list(arguments)
-                for k in self.tensors:
+                for k in self._places:
                     if given[k] is not None and given[k].dtype != torch.float64:
-                        given[k] = given[k].to(accumulation_dtype(dtype) if self.names[k] in self.wide else dtype)
+                        given[k] = given[k].to(accumulation_dtype(dtype) if self.wide and k >= _COUNT else dtype)
                 return self.op(*given)
 
         return cast
 
 
-def native_op(library: str, name: str) -> Any:
-    """Return a native library's op."""
-    return getattr(getattr(torch.ops, f"fastcaps_{library}"), name).default
-
-
-def let_inductor_call(name: str) -> None:
-    """Have Inductor, if it is what compiles, call an op as it is.
-
-    Where the variable CI is set it refuses an op that has a decomposition, as ours have for ONNX: a check that torch
-    means for its own ops.
-    """
-    lowering: Any = sys.modules.get("torch._inductor.lowering")
-    allowed: set[str] = getattr(lowering, "FALLBACK_ALLOW_LIST", set())
-    allowed.add(name)
-
-
-def _views(view: Callable[[Tensor, int], Tensor], tensors: Sequence[Any], dims: Sequence[int]) -> list[Any]:
-    """Return a view of each tensor that has positions, which begin at the dimension told by ``dims``; 0 says none."""
-    return [
-        view(x, dim) if dim and x is not None and x.dim() > dim else x for x, dim in zip(tensors, dims, strict=True)
-    ]
+def _interruptibly(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Run a kernel of the CPU library, which gives way to a signal; raise what that signal's handler raised."""
+    try:
+        return kernel(*arguments)
+    except RuntimeError:
+        libraries.library("cpu").raise_signal()
+        raise
 
 
 def _complete(found: tuple[Any, ...], children: Tensor) -> tuple[Tensor, ...]:

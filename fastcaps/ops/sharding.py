@@ -1,13 +1,12 @@
 """The ops in shards: what an axis of a call cuts of each tensor, and the rules that PyTorch's own registry takes.
 
 A rule tells how the tensors of one op may lie on the processes of a mesh. What takes more than one op, and a message
-between two turns, is in :mod:`fastcaps.distributed`. Importing this module registers the rules.
+between two iterations, is in :mod:`fastcaps.distributed`. Importing this module registers the rules.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -43,7 +42,7 @@ def cuts_of(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int
         cuts = dict.fromkeys(own, place) | {"weight": 1}
         cuts |= {name: 1 for name in tables if len(shapes[name]) > 1 and shapes[name][1] > 1}
         cuts |= {name: 0 for name in tables if rule == Rule.EM and len(shapes[name]) == 1}
-    if heads:  # a backward's have a leading dimension of turns
+    if heads:  # a backward's have a leading dimension of iterations
         cuts |= {name: cuts[name] + 1 for name in own if name in routing.stacked or name in heads}
     return {name: dim for name, dim in cuts.items() if name in shapes}
 
@@ -51,7 +50,7 @@ def cuts_of(axis: str, given: dict[str, Any], routing: Routing) -> dict[str, int
 def acceptable(routing: Routing, backward: bool, *arguments: Any) -> list[tuple[Placements, Placements]]:
     """Return how tensors may lie along one dimension of a mesh: an op's (or its backward's) results, and its arguments.
 
-    The batch always; the children where a turn of attention is nothing but a sum over them. A rule cannot cut the
+    The batch always; the children where an iteration of attention is nothing but a sum over them. A rule cannot cut the
     parents: it cannot change M, which is a number among the arguments.
     """
     names = routing.backward_names if backward else routing.names
@@ -78,19 +77,19 @@ def _at(dim: int | None) -> Placement:
 
 def _results(routing: Routing, given: dict[str, Any], axis: str | None) -> Placements:
     """Return how an op's results lie."""
-    place, history = len(given["children"].shape) - 3, len(routing.op._schema.returns) - 1 - routing.final_count
+    place, finals, history = len(given["children"].shape) - 3, len(routing.finals), len(routing.history)
     shares = _at({None: None, "batch": 0, "children": place}[axis] if given["coefficients"] else None)
     if axis == "children":
-        return [*[Partial()] * (routing.final_count + history), shares]
-    batch, later = (None, None) if axis is None else (0, 1)  # in the history, turns lead
-    return [*[_at(batch)] * routing.final_count, *[_at(later)] * history, shares]
+        return [*[Partial()] * (finals + history), shares]
+    batch, later = (None, None) if axis is None else (0, 1)  # in the history, iterations lead
+    return [*[_at(batch)] * finals, *[_at(later)] * history, shares]
 
 
 def _gradients(routing: Routing, given: dict[str, Any], axis: str | None, cuts: dict[str, int]) -> Placements:
     """Return how a backward's results lie; what is absent or not wanted is an empty tensor."""
     found: Placements = []
-    for k, name in enumerate(routing.tensor_names):
-        absent = routing.shape_of(name, SimpleNamespace(**given)) is None
+    for k, name in enumerate(routing.tensors):
+        absent = routing.gradient_shape(name, given) is None
         if axis is None or absent or not given["needs"] >> k & 1:
             found.append(Replicate())
         elif name in cuts:

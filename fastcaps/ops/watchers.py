@@ -1,16 +1,23 @@
-"""Who must see a call as an op, and who wants plain formulas instead: asked once, at the border."""
+"""Who must see a call as an op, who wants plain formulas instead, and who listens: asked once, at the border."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["are_plain", "is_sharded", "is_transformed", "is_watched"]
+__all__ = ["are_plain", "is_sharded", "is_transformed", "is_watched", "listener"]
+
+
+listener: ContextVar[Any] = ContextVar("fastcaps_listener", default=None)
+"""Who listens in this thread to the calls that fake kernels see: what :func:`fastcaps.explain` makes. It hears
+``routing(op, votes, own)``, ``product(votes)`` of a first iteration that torch's own product makes, and ``other(call,
+describe, refusal)`` of an op that is no routing."""
 
 _PLAIN = {type(None), Tensor, torch.nn.Parameter}  # anything else (a subclass, a fake) may want to see the op
 

@@ -11,7 +11,6 @@ Half-precision inputs are computed in float32 and rounded once, at the end; floa
 from fastcaps.reference.attention import attention_coefficients, attention_routing, attention_routing_backward
 from fastcaps.reference.gaussian import gaussian_coefficients, gaussian_routing, gaussian_routing_backward
 from fastcaps.reference.pooling import pooling_coefficients, pooling_routing, pooling_routing_backward
-from fastcaps.reference.squash_sum import squash_sum
 
 __all__ = [
     "attention_coefficients",
@@ -23,5 +22,4 @@ __all__ = [
     "pooling_coefficients",
     "pooling_routing",
     "pooling_routing_backward",
-    "squash_sum",
 ]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype
+from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.reference.seen import (
-    POSE,
     Seen,
-    collect,
-    gate_backward,
+    differentiate,
     make_votes,
     see,
-    votes_backward,
-    widen,
     without_broken,
 )
 from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
-from fastcaps.votes import SET_WINDOW, Votes
+from fastcaps.votes import POSE, SET_WINDOW, Votes
 
 __all__ = ["attention_coefficients", "attention_routing", "attention_routing_backward", "layer_norm"]
 
@@ -94,6 +92,8 @@ def attention_routing(
 def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> Tensor:
     """Return LayerNorm over the last two dimensions, ``norm_weight * (S - mean) / sqrt(variance + eps) + norm_bias``.
 
+    Written out, since torch 2.13's layer_norm has wrong derivatives from the third on.
+
     Parameters
     ----------
     sums : Tensor
@@ -103,37 +103,15 @@ def layer_norm(sums: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | Non
     eps : float
         Added to the variance.
     """
-    parents, _ = _standardise(sums, eps)
+    flat = sums.flatten(-2)
+    centred = flat - flat.mean(-1, keepdim=True)
+    centred = centred - centred.mean(-1, keepdim=True)  # a mean of 0 to the last place of the differences, not of S
+    parents = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     if norm_weight is not None:
         parents = parents * norm_weight
     if norm_bias is not None:
         parents = parents + norm_bias
     return parents.reshape(sums.shape)
-
-
-def _standardise(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return ``[B, Ho, Wo, M, C * E]`` with mean 0 and variance 1 over the pose, and 1 / sqrt(variance + eps).
-
-    Written out, since torch 2.13's layer_norm has wrong derivatives from the third on. Centred twice: the backward
-    formula wants a mean of 0 to the last place of the differences, not of the sums that they are taken from.
-    """
-    flat = sums.flatten(-2)
-    centred = flat - flat.mean(-1, keepdim=True)
-    centred = centred - centred.mean(-1, keepdim=True)
-    inverse = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return centred * inverse, inverse
-
-
-def _layer_norm_backward(
-    grad: Tensor, sums: Tensor, norm_weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dL/dS, dL/dnorm_weight, dL/dnorm_bias of LayerNorm over the last two dimensions."""
-    grad = grad.flatten(-2)
-    standard, inverse = _standardise(sums, eps)
-    scaled = grad if norm_weight is None else grad * norm_weight
-    inner = scaled - scaled.mean(-1, keepdim=True) - standard * (scaled * standard).mean(-1, keepdim=True)
-    outer = tuple(range(grad.dim() - 1))
-    return (inverse * inner).reshape(sums.shape), (grad * standard).sum(outer), grad.sum(outer)
 
 
 def attention_routing_backward(
@@ -146,39 +124,31 @@ def attention_routing_backward(
     eps: float,
     needs: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of one turn by explicit formulas; ``grad`` is that of LayerNorm(S), without sums that of S.
+    """Return the gradients of one iteration; ``grad`` is that of LayerNorm(S), without sums that of S.
 
     It is in the accumulation dtype, as what comes to S through squash must not be rounded on its way.
-
-    With ``h_im = <dS_m, V_im>``: ``da_im = g_i r_im (h_im - sum_m' r_im' h_im')``,
-    ``dV_im = g_i r_im dS_m + scale da_im Q_m``, ``dQ_m = scale sum_i da_im V_im``, ``dg_i = sum_m r_im h_im``,
-    ``dP_i = sum_m dV_im W_gm^T``, ``dW_gm = sum over (b, l, i of group g) of P_i^T dV_im``, ``dbias = sum dV``.
 
     Returns
     -------
     tuple of Tensor
         dchildren, dweight, dbias, dgate, dquery, dnorm_weight, dnorm_bias. One whose bit in ``needs`` is not set
-        (``1 << k`` for the k-th), or whose input is absent, is an empty tensor. With the bit ``DETACH`` da is 0.
+        (``1 << k`` for the k-th), or whose input is absent, is an empty tensor. With the bit ``DETACH`` the shares are
+        constants.
     """
-    inputs = (*votes[:4], query, *((norm_weight if sums is None else votes.children,) * 2))
-    grad, query, norm_weight, sums = widen(votes.children.dtype, grad, query, norm_weight, sums)  # type: ignore[assignment]
-    gradients: list[Tensor | None] = [None] * 7
-    if sums is not None:
-        grad, *gradients[5:] = _layer_norm_backward(grad, sums, norm_weight, eps)
-    seen, all_votes, shares = _see_whole(votes, query, scale)
-    gated = seen.gated(shares)
-    grad_shares = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes)
-    grad_votes = gated[..., None, None] * grad.unsqueeze(3)
-    if query is not None and needs & DETACH:
-        gradients[4] = torch.zeros_like(query)
-    elif query is not None:
-        grad_agreement = gated * (grad_shares - (shares * grad_shares).sum(-1, keepdim=True))
-        grad_votes = grad_votes + scale * grad_agreement[..., None, None] * query.unsqueeze(3)
-        gradients[4] = scale * torch.einsum("bhwim,bhwimce->bhwmce", grad_agreement, all_votes)
-    gradients[:3] = votes_backward(grad_votes, seen)
-    if votes.gate is not None:
-        gradients[3] = gate_backward((shares * grad_shares).sum(-1), seen)
-    return collect(gradients, inputs, needs)
+    pose = votes.pose[0] * votes.pose[2]
+    affine: tuple[Tensor | None, Tensor | None] = (None, None)
+    if sums is not None:  # the backward is not told of norm_bias, whose gradient does not depend on it
+        affine = (votes.children.new_ones(pose) if norm_weight is None else norm_weight, votes.children.new_zeros(pose))
+
+    def run(*tensors: Any) -> tuple[Tensor]:
+        own, query = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
+        _, found = attention_routing(own, query, None, None, scale, eps, Rule.PLAIN, 1, bool(needs & DETACH))
+        if sums is None:
+            return (found[0],)
+        norm_weight, norm_bias = widen(own.children.dtype, *tensors[5:])
+        return (layer_norm(found[0], norm_weight, norm_bias, eps),)
+
+    return differentiate(run, (*votes[:4], query, *affine), (grad,), needs)
 
 
 @torch.no_grad()

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastcaps.checks import widen
 from fastcaps.reference.seen import (
-    POSE,
     Seen,
-    collect,
-    gate_backward,
+    differentiate,
     inverse_or_zero,
     log_or_zero,
     make_votes,
+    sample_by_sample,
     see,
-    votes_backward,
-    widen,
     without_broken,
 )
 from fastcaps.rules import Rule
-from fastcaps.votes import Votes
+from fastcaps.votes import POSE, Votes
 
 __all__ = [
     "distances",
@@ -162,16 +162,9 @@ def gaussian_routing_backward(
     eps: float,
     needs: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of one turn by explicit formulas, from those of its counts, means, variances and evidence.
+    """Return the gradients of one iteration, from those of its counts, means, variances without eps, and evidence.
 
-    With ``N = n + eps``, ``d_im = V_im - means_m``, ``rest_m = sum_i w_im d_im`` (eps means_m, but for rounding) and
-    ``dmu_m = dmeans_m - 2 rest_m dvariances_m / N_m``:
-    ``t_im = dL/dw_im = dn_m + <dmu_m, d_im> / N_m + <dvariances_m, d_im^2 - variances_m> / N_m
-    + (beta_use_im + beta_ignore_im) devidence_m``, ``dlogit_im = g_i r_im (t_im - sum_m' r_im' t_im')``,
-    ``dg_i = sum_m r_im t_im - sum_m beta_ignore_im devidence_m``,
-    ``dV_im = w_im (dmu_m + 2 dvariances_m d_im) / N_m - dlogit_im (V_im - mean_m) / variance_m``,
-    ``dmean_m = sum_i dlogit_im (V_im - mean_m) / variance_m``, ``dlog_weight_m = sum_i dlogit_im``,
-    ``dvariance_m = sum_i dlogit_im (V_im - mean_m)^2 / (2 variance_m^2)``.
+    ``counts``, ``means`` and ``variances`` are what the iteration left; they are made again here.
 
     Returns
     -------
@@ -180,51 +173,18 @@ def gaussian_routing_backward(
         ``needs`` is not set (``1 << k`` for the k-th), or whose input is absent, is an empty tensor; so are those of
         the betas without ``grad_evidence``.
     """
-    inputs = (*votes[:4], mean, variance, log_weight, beta_use, beta_ignore)
-    dtype = votes.children.dtype
-    mean, variance, log_weight, beta_use, beta_ignore = widen(dtype, *inputs[4:])
-    d_counts, d_means, d_variances, d_evidence = widen(dtype, grad_counts, grad_means, grad_variances, grad_evidence)
-    d_counts = torch.zeros_like(counts) if d_counts is None else d_counts
-    d_means = torch.zeros_like(means) if d_means is None else d_means
-    d_variances = torch.zeros_like(means) if d_variances is None else d_variances
-    gradients: list[Tensor | None] = [None] * 9
+    betas = (None, None) if grad_evidence is None else (beta_use, beta_ignore)
+    nothing = votes.children.new_zeros((1, 1), dtype=counts.dtype)
 
-    seen, all_votes, shares = _responsibility(see(votes), mean, variance, log_weight)
-    gated = seen.gated(shares)
-    # the counts of these weights: another backend's logits, and so its counts, may differ by many last digits
-    inverse = inverse_or_zero(gated.sum(3) + eps)[..., None, None]
-    offsets = all_votes - means.unsqueeze(3)
-    # on paper the rest is eps * means, but means are rounded: with the paper's, their last digit would count fully
-    rest = torch.einsum("bhwim,bhwimce->bhwmce", gated, offsets)
-    d_variances = d_variances * inverse
-    d_means = (d_means - 2 * rest * d_variances) * inverse
+    def run(*tensors: Any) -> Sequence[Tensor]:
+        own, state = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4:7]
+        use, ignore = (nothing if beta is None else beta for beta in tensors[7:])
+        rest: Any = (*state, use, ignore, (), Rule.HEINSEN, eps)
+        evidence, *_, counts, means, narrow, _ = gaussian_routing(own, *rest)
+        return counts[0], means[0], narrow[0], evidence
 
-    grad_shares = torch.einsum("bhwmce,bhwimce->bhwim", d_means, offsets)
-    squares = offsets.square() - variances.unsqueeze(3)
-    grad_shares = grad_shares + torch.einsum("bhwmce,bhwimce->bhwim", d_variances, squares) + d_counts.unsqueeze(3)
-    ignored = grad_shares.new_zeros(())
-    if beta_use is not None and beta_ignore is not None and d_evidence is not None:
-        whole = 1.0 if seen.gate is None else seen.gate[..., None]
-        spread = d_evidence.unsqueeze(3)
-        grad_shares = grad_shares + (beta_use + beta_ignore) * spread
-        ignored = beta_ignore * spread
-        gradients[7] = (spread * gated).sum((0, 1, 2)).sum_to_size(beta_use.shape)
-        gradients[8] = (spread * (gated - whole)).sum((0, 1, 2)).sum_to_size(beta_ignore.shape)
-    grad_votes = gated[..., None, None] * (d_means.unsqueeze(3) + 2 * d_variances.unsqueeze(3) * offsets)
-    grad_logits = gated * (grad_shares - (shares * grad_shares).sum(-1, keepdim=True))
-    if log_weight is not None:
-        gradients[6] = grad_logits.sum(3)
-    if mean is not None:
-        from_mean = all_votes - mean.unsqueeze(3)
-        pull = 2 * grad_logits[..., None, None] * from_mean * _precision(variance)
-        grad_votes = grad_votes - pull
-        gradients[4] = pull.sum(3)
-        if variance is not None:
-            gradients[5] = (pull * from_mean).sum(3) * 0.5 * inverse_or_zero(variance)
-    gradients[:3] = votes_backward(grad_votes, seen)
-    if votes.gate is not None:
-        gradients[3] = gate_backward((shares * grad_shares - ignored).sum(-1), seen)
-    return collect(gradients, inputs, needs)
+    heads = (grad_counts, grad_means, grad_variances, grad_evidence)
+    return differentiate(run, (*votes[:4], mean, variance, log_weight, *betas), heads, needs)
 
 
 @torch.no_grad()
@@ -236,14 +196,10 @@ def gaussian_coefficients(
     ``r[b, l, i]`` sums to 1 over the parents whatever the child's gate; of an absent (padded) child it is 0. One
     sample's votes at a time.
     """
-    found = []
-    for b in range(votes.children.shape[0]):
-        state = (None if t is None else t[b : b + 1] for t in (mean, variance, log_weight))
-        seen = see(votes._replace(children=votes.children[b : b + 1], gate=None))
-        whole = Seen(seen.votes, seen.children, None, seen.present)  # the responsibility of a child that is not gated
-        _, _, shares = _responsibility(whole, *widen(votes.children.dtype, *state))
-        found.append(shares if seen.present is None else shares.masked_fill(seen.present[..., None] == 0, 0.0))
-    if found:
-        return torch.cat(found)
-    (empty,) = widen(votes.children.dtype, votes.children.new_empty((0, *votes.grid, votes.seen, votes.parents)))
-    return empty  # type: ignore[return-value]
+
+    def shares(sample: Votes, *state: Tensor | None) -> Tensor:
+        seen = replace(see(sample), gate=None)  # the responsibility of a child that is not gated
+        found = _responsibility(seen, *state)[-1]
+        return found if seen.present is None else found.masked_fill(seen.present[..., None] == 0, 0.0)
+
+    return sample_by_sample(votes._replace(gate=None), (mean, variance, log_weight), shares)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fastcaps.checks import widen
 from fastcaps.reference.seen import (
-    POSE,
     Seen,
-    collect,
-    gate_backward,
+    differentiate,
     inverse_or_zero,
     make_votes,
+    sample_by_sample,
     see,
-    votes_backward,
-    widen,
     without_broken,
 )
 from fastcaps.rules import DETACH, Rule
-from fastcaps.vectors import length, squash, unit
-from fastcaps.votes import Votes
+from fastcaps.vectors import squash, unit
+from fastcaps.votes import POSE, Votes
 
 __all__ = ["pooling_coefficients", "pooling_routing", "pooling_routing_backward"]
 
@@ -129,43 +129,30 @@ def pooling_routing_backward(
     normalize: bool,
     needs: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of one turn by explicit formulas; ``grad`` is that of S, in the accumulation dtype.
+    """Return the gradients of one iteration; ``grad`` is that of S, in the accumulation dtype.
 
-    With ``e_im = exp(a_im - logsumexp_m)``, ``r_im = g_i e_im`` and ``t_im = <dS_m, V_im> - <dS_m, S_m>``:
-    ``da_im = r_im t_im``, ``dg_i = sum_m e_im t_im``, ``dQ_m = scale sum_i da_im K_im``, ``dK_im = scale da_im Q_m``,
-    and ``dV_im = r_im dS_m`` plus dK itself, or ``(dK - K <K, dK>) / |V|`` if the keys were normalised.
+    S and the log-sum-exp may be those of more children than these are (:mod:`fastcaps.distributed`). So what is
+    differentiated is ``sum_i g_i exp(a_im - logsumexp_m) (V_im - S_m)`` with both as constants: its derivatives are
+    those of S.
 
     Returns
     -------
     tuple of Tensor
         dchildren, dweight, dbias, dgate, dquery. One whose bit in ``needs`` is not set (``1 << k`` for the k-th), or
-        whose input is absent, is an empty tensor. With the bit ``DETACH`` dV is r dS alone, dQ and dg are 0.
+        whose input is absent, is an empty tensor. With the bit ``DETACH`` the shares are constants.
     """
-    inputs, detach = (*votes[:4], query), needs & DETACH
-    grad, query, sums, logsumexp = widen(votes.children.dtype, grad, query, sums, logsumexp)  # type: ignore[assignment]
-    gradients: list[Tensor | None] = [None] * 5
-    seen, all_votes, free, _ = _agreement(see(votes), query, scale, normalize, logsumexp)
-    shares = seen.gated(free)
-    grad_shares = torch.einsum("bhwmce,bhwimce->bhwim", grad, all_votes) - (grad * sums).sum(POSE).unsqueeze(3)
-    grad_votes = shares[..., None, None] * grad.unsqueeze(3)
-    if query is not None and detach:
-        gradients[4] = torch.zeros_like(query)
-    elif query is not None:
-        grad_logits = scale * shares * grad_shares
-        keys = unit(all_votes, POSE) if normalize else all_votes
-        gradients[4] = torch.einsum("bhwim,bhwimce->bhwmce", grad_logits, keys)
-        grad_keys = grad_logits[..., None, None] * query.unsqueeze(3)
-        if normalize:
-            along = (keys * grad_keys).sum(POSE, keepdim=True)
-            grad_keys = (grad_keys - keys * along) * inverse_or_zero(length(all_votes, POSE, keepdim=True))
-        grad_votes = grad_votes + grad_keys
-    gradients[:3] = votes_backward(grad_votes, seen)
-    if votes.gate is not None and detach:
-        gradients[3] = torch.zeros_like(votes.gate)
-    elif votes.gate is not None:
-        empty = (logsumexp == -torch.inf).unsqueeze(3)
-        gradients[3] = gate_backward((free * grad_shares).masked_fill(empty, 0.0).sum(-1), seen)
-    return collect(gradients, inputs, needs)
+    empty = (logsumexp == -torch.inf).unsqueeze(3)
+
+    def run(*tensors: Any) -> tuple[Tensor]:
+        own, query = Votes._make((*tensors[:4], votes.parents, votes.window)), tensors[4]
+        wide = widen(own.children.dtype, query, sums, logsumexp)
+        seen, all_votes, free, _ = _agreement(see(own), wide[0], scale, normalize, wide[2])
+        shares = seen.gated(free.masked_fill(empty, 0.0))
+        offsets = all_votes - wide[1].unsqueeze(3)  # type: ignore[union-attr]
+        shares = shares.detach() if needs & DETACH else shares
+        return (torch.einsum("bhwim,bhwimce->bhwmce", shares, offsets),)
+
+    return differentiate(run, (*votes[:4], query), (grad,), needs)
 
 
 @torch.no_grad()
@@ -174,15 +161,10 @@ def pooling_coefficients(votes: Votes, query: Tensor | None, scale: float, norma
 
     ``r[b, l, :, m]`` sums to 1 over the children; those that are not there have 0. One sample's votes at a time.
     """
-    found = []
-    for b in range(votes.children.shape[0]):
-        gate, asked = (None if t is None else t[b : b + 1] for t in (votes.gate, query))
-        (asked,) = widen(votes.children.dtype, asked)
-        sample = votes._replace(children=votes.children[b : b + 1], gate=gate)
-        seen, _, shares, _ = _agreement(see(sample), asked, scale, normalize)
-        shares = seen.gated(shares)
-        found.append(shares * inverse_or_zero(shares.sum(3, keepdim=True)))
-    if found:
-        return torch.cat(found)
-    (empty,) = widen(votes.children.dtype, votes.children.new_empty((0, *votes.grid, votes.seen, votes.parents)))
-    return empty  # type: ignore[return-value]
+
+    def shares(sample: Votes, query: Tensor | None = None) -> Tensor:
+        seen, _, free, _ = _agreement(see(sample), query, scale, normalize)
+        found = seen.gated(free)
+        return found * inverse_or_zero(found.sum(3, keepdim=True))
+
+    return sample_by_sample(votes, (query,), shares)

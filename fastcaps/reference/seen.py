@@ -1,78 +1,32 @@
-"""What the routings of the oracle share: how children are seen, how votes are made, and how gradients go back.
+"""What the routings of the oracle share: how children are seen, and how votes are made.
 
-A gate of exactly 0 is a child that is not there: it adds nothing to any sum, whatever its numbers are. As long as its
-votes stay finite it still gets the derivative that the formulas give it (its gate may want to open again); a child
-that is NaN or infinite behind a gate of 0 gets, and gives, no gradient at all. Such a child is called *broken* here.
+A child behind a gate of 0 (:func:`fastcaps.votes.hidden`) whose votes or logits are not finite is called *broken* here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastcaps.checks import accumulation_dtype
-from fastcaps.votes import Votes, window_extent
+from fastcaps.checks import accumulation_dtype, widen
+from fastcaps.votes import Votes, windows
 
 __all__ = [
-    "POSE",
     "Seen",
-    "collect",
-    "gate_backward",
+    "differentiate",
     "inverse_or_zero",
     "log_or_zero",
     "make_votes",
+    "recording",
+    "sample_by_sample",
     "see",
-    "votes_backward",
-    "widen",
-    "windows",
-    "windows_adjoint",
     "without_broken",
 ]
-
-
-POSE = (-2, -1)
-"""The dimensions of a pose."""
-
-
-def widen(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors in the dtype in which sums over ``dtype`` are kept."""
-    wide = accumulation_dtype(dtype)
-    return [None if tensor is None else tensor.to(wide) for tensor in tensors]
-
-
-def windows(grid: Tensor, window: Sequence[int]) -> Tensor:
-    """Return what every output position sees of ``grid`` ``[B, H, W, N, ...]``, as ``[B, Ho, Wo, I, ...]``.
-
-    Child ``i = (ky * kw + kx) * N + n``. Padded positions hold zeros.
-    """
-    kh, kw, sh, sw, ph, pw, dh, dw = window
-    if ph or pw:
-        grid = F.pad(grid, [0, 0] * (grid.dim() - 3) + [pw, pw, ph, ph])
-    rows, columns = window_extent(window)
-    seen = grid.unfold(1, rows, sh)[..., ::dh].unfold(2, columns, sw)[..., ::dw]  # [B, Ho, Wo, N, ..., kh, kw]
-    seen = seen.movedim((-2, -1), (3, 4))
-    return seen.reshape(seen.shape[:3] + (kh * kw * grid.shape[3],) + grid.shape[4:])
-
-
-def windows_adjoint(seen: Tensor, grid_shape: Sequence[int], window: Sequence[int]) -> Tensor:
-    """Return the adjoint of :func:`windows`: ``[B, Ho, Wo, I, ...]`` summed back to the grid it was cut from."""
-    kh, kw, sh, sw, ph, pw, dh, dw = window
-    batch, height, width, types = grid_shape[:4]
-    ho, wo = seen.shape[1:3]
-    parts = seen.reshape(seen.shape[:3] + (kh, kw, types) + seen.shape[4:])
-    padded = seen.new_zeros((batch, height + 2 * ph, width + 2 * pw, types, *seen.shape[4:]))
-    for ky in range(kh):
-        for kx in range(kw):
-            rows = slice(ky * dh, ky * dh + sh * (ho - 1) + 1, sh)
-            columns = slice(kx * dw, kx * dw + sw * (wo - 1) + 1, sw)
-            padded[:, rows, columns] += parts[:, :, :, ky, kx]
-    if not (ph or pw):
-        return padded
-    return padded[:, ph : ph + height, pw : pw + width].clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -119,6 +73,19 @@ def see(votes: Votes) -> Seen:
     seen_gate = present if gate is None else windows(gate, window)  # padded gates are already 0
     wide = votes._replace(children=children, weight=weight, bias=bias, gate=gate)
     return Seen(wide, windows(children, window), seen_gate, present)
+
+
+def sample_by_sample(votes: Votes, state: Sequence[Tensor | None], shares: Callable[..., Tensor]) -> Tensor:
+    """Return ``shares(votes, *state)`` ``[B, Ho, Wo, I, M]``, the votes of one sample at a time."""
+    found = []
+    for b in range(votes.children.shape[0]):
+        children, gate, *rest = (None if x is None else x[b : b + 1] for x in (votes.children, votes.gate, *state))
+        assert children is not None
+        found.append(shares(votes._replace(children=children, gate=gate), *widen(children.dtype, *rest)))
+    if found:
+        return torch.cat(found)
+    dtype = accumulation_dtype(votes.children.dtype)
+    return votes.children.new_empty((0, *votes.grid, votes.seen, votes.parents), dtype=dtype)
 
 
 def make_votes(seen: Seen) -> Tensor:
@@ -176,37 +143,38 @@ def log_or_zero(numbers: Tensor) -> Tensor:
     return numbers.masked_fill(numbers == 0, 1.0).log()
 
 
-def votes_backward(grad_votes: Tensor, seen: Seen) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dL/dchildren, dL/dweight and dL/dbias from dL/dvotes; None for what is absent."""
-    grid, weight, bias, _, _, window = seen.votes
-    if seen.present is not None:
-        grad_votes = grad_votes.masked_fill(seen.present[..., None, None, None] == 0, 0.0)
-    grad_bias = None if bias is None else grad_votes.sum((0, 1, 2)).sum_to_size(bias.shape)
-    if weight is None:
-        return windows_adjoint(grad_votes.sum(4), grid.shape, window), None, grad_bias
-    groups, children = weight.shape[0], seen.children
-    split = (*children.shape[:3], children.shape[3] // groups, groups)
-    grouped = children.reshape(*split, *children.shape[4:])
-    grouped_votes = grad_votes.reshape(*split, *grad_votes.shape[4:])
-    grad_children = torch.einsum("bhwjgmce,gmde->bhwjgcd", grouped_votes, weight).reshape(children.shape)
-    grad_weight = torch.einsum("bhwjgcd,bhwjgmce->gmde", grouped, grouped_votes)
-    return windows_adjoint(grad_children, grid.shape, window), grad_weight, grad_bias
+@contextmanager
+def recording() -> Iterator[None]:
+    """Record a graph, within an op's kernel too: there the dispatcher leaves autograd out, and results need no
+    gradient whatever ``torch.enable_grad`` says."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
+        left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out), torch.enable_grad():
+        yield
 
 
-def gate_backward(grad_gate: Tensor, seen: Seen) -> Tensor:
-    """Return dL/dgate ``[B, H, W, N]`` from that of every child as it is seen, ``[B, Ho, Wo, I]``."""
-    if seen.broken is not None:
-        grad_gate = grad_gate.masked_fill(seen.broken, 0.0)
-    return windows_adjoint(grad_gate, seen.votes.children.shape[:4], seen.votes.window)
+def differentiate(
+    run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], heads: Sequence[Tensor | None], needs: int
+) -> tuple[Tensor, ...]:
+    """Return the gradients of ``run(*tensors)``'s results, of which ``heads`` are those of the loss, by autograd.
 
-
-def collect(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None], needs: int) -> tuple[Tensor, ...]:
-    """Return the gradients in the dtypes of their inputs; what ``needs`` or the call does not have is empty."""
-    children = inputs[0]
+    Of a tensor that is None, or whose bit in ``needs`` is not set (``1 << k`` for the k-th), it is empty.
+    """
+    children = tensors[0]
     assert children is not None
-    return tuple(
-        children.new_empty(0)
-        if gradient is None or given is None or not needs >> k & 1
-        else gradient.to(given.dtype).contiguous()
-        for k, (gradient, given) in enumerate(zip(gradients, inputs, strict=True))
-    )
+    wanted = [k for k, tensor in enumerate(tensors) if tensor is not None and needs >> k & 1]
+    found = [children.new_empty(0) for _ in tensors]
+    with recording():
+        leaves: list[Any] = [None if x is None else x.detach() for x in tensors]
+        for k in wanted:
+            leaves[k].requires_grad_()
+        pairs = [(x, head) for x, head in zip(run(*leaves), heads, strict=True) if head is not None and x.requires_grad]
+    if pairs:
+        results, grads = zip(*pairs, strict=True)
+        made = torch.autograd.grad(results, [leaves[k] for k in wanted], grads, materialize_grads=True)
+    else:
+        made = tuple(torch.zeros_like(leaves[k]) for k in wanted)
+    for k, gradient in zip(wanted, made, strict=True):
+        found[k] = gradient.contiguous()
+    return tuple(found)

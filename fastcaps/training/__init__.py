@@ -1,8 +1,8 @@
 """Training: recipes, losses, optimisers, schedules, and the trainer that runs them.
 
 One stem each: ``fields`` (settings as data), ``config`` (all of them), ``loss``, ``metric``, ``optimizer``,
-``schedule``, ``data``, ``module`` (Lightning's view of a network), ``callbacks``, ``run`` (one run), ``seeds``
-(several), ``recipes``; ``tables``, ``reproduce`` and ``figures`` make the papers' tables of them.
+``schedule``, ``data``, ``module`` (Lightning's view of a network), ``callbacks``, ``folder`` (of a run), ``run``,
+``files`` and ``recipes``; ``tables``, ``reproduce`` and ``figures`` make the papers' tables.
 What needs Lightning is imported on first use, so that recipes can be read without it.
 """
 
@@ -12,15 +12,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastcaps.training.config import Data, Network, TrainConfig
-from fastcaps.training.fields import SettingError
+from fastcaps.training.fields import RunError, SettingError
 from fastcaps.training.recipes import Recipe, recipe
 
 if TYPE_CHECKING:
     from fastcaps.training.data import ImageData
+    from fastcaps.training.folder import versions
     from fastcaps.training.module import CapsuleClassifier
-    from fastcaps.training.run import RunError, TrainResult, build_network, quiet, train, versions
-    from fastcaps.training.seeds import SeedsResult, train_seeds
+    from fastcaps.training.run import SeedsResult, TrainResult, build_network, quiet, train, train_seeds
 
+_LAZY = {
+    **dict.fromkeys(("SeedsResult", "TrainResult", "build_network", "quiet", "train", "train_seeds"), "run"),
+    "CapsuleClassifier": "module",
+    "ImageData": "data",
+    "versions": "folder",
+}
 __all__ = [
     "CapsuleClassifier",
     "Data",
@@ -39,13 +45,6 @@ __all__ = [
     "train_seeds",
     "versions",
 ]
-
-_LAZY = {
-    **dict.fromkeys(("RunError", "TrainResult", "build_network", "quiet", "train", "versions"), "run"),
-    **dict.fromkeys(("SeedsResult", "train_seeds"), "seeds"),
-    "CapsuleClassifier": "module",
-    "ImageData": "data",
-}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from fastcaps import models
 from fastcaps.checks import did_you_mean
-from fastcaps.training.fields import MISSING, SettingError, as_data, changed, flat, read, require_count, require_number
-from fastcaps.training.loss import CrossEntropy, Loss
-from fastcaps.training.optimizer import Adam, Optimizer
-from fastcaps.training.schedule import OneCycle, Schedule
+from fastcaps.training.fields import (
+    SHORT,
+    STRICT,
+    Count,
+    Flag,
+    Index,
+    NotNegative,
+    SettingError,
+    as_data,
+    changed,
+    flat,
+    read,
+)
+from fastcaps.training.loss import AnyLoss, CrossEntropy
+from fastcaps.training.optimizer import Adam, AnyOptimizer
+from fastcaps.training.schedule import AnySchedule, OneCycle
 
 WHERE = (
     *("out", "recipe", "data.dir", "data.options.transformer"),
@@ -25,15 +40,13 @@ FOLLOW = ("name", "device", "dtype", "classes", "in_channels", "image_size", "la
 """Arguments of :func:`fastcaps.models.create` that follow from other settings or from the data."""
 MOST_SEED = 2**32 - 1
 """NumPy takes no more."""
-MOST_COUNT = 2**31 - 1
-"""The most epochs, images a step, runs or steps between checkpoints: more is a slip, which torch would not take."""
-MOST_TURNS = 10_000
+MOST_ITERATIONS = 10_000
 """The most routing iterations: memory and time grow with them, and no paper makes more than tens."""
 MOST_PIXELS = 4096
 """The largest padding, and the largest side of a resized image."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Network:
     """Which network.
 
@@ -55,12 +68,12 @@ class Network:
         for name in FOLLOW:
             if name in self.options:
                 raise ValueError(f"options.{name}: got {self.options[name]!r}, want none: it follows from the rest")
-        turns = self.options.get("iterations")
-        if isinstance(turns, int) and turns > MOST_TURNS:
-            raise ValueError(f"options.iterations: got {turns}, want {MOST_TURNS} or fewer")
+        iterations = self.options.get("iterations")
+        if isinstance(iterations, int) and iterations > MOST_ITERATIONS:
+            raise ValueError(f"options.iterations: got {iterations}, want {MOST_ITERATIONS} or fewer")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Data:
     """Which data, and what is done to them.
 
@@ -95,24 +108,19 @@ class Data:
 
     name: str
     dir: str | None = None
-    augment: bool | None = None
-    flip: bool | None = None
-    pad: int | None = None
-    resize: int | None = None
-    crop: int | None = None
-    multi_crop: bool = False
-    jitter: bool = False
-    mixup: float = 0.0
-    validation: int = 0
-    limit: int | None = None
+    augment: Flag | None = None
+    flip: Flag | None = None
+    pad: Annotated[Index, Field(le=MOST_PIXELS)] | None = None
+    resize: Annotated[Count, Field(le=MOST_PIXELS)] | None = None
+    crop: Count | None = None
+    multi_crop: Flag = False
+    jitter: Flag = False
+    mixup: NotNegative = 0.0
+    validation: Index = 0
+    limit: Count | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_count(self, "validation", 0)
-        require_count(self, "crop limit")
-        require_count(self, "pad", 0, most=MOST_PIXELS)
-        require_count(self, "resize", most=MOST_PIXELS)
-        require_number(self, "mixup")
         if self.pad is not None and self.resize is not None:
             raise ValueError(f"resize: got {self.resize} beside pad {self.pad}, want one of them")
         if self.crop is not None and not self.crop <= (self.resize or 0):
@@ -123,7 +131,7 @@ class Data:
             raise ValueError("multi_crop: got true without resize, want the size of the images that crops are cut from")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """Every setting of a run.
 
@@ -132,7 +140,7 @@ class TrainConfig:
     network, data, loss, optimizer, schedule
         Declarations; :meth:`of` also takes their names, or mappings.
     metric : str
-        How right answers are counted (:class:`fastcaps.training.metric.Accuracy`).
+        How right answers are counted (:class:`fastcaps.training.metric.right`).
     epochs, batch_size : int
         Passes over the training images, and images a step: on all devices together.
     seed : int
@@ -154,28 +162,26 @@ class TrainConfig:
         Where the settings came from.
     """
 
-    network: Network
-    data: Data
-    loss: Loss = field(default_factory=CrossEntropy)
+    network: Annotated[Network, SHORT]
+    data: Annotated[Data, SHORT]
+    loss: AnyLoss = CrossEntropy()
     metric: Literal["accuracy", "exact-match", "top-2"] = "accuracy"
-    optimizer: Optimizer = field(default_factory=lambda: Adam(lr=3e-3))
-    schedule: Schedule = field(default_factory=OneCycle)
-    epochs: int = 2
-    batch_size: int = 64
-    seed: int = 0
-    runs: int = 1
+    optimizer: AnyOptimizer = Adam(lr=3e-3)
+    schedule: AnySchedule = OneCycle()
+    epochs: Count = 2
+    batch_size: Count = 64
+    seed: Index = 0
+    runs: Count = 1
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
     accelerator: str = "auto"
     devices: str = "1"
     strategy: str = "auto"
-    workers: int = 0
-    checkpoint_every: int = 200
+    workers: Index = 0
+    checkpoint_every: Count = 200
     out: str = ""
     recipe: str = ""
 
     def __post_init__(self) -> None:
-        require_count(self, "epochs batch_size runs checkpoint_every", most=MOST_COUNT)
-        require_count(self, "seed workers", 0)
         if self.seed + self.runs - 1 > MOST_SEED:
             raise ValueError(f"seed: got {self.seed} with {self.runs} runs, want seeds of {MOST_SEED} or less")
 
@@ -208,19 +214,16 @@ class TrainConfig:
 
 def defaults() -> dict[str, Any]:
     """The settings that have defaults, as data."""
-    found = {}
-    for each in fields(TrainConfig):
-        if each.default is not MISSING:
-            found[each.name] = each.default
-        elif each.default_factory is not MISSING:
-            found[each.name] = as_data(each.default_factory())
-    return found
+    every = as_data(TrainConfig(Network("digits"), Data("digits")))
+    return {name: value for name, value in every.items() if name not in ("network", "data")}
 
 
-def one_run(config: TrainConfig, index: int) -> TrainConfig:
-    """The settings of one of several runs."""
-    seed = config.seed + index
-    return replace(config, seed=seed, runs=1, out=str(config.folder / f"seed-{seed}"))
+def runs_of(config: TrainConfig) -> list[TrainConfig]:
+    """The runs that a configuration stands for: one a seed, several in folders ``seed-0`` and so on."""
+    seeds = range(config.seed, config.seed + config.runs)
+    folder = config.folder
+    several = [replace(config, seed=seed, runs=1, out=str(folder / f"seed-{seed}")) for seed in seeds]
+    return several if config.runs > 1 else [config]
 
 
 def kept(folder: Path) -> TrainConfig:

@@ -7,8 +7,6 @@ ordinary differentiable PyTorch, whose autograd keeps the votes of every turn, a
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,23 +58,6 @@ def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -
     milliseconds = median_ms(lambda: step(images), seconds)
     parameters = sum(weight.numel() for weight in weights.values())
     return {"memory": grown / 1e6, "time": milliseconds, "parameters": parameters, "seed": config.seed}
-
-
-def measure_apart(folder: Path, *, eager: bool = False) -> dict[str, Any]:
-    """:func:`measure` the settings in a folder's ``config.json``, in a fresh process.
-
-    Raises
-    ------
-    ValueError
-        If that process fails, with the last line that it wrote.
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "fastcaps.training.cost", str(folder), *(["eager"] if eager else [])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode != 0:
-        raise ValueError(f"measuring {folder} failed: {' '.join(done.stderr.strip().splitlines()[-1:])}")
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
 
 
 if __name__ == "__main__":

@@ -1,209 +1,140 @@
-"""Settings as data: mappings read into dataclasses and back, with errors that name the field.
+"""Settings as data: mappings read into pydantic's dataclasses and back, with errors of one line.
 
-A setting that is wrong raises ValueError with one line: its path, what came, and what is wanted
-(``optimizer.lr: got 'fast', want a number``). :class:`Choice` is the base of declarations that go by a name: losses,
-optimisers, schedules.
+A setting that is wrong raises :class:`SettingError`: its path, what came, and what is wanted (``epochs: got 0, want
+greater than or equal to 1``).
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from fastcaps.checks import did_you_mean
 
 Kind = TypeVar("Kind")
+STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+"""How pydantic reads all settings."""
+MOST_COUNT = 2**31 - 1
+"""The most epochs, images a step, runs or steps between checkpoints: more is a slip, which torch would not take."""
 
 
 class SettingError(ValueError):
     """A setting is wrong; the message is one line that begins with its path."""
 
 
-class Choice:
-    """The base of declarations of which one is picked by name.
-
-    A direct subclass is a kind of declaration (``class Loss(Choice)``); those below it have names
-    (``class Margin(Loss, name="margin")``) and are found in its ``kinds``.
-    """
-
-    kinds: ClassVar[dict[str, type[Any]]]
-    name: ClassVar[str]
-
-    def __init_subclass__(cls, name: str | None = None) -> None:
-        if name is None:
-            cls.kinds = {}
-        else:
-            cls.name = name
-            cls.kinds[name] = cls
+class RunError(RuntimeError):
+    """The folder of a run cannot be used: it holds another run, is locked by one, or its checkpoint cannot be read."""
 
 
-def wrong(path: str, got: Any, want: str) -> SettingError:
-    """An error that says of a setting what came, cut if it is long, and what is wanted."""
-    shown = "nothing" if got is MISSING else repr(got)
-    return SettingError(f"{path}: got {shown if len(shown) <= 80 else shown[:77] + '...'}, want {want}")
+def _fraction(value: Any) -> Any:
+    """Return the number that ``150/350`` stands for; pydantic reads all others."""
+    try:
+        if isinstance(value, str) and "/" in value:
+            above, below = value.split("/")
+            return float(above) / float(below)
+        if not isinstance(value, bool):
+            return float(value) if isinstance(value, int) else value
+    except (OverflowError, ValueError, ZeroDivisionError):
+        pass
+    raise PydanticCustomError("number", "want a number")
 
 
-def require_number(owner: Any, names: str, least: float = 0.0, *, above: bool = False, most: float = math.inf) -> None:
-    """Raise ValueError unless the named attributes (words in ``names``) are finite numbers in the range, or None."""
-    for name in names.split():
-        value = getattr(owner, name)
-        for each in value if isinstance(value, tuple) else (value,):
-            if each is None:
-                continue
-            if not math.isfinite(each) or each < least or (above and each == least) or each > most:
-                low = f"above {least:g}" if above else f"{least:g} or more"
-                end = f" {low}" if most == math.inf else f" from {least:g} to {most:g}"
-                raise ValueError(f"{name}: got {each}, want a {'finite ' if most == math.inf else ''}number{end}")
+Number = Annotated[float, BeforeValidator(_fraction), Field(allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Count = Annotated[int, Strict(), Field(ge=1, le=MOST_COUNT)]
+Index = Annotated[int, Strict(), Field(ge=0)]
+Flag = Annotated[bool, Strict()]
+SHORT = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+"""Of declarations that have a name: it alone will do."""
+CHOICE = Field(discriminator="name")
+"""Of several kinds of declaration, the name decides."""
 
 
-def require_count(owner: Any, names: str, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError unless the named attributes (words in ``names``) are from ``least`` to ``most``, or None."""
-    for name in names.split():
-        value = getattr(owner, name)
-        if value is not None and (value < least or (most is not None and value > most)):
-            raise ValueError(f"{name}: got {value}, want {least} {'or more' if most is None else f'to {most}'}")
-
-
-def read(kind: type[Kind], value: Any, path: str = "") -> Kind:
-    """Read a mapping into a dataclass, or any value into what an annotation says.
-
-    A :class:`Choice` is a mapping with a ``name``, or its name alone. Numbers may be written as ``1e-5`` or
-    ``150/350``.
+def read(kind: type[Kind], value: Any) -> Kind:
+    """Return a mapping as a dataclass.
 
     Raises
     ------
     SettingError
-        Naming the field by its path, what came and what is wanted.
+        The first field that is wrong by its path, what came and what is wanted.
     """
-    return _read(kind, value, path)
-
-
-def _read(kind: Any, value: Any, path: str) -> Any:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        if value is None and types.NoneType in arguments:
-            return None
-        (kind,) = (each for each in arguments if each is not types.NoneType)
-        return _read(kind, value, path)
-    if origin is Literal:
-        if value not in arguments:
-            raise wrong(path, value, "one of " + ", ".join(map(str, arguments)))
-        return value
-    if origin is tuple:
-        return _read_list(arguments, value, path)
-    if origin in (dict, Mapping):
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise wrong(path, value, "a mapping of names to values")
-        return dict(value)
-    if is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, Choice)):
-        return _read_fields(kind, value, path)
-    return _read_scalar(kind, value, path)
-
-
-def _read_list(kinds: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
-    any_length = kinds[-1] is Ellipsis
-    fits = isinstance(value, Sequence) and not isinstance(value, str)
-    if not fits or not (any_length or len(value) == len(kinds)):
-        raise wrong(path, value, "a list" if any_length else f"a list of {len(kinds)}")
-    each = kinds[:1] * len(value) if any_length else kinds
-    return tuple(_read(kind, part, f"{path}[{k}]") for k, (kind, part) in enumerate(zip(each, value, strict=True)))
-
-
-def _read_scalar(kind: Any, value: Any, path: str) -> Any:
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise wrong(path, value, "true or false")
-        return value
-    if kind is int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong(path, value, "a whole number")
-        return value
-    if kind is float:
-        return _number(value, path)
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise wrong(path, value, "text")
-    return str(value)
-
-
-def _number(value: Any, path: str) -> float:
     try:
-        if isinstance(value, str):  # YAML takes 1e-5 for text
-            numerator, _, denominator = value.partition("/")
-            return float(numerator) / float(denominator) if denominator else float(numerator)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    except (ValueError, OverflowError, ZeroDivisionError):
-        pass
-    raise wrong(path, value, "a number")
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise SettingError(_one_line(kind, error)) from error
 
 
-def _read_fields(kind: Any, value: Any, path: str) -> Any:
-    if isinstance(value, kind):
-        return value
-    named = issubclass(kind, Choice) or any(each.name == "name" for each in fields(kind))
-    if isinstance(value, str) and named:
-        value = {"name": value}
-    if not isinstance(value, Mapping):
-        raise wrong(path or "settings", value, "a name, or a mapping of fields" if named else "a mapping of fields")
-    given = dict(value)
-    if issubclass(kind, Choice):
-        name = given.pop("name", MISSING)
-        if not isinstance(name, str) or name not in kind.kinds:
-            raise wrong(_join(path, "name"), name, "one of " + ", ".join(kind.kinds))
-        kind = kind.kinds[name]
-    known = {each.name: each for each in fields(kind)}
-    for name in given:
-        if name not in known:
-            want = f"one of {', '.join(known)}" if known else "no field at all"
-            hint = did_you_mean(name, paths_of(kind))
-            raise SettingError(f"{_join(path, str(name))}: no such field{hint}, want {want}")
-    hints = typing.get_type_hints(kind)
-    for name, each in known.items():
-        if name not in given and each.default is MISSING and each.default_factory is MISSING:
-            raise wrong(_join(path, name), MISSING, "a value, as it has no default")
-    made = {name: _read(hints[name], part, _join(path, name)) for name, part in given.items()}
-    try:
-        return kind(**made)
-    except ValueError as error:  # what the dataclass itself checks begins with the field's name
-        raise SettingError(_join(path, str(error))) from error
+def wrong(path: str, got: Any, want: str) -> SettingError:
+    """An error that says of a setting what came, cut if it is long, and what is wanted."""
+    shown = repr(got)
+    return SettingError(f"{path}: got {shown if len(shown) <= 80 else shown[:77] + '...'}, want {want}")
+
+
+def _one_line(kind: Any, error: ValidationError) -> str:
+    found = error.errors(include_url=False)[0]
+    path, above, here = "", [], _dataclasses(kind)
+    for part in found["loc"]:
+        named = [each for each in here if part in _names(each)]
+        if named:  # not a field, but which kind of declaration it is
+            here = named
+            continue
+        if isinstance(part, int):
+            path += f"[{part}]"
+            continue
+        path += f".{part}"
+        above, here = here, [one for each in here for one in _dataclasses(typing.get_type_hints(each).get(part))]
+    path = path.removeprefix(".")
+    if found["type"] == "unexpected_keyword_argument":
+        known = [each.name for one in above for each in fields(one)]
+        hint = did_you_mean(found["loc"][-1], [each for one in above for each in paths_of(one)])
+        return f"{path}: no such field{hint}, want {'one of ' + ', '.join(known) if known else 'no field at all'}"
+    if found["type"] == "union_tag_invalid":
+        names = ", ".join(name for each in here for name in _names(each))
+        return str(wrong(f"{path}.name", found["ctx"]["tag"], f"one of {names}"))
+    if found["type"] in ("missing", "union_tag_not_found"):
+        last = ".name" if found["type"] == "union_tag_not_found" else ""
+        return f"{path}{last}: got nothing, want a value, as it has no default"
+    if found["type"] == "value_error":  # what the dataclass itself checks begins with the field's name
+        return f"{path}.{found['ctx']['error']}".removeprefix(".")
+    return str(
+        wrong(path or "settings", found["input"], found["msg"].removeprefix("Input should be ").removeprefix("want "))
+    )
+
+
+def _dataclasses(hint: Any) -> list[Any]:
+    """Return the dataclasses in an annotation."""
+    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
+        return [hint]
+    return [found for each in get_args(hint) for found in _dataclasses(each)]
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    """Return the names that stand for a kind of declaration."""
+    return get_args(typing.get_type_hints(kind).get("name"))
 
 
 def paths_of(kind: Any) -> list[str]:
-    """The paths of a dataclass's fields, and of the fields one level below: ``optimizer``, ``optimizer.lr``."""
-    hints, found = typing.get_type_hints(kind), dict[str, None]()
-    for each in fields(kind):
-        hint: Any = hints[each.name]
-        choice = isinstance(hint, type) and issubclass(hint, Choice)
-        held = hint.kinds.values() if choice else [hint] if is_dataclass(hint) else []
-        found |= dict.fromkeys([each.name, *(f"{each.name}.{inner.name}" for one in held for inner in fields(one))])
-    return list(found)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    """Return the paths of a dataclass's fields and of the fields one level below: ``optimizer``, ``optimizer.lr``."""
+    hints = typing.get_type_hints(kind)
+    below = [(name, inner.name) for name in hints for one in _dataclasses(hints[name]) for inner in fields(one)]
+    return list(dict.fromkeys([*(each.name for each in fields(kind)), *(".".join(path) for path in below)]))
 
 
 def as_data(value: Any) -> Any:
-    """A value as mappings, lists and plain values, which :func:`read` turns back into it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {"name": value.name} if isinstance(value, Choice) else {}
-        return own | {each.name: as_data(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: as_data(part) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [as_data(part) for part in value]
-    return value
+    """Return a value as mappings, lists and plain values, which :func:`read` turns back into it."""
+    return to_jsonable_python(value, fallback=lambda other: other)
 
 
 def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of settings with other values.
+    """Return a copy of settings with other values.
 
     Parameters
     ----------
@@ -238,9 +169,9 @@ def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested settings as one mapping, from paths to values."""
+    """Return nested settings as one mapping, from paths to values."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        inner = _join(path, name)
+        inner = f"{path}.{name}".removeprefix(".")
         found |= flat(value, inner) if isinstance(value, Mapping) and value else {inner: value}
     return found

@@ -7,10 +7,10 @@ For each figure one function computes and another draws; :data:`FIGURES` has tho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from fastcaps.data import Splits
 from fastcaps.nn import CapsNet
 from fastcaps.training.config import TrainConfig, kept
 from fastcaps.training.data import read_data
-from fastcaps.training.run import build_network, read_checkpoint
+from fastcaps.training.folder import load_weights
+from fastcaps.training.run import build_network
 from fastcaps.viz import BLUE, GREY, finish, last_votes, perturbation_map, perturbations, pyplot
 
 
@@ -66,16 +67,8 @@ def load(config: TrainConfig, label: str = "") -> Trained:
     splits = read_data(replace(before.data, dir=config.data.dir or before.data.dir))
     torch.manual_seed(before.seed)
     fresh, network = build_network(before, splits), build_network(before, splits)
-    best = config.folder / "best.ckpt"
-    state = read_checkpoint(best if best.is_file() else config.folder / "last.ckpt")
-    mine = {name.removeprefix("network."): value for name, value in state["state_dict"].items()}
-    network.load_state_dict({name: mine[name] for name in network.state_dict()})
+    load_weights(network, config.folder)
     return Trained(label, network.eval(), fresh.eval(), splits)
-
-
-def in_batches(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images and their labels, ``size`` at a time."""
-    return zip(images.split(size), labels.split(size), strict=True)
 
 
 def class_poses(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
@@ -98,18 +91,10 @@ def draw_perturbations(trained: Sequence[Trained], path: Path, title: str) -> Pa
     return perturbation_map(perturbations(each.network, images[chosen], labels[chosen]), path, names=names, title=title)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How children agree with a parent, by the cosine between it and their votes.
+class Agreement(NamedTuple):
+    """How children agree with a parent, by the cosine between it and their votes, in bins.
 
-    Attributes
-    ----------
-    cosines : Tensor
-        The middles of the bins ``[n]``.
-    share : Tensor
-        Percent of the votes in each bin.
-    length : Tensor
-        Their mean length; NaN where there is none.
+    Of each bin its middle, the percent of the votes in it, and their mean length (NaN where there is none), ``[n]``.
     """
 
     cosines: Tensor
@@ -131,7 +116,7 @@ def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) 
         From a cosine of -1 to one of 1.
     """
     counts, lengths = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
-    for some, target in in_batches(images, labels, 20):
+    for some, target in zip(images.split(20), labels.split(20), strict=True):
         trace, _, votes = last_votes(network, some)
         each = torch.arange(len(some))
         own, parents = votes[each, :, target], trace.poses[-1][each, target]  # [B, I, d] and [B, d]
@@ -159,8 +144,7 @@ def draw_agreement(trained: Sequence[Trained], path: Path, title: str) -> Path:
             beside.plot(found.cosines, found.length, color=BLUE, linewidth=2)
             beside.set_ylabel("mean length of their votes", color=BLUE)
             beside.set_ylim(bottom=0)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
+    return finish(figure, path, title)
 
 
 def in_two_dimensions(points: Tensor) -> Tensor:
@@ -224,10 +208,9 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
     (each,) = trained
     plt = pyplot()
     images, labels = each.images(1000)
+    parts = zip(images.split(100), labels.split(100), strict=True)
     with torch.no_grad():
-        points = in_two_dimensions(
-            torch.cat([class_poses(each.network, *part) for part in in_batches(images, labels, 100)])
-        )
+        points = in_two_dimensions(torch.cat([class_poses(each.network, *part) for part in parts]))
     figure = plt.figure(figsize=(13, 5.4), layout="constrained")
     grid = figure.add_gridspec(2, 4)
     plot = figure.add_subplot(grid[:, :2])
@@ -246,8 +229,7 @@ def draw_poses(trained: Sequence[Trained], path: Path, title: str) -> Path:
             plot.plot(*vertices.T, color=plt.get_cmap("viridis")(step / (len(degrees) - 1)), marker="o", linewidth=1)
         plot.set(title=f"a {each.splits.classes[label]}, turned by -40° (dark) to 40°", xticks=[], yticks=[])
         plot.title.set_fontsize(10)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
+    return finish(figure, path, title)
 
 
 def draw_changes(trained: Sequence[Trained], path: Path, title: str) -> Path:
@@ -266,8 +248,7 @@ def draw_changes(trained: Sequence[Trained], path: Path, title: str) -> Path:
             plot.set_ylabel("" if column else f"{name}, from the first view")
         plots[0, column].set_title(f"{len(images)} test images, {way}")
         plots[-1, column].set_xlabel("degrees")
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
+    return finish(figure, path, title)
 
 
 FIGURES: dict[str, Callable[[Sequence[Trained], Path, str], Path]] = {

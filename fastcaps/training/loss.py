@@ -7,18 +7,19 @@ The formulas are :mod:`fastcaps.losses` and torch's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, shape_text
 from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
-from fastcaps.training.fields import Choice, require_number
+from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Number, Share
 
-__all__ = ["BinaryCrossEntropy", "Batch", "CrossEntropy", "Feedback", "Loss", "Margin", "Spread"]
+__all__ = ["AnyLoss", "Batch", "BinaryCrossEntropy", "CrossEntropy", "Feedback", "Loss", "Margin", "Spread"]
 
 PARTS_OF_A_RUN = 1_000_000
 """The spread loss' margin is computed by counts; a share of the run becomes so many of these."""
@@ -55,7 +56,7 @@ class Batch(NamedTuple):
         return self.inputs[0] * self.std + self.mean
 
 
-class Loss(Choice, ABC):
+class Loss(ABC):
     """The base of losses.
 
     Attributes
@@ -96,8 +97,8 @@ def _require_labels(loss: str, target: Tensor) -> None:
         raise ValueError(f"loss: {loss} wants one class a sample, got targets {shape_text(target)} of {target.dtype}")
 
 
-@dataclass(frozen=True)
-class CrossEntropy(Loss, name="cross-entropy"):
+@dataclass(frozen=True, config=STRICT)
+class CrossEntropy(Loss):
     """Softmax and cross-entropy, of labels or of shares of classes.
 
     Attributes
@@ -106,10 +107,8 @@ class CrossEntropy(Loss, name="cross-entropy"):
         The share of each target that is spread over all classes.
     """
 
-    smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_number(self, "smoothing", most=1.0)
+    smoothing: Share = 0.0
+    name: Literal["cross-entropy"] = "cross-entropy"
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         if target.dim() == 2 and not target.is_floating_point():
@@ -121,8 +120,8 @@ class CrossEntropy(Loss, name="cross-entropy"):
         return logits.softmax(-1).mean(1).log()
 
 
-@dataclass(frozen=True)
-class BinaryCrossEntropy(Loss, name="bce"):
+@dataclass(frozen=True, config=STRICT)
+class BinaryCrossEntropy(Loss):
     """Binary cross-entropy of every class by itself, a mean over samples and classes.
 
     Attributes
@@ -131,7 +130,8 @@ class BinaryCrossEntropy(Loss, name="bce"):
         Whether the network gives probabilities (lengths, activations) and not logits.
     """
 
-    probabilities: bool = False
+    probabilities: Flag = False
+    name: Literal["bce"] = "bce"
 
     @property
     def threshold(self) -> float:  # type: ignore[override]
@@ -150,8 +150,8 @@ class BinaryCrossEntropy(Loss, name="bce"):
         return logits.mean(1) if self.probabilities else logits.sigmoid().mean(1).logit()
 
 
-@dataclass(frozen=True)
-class Margin(Loss, name="margin"):
+@dataclass(frozen=True, config=STRICT)
+class Margin(Loss):
     """Margin loss (Sabour et al. 2017) of the class capsules' lengths, and of the images drawn from them.
 
     Attributes
@@ -163,15 +163,12 @@ class Margin(Loss, name="margin"):
         for none.
     """
 
-    upper: float = 0.9
-    lower: float = 0.1
-    down_weight: float = 0.5
-    reconstruction: float = 0.0
-
+    upper: NotNegative = 0.9
+    lower: NotNegative = 0.1
+    down_weight: NotNegative = 0.5
+    reconstruction: NotNegative = 0.0
+    name: Literal["margin"] = "margin"
     threshold: ClassVar[float] = 0.5
-
-    def __post_init__(self) -> None:
-        require_number(self, "upper lower down_weight reconstruction")
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
         return margin_loss(logits, target, upper=self.upper, lower=self.lower, down_weight=self.down_weight)
@@ -211,8 +208,8 @@ class Margin(Loss, name="margin"):
         return logits, missed
 
 
-@dataclass(frozen=True)
-class Spread(Loss, name="spread"):
+@dataclass(frozen=True, config=STRICT)
+class Spread(Loss):
     """Spread loss (Hinton et al. 2018) of the class capsules' activations, its margin growing in a straight line.
 
     Attributes
@@ -223,15 +220,11 @@ class Spread(Loss, name="spread"):
         The share of the run over which it grows.
     """
 
-    start: float = 0.2
-    end: float = 0.9
-    over: float = 1.0
-
+    start: NotNegative = 0.2
+    end: NotNegative = 0.9
+    over: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    name: Literal["spread"] = "spread"
     threshold: ClassVar[float] = 0.5
-
-    def __post_init__(self) -> None:
-        require_number(self, "start end")
-        require_number(self, "over", above=True, most=1.0)
 
     def margin(self, done: float) -> float:
         """The margin when this share of the run is done."""
@@ -243,8 +236,8 @@ class Spread(Loss, name="spread"):
         return spread_loss(logits, target, self.margin(done))
 
 
-@dataclass(frozen=True)
-class Feedback(Loss, name="feedback"):
+@dataclass(frozen=True, config=STRICT)
+class Feedback(Loss):
     """The loss of a network with feedback units (Li et al. 2018): another one, and the divergences between layers.
 
     Attributes
@@ -255,12 +248,12 @@ class Feedback(Loss, name="feedback"):
         Of the sum of the divergences; 10 in the paper.
     """
 
-    base: Loss = field(default_factory=Margin)
-    weight: float = 10.0
+    base: Annotated[CrossEntropy | BinaryCrossEntropy | Margin | Spread, CHOICE, SHORT] = Margin()
+    weight: NotNegative = 10.0
+    name: Literal["feedback"] = "feedback"
 
     def __post_init__(self) -> None:
-        require_number(self, "weight")
-        if isinstance(self.base, Feedback) or getattr(self.base, "reconstruction", False):
+        if getattr(self.base, "reconstruction", False):
             raise ValueError(f"base: got {self.base}, want a loss of logits alone")
 
     @property
@@ -277,3 +270,6 @@ class Feedback(Loss, name="feedback"):
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
         logits, divergence = network(*batch.inputs, return_feedback=True)
         return self.of(logits, batch.target, done) + self.weight * divergence, logits
+
+
+AnyLoss = Annotated[CrossEntropy | BinaryCrossEntropy | Margin | Spread | Feedback, CHOICE, SHORT]

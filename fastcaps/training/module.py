@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 
 from fastcaps.training.config import TrainConfig
 from fastcaps.training.loss import Batch
-from fastcaps.training.metric import Accuracy
+from fastcaps.training.metric import right
 
 STAGES = ("train", "test", "validation")
 
@@ -23,11 +23,11 @@ class CapsuleClassifier(pl.LightningModule):
     ----------
     network : Module
     config : TrainConfig
-    classes : int
     mean, std : Tensor, optional
         What the images were normalised by, ``[1, channels, 1, 1]``: a loss that compares pixels undoes it.
     """
 
+    means: Any
     mean: Tensor | None
     std: Tensor | None
 
@@ -36,19 +36,17 @@ class CapsuleClassifier(pl.LightningModule):
         network: nn.Module,
         config: TrainConfig,
         *,
-        classes: int = 10,
         mean: Tensor | None = None,
         std: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.config = config
-        self.accuracy = Accuracy(config.metric, classes, config.loss.threshold)
-        self.losses = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in STAGES})
-        self.counts = nn.ModuleDict({f"{stage}_accuracy": self.accuracy.fresh() for stage in STAGES})
+        names = [f"{stage}_{what}" for stage in STAGES for what in ("loss", "accuracy")]
+        self.means = nn.ModuleDict({name: MeanMetric() for name in names})
         # kept in the checkpoint, so that an epoch that was resumed reports the means over all of it
-        for metric in (self.losses["train_loss"], self.counts["train_accuracy"]):
-            metric.persistent(True)  # type: ignore[operator]
+        for name in ("train_loss", "train_accuracy"):
+            self.means[name].persistent(True)
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
 
@@ -80,13 +78,15 @@ class CapsuleClassifier(pl.LightningModule):
             logits = self.config.loss.average(logits.unflatten(0, images.shape[:2]))
         else:
             loss, logits = self.config.loss(self.network, batch, done)
-        self.losses[f"{stage}_loss"].update(loss.detach(), len(batch.target))  # type: ignore[operator]
-        self.accuracy.update(self.counts[f"{stage}_accuracy"], logits.detach(), batch.target)  # type: ignore[arg-type]
+        self.means[f"{stage}_loss"].update(loss.detach(), len(batch.target))
+        hits = right(self.config.metric, logits.detach(), batch.target, self.config.loss.threshold)
+        self.means[f"{stage}_accuracy"].update(hits.float())
         return loss
 
     def training_step(self, given: Any, _: int) -> Tensor:
         loss = self._step(given, "train")
         self.log("step/train_loss", loss.detach())
+        self.log("loss", loss.detach(), prog_bar=True, logger=False)
         return loss
 
     def validation_step(self, given: Any, _: int, dataloader_idx: int = 0) -> None:
@@ -94,14 +94,14 @@ class CapsuleClassifier(pl.LightningModule):
 
     def figures(self, stage: str) -> dict[str, Tensor]:
         """Loss and accuracy of a stage's epoch so far."""
-        both = {**self.losses, **self.counts}
-        return {name: both[name].compute() for name in (f"{stage}_loss", f"{stage}_accuracy")}  # type: ignore[operator]
+        return {name: self.means[name].compute() for name in (f"{stage}_loss", f"{stage}_accuracy")}
 
     def _finish(self, stage: str) -> None:
         """Log a stage's figures and begin anew."""
-        self.log_dict(self.figures(stage))
-        for metric in (self.losses[f"{stage}_loss"], self.counts[f"{stage}_accuracy"]):
-            metric.reset()  # type: ignore[operator]
+        figures = self.figures(stage)
+        self.log_dict(figures, prog_bar=True)
+        for name in figures:
+            self.means[name].reset()
 
     def on_validation_epoch_end(self) -> None:
         self._finish("test")

@@ -1,122 +1,73 @@
-"""Optimisers by name: their settings, and torch's class that does the work."""
+"""Optimisers by name: their settings are arguments of torch's classes, with torch's meaning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import asdict
+from typing import Annotated, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import nn
 
-from fastcaps.training.fields import Choice, require_number
+from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Positive, Share
 
-__all__ = ["SGD", "Adam", "AdamW", "Optimizer", "RAdam", "RMSProp"]
+__all__ = ["SGD", "Adam", "AnyOptimizer", "Optimizer", "RMSProp"]
+
+TORCH = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
 
 
-class Optimizer(Choice):
-    """The base of optimisers; the fields of each are arguments of ``torch_class``."""
-
-    torch_class: ClassVar[type[torch.optim.Optimizer]]
+class Optimizer:
+    """The base of optimisers."""
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Make torch's optimiser."""
-        return self.torch_class(parameters, **asdict(self))  # type: ignore[call-overload]
+        settings = asdict(self)  # type: ignore[call-overload]
+        return TORCH[settings.pop("name")](parameters, **settings)
 
 
-@dataclass(frozen=True)
-class Adam(Optimizer, name="adam"):
-    """Adam (Kingma and Ba, 2015).
+@dataclass(frozen=True, config=STRICT)
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015), AdamW and RAdam (Liu et al. 2019)."""
 
-    Attributes
-    ----------
-    lr : float
-        Highest learning rate.
-    betas : (float, float)
-        Decay of the mean and of the mean square of the gradients.
-    eps : float
-        Added to the root of the mean square.
-    weight_decay : float
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
-
-    def __post_init__(self) -> None:
-        require_number(self, "lr eps", above=True)
-        require_number(self, "weight_decay")
-        require_number(self, "betas", most=1.0)
+    lr: Positive = 1e-3
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    name: Literal["adam", "adamw", "radam"] = "adam"
 
 
-@dataclass(frozen=True)
-class AdamW(Adam, name="adamw"):
-    """Adam whose weight decay is apart from the gradient; the settings are Adam's."""
+@dataclass(frozen=True, config=STRICT)
+class RMSProp(Optimizer):
+    """RMSProp."""
 
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
-
-
-@dataclass(frozen=True)
-class RAdam(Adam, name="radam"):
-    """Rectified Adam (Liu et al. 2019); the settings are Adam's."""
-
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RAdam
+    lr: Positive = 1e-3
+    alpha: Share = 0.99
+    eps: Positive = 1e-8
+    momentum: NotNegative = 0.0
+    weight_decay: NotNegative = 0.0
+    name: Literal["rmsprop"] = "rmsprop"
 
 
-@dataclass(frozen=True)
-class RMSProp(Optimizer, name="rmsprop"):
-    """RMSProp.
+@dataclass(frozen=True, config=STRICT)
+class SGD(Optimizer):
+    """Stochastic gradient descent."""
 
-    Attributes
-    ----------
-    lr : float
-        Highest learning rate.
-    alpha : float
-        Decay of the mean square of the gradients.
-    eps : float
-        Added to its root.
-    momentum, weight_decay : float
-    """
-
-    lr: float = 1e-3
-    alpha: float = 0.99
-    eps: float = 1e-8
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RMSprop
+    lr: Positive = 0.1
+    momentum: NotNegative = 0.9
+    weight_decay: NotNegative = 0.0
+    nesterov: Flag = False
+    name: Literal["sgd"] = "sgd"
 
     def __post_init__(self) -> None:
-        require_number(self, "lr eps", above=True)
-        require_number(self, "alpha", most=1.0)
-        require_number(self, "momentum weight_decay")
-
-
-@dataclass(frozen=True)
-class SGD(Optimizer, name="sgd"):
-    """Stochastic gradient descent.
-
-    Attributes
-    ----------
-    lr : float
-        Highest learning rate.
-    momentum, weight_decay : float
-    nesterov : bool
-        Nesterov's momentum.
-    """
-
-    lr: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    nesterov: bool = False
-
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
-
-    def __post_init__(self) -> None:
-        require_number(self, "lr", above=True)
-        require_number(self, "momentum weight_decay")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov: got true with momentum 0, want momentum above 0")
+
+
+AnyOptimizer = Annotated[Adam | RMSProp | SGD, CHOICE, SHORT]

@@ -7,25 +7,24 @@ goes on. If a folder holds a run with other settings, nothing is trained at all.
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pydantic
 from rich.console import Console
 
 from fastcaps import viz
-from fastcaps.training import cost, figures
+from fastcaps.measure import apart
+from fastcaps.training import figures
 from fastcaps.training.callbacks import Report
-from fastcaps.training.config import WHERE, TrainConfig, differences, kept, one_run
-from fastcaps.training.fields import as_data, flat
-from fastcaps.training.run import RunError, train, versions, write_settings, write_whole
-from fastcaps.training.seeds import train_seeds
-from fastcaps.training.tables import Entry, Table
+from fastcaps.training.config import WHERE, TrainConfig, differences, kept, runs_of
+from fastcaps.training.fields import Index, NotNegative, RunError, Share, as_data, flat, read
+from fastcaps.training.folder import versions, write_settings, write_whole
+from fastcaps.training.run import train, train_seeds
+from fastcaps.training.tables import COSTS, Line, Table
 
 MEASURES = {
     "error": "Test error in %",
@@ -33,14 +32,7 @@ MEASURES = {
     "memory": "Memory of a training step in MB",
     "time": "Time of a training step in ms",
 }
-COSTS = ("memory", "time")
-"""Measures of a training step; nothing is trained for them."""
 HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
-
-
-def runs_of(config: TrainConfig) -> list[TrainConfig]:
-    """The runs that a configuration stands for: one a seed."""
-    return [config] if config.runs == 1 else [one_run(config, index) for index in range(config.runs)]
 
 
 def has_run(config: TrainConfig) -> bool:
@@ -65,6 +57,24 @@ def has_run(config: TrainConfig) -> bool:
     return True
 
 
+@pydantic.dataclasses.dataclass
+class _Result:
+    seed: Index
+    parameters: Index
+    versions: dict[str, str]
+
+
+@pydantic.dataclasses.dataclass
+class _Trained(_Result):
+    test_accuracy: Share
+
+
+@pydantic.dataclasses.dataclass
+class _Cost(_Result):
+    memory: NotNegative
+    time: NotNegative
+
+
 def read_result(config: TrainConfig) -> dict[str, Any] | None:
     """The ``result.json`` of a configuration's run, or None if there is none yet.
 
@@ -78,119 +88,67 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         return None
     try:
         result: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, RecursionError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
-    if not isinstance(result, dict):
-        raise RunError(f"{path} cannot be read: it holds no mapping; delete it, and the run is finished anew")
-    measured = COSTS if "memory" in result else ("test_accuracy",)
-    kinds: dict[str, Any] = {
-        **dict.fromkeys(measured, (int, float)),
-        "seed": int,
-        "parameters": int,
-        "versions": dict,
-    }
-    for name, kind in kinds.items():
-        if not isinstance(result.get(name), kind):
-            got = result.get(name)
-            raise RunError(f"{path} cannot be read: {name} is {got!r}; delete it, and the run is finished anew")
+        read(_Cost if "memory" in result else _Trained, result)
+    except (OSError, RecursionError, TypeError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}; delete it, and the run is finished anew") from error
     return result
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a table: an entry, and the results of its runs.
-
-    Attributes
-    ----------
-    entry : Entry
-    results : list of dict
-        The ``result.json`` of each run that is finished.
-    values : list of float
-        The number of each that the table measures.
-    """
-
-    entry: Entry
-    results: list[dict[str, Any]]
-    values: list[float]
-
-    @property
-    def mean(self) -> float | None:
-        """Of the values; None if there is none."""
-        return statistics.mean(self.values) if self.values else None
-
-    @property
-    def spread(self) -> float | None:
-        """Their standard deviation (n − 1); None if there are fewer than two."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def difference(self) -> float | None:
-        """Ours minus the paper's."""
-        return None if self.mean is None or self.entry.paper is None else self.mean - self.entry.paper
-
-    def cells(self) -> tuple[str, ...]:
-        """What is printed: a cell for each column of ``HEADER``."""
-        config, paper = self.entry.config, self.entry.paper
-        limit = config.data.limit
-        is_cost = bool(self.results) and "memory" in self.results[0]
-        images = "all" if limit is None else f"{limit - config.data.validation:,}"
-        missing = config.runs - len(self.results)
-        ours = _number(self.mean, self.spread) + (f" ({len(self.results)} of {config.runs} seeds)" if missing else "")
-        return (
-            self.entry.label,
-            ours if self.values else "not run",
-            self.entry.row.note if paper is None else _number(paper, self.entry.row.spread),
-            "" if self.difference is None else f"{self.difference:+.2f}",
-            f"batch of {config.batch_size}" if is_cost else f"{config.epochs:,} × {images}",
-            f"{self.results[0]['parameters']:,}" if self.results else "",
-        )
+def cells(line: Line) -> tuple[str, ...]:
+    """What is printed of a line: a cell for each column of ``HEADER``."""
+    config, limit = line.config, line.config.data.limit
+    images = "all" if limit is None else f"{limit - config.data.validation:,}"
+    missing = config.runs - len(line.results)
+    ours = _number(line.mean, line.spread) + (f" ({len(line.results)} of {config.runs} seeds)" if missing else "")
+    is_cost = line.measure in COSTS and line.results
+    return (
+        line.label,
+        ours if line.results else "not run",
+        line.row.note if line.paper is None else _number(line.paper, line.row.spread),
+        "" if line.difference is None else f"{line.difference:+.2f}",
+        f"batch of {config.batch_size}" if is_cost else f"{config.epochs:,} × {images}",
+        f"{line.results[0]['parameters']:,}" if line.results else "",
+    )
 
 
-def _value(measure: str, result: Mapping[str, Any]) -> float:
-    """The number of a run that a table measures."""
-    if measure in COSTS:
-        return float(result[measure])
-    share = float(result["test_accuracy"])
-    return 100 * (1 - share if measure == "error" else share)
-
-
-def _measure_cost(entry: Entry, console: Console) -> None:
-    """Measure memory and time, and leave settings and result as a run does."""
-    folder = entry.config.folder
+def _measure_cost(line: Line, console: Console) -> None:
+    """Measure memory and time in a fresh process, and leave settings and result as a run does."""
+    folder = line.config.folder
     folder.mkdir(parents=True, exist_ok=True)
-    write_settings(entry.config, folder)
-    result = {**cost.measure_apart(folder, eager=entry.row.eager), "versions": versions()}
-    console.print(f"{result['memory']:.1f} MB, {result['time']:.1f} ms a step", highlight=False)
-    write_whole(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    write_settings(line.config, folder)
+    try:
+        found = apart("fastcaps.training.cost", str(folder), *(["eager"] if line.row.eager else []))
+    except RuntimeError as error:
+        raise RunError(str(error)) from error
+    console.print(f"{found['memory']:.1f} MB, {found['time']:.1f} ms a step", highlight=False)
+    write_whole(folder / "result.json", json.dumps({**found, "versions": versions()}, indent=2) + "\n")
 
 
 def _number(value: float | None, spread: float | None) -> str:
     return "" if value is None else f"{value:.2f}" + (f" ± {spread:.2g}" if spread is not None else "")
 
 
-def collect(table: Table, entries: Sequence[Entry]) -> list[Line]:
-    """The lines of a table, with the results of the runs that are finished.
+def collect(lines: Sequence[Line]) -> list[Line]:
+    """The lines of a table with the results of the runs that are finished.
 
     Raises
     ------
     RunError
         If a folder holds a run with other settings.
     """
-    lines = []
-    for entry in entries:
-        has_run(entry.config)  # of several seeds the folder above theirs has settings too: they must agree
-        results = [result for one in runs_of(entry.config) if (result := read_result(one)) is not None]
-        lines.append(Line(entry, results, [_value(table.measure, result) for result in results]))
-    return lines
+    for line in lines:
+        has_run(line.config)  # of several seeds the folder above theirs has settings too: they must agree
+    found = [[read_result(one) for one in runs_of(line.config)] for line in lines]
+    return [replace(line, results=tuple(filter(None, each))) for line, each in zip(lines, found, strict=True)]
 
 
-def train_missing(table: Table, entries: Sequence[Entry], chosen: Sequence[str], console: Console) -> bool:
-    """Train (or measure) the entries that are not finished, one after the other.
+def train_missing(lines: Sequence[Line], chosen: Sequence[str], console: Console) -> bool:
+    """Train (or measure) the lines whose runs are not all finished, one after the other.
 
     Parameters
     ----------
-    table : Table
-    entries : sequence of Entry
+    lines : sequence of Line
+        As :func:`collect` returns them.
     chosen : sequence of str
         Labels or names of those to train; none for all.
     console : Console
@@ -206,49 +164,44 @@ def train_missing(table: Table, entries: Sequence[Entry], chosen: Sequence[str],
     ValueError, DataError, RunError
         As training raises them; and if a label is unknown.
     """
-    known = {text for entry in entries for text in (entry.label, entry.row.label, entry.name)}
+    named = [{line.label, line.row.label, line.name} for line in lines]
     for text in chosen:
-        if text not in known:
-            labels = dict.fromkeys(entry.row.label for entry in entries)
-            raise ValueError(f"--row: got {text!r}, want one of {'; '.join(labels)}")
-    unfinished = []
-    for entry in entries:
-        wanted = not chosen or {entry.label, entry.row.label, entry.name} & {*chosen}
-        if wanted and any(read_result(one) is None for one in runs_of(entry.config)):
-            unfinished.append(entry)
+        if not any(text in names for names in named):
+            raise ValueError(f"--row: got {text!r}, want one of {'; '.join(dict.fromkeys(a.row.label for a in lines))}")
+    wanted = [line for line, names in zip(lines, named, strict=True) if not chosen or names & {*chosen}]
+    unfinished = [line for line in wanted if len(line.results) < line.config.runs]
     main = True
-    for index, entry in enumerate(unfinished):
-        text = f"{index + 1} of {len(unfinished)}: {entry.label} ({entry.config.folder})"
+    for index, line in enumerate(unfinished):
+        text = f"{index + 1} of {len(unfinished)}: {line.label} ({line.config.folder})"
         console.print(text, highlight=False, soft_wrap=True, style="bold")
-        if table.measure in COSTS:
-            _measure_cost(entry, console)
+        if line.measure in COSTS:
+            _measure_cost(line, console)
             continue
-        work = train if entry.config.runs == 1 else train_seeds
-        main = work(entry.config, resume=True, report=Report(console)).is_main
+        work = train if line.config.runs == 1 else train_seeds
+        main = work(line.config, resume=True, report=Report(console)).is_main
     return main
 
 
-def short_settings(table: Table, entries: Sequence[Entry]) -> dict[str, tuple[Any, Any]]:
+def short_settings(table: Table, lines: Sequence[Line]) -> dict[str, tuple[Any, Any]]:
     """The settings in which the short form differs, by paths: their value in the short form, and in full.
 
     Those that the table names come first; another data set or optimiser, say, changes settings beside its name. The
     latter value is None where rows differ in it.
     """
-    full = {entry.name: entry.config for entry in table.entries(Path())}
-    changed, beside = [], []
-    for entry in entries:
-        whole = full[entry.name]
-        changed.append(differences(whole, entry.config))
-        both = flat(as_data(whole)).keys() & flat(as_data(entry.config)).keys()  # what only one has, its name tells
-        beside += [path for path in changed[-1] if path in both]
-    named = [path for entry in entries for path in {**table.short, **entry.row.short}]
-    found = {}
-    for path in dict.fromkeys([*named, *beside]):
-        values = [each[path] for each in changed if path in each]
-        if values:
-            before, now = values[0]
-            found[path] = (now, before if all(value[0] == before for value in values) else None)
-    return found
+    named = [path for line in lines for path in {**table.short, **line.row.short}]
+    full = {line.name: line.config for line in table.lines(Path())}
+    found: dict[str, list[tuple[Any, Any]]] = {path: [] for path in named}
+    for line in lines:
+        whole = full[line.name]
+        both = flat(as_data(whole)).keys() & flat(as_data(line.config)).keys()  # what only one has, its name tells
+        for path, values in differences(whole, line.config).items():
+            if path in named or path in both:
+                found.setdefault(path, []).append(values)
+    return {
+        path: (values[0][1], values[0][0] if all(full == values[0][0] for full, _ in values) else None)
+        for path, values in found.items()
+        if values
+    }
 
 
 def measure_text(table: Table) -> str:
@@ -265,7 +218,7 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
     if short:
         parts = [
             (f"no {path}" if now is None else f"{path} {now}") + ("" if full is None else f" (in full {full})")
-            for path, (now, full) in short_settings(table, [line.entry for line in lines]).items()
+            for path, (now, full) in short_settings(table, lines).items()
         ]
         found.append(f"Shortened: {', '.join(parts)}." + (f" {table.short_note}" if table.short_note else ""))
     if changes:
@@ -273,12 +226,13 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
     compared = [line for line in lines if line.difference is not None]
     if len(compared) > 1:
         sign = -1 if table.measure == "accuracy" else 1
-        ours = [line.entry.label for line in sorted(compared, key=lambda line: sign * (line.mean or 0))]
-        paper = [line.entry.label for line in sorted(compared, key=lambda line: sign * (line.entry.paper or 0))]
-        if ours == paper:
-            found.append(f"Best first, ours and the paper's: {'; '.join(ours)}.")
-        else:
-            found.append(f"Best first, ours: {'; '.join(ours)}. The paper's: {'; '.join(paper)}.")
+        ranks = (lambda line: sign * (line.mean or 0), lambda line: sign * (line.paper or 0))
+        ours, paper = ("; ".join(line.label for line in sorted(compared, key=rank)) for rank in ranks)
+        found.append(
+            f"Best first, ours and the paper's: {ours}."
+            if ours == paper
+            else f"Best first, ours: {ours}. The paper's: {paper}."
+        )
     seeds = sorted({result["seed"] for line in lines for result in line.results})
     if seeds:
         machines = dict.fromkeys(
@@ -292,42 +246,9 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
 
 def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> str:
     """The table as Markdown, with its remarks below."""
-    rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *(line.cells() for line in lines)]
+    rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *map(cells, lines)]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
     return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n" + "\n".join(remarks) + "\n"
-
-
-def as_record(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> dict[str, Any]:
-    """Everything that is shown, and what it comes from, for ``table.json``."""
-    rows = []
-    for line in lines:
-        settings = as_data(line.entry.config)
-        for path in WHERE:
-            *above, last = path.split(".")
-            functools.reduce(operator.getitem, above, settings).pop(last, None)
-        rows.append(
-            {
-                "label": line.entry.label,
-                "name": line.entry.name,
-                "at": line.entry.at,
-                "ours": {"mean": line.mean, "spread": line.spread, "values": line.values},
-                "paper": {"value": line.entry.paper, "spread": line.entry.row.spread, "note": line.entry.row.note},
-                "difference": line.difference,
-                "shown": dict(zip(HEADER, line.cells(), strict=True)),
-                "recipe": line.entry.row.recipe,
-                "settings": settings,
-                "results": line.results,
-            }
-        )
-    return {
-        "title": table.title,
-        "source": str(table.source),
-        "claim": table.claim,
-        "measure": table.measure,
-        "remarks": list(remarks),
-        "rows": rows,
-        "versions": versions(),
-    }
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
@@ -344,18 +265,18 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
     if table.draw in figures.FIGURES:
         trained = []
         for line in lines:
-            finished = next((one for one in runs_of(line.entry.config) if read_result(one)), None)
+            finished = next((one for one in runs_of(line.config) if read_result(one)), None)
             if finished is not None:
-                trained.append(figures.load(finished, line.entry.label))
+                trained.append(figures.load(finished, line.label))
         if not trained:
             raise RunError(f"{table.title}: nothing to draw yet, no run is finished")
         figures.FIGURES[table.draw](trained, path, title)
         return
     axis = measure_text(table)
     ours = [None if line.mean is None else (line.mean, line.spread) for line in lines]
-    paper = [None if line.entry.paper is None else (line.entry.paper, line.entry.row.spread) for line in lines]
+    paper = [None if line.paper is None else (line.paper, line.row.spread) for line in lines]
     if table.over is None:
-        viz.bars([line.entry.label for line in lines], ours, paper, path, title=title, axis=axis)
+        viz.bars([line.label for line in lines], ours, paper, path, title=title, axis=axis)
         return
     size, labels = len(table.over.values), [row.label for row in table.rows]
     parts = [slice(index * size, (index + 1) * size) for index in range(len(labels))]  # a row's lines follow each other
@@ -364,10 +285,19 @@ def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> Non
 
 
 def write(table: Table, lines: Sequence[Line], remarks: Sequence[str], out: Path, *, short: bool, command: str) -> None:
-    """Write ``table.md``, ``table.json`` and ``picture.png``, each as a whole."""
+    """Write ``table.md``, ``table.json`` (all that is shown, and what it comes from) and ``picture.png``."""
     out.mkdir(parents=True, exist_ok=True)
-    record = {"command": command, "short": short, **as_record(table, lines, remarks)}
-    texts = {"table.md": as_markdown(table, lines, remarks), "table.json": json.dumps(record, indent=2) + "\n"}
-    for name, text in texts.items():
-        write_whole(out / name, text)
+    rows = [
+        {
+            **{key: value for key, value in as_data(line).items() if key != "config"},
+            **{key: getattr(line, key) for key in ("values", "mean", "spread", "difference")},
+            "shown": dict(zip(HEADER, cells(line), strict=True)),
+            "settings": {path: value for path, value in flat(as_data(line.config)).items() if path not in WHERE},
+        }
+        for line in lines
+    ]
+    about = {"title": table.title, "source": str(table.source), "claim": table.claim, "measure": table.measure}
+    record = {"command": command, "short": short, **about, "remarks": remarks, "rows": rows, "versions": versions()}
+    write_whole(out / "table.json", json.dumps(record, indent=2) + "\n")
+    write_whole(out / "table.md", as_markdown(table, lines, remarks))
     draw(table, lines, out / "picture.png", short=short)

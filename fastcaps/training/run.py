@@ -1,4 +1,4 @@
-"""Training a network on a data set, with Lightning: what ``fastcaps train`` and ``fastcaps demo`` run.
+"""Training a network on a data set, with Lightning, once or with several seeds: what ``fastcaps train`` runs.
 
 One call does everything::
 
@@ -18,11 +18,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
-import sys
+import statistics
 import time
 import warnings
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -33,19 +31,28 @@ import lightning.pytorch as pl
 import tensorboard  # noqa: F401  (Lightning misses it only when a run begins)
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fastcaps import models
 from fastcaps.data import DataError, OverlappingDigits, Splits
-from fastcaps.training.callbacks import BestWriter, CheckpointWriter, MetricsWriter, Report, read_metrics, replacing
-from fastcaps.training.config import TrainConfig
+from fastcaps.training.callbacks import Checkpoints, MetricsWriter, Report, read_metrics
+from fastcaps.training.config import TrainConfig, runs_of
 from fastcaps.training.data import ImageData, gathering, read_data
-from fastcaps.training.fields import as_data
+from fastcaps.training.fields import RunError
+from fastcaps.training.folder import (
+    check_sums,
+    clear,
+    in_one_line,
+    is_finished,
+    load_weights,
+    only_run,
+    prepared,
+    versions,
+    write_whole,
+)
 from fastcaps.training.module import CapsuleClassifier
-
-if sys.platform != "win32":
-    import fcntl
 
 
 @dataclass(frozen=True)
@@ -78,64 +85,20 @@ class TrainResult:
     best_epoch: int | None = None
 
 
-WRITTEN = ("last.ckpt", "best.ckpt", "metrics.csv", "result.json")
-"""The files of a run's results."""
-
-
-class RunError(RuntimeError):
-    """The folder of a run cannot be used: it holds another run, is locked by one, or its checkpoint cannot be read."""
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence what Lightning says to its own developers, for as long as the block lasts."""
-    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
-    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    messages = (
-        ".*does not have many workers.*",
-        ".*smaller than the logging interval.*",
-        ".*ended before the epoch ended and your dataloader is not resumable.*",  # ours resumes by its own state
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*GPU available but not used.*",
-        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
-        ".*It is recommended to use `self.log.*sync_dist=True`.*",  # the means are synchronised before they are logged
-        ".*Consider setting `persistent_workers=True`.*",
-    )
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
     try:
         with warnings.catch_warnings():
-            for message in messages:
-                warnings.filterwarnings("ignore", message=message)
-            for logger in levels:
+            warnings.filterwarnings("ignore", module=r"lightning\.")
+            for logger in loggers:
                 logger.setLevel(logging.ERROR)
             yield
     finally:
-        for logger, level in levels.items():
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _processor() -> str:
-    """The processor's name as its maker writes it, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """What a figure depends on: versions of everything, and the machine."""
-    import lightning
-
-    import fastcaps
-
-    return {
-        "fastcaps": getattr(fastcaps, "__version__", "unknown"),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-        "machine": f"{_processor()}, {torch.get_num_threads()} threads",
-    }
 
 
 def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
@@ -160,89 +123,7 @@ def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
         ) from error
 
 
-@contextmanager
-def only_run(out: Path) -> Iterator[None]:
-    """Lock a folder as long as the block lasts; RunError if another run has locked it.
-
-    The system releases the lock when the process dies. Where there are no such locks, nobody is kept out.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(f"{out} is in use by a run that has not ended: wait for it, or take another") from error
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(folder)
-
-
-@contextmanager
-def prepared(out: Path, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Make the folder of a run, or check that an existing one may be used; and keep other runs out during the block."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"out: got {out}, which cannot be made ({error.strerror}); want a folder") from error
-    for name in ("config.json", *WRITTEN):
-        if (out / name).is_dir():
-            raise RunError(f"{out / name}: got a folder, want a file or nothing here")
-    with only_run(out):
-        if not resume and (out / "config.json").exists():
-            if not overwrite:
-                raise RunError(
-                    f"{out} holds a run already: go on with it (--resume), replace it (--overwrite) or take another"
-                )
-            clear(out)
-        yield
-
-
-def clear(out: Path) -> None:
-    """Delete what a run left in its folder, but for its settings."""
-    for name in WRITTEN:
-        (out / name).unlink(missing_ok=True)
-    for events in (out / "tensorboard").glob("events.out.tfevents.*"):
-        events.unlink()
-
-
-def is_finished(config: TrainConfig) -> bool:
-    """Whether the ``result.json`` of a run tells of all its epochs."""
-    try:
-        return bool(json.loads((config.folder / "result.json").read_text())["epochs"] == config.epochs)
-    except (OSError, RecursionError, ValueError, LookupError, TypeError):
-        return False
-
-
-def check_sums(path: Path) -> None:
-    """Raise BadZipFile if a checkpoint's bytes are not those that were written: torch compares no checksums."""
-    if not zipfile.is_zipfile(path):  # torch.load says what it is instead
-        return
-    try:
-        with zipfile.ZipFile(path) as held:
-            folders = [entry.filename for entry in held.infolist() if entry.external_attr & 16]
-            damaged = held.testzip() or next(iter(folders), None)  # of a folder torch reads nothing
-    except Exception as error:  # damaged entries raise whatever they look like
-        raise zipfile.BadZipFile(f"damaged ({error})") from error
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"damaged: {damaged} is not what was written")
-
-
-def read_checkpoint(path: Path) -> Any:
-    """What is in a checkpoint, on the CPU; RunError if it cannot be read."""
-    try:
-        check_sums(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever it meets
-        what = " ".join(str(error).split())
-        raise RunError(f"{path} cannot be read: {type(error).__name__}: {what}; train anew with --overwrite") from error
-
-
-def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback], events: Path | None) -> pl.Trainer:
+def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback]) -> pl.Trainer:
     """Lightning's Trainer; what it refuses becomes a ValueError that shows what was asked for."""
     try:
         return pl.Trainer(
@@ -251,9 +132,8 @@ def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback], events: Pat
             strategy=config.strategy,
             precision=config.precision,
             max_epochs=config.epochs,
-            logger=events is not None and TensorBoardLogger(events.parent, name="", version=events.name),
+            logger=TensorBoardLogger(config.folder, name="", version="tensorboard"),
             callbacks=callbacks,
-            enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,  # ShuffledBatches knows its rank
             num_sanity_val_steps=0,
@@ -261,7 +141,23 @@ def _make_trainer(config: TrainConfig, callbacks: list[pl.Callback], events: Pat
         )
     except (ImportError, MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
         asked = f"accelerator {config.accelerator!r}, devices {config.devices!r}, strategy {config.strategy!r}"
-        raise ValueError(f"{asked}, precision {config.precision!r}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{asked}, precision {config.precision!r}: {in_one_line(error)}") from error
+
+
+@contextmanager
+def _told(config: TrainConfig, metrics: MetricsWriter, checkpoint: Path | None) -> Iterator[None]:
+    """Tell in one line of a batch too large, and of a file that is no checkpoint to go on from."""
+    try:
+        if checkpoint is not None:
+            check_sums(checkpoint)
+        yield
+    except Exception as error:  # Lightning and torch raise whatever they meet
+        if is_out_of_memory(error):
+            told = f"too large for the memory here: {in_one_line(error)}"
+            raise RunError(f"batch_size: got {config.batch_size}, {told}") from error
+        if checkpoint is not None and not metrics.started and not isinstance(error, (DataError, ValueError)):
+            raise RunError(f"{checkpoint} cannot be resumed from: {in_one_line(error, True)}") from error
+        raise
 
 
 @quiet()
@@ -309,61 +205,47 @@ def train(
     splits = gathering(splits or read_data(config.data))
     pl.seed_everything(config.seed, workers=True, verbose=False)
     network = build_network(config, splits)
-    out = config.folder
-    checkpoint = out / "last.ckpt"
-    mean, std = getattr(splits.train, "mean", None), getattr(splits.train, "std", None)
-    module = CapsuleClassifier(network, config, classes=len(splits.classes), mean=mean, std=std)
-    data = make_data(config, splits)
-    metrics, best = MetricsWriter(out / "metrics.csv"), BestWriter(out / "best.ckpt")
-    report = report or Report()
-    callbacks = [metrics, best, CheckpointWriter(checkpoint, config.checkpoint_every), report]
+    out, checkpoint = config.folder, config.folder / "last.ckpt"
     going_on = resume and checkpoint.is_file()
-    only_report = going_on and is_finished(config)  # nothing is computed, and nothing written
-    trainer = _make_trainer(config, callbacks, None if only_report else out / "tensorboard")
+    if going_on and is_finished(config):
+        is_main = getattr(rank_zero_only, "rank", 0) == 0  # there is no trainer yet to ask
+        with only_run(out) if is_main else nullcontext():
+            epoch, rows = load_weights(network, out), out / "metrics.csv"
+            history = read_metrics(rows) if rows.is_file() else []
+            if len(history) < epoch:
+                raise RunError(f"{rows}: got {len(history)} epochs of a run that has ended, want {epoch} or more")
+            return _result(config, network, history, epoch, is_main)
+    pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
+    module, data = CapsuleClassifier(network, config, **pixels), make_data(config, splits)
+    metrics, report = MetricsWriter(out / "metrics.csv"), report or Report()
+    trainer = _make_trainer(config, [metrics, Checkpoints(out, config.checkpoint_every), report])
     if config.batch_size % trainer.world_size:
         raise ValueError(
             f"batch_size: got {config.batch_size} for {trainer.world_size} devices together, want a multiple of them"
         )
     is_main = trainer.is_global_zero
-    with prepared(out, resume, overwrite) if is_main else nullcontext():
-        if is_main and not only_report:
-            write_settings(config, out)
-            if config.workers > data.workers:
-                report.say(f"workers: got {config.workers}, {data.workers} are started, one a core")
+    with prepared(config, resume, overwrite) if is_main else nullcontext():
+        if is_main and config.workers > data.workers:
+            report.say(f"workers: got {config.workers}, {data.workers} are started, one a core")
         began = time.perf_counter()
-        try:
-            if going_on:
-                check_sums(checkpoint)
+        with _told(config, metrics, checkpoint if going_on else None):
             trainer.fit(module, datamodule=data, ckpt_path=str(checkpoint) if going_on else None, weights_only=True)
-        # Lightning and torch raise whatever they meet in a file that is no checkpoint of ours
-        except Exception as error:
-            if is_out_of_memory(error):
-                what = " ".join(str(error).split())
-                raise RunError(f"batch_size: got {config.batch_size}, too large for the memory here: {what}") from error
-            if going_on and not metrics.started and not isinstance(error, (DataError, ValueError)):
-                what = " ".join(str(error).split())
-                raise RunError(f"{checkpoint} cannot be resumed from: {type(error).__name__}: {what}") from error
-            raise
         # where Lightning spawned processes, the rows stayed with them: read the file
         history = metrics.rows or read_metrics(metrics.path)
-        network = module.network.cpu().eval()
-        chosen = history[-1]
-        if data.validation is not None:
-            saved = read_checkpoint(best.path)
-            network.load_state_dict(saved["state_dict"])
-            chosen = history[saved["epoch"] - 1]
-        result = TrainResult(
-            network,
-            chosen["test_accuracy"],
-            chosen["test_loss"],
-            history,
-            out,
-            is_main,
-            best_epoch=int(chosen["epoch"]) if data.validation is not None else None,
-        )
-        if is_main and (metrics.started or not only_report):
+        network = module.network.cpu()
+        epoch = len(history) if data.validation is None else load_weights(network, out)
+        result = _result(config, network, history, epoch, is_main)
+        if is_main:
             _write_result(config, result, time.perf_counter() - began)
     return result
+
+
+def _result(
+    config: TrainConfig, network: nn.Module, history: list[dict[str, float]], epoch: int, is_main: bool = True
+) -> TrainResult:
+    """The result of a run that chose the weights of an epoch."""
+    row, best = history[epoch - 1], epoch if "validation_loss" in history[0] else None
+    return TrainResult(network.eval(), row["test_accuracy"], row["test_loss"], history, config.folder, is_main, best)
 
 
 def cores() -> int:
@@ -386,18 +268,6 @@ def make_data(config: TrainConfig, splits: Splits) -> ImageData:
     return ImageData(splits, size, seed=config.seed, workers=workers, validation=held_out, parts=parts)
 
 
-def write_settings(config: TrainConfig, out: Path) -> None:
-    """Write ``config.json``."""
-    settings = {**as_data(config), "versions": versions()}
-    write_whole(out / "config.json", json.dumps(settings, indent=2, default=repr) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that takes the old one's place when it is whole."""
-    with replacing(path) as fresh:
-        fresh.write_text(text, encoding="utf-8")
-
-
 def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> None:
     """Write ``result.json``."""
     summary: dict[str, Any] = {
@@ -415,3 +285,69 @@ def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> N
         row = result.history[result.best_epoch - 1]
         summary |= {"best_epoch": result.best_epoch, "validation_accuracy": row["validation_accuracy"]}
     write_whole(result.out / "result.json", json.dumps(summary, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class SeedsResult:
+    """The results of several runs.
+
+    Attributes
+    ----------
+    results : list of TrainResult
+        One a seed.
+    mean, spread : float
+        Of their test accuracies: the mean, and the standard deviation of a sample (n − 1).
+    out : Path
+        The folder that holds theirs.
+    """
+
+    results: list[TrainResult]
+    mean: float
+    spread: float
+    out: Path
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process should speak."""
+        return self.results[0].is_main
+
+
+def train_seeds(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    report: Report | None = None,
+) -> SeedsResult:
+    """Train ``config.runs`` networks, which differ in their seed alone, one after the other.
+
+    Each has a folder of its own in ``config.out``, ``seed-0`` and so on; ``result.json`` beside them has the figures of
+    all. Settings and errors are those of :func:`fastcaps.training.train`. With ``resume``, a killed run goes on, and a
+    finished one is only reported again.
+    """
+    if config.runs < 2:
+        raise ValueError(f"runs: got {config.runs}, want 2 or more (train makes one)")
+    splits, out = read_data(config.data), config.folder
+    every = runs_of(config)
+    # Lightning starts this very command once more for every further device
+    is_main = getattr(rank_zero_only, "rank", 0) == 0
+    finished = resume and all(is_finished(one) for one in (config, *every))
+    with prepared(config, resume, overwrite) if is_main else nullcontext():
+        # all at once: if this is killed and resumed, no old result must pass for a new one
+        for one in every if is_main and overwrite else ():
+            clear(one.folder)
+        options: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "splits": splits}
+        results = [train(one, report=report or Report(), **options) for one in every]
+        accuracies = [result.test_accuracy for result in results]
+        mean, spread = statistics.mean(accuracies), statistics.stdev(accuracies)
+        if is_main and not finished:
+            summary = {
+                "test_accuracy": {"mean": mean, "spread": spread},
+                "test_accuracies": accuracies,
+                "seeds": [one.seed for one in every],
+                "metric": config.metric,
+                "epochs": config.epochs,
+                "versions": versions(),
+            }
+            write_whole(out / "result.json", json.dumps(summary, indent=2) + "\n")
+    return SeedsResult(results, mean, spread, out)

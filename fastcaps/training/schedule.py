@@ -1,23 +1,23 @@
-"""How the learning rate changes in a run: schedules by name.
+"""How the learning rate changes in a run: schedules by name, as factors for torch's ``LambdaLR``.
 
-Times are shares of the run (0.1, or ``150/350`` for 150 of 350 epochs). All schedules can begin with a warm-up, and
-follow the steps or only the epochs.
+Times are shares of the run (0.1, or ``150/350`` for 150 of 350 epochs), counted from its beginning. Torch's own
+schedulers count steps, and begin anew after a warm-up.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastcaps.training.fields import Choice, require_number
+from pydantic.dataclasses import dataclass
 
-__all__ = ["Constant", "Cosine", "Exponential", "Milestones", "OneCycle", "Schedule"]
+from fastcaps.training.fields import CHOICE, SHORT, STRICT, Count, Flag, NotNegative, Share
+
+__all__ = ["AnySchedule", "Constant", "Cosine", "Exponential", "Milestones", "OneCycle", "Schedule"]
 
 
-@dataclass(frozen=True)
-class Schedule(Choice, ABC):
+@dataclass(frozen=True, config=STRICT)
+class Schedule:
     """The base of schedules.
 
     Attributes
@@ -30,16 +30,13 @@ class Schedule(Choice, ABC):
         Whether the rate changes with every step, or stays for an epoch.
     """
 
-    warmup: float = 0.0
-    start: float = 0.0
+    warmup: Share = 0.0
+    start: Share = 0.0
     by: Literal["step", "epoch"] = "step"
 
-    def __post_init__(self) -> None:
-        require_number(self, "warmup start", most=1.0)
-
-    @abstractmethod
     def after_warmup(self, done: float, step: int) -> float:
         """The factor when this share of the run is done, so many steps, and the warm-up over."""
+        return 1.0
 
     def factor(self, step: int, total: int, steps_per_epoch: int = 1) -> float:
         """The learning rate at a step of ``total``, as a share of the optimiser's."""
@@ -51,90 +48,61 @@ class Schedule(Choice, ABC):
         return self.after_warmup(done, step)
 
 
-@dataclass(frozen=True)
-class Constant(Schedule, name="constant"):
+@dataclass(frozen=True, config=STRICT)
+class Constant(Schedule):
     """The optimiser's rate, once warmed up."""
 
-    def after_warmup(self, done: float, step: int) -> float:
-        return 1.0
+    name: Literal["constant"] = "constant"
 
 
-@dataclass(frozen=True)
-class Cosine(Schedule, name="cosine"):
-    """Down along half a cosine, from the end of the warm-up to the end of the run.
-
-    Attributes
-    ----------
-    end : float
-        The last rate, as a share of the optimiser's.
-    """
-
-    end: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_number(self, "end", most=1.0)
+@dataclass(frozen=True, config=STRICT)
+class _HalfCosine(Schedule):
+    end: Share = 0.0
 
     def after_warmup(self, done: float, step: int) -> float:
         way = 1.0 if self.warmup == 1 else (done - self.warmup) / (1 - self.warmup)
         return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * way))
 
 
-@dataclass(frozen=True)
-class OneCycle(Cosine, name="one-cycle"):
+@dataclass(frozen=True, config=STRICT)
+class Cosine(_HalfCosine):
+    """Down along half a cosine, from the end of the warm-up to ``end``, a share of the optimiser's rate."""
+
+    name: Literal["cosine"] = "cosine"
+
+
+@dataclass(frozen=True, config=STRICT)
+class OneCycle(_HalfCosine):
     """A cosine after a warm-up of a fifth of the run."""
 
-    warmup: float = 0.2
-    start: float = 0.04
+    warmup: Share = 0.2
+    start: Share = 0.04
+    name: Literal["one-cycle"] = "one-cycle"
 
 
-@dataclass(frozen=True)
-class Milestones(Schedule, name="milestones"):
-    """Times a factor at each milestone.
+@dataclass(frozen=True, config=STRICT)
+class Milestones(Schedule):
+    """Times ``gamma`` at each milestone, a share of the run. By default those of Tsai et al., 150 and 250 of 350."""
 
-    Attributes
-    ----------
-    at : tuple of float
-        The milestones, as shares of the run. After 150 and 250 of 350 epochs by default, as Tsai et al. have it.
-    gamma : float
-        The factor.
-    """
-
-    at: tuple[float, ...] = (150 / 350, 250 / 350)
-    gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_number(self, "at", most=1.0)
-        require_number(self, "gamma")
+    at: tuple[Share, ...] = (150 / 350, 250 / 350)
+    gamma: NotNegative = 0.1
+    name: Literal["milestones"] = "milestones"
 
     def after_warmup(self, done: float, step: int) -> float:
         return self.gamma ** sum(done >= share for share in self.at)
 
 
-@dataclass(frozen=True)
-class Exponential(Schedule, name="exponential"):
-    """Times a factor again and again, at equal distances.
+@dataclass(frozen=True, config=STRICT)
+class Exponential(Schedule):
+    """Times ``gamma`` after ``every`` so many steps; without ``stairs`` the rate falls smoothly in between."""
 
-    Attributes
-    ----------
-    every : int
-        Steps from one to the next.
-    gamma : float
-        The factor.
-    stairs : bool
-        Whether the rate waits for them, or falls smoothly.
-    """
-
-    every: int = 2000
-    gamma: float = 0.96
-    stairs: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_number(self, "every", 1)
-        require_number(self, "gamma")
+    every: Count = 2000
+    gamma: NotNegative = 0.96
+    stairs: Flag = True
+    name: Literal["exponential"] = "exponential"
 
     def after_warmup(self, done: float, step: int) -> float:
-        times = step // self.every if self.stairs else step / self.every
-        return float(self.gamma**times)
+        return float(self.gamma ** (step // self.every if self.stairs else step / self.every))
+
+
+AnySchedule = Annotated[Constant | Cosine | OneCycle | Milestones | Exponential, CHOICE, SHORT]

@@ -16,8 +16,9 @@ from fastcaps.viz.charts import (
 )
 from fastcaps.viz.diagnosing import diagnosis
 from fastcaps.viz.listening import last_votes, listening, listening_map
+from fastcaps.viz.maps import places
 from fastcaps.viz.perturbing import perturbation_map, perturbations
-from fastcaps.viz.routes import coefficient_map, coefficients, descent, parse_tree, places
+from fastcaps.viz.routes import coefficient_map, coefficients, descent, parse_tree
 
 __all__ = [
     "BLUE",

@@ -23,11 +23,21 @@ def pyplot() -> Any:
     return plt
 
 
-def finish(figure: Any, path: str | Path, dpi: int = 120) -> Path:
-    """Write a figure into its file, and forget it."""
-    figure.savefig(path, dpi=dpi)
+def finish(figure: Any, path: str | Path, title: str = "") -> Path:
+    """Write a figure into its file, under a title if one is given, and forget it."""
+    if title:
+        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
     pyplot().close(figure)
     return Path(path)
+
+
+def tidy(plot: Any, grid: str = "") -> None:
+    """Take two sides of a plot's frame away, and lay light lines under it along an axis."""
+    plot.spines[["top", "right"]].set_visible(False)
+    if grid:
+        plot.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
+        plot.set_axisbelow(True)
 
 
 def learning_curve(
@@ -40,16 +50,11 @@ def learning_curve(
     history : sequence of dict
         Rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them.
     path : str or Path
-        Where the picture goes; the ending says the format.
+        Where the picture goes; it is returned.
     title : str
         What was trained on what.
     target : float, optional
         An accuracy (share of 1) to mark with a line.
-
-    Returns
-    -------
-    Path
-        ``path``.
 
     Raises
     ------
@@ -58,36 +63,23 @@ def learning_curve(
     """
     if not history:
         raise ValueError("history: got no rows, want one per epoch")
-    plt = pyplot()
     epochs = [row["epoch"] for row in history]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    for axis, quantity, factor in ((left, "loss", 1.0), (right, "accuracy", 100.0)):
+    figure, plots = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    said = (("loss", 1.0, "cross-entropy (nats per image)"), ("accuracy", 100.0, "images classified correctly (%)"))
+    for plot, (quantity, factor, label) in zip(plots, said, strict=True):
         for part, colour, marker in (("train", BLUE, "o"), ("test", ORANGE, "s")):
             values = [factor * row[f"{part}_{quantity}"] for row in history]
-            label = {"train": "training images", "test": "test images"}[part]
-            axis.plot(epochs, values, color=colour, marker=marker, markersize=5, linewidth=2, label=label)
-        axis.set_xlabel("epoch")
-        axis.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
-        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-        axis.set_axisbelow(True)
-    left.set_title("Cross-entropy loss (lower is better)", loc="left", fontsize=11)
-    left.set_ylabel("loss (nats per image)")
-    left.set_yscale("log")
-    left.legend(frameon=False)
-    right.set_title("Accuracy (higher is better)", loc="left", fontsize=11)
-    right.set_ylabel("images classified correctly (%)")
-    last = 100 * history[-1]["test_accuracy"]
-    lowest = 100 * min(min(row["test_accuracy"], row["train_accuracy"]) for row in history)
-    right.set_ylim(max(0.0, lowest - 3), 101)
+            plot.plot(epochs, values, color=colour, marker=marker, markersize=5, linewidth=2, label=f"{part} images")
+        plot.set(xlabel="epoch", ylabel=label)
+        plot.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        tidy(plot, "y")
+    plots[0].set_yscale("log")
+    plots[0].legend(frameon=False)
     if target is not None:
-        right.axhline(100 * target, color=GREY, linewidth=1, linestyle="--")
-        where = max(epochs) + 0.4
-        right.text(where, 100 * target - 0.3, f"{100 * target:.0f} % wanted", color=GREY, ha="right", va="top")
-    right.set_title(f"last: {last:.2f} % of test images", loc="right", fontsize=10, color=ORANGE)
-    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    return finish(figure, path)
+        plots[1].axhline(100 * target, color=GREY, linewidth=1, linestyle="--")
+    last = 100 * history[-1]["test_accuracy"]
+    plots[1].set_title(f"last: {last:.2f} % of test images", loc="right", fontsize=10, color=ORANGE)
+    return finish(figure, path, title)
 
 
 Measured = tuple[float, float | None] | None
@@ -112,14 +104,9 @@ def bars(
     ours, paper : sequence
         Numbers with their standard deviations; None where there is none.
     path : str or Path
-        Where the picture goes.
+        Where the picture goes; it is returned.
     title, axis : str
         What stands above, and what is measured.
-
-    Returns
-    -------
-    Path
-        ``path``.
     """
     figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
     widest = max((each[0] + (each[1] or 0) for each in (*ours, *paper) if each is not None), default=1.0)
@@ -136,10 +123,9 @@ def bars(
             plot.text(end, index + shift, f"{value[0]:.2f}", va="center", fontsize=9, color=colour)
     plot.set(xlim=(0, 1.12 * widest), xlabel=axis, yticks=range(len(labels)), yticklabels=labels)
     plot.invert_yaxis()
-    plot.spines[["top", "right"]].set_visible(False)
+    tidy(plot)
     figure.legend(frameon=False, loc="outside lower right", ncols=2)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
+    return finish(figure, path, title)
 
 
 def lines(
@@ -160,14 +146,9 @@ def lines(
     measured : mapping
         Labels to ours and the paper's, a number and its standard deviation for each value; None where there is none.
     path : str or Path
-        Where the picture goes.
+        Where the picture goes; it is returned.
     title, over, axis : str
         What stands above, what is varied, and what is measured.
-
-    Returns
-    -------
-    Path
-        ``path``.
     """
     figure, plot = pyplot().subplots(figsize=(8, 5.2), layout="constrained")
     for index, (label, both) in enumerate(measured.items()):
@@ -181,9 +162,7 @@ def lines(
                 name = f"{label}, {who}" if any(both[1]) else label
                 plot.errorbar(at, means, errors, linestyle=line, label=name, markerfacecolor=fill, capsize=3, **style)
     plot.set(xlabel=over, ylabel=axis, xticks=list(values))
-    plot.spines[["top", "right"]].set_visible(False)
-    plot.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    tidy(plot, "y")
     if plot.get_legend_handles_labels()[0]:
         figure.legend(frameon=False, loc="outside lower center", ncols=2)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
+    return finish(figure, path, title)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fastcaps.diagnosis import Diagnosis
-from fastcaps.viz.charts import BLUE, GREY, ORANGE, finish, pyplot
+from fastcaps.viz.charts import BLUE, GREY, ORANGE, finish, pyplot, tidy
 
 _LOWEST = 1e-6  # what is smaller is drawn there
 
@@ -21,18 +20,14 @@ def diagnosis(found: Diagnosis, path: str | Path) -> Path:
     found : Diagnosis
         From :func:`fastcaps.diagnose`.
     path : str or Path
-        Where the picture goes.
-
-    Returns
-    -------
-    Path
-        ``path``.
+        Where the picture goes; it is returned.
     """
     layers = found.layers
     figure, plots = pyplot().subplots(
         1, 3, figsize=(13, 2.4 + 0.75 * len(layers)), layout="constrained", sharey=True, width_ratios=(5, 3, 3)
     )
     strengths, entropy, gradients = plots
+    across = gradients.get_yaxis_transform()  # across in shares of the plot, upwards in layers
     for index, layer in enumerate(layers):
         values = np.clip(layer.strengths, _LOWEST, None)
         spread = np.linspace(-0.3, 0.3, len(values)) if len(values) > 1 else np.zeros(1)
@@ -50,7 +45,7 @@ def diagnosis(found: Diagnosis, path: str | Path) -> Path:
             if value:
                 gradients.plot(value, index, marker=marker, color=colour, markersize=7, linestyle="none")
             elif value is not None:
-                gradients.text(0.02, index, "0", transform=_across(gradients), color=colour, va="center", ha="left")
+                gradients.text(0.02, index, "0", transform=across, color=colour, va="center")
     names = [
         f"{each.path}\n{each.layer}: {len(each.dead)} of {len(each.strengths)} dead, by {each.measured_by}"
         for each in layers
@@ -75,14 +70,6 @@ def diagnosis(found: Diagnosis, path: str | Path) -> Path:
         gradients.text(0.5, 0.5, "no loss given", transform=gradients.transAxes, color=GREY, ha="center")
         gradients.set_xticks([])
     for plot in plots:
-        plot.spines[["top", "right"]].set_visible(False)
+        tidy(plot, "x")
         plot.tick_params(axis="y", length=0)
-        plot.grid(axis="x", color="#DDDDDD", linewidth=0.8)
-        plot.set_axisbelow(True)
-    figure.suptitle(found.title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
-
-
-def _across(plot: Any) -> Any:
-    """Coordinates: across in shares of the plot, upwards in layers."""
-    return plot.get_yaxis_transform()
+    return finish(figure, path, found.title)

@@ -10,37 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastcaps.inside import Inside, watched
 from fastcaps.nn import CapsNet
-from fastcaps.reference.seen import make_votes, see
-from fastcaps.viz.charts import DIVERGING, finish, pyplot
-from fastcaps.votes import Votes
+from fastcaps.nn.stack import RoutingTrace
+from fastcaps.viz.charts import DIVERGING, finish
+from fastcaps.viz.maps import heat_maps
 
 
-def last_votes(network: CapsNet, images: Tensor) -> tuple[Any, tuple[Any, ...], Tensor]:
+def traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace, Inside]:
+    """Run a network in evaluation mode: its logits, its trace, and the last call of the class capsules' layer."""
+    if not isinstance(network, CapsNet):
+        raise TypeError(f"network must be a CapsNet, got {type(network).__name__}")
+    with watched(network) as calls, torch.no_grad():
+        logits, trace = network(images, return_trace=True)
+    # what that call read: with concurrent routing the layer below has moved on since, in the trace as well
+    return logits, trace, next(one for one in calls() if one.layer is network.routing.layers[-1])
+
+
+@torch.no_grad()
+def last_votes(network: CapsNet, images: Tensor) -> tuple[RoutingTrace, Tensor | None, Tensor]:
     """What the class capsules' last pass was made of, in evaluation mode.
 
     Returns
     -------
     tuple
-        The trace of the call; what the last layer was given, children first; its votes ``[B, I, M, d]``, all places
-        together.
+        The trace of the call; the activations (scores) ``[B, I]`` that the last layer was given, None if none; its
+        votes ``[B, I, M, d]``, all places together.
     """
-    if not isinstance(network, CapsNet):
-        raise TypeError(f"network must be a CapsNet, got {type(network).__name__}")
-    layer: Any = network.routing.layers[-1]
-    calls: list[tuple[Any, ...]] = []
-    # what the last pass read: with concurrent routing the layer below has moved on since, in the trace as well
-    hook = layer.register_forward_hook(lambda _, given, __: calls.append(given))
-    was_training = network.training
-    network.eval()
-    try:
-        _, trace = network(images, return_trace=True)
-    finally:
-        hook.remove()
-        network.train(was_training)
-    call = layer.prepare(calls[-1][0], None)
-    votes = make_votes(see(Votes.of(call.children, call.weight, call.bias, None, call.window).on_grid()))
-    return trace, calls[-1], votes.flatten(1, -4).flatten(-2)
+    _, trace, last = traced(network, images)
+    return trace, last.given.get(last.layer.activity_name), last.votes()
 
 
 @torch.no_grad()
@@ -72,12 +70,11 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     TypeError, ValueError
         If ``network`` is no CapsNet, or its class capsules' children lie on no grid.
     """
-    trace, (_, _, gate), votes = last_votes(network, images)  # children [B, I, d], types slowest
+    trace, gate, votes = last_votes(network, images)  # children [B, I, d], types slowest
     layer: Any = network.routing.layers[-1]
     below = trace.poses[-2]
     if below.dim() != 5:
         raise ValueError(f"the class capsules' children are {list(below.shape)}, want a grid [B, N, H, W, d]")
-    types, height, width = below.shape[1:4]
     shares = trace.coefficients[-1]  # [B, I, M]
     if gate is not None:
         shares = shares * gate[..., None]
@@ -92,19 +89,7 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     contributions = shares * (votes @ reading)
     if trace.activations[-1] is not None:
         contributions = contributions * trace.activations[-1][:, None]
-    return contributions.unflatten(1, (types, height, width)).sum(1).permute(0, 3, 1, 2)
-
-
-def _outline(axis: Any, image: Tensor, grid: tuple[int, int]) -> None:
-    """Lay the ink's outline over a map of the children: the image reaches past the outermost children's centres."""
-    rows, columns = image.shape
-    # children of an unpadded window sit in the middle of the image, as far apart as its pixels or further
-    y = (np.arange(rows) - (rows - 1) / 2) * max(1.0, grid[0] / rows) + (grid[0] - 1) / 2
-    x = (np.arange(columns) - (columns - 1) / 2) * max(1.0, grid[1] / columns) + (grid[1] - 1) / 2
-    ink = image.numpy().astype(float)
-    axis.contour(x, y, ink, levels=[ink.max() / 2], colors="black", linewidths=1.1)
-    axis.set_xlim(-0.5, grid[1] - 0.5)
-    axis.set_ylim(grid[0] - 0.5, -0.5)
+    return contributions.unflatten(1, below.shape[1:4]).sum(1).permute(0, 3, 1, 2)
 
 
 def listening_map(
@@ -128,60 +113,42 @@ def listening_map(
     labels, predictions : sequence of int
         The true and the predicted class of every image.
     path : str or Path
-        Where the picture goes.
+        Where the picture goes; it is returned.
     classes : sequence of str
         Names of the classes.
     title : str
         What network and data.
-
-    Returns
-    -------
-    Path
-        ``path``.
     """
-    plt = pyplot()
-    rows, columns = contributions.shape[:2]
-    figure = plt.figure(figsize=(1.02 * columns + 3.4, 1.1 * rows + 1.9), layout="constrained")
-    grid = figure.add_gridspec(rows, columns + 1, width_ratios=[1.15] + [1.0] * columns)
     bound = float(np.percentile(contributions.abs().numpy(), 99.5)) or 1.0  # one place above all must not pale the rest
-    drawn: Any = None
-    maps = []
-    for row in range(rows):
-        axis = figure.add_subplot(grid[row, 0])
-        axis.imshow(images[row].numpy(), cmap="gray_r")
-        label = f"a {classes[labels[row]]}"
-        wrong = labels[row] != predictions[row]
-        axis.set_ylabel(
-            f"{label},\ntaken for {classes[predictions[row]]}" if wrong else label,
-            rotation=0,
-            ha="right",
-            va="center",
-            fontsize=12,
-            labelpad=8,
-        )
-        axis.set(xticks=[], yticks=[])
-        if row == 0:
-            axis.set_title("image", fontsize=11)
-        for column in range(columns):
-            axis = figure.add_subplot(grid[row, column + 1])
-            drawn = axis.imshow(contributions[row, column].numpy(), cmap=DIVERGING, vmin=-bound, vmax=bound)
-            _outline(axis, images[row], (contributions.shape[2], contributions.shape[3]))
-            axis.set(xticks=[], yticks=[])
-            axis.set_xlabel(f"{float(contributions[row, column].sum()):+.1f}", fontsize=9, labelpad=2)
-            chosen = column == predictions[row]
-            for spine in axis.spines.values():
-                spine.set_color("black" if chosen else "#BBBBBB")
-                spine.set_linewidth(3 if chosen else 0.8)
-            if row == 0:
-                axis.set_title(f"class {classes[column]}", fontsize=11)
-            maps.append(axis)
-    bar = figure.colorbar(drawn, ax=maps, fraction=0.016, pad=0.012, aspect=40, extend="both")
-    bar.set_label("share of the logit: coefficient × strength of the vote", fontsize=10)
-    explained = (
-        "Orange: the capsules at this place spoke for the class. Purple: against it. Lines: the image's outline. "
-        "Below each map: its sum. Thick frame: the class chosen."
+    # children of an unpadded window sit in the middle of the image, as far apart as its pixels or closer
+    rows, columns = (
+        (torch.arange(n) - (n - 1) / 2) * min(1.0, size / n) + (size - 1) / 2
+        for n, size in zip(contributions.shape[2:], images.shape[1:], strict=True)
     )
-    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.75 / figure.get_figheight()))  # room for two lines above
-    figure.text(0.01, 1 - 0.2 / figure.get_figheight(), title, fontsize=13, fontweight="bold", va="center")
-    figure.text(0.01, 1 - 0.5 / figure.get_figheight(), explained, fontsize=10.5, va="center")
-    return finish(figure, path, dpi=110)
+    said = [
+        f"a {classes[label]}" + (f",\ntaken for {classes[taken]}" if taken != label else "")
+        for label, taken in zip(labels, predictions, strict=True)
+    ]
+    figure, plots, bar = heat_maps(
+        images[:, None],
+        contributions,
+        (rows, columns),
+        title=title,
+        names=[f"class {name}" for name in classes],
+        labels=said,
+        cmap=DIVERGING,
+        vmin=-bound,
+        vmax=bound,
+    )
+    for line, sums, taken in zip(plots[:, 1:], contributions.sum((2, 3)), predictions, strict=True):
+        for plot, each in zip(line, sums, strict=True):
+            plot.set_xlabel(f"{float(each):+.1f}", fontsize=9, labelpad=2)
+            plot.spines[:].set(color="#BBBBBB", linewidth=0.8)
+        line[taken].spines[:].set(color="black", linewidth=3)
+    bar.set_label("share of the logit: coefficient × strength of the vote", fontsize=10)
+    figure.supxlabel(
+        "Orange: the capsules at this place spoke for the class. Purple: against it. Lines: the image's outline. "
+        "Below each map: its sum. Thick frame: the class chosen.",
+        fontsize=10,
+    )
+    return finish(figure, path)

@@ -58,16 +58,11 @@ def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], t
     drawn : Tensor
         ``[n, d, steps, channels, H, W]`` from :func:`perturbations`; of several channels the mean is shown.
     path : str or Path
-        Where the picture goes.
+        Where the picture goes; it is returned.
     names : sequence of str
         The images' classes.
     title : str
         What network and data.
-
-    Returns
-    -------
-    Path
-        ``path``.
     """
     count, dim, steps = drawn.shape[:3]
     framed = F.pad(drawn.mean(3), (1, 1, 1, 1), value=0.15)  # a thin frame keeps images apart
@@ -88,5 +83,4 @@ def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], t
         plot.set_yticklabels([str(k) for k in range(dim)] if plot is plots[0][0] else [], fontsize=7)
         plot.tick_params(length=0, labelsize=8)
     plots[0][0].set_ylabel("which number of the capsule is moved")
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return finish(figure, path)
+    return finish(figure, path, title)

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from matplotlib.colors import LogNorm
 from torch import Tensor, nn
 
 from fastcaps.inside import watched
 from fastcaps.nn import CapsNet, RoutingPool2d
 from fastcaps.nn.stack import RoutingStack, RoutingTrace
-from fastcaps.reference.seen import windows, windows_adjoint
 from fastcaps.viz.charts import DIVERGING, GREY, ORANGE, finish, pyplot
-
-Places = tuple[Tensor, Tensor]
+from fastcaps.viz.listening import traced
+from fastcaps.viz.maps import Places, heat_maps, overlay, places, plain
+from fastcaps.votes import Window, windows
 
 
 @torch.no_grad()
@@ -57,36 +58,28 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
     children."""
     layer, children, shares = stack.layers[k], trace.poses[k], trace.coefficients[k].float()
     shares = shares if shares.dim() == 5 else shares[:, None, None]  # [B, Ho, Wo, I, M]
-    batch, is_grid = children.shape[0], children.dim() == 5
-    # a layer over a whole grid reads a set as so many types in a row of places
-    sizes = children.shape[1:4] if is_grid else (layer.in_capsules or 1, 1, -1) if layer.on_grid else (-1, 1, 1)
+    is_grid, window = children.dim() == 5, layer.window
+    types, *size = children.shape[1:4] if is_grid else (children.shape[1], 1, 1)
+    if layer.on_grid and not is_grid:  # it reads a set as so many types in a row of places
+        types, size = layer.in_capsules or 1, [1, types // (layer.in_capsules or 1)]
+    rows, columns = size
+    if layer.on_grid and window is None:
+        window = Window((rows, columns))
     gates = trace.activations[k]
     if gates is not None:
         scores = stack.layers[max(k - 1, 0)].activity_name == "scores"
-        gates = (gates.sigmoid() if scores else gates).float().reshape(batch, *sizes)
-        if layer.window is not None:
-            shares = shares * windows(gates.movedim(1, 3), layer.window.spec)[..., None]
-        else:
-            shares = shares * (gates.movedim(1, 3) if layer.on_grid else gates).flatten(1)[:, None, None, :, None]
+        gates = (gates.sigmoid() if scores else gates).float().reshape(-1, types, rows, columns)
+        gates = gates.flatten(1)[:, None, None] if window is None else windows(gates.movedim(1, 3), window.spec)
+        shares = shares * gates[..., None]
     parts = shares / shares.sum(-2, keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
     found = torch.einsum("bcmhw,bhwim->bchwi", above if above.dim() == 5 else above[..., None, None], parts)
-    if layer.window is not None:
-        types, *grid = sizes
-        back = windows_adjoint(found.flatten(0, 1), (found.shape[0] * found.shape[1], *grid, types), layer.window.spec)
-        return back.unflatten(0, found.shape[:2]).movedim(-1, 2)
-    found = found.flatten(2)
-    if layer.on_grid:  # types are fastest there
-        types, *grid = sizes
-        found = found.unflatten(2, (*grid, types)).movedim(-1, 2)
-        return found if is_grid else found.flatten(2)
-    return found.unflatten(2, tuple(sizes)) if is_grid else found
-
-
-def _traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace]:
-    if not isinstance(network, CapsNet):
-        raise TypeError(f"network must be a CapsNet, got {type(network).__name__}")
-    with watched(network), torch.no_grad():  # in evaluation mode
-        return network(images, return_trace=True)
+    if window is None:
+        found = found.flatten(2).unflatten(2, (types, rows, columns))
+    else:  # each place of the grid gets what every window that sees it has there
+        seen = found.flatten(0, 1).flatten(1, 2).unflatten(2, (-1, types)).permute(0, 3, 2, 1)  # [BC, N, kh kw, Ho Wo]
+        geometry = (window.kernel_size, window.dilation, window.padding, window.stride)
+        found = F.fold(seen.flatten(1, 2), (rows, columns), *geometry).unflatten(0, found.shape[:2])
+    return found if is_grid else found.flatten(2)
 
 
 def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> Tensor:
@@ -114,7 +107,7 @@ def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> T
         If the network has neither.
     """
     if isinstance(network, CapsNet):
-        _, trace = _traced(network, images)
+        _, trace, _ = traced(network, images)
         if even:
             alike = tuple((each > 0).float() for each in trace.coefficients)
             trace = RoutingTrace(trace.poses, (None,) * len(trace.activations), alike)
@@ -136,74 +129,6 @@ def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> T
     )
 
 
-def places(network: nn.Module, images: Tensor, grid: tuple[int, int]) -> Places:
-    """The middles of the receptive fields of a grid of features, in pixels: rows ``[H']`` and columns ``[W']``.
-
-    They are found by what a place's features depend on, on images of noise; where that is no lattice (everything
-    depends on everything), the grid is laid over the whole image.
-    """
-    size = images.shape[-2:]
-    even = [(torch.arange(n) + 0.5) * s / n - 0.5 for n, s in zip(grid, size, strict=True)]
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(4, *images.shape[1:], generator=generator, device="cpu")  # whatever the default device
-    noise = noise.to(images.device, images.dtype).requires_grad_()
-    with watched(network) as calls, torch.enable_grad():
-        if isinstance(network, CapsNet):
-            made = network.primary(network.backbone(noise))
-            features = (made if isinstance(made, Tensor) else made[0]).movedim((2, 3), (-2, -1))
-        else:
-            network(noise)
-            features = next(one.given["features"] for one in reversed(calls()) if isinstance(one.layer, RoutingPool2d))
-        if features.shape[-2:] != grid:
-            return even[0], even[1]
-        middles = []
-        for y, x in ((n // 2 - (n > 1), m // 2 - (m > 1)) for n, m in [grid]):
-            for step in (0, 1):
-                at = features[..., min(y + step, grid[0] - 1), min(x + step, grid[1] - 1)].sum()
-                (slope,) = torch.autograd.grad(at, noise, retain_graph=True)
-                seen = slope.abs().sum((0, 1)) > 0
-                middles.append([_middle(seen.any(1)), _middle(seen.any(0))])
-    found = []
-    for axis, n in enumerate(grid):
-        pitch = middles[1][axis] - middles[0][axis]
-        first = n // 2 - (n > 1)
-        lattice = middles[0][axis] + pitch * (torch.arange(n) - first)
-        inside = bool((lattice > -1).all() and (lattice < size[axis]).all())
-        found.append(lattice if n > 1 and pitch > 0 and inside else even[axis])
-    return found[0], found[1]
-
-
-def _middle(seen: Tensor) -> float:
-    where = seen.nonzero()
-    return float(where[0] + where[-1]) / 2 if len(where) else 0.0
-
-
-def _edges(middles: Tensor, size: int) -> tuple[float, float]:
-    """Where a heat map of these places begins and ends, in pixels."""
-    half = float(middles[1] - middles[0]) / 2 if len(middles) > 1 else size / 2
-    return float(middles[0]) - half, float(middles[-1]) + half
-
-
-def _paper(image: Tensor) -> str:
-    """The colour map in which the image's background is light, as paper is."""
-    grey = image.mean(0)
-    edge = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]]).median()
-    return "gray_r" if edge < (grey.min() + grey.max()) / 2 else "gray"
-
-
-def _overlay(plot: Any, image: Tensor, heat: Tensor, where: Places, **colours: Any) -> Any:
-    """A heat map where its places lie in the image, and the image's outline over it."""
-    height, width = image.shape[-2:]
-    (low, high), (left, right) = _edges(where[0], height), _edges(where[1], width)
-    plot.set_facecolor("#EEEEEE")
-    drawn = plot.imshow(heat.numpy(), extent=(left, right, high, low), interpolation="nearest", **colours)
-    grey = image.mean(0)
-    if grey.min() < grey.max():
-        plot.contour(grey.numpy(), levels=[float(grey.min() + grey.max()) / 2], colors="black", linewidths=1)
-    plot.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xticks=[], yticks=[])
-    return drawn
-
-
 def coefficient_map(
     network: nn.Module,
     images: Tensor,
@@ -223,18 +148,13 @@ def coefficient_map(
     network, images
         As :func:`coefficients` takes them.
     path : str or Path
-        Where the picture goes.
+        Where the picture goes; it is returned.
     title : str
         What network and data.
     names : sequence of str
         Of the columns; their numbers if left out.
     labels : sequence of str
         Of the images.
-
-    Returns
-    -------
-    Path
-        ``path``.
 
     Raises
     ------
@@ -250,26 +170,20 @@ def coefficient_map(
         if given and len(given) != count:
             raise ValueError(f"{name}: got {len(given)}, want one for each of {count}")
     bound = max(1.01, *(float((heat**sign).flatten().quantile(0.99)) for sign in (1, -1)))
-    figure, plots = pyplot().subplots(
-        rows, columns + 1, figsize=(1.15 * (columns + 1) + 1.6, 1.15 * rows + 0.9), layout="constrained", squeeze=False
+    figure, _, bar = heat_maps(
+        images,
+        heat,
+        where,
+        title=title,
+        names=names or [f"parent {column}" for column in range(columns)],
+        labels=labels,
+        cmap=DIVERGING,
+        norm=LogNorm(1 / bound, bound),
     )
-    drawn: Any = None
-    for row, (line, image) in enumerate(zip(plots, images, strict=True)):
-        line[0].imshow(image.mean(0).numpy(), cmap=_paper(image))
-        line[0].set(xticks=[], yticks=[])
-        if labels:
-            line[0].set_ylabel(labels[row], rotation=0, ha="right", va="center", labelpad=6)
-        for column, plot in enumerate(line[1:]):
-            drawn = _overlay(plot, image, heat[row, column], where, cmap=DIVERGING, norm=LogNorm(1 / bound, bound))
-            if row == 0:
-                plot.set_title(names[column] if names else f"parent {column}", fontsize=10)
-    plots[0][0].set_title("image", fontsize=10)
     ticks = [bound ** (k / 2) for k in range(-2, 3)]
-    bar = figure.colorbar(drawn, ax=plots, fraction=0.02, pad=0.01, aspect=30, extend="both", ticks=ticks)
+    bar.set_ticks(ticks, labels=[f"{each:.2g}" for each in ticks])
     bar.ax.minorticks_off()
-    bar.set_ticklabels([f"{each:.2g}" for each in ticks])
     bar.set_label("times an even share", fontsize=9)
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return finish(figure, path)
 
 
@@ -295,7 +209,7 @@ def parse_tree(
     image : Tensor
         ``[channels, H, W]``.
     path : str or Path
-        Where the picture goes.
+        Where the picture goes; it is returned.
     title : str
         What network and data.
     names : sequence of str
@@ -303,17 +217,12 @@ def parse_tree(
     branches : int
         Children to show of each capsule.
 
-    Returns
-    -------
-    Path
-        ``path``.
-
     Raises
     ------
     TypeError, ValueError
         If ``network`` is no CapsNet, or there are more or fewer names than classes.
     """
-    logits, trace = _traced(network, image[None])
+    logits, trace, _ = traced(network, image[None])
     chosen = int(logits[0].argmax())
     if names and len(names) != logits.shape[1]:
         raise ValueError(f"names: got {len(names)}, want one for each of {logits.shape[1]}")
@@ -383,7 +292,6 @@ def _draw_tree(
     widest = max(map(len, tree))
     width, height = 1.9 + 1.15 * widest, 0.2 + 1.75 * len(tree)
     figure = plt.figure(figsize=(width, height))
-    paper = _paper(image)
 
     def panel(x: float, y: float, side: float) -> Any:
         """An axis of so many inches, its middle at x from the left and y from the top."""
@@ -394,13 +302,12 @@ def _draw_tree(
         y = 1.2 + 1.75 * depth
         if frame is not None:
             whole = panel(0.85, y, 1.2)
-            _overlay(whole, image, level.sum(0), frame[0], cmap="Oranges", vmin=0)
+            overlay(whole, image, level.sum(0), frame[0], cmap="Oranges", vmin=0)
             whole.set_title("all of this layer's", fontsize=8, color=GREY, pad=3)
         middles.append([1.9 + 1.15 * (index + 0.5) * widest / len(line) for index in range(len(line))])
         for x, node in zip(middles[-1], line, strict=True):
             plot = panel(x, y, 0.95)
-            plot.imshow(image.mean(0).numpy(), cmap=paper)
-            plot.set(xticks=[], yticks=[], xlim=(-0.5, image.shape[2] - 0.5), ylim=(image.shape[1] - 0.5, -0.5))
+            plain(plot, image)
             kind = (
                 name if depth == 0 else f"type {node.capsule[0]}" if level.dim() == 3 else f"capsule {node.capsule[0]}"
             )

@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build" / "cuda_on_cpu"
 KERNELS = "fastcaps_cuda_on_cpu"
 SAMPLES = "fastcaps_cuda_on_cpu_samples"
-DEVICES = "fastcaps_cuda_on_cpu_devices"
 
 
 def _tool(name: str) -> str:

@@ -5,7 +5,7 @@
 
 #include <new>
 
-#if !defined(__x86_64__) && !defined(__aarch64__)
+#ifndef __x86_64__
 #include <ucontext.h>
 #endif
 
@@ -39,7 +39,7 @@ void make_stacks() {
 bool on_stack_guard(uintptr_t address) { return on_stacks(address) && (address - stacks_begin) % kStack < page(); }
 
 // A switch saves what a called function must keep, on the stack that is left, and loads the same from the other.
-#if defined(__x86_64__)
+#ifdef __x86_64__
 extern "C" __attribute__((visibility("hidden"))) void cuda_on_cpu_switch(void** from, void* to);
 asm(R"(
 .text
@@ -71,50 +71,6 @@ void Fiber::start(int index, Entry entry) {
   *--top = nullptr;  // the return address of entry, which so finds its stack as after a call
   *--top = reinterpret_cast<void*>(entry);
   for (int k = 0; k < 6; ++k) *--top = nullptr;
-  context = top;
-}
-#elif defined(__aarch64__)
-extern "C" __attribute__((visibility("hidden"))) void cuda_on_cpu_switch(void** from, void* to);
-#if defined(__APPLE__)
-#define SYMBOL "_cuda_on_cpu_switch"
-#else
-#define SYMBOL "cuda_on_cpu_switch"
-#endif
-asm(".text\n.p2align 2\n.globl " SYMBOL "\n" SYMBOL
-    ":\n"
-    R"(
-  sub sp, sp, #160
-  stp x19, x20, [sp, #0]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x9, sp
-  str x9, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp, #0]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-)");
-void switch_fiber(Fiber& from, Fiber& to) { cuda_on_cpu_switch(&from.context, to.context); }
-void Fiber::start(int index, Entry entry) {
-  void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(top_of(index)) / 16 * 16) - 20;
-  for (int k = 0; k < 20; ++k) top[k] = nullptr;
-  top[11] = reinterpret_cast<void*>(entry);  // x30, where the switch returns to
   context = top;
 }
 #else

@@ -17,7 +17,6 @@
 #include <utility>
 
 #include "watch.h"
-#include "wavefronts.h"
 
 namespace cuda_on_cpu {
 
@@ -221,7 +220,6 @@ void run_block(const Launch& launch) {
   warp_at = std::countr_zero(ready_warps);
   run_next(host);
   block.running = false;
-  settle_wavefronts(~0u);
   if (!failure.empty()) throw std::runtime_error(std::exchange(failure, {}));
   if (done < launch.threads) throw std::runtime_error(where() + " never ends: " + who_waits_for_whom());
 }
@@ -267,7 +265,6 @@ void meet_warp(const Collective& what, void* part) {
   warp.arrived |= 1u << lane;
   if (warp.arrived != ~0u) return wait(State::kWarp);
   warp.arrived = 0;
-  settle_wavefronts(1u << block.warp());
   what.finish(warp.parts);
   for (int k = 0; k < kWarp; ++k)
     if (k != lane) make_ready(block.warp() * kWarp + k);
@@ -298,7 +295,6 @@ void wait_barrier(int id, int expected) {
     met |= 1u << w;
   }
   watch_barrier(met);
-  settle_wavefronts(met);
   for (int w = 0; w < kWarps; ++w)
     if (met >> w & 1)
       for (int k = 0; k < kWarp; ++k)

@@ -123,29 +123,6 @@ copy_kernel(const Args args) {
   for (int k = first + thread_index(); k < args.count; k += block_threads()) args.out[k] = shared[k];
 }
 
-// Lanes put down WIDTH neighbours each, `option` numbers from lane to lane, and take them up again.
-template <int WIDTH>
-FASTCAPS_KERNEL(32, 1)
-banks_kernel(const Args args) {
-  float* at = reinterpret_cast<float*>(shared_memory()) + thread_index() * args.option;
-  const float x = args.in[thread_index()];
-  float y = 0.0f;
-  if constexpr (WIDTH == 4) {
-    store4(at, make_float4(x, x, x, x));
-    barrier_warp();
-    y = load4(at).w;
-  } else if constexpr (WIDTH == 2) {
-    store2(at, make_float2(x, x));
-    barrier_warp();
-    y = load2(at).y;
-  } else {
-    *at = x;
-    barrier_warp();
-    y = *at;
-  }
-  args.out[thread_index()] = y;
-}
-
 // Two halves of the block, which never wait for each other, turn their numbers round, each through a place of its own.
 FASTCAPS_KERNEL(256, 1) parts_kernel(const Args args) {
   float* shared = reinterpret_cast<float*>(shared_memory());
@@ -275,9 +252,6 @@ void run(const std::string& name, const Tensor& in, const Tensor& out, const Gri
   if (name == "copy4") return launch(copy_kernel<4>, grid, args);
   if (name == "copy8") return launch(copy_kernel<8>, grid, args);
   if (name == "copy16") return launch(copy_kernel<16>, grid, args);
-  if (name == "banks1") return launch(banks_kernel<1>, grid, args);
-  if (name == "banks2") return launch(banks_kernel<2>, grid, args);
-  if (name == "banks4") return launch(banks_kernel<4>, grid, args);
   if (name == "parts") return launch(parts_kernel, grid, args);
   if (name == "faults") return launch(faults_kernel, grid, args);
   STD_TORCH_CHECK(false, "no such sample: ", name);

@@ -44,27 +44,22 @@ void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
-#define WATCH(name, bytes)                                                                                          \
-  void __tsan_read##name(void* at) { cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0)); }   \
-  void __tsan_write##name(void* at) { cuda_on_cpu::watch(at, bytes, Access::kWrite, __builtin_return_address(0)); } \
-  void __tsan_unaligned_read##name(void* at) {                                                                      \
-    cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0));                                      \
-  }                                                                                                                 \
-  void __tsan_unaligned_write##name(void* at) {                                                                     \
-    cuda_on_cpu::watch(at, bytes, Access::kWrite, __builtin_return_address(0));                                     \
-  }                                                                                                                 \
-  void __tsan_volatile_read##name(void* at) {                                                                       \
-    cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0));                                      \
-  }                                                                                                                 \
-  void __tsan_volatile_write##name(void* at) {                                                                      \
-    cuda_on_cpu::watch(at, bytes, Access::kWrite, __builtin_return_address(0));                                     \
-  }
-WATCH(1, 1)
-WATCH(2, 2)
-WATCH(4, 4)
-WATCH(8, 8)
-WATCH(16, 16)
-#undef WATCH
+#define HOOK(name, bytes, access) \
+  void __tsan_##name(void* at) { cuda_on_cpu::watch(at, bytes, Access::access, __builtin_return_address(0)); }
+#define HOOKS(bytes)                          \
+  HOOK(read##bytes, bytes, kRead)             \
+  HOOK(write##bytes, bytes, kWrite)           \
+  HOOK(unaligned_read##bytes, bytes, kRead)   \
+  HOOK(unaligned_write##bytes, bytes, kWrite) \
+  HOOK(volatile_read##bytes, bytes, kRead)    \
+  HOOK(volatile_write##bytes, bytes, kWrite)
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+#undef HOOKS
+#undef HOOK
 void __tsan_read_range(void* at, size_t bytes) {
   cuda_on_cpu::watch(at, bytes, Access::kRead, __builtin_return_address(0));
 }

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "machine.h"
-#include "wavefronts.h"
 
 namespace cuda_on_cpu {
 namespace {
@@ -238,13 +237,11 @@ void watch(const void* at, size_t bytes, Access access, const void* caller) {
     fail(called(access) + (" byte " + std::to_string(int64_t(offset))) + " of shared memory, of which it has " +
          std::to_string(block.shared_bytes) + source(caller));
   watch_shared(offset, bytes, access, false, caller);
-  count_shared(offset, bytes, access == Access::kRead ? Shared::kRead : Shared::kWrite, caller);
 }
 
 void watch_copy_issued(const void* target, size_t bytes, const void* caller) {
   const size_t first = size_t(static_cast<const char*>(target) - block.shared);
   watch_shared(first, bytes, Access::kWrite, true, caller);
-  count_shared(first, bytes, Shared::kCopy, caller);
 }
 
 void watch_copy_landed(const void* target, size_t bytes) {

@@ -1,19 +1,11 @@
-"""The built CUDA library over a runtime without a GPU: what its host code asks of a device, call by call.
-
-``python -m cuda_stub.host``, in the folder of the tests, prints how long the host takes for a call of an op: checks,
-schedule, results, launches. What torch adds for memory, fills and sums is not in it, nor is a launch itself.
-"""
+"""The built CUDA library over a runtime without a GPU: what its host code asks of a device, call by call."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
-import os
 import re
-import shutil
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +14,6 @@ import pytest
 import torch
 from cuda_on_cpu import build
 from torch import Tensor
-
-from fastcaps.rules import Rule
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -71,7 +61,7 @@ def _library(nvcc: Path) -> ctypes.CDLL:
     ctypes.CDLL(str(path))
     stub = ctypes.CDLL(str(path.with_name("libcuda.so.1")))
     stub.stub_launch.restype = ctypes.c_char_p
-    stub.stub_launches.restype = stub.stub_calls.restype = stub.stub_works.restype = ctypes.c_int64
+    stub.stub_launches.restype = stub.stub_calls.restype = ctypes.c_int64
     return stub
 
 
@@ -118,12 +108,6 @@ class Host:
         opened: int = self.stub.stub_open()
         return opened
 
-    @property
-    def works(self) -> int:
-        """What torch itself gave a device to do, in all: fills, copies, sums."""
-        count: int = self.stub.stub_works()
-        return count
-
     def launches(self) -> list[Launch]:
         found = []
         for k in range(self.stub.stub_launches()):
@@ -142,46 +126,3 @@ class Host:
         if isinstance(given, Tensor):
             return torch.ops.fastcaps_cuda_stub.on_gpu(given, device)
         return [Host.moved(one, device) for one in given] if isinstance(given, list) else given
-
-
-def _microseconds(op: Any, host: Host) -> float:
-    """Return the least time of a call, over short rounds: other work on the machine only ever adds to it."""
-    least = math.inf
-    for _ in range(400):
-        host.begin(0)
-        begin = time.perf_counter()
-        for _ in range(5):
-            op()
-        least = min(least, (time.perf_counter() - begin) / 5 * 1e6)
-    return least
-
-
-def main() -> None:
-    """Print what the host takes for calls of every op."""
-    from cases import Case
-    from registry import ROUTINGS
-
-    host = Host(Path(shutil.which("nvcc", path=f"/usr/local/cuda/bin{os.pathsep}{os.environ['PATH']}") or "nvcc"))
-    torch.set_num_threads(1)
-    print("| op | forward, \u00b5s | launches + torch's own | backward, \u00b5s | launches + torch's own |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    for routing in ROUTINGS:
-        rule = Rule({"attention": 0, "pooling": 2, "gaussian": 5}[routing.stem])
-        for parents, turns in ((32, 1), (32, 3), (1100, 1)):
-            case = Case("timed", rule, batch=1, types=16, parents=parents, pose=(4, 4, 4), turns=turns)
-            text = f"| {routing.stem}, {parents} parents, {turns} turn{'s' * (turns > 1)} |"
-            calls = ((routing.name, routing.call(case)), (f"{routing.name}_backward", routing.backward_call(case)))
-            for name, call in calls:
-                op = functools.partial(
-                    getattr(torch.ops.fastcaps_cuda, name).default, *host.moved([*call.given.values()], 0), 0
-                )
-                took = _microseconds(op, host)
-                host.forget()
-                before = host.works
-                op()
-                text += f" {took:.0f} | {len(host.launches())} + {host.works - before} |"
-            print(text, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,25 +1,41 @@
-"""The tables and figures of the papers as YAML files, one each: the recipes to train, and the paper's numbers.
+"""The tables and figures of the papers, a YAML file a paper: the recipes to train, and the paper's numbers.
 
-A file has the fields of :class:`Table`. Its rows name recipes, and may change their fields by paths, as ``--set`` does.
+An entry has the fields of :class:`Table`, and may have a ``base``: another table, whose fields it has where it names
+none of its own; of mappings (``source``, ``set``, ``short``) this holds key by key. Rows name recipes, and may change
+their fields by paths, as ``--set`` does. A table of your own is a file with one entry's fields.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+from pydantic.dataclasses import dataclass
 
 from fastcaps.training import recipes
 from fastcaps.training.config import TrainConfig
-from fastcaps.training.fields import SettingError, read, wrong
-from fastcaps.training.recipes import Source, read_yaml
+from fastcaps.training.fields import STRICT, Flag, Number, SettingError, read, wrong
+from fastcaps.training.files import Shelf
+from fastcaps.training.recipes import Source
 
-FOLDER = Path(__file__).parent
+
+def _on_base(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return a table's fields on those of its base."""
+    both = [key for key in base if isinstance(base[key], dict) and isinstance(given.get(key), dict)]
+    return {**base, **given, **{key: {**base[key], **given[key]} for key in both}}
 
 
-@dataclass(frozen=True)
+SHELF = Shelf(Path(__file__).parent, "table", "reproduce", _on_base)
+COSTS = ("memory", "time")
+"""Measures of a training step; nothing is trained for them."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Over:
     """The setting that a figure varies.
 
@@ -38,7 +54,7 @@ class Over:
     values: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Row:
     """A row of a table, or a line of a figure.
 
@@ -67,19 +83,23 @@ class Row:
     name: str = ""
     set: Mapping[str, Any] = field(default_factory=dict)
     short: Mapping[str, Any] = field(default_factory=dict)
-    paper: tuple[float, ...] = ()
-    spread: float | None = None
+    paper: Annotated[
+        tuple[Number, ...], BeforeValidator(lambda got: got if isinstance(got, list | tuple) else (got,))
+    ] = ()
+    spread: Number | None = None
     note: str = ""
-    eager: bool = False
+    eager: Flag = False
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One line of a table: a row, at one value of the setting that is varied.
+@dataclass(frozen=True, config=STRICT)
+class Line:
+    """A line of a table: a row, at one value of the setting that is varied.
 
     Attributes
     ----------
     row : Row
+    measure : str
+        What the table measures.
     label, name : str
         Its name in the table, and its folder.
     at : Any
@@ -88,17 +108,44 @@ class Entry:
         The paper's number.
     config : TrainConfig
         The settings of its runs.
+    results : tuple of dict
+        The ``result.json`` of each run that is finished.
     """
 
     row: Row
+    measure: str
     label: str
     name: str
     at: Any
     paper: float | None
     config: TrainConfig
+    results: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def values(self) -> list[float]:
+        """The number of each result that the table measures."""
+        if self.measure in COSTS:
+            return [float(result[self.measure]) for result in self.results]
+        shares = [float(result["test_accuracy"]) for result in self.results]
+        return [100 * (1 - share if self.measure == "error" else share) for share in shares]
+
+    @property
+    def mean(self) -> float | None:
+        """Of the values; None if there is none."""
+        return statistics.mean(self.values) if self.results else None
+
+    @property
+    def spread(self) -> float | None:
+        """Their standard deviation (n − 1); None if there are fewer than two."""
+        return statistics.stdev(self.values) if len(self.results) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        return None if self.mean is None or self.paper is None else self.mean - self.paper
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Table:
     """A table or a figure of a paper.
 
@@ -150,16 +197,12 @@ class Table:
             if len(row.paper) not in (0, wanted):
                 raise ValueError(f"rows[{index}].paper: got {len(row.paper)} numbers, want {wanted} or none")
 
-    def changes(self, row: Row, short: bool) -> dict[str, Any]:
-        """The settings that a row changes, by paths, without the one that is varied."""
-        return {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
-
     def runs_folder(self, out: Path, name: str) -> Path:
         """The folder of the runs: ``out``; with ``beside``, the table's ``name`` in it is replaced by that one's."""
         return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
 
-    def entries(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Entry]:
-        """The lines of the table, with the settings of their runs.
+    def lines(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Line]:
+        """The lines of the table, with the settings of their runs and no results yet.
 
         Parameters
         ----------
@@ -175,9 +218,10 @@ class Table:
         SettingError
             If a row is wrong: its label, the field, what came and what is wanted.
         """
-        found: list[Entry] = []
+        found: list[Line] = []
         values = self.over.values if self.over is not None else (None,)
         for row in self.rows:
+            own = {**self.set, **row.set, **({**self.short, **row.short} if short else {})}
             try:
                 recipe = recipes.recipe(row.recipe).config
                 for index, value in enumerate(values):
@@ -185,11 +229,11 @@ class Table:
                     if self.over is not None:
                         name, label = f"{name}-{value}", f"{label}, {self.over.name} {value}"
                         at = {self.over.field: value}
-                    if not re.fullmatch(r"[\w-][\w.-]*", name) or name in [entry.name for entry in found]:
+                    if not re.fullmatch(r"[\w-][\w.-]*", name) or name in [line.name for line in found]:
                         raise wrong("name", name, "letters, digits, dots and dashes, and another than the rows above")
-                    given = {**self.changes(row, short), **at, **(changes or {}), "out": str(out / name)}
-                    number = row.paper[index] if row.paper else None
-                    found.append(Entry(row, label, name, value, number, recipe.changed(given)))
+                    config = recipe.changed({**own, **at, **(changes or {}), "out": str(out / name)})
+                    paper = row.paper[index] if row.paper else None
+                    found.append(Line(row, self.measure, label, name, value, paper, config))
             except ValueError as error:
                 raise SettingError(f"row {row.label!r}: {error}") from error
         return found
@@ -197,7 +241,7 @@ class Table:
 
 def names() -> list[str]:
     """The tables that there are."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(SHELF.entries)
 
 
 def table(name: str) -> Table:
@@ -213,13 +257,8 @@ def table(name: str) -> Table:
     ValueError
         One line: the file, the field, what came and what is wanted.
     """
-    path = recipes.own_file(name, "table", names(), "reproduce") or FOLDER / f"{name}.yaml"
+    given = SHELF.fields(name)
     try:
-        given = read_yaml(path.read_text(encoding="utf-8"))
-        rows = given.get("rows") if isinstance(given, dict) else None
-        for row in rows if isinstance(rows, list) else ():
-            if isinstance(row, dict) and not isinstance(row.get("paper", []), list):
-                row["paper"] = [row["paper"]]  # one number may stand without brackets
         return read(Table, given)
-    except (SettingError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path.name}: {error}") from error
+    except SettingError as error:
+        raise SettingError(f"{Path(name).name}: {error}") from error

@@ -1,0 +1,95 @@
+// What happens to one parent's pose between two iterations: squash, LayerNorm, unit length. Where its numbers lie is
+// the pose's matter, a struct with
+//   each(f)                    f(number, k) for all that are held here, k their place in the pose
+//   sum(f), mean(f), largest() of f(number, k), of the magnitude: over the whole pose
+#pragma once
+
+#include "number.h"
+
+namespace fastcaps {
+
+// A pose that lies in memory as it is.
+template <class X_>
+struct PoseInMemory {
+  using X = X_;
+  X* numbers;
+  int64_t count;
+
+  template <class F>
+  FASTCAPS_FORMULA void each(F&& f) const {
+    for (int64_t k = 0; k < count; ++k) f(numbers[k], k);
+  }
+  template <class F>
+  FASTCAPS_FORMULA X sum(F&& f) const {
+    X sum{};
+    for (int64_t k = 0; k < count; ++k) sum += f(numbers[k], k);
+    return sum;
+  }
+  template <class F>
+  FASTCAPS_FORMULA X mean(F&& f) const {
+    return sum(f) / Scalar<X>(count);
+  }
+  FASTCAPS_FORMULA X largest() const {
+    X largest{};
+    for (int64_t k = 0; k < count; ++k) {
+      const X size = numbers[k] < 0 ? -numbers[k] : numbers[k];
+      largest = size > largest ? size : largest;
+    }
+    return largest;
+  }
+};
+
+// Safe from overflow, and 0 at the zero vector.
+template <class Pose>
+FASTCAPS_FORMULA auto length(const Pose& pose) {
+  using X = typename Pose::X;
+  const X largest = pose.largest(), one = X{} + 1;
+  const X by = largest == 0 ? one : (largest - largest) == 0 ? largest : one;
+  return Number<X>::sqrt(pose.sum([&](X x, int64_t) { return (x / by) * (x / by); })) * by;
+}
+
+// |S| / (1 + |S|^2), safe from overflow
+template <class X>
+FASTCAPS_FORMULA X squash_factor(X size) {
+  return size < 1 ? size / (1 + size * size) : 1 / (1 / size + size);
+}
+
+// S |S| / (1 + |S|^2)
+template <class Pose>
+FASTCAPS_FORMULA void squash(const Pose& pose) {
+  using X = typename Pose::X;
+  const X factor = squash_factor(length(pose));
+  pose.each([&](X& x, int64_t) { x *= factor; });
+}
+
+// S / |S|; the zero vector stays.
+template <class Pose>
+FASTCAPS_FORMULA void unit(const Pose& pose) {
+  using X = typename Pose::X;
+  const X size = length(pose), by = size == 0 ? X{} + 1 : size;
+  pose.each([&](X& x, int64_t) { x /= by; });
+}
+
+// LayerNorm without its affine: to mean 0 and variance 1; returns 1 / sqrt(variance + eps). Centred twice: the backward
+// formula wants differences that sum to 0 in their own last place, and poses of two numbers would show it if they did
+// not.
+template <class Pose, class X = typename Pose::X>
+FASTCAPS_FORMULA X standardise(const Pose& pose, X eps) {
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    const X mean = pose.mean([](X x, int64_t) { return x; });
+    pose.each([&](X& x, int64_t) { x -= mean; });
+  }
+  const X rstd = (X{} + 1) / Number<X>::sqrt(pose.mean([](X x, int64_t) { return x * x; }) + eps);
+  pose.each([&](X& x, int64_t) { x *= rstd; });
+  return rstd;
+}
+
+// Its gradient: from that of the standardised pose to that of the pose, in place. standard(k): the number at k.
+template <class Pose, class X, class Standard>
+FASTCAPS_FORMULA void standardise_backward(const Pose& grad, X rstd, Standard&& standard) {
+  const X mean = grad.mean([](X dy, int64_t) { return dy; });
+  const X slope = grad.mean([&](X dy, int64_t k) { return dy * standard(k); });
+  grad.each([&](X& dy, int64_t k) { dy = rstd * (dy - mean - standard(k) * slope); });
+}
+
+}  // namespace fastcaps

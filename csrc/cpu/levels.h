@@ -1,0 +1,48 @@
+// The builds of the kernels, one for each instruction set, and the choice among them. A source that is compiled for
+// every one of them (CMakeLists.txt) defines its table there: a specialisation of `table`.
+#pragma once
+
+#include "pass.h"
+
+#if defined(FASTCAPS_BUILT_AVX512)
+#define FASTCAPS_LEVELS(each) each(default) each(avx2) each(avx512)
+#else
+#define FASTCAPS_LEVELS(each) each(default)
+#endif
+#define FASTCAPS_LEVEL(level) \
+  namespace isa_##level {     \
+    template <class Table>    \
+    const Table& table();     \
+  }
+
+namespace fastcaps {
+
+FASTCAPS_LEVELS(FASTCAPS_LEVEL)
+
+// The level in use, 0 the lowest; and whether the user forced it. A forced level that cannot be had is refused where
+// the library is loaded (fastcaps/backends.py); whoever calls on regardless gets the portable build.
+int level_in_use();
+bool level_is_forced();
+
+template <class Table>
+const Table& table_of(int level) {
+#define FASTCAPS_TABLE(level) &isa_##level::table<Table>,
+  static constexpr const Table& (*kAll[])() = {FASTCAPS_LEVELS(FASTCAPS_TABLE)};
+#undef FASTCAPS_TABLE
+  return kAll[level]();
+}
+
+// For this machine and a call. Unless a level is forced, positions that fill half a vector at most get the level below
+// where its vectors are half as long: as many of them are worked on at once.
+template <class Operands>
+const Kernels<Operands>& kernels(const Votes& in) {
+  const int level = level_in_use();
+  const auto& table = table_of<Kernels<Operands>>(level);
+  if (level == 0 || in.is_double() || level_is_forced()) return table;
+  const auto& below = table_of<Kernels<Operands>>(level - 1);
+  const bool half = 2 * below.lanes_float == table.lanes_float && below.lanes_float >= 8;
+  const int64_t most = below.lanes_float, positions = in.positions();
+  return half && positions > most / 4 && positions <= most ? below : table;
+}
+
+}  // namespace fastcaps

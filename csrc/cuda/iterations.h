@@ -1,0 +1,105 @@
+// Between the iterations of a routing: an iteration's sums become parents, and those the next one's query, where they
+// are: in the lanes' registers. Numbers that a loop of passes would hand on in the children's type are rounded to it
+// here too.
+#pragma once
+
+#include <cfloat>
+
+#include "../algebra/pooling.h"
+#include "../algebra/pose.h"
+#include "make_votes.h"
+
+namespace fastcaps::gpu {
+
+// A pose that several lanes of a warp hold. They all come here together.
+template <class Pose, int R>
+struct PoseInLanes {
+  using X = float;
+  const Lane<Pose, R>& lane;
+  Patch<Pose>& x;
+
+  template <class F>
+  FASTCAPS_DEVICE void each(F&& f) const {
+    each_number<Pose>([&](int i, int j) {
+      if (lane.inside(i, j)) f(x[i][j], lane.number(i, j));
+    });
+  }
+  template <class F>
+  FASTCAPS_DEVICE float sum(F&& f) const {
+    float sum = 0.0f;
+    each_number<Pose>([&](int i, int j) { sum += f(x[i][j], 0); });  // what lies outside is 0
+    return lane.sum_pose(sum);
+  }
+  template <class F>
+  FASTCAPS_DEVICE float mean(F&& f) const {
+    return sum(f) * (1.0f / float(lane.C() * lane.E()));
+  }
+  FASTCAPS_DEVICE float largest() const {
+    float largest = 0.0f;
+    each_number<Pose>([&](int i, int j) { largest = fmaxf(largest, fabsf(x[i][j])); });
+    return lane.max_pose(largest);
+  }
+};
+
+// 1 / |x|, and 0 where that is more than a number can be.
+FASTCAPS_DEVICE float inverse_of_length(float size) { return size < FLT_MIN ? 0.0f : 1.0f / size; }
+
+// The same of a pose. `counts`: this lane wants to know. All lanes of a warp come here together; what a pose gets does
+// not depend on the others', not even in its last digit.
+template <class Pose, int R>
+FASTCAPS_DEVICE float inverse_length(const Lane<Pose, R>& lane, Patch<Pose>& x, bool counts) {
+  const float squares = dot(lane, x, x);
+  const bool within = squares > 1e-30f && squares < 1e30f;
+  float inverse = pooling::inverse_length(squares);
+  if (any_lane(counts && !within)) {
+    const float safe =
+        inverse_of_length(length(PoseInLanes<Pose, R>{lane, x}));  // by all lanes, for those whose squares are lost
+    inverse = within ? inverse : safe;
+  }
+  return inverse;
+}
+
+// store_parent in the children's type.
+template <class Pose, int R>
+FASTCAPS_DEVICE void store_rounded(const Lane<Pose, R>& lane, void* parts, int part, int r, int p,
+                                   const Patch<Pose>& x) {
+  if (!lane.alive(r, p)) return;
+  const int64_t at = lane.part(part) * lane.C() * lane.E() + parent_offset(lane, r, p);
+  each_number<Pose>([&](int i, int j) {
+    if (lane.inside(i, j)) store_number(parts, at + lane.number(i, j), x[i][j], lane.args.storage);
+  });
+}
+
+// From S of an iteration, which takes its place in the history, to the next query (or the result). ROUNDS: the history
+// is in the children's type. `first`: there was no query yet. All lanes of a warp come here together.
+template <bool ROUNDS, class Pose, int R>
+FASTCAPS_DEVICE void update_query(const Lane<Pose, R>& lane, int r, int p, int iteration, bool first, Patch<Pose>& sums,
+                                  Patch<Pose>& query) {
+  const PassArgs& args = lane.args;
+  const bool last = iteration + 1 == args.iterations;
+  if constexpr (ROUNDS) {
+    store_rounded(lane, args.history, iteration, r, p, sums);
+    if (args.rule == Rule::kUnit)  // parents are what was stored
+      each_number<Pose>([&](int i, int j) { sums[i][j] = rounded(sums[i][j], args.storage); });
+  } else {
+    store_parent(lane, args.sums, iteration, r, p, sums);
+  }
+  const PoseInLanes<Pose, R> pose{lane, sums};
+  if (args.rule == Rule::kLayerNorm) {
+    standardise(pose, args.eps);
+    pose.each([&](float& x, int k) { x = affine(args, x, k); });
+  } else if (args.rule == Rule::kSquash || (args.rule == Rule::kUnit && !last)) {
+    const float size = length(pose);
+    const float factor = args.rule == Rule::kSquash ? squash_factor(size) : inverse_of_length(size);
+    pose.each([&](float& x, int) { x *= factor; });
+  }
+  if (last) store_rounded(lane, args.result, 0, r, p, sums);
+  const bool replaces = first || args.rule == Rule::kLayerNorm || args.rule == Rule::kPlain;
+  each_number<Pose>([&](int i, int j) {
+    const float step = rounded(sums[i][j], args.storage);
+    query[i][j] = replaces ? step : rounded(query[i][j] + step, args.storage);
+    sums[i][j] = 0.0f;
+  });
+}
+
+}  // namespace fastcaps::gpu

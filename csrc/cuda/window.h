@@ -1,0 +1,92 @@
+// Which children a position sees, and where they lie.
+#pragma once
+
+#include "pass.h"
+
+namespace fastcaps::gpu {
+
+// A position of the block's tile: where it lies, and where its window begins. Offsets in elements; the window may begin
+// in the padding, before the tensor.
+//
+// Windows overlap, and so two positions may add to one child's gradient. Where that must happen in a fixed order, a
+// launch takes positions of one colour only: those far enough from each other to share no child.
+struct Position {
+  int64_t index;                        // (b * Ho + y) * Wo + x; -1: none
+  int64_t children, gate, query, cell;  // cell: (b * H + y) * W + x of the window's first child, in the block's part
+  int y, x;
+
+  FASTCAPS_DEVICE bool exists() const { return index >= 0; }
+  // Is there a child so far from the window's first, or only padding?
+  FASTCAPS_DEVICE bool sees(const PassArgs& args, int dy, int dx) const {
+    return exists() && (!args.padded || (unsigned(y + dy) < unsigned(args.H) && unsigned(x + dx) < unsigned(args.W)));
+  }
+};
+
+// The position with that number among those of the launch.
+FASTCAPS_DEVICE Position position_of(const PassArgs& args, int64_t number) {
+  Position at{-1, 0, 0, 0, 0, 0, 0};
+  if (number >= args.launched) return at;
+  const int64_t samples = int64_t(args.by_sample.divisor), b = number / samples;
+  const int in_sample = int(number - b * samples), row = args.by_row.quotient(in_sample);
+  const int y = args.colour_y + row * args.colours_y;
+  const int x = args.colour_x + args.by_row.remainder(in_sample, row) * args.colours_x;
+  const int64_t *children = args.children.stride, *gate = args.gate.stride, *query = args.query.stride;
+  at.index = (b * args.Ho + y) * args.Wo + x;
+  at.y = y * int(args.window.sh) - int(args.window.ph);
+  at.x = x * int(args.window.sw) - int(args.window.pw);
+  at.children = b * children[0] + at.y * children[1] + at.x * children[2];
+  at.gate = b * gate[0] + at.y * gate[1] + at.x * gate[2];
+  at.query = b * query[0] + y * query[1] + x * query[2];
+  at.cell = block_y() * args.cells_part + (b * args.H + at.y) * args.W + at.x;
+  return at;
+}
+
+FASTCAPS_DEVICE void make_tile(const PassArgs& args, int which, char* shared) {
+  Position* tile = reinterpret_cast<Position*>(shared + args.shared_tile);
+  for (int k = thread_index(); k < args.tile_size; k += block_threads())
+    tile[k] = position_of(args, int64_t(which) * args.tile_size + k);
+}
+
+// The t-th child of a position in the order of the kernels: children with the same weights one after another.
+struct Child {
+  int i, g;       // i = (ky * kw + kx) * N + n
+  int n, dy, dx;  // type, and how far from the window's first child
+
+  FASTCAPS_DEVICE Child(const PassArgs& args, int t) {
+    g = args.by_group.quotient(t);
+    i = args.by_group.remainder(t, g) * args.G + g;
+    const int q = args.by_types.quotient(i);
+    n = args.by_types.remainder(i, q);
+    const int ky = args.by_kernel_width.quotient(q);
+    dy = ky * int(args.window.dh);
+    dx = args.by_kernel_width.remainder(q, ky) * int(args.window.dw);
+  }
+  FASTCAPS_DEVICE bool exists(const PassArgs& args, const Position& at) const { return at.sees(args, dy, dx); }
+  FASTCAPS_DEVICE int64_t cell(const PassArgs& args, const Position& at) const {  // (.., y, x, n) of a dense grid
+    return (at.cell + int64_t(dy) * args.W + dx) * args.N + n;
+  }
+};
+
+// Where the children of a stage lie, seen from the first child of a window. Worked out by one thread a child, one stage
+// ahead, in one of two places.
+struct Offset {
+  int64_t children, gate;
+  int dy, dx;
+
+  FASTCAPS_DEVICE bool exists(const PassArgs& args, const Position& at) const { return at.sees(args, dy, dx); }
+};
+
+FASTCAPS_DEVICE Offset* offsets_of(const PassArgs& args, char* shared, int which) {
+  return reinterpret_cast<Offset*>(shared + args.shared_offset) + which * kMostChildren;
+}
+
+FASTCAPS_DEVICE void make_offsets(const PassArgs& args, char* shared, int which, int first, int last) {
+  const int k = thread_index();
+  if (k >= args.stage || first + k >= last) return;
+  const Child child(args, first + k);
+  const int64_t *p = args.children.stride, *g = args.gate.stride;
+  offsets_of(args, shared, which)[k] = {child.dy * p[1] + child.dx * p[2] + child.n * p[3],
+                                        child.dy * g[1] + child.dx * g[2] + child.n * g[3], child.dy, child.dx};
+}
+
+}  // namespace fastcaps::gpu

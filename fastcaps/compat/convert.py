@@ -1,0 +1,343 @@
+"""Swap the layers of published capsule code inside a live model for ours."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps.compat.caps_layer import CapsLayer
+from fastcaps.compat.capsule_network import CapsuleLayer
+from fastcaps.compat.dense_capsule import DenseCapsule
+from fastcaps.compat.digit_caps import DigitCaps
+from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
+from fastcaps.compat.matrix_capsules import ConvCaps
+from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
+from fastcaps.compat.routing_capsules import RoutingCapsules
+from fastcaps.compat.twin import Twin
+
+__all__ = ["Conversion", "ConversionReport", "convert"]
+
+TWINS: dict[str, tuple[type[Twin], ...]] = {
+    "CapsuleFC": (CapsuleFC,),
+    "CapsuleCONV": (CapsuleCONV,),
+    "DenseCapsule": (DenseCapsule,),
+    "RoutingCapsules": (RoutingCapsules,),
+    "CapsLayer": (CapsLayer,),
+    "DigitCaps": (DigitCaps, RoutingCapsules),  # many copies of Havir's layer have this name
+    "CapsuleLayer": (CapsuleLayer,),
+    "ConvCaps": (ConvCaps,),
+    "GenerativeMatrixRouting": (GenerativeMatrixRouting,),
+}
+"""The twins by the names of the published classes, of which several codes may have the same."""
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far a swapped layer's result may lie from the old one's, relative to the largest: this tells another layer, not
+a rounding."""
+
+GRADIENT_TOLERANCES = {torch.float64: 1e-4, torch.float32: 5e-2}
+"""How far gradients may lie apart; in fewer bits they are not compared."""
+
+HARMLESS = ("__init__", "__repr__", "__annotate__", "__annotate_func__")
+"""Methods that a class made from a published one may have of its own."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What happened to one layer: its path in the model, its old class, whether it was converted, and why."""
+
+    path: str
+    old: str
+    converted: bool
+    why: str
+
+
+@dataclass
+class ConversionReport:
+    """What :func:`convert` did.
+
+    Attributes
+    ----------
+    model : Module
+        The model, its layers swapped in place; a new module only if the model itself is such a layer.
+    layers : list of Conversion
+        One entry a layer that looked like a candidate.
+    """
+
+    model: nn.Module
+    layers: list[Conversion] = field(default_factory=list)
+
+    @property
+    def converted(self) -> list[str]:
+        """Paths of the layers that now run on fastcaps."""
+        return [layer.path for layer in self.layers if layer.converted]
+
+    @property
+    def left(self) -> list[str]:
+        """Paths of the candidates that were left as they were."""
+        return [layer.path for layer in self.layers if not layer.converted]
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return f"fastcaps.convert: this model has none of {', '.join(TWINS)}"
+        lines = [f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"]
+        width = max(len(layer.path) for layer in self.layers)
+        for layer in self.layers:
+            lines.append(
+                f"  {layer.path:<{width}}  {'converted' if layer.converted else 'left     '}  {layer.old}: {layer.why}"
+            )
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> ConversionReport:
+    """Replace the layers of published capsule code inside ``model`` by fastcaps' own.
+
+    :mod:`fastcaps.compat` lists them. The new layers share the old ones' parameters, submodules and hooks: an optimizer
+    that holds the parameters goes on working, and checkpoints keep their keys. Candidates are found by class name, the
+    layer's or that of a class it is made from, and by attributes; one that does not fit, or has methods of its own, is
+    left alone. Other attributes go over to the new layer, but for tensors. What the model holds in a plain list, or
+    as a bound ``forward``, is not found. Of two public versions of a layer the one that agrees is taken.
+
+    Parameters
+    ----------
+    model : Module
+        Changed in place.
+    check : bool
+        Before a swap, run both layers on random inputs (small and large; without and with parents, where a layer takes
+        them), and leave the old one if results or gradients differ. A layer that fails to run at all is swapped, and
+        the report says so. Both are compared as in ``eval()``: dropout that a copy added is not seen. False takes
+        the version of a layer that its authors maintain.
+    verbose : bool
+        Print the report, which is also what is returned.
+
+    Returns
+    -------
+    ConversionReport
+        What was converted, what was left, and why; ``report.model`` is the model.
+
+    Examples
+    --------
+    >>> import torch
+    >>> print(convert(torch.nn.Sequential(torch.nn.Linear(3, 4))))
+    fastcaps.convert: this model has none of CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, \
+DigitCaps, CapsuleLayer, ConvCaps, GenerativeMatrixRouting
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    report = ConversionReport(model)
+    swapped: dict[int, nn.Module] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        name = f"{type(module).__module__}.{type(module).__qualname__}"
+        above, _, last = path.rpartition(".")
+        new, why = swapped.get(id(module)), "the same layer as one above"
+        try:
+            found = _candidate(module)
+            if found is None:
+                continue
+            if last == "_orig_mod":  # what torch.compile made keeps the layer's forward, whatever stands in its place
+                new, why = None, "torch.compile would go on calling it: convert first, then compile"
+            elif new is None:
+                new, why = _replacement(module, *found, check)
+        except Exception as error:  # a property of a stranger's layer may raise anything
+            new, why = None, f"reading or running it failed with {_named(error)}"
+        report.layers.append(Conversion(path or "(the model)", name, new is not None, why))
+        if new is None:
+            continue
+        if id(module) not in swapped:
+            swapped[id(module)] = new
+            _hand_over_hooks(module, new)
+        if path:
+            setattr(model.get_submodule(above), last, new)
+        else:
+            report.model = new
+    if verbose:
+        print(report)
+    return report
+
+
+def _candidate(module: nn.Module) -> tuple[type[Twin], list[str]] | None:
+    """Return the twin of a layer's class, or of one that it is made from, and the methods that the class adds to it."""
+    own: set[str] = set()
+    for each in type(module).__mro__:
+        if found := TWINS.get(each.__name__.removeprefix("Parametrized")):
+            return next((kind for kind in found if not _missing(module, kind)), found[0]), sorted(own)
+        own |= {name for name, value in vars(each).items() if not name.startswith("__") or _is_method(name, value)}
+    return None
+
+
+def _missing(module: nn.Module, kind: type[Twin]) -> str:
+    """Return the attributes by which a published layer is known and that ``module`` has not."""
+    return ", ".join(name for name in kind._known_by if not hasattr(module, name))
+
+
+def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[nn.Module | None, str]:
+    """Return the layer to put in the place of ``module``, None if it is to stay; and why."""
+    why = _misfit(module, kind) or (f"its class has {', '.join(own)} of its own" if own else "")
+    if why:
+        return None, why
+    said = []
+    for options in kind._versions:
+        new = _build(module, kind, options)
+        if not check:
+            return new, "not compared, as asked"
+        fits, why = _compare(module, new)
+        if fits:
+            return new, ", ".join([why, *(f"{name}={value}" for name, value in options.items())])
+        said.append(why)
+    return None, said[0]
+
+
+def _is_method(name: str, value: Any) -> bool:
+    """Return whether a name with two underscores is a method that may change what a layer does."""
+    return name == "__call__" or (isinstance(value, FunctionType) and name not in HARMLESS)
+
+
+def _misfit(module: Any, kind: type[Twin]) -> str:
+    """Return why ``module`` is not the published layer; an empty string if it is."""
+    if isinstance(module, kind):
+        return "runs on fastcaps already"
+    if module._compiled_call_impl is not None:
+        return "it was compiled: convert first, then compile"
+    replaced = [name for name, value in vars(module).items() if callable(value) and hasattr(kind, name)]
+    if replaced:
+        return f"its {', '.join(replaced)} was replaced on the layer itself"
+    if missing := _missing(module, kind):
+        return f"has no attribute {missing}: not the layer of the authors' code"
+    if wrong := kind._unfit(module):
+        return wrong
+    try:
+        with torch.device("meta"):
+            twin = kind._like(module)
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"its attributes do not make a layer: {error}"
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, wanted in twin.named_parameters(recurse=False, remove_duplicate=False):
+        if name not in parameters:
+            return f"has no plain parameter {name} (is it parametrized?)"
+        if parameters[name].shape != wanted.shape:
+            return f"{name} has shape {tuple(parameters[name].shape)} where its attributes say {tuple(wanted.shape)}"
+    for name in twin._modules:
+        inner = getattr(module, name)
+        if inner._forward_hooks or inner._forward_pre_hooks:  # the twin reads what it holds, and never calls it
+            return f"{name} has hooks, which nobody would call"
+    others = {name for name in parameters if name.partition(".")[0] not in (*twin._parameters, *twin._modules)}
+    others |= {name for name, _ in module.named_buffers()} - {*twin._buffers}
+    return f"holds {', '.join(sorted(others))}, which the authors' layer does not" if others else ""
+
+
+def _build(old: nn.Module, kind: type[Twin], options: dict[str, Any]) -> Twin:
+    """Return the layer that may take the old one's place, with its parameters, submodules, attributes and mode."""
+    with torch.device("meta"):  # no memory, and no draw of random numbers, for numbers that are replaced at once
+        new = kind._like(old, **options)
+    new._adopt(old)
+    new.training = old.training
+    for name, value in vars(old).items():
+        if not hasattr(new, name) and not isinstance(value, Tensor):  # a tensor may be what a forward left there
+            new.__dict__[name] = value
+    return new
+
+
+def _hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give a layer the old one's dicts of hooks themselves, so that handles still remove them."""
+    for name, value in vars(old).items():
+        if "_hook" in name:
+            new.__dict__[name] = value
+            for hook in value.values() if isinstance(value, dict) else ():
+                remembered = getattr(hook, "module", None)  # torch calls a hook before load_state_dict with this layer
+                if isinstance(remembered, weakref.ref) and remembered() is old:
+                    hook.module = weakref.ref(new)
+
+
+class _Verdict(Exception):
+    """Ends a comparison early: whether the new layer may take the old one's place, and why."""
+
+
+def _compare(old: nn.Module, new: Twin) -> tuple[bool, str]:
+    """Return whether the new layer may take the old one's place, by what both make of random input; and why."""
+    weight = next(new.parameters())
+    if weight.device.type == "meta":
+        return True, "not compared: it has no numbers yet"
+    modes = {module: module.training for module in (*old.modules(), *new.modules())}
+    far = 0.0
+    try:
+        for module in modes:
+            module.training = False
+        for size in new._sizes if weight.dtype in GRADIENT_TOLERANCES else new._sizes[:1]:
+            generator = torch.Generator("cpu").manual_seed(0)
+
+            def draw(*shape: int, size: float = size, generator: torch.Generator = generator) -> Tensor:
+                return (torch.randn(*shape, generator=generator, device="cpu") * size).to(weight)
+
+            for arguments in new._calls(draw):
+                far = max(far, _apart(old, new, weight, arguments, finite=size == new._sizes[0]))
+    except _Verdict as verdict:
+        return verdict.args[0], verdict.args[1]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return True, f"results agree to {far:.1e}"
+
+
+def _apart(old: nn.Module, new: nn.Module, weight: Tensor, arguments: tuple[Any, ...], finite: bool) -> float:
+    """Return how far the results of one call lie apart, relative to the largest."""
+    with torch.no_grad():
+        try:
+            expected = _tensors(old.forward(*arguments))
+        except Exception as error:  # whatever a stranger's layer raises, it belongs in the report
+            raise _Verdict(True, f"not compared: the old layer failed with {_named(error)}") from error
+        got = _tensors(new.forward(*arguments))
+    if expected is None or got is None or [t.shape for t in expected] != [t.shape for t in got]:
+        raise _Verdict(False, "its result has another shape than the authors' layer gives")
+    if not all(bool(tensor.isfinite().all()) for tensor in expected):
+        if finite:
+            raise _Verdict(False, "its results hold NaN or infinity: nothing to compare")
+        return 0.0
+    far = max(_distance([a], [b]) for a, b in zip(expected, got, strict=True))
+    if not far <= TOLERANCES.get(weight.dtype, 1e-3):
+        raise _Verdict(False, f"its results differ from the authors' layer by {far:.1e} of the largest")
+    if weight.dtype in GRADIENT_TOLERANCES and not weight.is_inference():
+        try:
+            wanted = _gradients(old, arguments)
+        except Exception as error:
+            raised = f"the old layer's gradients failed with {_named(error)}"
+            raise _Verdict(True, f"results agree to {far:.1e}; {raised}") from error
+        apart = _distance(wanted, _gradients(new, arguments))
+        if not apart <= GRADIENT_TOLERANCES[weight.dtype]:
+            raise _Verdict(False, f"its gradients differ from the authors' layer by {apart:.1e} of the largest")
+    return far
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _tensors(result: Any) -> list[Tensor] | None:
+    """Return the tensors of a result, alone, in a tuple or in a dict by name; None if there is anything else."""
+    if isinstance(result, dict):
+        result = [result[name] for name in sorted(result)]
+    found = list(result) if isinstance(result, (tuple, list)) else [result]
+    return found if all(isinstance(tensor, Tensor) for tensor in found) else None
+
+
+def _distance(theirs: list[Tensor], ours: list[Tensor]) -> float:
+    """Return how far tensors lie apart, relative to the largest number of all; infinity where a NaN is."""
+    far = [float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True)]
+    if any(map(math.isnan, far)):  # which max would drop
+        return math.inf
+    return max(far, default=0.0) / max(1e-30, *(float(tensor.abs().max()) for tensor in theirs))
+
+
+def _gradients(layer: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Return gradients of a sum of a layer's weighted results by the tensors among its arguments."""
+    with torch.inference_mode(False), torch.enable_grad():
+        copies = [each.clone().requires_grad_() if isinstance(each, Tensor) else each for each in arguments]
+        leaves = [each for each in copies if isinstance(each, Tensor)]
+        rows = [result.flatten() for result in _tensors(layer.forward(*copies)) or []]
+        total = torch.stack([row @ torch.linspace(-1, 1, len(row), device="cpu").to(row) for row in rows]).sum()
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]

@@ -1,0 +1,271 @@
+"""The layers of EncapNet (Li et al., 2018): routing approximated in one pass, capsules in channels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
+from fastcaps.encapnet.op import squash_sum
+from fastcaps.nn.poses import arguments_repr
+from fastcaps.vectors import squash
+from fastcaps.votes import Window
+
+__all__ = ["CapConv2d", "CapFC"]
+
+COEFFICIENTS = ("own", "other", "both", "none")
+
+
+class CapConv2d(nn.Module):
+    r"""Map capsules to capsules of the next layer by two convolutions (Li et al., 2018, section 3.1).
+
+    The *master* is a convolution grouped by capsule type: each type sees its own kind below. The *aide*, not grouped
+    and four pixels wider, sees all of them. Each is followed by BatchNorm, ReLU and a squash over every capsule's
+    numbers, which gives :math:`m` of the master and :math:`n` of the aide. The capsules of the next layer are
+
+    .. math:: P = \mathrm{squash}(\mathrm{ReLU}(\mathrm{BN}(a \, m + b \, n + \text{skip})))
+
+    where :math:`a` and :math:`b` are coefficients, one for each capsule and position. They are made from m and n by
+    3 x 3 convolutions grouped by type.
+
+    Capsules lie in channels, ``[B, types * dim, H, W]``: those of type t are channels ``t * dim`` to ``t * dim + dim -
+    1``.
+
+    Parameters
+    ----------
+    types : int
+        Capsule types, below and above.
+    in_dim, out_dim : int
+        Numbers in a capsule below and above.
+    kernel_size : int or pair
+        The master's, odd: 3 in the paper's type I, which raises the dimension, 1 in its type II, which keeps it.
+    stride : int or pair
+        Of both; the map's height and width are divided by it, rounded up.
+    coefficients : "own", "other", "both" or "none"
+        What makes the coefficient of a branch: its own capsules (``master/aide_v1`` of Table 3), the other branch's
+        (``v2``), or both's (``v3``). "none": no aide and no coefficients, the master's convolution alone (the table's
+        baseline).
+    skip : bool
+        Add the layer's input before the last BatchNorm, through a 3 x 3 convolution where the shapes differ.
+    bias : bool
+        Whether the convolutions have biases.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = CapConv2d(32, 2, 4, stride=2, skip=True)
+    >>> layer(torch.randn(2, 64, 16, 17)).shape
+    torch.Size([2, 128, 8, 9])
+    """
+
+    activation = "squash"
+    aide: nn.Conv2d | None
+    master_norm: nn.BatchNorm2d | None
+    aide_norm: nn.BatchNorm2d | None
+    of_master: nn.Conv2d | None
+    of_aide: nn.Conv2d | None
+    shortcut: nn.Conv2d | None
+
+    def __init__(
+        self,
+        types: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        kernel_size: int | tuple[int, int] = 3,
+        stride: int | tuple[int, int] = 1,
+        coefficients: str = "both",
+        skip: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.types = check_count("types", types)
+        self.in_dim = check_count("in_dim", in_dim)
+        self.out_dim = check_count("out_dim", out_dim)
+        rows, columns, *strides = Window(kernel_size, stride).spec[:4]
+        if not rows % 2 or not columns % 2:
+            raise ValueError(f"kernel_size must be odd, so that a window has a middle, got {kernel_size}")
+        self.kernel_size, self.stride = (rows, columns), (strides[0], strides[1])
+        check_choice("coefficients", coefficients, COEFFICIENTS)
+        self.coefficients = coefficients
+        self.skip = bool(skip)
+        self.bias = bool(bias)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        below, above = self.types * self.in_dim, self.types * self.out_dim
+
+        def convolution(wider: int, groups: int = 1) -> nn.Conv2d:
+            size = rows + wider, columns + wider
+            window: dict[str, Any] = {"stride": self.stride, "padding": (size[0] // 2, size[1] // 2)}
+            return nn.Conv2d(below, above, size, groups=groups, bias=self.bias, **window, **place)
+
+        self.master = convolution(0, self.types)
+        self.aide = self.master_norm = self.aide_norm = self.of_master = self.of_aide = self.shortcut = None
+        if coefficients != "none":
+            self.aide = convolution(4)
+            self.master_norm, self.aide_norm = nn.BatchNorm2d(above, **place), nn.BatchNorm2d(above, **place)
+            # With "both", each branch makes coefficients for master and aide, which are then added: one bias is enough.
+            both = coefficients == "both"
+            outputs = (2 if both else 1) * self.types
+            options: dict[str, Any] = {"padding": 1, "groups": self.types, **place}
+            self.of_master = nn.Conv2d(above, outputs, 3, bias=self.bias, **options)
+            self.of_aide = nn.Conv2d(above, outputs, 3, bias=self.bias and not both, **options)
+        if self.skip and (self.in_dim != self.out_dim or self.stride != (1, 1)):
+            self.shortcut = nn.Conv2d(below, above, 3, stride=self.stride, padding=1, bias=self.bias, **place)
+        self.norm = nn.BatchNorm2d(above, **place)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """The height and width of the map above one of ``size``."""
+        return -(-size[0] // self.stride[0]), -(-size[1] // self.stride[1])
+
+    def forward(self, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
+        """Make the capsules of the next layer.
+
+        Parameters
+        ----------
+        capsules : Tensor
+            ``[B, types * in_dim, H, W]``.
+        skipped : Tensor, optional
+            Added before the last BatchNorm, in the place of the layer's own skip connection: the input of the first of
+            several layers, where one connection skips all of them. ``[B, types * out_dim, Ho, Wo]``.
+
+        Returns
+        -------
+        Tensor
+            ``[B, types * out_dim, Ho, Wo]``, each capsule's length below 1.
+        """
+        require_tensor(capsules, "capsules")
+        if capsules.dim() != 4 or capsules.shape[1] != self.types * self.in_dim:
+            wanted = f"[B, {self.types * self.in_dim}, H, W], {self.types} types of {self.in_dim} numbers"
+            raise ValueError(f"capsules must be {wanted}, got {shape_text(capsules)}")
+        summed = self.combine(capsules)
+        if skipped is not None:
+            require_tensor(skipped, "skipped")
+            if skipped.shape != summed.shape:
+                raise ValueError(
+                    f"skipped must be {shape_text(summed)}, as what it is added to; got {shape_text(skipped)}"
+                )
+            summed = summed + skipped
+        elif self.skip:
+            summed = summed + (capsules if self.shortcut is None else self.shortcut(capsules))
+        return self._squash(self.norm(summed))
+
+    def as_poses(self, capsules: Tensor) -> Tensor:
+        """Return the layer's result as poses, ``[B, types, Ho, Wo, out_dim]``."""
+        return capsules.unflatten(1, (self.types, self.out_dim)).movedim(2, -1)
+
+    def combine(self, capsules: Tensor) -> Tensor:
+        """Return a m + b n, before skip connection and BatchNorm."""
+        master = self.master(capsules)
+        if self.aide is None:
+            return master
+        assert self.master_norm is not None and self.aide_norm is not None
+        assert self.of_master is not None and self.of_aide is not None
+        master, aide = self.master_norm(master), self.aide_norm(self.aide(capsules))
+        by_master, by_aide = self.of_master(self._squash(master)), self.of_aide(self._squash(aide))
+        if self.coefficients == "own":
+            a, b = by_master, by_aide
+        elif self.coefficients == "other":
+            a, b = by_aide, by_master
+        else:
+            a, b = (by_master + by_aide).unflatten(1, (self.types, 2)).unbind(2)
+        return squash_sum(master, a, aide, b, types=self.types, relu=True)
+
+    def _squash(self, normal: Tensor) -> Tensor:
+        return squash_sum(normal, types=self.types, relu=True)
+
+    extra_repr = arguments_repr
+
+
+class CapFC(nn.Module):
+    r"""Class capsules from all capsules, a linear map for each number of a pose (Li et al., 2018, section 3.1).
+
+    .. math:: p_{jk} = \sum_i W_{kij} \, p_{ik}, \quad P_j = \mathrm{squash}(p_j)
+
+    Number k of a capsule above sees number k of the capsules below, and nothing else of them.
+
+    Parameters
+    ----------
+    in_capsules : int
+        Capsules below: of a map, types times height times width.
+    out_capsules : int
+        Capsules above: one a class.
+    dim : int
+        Numbers in a capsule, below and above.
+
+    Attributes
+    ----------
+    weight : Parameter
+        ``[dim, in_capsules, out_capsules]``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = CapFC(32 * 4 * 4, 10, 16)
+    >>> layer(torch.randn(2, 32 * 16, 4, 4)).shape
+    torch.Size([2, 10, 16])
+    """
+
+    activation = "squash"
+
+    def __init__(
+        self,
+        in_capsules: int,
+        out_capsules: int,
+        dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_capsules = check_count("in_capsules", in_capsules)
+        self.out_capsules = check_count("out_capsules", out_capsules)
+        self.dim = check_count("dim", dim)
+        shape = self.dim, self.in_capsules, self.out_capsules
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, as a linear layer's."""
+        bound = 1 / math.sqrt(self.in_capsules)
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, capsules: Tensor) -> Tensor:
+        """Make the capsules above.
+
+        Parameters
+        ----------
+        capsules : Tensor
+            A map ``[B, types * dim, H, W]``, read types slowest, then rows, then columns; or a set
+            ``[B, in_capsules, dim]``.
+
+        Returns
+        -------
+        Tensor
+            ``[B, out_capsules, dim]``, of lengths below 1.
+        """
+        require_tensor(capsules, "capsules")
+        given = capsules
+        if given.dim() == 4 and given.shape[1] % self.dim == 0:
+            given = given.unflatten(1, (-1, self.dim)).movedim(2, -1).flatten(1, 3)
+        if given.dim() != 3 or given.shape[1:] != (self.in_capsules, self.dim):
+            raise ValueError(
+                f"capsules must be [B, {self.in_capsules}, {self.dim}], or a map [B, types * {self.dim}, H, W] of as "
+                f"many, got {shape_text(capsules)}"
+            )
+        return squash((given.permute(2, 0, 1) @ self.weight).permute(1, 2, 0))
+
+    def as_poses(self, capsules: Tensor) -> Tensor:
+        """Return the layer's result, which is poses already."""
+        return capsules
+
+    extra_repr = arguments_repr

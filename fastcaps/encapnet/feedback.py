@@ -1,0 +1,154 @@
+"""The feedback-agreement unit of EncapNet (Li et al., 2018, section 3.2): a loss between two layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_map, shape_text
+from fastcaps.encapnet.op import squash_sum
+from fastcaps.encapnet.sinkhorn import SinkhornDivergence
+from fastcaps.nn.poses import arguments_repr
+
+__all__ = ["FeedbackAgreement"]
+
+
+class FeedbackAgreement(nn.Module):
+    r"""Ask a higher layer to give back the lower one; the loss is how far it is from that.
+
+    A *generator* makes :math:`x` of the higher layer, in the shape of the lower layer :math:`y`: a 3 x 3 transposed
+    convolution, BatchNorm, ReLU, and a squash. A *critic*, the same for both, makes them small: two convolutions of
+    stride 2, to a quarter of the channels and to one, each with BatchNorm and ReLU. The loss is the
+    :class:`~fastcaps.encapnet.SinkhornDivergence` between what it finds in the samples of the batch:
+
+    .. math:: L = 2 W(x, y) - W(x, x) - W(y, y)
+
+    Of maps of 4 x 4 or less the critic leaves a single number. Two such, neither below 0, have no angle between them:
+    with the cosine cost the unit is idle there; with ``cost="l2"`` it is not. Inductor takes minutes for a unit's
+    Sinkhorn turns: compile the network without them, or by ``backend="aot_eager"``.
+
+    It is added to a network's loss, times 10 in the paper (:func:`fastcaps.encapnet.feedback_loss`). It is computed in
+    training only: in evaluation mode the unit returns 0 and computes nothing.
+
+    Parameters
+    ----------
+    higher_channels, lower_channels : int
+        Channels of the two layers.
+    types : int or None
+        Capsule types, for layers of capsules in channels: the generator is grouped by type, and squashes. None: plain
+        feature maps, of any convolutional network; or the paper's *vanilla* generator between capsules (d4 of Table 3).
+    stride : 1 or 2
+        How many times larger than the higher layer's the lower layer's map is.
+    critic : bool
+        False: compare the layers as they are (d3).
+    divergence : "ot" or "kl"
+        "kl" is Kullback and Leibler's divergence (b) in our reading: a softmax over what the critic finds in a sample
+        makes a distribution of it; the divergence of y's distribution from x's, a mean over samples.
+    cost, eps, iterations, bias_fix, through_plan
+        As :class:`~fastcaps.encapnet.SinkhornDivergence` has them: ``bias_fix=False`` is d1 of Table 3,
+        ``through_plan=True`` d2, ``cost="l2"`` d5.
+
+    Examples
+    --------
+    >>> import torch
+    >>> unit = FeedbackAgreement(64, 32, types=16, stride=2)
+    >>> higher, lower = torch.rand(3, 64, 4, 4), torch.rand(3, 32, 7, 8)
+    >>> unit(higher, lower).shape, unit.eval()(higher, lower).item()
+    (torch.Size([]), 0.0)
+    """
+
+    critic: nn.Sequential | None
+
+    def __init__(
+        self,
+        higher_channels: int,
+        lower_channels: int,
+        *,
+        types: int | None = None,
+        stride: int = 1,
+        critic: bool = True,
+        divergence: str = "ot",
+        cost: str = "cosine",
+        eps: float = 1.0,
+        iterations: int = 10,
+        bias_fix: bool = True,
+        through_plan: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.higher_channels = check_count("higher_channels", higher_channels)
+        self.lower_channels = check_count("lower_channels", lower_channels)
+        self.types = None if types is None else check_count("types", types)
+        for name, channels in (("higher_channels", higher_channels), ("lower_channels", lower_channels)):
+            if channels % (self.types or 1):
+                raise ValueError(f"{name} must be a multiple of the {types} types, got {channels}")
+        self.stride = check_count("stride", stride)
+        if self.stride > 2:
+            raise ValueError(f"stride must be 1 or 2, got {stride}")
+        check_choice("divergence", divergence, ("ot", "kl"))
+        self.divergence = divergence
+        options: dict[str, Any] = {"eps": eps, "iterations": iterations}
+        self.sinkhorn = SinkhornDivergence(cost, bias_fix=bias_fix, through_plan=through_plan, **options)
+        self.generator = nn.ConvTranspose2d(
+            higher_channels, lower_channels, 3, stride=stride, padding=1, groups=self.types or 1, **place
+        )
+        self.norm = nn.BatchNorm2d(lower_channels, **place)
+        self.critic = None
+        if critic:
+            fewer = max(1, lower_channels // 4)
+            self.critic = nn.Sequential(
+                nn.Conv2d(lower_channels, fewer, 3, stride=2, padding=1, **place),
+                nn.BatchNorm2d(fewer, **place),
+                nn.ReLU(),
+                nn.Conv2d(fewer, 1, 3, stride=2, padding=1, **place),
+                nn.BatchNorm2d(1, **place),
+                nn.ReLU(),
+            )
+
+    def generate(self, higher: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return x, ``[B, lower_channels, *size]``, of the higher layer."""
+        given: Any = list(size)
+        normal = self.norm(self.generator(higher, output_size=given))
+        return normal.relu() if self.types is None else squash_sum(normal, types=self.types, relu=True)
+
+    def forward(self, higher: Tensor, lower: Tensor) -> Tensor:
+        """Compare the two layers.
+
+        Parameters
+        ----------
+        higher : Tensor
+            ``[B, higher_channels, h, w]``.
+        lower : Tensor
+            ``[B, lower_channels, H, W]``, with H and W divided by the stride, rounded up, h and w.
+
+        Returns
+        -------
+        Tensor
+            A scalar, float32 or float64; 0 in evaluation mode.
+        """
+        for name, value in (("higher", higher), ("lower", lower)):
+            check_map(name, value, getattr(self, f"{name}_channels"))
+        size = lower.shape[2], lower.shape[3]
+        if higher.shape[0] != lower.shape[0] or higher.shape[2:] != tuple(-(-n // self.stride) for n in size):
+            raise ValueError(
+                f"higher must be [{lower.shape[0]}, {self.higher_channels}, {-(-size[0] // self.stride)}, "
+                f"{-(-size[1] // self.stride)}], stride {self.stride} below lower {shape_text(lower)}; "
+                f"got {shape_text(higher)}"
+            )
+        if not self.training:
+            return lower.new_zeros((), dtype=accumulation_dtype(lower.dtype))
+        x, y = self.generate(higher, size), lower
+        if self.critic is not None:
+            x, y = self.critic(x), self.critic(y)
+        if self.divergence == "ot":
+            return self.sinkhorn(x, y)
+        with torch.autocast(x.device.type, enabled=False):
+            found, wanted = (z.flatten(1).to(accumulation_dtype(z.dtype)).log_softmax(1) for z in (x, y))
+            return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
+
+    extra_repr = arguments_repr

@@ -1,0 +1,298 @@
+"""EncapNet (Li et al., 2018): networks of capsules in channels, routed in one pass.
+
+The paper's tables are broken in places; what stands here follows its text, and its authors' code where that says more.
+
+``li-encapnet-v1`` is Table 2's network of 18 layers: a convolution, four modules of one type I and three type II layers
+each, and class capsules. Its skip connections are the code's: a type I layer skips itself by a 3 x 3 convolution, a
+module's type II layers are skipped together, from the first one's input to the last one's sum. With coefficients from
+one branch it has 36.47M parameters, with those of both 36.54M; ``li-encapnet-master``, without aides, 1.74M. Nobody
+published a count.
+
+``li-encapnet-v2`` and ``-v3`` are **our reading**. The paper says that they have 101 layers, that some of the shallow
+ones have no aide, and that v3 reads larger images (224, not 128). Here modules have as many layers as ResNet-101's
+stages; the first two have no aides, as in the authors' code; a first convolution of stride 4 brings 128 pixels down to
+v1's 32.
+
+The six layers of Table 1: ``li-encapnet-six-master`` (e) and ``li-encapnet-six`` (f). The table's sizes do not follow
+from its text, and ours are not the table's. What the paper compares with is in :mod:`fastcaps.models.li`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_map, image_size, shape_text
+from fastcaps.encapnet.cap_conv import CapConv2d, CapFC
+from fastcaps.encapnet.feedback import FeedbackAgreement
+from fastcaps.nn.head import ClassHead
+
+__all__ = ["NETWORKS", "EncapModule", "EncapNet", "EncapNetConfig", "FeedbackConfig", "convolutions"]
+
+FEEDBACK = ("none", "one", "two")
+SKIPS = ("none", "I", "II", "both")
+
+
+class EncapModule(nn.Module):
+    """Several layers of capsules (Li et al., 2018, Figure 3a): one of type I, then those of type II.
+
+    Parameters
+    ----------
+    types : int
+        Capsule types.
+    in_dim, out_dim : int
+        Numbers in a capsule before the type I layer and after it.
+    layers : int
+        How many layers.
+    stride : int
+        Of the type I layer.
+    coefficients : str
+        Of every layer, as :class:`~fastcaps.encapnet.CapConv2d` has them.
+    skip : "none", "I", "II" or "both"
+        Which layers have a skip connection: type I one of its own, the type II layers one over all of them.
+    """
+
+    def __init__(
+        self, types: int, in_dim: int, out_dim: int, layers: int, stride: int, coefficients: str, skip: str
+    ) -> None:
+        super().__init__()
+        check_choice("skip", skip, SKIPS)
+        over = skip in ("I", "both")
+        self.first = CapConv2d(types, in_dim, out_dim, stride=stride, coefficients=coefficients, skip=over)
+        self.rest = nn.ModuleList(
+            CapConv2d(types, out_dim, out_dim, kernel_size=1, coefficients=coefficients)
+            for _ in range(check_count("layers", layers) - 1)
+        )
+        self.skips_rest = skip in ("II", "both")
+
+    def forward(self, capsules: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the capsules after the type I layer, and those at the end."""
+        first = found = self.first(capsules)
+        for k, layer in enumerate(self.rest, 1):
+            is_last = k == len(self.rest)
+            found = layer(found, first if self.skips_rest and is_last else None)
+        return first, found
+
+
+class ClassCapsules(nn.Module):
+    """Logits from the last map of capsules: the lengths of its class capsules."""
+
+    def __init__(self, capsules: int, classes: int, dim: int) -> None:
+        super().__init__()
+        self.capsules = CapFC(capsules, classes, dim)
+        self.head = ClassHead(dim, read="length")
+
+    def forward(self, capsules: Tensor) -> Tensor:
+        """``[B, types * dim, H, W]`` to ``[B, classes]``, between 0 and 1."""
+        return self.head(self.capsules(capsules))
+
+
+class EncapNet(nn.Module):
+    """Images to logits through modules; feedback units can ask each to give back its input, for the loss.
+
+    Parameters
+    ----------
+    stem : Module
+        Images to the first map.
+    modules_ : sequence of Module
+        Each takes a map and returns two: the one after its first layer, and the one at its end.
+    feedback : sequence of sequence of FeedbackAgreement
+        The units of each module: none; or one, which makes the module's input from its output; or two, the second of
+        which makes the output of its first layer.
+    head : Module
+        The last map to logits.
+    in_channels, image_size
+        Channels, height and width of the images that the network was built for.
+    fixed : bool
+        Whether images must be of that size.
+    """
+
+    def __init__(
+        self,
+        stem: nn.Module,
+        modules_: Sequence[nn.Module],
+        feedback: Sequence[Sequence[FeedbackAgreement]],
+        head: nn.Module,
+        *,
+        in_channels: int,
+        image_size: tuple[int, int],
+        fixed: bool,
+    ) -> None:
+        super().__init__()
+        self.stem = stem
+        self.layers = nn.ModuleList(modules_)
+        self.feedback = nn.ModuleList(nn.ModuleList(units) for units in feedback)
+        self.head = head
+        self.in_channels = in_channels
+        self.image_size = image_size
+        self.fixed = fixed
+
+    def forward(self, images: Tensor, *, return_feedback: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Classify ``images``.
+
+        Parameters
+        ----------
+        images : Tensor
+            ``[B, channels, H, W]``.
+        return_feedback : bool
+            Also return the sum of the feedback units' divergences: a scalar, 0 in evaluation mode. The loss is
+            :func:`fastcaps.encapnet.feedback_loss`.
+
+        Returns
+        -------
+        Tensor or (Tensor, Tensor)
+            Logits ``[B, classes]``: of networks with class capsules their lengths.
+        """
+        check_map("images", images, self.in_channels)
+        if self.fixed and tuple(images.shape[2:]) != self.image_size:
+            raise ValueError(
+                f"images must be {self.image_size[0]} x {self.image_size[1]} pixels, for which the class capsules were "
+                f"built (image_size), got {shape_text(images)}"
+            )
+        found = self.stem(images)
+        feedback = found.new_zeros((), dtype=accumulation_dtype(found.dtype))
+        for k, layer in enumerate(self.layers):
+            before = found
+            first, found = layer(before)
+            if return_feedback and self.training:
+                units: Any = self.feedback[k]
+                for unit, lower in zip(units, (before, first), strict=False):
+                    feedback = feedback + unit(found, lower)
+        logits = self.head(found)
+        return (logits, feedback) if return_feedback else logits
+
+
+def convolutions(channels: int, layers: Iterable[tuple[int, int, int]]) -> nn.Sequential:
+    """Convolutions, each with BatchNorm and ReLU, from their widths, kernel sizes and strides."""
+    made = nn.Sequential()
+    for width, kernel, stride in layers:
+        made.append(nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2))
+        made.extend([nn.BatchNorm2d(width), nn.ReLU()])
+        channels = width
+    return made
+
+
+def shrunk(size: tuple[int, int], strides: Sequence[int]) -> tuple[int, int]:
+    """The map's size after layers of these strides."""
+    for stride in strides:
+        size = -(-size[0] // stride), -(-size[1] // stride)
+    return size
+
+
+@dataclass(frozen=True)
+class FeedbackConfig:
+    """The options of the feedback units (Li et al., 2018, Table 3).
+
+    Attributes
+    ----------
+    feedback : "none", "one" or "two"
+        Units for each module: "one" is (c) of the table, "two" is (8), "two OTs". They have parameters of their own,
+        and are used in training only.
+    divergence, bias_fix, through_plan, critic, cost
+        As :class:`~fastcaps.encapnet.FeedbackAgreement` has them: (b), (d1), (d2), (d3), (d5).
+    generator : "capsules" or "vanilla"
+        "capsules" is grouped by capsule type and squashes; "vanilla", (d4), does neither. Plain networks always have
+        the latter.
+    """
+
+    feedback: str = "none"
+    divergence: str = "ot"
+    bias_fix: bool = True
+    through_plan: bool = False
+    critic: bool = True
+    generator: str = "capsules"
+    cost: str = "cosine"
+
+    def units(self, before: int, after: int, stride: int, several: bool, types: int | None) -> list[FeedbackAgreement]:
+        """Make the units of a module from ``before`` channels to ``after``, which has ``several`` layers or one."""
+        check_choice("feedback", self.feedback, FEEDBACK)
+        check_choice("generator", self.generator, ("capsules", "vanilla"))
+        lower = {"none": [], "one": [(before, stride)], "two": [(before, stride), (after, 1)]}[self.feedback]
+        if not several:
+            lower = lower[:1]
+        names = ("divergence", "bias_fix", "through_plan", "critic", "cost")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        grouped = types if self.generator == "capsules" else None
+        return [FeedbackAgreement(after, size, stride=step, types=grouped, **options) for size, step in lower]
+
+
+@dataclass(frozen=True)
+class EncapNetConfig(FeedbackConfig):
+    """Everything an EncapNet is built from.
+
+    Attributes
+    ----------
+    classes, in_channels : int
+        Class capsules, and channels of an image.
+    image_size : int or (int, int)
+        Height and width; the class capsules fix it.
+    types : int
+        Capsule types in every layer.
+    stem : tuple of (int, int, int)
+        First convolutions, each with BatchNorm and ReLU: channels for each type, kernel size, stride. The first
+        capsules have as many numbers as the last convolution has channels for each type.
+    dims, layers, strides : tuple of int
+        Of each module: numbers in a capsule, layers, stride of the first one.
+    coefficients : str or tuple of str
+        Of all modules or each, as :class:`~fastcaps.encapnet.CapConv2d` has them: (1) to (4) of Table 3.
+    skip : "none", "I", "II" or "both"
+        Skip connections: (5) to (7) of Table 3.
+    """
+
+    classes: int = 10
+    image_size: int | tuple[int, int] = 32
+    in_channels: int = 3
+    types: int = 32
+    stem: tuple[tuple[int, int, int], ...] = ((1, 3, 1),)
+    dims: tuple[int, ...] = (2, 4, 8, 16)
+    layers: tuple[int, ...] = (4, 4, 4, 4)
+    strides: tuple[int, ...] = (1, 2, 2, 2)
+    coefficients: str | tuple[str, ...] = "both"
+    skip: str = "both"
+
+    def build(self) -> EncapNet:
+        """Make the network, freshly drawn."""
+        size, channels = image_size(self.image_size), check_count("in_channels", self.in_channels)
+        types = check_count("types", self.types)
+        for name in ("layers", "strides"):
+            if len(getattr(self, name)) != len(self.dims):
+                raise ValueError(f"{name} must have {len(self.dims)} numbers as dims, got {getattr(self, name)}")
+        given = self.coefficients
+        of_modules = (given,) * len(self.dims) if isinstance(given, str) else tuple(given)
+        if len(of_modules) != len(self.dims):
+            raise ValueError(f"coefficients must be one word or {len(self.dims)}, as dims, got {of_modules}")
+        stem = convolutions(channels, [(types * dim, kernel, stride) for dim, kernel, stride in self.stem])
+        modules: list[nn.Module] = []
+        units = []
+        dim_below = self.stem[-1][0]
+        for dim, layers, stride, coefficients in zip(self.dims, self.layers, self.strides, of_modules, strict=True):
+            modules.append(EncapModule(types, dim_below, dim, layers, stride, coefficients, self.skip))
+            units.append(self.units(types * dim_below, types * dim, stride, layers > 1, types))
+            dim_below = dim
+        height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
+        head = ClassCapsules(types * height * width, check_count("classes", self.classes), dim_below)
+        return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
+
+
+V1 = EncapNetConfig()
+SIX = EncapNetConfig(
+    stem=((1, 3, 1), (2, 3, 1), (4, 3, 2), (8, 3, 2)), dims=(16,), layers=(1,), strides=(2,), skip="none"
+)
+V2 = EncapNetConfig(
+    classes=200,
+    image_size=128,
+    stem=((1, 7, 4),),
+    layers=(9, 12, 69, 9),
+    coefficients=("none", "none", "both", "both"),
+)
+NETWORKS = {
+    "li-encapnet-master": replace(V1, coefficients="none"),
+    "li-encapnet-v1": V1,
+    "li-encapnet-v2": V2,
+    "li-encapnet-v3": replace(V2, image_size=224),
+    "li-encapnet-six-master": replace(SIX, coefficients="none"),
+    "li-encapnet-six": SIX,
+}

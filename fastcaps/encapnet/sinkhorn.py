@@ -1,0 +1,131 @@
+"""The Sinkhorn divergence between two sets of vectors: optimal transport that a loss can be made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, shape_text
+from fastcaps.vectors import unit
+
+__all__ = ["SinkhornDivergence"]
+
+
+class SinkhornDivergence(nn.Module):
+    r"""How far two sets of vectors are apart, as distributions (Genevay et al., 2017; Li et al., 2018, section 3.2).
+
+    .. math::
+        D(x, y) = 2 W(x, y) - W(x, x) - W(y, y), \quad W(x, y) = \sum_{ij} \pi_{ij} C_{ij}
+
+    :math:`C_{ij}` is the cost of moving :math:`x_i` to :math:`y_j`. The plan :math:`\pi`, whose rows and columns each
+    hold the same share, is what a number of Sinkhorn's turns make of the kernel :math:`\exp(-C / \epsilon)`; they run
+    in logarithms, so that a small :math:`\epsilon` does no harm.
+
+    Parameters
+    ----------
+    cost : "cosine" or "l2"
+        1 minus the cosine of the angle between two vectors (1 for a zero vector), or their distance.
+    eps : float
+        :math:`\epsilon`: the larger, the more evenly the plan spreads. The authors' code has 1.
+    iterations : int
+        Sinkhorn's turns, each of rows and columns; 10 in the paper.
+    bias_fix : bool
+        False: W(x, y) alone, which is not 0 for equal sets.
+    through_plan : bool
+        Let the gradient flow through the plan as well. The paper does not, and found it slightly worse.
+
+    Examples
+    --------
+    >>> import torch
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> divergence = SinkhornDivergence("l2", eps=0.01)
+    >>> divergence(x, x + 1)  # each moves to its own, by (1, 1)
+    tensor(2.8284)
+    >>> divergence(x, x)
+    tensor(0.)
+    """
+
+    def __init__(
+        self,
+        cost: str = "cosine",
+        *,
+        eps: float = 1.0,
+        iterations: int = 10,
+        bias_fix: bool = True,
+        through_plan: bool = False,
+    ) -> None:
+        super().__init__()
+        check_choice("cost", cost, ("cosine", "l2"))
+        self.cost = cost
+        self.eps = check_finite("eps", eps, 0.0)
+        if self.eps == 0.0:
+            raise ValueError("eps must be above 0, got 0")
+        self.iterations = check_count("iterations", iterations)
+        self.bias_fix = bool(bias_fix)
+        self.through_plan = bool(through_plan)
+
+    def costs(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return C, ``[n, m]``, of vectors ``[n, d]`` and ``[m, d]``."""
+        if self.cost == "cosine":
+            return 1 - unit(x) @ unit(y).T
+        return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")  # gradient 0 where two are the same
+
+    def plan(self, costs: Tensor) -> Tensor:
+        r"""Return :math:`\pi`, ``[n, m]``, of costs ``[n, m]``: each column sums to 1 / m, each row soon to 1 / n."""
+        kernel = -costs / self.eps
+        # 1 / n and 1 / m in logarithms, by sums: the numbers of samples may be symbols
+        of_row, of_column = (-costs.new_zeros(size).logsumexp(0) for size in costs.shape)
+        columns = of_column.expand(costs.shape[1])
+        rows = of_row.expand(costs.shape[0])
+        for _ in range(self.iterations):
+            rows = of_row - (kernel + columns).logsumexp(1)
+            columns = of_column - (kernel + rows.unsqueeze(1)).logsumexp(0)
+        return (rows.unsqueeze(1) + kernel + columns).exp()
+
+    def transport(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return W, of vectors ``[n, d]`` and ``[m, d]``."""
+        costs = self.costs(x, y)
+        plan = self.plan(costs if self.through_plan else costs.detach())
+        return (plan * costs).sum()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compare two sets.
+
+        Parameters
+        ----------
+        x, y : Tensor
+            ``[n, ...]`` and ``[m, ...]``: n and m vectors; what follows the first dimension is one vector. Half types
+            are computed in float32, under autocast too.
+
+        Returns
+        -------
+        Tensor
+            A scalar; 0 for two empty sets.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument has the wrong type, dtype or shape.
+        """
+        for name, value in (("x", x), ("y", y)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+            if not value.is_floating_point():
+                raise TypeError(f"{name} must have a floating-point dtype, got {value.dtype}")
+        if x.dim() < 2:
+            raise ValueError(f"x must be [n, ...], a vector for every sample, got {shape_text(x)}")
+        if y.dim() != x.dim() or y.shape[1:] != x.shape[1:]:
+            wanted = ", ".join(map(str, ("m", *x.shape[1:])))
+            raise ValueError(f"y must be [{wanted}], vectors as those of x, got {shape_text(y)}")
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(accumulation_dtype(x.dtype), accumulation_dtype(y.dtype))
+            x, y = x.flatten(1).to(dtype), y.flatten(1).to(dtype)
+            found = self.transport(x, y)
+            if not self.bias_fix:
+                return found
+            return 2 * found - self.transport(x, x) - self.transport(y, y)
+
+    def extra_repr(self) -> str:
+        """What is set."""
+        names = ("eps", "iterations", "bias_fix", "through_plan")
+        return ", ".join([repr(self.cost), *(f"{name}={getattr(self, name)}" for name in names)])

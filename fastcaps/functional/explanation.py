@@ -1,0 +1,248 @@
+"""What :func:`fastcaps.explain` answers: which backend runs a call, by which kernel, and why not the others.
+
+A call is explained by making it with fake tensors, which have shapes and no numbers: nothing is computed, and nothing
+of the module or the process changes. The ops' fake kernels tell of each call on the way, to the thread that asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from fastcaps import backends, libraries
+from fastcaps.functional.inverted_attention import inverted_attention_routing
+from fastcaps.ops import Routing
+from fastcaps.ops.watchers import listener
+from fastcaps.votes import Votes
+
+__all__ = ["Explanation", "Explanations", "explain"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of an op would run on, and why not on the backends before it.
+
+    Attributes
+    ----------
+    backend
+        The name of the backend that runs, ``"torch"`` for the library's own convolution or matmul, or None if a forced
+        backend cannot take the call.
+    how
+        One sentence about what runs.
+    reasons
+        For every backend that does not run, why not.
+    forward, backward
+        The kernel of each half and its schedule (how it cuts the call up), as the backend tells it; empty where there
+        is nothing to tell.
+    call
+        The call in one line: sizes, dtype, device.
+    """
+
+    backend: str | None
+    how: str
+    reasons: dict[str, str]
+    forward: str = ""
+    backward: str = ""
+    call: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend or 'nothing'}: {self.how}"]
+        lines += [f"  call: {self.call}"] if self.call else []
+        lines += [f"  forward: {self.forward}"] if self.forward else []
+        lines += [f"  backward: {self.backward}"] if self.backward else []
+        return "\n".join([*lines, *(f"  not {name}: {reason}" for name, reason in self.reasons.items())])
+
+
+class Explanations(tuple[Explanation, ...]):
+    """The explanations of a module's calls of routings and of ``squash_sum``, in the order in which it makes them."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"[{k}] {one}" for k, one in enumerate(self)) or "no routing call"
+
+
+_Refusal = Callable[[str, backends.Call], str | None]
+"""Why a backend cannot take a call: :func:`fastcaps.backends.refusal`, or an op's own."""
+
+_MOST_CALLS = 1000
+"""Calls in one explanation: a module that makes more of them walks absurdly many iterations by itself."""
+
+
+def explain(call: Callable[..., Any] | Tensor, *inputs: Any, **options: Any) -> Explanation | Explanations:
+    """Say which backend and kernel would run a call of a routing or of ``squash_sum``, and why not the others.
+
+    Nothing is computed: the call is made with tensors that have shapes and no numbers, on a copy of the module. So
+    parameters, statistics, hooks and random numbers stay as they are, and no other thread notices.
+
+    Parameters
+    ----------
+    call : Module or function
+        A routing layer, a whole network, a routing function or any function that calls them. Tensors alone are the
+        arguments of :func:`~fastcaps.functional.inverted_attention_routing`.
+    *inputs, **options
+        Its arguments. A routing layer may come without: it is then explained for a batch of 1 (on a grid, the
+        smallest).
+
+    Returns
+    -------
+    Explanation or Explanations
+        The latter, a tuple, for any other number of calls than one. Both print as text.
+
+    Raises
+    ------
+    TypeError
+        If ``call`` cannot be called, or is a module that needs inputs and got none.
+    ValueError
+        If the way through a module depends on numbers (``if x.sum() > 0``), or has more than 1000 calls of routings.
+    Exception
+        What the call itself would raise for wrong arguments, but not :class:`~fastcaps.BackendError`: that a forced
+        backend cannot take the call is part of the answer.
+    """
+    if isinstance(call, Tensor):
+        call, inputs = inverted_attention_routing, (call, *inputs)
+    if isinstance(call, torch.nn.Module) and not inputs:
+        if not hasattr(call, "smallest_inputs"):
+            raise TypeError(f"explain: a {type(call).__name__} must be given with its inputs: explain(module, inputs)")
+        inputs = tuple(call.smallest_inputs())  # type: ignore[operator]
+    if not callable(call):
+        raise TypeError(f"explain: call must be a module, a function or tensors, got {type(call).__name__}")
+    with _uncompiled(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        mode.cache_enabled = False  # a call that was seen before must be told of again
+        fake = _faked(call, mode)
+        inputs, options = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, (inputs, options))
+        found = _Listener()
+        token = listener.set(found)
+        try:
+            fake(*inputs, **options)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            name = type(call).__name__ if isinstance(call, torch.nn.Module) else getattr(call, "__name__", "function")
+            raise ValueError(
+                f"explain: what {name} does depends on the numbers in its tensors ({error.func}), and it is called "
+                "with shapes alone; explain its layers one by one"
+            ) from None
+        finally:
+            listener.reset(token)
+    return found[0] if len(found) == 1 else Explanations(found)
+
+
+_one_stance = threading.RLock()  # torch's is one for the process: each puts back what it found
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run what :func:`torch.compile` made as it was written: compiled code reads memory, and fake tensors have none."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes long
+        yield
+        return
+    with _one_stance, torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
+    """Return a copy of a module whose tensors are fake and that has no hooks; anything else as it is."""
+    if not isinstance(call, torch.nn.Module):
+        return call
+    tensors = [*call.parameters(), *call.buffers()]
+    held = torch.utils._pytree.tree_leaves([vars(module) for module in call.modules()])
+    # what a graph led to, as pruned weights and results that a module keeps, cannot be copied otherwise
+    tensors += [each for each in held if isinstance(each, Tensor) and not each.is_leaf]
+    memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
+    copied = copy.deepcopy(call, memo)
+    for module in copied.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            hooks.clear()
+    return copied
+
+
+class _Listener(list[Explanation]):
+    """The explanations of what was heard so far, in one thread."""
+
+    def routing(self, op: Routing, votes: Votes, own: Any) -> None:
+        """Explain a call of a routing's op."""
+        if len(self) == _MOST_CALLS:
+            raise ValueError(
+                f"explain: the module makes more than {_MOST_CALLS} calls of routings; explain fewer iterations"
+            )
+        self.append(_explain_op(op, votes, own))
+
+    def product(self, votes: Votes) -> None:
+        """Explain a first iteration that torch's own product makes."""
+        call, forced = backends.Call.under_autocast("attention", votes), backends.forced()
+        if forced is not None and backends.refusal(forced, call) is not None:
+            self.append(_cannot(forced, call, _describe(votes, call), backends.refusal))
+            return
+        why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
+        reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
+        self.append(Explanation("torch", why, reasons, call=_describe(votes, call)))
+
+    def other(self, call: backends.Call, describe: Callable[[], str], refusal: _Refusal) -> None:
+        """Explain a call of an op that is no routing."""
+        self.append(_explain(call, describe(), refusal))
+
+
+def _cannot(forced: str, call: backends.Call, described: str, refusal: _Refusal) -> Explanation:
+    """Return that a forced backend cannot take a call."""
+    reasons = {name: refusal(name, call) or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
+    return Explanation(None, f"backend {forced!r} is forced and cannot take this call", reasons, call=described)
+
+
+def _explain_op(routing: Routing, votes: Votes, own: Any) -> Explanation:
+    call, count = backends.Call.under_autocast(routing.stem, votes), routing.iterations(own)
+    described = _describe(votes, call) + (f", {count} turns" if count > 1 else "")
+    found = _explain(call, described, backends.refusal)
+    if found.backend is None:
+        return found
+    copied = sum(table.numel() for table in (votes.bias, *routing.tables(own)) if table is not None)
+    facts = (count, getattr(own, routing.state[0]) is not None)
+    forward, backward = (_schedule(found.backend, call, votes, (*facts, half, copied)) for half in (False, True))
+    return replace(found, forward=forward, backward=backward)
+
+
+def _explain(call: backends.Call, described: str, refusal: _Refusal) -> Explanation:
+    """Return which backend runs a call, and why not the others."""
+    refusals, forced = {name: refusal(name, call) for name in backends.NAMES}, backends.forced()
+    if forced is not None and refusals[forced] is not None:
+        return _cannot(forced, call, described, refusal)
+    runs = backends.chosen(forced, call, refusal)
+    how = "forced" if forced else next(entry.detail for entry in backends.listing() if entry.name == runs)
+    after = f"{forced!r} is forced" if forced else f"{runs} comes first"
+    reasons = {name: reason or after for name, reason in refusals.items() if name != runs}
+    return Explanation(runs, how, reasons, call=described)
+
+
+def _schedule(name: str, call: backends.Call, votes: Votes, facts: tuple[int, bool, bool, int]) -> str:
+    """Return what a backend says of kernel and schedule, in a line. ``facts``: iterations, start, backward, copied."""
+    if name in ("cpu", "cuda"):
+        asked = (call.stem, votes.sizes_in_c(), backends.native_facts(call, votes, *facts))
+        ask = libraries.library(name).ask
+        told = ask("fastcaps_cpu_schedule", *asked) if name == "cpu" else ask("fastcaps_cuda_schedule", *asked)
+        return (told or "").split("text=")[-1]
+    if name == "triton":
+        return str(backends.triton_kernels(call.stem).schedule_call(votes, call, facts[2]))
+    return ""
+
+
+def _describe(votes: Votes, call: backends.Call) -> str:
+    batch, height, width, types = votes.sizes[:4]
+    (rows, depth, columns), (ho, wo), (kh, kw) = votes.pose, votes.grid, votes.window[:2]
+    where = f"{types} children" if height * width * kh * kw == 1 else f"{height}x{width} x {types} children"
+    seen = "" if kh * kw == 1 else f" by {kh}x{kw} windows"
+    to = f"{call.parents} parents" if ho * wo == 1 else f"{ho}x{wo} x {call.parents} parents"
+    matrices = f"{votes.groups} weight groups" if call.has_weight else "no weights"
+    return (
+        f"batch {batch}, {where} of {rows}x{depth}{seen} to {to} of {rows}x{columns}, {matrices}, "
+        f"{str(call.dtype).removeprefix('torch.')} on {call.device}"
+    )

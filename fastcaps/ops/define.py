@@ -1,0 +1,100 @@
+"""How an op is defined: its schema written from typed records, its kernels registered, and the native ones declared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._decomp import register_decomposition
+from torch.utils.flop_counter import register_flop_formula
+
+__all__ = ["LIBRARY", "NATIVE", "define", "let_inductor_call", "make_differentiable", "tensors_of", "written"]
+
+LIBRARY = torch.library.Library("fastcaps", "DEF")
+NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
+"""Where the ops of the native libraries are declared: backend -> library."""
+
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Sequence[float]": "float[]",
+    "Sequence[int]": "SymInt[]",
+    "bool": "bool",
+    "float": "float",
+    "int": "SymInt",
+}
+
+
+def _kind(annotation: Any) -> str:
+    return _TYPES[getattr(annotation, "__forward_arg__", annotation)]
+
+
+def written(fields: Mapping[str, Any]) -> str:
+    """Return a schema's arguments from names and their types, as a typed record has them."""
+    return ", ".join(f"{_kind(annotation)} {name}" for name, annotation in fields.items())
+
+
+def tensors_of(fields: Mapping[str, Any]) -> list[str]:
+    """Return the names of a record's tensors."""
+    return [name for name, annotation in fields.items() if _kind(annotation).startswith("Tensor")]
+
+
+def define(
+    name: str,
+    takes: str,
+    returns: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int],
+    native: tuple[str, str] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Define an op; return it, and the ops of the same name that the native libraries implement, by backend.
+
+    Parameters
+    ----------
+    takes, returns : str
+        Its schema.
+    run, fake : callable
+        Its kernel for every device, and the one that makes empty tensors.
+    flops : callable
+        How many operations a call makes.
+    native : (str, str), optional
+        The schema of the native ops, if that is another.
+    """
+    LIBRARY.define(f"{name}({takes}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastcaps::{name}", fake, lib=LIBRARY)
+    packet = getattr(torch.ops.fastcaps, name)
+    register_flop_formula(packet)(flops)
+    takes, returns = native or (takes, returns)
+    below = {}
+    for backend, library in NATIVE.items():
+        library.define(f"{name}({takes}) -> {returns}".replace("SymInt", "int"))
+        below[backend] = getattr(getattr(torch.ops, f"fastcaps_{backend}"), name).default
+    return packet.default, below
+
+
+def make_differentiable(
+    op: Any,
+    backward: Callable[..., Any],
+    save: Callable[..., None],
+    formula: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Register an op's way back, and the formula in plain PyTorch that an ONNX export takes."""
+    torch.library.register_autograd(op.name(), backward, setup_context=save, lib=LIBRARY)
+    register_decomposition(op)(formula)
+    register_decomposition(op, type="meta")(fake)  # else fakes of free sizes would run the formulas
+
+
+def let_inductor_call(op: Any) -> None:
+    """Have Inductor, if it is what compiles, call an op as it is.
+
+    Where the variable CI is set it refuses an op that has a decomposition, as ours have for ONNX: a check that torch
+    means for its own ops.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if lowering is not None:
+        lowering.FALLBACK_ALLOW_LIST.add(op.name())

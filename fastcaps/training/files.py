@@ -1,0 +1,118 @@
+"""YAML files of experiments and tables: those of the papers, a file a paper, and of one's own, a file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fastcaps.checks import did_you_mean
+from fastcaps.training.fields import SettingError, wrong
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a field stands once, and where it is written."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # aliases of aliases make billions of a few lines
+            raise yaml.MarkedYAMLError(
+                problem="* repeats another value, want it written out", problem_mark=self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"{key} stands twice, want it once", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML; what is no YAML, or is nested beyond reason, raises SettingError in one line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        raise SettingError(f"{where}{' '.join(str(error.problem).split())}") from error
+    except RecursionError as error:
+        raise SettingError("brackets are nested too deeply") from error
+    except (
+        Exception
+    ) as error:  # PyYAML raises whatever its constructors meet, of a 13th month or a tag that does not fit
+        raise SettingError(" ".join(str(error).split())) from error
+
+
+class Shelf:
+    """The papers' entries in a folder's files, by name, and how one is based on another.
+
+    Parameters
+    ----------
+    folder : Path
+    kind : str
+        What an entry is, for messages.
+    listing : str
+        The command that lists them.
+    on_base : callable
+        From the fields of the base and those of an entry (or of one's own file) to all of its fields.
+    """
+
+    def __init__(
+        self, folder: Path, kind: str, listing: str, on_base: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        self.folder, self.kind, self.listing, self.on_base = folder, kind, listing, on_base
+
+    @cached_property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """The papers' entries, each with the fields that its file gives it."""
+        files = sorted(self.folder.glob("*.yaml"))
+        return {name: given for path in files for name, given in read_yaml(path.read_text(encoding="utf-8")).items()}
+
+    def fields(self, name: str) -> dict[str, Any]:
+        """The fields of an entry, those of its base among them.
+
+        Parameters
+        ----------
+        name : str
+            One of ``entries``, or the path of a file of one's own.
+
+        Raises
+        ------
+        SettingError
+            One line: the file, the field, what came and what is wanted.
+        """
+        if not name.endswith((".yaml", ".yml")):
+            if name in self.entries:
+                return self._based(self.entries[name])
+            hint = did_you_mean(name, sorted(self.entries))
+            want = f"one of those that fastcaps {self.listing} lists, or a .yaml file"
+            raise SettingError(f"{self.kind}: got {name!r}{hint}, want {want}")
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise SettingError(f"{self.kind}: got {name!r}, and there is no such file")
+        try:
+            return self._based(read_yaml(path.read_text(encoding="utf-8")), own=True)
+        except (SettingError, UnicodeDecodeError) as error:
+            raise SettingError(f"{path.name}: {error}") from error
+
+    def _based(self, given: Any, own: bool = False) -> dict[str, Any]:
+        if not isinstance(given, Mapping):
+            raise wrong(self.kind, given, "a mapping of fields")
+        for key in given:
+            if not isinstance(key, str):  # YAML reads on, no, null and 1 as other things than text
+                raise SettingError(f"{key!r}: no such field")
+        made = dict(given)
+        base = made.pop("base", None)
+        if base is None:
+            return made
+        if not isinstance(base, str) or base not in self.entries:
+            hint = did_you_mean(base, sorted(self.entries)) if isinstance(base, str) else ""
+            raise wrong("base", base, f"a {self.kind} that fastcaps {self.listing} lists{hint}")
+        below = self.fields(base)
+        if own:  # what a paper says is not of one's own
+            below = {key: value for key, value in below.items() if key not in ("source", "reported", "reading")}
+        return self.on_base(below, made)

@@ -1,0 +1,258 @@
+"""The networks of Li et al. (2018): their sums by hand, their layers, Table 3's switches, a step of training each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastcaps import models
+from fastcaps.encapnet import CapConv2d, EncapNet, FeedbackAgreement, feedback_loss, networks
+from fastcaps.losses import margin_loss
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = [name for name in models.names() if isinstance(models.config(name), networks.FeedbackConfig)]
+PLAIN = [name for name in NAMES if "encapnet" not in name]
+FEW: dict[str, Any] = {"li-encapnet-v2": {"layers": (2, 1, 3, 2)}, "li-encapnet-v3": {"layers": (1, 2, 2, 2)}}
+
+
+def small(name: str, **changes: Any) -> EncapNet:
+    """Return a network that differs from its full size in widths, depth and image alone."""
+    options: dict[str, Any] = {"image_size": 16, **FEW.get(name, {})}
+    if name in PLAIN:
+        config = models.config(name)
+        options["stem"] = tuple((max(1, width // 16), stride) for width, stride in config.stem)
+        options["stages"] = tuple((width // 16, blocks, stride) for width, blocks, stride in config.stages)
+    else:
+        options["types"] = 2
+    return models.create(name, **{**options, **changes})
+
+
+def count(name: str, **overrides: Any) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in models.create(name, **overrides).parameters())
+
+
+def by_hand(
+    layers: tuple[int, ...], aides: tuple[bool, ...], said_by: int = 0, cells: int = 16, classes: int = 10
+) -> int:
+    """The parameters of a network of 32 types, dimensions 1 to 16, without its first convolution.
+
+    ``said_by``: from how many branches a coefficient is made.
+    """
+    total, below = 16 * 32 * cells * classes, 1
+    for dim, many, aide in zip((2, 4, 8, 16), layers, aides, strict=True):
+        channels = 32 * dim
+        total += 9 * 32 * below * channels + channels  # the connection that skips type I
+        for depth in range(many):
+            into, width = (below, 3) if depth == 0 else (dim, 1)
+            total += 32 * into * dim * width**2 + channels + 2 * channels
+            if aide:
+                total += 32 * into * channels * (width + 4) ** 2 + channels + 2 * 2 * channels
+                total += 2 * (said_by * 32 * dim * 9 + 32)
+        below = dim
+    return total
+
+
+def test_parameters_by_hand() -> None:
+    first = 3 * 32 * 9 + 32 + 64
+    four, no, yes = (4, 4, 4, 4), (False,) * 4, (True,) * 4
+    wanted = {"none": 1_743_680, "own": 36_474_944, "other": 36_474_944, "both": 36_544_064}
+    for coefficients, parameters in wanted.items():
+        said_by = {"none": 0, "both": 2}.get(coefficients, 1)
+        assert parameters == first + by_hand(four, no if coefficients == "none" else yes, said_by)
+        assert count("li-encapnet-v1", coefficients=coefficients) == parameters
+    assert count("li-encapnet-master") == wanted["none"] and count("li-encapnet-v1") == wanted["both"]
+    assert [round(wanted[name] / 1e6, 2) for name in ("none", "own")] == [1.74, 36.47]
+    shallow, deep = (False, False, True, True), (9, 12, 69, 9)
+    first = 3 * 32 * 49 + 32 + 64
+    assert count("li-encapnet-v2") == first + by_hand(deep, shallow, 2, 16, 200) == 176_330_752
+    assert count("li-encapnet-v3") == first + by_hand(deep, shallow, 2, 49, 200) == 179_709_952
+
+
+def test_parameters_of_six_layers_and_of_the_resnet() -> None:
+    widths = (3, 32, 64, 128, 256)
+    four = sum(9 * a * b + b + 2 * b for a, b in pairwise(widths))
+    classes = 16 * 512 * 10
+    master = 9 * 32 * 8 * 16 + 512 + 1024
+    assert count("li-encapnet-six-master") == four + master + classes == 509_696
+    aide = 49 * 256 * 512 + 512 + 2048 + 2 * (2 * 32 * 16 * 9) + 64
+    assert count("li-encapnet-six") == four + master + aide + classes == 6_953_280
+    same = four + 9 * 256 * 512 + 512 + 1024 + 512 * 10 + 10
+    assert count("li-cnn-same") == same == 1_575_690
+    assert 6 < count("li-cnn-large") / same < 6.3  # Table 1: 146.88 to 24.44
+    total, below = 3 * 32 * 9 + 32 + 64 + 5130, 32
+    for width in (64, 128, 256, 512):
+        total += 9 * below * width + below * width + 2 * width + 3 * (9 * width**2) + 4 * 2 * width
+        below = width
+    assert count("li-resnet18") == total
+
+
+def depth(net: nn.Module) -> int:
+    """Layers as the paper counts them: branches, coefficients and skip connections are not layers of their own."""
+    plain = sum(isinstance(module, nn.Conv2d) for module in net.stem)
+    plain += sum(isinstance(module, nn.Conv2d) for block in net.stem for module in block.children())
+    blocks = [m for m in net.modules() if isinstance(m, models.BasicBlock)]
+    return plain + sum(isinstance(m, CapConv2d) for m in net.modules()) + 2 * len(blocks) + 1
+
+
+def test_depths() -> None:
+    wanted = {"v1": 18, "master": 18, "v2": 101, "v3": 101, "six": 6, "six-master": 6}
+    with torch.device("meta"):
+        for name, layers in wanted.items():
+            assert depth(models.create(f"li-encapnet-{name}")) == layers
+        for name, layers in (("cnn-same", 6), ("cnn-large", 6), ("resnet18", 18)):
+            assert depth(models.create(f"li-{name}")) == layers
+
+
+def test_maps_are_table_2s() -> None:
+    found: list[tuple[int, ...]] = []
+    with torch.device("meta"):
+        net = models.create("li-encapnet-v1").eval()
+        for layer in (net.stem, *net.layers):
+            layer.register_forward_hook(
+                lambda _, __, out: found.append(tuple((out if isinstance(out, Tensor) else out[1]).shape))
+            )
+        assert net(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+    assert found == [(2, 32, 32, 32), (2, 64, 32, 32), (2, 128, 16, 16), (2, 256, 8, 8), (2, 512, 4, 4)]
+    kinds = [(*layer.kernel_size, *layer.stride, layer.skip) for layer in net.modules() if isinstance(layer, CapConv2d)]
+    plain = (1, 1, 1, 1, False)
+    assert kinds == [(3, 3, 1, 1, True), *3 * [plain], *3 * [(3, 3, 2, 2, True), *3 * [plain]]]
+
+
+@pytest.mark.parametrize("skip", ["none", "I", "II", "both"])
+def test_what_a_module_skips(skip: str) -> None:
+    module = networks.EncapModule(2, 1, 3, 3, 2, "own", skip).double().eval()
+    capsules = torch.randn(2, 2, 5, 4, dtype=torch.float64)
+    first = module.first
+    summed = first.combine(capsules)
+    if skip in ("I", "both"):
+        summed = summed + first.shortcut(capsules)
+    below = first._squash(first.norm(summed))
+    middle, last = module.rest
+    wanted = last(middle(below), below if skip in ("II", "both") else None)
+    got, found = module(capsules)
+    torch.testing.assert_close((got, found), (below, wanted))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_network_learns_a_step(name: str) -> None:
+    net = small(name, feedback="one" if name != "li-encapnet-v3" else "two")
+    before = {name: p.clone() for name, p in net.named_parameters() if not name.startswith("feedback")}
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    logits, feedback = net(torch.randn(4, 3, 16, 16), return_feedback=True)
+    loss = feedback_loss(logits, torch.arange(4), feedback)
+    loss.backward()
+    optimizer.step()
+    after = dict(net.named_parameters())
+    kept = [key for key in before if torch.equal(before[key], after[key])]
+    assert loss.isfinite() and all(key.endswith("bias") for key in kept)  # which a BatchNorm takes away again
+    net.eval()
+    for batch in (0, 1, 3):
+        assert net(torch.randn(batch, 3, 16, 16)).shape == (batch, net.head[-1].out_features if name in PLAIN else
+                                                            models.config(name).classes)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_images_channels_and_classes(name: str) -> None:
+    net = small(name, image_size=(11, 26), in_channels=2, classes=7).eval()
+    assert net(torch.randn(2, 2, 11, 26)).shape == (2, 7)
+    assert (net.image_size, net.in_channels) == ((11, 26), 2)
+    if name in PLAIN:
+        assert net(torch.randn(2, 2, 12, 9)).shape == (2, 7)
+
+
+TWO_MODULES: dict[str, Any] = {"dims": (2, 4), "layers": (2, 1), "strides": (1, 2)}
+
+
+def test_it_learns() -> None:
+    net = small("li-encapnet-v1", **TWO_MODULES, image_size=8, types=4, feedback="one", classes=4)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    images, labels = torch.randn(8, 3, 8, 8), torch.arange(8) % 4
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        logits, feedback = net(images, return_feedback=True)
+        feedback_loss(logits, labels, feedback, weight=0.1).backward()
+        optimizer.step()
+        losses.append(margin_loss(logits.detach(), labels).item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["li-encapnet-v1", "li-resnet18"])
+def test_autocast_and_compile(name: str) -> None:
+    changes = {"stages": ((4, 2, 2),)} if name in PLAIN else TWO_MODULES
+    net = small(name, feedback="one", **changes)
+    images = torch.randn(3, 3, 16, 16)
+    wanted, divergence = net(images, return_feedback=True)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    logits, feedback = compiled(images, return_feedback=True)
+    torch.testing.assert_close((logits, feedback), (wanted, divergence), rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, feedback = net(images, return_feedback=True)
+    assert logits.isfinite().all() and feedback.isfinite() and feedback.dtype == torch.float32
+    (logits.float().sum() + feedback).backward()
+
+
+SWITCHES: list[dict[str, Any]] = [
+    {"divergence": "kl"}, {"bias_fix": False}, {"through_plan": True}, {"critic": False}, {"generator": "vanilla"},
+    {"cost": "l2"},
+]  # fmt: skip
+
+
+def units_of(name: str, **options: Any) -> list[FeedbackAgreement]:
+    return [module for module in small(name, **options).modules() if isinstance(module, FeedbackAgreement)]
+
+
+@pytest.mark.parametrize("name, types", [("li-encapnet-v1", 2), ("li-resnet18", None)])
+def test_the_switches_of_table_3(name: str, types: int | None) -> None:
+    for options in SWITCHES:
+        ((option, value),) = options.items()
+        units = units_of(name, feedback="two", **options)
+        assert [unit.stride for unit in units] == [1, 1, 2, 1, 2, 1, 2, 1]
+        for unit in units:
+            assert unit.types == (None if option == "generator" else types)
+            assert (unit.critic is None) == (option == "critic")
+            if option not in ("generator", "critic"):
+                assert getattr(unit if option == "divergence" else unit.sinkhorn, option) == value
+    assert [unit.stride for unit in units_of(name, feedback="one")] == [1, 2, 2, 2] and not units_of(name)
+
+
+def test_feedback_is_of_training_alone() -> None:
+    net = small("li-encapnet-v1", feedback="two")
+    images = torch.randn(2, 3, 16, 16)
+    before, (first, end) = net.stem(images), net.layers[0](net.stem(images))
+    units = net.feedback[0]
+    of_first = units[0](end, before) + units[1](end, first)
+    for other in net.feedback[1:]:
+        del other[:]
+    _, feedback = net(images, return_feedback=True)
+    torch.testing.assert_close(feedback, of_first)
+    logits, feedback = net.eval()(images, return_feedback=True)
+    assert feedback.item() == 0 and torch.equal(logits, net(images))
+
+
+@pytest.mark.parametrize(
+    "error, named, call",
+    [
+        (ValueError, r"images must be \[B, 3, H, W\], got \[1, 1, 16, 16\]",
+         lambda: small("li-encapnet-v1")(torch.ones(1, 1, 16, 16))),
+        (ValueError, r"images must be 16 x 16 pixels.*got \[1, 3, 16, 15\]",
+         lambda: small("li-encapnet-six")(torch.ones(1, 3, 16, 15))),
+        (ValueError, "coefficients must be one word or 4", lambda: small("li-encapnet-v1", coefficients=("own",))),
+        (ValueError, "coefficients must be one of 'own'", lambda: small("li-encapnet-v1", coefficients="all")),
+        (ValueError, r"strides must have 4 numbers as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
+        (ValueError, "skip must be one of 'none', 'I'", lambda: small("li-encapnet-v1", skip="III")),
+        (ValueError, "feedback must be one of 'none', 'one', 'two'", lambda: small("li-resnet18", feedback="three")),
+        (ValueError, "generator must be one of", lambda: small("li-encapnet-v1", generator="cnn")),
+        (ValueError, "classes must be an int >= 1", lambda: small("li-cnn-same", classes=0)),
+        (ValueError, "types must be an int >= 1", lambda: small("li-encapnet-v1", types=0)),
+        (TypeError, "no override iterations; there are: feedback", lambda: small("li-encapnet-v1", iterations=3)),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:
+    with pytest.raises(error, match=named):
+        call()

@@ -1,0 +1,208 @@
+"""EncapNet's layers against the paper's procedure (Li et al., 2018, section 3.1), and at the edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastcaps
+from fastcaps.encapnet import CapConv2d, CapFC, squash_sum
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FORMS: dict[str, Any] = {
+    "type-I": ((3, 1, 2), {"stride": 2, "skip": True}, (2, 5, 4)),
+    "type-I-whole-map": ((2, 2, 3), {"coefficients": "own", "skip": True}, (2, 3, 1)),
+    "type-I-same-dim": ((2, 2, 2), {"stride": 2, "skip": True}, (1, 4, 3)),
+    "type-II": ((3, 2, 2), {"kernel_size": 1, "coefficients": "other", "skip": True}, (2, 4, 3)),
+    "no-skip": ((2, 3, 3), {"kernel_size": 1, "coefficients": "both", "bias": False}, (2, 2, 5)),
+    "master": ((3, 2, 3), {"stride": 2, "coefficients": "none", "skip": True}, (2, 5, 5)),
+    "master-no-skip": ((5, 1, 1), {"kernel_size": 5, "stride": 3, "coefficients": "none"}, (1, 7, 6)),
+    "oblong": ((2, 1, 2), {"kernel_size": (1, 3), "stride": (2, 1), "skip": True}, (2, 3, 4)),
+    "one-type": ((1, 2, 1), {"stride": 3, "skip": True}, (1, 7, 5)),
+}
+
+
+def squash(poses: Tensor, dim: int) -> Tensor:
+    square = poses.square().sum(dim, keepdim=True)
+    return poses * square.sqrt() / (1 + square)
+
+
+def cap_conv(layer: CapConv2d, capsules: Tensor, skipped: Tensor | None = None) -> Tensor:
+    """The whole layer, step by step; ``skipped`` as the layer takes it."""
+
+    def convolve(conv: nn.Conv2d | None, given: Tensor, groups: int, stride: tuple[int, int] = (1, 1)) -> Tensor:
+        assert conv is not None
+        return F.conv2d(given, conv.weight, conv.bias, stride, [n // 2 for n in conv.kernel_size], groups=groups)
+
+    def capsules_of(norm: nn.BatchNorm2d | None, given: Tensor) -> Tensor:
+        """BatchNorm, by the batch in training and by what was kept afterwards; ReLU; a squash for each type."""
+        assert norm is not None and norm.running_mean is not None and norm.running_var is not None
+        mean, variance = norm.running_mean, norm.running_var
+        if norm.training:
+            mean, variance = given.mean((0, 2, 3)), given.var((0, 2, 3), correction=0)
+        scale, shift, mean, variance = (v[:, None, None] for v in (norm.weight, norm.bias, mean, variance))
+        normal = (given - mean) / (variance + norm.eps).sqrt() * scale + shift
+        return squash(normal.relu().unflatten(1, (layer.types, -1)), 2).flatten(1, 2)
+
+    with torch.no_grad():
+        summed = convolve(layer.master, capsules, layer.types, layer.stride)
+        if layer.coefficients != "none":
+            m = capsules_of(layer.master_norm, summed)
+            n = capsules_of(layer.aide_norm, convolve(layer.aide, capsules, 1, layer.stride))
+            by_m, by_n = (convolve(conv, x, layer.types) for conv, x in ((layer.of_master, m), (layer.of_aide, n)))
+            both = {"own": (by_m, by_n), "other": (by_n, by_m)}.get(layer.coefficients)
+            a, b = both or ((by_m + by_n)[:, 0::2], (by_m + by_n)[:, 1::2])
+            summed = a.repeat_interleave(layer.out_dim, 1) * m + b.repeat_interleave(layer.out_dim, 1) * n
+        if skipped is not None:
+            summed = summed + skipped
+        elif layer.skip:
+            same = layer.in_dim == layer.out_dim and layer.stride == (1, 1)
+            summed = summed + (capsules if same else convolve(layer.shortcut, capsules, 1, layer.stride))
+        return capsules_of(layer.norm, summed)
+
+
+def make(form: str, **changes: Any) -> tuple[CapConv2d, Tensor]:
+    """Return a layer whose numbers all differ from their start, and capsules for it."""
+    sizes, options, (batch, height, width) = FORMS[form]
+    layer = CapConv2d(*sizes, **{"dtype": torch.float64, **options, **changes})
+    with torch.no_grad():
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.5 if tensor.dim() == 1 else 0.5 * torch.randn_like(tensor))
+    return layer, torch.randn(batch, sizes[0] * sizes[1], height, width, dtype=layer.norm.weight.dtype)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_layer_is_the_procedure(form: str, training: bool) -> None:
+    layer, capsules = make(form)
+    found = layer.train(training)(capsules)
+    assert found.shape[2:] == layer.output_size(tuple(capsules.shape[2:]))
+    assert (found != 0).float().mean() > 0.2  # ReLU leaves something to compare
+    torch.testing.assert_close(found, cap_conv(layer, capsules))
+
+
+@pytest.mark.parametrize("form", ["type-II", "no-skip", "master"])
+def test_what_is_skipped_from_further_back(form: str) -> None:
+    layer, capsules = make(form)
+    skipped = torch.randn_like(layer(capsules))
+    torch.testing.assert_close(layer(capsules, skipped), cap_conv(layer, capsules, skipped))
+
+
+@pytest.mark.parametrize("form", ["type-I", "type-II", "no-skip", "master"])
+def test_gradients(form: str) -> None:
+    layer, capsules = make(form)
+    layer.eval()
+    torch.autograd.gradcheck(layer, capsules[:1].requires_grad_(), fast_mode=True)
+    layer.train()
+    layer(capsules).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        if name != "norm.weight":  # everything takes part, but for a bias that BatchNorm takes away again
+            assert (parameter.grad != 0).any() or name.endswith("bias"), name
+
+
+def test_an_empty_batch_one_pixel_and_nan() -> None:
+    layer, capsules = make("type-I")
+    layer.eval()
+    assert layer(capsules[:0]).shape == (0, 6, 3, 2)
+    assert layer(capsules[:, :, :1, :1]).shape == (2, 6, 1, 1)
+    broken = capsules.clone()
+    broken[1, 2, 0, 0] = torch.nan
+    found, sound = layer(broken), layer(capsules)
+    torch.testing.assert_close(found[0], sound[0])
+    assert found[1, :, 0, 0].isnan().all()  # the aide sees every type
+    layer, capsules = make("master")
+    capsules[1, 0, 0, 0] = torch.nan
+    found = layer.eval()(capsules)
+    assert found[0].isfinite().all()
+    assert found[1, :, 0, 0].isnan().all()  # so does the shortcut
+
+
+def test_bfloat16_and_autocast() -> None:
+    layer = CapConv2d(4, 2, 4, skip=True)
+    capsules = torch.randn(2, 8, 6, 6)
+    wanted = layer(capsules)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(capsules)
+    assert found.shape == wanted.shape and (found.float() - wanted).abs().max() < 0.05
+    found.float().sum().backward()
+    assert layer.bfloat16()(capsules.bfloat16()).dtype == torch.bfloat16
+
+
+def test_export() -> None:
+    layer, capsules = make("type-I")
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(layer.eval(), (capsules,), dynamic_shapes=({0: batch},)).module()
+    for size in (1, 5):
+        given = torch.randn(size, *capsules.shape[1:], dtype=torch.float64)
+        torch.testing.assert_close(program(given), layer(given))
+
+
+def test_its_calls_are_explained() -> None:
+    layer, capsules = make("type-I", dtype=torch.float32)
+    told = fastcaps.explain(layer, capsules)
+    assert len(told) == 4 and all(one.backend in ("cpu", "reference") and one.reasons["cuda"] for one in told)
+    assert told[2].call == "batch 2, a squash(x) + b squash(y) of 3x2 x 3 capsules of 2, float32 on cpu"
+    with fastcaps.backend("reference"):
+        assert {one.backend for one in fastcaps.explain(layer, capsules)} == {"reference"}
+    with fastcaps.backend("cpu"):
+        (one,) = (fastcaps.explain(squash_sum, capsules.half(), types=3),)
+    assert one.backend is None and "float16" in one.reasons["cpu"] and "'cpu' is forced" in one.how
+
+
+def test_class_capsules_are_the_procedure() -> None:
+    layer = CapFC(3 * 2 * 5, 7, 2, dtype=torch.float64)
+    features = torch.randn(3, 6, 2, 5, dtype=torch.float64)
+    capsules = torch.stack(
+        [features[:, 2 * t : 2 * t + 2, y, x] for t in range(3) for y in range(2) for x in range(5)], 1
+    )
+    wanted = squash(torch.einsum("bik,kij->bjk", capsules, layer.weight), 2).detach()
+    torch.testing.assert_close(layer(features), wanted)
+    torch.testing.assert_close(layer(capsules), wanted)
+    assert layer(features[:0]).shape == (0, 7, 2)
+    features[0, 0, 0, 0] = torch.nan
+    found = layer(features)
+    assert found[0].isnan().any() and found[1:].isfinite().all()
+
+
+def test_reset_draws_all_anew() -> None:
+    fc = CapFC(400, 10, 3)
+    assert 0.049 < fc.weight.abs().max() <= 0.05  # as a linear layer
+    for layer in (fc, make("type-I")[0]):
+        before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+        layer.reset_parameters()
+        assert not [name for name, parameter in layer.named_parameters() if torch.equal(parameter, before[name])]
+
+
+def test_repr() -> None:
+    assert repr(make("type-I")[0]).startswith("CapConv2d(\n  3, 1, 2, stride=(2, 2), skip=True\n")
+    assert repr(CapFC(3, 2, 1)) == "CapFC(3, 2, 1)"
+
+
+@pytest.mark.parametrize(
+    "error, named, call",
+    [
+        (ValueError, "types must be an int >= 1, got 0", lambda: CapConv2d(0, 1, 1)),
+        (TypeError, "in_dim must be an int >= 1, got 1.5", lambda: CapConv2d(1, 1.5, 1)),
+        (ValueError, "kernel_size must be odd.*got 4", lambda: CapConv2d(1, 1, 1, kernel_size=4)),
+        (ValueError, r"stride must be an int or a pair.* got 0", lambda: CapConv2d(1, 1, 1, stride=0)),
+        (ValueError, "coefficients must be one of 'own'.*got 'v3'", lambda: CapConv2d(1, 1, 1, coefficients="v3")),
+        (TypeError, "capsules must be a tensor, got list", lambda: CapConv2d(1, 1, 1)([1.0])),
+        (ValueError, r"capsules must be \[B, 6, H, W\], 3 types of 2.*got \[1, 5, 2, 2\]",
+         lambda: CapConv2d(3, 2, 2)(torch.ones(1, 5, 2, 2))),
+        (ValueError, r"skipped must be \[2, 2, 3, 3\].*got \[2, 2, 3, 1\]",
+         lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), torch.ones(2, 2, 3, 1))),
+        (ValueError, "dim must be an int >= 1", lambda: CapFC(1, 1, 0)),
+        (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]",
+         lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
+        (ValueError, r"capsules must be \[B, 6, 2\].*got \[6, 2\]", lambda: CapFC(6, 1, 2)(torch.ones(6, 2))),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:
+    with pytest.raises(error, match=named):
+        call()

@@ -1,0 +1,400 @@
+"""squash_sum: the formula as loops, the reference against it, every kernel against the reference, torch's tools."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import cuda_target
+import pytest
+import torch
+from cuda_on_cpu import build
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastcaps import backend, backends
+from fastcaps._testing.judge import Bar
+from fastcaps.backends import BackendError
+from fastcaps.encapnet import op, reference, squash_sum
+from fastcaps.encapnet.op import call_of, refusal
+
+ROWS = [  # batch, types, numbers of a capsule, height, width; summands; ReLU
+    ((2, 3, 4, 5, 7), "xayb", True),
+    ((1, 5, 2, 1, 33), "xayb", False),
+    ((3, 2, 5, 4, 4), "xyb", True),
+    ((2, 1, 17, 3, 11), "xay", False),
+    ((2, 1, 17, 3, 11), "xy", True),
+    ((1, 1, 1, 1, 1), "x", False),
+    ((2, 3, 4, 5, 7), "xa", False),
+    ((1, 5, 2, 1, 33), "x", True),
+    ((0, 2, 3, 4, 4), "xay", True),
+]
+KERNELS = ["cpu", "cuda", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
+"""Of CUDA the sources, run on the CPU: every access to memory is watched, and behind a tensor there is none."""
+every_row = pytest.mark.parametrize("shape, summands, relu", ROWS, ids=str)
+every_kernel = pytest.mark.parametrize("name", KERNELS)
+
+
+def draw(
+    shape: tuple[int, ...], summands: str, dtype: torch.dtype = torch.float64, scale: float = 1.0
+) -> dict[str, Any]:
+    """Return arguments with zero capsules among them, and numbers of 0, which a ReLU meets at its edge."""
+    batch, types, dim, height, width = shape
+    given: dict[str, Any] = {"a": None, "y": None, "b": None}
+    for name in summands:
+        channels = types * dim if name in "xy" else types
+        value = torch.randn(batch, channels, height, width, dtype=torch.float64)
+        if name in "xy":
+            value *= scale * torch.rand(batch, 1, height, width, dtype=torch.float64).mul(4).round() / 2
+        given[name] = value.to(dtype)
+    return {**given, "types": types}
+
+
+def by_loops(x: Tensor, a: Any, y: Any, b: Any, types: int, relu: bool) -> Tensor:
+    """Capsule by capsule, number by number."""
+    out = torch.zeros_like(x)
+    dim = x.shape[1] // types
+    for capsules, coefficient in ((x, a), (y, b)):
+        if capsules is None:
+            continue
+        for n, t, row, column in itertools.product(range(len(x)), range(types), *map(range, x.shape[2:])):
+            pose = capsules[n, t * dim : t * dim + dim, row, column].tolist()
+            pose = [max(0.0, number) if relu else number for number in pose]
+            size = math.sqrt(sum(number**2 for number in pose))
+            times = 1.0 if coefficient is None else coefficient[n, t, row, column].item()
+            for k, number in enumerate(pose):
+                out[n, t * dim + k, row, column] += times * number * size / (1 + size**2)
+    return out
+
+
+@every_row
+def test_the_reference_is_the_formula(shape: tuple[int, ...], summands: str, relu: bool) -> None:
+    given = {**draw(shape, summands), "relu": relu}
+    torch.testing.assert_close(reference.squash_sum(**given), by_loops(**given))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_gradients_of_the_reference(relu: bool) -> None:
+    given = draw((1, 2, 3, 2, 2), "xayb")
+    leaves = [(given[name] + 0.01).requires_grad_() for name in "xayb"]  # off the ReLU's edge
+    assert torch.autograd.gradcheck(lambda *tensors: reference.squash_sum(*tensors, 2, relu), leaves)
+
+
+@contextmanager
+def on(name: str) -> Iterator[None]:
+    """Have a backend run all calls; skip the test where it is not there."""
+    if name != "cuda":
+        if problem := refusal(name, call_of(torch.empty(1))):
+            pytest.skip(problem)
+        with backend(name):
+            yield
+        return
+    cuda_target.library()
+    with pytest.MonkeyPatch.context() as patch, build.guarded(build.KERNELS):
+        for each in ("squash_sum", "squash_sum_backward"):
+            patch.setitem(op.native[each], "cuda", getattr(torch.ops.fastcaps_cuda_on_cpu, each).default)
+        patch.setattr(op, "choose", lambda x: "cuda")
+        yield
+
+
+def takes(name: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel takes numbers of this type."""
+    if name == "cuda":
+        return dtype in backends._GPU_DTYPES
+    return refusal(name, call_of(torch.empty(1, dtype=dtype))) is None
+
+
+def widest(name: str) -> torch.dtype:
+    return torch.float64 if name in ("cpu", "reference") else torch.float32
+
+
+def run(function: Callable[..., Tensor], names: str, options: Any, tensors: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the result and all gradients by name; the last tensor is the gradient of the result."""
+    *given, grad = [tensor.detach() for tensor in tensors]
+    leaves = {name: tensor.requires_grad_() for name, tensor in zip(names, given, strict=True)}
+    out = function(**{name: leaves.get(name) for name in "xayb"}, **options)
+    found = torch.autograd.grad(out, list(leaves.values()), grad)
+    return {"result": out.detach(), **{f"d{name}": one for name, one in zip(names, found, strict=True)}}
+
+
+def held(given: dict[str, Any], relu: bool, context: Any, but: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Hold what a backend makes of a call, but for some results, to the rule of all kernels; return all."""
+    names = "".join(name for name in "xayb" if given[name] is not None)
+    tensors = [*(given[name] for name in names), torch.randn(given["x"].shape).to(given["x"])]
+    options = {"types": given["types"], "relu": relu}
+    with context:
+        found = run(squash_sum, names, options, tensors)
+    kept = [each for each in found if each not in but]
+    exact = lambda tensors: {n: t for n, t in run(reference.squash_sum, names, options, tensors).items() if n in kept}  # noqa: E731
+    Bar(exact, tensors).hold({name: found[name] for name in kept})
+    return found
+
+
+@every_row
+@every_kernel
+def test_every_kernel_is_the_reference(name: str, shape: tuple[int, ...], summands: str, relu: bool) -> None:
+    for dtype in filter(partial(takes, name), (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
+        held(draw(shape, summands, dtype), relu, on(name))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@every_row
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_every_kernel_on_a_gpu(name: str, shape: tuple[int, ...], summands: str, relu: bool) -> None:
+    for dtype in backends._GPU_DTYPES:
+        with torch.device("cuda"):
+            given = draw(shape, summands, dtype)
+        if problem := refusal(name, call_of(given["x"])):
+            pytest.skip(problem)
+        held(given, relu, backend(name))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-21, 1e-12, 1e12, 1e30])
+@every_kernel
+def test_capsules_of_every_length(name: str, scale: float) -> None:
+    small = scale < 1e-25  # gradients that small may vanish
+    found = held(draw((2, 3, 4, 5, 7), "xa", torch.float32, scale), False, on(name), ("dx", "da") if small else ())
+    assert not small or found["result"].abs().max() < 1e-29
+
+
+@pytest.mark.parametrize("dim", [2, 17])
+@every_kernel
+def test_a_capsule_whose_length_overflows_keeps_its_direction(name: str, dim: int) -> None:
+    for dtype in filter(partial(takes, name), (torch.float64, torch.float32, torch.bfloat16)):
+        given = draw((2, 3, dim, 5, 7), "xay", dtype)
+        given["x"] = given["x"].clamp(-1, 1) * torch.finfo(dtype).max
+        found = held(given, True, on(name), but=("dx",))
+        assert found["dx"].abs().max() < 1e-30  # of the smallest numbers that there are, or 0
+        assert (found["result"] - reference.squash_sum(given["y"], None, None, None, 3, True)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["reference", *KERNELS])
+def test_nan_and_infinity_stay_where_they_are(name: str) -> None:
+    for dtype, broken, relu in itertools.product((torch.float32, torch.bfloat16), (math.nan, math.inf), (False, True)):
+        given = draw((2, 3, 4, 5, 7), "xayb", dtype)
+        given["x"][1, 5, 2, 3] = broken  # of type 1
+        with on(name):
+            found = squash_sum(**{**given, "x": given["x"].requires_grad_()}, relu=relu)
+            (dx,) = torch.autograd.grad(found.sum(), given["x"])
+        for tensor in (found.detach().clone(), dx):
+            assert tensor[1, 4:8, 2, 3].isnan().any()
+            tensor[1, 4:8, 2, 3] = 0
+            assert tensor.isfinite().all()
+
+
+@every_kernel
+def test_any_strides_and_a_gradient_of_stride_0(name: str) -> None:
+    given = draw((2, 3, 4, 5, 7), "xayb", widest(name))
+    plain = [given[key] for key in "xayb"]
+    spread = [tensor.contiguous(memory_format=torch.channels_last) for tensor in plain]
+    spread[1] = plain[1].expand(3, *plain[1].shape)[1]
+    spread[2] = plain[2].flip(-1).contiguous().flip(-1)
+    grad = torch.ones((), dtype=widest(name)).expand(plain[0].shape)
+    with on(name):
+        wanted, found = (run(squash_sum, "xayb", {"types": 3}, [*some, grad]) for some in (plain, spread))
+    assert found["result"].is_contiguous()
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["reference", *KERNELS])
+def test_only_the_gradients_that_are_wanted_and_one_tensor_in_two_places(name: str) -> None:
+    given = draw((1, 2, 3, 4, 5), "xayb", widest(name))
+    with on(name):
+        every = run(squash_sum, "xayb", {"types": 2}, [*(given[key] for key in "xayb"), torch.ones_like(given["x"])])
+        for wanted in ("x", "b", "ay", "xyb"):
+            some = {key: given[key].clone().requires_grad_(key in wanted) for key in "xayb"}
+            squash_sum(**some, types=2).sum().backward()
+            for key in "xayb":
+                assert (some[key].grad is None) == (key not in wanted)
+                if key in wanted:
+                    torch.testing.assert_close(some[key].grad, every[f"d{key}"])
+        x, a = (given[key].clone().requires_grad_() for key in "xa")
+        twice = torch.autograd.grad(squash_sum(x, a, x, a, types=2).sum(), [x, a])
+        once = torch.autograd.grad(2 * squash_sum(x, a, types=2).sum(), [x, a])
+    torch.testing.assert_close(twice, once)
+
+
+def test_the_same_bits_for_any_number_of_threads() -> None:
+    given = draw((3, 7, 4, 9, 11), "xayb", torch.float32)
+    tensors = [*(given[key] for key in "xayb"), torch.randn_like(given["x"])]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with on("cpu"):
+                found.append(run(squash_sum, "xayb", {"types": 7, "relu": True}, tensors))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(found[0][key], other[key]) for key in other)
+
+
+def again(some: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run some of these tests in another process."""
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-k", some, "-p", "no:cacheprovider"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+
+def passed(done: subprocess.CompletedProcess[str]) -> int:
+    """Return how many of them passed; fail if any did not."""
+    assert done.returncode == 0, done.stdout[-3000:]
+    return int(done.stdout.rsplit(" passed", 1)[0].split()[-1])
+
+
+@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
+def test_every_instruction_set(level: str) -> None:
+    if backends.native_capability() in (None, level):
+        pytest.skip("there is no library, or this process runs that level")
+    done = again("kernel_is_the_reference and cpu", FASTCAPS_CPU_CAPABILITY=level)
+    if "is not a level that this processor has" in done.stdout + done.stderr:
+        pytest.skip("this processor has no " + level)
+    assert passed(done) == len(ROWS)
+
+
+@pytest.mark.skipif("triton" in KERNELS, reason="this is that process")
+def test_the_triton_kernels_in_its_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert passed(again("triton", TRITON_INTERPRET="1")) >= len(ROWS) + 11
+
+
+# ---- what PyTorch asks for -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("summands", ["xa", "xayb"])
+def test_opcheck(summands: str) -> None:
+    given = draw((2, 3, 4, 5, 2), summands)
+    plain = [given[key] for key in "xayb"]
+    leaves = [value if value is None else value.clone().requires_grad_() for value in plain]
+    torch.library.opcheck(torch.ops.fastcaps.squash_sum.default, (*leaves, 3, True))
+    needs = sum(1 << k for k, value in enumerate(plain) if value is not None)
+    backward = torch.ops.fastcaps.squash_sum_backward.default
+    torch.library.opcheck(backward, (torch.ones_like(given["x"]), *plain, 3, True, needs))
+
+
+def test_compile_with_free_sizes() -> None:
+    def double(x: Tensor, a: Tensor) -> Tensor:
+        return squash_sum(x, a, types=3, relu=True) * 2
+
+    compiled = torch.compile(double, fullgraph=True, backend="aot_eager", dynamic=True)
+    for shape in ((2, 3, 4, 5, 7), (3, 3, 2, 4, 6)):
+        given = draw(shape, "xa")
+        x, a = (given[key].requires_grad_() for key in "xa")
+        found, wanted = (torch.autograd.grad(function(x, a).sum(), [x, a]) for function in (compiled, double))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_second_derivatives_and_transforms() -> None:
+    given = draw((1, 2, 2, 2, 2), "xayb")
+    leaves = [(given[key] + 0.01).requires_grad_() for key in "xayb"]
+    assert torch.autograd.gradgradcheck(lambda *tensors: squash_sum(*tensors, types=2), leaves)
+    plain, x = partial(squash_sum, types=2), leaves[0].detach()
+    rows = torch.stack([x, 2 * x])
+    torch.testing.assert_close(torch.func.vmap(plain)(rows), torch.stack([plain(row) for row in rows]))
+    _, tangent = torch.func.jvp(plain, (x,), (torch.ones_like(x),))
+    ahead, behind = (plain(x + step) for step in (1e-6, -1e-6))
+    torch.testing.assert_close(tangent, (ahead - behind) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
+def test_dtypes_that_differ_and_one_without_kernels() -> None:
+    given = draw((2, 3, 4, 5, 2), "xa", torch.bfloat16)
+    assert squash_sum(**{**given, "a": given["a"].float()}).dtype == torch.float32
+    half = draw((2, 3, 4, 5, 2), "xa", torch.float16)
+    wanted = squash_sum(half["x"].double(), half["a"].double(), types=3)
+    torch.testing.assert_close(squash_sum(**half).double(), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_forced_backend_never_falls_back() -> None:
+    x = torch.randn(1, 4, 2, 2)
+    with backend("cuda"), pytest.raises(BackendError, match=r"'cuda' is forced.*(not built|CPU)"):
+        squash_sum(x, types=2)
+    if not refusal("cpu", call_of(x)):
+        with backend("cpu"), pytest.raises(BackendError, match="float16"):
+            squash_sum(x.half(), types=2)
+    assert backends.forced() is None
+
+
+def test_flops() -> None:
+    given = draw((2, 3, 4, 5, 7), "xayb")
+    with FlopCounterMode(display=False) as counter:
+        squash_sum(**{**given, "x": given["x"].requires_grad_()}).sum().backward()
+    numbers = given["x"].numel()
+    assert counter.get_total_flops() == numbers * 9 + numbers * 18
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error, named, change",
+    [
+        (TypeError, "x must be a tensor, got NoneType", {"x": None}),
+        (TypeError, "x must have a floating-point dtype", {"x": torch.ones(2, 6, 3, 3).long()}),
+        (ValueError, r"x must be \[B, types \* dim, H, W\], got \[2, 6\]", {"x": torch.ones(2, 6)}),
+        (ValueError, "types must be an int >= 1, got 0", {"types": 0}),
+        (TypeError, "types must be an int >= 1, got 2.0", {"types": 2.0}),
+        (ValueError, r"x must have a multiple of 4 channels.*got \[2, 6, 3, 3\]", {"types": 4}),
+        (ValueError, "x must have a multiple of 12 channels", {"types": 12}),
+        (ValueError, r"a must have \[B, types, H, W\], \[2, 3, 3, 3\], got \[2, 3, 3, 1\]",
+         {"a": torch.ones(2, 3, 3, 1)}),
+        (TypeError, "a must be a tensor or None, got float", {"a": 1.0}),
+        (ValueError, r"y must have the shape of x, \[2, 6, 3, 3\], got \[1, 6, 3, 3\]", {"y": torch.ones(1, 6, 3, 3)}),
+        (ValueError, "b must be None without y", {"y": None}),
+        (TypeError, "b must have a floating-point dtype, got torch.bool", {"b": torch.ones(2, 3, 3, 3).bool()}),
+        (ValueError, "y must be on the device of x, cpu, got meta", {"y": torch.ones(2, 6, 3, 3, device="meta")}),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(error: type[Exception], named: str, change: dict[str, Any]) -> None:
+    x, numbers = torch.ones(2, 6, 3, 3), torch.ones(2, 3, 3, 3)
+    given = {"x": x, "a": numbers, "y": x, "b": numbers, "types": 3, **change}
+    with pytest.raises(error, match=named):
+        squash_sum(**given)
+    if error is ValueError:  # the op checks for itself
+        with pytest.raises((ValueError, RuntimeError)):
+            torch.ops.fastcaps.squash_sum(*given.values(), False)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_native_ops_check_for_themselves(name: str) -> None:
+    """What they would read beyond the end of, or as other numbers: Python has checked none of it here."""
+    if name == "cuda":
+        cuda_target.library()
+    elif problem := refusal("cpu", call_of(torch.empty(1))):
+        pytest.skip(problem)
+    library = getattr(torch.ops, {"cpu": "fastcaps_cpu", "cuda": "fastcaps_cuda_on_cpu"}[name])
+    x, numbers = torch.ones(2, 6, 3, 3), torch.ones(2, 3, 3, 3)
+    right = {"x": x, "a": numbers, "y": x, "b": numbers, "types": 3, "relu": False}
+    for argument in ("a", "y", "b", "grad"):
+        whole = numbers if argument in "ab" else x
+        for wrong in (whole[:1], whole[..., :-1], whole.bfloat16()):
+            with pytest.raises(RuntimeError, match=rf"\b{argument} has "):
+                if argument == "grad":
+                    library.squash_sum_backward(wrong, *right.values(), 15)
+                else:
+                    library.squash_sum(*{**right, argument: wrong}.values())
+
+
+# ---- Triton ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="kernels are interpreted in another process")
+@pytest.mark.parametrize("shape", [(1, 1, 1, 5, 7), (2, 2, 3, 1, 3)], ids=str)
+def test_triton_writes_nothing_beyond_the_end(shape: tuple[int, ...]) -> None:
+    from fastcaps.triton_kernels import squash_sum as kernels
+
+    given = draw(shape, "xa", torch.float32)
+    programs, sizes = kernels._tiles(given["x"], given["types"])
+    arguments = {**{name: given[name] for name in "xayb"}, **sizes, "RELU": False}
+    room = {name: torch.full((given[name[-1]].numel() + 64,), 7.0) for name in ("x", "dx", "da")}
+    kernels.launch(kernels._squash_sum_kernel, programs, **arguments, out=room["x"])
+    written = {"grad": torch.ones_like(given["x"]), "dx": room["dx"], "da": room["da"], "dy": None, "db": None}
+    kernels.launch(kernels._squash_sum_backward_kernel, programs, **arguments, **written)
+    for name, found in room.items():
+        assert (found[-64:] == 7).all() and (found[:-64] != 7).all(), name

@@ -1,0 +1,210 @@
+"""The routing layers that there are: one row each, which the suites of layers iterate.
+
+A row says what a layer returns, which of the paper's loops it must agree with, and with which options of its own.
+Whoever adds a layer adds a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import oracle_routings as loops
+import torch
+from oracle_routings import Child
+from torch import Tensor
+
+from fastcaps import nn
+from fastcaps.functional.em import inverse_temperatures
+from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
+
+SIZE = 5, 4  # of all grids
+FORMS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
+    "set": ((6, 3, 4, 4), {"bias": True}),
+    "vector": ((6, 3, 3, 5), {"pose": "vector"}),
+    "rows": ((6, 3, 6, 9), {"pose": 3, "share": True, "bias": True}),
+    "grid": ((2, 3, 3, 2), {"pose": "vector", "kernel_size": (3, 2), "stride": 2, "padding": 1, "bias": True}),
+    "dilated": ((2, 3, 4, 4), {"kernel_size": 2, "dilation": 2, "share": True, "bias": True}),
+    "all": ((2, 3, 4, 4), {"kernel_size": "all", "share": True}),
+}
+
+
+def attention(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
+    poses = None if layer.first_poses is None else layer.first_poses.tolist()
+    shares: list[list[float]] = []
+    for _ in range(iterations):
+        poses, shares = loops.attend(seen, layer.out_capsules, poses, layer.out_dim**-0.5)
+        if layer.norm is not None:
+            affine = layer.norm.weight.tolist(), layer.norm.bias.tolist()
+            poses = [loops.layer_norm(pose, *affine, layer.eps) for pose in poses]
+    return poses, shares
+
+
+def dynamic(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
+    prior = None if layer.prior is None else [layer.prior.tolist()[child.index % layer.groups] for child in seen]
+    votes, gates = [child.votes for child in seen], [child.gate for child in seen]
+    return loops.dynamic(votes, iterations, layer.compete, layer.leaky, prior, layer.eps, gates)
+
+
+def em(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
+    given = 1.0 if layer.inverse_temperature is None and layer.normalize_cost else layer.inverse_temperature
+    return loops.em(
+        [child.votes for child in seen],
+        [child.gate for child in seen],
+        layer.beta_u.tolist(),
+        layer.beta_a.tolist(),
+        inverse_temperatures(given, iterations),
+        layer.eps,
+        1.0 if layer.first_coefficients == "ones" else None,
+        layer.normalize_cost,
+    )
+
+
+def heinsen(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
+    betas = [layer.beta_use, layer.beta_use if layer.beta_ignore is None else layer.beta_ignore]
+    there = [child.index for child in seen] if len(betas[0]) > 1 else [0]
+    tables = [beta[there].tolist() for beta in betas]
+    votes, scores = [child.votes for child in seen], [child.gate for child in seen]
+    found, poses, variances, shares = loops.heinsen(votes, scores, *tables, iterations, layer.model, layer.eps)
+    return poses, found, variances, shares
+
+
+def pool(layer: Any, seen: list[Child], iterations: int) -> tuple[Any, ...]:
+    poses, columns = [], []
+    for m in range(layer.out_capsules):
+        query: Any = None
+        for _ in range(iterations):
+            found, *_ = loops.pool(seen, m, query, layer.sharpness, True)
+            query = loops.added(query and [query], [loops.norm(found)])[0]
+        pose, _, shares = loops.pool(seen, m, query, layer.sharpness, True)
+        poses.append(pose)
+        columns.append(shares)
+    return poses, [list(row) for row in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class of routing layers.
+
+    Attributes
+    ----------
+    name, kind
+        Of the class, and itself.
+    results
+        What it returns without and with coefficients.
+    loop
+        The paper's procedure at one position, of a layer, the children seen there and a number of iterations: the parts
+        of the result, then the coefficients.
+    std
+        The standard deviation of the matrices at the start, of M, D and I.
+    parameters
+        The names of all its parameters with a bias.
+    variants
+        Options of its own with which it must agree with the loop, by a name.
+    options
+        Further options of every layer that a suite makes, so that the loop is well conditioned.
+    """
+
+    name: str
+    kind: Any
+    results: tuple[type, type]
+    loop: Callable[[Any, list[Child], int], tuple[Any, ...]]
+    std: Callable[[int, int, int], float]
+    parameters: set[str]
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def make(self, form: str = "set", **changes: Any) -> Any:
+        """Return a layer in float64, every parameter random so that none is invisible."""
+        sizes, options = FORMS[form]
+        return self.drawn(*sizes, **{**options, **self.options, **changes})
+
+    def drawn(self, *sizes: Any, **options: Any) -> Any:
+        """Return a layer of the class in float64 with random parameters."""
+        torch.manual_seed(0)
+        layer = self.kind(*sizes, **{"dtype": torch.float64, **options})
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn_like(parameter))
+        return layer
+
+    def call(self, layer: Any, children: Tensor, numbers: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+        """Return the parts of a result; ``numbers`` of the children are activations or scores."""
+        found = layer(children, *((None,) if layer.takes_parents else ()), numbers, **options)
+        return found if isinstance(found, tuple) else (found,)
+
+
+LAYERS = (
+    Row(
+        "attention",
+        nn.InvertedAttentionRouting,
+        (Tensor, Routed),
+        attention,
+        lambda parents, depth, seen: (parents / (depth * seen)) ** 0.5,
+        {"weight", "bias", "norm.weight", "norm.bias"},
+        {"plain": {"layer_norm": False}, "learned": {"start": "learned"}, "random": {"start": "random"}},
+        {"iterations": 3},
+    ),
+    Row(
+        "dynamic",
+        nn.DynamicRouting,
+        (Tensor, Routed),
+        dynamic,
+        lambda parents, depth, seen: (parents / (depth * seen)) ** 0.5,
+        {"weight", "bias"},
+        {
+            "children": {"compete": "children"},
+            "leaky": {"leaky": True},
+            "detach": {"detach": True},
+            "prior": {"prior": "learned", "eps": 0.3},
+            "random": {"prior": "random", "compete": "children"},
+        },
+    ),
+    Row(
+        "em",
+        nn.EMRouting,
+        (Capsules, RoutedCapsules),
+        em,
+        lambda parents, depth, seen: depth**-0.5,
+        {"weight", "bias", "beta_u", "beta_a"},
+        {
+            "customary": {"inverse_temperature": None},
+            "numbers": {"inverse_temperature": [0.1, 0.2, 0.3]},
+            "function": {"inverse_temperature": lambda t: 0.2 * (t + 1), "iterations": 4},
+            "ones": {"first_coefficients": "ones"},
+            "normalized": {"normalize_cost": True, "inverse_temperature": None},
+            "all": {"normalize_cost": True, "first_coefficients": "ones", "inverse_temperature": [0.5, 1.0, 2.0]},
+        },
+        {"eps": 1e-3, "inverse_temperature": 0.5},
+    ),
+    Row(
+        "heinsen",
+        nn.HeinsenRouting,
+        (Gaussians, RoutedGaussians),
+        heinsen,
+        lambda parents, depth, seen: 1 / depth,
+        {"weight", "bias", "beta_use", "beta_ignore"},
+        {"kmeans": {"model": "kmeans"}, "single-beta": {"single_beta": True, "iterations": 2}},
+    ),
+    Row(
+        "pool",
+        nn.RoutingPool,
+        (Tensor, Routed),
+        pool,
+        lambda parents, depth, seen: depth**-0.5,
+        {"weight", "bias"},
+        {"sharp": {"sharpness": 3.0, "detach": True}, "average": {"iterations": 0}},
+    ),
+)
+
+
+def draw(layer: Any, batch: int = 2) -> tuple[Tensor, Tensor]:
+    """Return children, and a number for each that serves as activation and as score."""
+    generator = torch.Generator().manual_seed(1)
+    grid = SIZE if layer.on_grid else ()
+    children = torch.randn((batch, layer.in_capsules, *grid, layer.in_dim), generator=generator, dtype=torch.float64)
+    return children, torch.rand(children.shape[:-1], generator=generator, dtype=torch.float64)

@@ -1,0 +1,295 @@
+"""Conversion of live models: what is swapped, what is shared, what is left alone and why."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+
+import nn_plain
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import fastcaps
+from fastcaps.compat import ConversionReport, ml_capsules
+
+SIZES = {"in_n_capsules": 6, "in_d_capsules": 4, "out_n_capsules": 3, "out_d_capsules": 4}
+
+
+def fc(dp=0.0):
+    return nn_plain.CapsuleFC(**SIZES, matrix_pose=True, dp=dp)
+
+
+def other_fc(forward):
+    """A layer of somebody's copy of the code, whose class computes something else."""
+    kind = type("CapsuleFC", (nn_plain.CapsuleFC,), {"forward": lambda self, *arguments: forward(*arguments)})
+    return kind(**SIZES, matrix_pose=True, dp=0.0)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_networks_layers_are_swapped_and_its_results_kept(mixed, capsys):
+    """Of both public versions of the code, whose convolutional layers make windows in different ways."""
+    torch.manual_seed(0)
+    net = nn_plain.Network(functools.partial(nn_plain.CapsuleCONV, mixed_windows=mixed), num_routing=3)
+    images = torch.randn(2, 1, 14, 14)
+    want = net(images)
+    keys, parameters = list(net.state_dict()), list(net.parameters())
+    report = fastcaps.convert(net)
+    assert isinstance(report, ConversionReport) and report.model is net
+    assert report.converted == ["capsule_layers.0", "capsule_layers.1", "capsule_layers.2"] and report.left == []
+    kinds = [ml_capsules.CapsuleCONV, ml_capsules.CapsuleFC, ml_capsules.CapsuleFC]
+    assert [type(layer) for layer in net.capsule_layers] == kinds
+    assert net.capsule_layers[0].mixed_windows is mixed and ("mixed_windows=True" in report.layers[0].why) is mixed
+    torch.testing.assert_close(net(images), want, rtol=1e-4, atol=1e-5)
+    assert list(net.state_dict()) == keys
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+    assert capsys.readouterr().out == ""
+    printed = str(report)
+    assert "3 of 3 capsule layers converted" in printed and "nn_plain.CapsuleCONV" in printed
+    assert "results agree" in printed
+
+
+def test_what_was_compiled_goes_on_calling_the_old_layer():
+    layer = fc()
+    report = fastcaps.convert(nn.ModuleList([layer, torch.compile(layer, backend="eager")]))
+    assert report.converted == ["0"] and "then compile" in report.layers[1].why
+
+
+def test_an_optimizer_goes_on_working():
+    torch.manual_seed(0)
+    net = nn_plain.Network().double()
+    twin = copy.deepcopy(net)
+    steps = []
+    for model, swap in ((net, True), (twin, False)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for turn in range(3):
+            if swap and turn == 1:
+                fastcaps.convert(model)
+            optimizer.zero_grad()
+            model(torch.linspace(-1, 1, 2 * 196, dtype=torch.float64).view(2, 1, 14, 14)).square().sum().backward()
+            optimizer.step()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    for got, want in zip(*steps, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_mode_hooks_rate_and_random_state_are_kept():
+    layer = fc(dp=0.25)
+    layer.drop.eval()
+    layer.scale = 0.125
+    seen = []
+    handle = layer.register_forward_hook(lambda *_: seen.append(1))
+    model = nn.Sequential(layer)
+    state = torch.get_rng_state()
+    fastcaps.convert(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model[0].training and model[0].nonlinear_act.training and not model[0].drop.training
+    assert model[0].drop.p == 0.25 and model[0].scale == 0.125 and model[0].dropout_rate == 0.25
+    assert seen == []
+    model[0](torch.randn(1, 6, 4), 0)
+    assert seen == [1]
+    handle.remove()
+    model[0](torch.randn(1, 6, 4), 0)
+    assert seen == [1]
+
+
+def test_hooks_before_load_state_dict_get_the_new_layer():
+    layer, seen = fc(), []
+    handle = layer.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    checkpoint = layer.state_dict()
+    model = nn.Sequential(layer)
+    fastcaps.convert(model)
+    assert model[0] is not layer
+    del layer
+    gc.collect()
+    model[0].load_state_dict(checkpoint)
+    assert len(seen) == 1 and seen[0] is model[0]
+    handle.remove()
+    model[0].load_state_dict(checkpoint)
+    assert len(seen) == 1
+
+
+def test_a_layer_used_twice_stays_one_layer():
+    layer = fc()
+    model = nn.ModuleDict({"a": layer, "b": nn.ModuleList([layer])})
+    report = fastcaps.convert(model)
+    assert report.converted == ["a", "b.0"]
+    assert model["a"] is model["b"][0] and isinstance(model["a"], ml_capsules.CapsuleFC)
+    assert "same layer" in report.layers[1].why
+
+
+def test_the_model_itself_may_be_a_layer():
+    layer = fc()
+    report = fastcaps.convert(layer)
+    assert isinstance(report.model, ml_capsules.CapsuleFC) and report.model.w is layer.w
+    assert report.layers[0].path == "(the model)"
+
+
+def left() -> dict[str, tuple[nn.Module, str]]:
+    """Layers that must stay what they are, and why the report says that they do."""
+
+    class Stranger(nn.Module):
+        pass
+
+    class Called(nn_plain.CapsuleFC):
+        def __call__(self, *arguments):
+            return super().__call__(*arguments) * 2
+
+    class Early(nn_plain.ConvCaps):
+        """As the first versions, which count a window too few where the stride does not divide the rest, and fail;
+        some of them mix windows too."""
+
+        def forward(self, x):
+            room = x.shape[1] - self.K
+            if (room + 1) // self.stride != room // self.stride + 1:
+                raise RuntimeError("shape is invalid")
+            return super().forward(x).flip(1, 2)
+
+    class Averaged(nn.Module):
+        """Its logits are averaged over the batch."""
+
+        def __init__(self):
+            super().__init__()
+            self.in_channels, self.num_routes, self.num_capsules = 3, 12, 5
+            self.W = nn.Parameter(torch.randn(1, 12, 5, 4, 3))
+
+    Stranger.__name__, Early.__name__, Averaged.__name__ = "CapsuleFC", "ConvCaps", "DigitCaps"
+    zeros = torch.zeros(2, 3, 4)
+    patched, redrawn, compiled, buffered, wrong, act, normed, hooked, unhooked = (fc() for _ in range(9))
+    patched.forward = lambda *_: zeros
+    redrawn.reset_parameters = lambda: nn.init.zeros_(redrawn.w)
+    compiled.compile(backend="eager")
+    unready = other_fc(lambda *_: zeros)
+    type(unready).in_n_capsules = property(lambda self: 1 // 0)
+    buffered.register_buffer("seen", torch.zeros(1))
+    wrong.in_n_capsules = 7
+    act.nonlinear_act = nn.Identity()
+    parametrize.register_parametrization(normed, "w", nn.Identity())
+    hooked.nonlinear_act.register_forward_hook(lambda *_: None)
+    unhooked.drop.register_forward_pre_hook(lambda *_: None)
+    watched, rerouted = (nn_plain.CapsLayer(12, 3, 5, 4, nn_plain.AgreementRouting(12, 5, 2))
+                         for _ in range(2))  # fmt: skip
+    watched.routing_module.register_forward_hook(lambda *_: None)
+    rerouted.routing_module = nn.Identity()
+    primary = nn_plain.CapsuleLayer(3, 6, 4, 4)
+    primary.num_route_nodes = -1
+    del primary.route_weights
+    return {
+        "stranger": (Stranger(), "has no attribute in_n_capsules"),
+        "changed": (other_fc(lambda *_: zeros), "its results differ"),
+        "patched": (patched, "its forward was replaced on the layer itself"),
+        "redrawn": (redrawn, "its reset_parameters was replaced on the layer itself"),
+        "compiled": (compiled, "it was compiled: convert first, then compile"),
+        "unready": (unready, "reading or running it failed with ZeroDivisionError: integer division or modulo by zero"),
+        "buffered": (buffered, "holds seen"),
+        "wrong": (wrong, "w has shape (6, 2, 2, 3) where its attributes say (7, 2, 2, 3)"),
+        "act": (act, "nonlinear_act must be a LayerNorm"),
+        "normed": (normed, "parametrized"),
+        "shape": (other_fc(lambda *_: torch.zeros(2, 4)), "another shape"),
+        "nan": (other_fc(lambda *_: torch.full((2, 3, 4), torch.nan)), "NaN"),
+        "hooked": (hooked, "nonlinear_act has hooks"),
+        "unhooked": (unhooked, "drop has hooks"),
+        "called": (Called(**SIZES, matrix_pose=True, dp=0.0), "has __call__ of its own"),
+        "ours": (ml_capsules.CapsuleFC(6, 4, 3, 4, True, 0.0), "already"),
+        "watched": (watched, "routing_module has hooks"),
+        "rerouted": (rerouted, "routing_module must be an AgreementRouting, got Identity"),
+        "primary": (primary, "makes primary capsules by convolutions, routes nothing"),
+        "early": (Early(3, 4, 3, 2, 2), "its results differ"),
+        "averaged": (Averaged(), "has no attribute previous_layer_nodes"),
+    }
+
+
+def test_what_is_left_says_why(capsys):
+    cases = left()
+    model = nn.ModuleDict(
+        {**{name: layer for name, (layer, _) in cases.items()}, "linear": nn.Linear(2, 2), "good": fc()}
+    )
+    report = fastcaps.convert(model, verbose=True)
+    assert report.converted == ["good"] and report.left == list(cases)
+    assert all(model[name] is layer for name, (layer, _) in cases.items())
+    said = {layer.path: layer.why for layer in report.layers}
+    for name, (_, why) in cases.items():
+        assert why in said[name], name
+    assert "1 of 22 capsule layers converted" in capsys.readouterr().out
+
+
+def test_one_name_of_several_codes():
+    """``DigitCaps`` is cezannec's, or Havir's under another name."""
+    kind = type("DigitCaps", (nn_plain.RoutingCapsules,), {})
+    model = nn.Sequential(nn_plain.DigitCaps(5, 12, 3, 4), kind(3, 12, 5, 4, 3))
+    assert fastcaps.convert(model).converted == ["0", "1"]
+    assert [type(layer) for layer in model] == [fastcaps.compat.DigitCaps, fastcaps.compat.RoutingCapsules]
+
+
+def test_check_can_be_left_out_and_a_broken_layer_is_repaired():
+    def fail(*_):
+        raise TypeError("of another torch")
+
+    broken = other_fc(fail)
+    report = fastcaps.convert(nn.Sequential(broken))
+    assert report.converted == ["0"] and "failed with TypeError" in report.layers[0].why
+    changed = other_fc(lambda *_: torch.zeros(2, 3, 4))
+    report = fastcaps.convert(nn.Sequential(changed), check=False)
+    assert report.converted == ["0"] and "not compared" in report.layers[0].why
+
+
+def test_half_precision_and_meta_layers():
+    report = fastcaps.convert(nn.Sequential(fc().to(torch.bfloat16), fc().to("meta"), fc().double()))
+    assert report.converted == ["0", "1", "2"]
+    assert "no numbers yet" in report.layers[1].why
+
+
+def test_nothing_to_convert_and_wrong_argument(capsys):
+    report = fastcaps.convert(nn.Linear(2, 2))
+    assert report.layers == [] and "this model has none of" in str(report) and capsys.readouterr().out == ""
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
+        fastcaps.convert({})
+
+
+@pytest.mark.parametrize("change", ["iterations", "gradient"])
+def test_copies_that_only_large_children_or_gradients_tell_apart_are_left_alone(change):
+    """Of 18 children with a young layer's weights, routed an iteration more or through every iteration's gradient."""
+
+    class Other(nn_plain.DenseCapsule):
+        def forward(self, x):
+            votes = torch.einsum("bid,jied->bjie", x, self.weight)
+            kept = votes if change == "gradient" else votes.detach()
+            logits = torch.zeros_like(votes[..., :1])
+            for _ in range(self.routings - (change == "gradient")):
+                sums = (logits.softmax(1) * kept).sum(2, keepdim=True)
+                size = sums.norm(dim=-1, keepdim=True)
+                logits = logits + (kept * sums * size / (1 + size**2)).sum(-1, keepdim=True)
+            sums = (logits.softmax(1) * votes).sum(2)
+            size = sums.norm(dim=-1, keepdim=True)
+            return sums * size / (1 + size**2)
+
+    Other.__name__ = "DenseCapsule"
+    torch.manual_seed(0)
+    (layer,) = fastcaps.convert(Other(18, 4, 5, 6)).layers
+    assert not layer.converted
+    assert layer.why.startswith(f"its {'gradients' if change == 'gradient' else 'results'} differ")
+
+
+def test_what_a_class_made_from_a_published_one_adds():
+    class Named(nn_plain.DenseCapsule):
+        def __init__(self):
+            super().__init__(6, 4, 3, 4)
+            self.task, self.last = "digits", torch.zeros(1)
+
+    class Louder(Named):
+        def loudest(self):
+            return self.weight.abs().max()
+
+    model = nn.Sequential(Named(), Louder())
+    report = fastcaps.convert(model)
+    assert report.converted == ["0"] and "has loudest of its own" in report.layers[1].why
+    assert model[0].task == "digits" and not hasattr(model[0], "last")  # a tensor may be what a forward left there
+
+
+def test_a_default_device_does_not_matter():
+    model = nn.Sequential(fc())
+    with torch.device("meta"):
+        report = fastcaps.convert(model)  # whose plain layer makes its zeros there, and fails
+    assert report.converted == ["0"]

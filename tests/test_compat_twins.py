@@ -1,0 +1,408 @@
+"""Published layers under their own names: each against the same procedure with stored votes, and converted to ours."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import nn_plain
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastcaps
+from fastcaps import compat
+from fastcaps.compat import AgreementRouting, CapsLayer, CapsuleLayer, ConvCaps, DenseCapsule
+from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
+from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
+
+MATRIX = {
+    "in_n_capsules": 12,
+    "in_d_capsules": 9,
+    "out_n_capsules": 5,
+    "out_d_capsules": 9,
+    "matrix_pose": True,
+    "dp": 0,
+}
+VECTOR = {**MATRIX, "in_d_capsules": 3, "out_d_capsules": 4, "matrix_pose": False}
+WINDOW = {"in_n_capsules": 3, "kernel_size": 3, "stride": 2}
+GRAM_AI = {"num_capsules": 5, "num_route_nodes": 12, "in_channels": 3, "out_channels": 4}
+BIELSKI = {"input_caps": 12, "input_dim": 3, "output_caps": 5, "output_dim": 4}
+SHARED = {"B": 3, "C": 4, "K": 1, "P": 2, "stride": 1, "w_shared": True}
+HEINSEN = {"n_inp": 6, "n_out": 3, "d_cov": 2, "d_inp": 3, "d_out": 4}
+HAVIR = {"in_dim": 3, "in_caps": 12, "num_caps": 5, "dim_caps": 4, "num_routing": 3}
+GRID, POSES = (2, 3, 7, 5), [(2, 6), (2, 6, 2, 3)]
+
+CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
+    "fc-matrix": (CapsuleFC, MATRIX, [(2, 12, 9)]),
+    "fc-vector": (CapsuleFC, VECTOR, [(2, 12, 3)]),
+    "fc-to-one": (CapsuleFC, {**VECTOR, "out_d_capsules": 1}, [(2, 12, 3)]),
+    "conv-matrix": (CapsuleCONV, {**MATRIX, **WINDOW}, [(*GRID, 9)]),
+    "conv-to-one": (CapsuleCONV, {**VECTOR, **WINDOW, "out_d_capsules": 1}, [(*GRID, 3)]),
+    "conv-wide-step": (CapsuleCONV, {**MATRIX, **WINDOW, "kernel_size": 2, "stride": 3}, [(*GRID, 9)]),
+    "conv-mixed": (CapsuleCONV, {**VECTOR, **WINDOW, "mixed_windows": True}, [(*GRID, 3)]),
+    "conv-mixed-wide-step": (
+        CapsuleCONV, {**MATRIX, **WINDOW, "kernel_size": 2, "stride": 3, "mixed_windows": True}, [(*GRID, 9)]),
+    "dense": (DenseCapsule, dict(zip(DenseCapsule._known_by, (6, 3, 4, 5, 3), strict=True)), [(3, 6, 3)]),
+    "dense-one-parent": (DenseCapsule, dict(zip(DenseCapsule._known_by, (5, 4, 1, 3, 1), strict=True)), [(3, 5, 4)]),
+    "dense-numbers": (DenseCapsule, dict(zip(DenseCapsule._known_by, (4, 1, 3, 1, 5), strict=True)), [(3, 4, 1)]),
+    "havir": (compat.RoutingCapsules, HAVIR, [(2, 12, 3)]),
+    "cezannec": (compat.DigitCaps, dict(zip(("num_capsules", "previous_layer_nodes", "in_channels", "out_channels"),
+                                            (5, 12, 3, 4), strict=True)), [(2, 12, 3)]),
+    "gram-ai": (CapsuleLayer, {**GRAM_AI, "num_iterations": 2}, [(2, 12, 3)]),
+    "gram-ai-learned": (CapsuleLayer, {**GRAM_AI, "learned_logits": True}, [(2, 12, 3)]),
+    "bielski": (CapsLayer, {**BIELSKI, "routing_module": (12, 5, 2)}, [(2, 12, 3)]),
+    "bielski-1": (CapsLayer, {**BIELSKI, "routing_module": (12, 5, 0)}, [(2, 12, 3)]),
+    "em": (ConvCaps, {"B": 3, "C": 4, "K": 3, "P": 2, "stride": 2}, [(2, 7, 5, 15)]),
+    "em-2": (ConvCaps, {"B": 2, "C": 3, "K": 2, "P": 3, "stride": 1, "iters": 2}, [(2, 3, 4, 20)]),
+    "em-shared": (ConvCaps, SHARED, [(2, 3, 4, 15)]),
+    "em-place": (ConvCaps, {**SHARED, "coor_add": True}, [(2, 4, 3, 15)]),
+    "heinsen": (GenerativeMatrixRouting, HEINSEN, POSES),
+    "heinsen-variable": (GenerativeMatrixRouting, {**HEINSEN, "n_inp": -1}, [(2, 3, 6), (2, 3, 6, 2, 3)]),
+    "heinsen-skm": (GenerativeMatrixRouting, {**HEINSEN, "p_model": "skm", "return_dict": True}, POSES),
+    "heinsen-single-beta": (GenerativeMatrixRouting, {**HEINSEN, "single_beta": True, "d_cov": 1}, [(6,), (6, 1, 3)]),
+    "heinsen-1": (GenerativeMatrixRouting, {**HEINSEN, "n_iters": 1}, POSES),
+    "heinsen-dict": (GenerativeMatrixRouting, {**HEINSEN, "eps": 1e-2, "n_iters": 4, "return_dict": True}, POSES),
+}  # fmt: skip
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def build(name: str, plain: bool = False, **changes: Any) -> Any:
+    """Return our layer, or the plain one."""
+    kind, arguments, _ = CASES[name]
+    arguments = {**arguments, **changes}
+    if "routing_module" in arguments:
+        routing = nn_plain.AgreementRouting if plain else AgreementRouting
+        arguments["routing_module"] = routing(*arguments["routing_module"])
+    return (getattr(nn_plain, kind.__name__) if plain else kind)(**arguments)
+
+
+def pair(name: str, spread: float = 1.0, **changes: Any) -> tuple[Any, Any]:
+    """Return our layer and the plain one with the same random parameters in float64; their checkpoint loads in ours."""
+    torch.manual_seed(0)
+    plain, ours = build(name, plain=True, **changes).double(), build(name, **changes).double()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(spread * torch.randn_like(parameter))
+    ours.load_state_dict(plain.state_dict())
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    return ours, plain
+
+
+def draw(name: str, seed: int = 1) -> list[Tensor]:
+    kind, arguments, shapes = CASES[name]
+    generator = torch.Generator().manual_seed(seed)
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    if kind is ConvCaps:
+        given[0][..., -arguments["B"] :] = given[0][..., -arguments["B"] :].sigmoid()
+    return given
+
+
+def results(layer: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return all that a layer makes; of the layers whose call is one iteration, the results of two."""
+    if hasattr(layer, "nonlinear_act"):
+        first = layer(*given, 0)
+        return [first, layer(*given, 1, first)]
+    found = layer(*given)
+    found = [found[key] for key in sorted(found)] if isinstance(found, dict) else found
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def weighted(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a sum that tells all numbers apart."""
+    return sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in tensors)  # type: ignore[return-value]
+
+
+@every_case
+def test_results_and_gradients(name: str) -> None:
+    found = []
+    for layer in pair(name):
+        given = [tensor.requires_grad_() for tensor in draw(name)]
+        made = results(layer, given)
+        gradients = torch.autograd.grad(weighted(made), [*given, *layer.parameters()], allow_unused=True)
+        found.append([*made, *(torch.zeros(()) if one is None else one for one in gradients)])
+    for got, want in zip(*found, strict=True):  # their 1e-8 and 1e-10 move results by as much
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8, check_dtype=False)
+
+
+@every_case
+def test_a_model_is_converted(name: str) -> None:
+    _, plain = pair(name)
+    want, keys, parameters = results(plain, draw(name)), list(plain.state_dict()), list(plain.parameters())
+    report = fastcaps.convert(nn.ModuleList([plain]))
+    layer = report.model[0]
+    assert report.converted == ["0"] and "results agree" in report.layers[0].why
+    assert type(layer) is CASES[name][0] and list(layer.state_dict()) == keys
+    assert {*map(id, layer.parameters())} == {*map(id, parameters)}
+    torch.testing.assert_close(results(layer, draw(name)), want, rtol=1e-6, atol=1e-8)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        for got, wanted in zip(results(copied, draw(name)), results(layer, draw(name)), strict=True):
+            assert torch.equal(got, wanted)
+
+
+SIGNATURES = {
+    "fc-matrix": "in_n_capsules in_d_capsules out_n_capsules out_d_capsules matrix_pose dp",
+    "conv-matrix": "in_n_capsules in_d_capsules out_n_capsules out_d_capsules kernel_size stride matrix_pose dp "
+    "coordinate_add mixed_windows",
+    "dense": "in_num_caps in_dim_caps out_num_caps out_dim_caps routings",
+    "havir": "in_dim in_caps num_caps dim_caps num_routing device",
+    "cezannec": "num_capsules previous_layer_nodes in_channels out_channels",
+    "gram-ai": "num_capsules num_route_nodes in_channels out_channels kernel_size stride num_iterations learned_logits",
+    "bielski": "input_caps input_dim output_caps output_dim routing_module",
+    "em": "B C K P stride iters coor_add w_shared",
+    "heinsen": "n_inp n_out d_cov d_inp d_out n_iters single_beta p_model eps return_dict",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_are_the_authors(name: str) -> None:
+    ours, plain = build(name), build(name, plain=True)
+    assert list(inspect.signature(type(ours)).parameters) == SIGNATURES[name].split()
+    theirs = inspect.signature(type(plain)).parameters
+    for argument, own in inspect.signature(type(ours)).parameters.items():
+        assert (
+            argument not in theirs
+            or argument in ("B", "C", "K", "P", "stride")
+            or (own.default == theirs[argument].default)
+        )  # ConvCaps has defaults that the plain one lacks
+    shown = {argument: getattr(ours, argument) for argument in SIGNATURES[name].split() if argument != "routing_module"}
+    assert all(f"{argument}={value}" in repr(ours) for argument, value in shown.items())
+
+
+@pytest.mark.parametrize("name", [*CASES, "routing"])
+def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: str) -> None:
+    make = (lambda: AgreementRouting(6, 3, 2)) if name == "routing" else (lambda: build(name))
+    torch.manual_seed(3)
+    fresh = make()
+    twin = copy.deepcopy(fresh)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.fill_(7.0)
+    torch.manual_seed(3)
+    twin.reset_parameters()
+    own = [each for each, _ in twin.named_parameters() if not each.startswith("routing_module.")]
+    assert all(torch.equal(twin.get_parameter(each), fresh.get_parameter(each)) for each in own)
+    if name not in ("routing", "havir", "cezannec", "bielski", "bielski-1"):  # whose plain twins draw more, or else
+        torch.manual_seed(3)
+        plain = build(name, plain=True)
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["fc-matrix", "conv-matrix", "dense", "heinsen-variable"])
+def test_compiled_and_autocast(name: str) -> None:
+    ours, _ = pair(name)
+    given = draw(name)
+    wanted = results(ours, given)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *tensors: results(ours, tensors), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given), wanted)
+    single = ours.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(single, [tensor.float() for tensor in given])
+    weighted([result.float() for result in found]).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in single.parameters())
+    assert (found[0].float() - wanted[0]).abs().mean() < 0.05 * wanted[0].abs().mean()
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("name", ["fc-matrix", "conv-to-one", "conv-mixed"])
+def test_batch_of_one_and_of_none(name: str, batch: int) -> None:
+    ours, _ = pair(name)
+    first, second = results(ours, [draw(name)[0][:batch]])
+    assert first.shape == second.shape and len(first) == batch
+
+
+# ---- Tsai et al. -----------------------------------------------------------------------------------------------------
+
+
+def test_no_window_is_copied() -> None:
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found = func(*args, **(kwargs or {}))
+            for tensor in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(tensor, torch.Tensor):
+                    self.numbers = max(self.numbers, tensor.numel())
+            return found
+
+    layer = CapsuleCONV(7, 4, 2, 4, kernel_size=3, stride=1, matrix_pose=True, dp=0.0)
+    children = torch.randn(2, 7, 9, 8, 4)
+    with torch.no_grad(), Largest() as seen:
+        results(layer, [children])
+    assert seen.numbers == children.numel()  # in windows there are five times as many
+
+
+def test_a_grid_into_fc_is_flattened_n_h_w() -> None:
+    ours, plain = pair("fc-matrix")
+    grid = torch.randn(2, 3, 2, 2, 9, dtype=torch.float64)
+    rows = torch.stack([grid[:, n, h, w] for n in range(3) for h in range(2) for w in range(2)], 1)
+    torch.testing.assert_close(ours(grid, 0), ours(rows, 0))
+    torch.testing.assert_close(ours(grid, 0), plain(grid, 0))
+
+
+@pytest.mark.parametrize("kind", [CapsuleFC, CapsuleCONV])
+def test_matrix_poses_of_one_number_stay_unflattened(kind: Any) -> None:
+    case = {**MATRIX, **({} if kind is CapsuleFC else WINDOW), "in_d_capsules": 1, "out_d_capsules": 1}
+    layer = kind(**case)
+    children = torch.randn(2, layer.in_n_capsules, *(() if kind is CapsuleFC else (7, 5)), 1)
+    first, second = results(layer, [children])
+    assert first.shape[-2:] == (1, 1) and first.dim() == children.dim() + 1 and second.shape == first.shape
+    above = kind(**{**case, "in_n_capsules": 5, **({} if kind is CapsuleFC else {"kernel_size": 1})})
+    assert above(first, 0).shape[:2] == (2, 5)
+
+
+@pytest.mark.parametrize("name", ["fc-matrix", "fc-vector", "conv-matrix", "conv-mixed"])
+def test_attributes_are_the_authors(name: str) -> None:
+    ours, plain = pair(name)
+    for attribute in ("weight_init_const", "scale", "dropout_rate", "matrix_pose", "out_d_capsules"):
+        assert getattr(ours, attribute) == pytest.approx(getattr(plain, attribute)), attribute
+    assert hasattr(ours, "sqrt_d") == hasattr(plain, "sqrt_d")
+
+
+def test_num_iter_and_coordinate_add_change_nothing() -> None:
+    ours, _ = pair("conv-matrix")
+    other = CapsuleCONV(**CASES["conv-matrix"][1], coordinate_add=True).double()
+    other.load_state_dict(ours.state_dict())
+    (children,) = draw("conv-matrix")
+    assert torch.equal(ours(children, 0), other(children, 7))
+
+
+@pytest.mark.parametrize("matrix_pose", [True, False])
+def test_a_script_runs_after_one_changed_import(matrix_pose: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn_plain.Network(num_routing=3, matrix_pose=matrix_pose)
+    ours = nn_plain.Network(CapsuleCONV, CapsuleFC, num_routing=3, matrix_pose=matrix_pose)
+    ours.load_state_dict(plain.state_dict())
+    images = torch.randn(3, 1, 14, 14)
+    want, got = plain(images), ours(images)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    got.square().sum().backward()
+    want.square().sum().backward()
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fc-matrix", "conv-matrix"])
+def test_dropout_before_layer_norm(name: str) -> None:
+    ours, _ = pair(name, dp=0.5)
+    (children,) = draw(name)
+    torch.manual_seed(1)
+    a = ours(children, 0)
+    torch.manual_seed(2)
+    assert not torch.equal(a, ours(children, 0))
+    spread = ((a - ours.nonlinear_act.bias) / ours.nonlinear_act.weight).var(-1, correction=0)
+    torch.testing.assert_close(spread[spread > 0.5], torch.ones_like(spread[spread > 0.5]), rtol=1e-2, atol=1e-2)
+    assert torch.equal(ours.eval()(children, 0), ours(children, 0))
+    ours.train().drop.p = 0.0  # users change the rate on a schedule
+    torch.testing.assert_close(ours(children, 0), ours.eval()(children, 0))
+
+
+def test_a_replaced_nonlinear_act_is_honoured() -> None:
+    ours, plain = pair("fc-matrix")
+    ours.nonlinear_act = plain.nonlinear_act = torch.nn.Tanh()
+    torch.testing.assert_close(results(ours, draw("fc-matrix")), results(plain, draw("fc-matrix")))
+
+
+# ---- dynamic routing and Heinsen's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [1e-4, 1e-8, 1e-12])
+def test_the_1e_8_of_guos_squash_counts_for_tiny_capsules(spread: float) -> None:
+    ours, plain = pair("dense", spread)
+    parents = plain(*draw("dense"))
+    torch.testing.assert_close(ours(*draw("dense")), parents, rtol=1e-7, atol=0)
+    size = torch.linalg.vector_norm(parents, dim=-1)
+    assert (size > 0).all() and size.max() < 1e-6
+    children = torch.zeros(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    parents = ours(children)
+    assert (parents == 0).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(parents.sum(), [children, ours.weight]))
+
+
+def test_a_routing_module_routes_votes() -> None:
+    ours, plain = pair("bielski")
+    (children,) = draw("bielski")
+    votes = torch.einsum("bid,idn->bin", children, plain.weights).unflatten(-1, (5, 4))
+    torch.testing.assert_close(ours.routing_module(votes), plain(children))
+
+
+def test_primary_capsules_by_name() -> None:
+    layer = CapsuleLayer(3, -1, 2, 4, kernel_size=3, stride=2)
+    images = torch.randn(2, 2, 9, 7)
+    maps = torch.stack([convolution(images).flatten(1) for convolution in layer.capsules], -1)
+    square = maps.square().sum(-1, keepdim=True)
+    torch.testing.assert_close(layer(images), maps * square.sqrt() / (1 + square))
+    before = layer.capsules[0].weight.clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.capsules[0].weight, before)
+
+
+def test_any_number_of_heinsens_children_and_masks() -> None:
+    ours, plain = pair("heinsen-variable")
+    scores, poses = draw("heinsen-variable")
+    for count in (1, 4):
+        few = ours(scores[..., :count], poses[..., :count, :, :])
+        torch.testing.assert_close(few, plain(scores[..., :count], poses[..., :count, :, :]))
+    scores[..., 4:], poses[..., 4:, :, :] = -torch.inf, torch.nan
+    torch.testing.assert_close(ours(scores, poses), few)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
+    """Return a call of a case's layer with tensors of these shapes."""
+    call = [None if shape is None else torch.randn(shape) for shape in shapes]
+    layer = build(name, **changes)
+    return lambda: layer(call[0], 0, *call[1:]) if hasattr(layer, "nonlinear_act") else layer(*call)
+
+
+@pytest.mark.parametrize(
+    "error, message, call",
+    [
+        (ValueError, "in_dim must be a square number", lambda: CapsuleFC(4, 8, 3, 8, matrix_pose=True, dp=0.0)),
+        (ValueError, "out_d_capsules must equal in_d_capsules", lambda: CapsuleFC(4, 16, 3, 9, True, dp=0.0)),
+        (ValueError, "in_n_capsules must be an int >= 1", lambda: CapsuleFC(0, 16, 3, 16, True, 0.0)),
+        (TypeError, "kernel_size must be an int >= 1", lambda: CapsuleCONV(1, 16, 3, 16, None, 1, True, 0.0)),
+        (ValueError, r"input must be \[b, 12, 9\]", given_to("fc-matrix", (2, 12, 8))),
+        (ValueError, "in_n_capsules = 12 capsules, got 11", given_to("fc-matrix", (2, 11, 9))),
+        (ValueError, r"next_capsule_value must be \[b, 5, 9\]", given_to("fc-matrix", (2, 12, 9), (2, 5, 8))),
+        (ValueError, "parents", given_to("fc-matrix", (2, 12, 9), (2, 4, 9))),
+        (ValueError, r"input must be \[b, 3, h, w, 9\]", given_to("conv-matrix", (2, 3, 9))),
+        (ValueError, "window", given_to("conv-matrix", (2, 3, 2, 7, 9))),
+        (ValueError, r"input must have a grid no smaller than the window, 3 x 3, got \[2, 3, 7, 2, 3\]",
+         given_to("conv-mixed", (2, 3, 7, 2, 3))),
+        (ValueError, "next_capsule_value", given_to("conv-matrix", (2, 3, 7, 7, 9), (2, 5, 9))),
+        (TypeError, "input must be a tensor", given_to("fc-matrix", None)),
+        (TypeError, "next_capsule_value must be a tensor", lambda: build("fc-matrix")(torch.ones(2, 12, 9), 0, 1)),
+        (ValueError, "routings must be an int >= 1, got 0", lambda: DenseCapsule(6, 3, 4, 5, routings=0)),
+        (TypeError, "in_num_caps must be an int", lambda: DenseCapsule(6.0, 3, 4, 5)),  # type: ignore[arg-type]
+        (ValueError, r"x must be \[batch, 6, 3\], got \[2, 3, 6\]", given_to("dense", (2, 3, 6))),
+        (TypeError, "x must be a tensor, got NoneType", given_to("dense", None)),
+        (ValueError, r"routing_module must have b of shape \(12, 5\), got \(12, 4\)",
+         lambda: CapsLayer(12, 3, 5, 4, AgreementRouting(12, 4, 2))),
+        (TypeError, "routing_module must be an AgreementRouting, got Identity",
+         lambda: CapsLayer(12, 3, 5, 4, nn.Identity())),
+        (ValueError, r"u_predict must be \[batch, 12, 5, numbers\]",
+         lambda: AgreementRouting(12, 5, 2)(torch.ones(2, 5, 12, 4))),
+        (ValueError, "K and stride must be 1 with w_shared=True, got 3 and 2", lambda: ConvCaps(w_shared=True)),
+        (ValueError, r"x must be \[b, h, w, 15\]", given_to("em", (2, 7, 5, 14))),
+        (ValueError, "n_inp must be an int >= 1", lambda: build("heinsen", n_inp=0)),
+        (ValueError, "n_out must be at least 2", lambda: build("heinsen", n_out=1)),
+        (ValueError, "p_model must be one of 'gaussian', 'skm'", lambda: build("heinsen", p_model="kmeans")),
+        (ValueError, r"mu_inp must be \[2, 6, 2, 3\] with a_inp \[2, 6\], got \[2, 6, 3, 2\]",
+         given_to("heinsen", (2, 6), (2, 6, 3, 2))),
+        (ValueError, r"a_inp must be \[\.\.\., 6\], got \[2, 5\]", given_to("heinsen", (2, 5), (2, 5, 2, 3))),
+        (TypeError, "a_inp must be a tensor", given_to("heinsen", None, (2, 6, 2, 3))),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(error: type[Exception], message: str, call: Any) -> None:
+    with pytest.raises(error, match=message):
+        call()

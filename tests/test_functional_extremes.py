@@ -1,0 +1,415 @@
+"""What is odd but right, asked of every routing function: no samples, any strides, numbers that are not finite, very
+long and very short poses, half precision, offsets beyond 32 bits; and calls that torch's own kernels do not survive.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import mmap
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case
+from features import BATCH, BY_NAME, COUNT, PARENTS, POSE, ROUTINGS, WINDOWS, Leaves, Routing, number
+from registry import ATTENTION, Call
+from registry import Routing as Op
+from suite import every_routing as every_op
+from suite import native_only
+from torch import Tensor
+
+from fastcaps import BackendError, Window, backend
+from fastcaps.functional import dynamic_routing, inverted_attention_routing, routing_pool
+from fastcaps.rules import Rule
+from fastcaps.vectors import squash
+
+every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+every_backend = pytest.mark.parametrize("name", ["cpu", "reference"])
+SAMPLED = ("children", "gate", "parents")
+
+
+@every_window
+@every_routing
+def test_an_empty_batch(routing: Routing, window: Window | None) -> None:
+    leaves = {key: tensor.requires_grad_() for key, tensor in routing.tensors(window, batch=0).items()}
+    found = routing.ours(leaves, window)
+    assert all(len(result) == 0 for result in found.values())
+    gradients = torch.autograd.grad(number(found), [*leaves.values()], allow_unused=True, materialize_grads=True)
+    for leaf, gradient in zip(leaves.values(), gradients, strict=True):
+        assert gradient.shape == leaf.shape and gradient.abs().sum() == 0
+
+
+@every_window
+@every_routing
+def test_any_strides(routing: Routing, window: Window | None) -> None:
+    """Expanded samples, dimensions the other way round in memory, every other number, the gradient of a sum."""
+    plain = routing.tensors(window, torch.float32)
+    odd = {}
+    for k, (key, tensor) in enumerate(plain.items()):
+        if key in SAMPLED:
+            plain[key] = tensor[:1].expand_as(tensor).contiguous()
+            odd[key] = tensor[:1].expand_as(tensor) if k % 2 == 0 else plain[key].mT.contiguous().mT
+        else:
+            odd[key] = torch.stack((tensor, tensor), -1).flatten(-2)[..., ::2]
+    results = []
+    for given in (odd, plain):
+        leaves = {key: tensor.detach().requires_grad_() for key, tensor in given.items()}
+        found = routing.ours(leaves, window)
+        total = sum(result.sum() + result[0].pow(2).sum() for result in found.values())
+        gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
+        results.append([*found.values(), *gradients])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@every_window
+@pytest.mark.parametrize(
+    "routing", [row for row in ROUTINGS if "gate" in row.leaves and "heinsen" not in row.name], ids=str
+)
+def test_booleans_are_gates_of_0_and_1(routing: Routing, window: Window | None) -> None:
+    given = routing.tensors(window)
+    mask = torch.arange(given["gate"].numel()).view_as(given["gate"]) % 3 > 0
+    found = [routing.ours(given | {"gate": gate}, window) for gate in (mask, mask.double())]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@every_backend
+@every_routing
+def test_results_may_be_written_to(routing: Routing, name: str) -> None:
+    leaves = {key: tensor.requires_grad_() for key, tensor in routing.tensors().items()}
+    with backend(name):
+        for key, result in routing.ours(leaves).items():
+            if key == "poses":
+                before = result.detach().clone()
+                assert torch.equal(result.mul_(2), 2 * before)
+                result.sum().backward()
+
+
+@every_routing
+def test_no_vote_outlives_a_call(routing: Routing) -> None:
+    """Nothing of the size children x parents is among what a training step keeps."""
+    leaves = {key: tensor.requires_grad_() for key, tensor in routing.tensors().items()}
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        found = routing.ours(leaves)
+    assert max(kept) < BATCH * COUNT * PARENTS * POSE[0] * POSE[2]
+    del found
+    gc.collect()
+
+
+# ---- numbers that are not finite, and half precision -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@every_window
+@every_routing
+def test_nan_and_infinity_come_out_where_they_went_in(routing: Routing, window: Window | None, value: float) -> None:
+    """One bad child spoils its own sample, and no other, forward and back."""
+    clean = {key: tensor.float() for key, tensor in routing.tensors(window).items()}
+    bad: Leaves = {**clean, "children": clean["children"].clone()}
+    bad["children"].select(0, 1).reshape(-1)[0] = value
+    right, found = (routing.ours(given, window) for given in (clean, bad))
+    assert not torch.isfinite(found["poses"][1]).all()
+    for key, tensor in found.items():
+        assert torch.equal(tensor[[0, 2]], right[key][[0, 2]]), key
+    children = clean["children"].requires_grad_()
+    poses = routing.ours(clean, window)["poses"]
+    grad = torch.randn_like(poses)
+    grad[(1, *[0] * (grad.dim() - 1))] = value
+    (gradient,) = torch.autograd.grad(poses, children, grad)
+    assert torch.isfinite(gradient[[0, 2]]).all() and not torch.isfinite(gradient[1]).all()
+
+
+def test_a_bad_query_spoils_its_own_position() -> None:
+    window, routing = WINDOWS["grid"], BY_NAME["attention-1"]
+    given = routing.tensors(window)
+    right = routing.ours(given, window)["poses"]
+    given["parents"][1, 0, 0, 0] = torch.nan
+    found = routing.ours(given, window)["poses"]
+    assert not torch.isfinite(found[1, :, 0, 0]).all()
+    found[1, :, 0, 0] = right[1, :, 0, 0]
+    assert torch.equal(found, right), "another position reads another query"
+
+
+def test_infinite_agreement_behaves_as_in_the_reference() -> None:
+    """Where agreements overflow the softmax gives what PyTorch's gives, NaN included; where they do not, one-hots."""
+    case = Case("large", Rule.PLAIN, batch=1, types=4, parents=5, pose=(2, 2, 2))
+    call = ATTENTION.call(case)
+    for size in (1e38, 1e5):
+        large = replace(call, given={**call.given, "query": call.given["query"] * size})
+        found, wanted = large.by_op()["parents"], large.by_loop()["parents"]
+        assert bool(torch.isfinite(found).all()) == (size < 1e38)
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if row.name != "attention-uniform"], ids=str)
+@pytest.mark.parametrize("name", [None, "cpu", "reference"])
+def test_float16_on_the_cpu(name: str | None, routing: Routing) -> None:
+    """The kernels of the CPU take none, and say so where they are forced; so the reference serves, sums in float32."""
+    given = {key: 0.5 * tensor for key, tensor in routing.tensors(dtype=torch.float16).items()}
+    with backend(name) if name else nullcontext():
+        if name == "cpu":
+            with pytest.raises(BackendError, match="float32, float64 and bfloat16, got float16"):
+                routing.ours(given)
+            return
+        found = routing.ours(given)
+    exact = routing.plain({key: tensor.double() for key, tensor in given.items()})
+    for key, tensor in found.items():
+        assert tensor.dtype == torch.float16
+        assert (tensor.double() - exact[key]).abs().max().item() <= 2e-2 * exact[key].abs().max().item(), key
+
+
+# ---- any length -----------------------------------------------------------------------------------------------------
+
+LENGTHS = {  # up to the longest vector of four equal numbers that the dtype holds, down to where lengths are normal
+    torch.float16: [1e-3, 1.0, 255.0, 300.0, 6e4],
+    torch.bfloat16: [1e-30, 1e-3, 1.0, 300.0, 2e19, 1e38],
+    torch.float32: [1e-30, 1e-3, 1.0, 300.0, 2e19, 1e38],
+    torch.float64: [1e-150, 1.0, 1e19, 1e160, 1e300],
+}
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(dtype, at) for dtype, some in LENGTHS.items() for at in some], ids=str)
+def test_squash_of_any_length(dtype: torch.dtype, length: float) -> None:
+    direction = torch.tensor([0.5, -0.5, 0.5, 0.5], dtype=torch.float64)
+    vector = (length * direction).to(dtype).requires_grad_()
+    size = vector.detach().double().norm().item()
+    exact = direction * ((size / (1 + size * size)) * size if size < 1e100 else 1.0)
+    found = squash(vector)
+    error = (found.detach().double() - exact).abs().max().item()
+    assert error <= 4 * torch.finfo(dtype).eps * exact.abs().max().item() + 2 * torch.finfo(dtype).tiny
+    (gradient,) = torch.autograd.grad(found[0], vector)
+    assert gradient.isfinite().all()
+
+
+def test_gradient_of_squash_at_every_length() -> None:
+    direction = torch.tensor([0.6, -0.8, 0.0], dtype=torch.float64)
+    for length in (1e-3, 0.1, 1.0, 30.0, 1e4):
+        assert torch.autograd.gradcheck(squash, ((length * direction).requires_grad_(),), eps=1e-7 * length, atol=1e-6)
+
+
+SCALES = [10.0**k for k in (-30, -25, -20, -15, -5, 5, 15, 19, 22, 26, 30)]
+
+
+@every_backend
+@pytest.mark.parametrize("window", [None, Window(2)], ids=["set", "grid"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_pooling_knows_no_scale(scale: float, window: Window | None, name: str) -> None:
+    """Keys and proposals are unit vectors: poses a million times as long are pooled a million times as long."""
+    shape = (2, 7, 1, 5) if window is None else (2, 3, 4, 3, 1, 5)
+    children = torch.randn(shape, dtype=torch.float64)
+    wanted, shares = routing_pool(children, window=window, sharpness=2.0, return_coefficients=True)
+    given = (scale * children).float().requires_grad_()
+    with backend(name):
+        found, told = routing_pool(given, window=window, sharpness=2.0, return_coefficients=True)
+        (gradient,) = torch.autograd.grad(found.sum(), given)
+    torch.testing.assert_close(found.double() / scale, wanted, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(told.double(), shares, rtol=2e-5, atol=2e-6)
+    exact = children.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(routing_pool(exact, window=window, sharpness=2.0).sum(), exact)
+    torch.testing.assert_close(gradient.double(), slope, rtol=2e-4, atol=2e-5)
+
+
+@every_backend
+@pytest.mark.parametrize("scale", [1e-18, 1e-12, 1e8])
+def test_pooling_with_weights_knows_no_scale(scale: float, name: str) -> None:
+    routing = BY_NAME["pool-weights"]
+    given = {k: t for k, t in routing.tensors().items() if k != "bias"}
+    wanted = routing.ours(given)["poses"]
+    small = {**given, "children": scale * given["children"]}
+    with backend(name):
+        found = routing.ours({k: t.float() for k, t in small.items()})["poses"]
+    torch.testing.assert_close(found.double() / scale, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("routing", [BY_NAME["dynamic-parents"], BY_NAME["dynamic-children"]], ids=str)
+@pytest.mark.parametrize("name", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
+def test_coefficients_err_no_more_than_twice_eager(name: str, routing: Routing) -> None:
+    """In the upper quarter of many draws: where agreements are large, one draw magnifies a rounding at random."""
+    window, eager, ours = WINDOWS["grid"], [], []
+    for seed in range(48):
+        torch.manual_seed(seed)
+        given = {key: torch.randn_like(t) if key != "gate" else t for key, t in routing.tensors(window).items()}
+        given["children"] *= 10.0 ** (seed % 3 - 1)
+        single = {key: tensor.float() for key, tensor in given.items()}
+        wide = {key: tensor.double() for key, tensor in single.items()}
+        exact = routing.plain(wide, window, coefficients=True)["coefficients"]
+        plain = routing.plain(single, window, coefficients=True)["coefficients"]
+        with backend(name):
+            found = routing.ours(single, window, coefficients=True)["coefficients"]
+        eager.append((plain.double() - exact).abs().max())
+        ours.append((found.double() - exact).abs().max())
+    upper = [torch.stack(errors).quantile(0.75).item() for errors in (ours, eager)]
+    assert upper[0] <= 2 * upper[1] + torch.finfo(torch.float32).eps
+
+
+def test_coefficients_of_the_published_size_err_no_more_than_twice_eager() -> None:
+    children, weight = torch.randn(2, 288, 1, 8), 0.3 * torch.randn(288, 10, 8, 16)
+    options = {"compete": "children", "detach": True, "return_coefficients": True}
+
+    def eager(children: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        votes = torch.einsum("bicd,imde->bimce", children, weight)
+        logits = torch.zeros(votes.shape[:3], dtype=votes.dtype)
+        for turn in range(3):
+            shares = logits.softmax(1)
+            parents = squash((shares[..., None, None] * votes).sum(1), (-2, -1))
+            logits = logits + torch.einsum("bimce,bmce->bim", votes, parents) if turn < 2 else logits
+        return shares
+
+    exact = eager(children.double(), weight.double())
+    limit = 2 * (eager(children, weight).double() - exact).abs().max().item() + 1e-9
+    shares = dynamic_routing(children, weight, **options)[1]
+    assert (shares.double() - exact).abs().max().item() <= limit
+
+
+# ---- a first turn that torch's own convolution does not survive ------------------------------------------------------
+
+FATAL = [  # grid, kernel, stride, padding, dilation: no output column sees an input column
+    ((4, 1), (3, 1), (3, 3), (5, 2), (2, 2)),
+    ((3, 1), (1, 1), (3, 2), (7, 1), (2, 2)),
+    ((2, 2), (1, 1), (1, 4), (0, 2), (2, 4)),
+    ((1, 1), (1, 2), (1, 2), (5, 5), (3, 2)),
+    ((8, 1), (1, 3), (2, 2), (5, 5), (1, 2)),
+    ((4, 3), (3, 1), (1, 4), (1, 9), (2, 4)),
+]
+_SCRIPT = """
+import torch
+from fastcaps import Window
+from fastcaps.functional import inverted_attention_routing
+for grid, *window in {cases}:
+    for types, pose in ((1, 4), (3, 1), (16, 4)):
+        window_ = Window(*window)
+        count = types * window_.positions
+        children = torch.randn(2, types, *grid, pose, pose)
+        leaves = [children, torch.randn(count, 3, pose, pose), torch.randn(count, 3, pose, pose)]
+        gate = torch.rand(2, types, *grid)
+        found = []
+        for dtype in (torch.bfloat16, torch.float64):
+            given = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in (*leaves, gate)]
+            routed = inverted_attention_routing(
+                *given[:2], bias=given[2], gate=given[3], window=window_, normalize=False
+            )
+            found.append([routed, *torch.autograd.grad(routed.sum(), given)])
+        for half, exact in zip(*found, strict=True):
+            torch.testing.assert_close(half.double(), exact, rtol=0.05, atol=0.05 * (1 + exact.abs().max().item()))
+print("survived")
+"""
+
+
+def test_first_turn_where_no_window_sees_a_column() -> None:
+    """In a process of its own: oneDNN's bfloat16 convolution reads a null pointer there."""
+    run = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(cases=FATAL)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.stdout.strip() == "survived", f"ended with {run.returncode}: {run.stderr[-2000:]}"
+
+
+def test_such_windows_are_right_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.float64):
+        children, weight = torch.randn(2, 2, 4, 1, 2, 2, dtype=dtype), torch.randn(6, 3, 2, 2, dtype=dtype)
+        window = Window((3, 1), (3, 3), (5, 2), (2, 2))
+        found = inverted_attention_routing(children, weight, window=window, normalize=False)
+        assert found.shape == (2, 3, 4, 2, 2, 2) and math.isclose(found.abs().sum().item(), 0.0)
+
+
+@native_only
+@pytest.mark.parametrize("number", [0.0, 1e-30, 1e30, math.nan])
+def test_an_odd_vote_changes_no_bit_of_other_samples(number: float) -> None:
+    """Samples share the lanes of a vector; a vote whose square leaves the range of float32 is measured apart."""
+    weight, children = torch.randn(6, 3, 4, 4), torch.randn(16, 6, 4, 4)
+    found = []
+    for odd in (False, True):
+        given = children.clone()
+        if odd:
+            given[0, 2] = number
+        given.requires_grad_()
+        routed = routing_pool(given, weight=weight, sharpness=1.5)
+        (gradient,) = torch.autograd.grad(routed.square().sum(), given)
+        found.append((routed[1:], gradient[1:]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@every_backend
+@pytest.mark.parametrize("compete", ["parents", "children"])
+def test_a_length_beyond_the_dtype_leaves_gradients_finite(compete: str, name: str) -> None:
+    """S is finite where its length is not: squashed, it is a unit vector, whose gradient is nothing."""
+    children = torch.ones(2, 1, 2, 2)
+    children[1] = 3e38
+    weight = torch.eye(2)[None, None].clone().requires_grad_()
+    with backend(name):
+        parents = dynamic_routing(children, weight, iterations=1, compete=compete)
+        alone = dynamic_routing(children[:1], weight, iterations=1, compete=compete)
+        found, wanted = (torch.autograd.grad(p.sum(), weight)[0] for p in (parents, alone))
+    torch.testing.assert_close(found, wanted)
+
+
+# ---- sizes beyond 2^31 -----------------------------------------------------------------------------------------------
+
+
+def _far_apart(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in address space that the system commits only where it is written; skip where there is none."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    try:
+        memory = mmap.mmap(-1, extent * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    except (OSError, ValueError, OverflowError) as error:
+        pytest.skip(f"no address space of {extent * dtype.itemsize / 2**30:.0f} GB: {error}")
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def _same_bits(call: Call, far: Call) -> None:
+    """Assert that results and gradients do not depend on where tensors lie."""
+    found, wanted = far.training(Call.by_op), call.training(Call.by_op)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+    gc.collect()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
+@every_op
+@pytest.mark.parametrize("dimension", range(6), ids=["batch", "row", "column", "type", "pose-row", "pose-column"])
+def test_children_whose_extent_exceeds_32_bits(routing: Op, dimension: int) -> None:
+    """Real offsets beyond 2^31 numbers: the stride of one dimension after another is 2^30 + 1."""
+    sizes = {"grid": (3, 3), "types": 3, "pose": (3, 3, 2), "window": (2, 2, 1, 1, 0, 0, 1, 1)}
+    call = routing.call(Case("far", routing.cases[0].rule, 3, parents=4, dtype=torch.bfloat16, **sizes))
+    shape = tuple(call.given["children"].shape)
+    strides = [0] * 6
+    step = 1
+    for k in (k for k in reversed(range(6)) if k != dimension):
+        strides[k], step = step, step * shape[k]
+    strides[dimension] = 2**30 + 1
+    assert max((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) > 2**31
+    far = _far_apart(shape, tuple(strides), torch.bfloat16).copy_(call.given["children"])
+    _same_bits(call, replace(call, given={**call.given, "children": far}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
+@every_op
+def test_state_gate_and_gradients_whose_extent_exceeds_32_bits(routing: Op) -> None:
+    call = routing.call(Case("far", routing.cases[0].rule, 3, parents=4, gate="some", dtype=torch.bfloat16))
+
+    def apart(tensor: Tensor) -> Tensor:
+        return _far_apart(tuple(tensor.shape), (2**30 + 1, *tensor.stride()[1:]), tensor.dtype).copy_(tensor)
+
+    moved = ("gate", *routing.state)
+    given = {n: apart(v) if n in moved and v is not None else v for n, v in call.given.items()}
+    _same_bits(call, replace(call, given=given, grads={n: apart(v) for n, v in call.grads.items()}))
+
+
+@native_only
+def test_more_children_than_32_bits_count() -> None:
+    """Stride-0 children whose virtual extent passes 2^31 numbers; 2^27 + 1 children of 16, all alike."""
+    count = 2**27 + 1
+    child = torch.randn(1, 1, 1, 16).bfloat16()
+    weight, parents = torch.randn(1, 1, 16, 1).bfloat16(), torch.randn(1, 1, 1, 1).bfloat16()
+    children = child.expand(1, count, 1, 16)
+    assert children.numel() > 2**31
+    routed = inverted_attention_routing(children, weight, parents)
+    # one parent takes every child whole: the sum is the vote times the count
+    vote = (child.double() @ weight[0].double()).item()
+    assert routed.shape == (1, 1, 1, 1)
+    torch.testing.assert_close(routed.double().item(), vote * count, rtol=2**-7, atol=0.0)
