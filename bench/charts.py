@@ -1,12 +1,9 @@
-"""Charts of the records, as SVG: for README, docs and the page of all rows. Nothing comes from the network.
-
-A chart is 400 units wide, so that its text is as large on a phone as it is drawn.
-"""
+"""Bar charts of the records, as SVG: for README, docs and the page of all rows. matplotlib draws them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+import io
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bench.goals import number
@@ -24,105 +21,62 @@ FIRST = (  # noqa: SIM905
 ).split()
 """The layers of the README's table and picture: own matrices, and shared ones."""
 
-_WIDTH = 400
-_OURS, _TRAINING, _OTHER, _INK = "#1d5fd1", "#7fb0f5", "#c2670a", "#222"
-_MODES = (("forward", _OURS), ("training step", _TRAINING))
-_WAYS = (("fastcaps", _OURS), ("stored votes", _OTHER))
+MODES = ("forward", "training step")
+PANELS = {
+    "speedup": ("times faster", lambda value: f"{number(value)}×", MODES),
+    "sgemm_share": ("of sgemm", lambda value: f"{value:.0%}", MODES),
+    "memory": ("a step's own MB", number, ("fastcaps", "stored votes")),
+}
+"""Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+def own_bytes(row: Row, name: str) -> float | None:
+    """Return what a call needed beside its inputs and results, the package's own or that of an alternative."""
+    return (row.get("memory") or {}).get(name, {}).get("beyond")
 
 
-def bars(
-    rows: Sequence[tuple[str, Sequence[float | None]]],
-    unit: str,
-    mark: float | None = None,
-    keys: Sequence[tuple[str, str]] = _MODES,
-) -> str:
-    """Return a name and two bars a row, of the two ``keys``; ``mark`` is a line to compare with."""
-    left, right = 150, _WIDTH - 52
-    most = max((value for _, values in rows for value in values if value is not None), default=1.0)
-    most = max(most, mark or 0.0)
-    parts = []
-    for k, (name, values) in enumerate(rows):
-        top = 32 * k + 4
-        parts.append(_text(left - 6, top + 17, name, "end"))
-        for j, (value, (key, colour)) in enumerate(zip(values, keys, strict=True)):
-            if value is None:
-                continue
-            width, y = (right - left) * value / most, top + 13 * j
-            label = f"{value:.0%}" if unit == "%" else f"{number(value)}{unit}"
-            what = f"{name}, {key}: {label}"
-            parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="11" fill="{colour}">')
-            parts.append(f"<title>{escape(what)}</title></rect>{_text(left + width + 4, y + 10, label)}")
-    if mark is not None:
-        x, height = left + (right - left) * mark / most, 32 * len(rows)
-        line = f'x1="{x:.1f}" x2="{x:.1f}" y1="0.0" y2="{height:.1f}"'
-        parts.append(f'<line {line} stroke="{_INK}" stroke-dasharray="3 3"></line>')
-    return "".join(parts)
+def _pair(modes: dict[str, Row], panel: str) -> list[float | None]:
+    if panel != "memory":
+        return [modes.get(mode, {}).get(panel) for mode in MODES]
+    counts = [own_bytes(modes.get(MODES[1], {}), name) for name in ("fastcaps", "batched-matmul")]
+    return [None if count is None else count / 1e6 for count in counts]
 
 
-def _pairs(rows: Sequence[Row], field: str) -> list[tuple[str, list[float | None]]]:
-    """Return a name with the field of its forward and training rows at the default batch (or the largest, where a quick
-    run had others), largest first."""
-    shown: dict[str, tuple[bool, int]] = {}
-    for row in rows:
-        shown[row["workload"]] = max(shown.get(row["workload"], (False, 0)), (row["default"], row["batch"]))
-    found: dict[str, list[float | None]] = {}
-    for row in rows:
-        if row.get(field) and shown[row["workload"]] == (row["default"], row["batch"]):
+def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str] = PANELS) -> str:
+    """Return charts side by side as an SVG file, a pair of bars for each layer at its default batch, fastest first.
+
+    A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers; all if none are named.
+    """
+    from matplotlib import rc_context
+
+    from fastcaps.viz.charts import BLUE, ORANGE, pyplot, tidy
+
+    found: dict[str, dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["default"], row["batch"])):
+        if not names or row["workload"] in names:
             name = row["workload"] + ("" if row["precision"] == "fp32" else f", {row['precision']}")
-            found.setdefault(name, [None, None])[row["mode"] != "forward"] = row[field]
-    return sorted(found.items(), key=lambda item: -max(value or 0.0 for value in item[1]))
-
-
-def _memory(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[float | None]]]:
-    """Return a name with the MB of its training step beside inputs and results: the package's, and stored votes'."""
-    own: dict[str, list[float | None]] = {name: [None, None] for name in names}
-    for row in rows:
-        if row["default"] and row["mode"] != "forward" and row["workload"] in own:
-            found = [(row.get("memory") or {}).get(name, {}).get("beyond") for name in ("fastcaps", "batched-matmul")]
-            own[row["workload"]] = [None if one is None else one / 1e6 for one in found]
-    return [*own.items()]
-
-
-def _chart(title: str, keys: Sequence[tuple[str, str]], bars: str) -> str:
-    """Return bars with their title and what their colours mean, 26 units higher."""
-    head = _text(10, 16, title)
-    for k, (name, colour) in enumerate(keys):
-        x = 150 + 90 * k
-        head += f'<rect x="{x}" y="6" width="11" height="11" fill="{colour}"/>' + _text(x + 15, 16, name)
-    return f'{head}<g transform="translate(0 26)">{bars}</g>'
-
-
-def _file(width: int, height: int, shown: int, body: str) -> str:
-    """Return an SVG file of its own."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{shown}">'
-        f'<rect width="100%" height="100%" fill="#fff"/><style>text{{fill:{_INK};font:12px system-ui,sans-serif}}'
-        f"</style>{body}</svg>\n"
-    )
-
-
-def picture(rows: Sequence[Row], names: Sequence[str], memory: bool) -> str:
-    """Return the speed-ups of some layers as an SVG file of its own; with ``memory`` that of their training steps."""
-    pairs = _pairs([row for row in rows if row["workload"] in names], "speedup")
-    left = _chart("times faster", _MODES, bars(pairs, "×", 1.0))
-    if not memory:
-        return _file(_WIDTH, 32 * len(pairs) + 30, 720, left)
-    own = _memory(rows, [name for name, _ in pairs])
-    right = _chart("a step's own MB", _WAYS, bars(own, "", keys=_WAYS))
-    return _file(2 * _WIDTH, 32 * len(pairs) + 30, 800, f'{left}<g transform="translate({_WIDTH} 0)">{right}</g>')
-
-
-def drawn(rows: Sequence[Row]) -> list[str]:
-    """Return the charts of one machine's rows: speed-up, share of a large matrix product, a training step's memory."""
-    speed, share = _pairs(rows, "speedup"), _pairs(rows, "sgemm_share")
-    own = [one for one in _memory(rows, [name for name, _ in speed]) if any(one[1])]
-    made = [
-        (speed, _chart("times faster", _MODES, bars(speed, "×", 1.0))),
-        (share, _chart("of sgemm", _MODES, bars(share, "%"))),
-        (own, _chart("a step's own MB", _WAYS, bars(own, "", keys=_WAYS))),
-    ]
-    return [_file(_WIDTH, 32 * len(of) + 30, _WIDTH, body) for of, body in made if of]
+            found.setdefault(name, {})[row["mode"]] = row
+    layers = sorted(found, key=lambda name: -max(one["speedup"] or 0 for one in found[name].values()))
+    drawn = {panel: [_pair(found[name], panel) for name in layers] for panel in panels}
+    drawn = {panel: pairs for panel, pairs in drawn.items() if any(any(pair) for pair in pairs)}
+    size = 4.5 * len(drawn), 0.8 + 0.4 * len(layers)
+    figure, plots = pyplot().subplots(1, len(drawn), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for plot, (panel, pairs) in zip(plots[0], drawn.items(), strict=True):
+        title, said, labels = PANELS[panel]
+        for k, (label, colour) in enumerate(zip(labels, (BLUE, ORANGE), strict=True)):
+            values = [pair[k] for pair in pairs]
+            bars = plot.barh([at + 0.4 * k - 0.2 for at in range(len(layers))], [value or 0 for value in values], 0.38,
+                             color=colour, label=label)  # fmt: skip
+            plot.bar_label(bars, ["" if value is None else said(value) for value in values], padding=3)
+        if panel == "speedup":
+            plot.axvline(1.0, color="black", linestyle="--", linewidth=0.8)
+        plot.set(title=title, yticks=range(len(layers)), yticklabels=layers, xticks=[])
+        plot.margins(x=0.2, y=0.02)
+        plot.legend(frameon=False, loc="lower right")
+        tidy(plot)
+    plots[0][0].invert_yaxis()
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):  # the same rows make the same file
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    pyplot().close(figure)
+    return file.getvalue()

@@ -19,9 +19,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,15 +33,11 @@ from bench.alternatives import OURS, build, runner
 from bench.goals import place
 from bench.process import Remote, WorkerError
 from bench.record import ROOT
-from bench.timing import time_calls
+from bench.timing import Contender, Plan, quantiles, take_turns, time_calls
 from bench.workload import Case
 from bench.workloads import TINY, WORKLOADS
 
 _SECONDS = 300.0  # after which a process is given up
-
-MODES = ("forward", "graph", "training step")
-"""Without gradients; with a graph for them, and no backward; with the backward."""
-
 _AGREE = 1e-3  # the most that results may differ by, as a share of the largest number
 
 
@@ -60,19 +56,11 @@ class Side:
 
         return str(Runner("cpu").check(case, OURS)["complaint"])
 
-    def prepare(self, case: Case, graph: bool) -> dict[str, Any]:
-        """Make a call ready for :meth:`time`; with ``graph``, one that keeps a graph for gradients.
-
-        Returns the ``seconds`` of its second call, and ``some`` numbers of every result.
-        """
-        inputs, run = case.workload.inputs(case.batch), build(OURS, case.workload)
-        self._ready = runner(run, inputs, case.training)
-        if graph:
-            given = inputs.require_grad().arguments
-            self._ready = lambda: dict(zip(inputs.grads, run(**given), strict=True))
-        seconds = time_calls(self._ready, 1, 1)[0]
+    def prepare(self, case: Case) -> dict[str, Any]:
+        """Make a call ready for :meth:`time`; return some numbers of every result."""
+        self._ready = runner(build(OURS, case.workload), case.workload.inputs(case.batch), case.training)
         found = {name: tensor.detach().flatten() for name, tensor in self._ready().items()}
-        return {"seconds": seconds, "some": {n: t[:: 1 + t.numel() // 64].numpy() for n, t in found.items()}}
+        return {name: tensor[:: 1 + tensor.numel() // 64].numpy() for name, tensor in found.items()}
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of calls of what was prepared last."""
@@ -111,35 +99,28 @@ def disagreement(old: dict[str, Any], new: dict[str, Any]) -> str:
     return ""
 
 
-def measure(pair: Sequence[Remote], case: Case, mode: str, seconds: float, rounds: int) -> dict[str, Any]:
-    """Time one row in rounds of blocks, old, new, new, old; return the medians, and those of the rounds' ratios.
+def measure(pair: Sequence[Remote], case: Case, plan: Plan) -> dict[str, Any]:
+    """Time one row, old and new in turns; return both medians and their ratio, and the least and most that it may be.
 
-    Of a row whose newer result is wrong, or other than the older one, no time is taken: it is ``refused``, or it
-    ``differs``.
+    Those are the ratios of the 20th and 80th percentiles. Of a row whose newer result is wrong, or other than the older
+    one, no time is taken: it is ``refused``.
     """
-    row = {"workload": case.workload.name, "batch": case.batch, "mode": mode}
-    samples: list[list[float]] = [[], []]
-    ratios: list[float] = []
+    row: dict[str, Any] = {"workload": case.workload.name, "batch": case.batch, "mode": case.mode}
     try:
-        if wrong := pair[1].call(_SECONDS, "check", case):
+        wrong = pair[1].call(_SECONDS, "check", case)
+        wrong = wrong or disagreement(*(side.call(_SECONDS, "prepare", case) for side in pair))
+        if wrong:
             return row | {"refused": wrong}
-        answers = [side.call(_SECONDS, "prepare", case, mode == "graph") for side in pair]
-        if differs := disagreement(answers[0]["some"], answers[1]["some"]):
-            return row | {"differs": differs}
-        longest = max(answer["seconds"] for answer in answers)
-        calls = max(1, min(2000, int(seconds / (4 * rounds * longest))))
-        # calls of seconds each: two rounds say enough
-        for _ in range(max(2, min(rounds, int(3 * seconds / (4 * calls * longest))))):
-            blocks: list[list[float]] = [[], []]
-            for k in (0, 1, 1, 0):
-                time.sleep(0.002)  # let the threads of the other process stop spinning
-                blocks[k] += pair[k].call(_SECONDS, "time", calls, int(calls > 1))
-            ratios.append(median(blocks[1]) / median(blocks[0]))
-            samples = [before + block for before, block in zip(samples, blocks, strict=True)]
+        timers = {name: partial(side.call, _SECONDS, "time") for name, side in zip(("old", "new"), pair, strict=True)}
+        contenders = [Contender(name, timer, timer(1, 1)[0]) for name, timer in timers.items()]
+        take_turns(contenders, plan)
+        if failed := "".join(one.error for one in contenders):
+            raise WorkerError(failed)
     except WorkerError as error:
         return row | {"failed": str(error)}
-    spread = {"ratio": median(ratios), "least": min(ratios), "most": max(ratios), "ratios": ratios}
-    return row | {"old": median(samples[0]), "new": median(samples[1])} | spread
+    old, new = (quantiles(one.samples) for one in contenders)
+    spread = {"least": new["p20"] / old["p80"], "most": new["p80"] / old["p20"]}
+    return row | {"old": old["median"], "new": new["median"], "ratio": new["median"] / old["median"]} | spread
 
 
 def tree_of(given: str) -> Path:
@@ -159,18 +140,16 @@ def tree_of(given: str) -> Path:
     return target
 
 
-def rows_of(words: Sequence[str]) -> list[tuple[Case, str]]:
-    """Return the rows to measure: tiny calls in every mode, workloads at all their batches, forward and training."""
-    tiny = [(work, 1, mode) for work in TINY.values() for mode in MODES]
-    rest = [(work, batch, mode) for work in WORKLOADS.values() for batch in work.batches for mode in MODES[::2]]
-    rows = [(Case(work, batch, mode == "training step"), mode) for work, batch, mode in (*tiny, *rest)]
-    return [(case, mode) for case, mode in rows if any(word in case.workload.name for word in words)]
+def rows_of(words: Sequence[str]) -> list[Case]:
+    """Return the rows to measure: tiny calls and workloads at all their batches, forward and training."""
+    works = [work for work in (*TINY.values(), *WORKLOADS.values()) if any(word in work.name for word in words)]
+    return [Case(work, batch, training) for work in works for batch in work.batches for training in (False, True)]
 
 
 def line(row: dict[str, Any]) -> str:
     """Return a row in one line: milliseconds of both sides, ratio and its spread; or why it has no ratio."""
     if "ratio" not in row:
-        told = f"refused: {row['refused']}" if "refused" in row else row.get("differs") or row["failed"]
+        told = f"refused: {row['refused']}" if "refused" in row else row["failed"]
         return f"{place(row):<52} {told}"
     spread = f"{row['ratio']:.3f} ({row['least']:.3f}-{row['most']:.3f})"
     return f"{place(row):<52} {row['old'] * 1e3:10.3f} {row['new'] * 1e3:10.3f}  {spread}"
@@ -178,16 +157,13 @@ def line(row: dict[str, Any]) -> str:
 
 def summary(rows: Sequence[dict[str, Any]], limit: float) -> tuple[list[str], bool]:
     """Return what is to be said of all rows, and whether the newer side passes: tiny calls are counted apart."""
-    lines, passed = [], not any("differs" in row or "refused" in row for row in rows)
-    measured = [row for row in rows if "ratio" in row]
+    lines, passed = [], not any("refused" in row for row in rows)
     for title, tiny in (("workloads", False), ("tiny calls", True)):
-        for mode in ("all modes", *MODES):
-            part = [row for row in measured if row["workload"].startswith("tiny") == tiny]
-            ratios = [row["ratio"] for row in part if mode in ("all modes", row["mode"])]
-            if ratios:
-                lines.append(f"{title}, {mode}: median ratio {median(ratios):.3f} over {len(ratios)} rows")
-                passed &= mode != "all modes" or median(ratios) <= 1 + limit
-    lines += [f"slower in every round: {line(row)}" for row in measured if row["least"] > 1 + limit]
+        ratios = [row["ratio"] for row in rows if "ratio" in row and row["workload"].startswith("tiny") == tiny]
+        if ratios:
+            lines.append(f"{title}: median ratio {median(ratios):.3f} over {len(ratios)} rows")
+            passed &= median(ratios) <= 1 + limit
+    lines += [f"slower: {line(row)}" for row in rows if row.get("least", 0.0) > 1 + limit]
     return lines + [f"no ratio: {line(row)}" for row in rows if "ratio" not in row], passed
 
 
@@ -198,7 +174,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("new", nargs="?", default=str(ROOT), help="likewise; this checkout if none is given")
     parser.add_argument("--workload", action="append", help="rows whose names hold this word (repeat)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a row's timed calls")
-    parser.add_argument("--rounds", type=int, default=9, help="of a row, old and new in turns; 2 or more")
+    parser.add_argument("--rounds", type=int, default=9, help="of a row, old and new in turns")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of both sides")
     parser.add_argument("--limit", type=float, default=0.03, help="how much slower the median may be, as a share")
     parser.add_argument("--json", action="store_true", help="print rows and verdict, and nothing else")
@@ -211,11 +187,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
     except (ValueError, subprocess.CalledProcessError) as error:
         parser.exit(1, f"fastcaps compare: {error}\n")
     said = (lambda *_, **__: None) if given.json else print
-    said(f"old {trees[0]}\nnew {trees[1]}\n{'':<52}    old, ms    new, ms  ratio (over rounds)", flush=True)
+    said(f"old {trees[0]}\nnew {trees[1]}\n{'':<52}    old, ms    new, ms  ratio (20th to 80th percentile)", flush=True)
+    plan = Plan(given.rounds, given.seconds / (2 * given.rounds), given.seconds / 2)
     rows = []
     with sides(trees, given.threads) as pair:
-        for case, mode in wanted:
-            rows.append(measure(pair, case, mode, given.seconds, max(2, given.rounds)))
+        for case in wanted:
+            rows.append(measure(pair, case, plan))
             said(line(rows[-1]), flush=True)
     lines, passed = summary(rows, given.limit)
     told = {"old": str(trees[0]), "new": str(trees[1]), "passed": passed, "rows": rows}

@@ -25,7 +25,6 @@ from fastcaps._testing.markdown import as_markdown, into
 
 Row = dict[str, Any]
 _OWN = ("a step's own MB", "with stored votes")
-_MODES = ("forward", "training step")
 LEGEND = (
     "Times are medians, with the 20th and 80th percentile. The speed-up is against the fastest alternative. GFLOP/s "
     "counts useful operations; a training step counts three times the forward pass. Own MB is the peak of one call "
@@ -130,7 +129,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
     """Return (title, lines) of rows of one machine: precisions and modes, batch 1 apart where it is not the default."""
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     found = []
-    for precision, single, mode in itertools.product(precisions, (False, True), ("forward", "training step")):
+    for precision, single, mode in itertools.product(precisions, (False, True), charts.MODES):
         title = f"{mode.capitalize()}{', batch 1' * single}{f', {precision}' * (len(precisions) > 1)}"
         wanted = precision, single, mode
         part = [r for r in rows if (r["precision"], r["batch"] == 1 and not r["default"], r["mode"]) == wanted]
@@ -182,14 +181,15 @@ def html(rows: Sequence[Row]) -> str:
     for some in _by_device(rows):
         timed = [row for row in some if "fastcaps" in row]
         parts += [f"<h1>{escape(some[0]['machine']['device'])}</h1><p>{escape(about(some))}</p>"]
-        parts += [f"<p>{escape(_legend(some))}</p>", *charts.drawn(timed)]
+        drawn = charts.picture(timed)
+        parts += [f"<p>{escape(_legend(some))}</p>", drawn[drawn.index("<svg") :]]
         for title, (head, *lines) in tables(some):
             cut = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in (head, *lines)]
             parts.append(f"<h2>{title}</h2><div><table>{''.join(cut)}</table></div>")
     return (
         '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>fastcaps: measured</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-        "body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;vertical-align:top;margin:0 1rem 1rem}"
+        "body{font:16px/1.5 system-ui,sans-serif;margin:1rem} svg{max-width:100%;height:auto}"
         "div{overflow-x:auto} table{border-collapse:collapse;font-size:.8rem;white-space:nowrap}"
         "td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #ddd} tr:first-child{font-weight:bold}"
         f"</style>{''.join(parts)}</html>\n"
@@ -202,14 +202,14 @@ def _chosen(rows: Sequence[Row], names: Sequence[str]) -> str:
     for row in rows:
         if row["default"] and "fastcaps" in row:
             by_name.setdefault(row["workload"], {})[row["mode"]] = row
-    lines = [["layer (batch)", *[name for mode in _MODES for name in (f"{mode}, ms", "speed-up")], *_OWN]]
+    lines = [["layer (batch)", *[name for mode in charts.MODES for name in (f"{mode}, ms", "speed-up")], *_OWN]]
     for name in names:
         both = by_name.get(name, {})
         line = [f"`{name}` ({WORKLOADS[name].batch})"]
-        for row in map(both.get, _MODES):
+        for row in map(both.get, charts.MODES):
             line += [number(row["fastcaps"]["median"] * 1e3), _speedup(row)] if row else ["", ""]
         for way in ("fastcaps", "batched-matmul"):
-            own = (both.get("training step", {}).get("memory") or {}).get(way, {}).get("beyond")
+            own = charts.own_bytes(both.get("training step", {}), way)
             line.append("" if own is None else _megabytes(own))
         lines.append(line)
     return as_markdown(lines)
@@ -256,8 +256,8 @@ def write(rows: Sequence[Row], root: Path = record.ROOT) -> list[Path]:
     }
     wanted = {path: into(path.read_text(), make(part), name) for path, (name, part, make) in parts.items() if part}
     if on_cpu:
-        wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, memory=False)
-        wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, memory=True)
+        wanted[docs / "speedup.svg"] = charts.picture(on_cpu, charts.CHOSEN, ["speedup"])
+        wanted[docs / "first.svg"] = charts.picture(on_cpu, charts.FIRST, ["speedup", "memory"])
     for path, text in wanted.items():  # only once all of them could be made
         path.write_text(text)
     return list(wanted)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from bench import charts, compare, goals, record, report
+from bench import compare, goals, record, report
 from bench.alternatives import ALTERNATIVES, BLOCKED, OURS, STORED
 from bench.process import WorkerError
 from bench.record import ROOT
@@ -192,7 +192,10 @@ def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> Non
     written = report.write(rows, tmp_path)
     assert tmp_path / "README.md" in written and len(written) >= 6
     for path in written:
-        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text(), path.name
+        made, kept = path.read_text(), (ROOT / path.relative_to(tmp_path)).read_text()
+        if path.suffix == ".svg":  # versions of matplotlib draw a text at other places
+            made, kept = (re.findall(r">([^<>]+)</text>", each) for each in (made, kept))
+        assert made == kept, path.name
     assert {row["workload"] for row in rows} == set(WORKLOADS)
 
 
@@ -213,14 +216,13 @@ def test_the_figures_of_a_speed_up_are_typed_nowhere() -> None:
 def test_the_page_has_every_chart_and_nothing_from_the_network() -> None:
     rows = [_row(), _row(mode="training step"), _row(batch=1, default=False, speedup=None, fastest=None)]
     text = report.html(rows)
-    assert text.count("<svg") == 3 and 'name="viewport"' in text and "<td>30.0×</td>" in text
-    assert "tsai-c10-conv1, forward: 30.0×" in text
-    assert "tsai-c10-conv1, fastcaps: 1.00" in text and "tsai-c10-conv1, stored votes: 698" in text
-    assert not re.search(r"(src|href)=|url\(|@import", text)
-    quick = [_row(batch=2, default=False, memory=None), _row(batch=2, default=False, mode="training step")]
+    assert text.count("<svg") == 1 and 'name="viewport"' in text and "<td>30.0×</td>" in text
+    for said in ("30.0×", "38%", "1.00", "698", "tsai-c10-conv1", "stored votes"):
+        assert f">{said}</text>" in text, said
+    assert not re.search(r"(src|href)=\"[^#]|url\([^#]|@import url", text)
+    quick = [_row(batch=2, default=False, memory=None), _row(batch=2, default=False, mode="training step", memory=None)]
     text = report.html(quick)  # which measures no memory, and draws the batches that it has
-    assert text.count("<svg") == 2 and "tsai-c10-conv1, training step: 30.0×" in text
-    assert charts.picture(rows, charts.CHOSEN, memory=True).startswith("<svg xmlns=")
+    assert ">30.0×</text>" in text and "stored votes</text>" not in text
 
 
 # Session
@@ -385,13 +387,13 @@ def test_a_row_that_is_fast_and_wrong_has_no_ratio() -> None:
         def call(self, _: float, method: str, *given: Any) -> Any:
             if method == "check":
                 return "".join(wrong)
-            return {"seconds": 1.0, "some": {}} if method == "prepare" else [self.seconds] * given[0]
+            return {} if method == "prepare" else [self.seconds] * given[0]
 
-    (case, mode), *_ = compare.rows_of(["tiny-attention"])
+    case, *_ = compare.rows_of(["tiny-attention"])
     pair: Any = [Pretender(4.0), Pretender(1.0)]
-    assert compare.measure(pair, case, mode, 0.1, 2)["ratio"] == 0.25
+    assert compare.measure(pair, case, Plan(rounds=2))["ratio"] == 0.25
     wrong.append("parents err by 1")
-    row = compare.measure(pair, case, mode, 0.1, 2)
+    row = compare.measure(pair, case, Plan(rounds=2))
     assert "ratio" not in row and "refused: parents err by 1" in compare.line(row)
 
 
@@ -402,19 +404,19 @@ def test_two_trees_are_compared() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert [row["mode"] for row in rows] == list(compare.MODES)
+    assert [row["mode"] for row in rows] == ["forward", "training step"]
     assert {row["workload"] for row in rows} == {"tiny-uniform"}
-    assert all(0.1 < row["ratio"] < 10 and len(row["ratios"]) == 2 for row in rows)
+    assert all(0.1 < row["ratio"] < 10 for row in rows)
 
 
 def test_a_comparison_is_judged_by_its_medians() -> None:
     row = {"workload": "barham", "batch": 1, "mode": "forward", "old": 1.0, "new": 1.0, "least": 1.0, "most": 1.0}
     tiny = row | {"workload": "tiny-em", "ratio": 0.5}
     lines, passed = compare.summary([row | {"ratio": 1.02}, row | {"ratio": 1.2, "least": 1.1}, tiny], 0.03)
-    assert not passed and "workloads, all modes: median ratio 1.110 over 2 rows" in lines
-    assert any(line.startswith("slower in every round: barham batch 1 forward") for line in lines)
+    assert not passed and "workloads: median ratio 1.110 over 2 rows" in lines
+    assert any(line.startswith("slower: barham batch 1 forward") for line in lines)
     assert compare.summary([row | {"ratio": 1.02}, tiny], 0.03)[1]
-    differs = {"workload": "barham", "batch": 1, "mode": "forward", "differs": "parents differs by 1"}
+    differs = {"workload": "barham", "batch": 1, "mode": "forward", "refused": "parents differs by 1"}
     assert not compare.summary([row | {"ratio": 1.0}, differs], 0.03)[1]
     same = {"parents": np.array([1.0, 2.0])}
     assert compare.disagreement(same, same) == ""
