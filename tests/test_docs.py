@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import recipes_page, routing_pictures, site
+from tools import routing_pictures, site
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -35,8 +35,12 @@ def test_routing_finds_who_agrees() -> None:
         assert r.argmax(1).tolist() == own, name
 
 
-def test_the_page_of_recipes_lists_them_all() -> None:
-    assert recipes_page.table() in recipes_page.PAGE.read_text(encoding="utf-8")
+def test_the_site_lists_all_recipes() -> None:
+    pytest.importorskip("pydantic")
+    from fastcaps.training.recipes import names
+
+    assert site.RECIPES in (DOCS / "training.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([\w-]+)`", site.recipes(), re.MULTILINE) == list(names())
 
 
 def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:

@@ -221,21 +221,34 @@ def test_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Sabour et al. 2017, section 5, Table 1: Turns and reconstruction on MNIST" in told
 
 
-def test_the_page_takes_tables_between_its_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_takes_what_runs_have_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tools import reproduction_page
 
     def collect(arguments: list[str]) -> int:
-        (out / "table.md").write_text("| new |\n")
+        rows = [
+            {"row": {"label": "whole"}, "shown": {"": f"whole, turns {k}", "ours": f"{k}", "paper": "9.00",
+             "epochs × images": "1 × 2", "parameters": "7"}} for k in (1, 2)
+        ]  # fmt: skip
+        remarks = [
+            "Test error in %, lower is better.",
+            "Best first.",
+            "Shortened: epochs 1.",
+            "Seed 0; torch 2, 1 threads.",
+        ]
+        document = {"source": "Tsai", "claim": "So.", "remarks": remarks, "rows": rows}
+        (out / "table.json").write_text(json.dumps(document))
         (out / "picture.png").write_bytes(b"drawn")
-        return int(arguments != ["reproduce", "one", "--short", "--collect", "--out", str(out)])
+        return int(arguments != ["reproduce", "tsai-figure-4", "--short", "--collect", "--out", str(out)])
 
     monkeypatch.setattr(cli, "main", collect)
-    out = tmp_path / "one-short"
+    out = tmp_path / "tsai-figure-4-short"
     out.mkdir()
-    text = "Said.\n<!-- table one -->\nold\n<!-- end -->\nMore.\n<!-- table two -->\nkept\n<!-- end -->\n"
-    filled = reproduction_page.fill(text, tmp_path, tmp_path / "pictures")
-    assert filled == text.replace("old\n", "| new |\n\n![one](pictures/one.png)\n")
-    assert (tmp_path / "pictures" / "one.png").read_bytes() == b"drawn"
+    found = reproduction_page.collect(tmp_path, tmp_path / "pictures")
+    marks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("results", "settings"))
+    filled = reproduction_page.page(f"Said.\n{marks}", found)
+    assert "| `tsai-figure-4`: test error in % | whole, turns 1, 2 | 1, 2 | 9.00 | 1 × 2 | 7 |\n" in filled
+    assert "| `tsai-figure-4` (Tsai) | So. | Shortened: epochs 1. Seed 0. |\n\nMade by torch 2, 1 threads.\n" in filled
+    assert (tmp_path / "pictures" / "tsai-figure-4.png").read_bytes() == b"drawn"
 
 
 def test_what_a_name_in_the_short_form_changes_is_told() -> None:

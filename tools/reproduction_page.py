@@ -1,54 +1,81 @@
-"""Fill docs/reproduction.md: between its markers stands what ``fastcaps reproduce NAME --short --collect`` shows.
+"""Fill docs/reproduction.md with what ``fastcaps reproduce NAME --short --collect`` shows of the runs in a folder.
 
-Run it from the repository's root:
+    python -m tools.reproduction_page runs/reproduce
 
-    python tools/reproduction_page.py runs/reproduce
-
-Every table that the page marks is collected from the folder of its name (or NAME-short) in there; its Markdown goes
-between the markers, its picture to docs/reproduction/NAME.png. A table of which nothing has been run is left as it is.
+Every table of which a run is there (in the folder of its name, or NAME-short) has its rows in one table, and its
+source, claim and settings in another; both stand between the page's markers. Pictures go to docs/reproduction/NAME.png.
 """
 
 from __future__ import annotations
 
-import re
+import argparse
+import json
 import shutil
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fastcaps import cli
+from fastcaps._testing.markdown import as_markdown, into
+from fastcaps.training.tables import names
 
-PAGE = Path("docs/reproduction.md")
-BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+__all__ = ["collect", "main", "page"]
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reproduction.md"
+COLUMNS = ("ours", "paper", "epochs × images", "parameters")
 
 
-def fill(text: str, runs: Path, pictures: Path) -> str:
-    """The page with its tables as they are now; ValueError if one cannot be collected."""
-
-    def block(match: re.Match[str]) -> str:
-        name = match["name"]
+def collect(runs: Path, pictures: Path) -> dict[str, Any]:
+    """Return the ``table.json`` of every table by name, its picture copied; ValueError if one cannot be collected."""
+    found = {}
+    for name in names():
         out = next((each for each in (runs / name, runs / f"{name}-short") if each.is_dir()), None)
         if out is None:
-            print(f"{name}: no folder in {runs}")
-            return match[0]
+            continue
         if cli.main(["reproduce", name, "--short", "--collect", "--out", str(out)]):
             raise ValueError(f"{name} cannot be collected from {out}")
         pictures.mkdir(exist_ok=True)
         shutil.copyfile(out / "picture.png", pictures / f"{name}.png")
-        table = (out / "table.md").read_text(encoding="utf-8").strip()
-        return f"{match[1]}{table}\n\n![{name}]({pictures.name}/{name}.png)\n{match[3]}"
-
-    return BLOCK.sub(block, text)
+        found[name] = json.loads((out / "table.json").read_text(encoding="utf-8"))
+    return found
 
 
-def main(arguments: list[str]) -> int:
-    """Fill the page from the runs in a folder."""
-    if len(arguments) != 1:
-        print(f"usage: python {sys.argv[0]} RUNS", file=sys.stderr)
-        return 2
-    page = fill(PAGE.read_text(encoding="utf-8"), Path(arguments[0]), PAGE.with_suffix(""))
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
+def _rows(name: str, table: Mapping[str, Any]) -> list[list[str]]:
+    """Return a line for each row of a table; what is varied stands in one line, value after value."""
+    lines: dict[str, list[dict[str, str]]] = {}
+    for row in table["rows"]:
+        lines.setdefault(row["row"]["label"], []).append(row["shown"])
+    measure = table["remarks"][0].partition(",")[0].partition(";")[0].rstrip(".")
+    found = []
+    for shown in lines.values():
+        label = ", ".join([shown[0][""], *(one[""].rpartition(" ")[2] for one in shown[1:])])
+        cells = ([one[column] for one in shown] for column in COLUMNS)
+        joined = [", ".join(cell if len(set(cell)) > 1 else cell[:1]) for cell in cells]
+        found.append(["" if found else f"`{name}`: {measure[0].lower()}{measure[1:]}", label, *joined])
+    return found
+
+
+def page(text: str, tables: Mapping[str, Any]) -> str:
+    """Return the page with the tables as they are now."""
+    rows = [["table", "row", *COLUMNS]]
+    about, versions = [["table", "the paper's claim", "what differs here"]], []
+    for name, table in tables.items():
+        rows += _rows(name, table)
+        seeds, _, made = table["remarks"][-1].partition("; ")
+        versions += made.rstrip(".").split("; ")
+        told = [remark for remark in table["remarks"][1:-1] if not remark.startswith("Best first")]
+        about.append([f"`{name}` ({table['source']})", table["claim"], " ".join([*told, f"{seeds}."])])
+    text = into(text, as_markdown(rows).replace("---:", "---"), "results")
+    made_by = f"Made by {'; '.join(dict.fromkeys(versions))}."
+    return into(text, f"{as_markdown(about).replace('---:', '---')}\n\n{made_by}", "settings")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fill docs/reproduction.md from the runs in a folder.")
+    parser.add_argument("runs", type=Path)
+    tables = collect(parser.parse_args().runs, PAGE.with_suffix(""))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

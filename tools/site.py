@@ -2,7 +2,7 @@
 
 Pages link to files of the tree as a forge shows them, `../bench/workloads.py`. The site gets a copy of each such file;
 CONTRIBUTING.md, CHANGELOG.md and the notebooks of examples/ become pages. The page of all measured rows is drawn from
-bench/results.
+bench/results, the table of recipes from the recipes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTEBOOKS = [path for path in sorted((ROOT / "examples").glob("*.py")) if CELL.m
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in NOTEBOOKS}
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
-MEASURED = "<!-- site: measured -->"
+MEASURED, RECIPES = "<!-- site: measured -->", "<!-- site: recipes -->"
 
 
 def outside(page: str, link: str) -> str | None:
@@ -65,6 +65,19 @@ def as_page(notebook: str) -> str:
     )
 
 
+def recipes() -> str:
+    """Return every recipe with its source, network, data and what the paper reports, as a table."""
+    from fastcaps._testing.markdown import as_markdown
+    from fastcaps.training.recipes import names, recipe
+
+    lines = [["recipe", "source", "network", "data", "the paper reports"]]
+    for name, found in ((name, recipe(name)) for name in names()):
+        told = (found.reported or "").replace("|", "/").replace("\n", " ").strip()
+        config = found.config
+        lines.append([f"`{name}`", str(found.source), f"`{config.network.name}`", f"`{config.data.name}`", told])
+    return as_markdown(lines).replace("---:", "---")
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add what is not in docs/."""
     from mkdocs.structure.files import File
@@ -83,12 +96,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links; put the page of all measured rows where its marker is."""
+    """Turn links; put the page of all measured rows, and the table of recipes, where their markers are."""
     frame = (
         '<iframe class="measured" src="performance/measured.html" title="all measured rows"></iframe>\n\n'
         "[Open it alone](performance/measured.html)"
     )
-    return for_site(page.file.src_uri, markdown).replace(MEASURED, frame)
+    text = for_site(page.file.src_uri, markdown).replace(MEASURED, frame)
+    return text.replace(RECIPES, recipes()) if RECIPES in text else text
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
