@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,8 @@ class AffineDigits(ShiftedDigits):
 
     Parameters
     ----------
-    images, labels, classes, length, seed, mean, std
-        As :class:`ShiftedDigits` takes them; images must be square.
+    images, labels, **options
+        As :class:`ShiftedDigits` takes them, but for ``shift``; images must be square.
     size : int
         Height and width of the images that are made.
     rotation : float
@@ -45,13 +45,9 @@ class AffineDigits(ShiftedDigits):
         rotation: float = 20.0,
         shear: float = 0.2,
         scale: tuple[float, float] = (0.8, 1.2),
-        classes: int = 10,
-        length: int | None = None,
-        seed: int | None = None,
-        mean: float | Sequence[float] = (0.1307,),
-        std: float | Sequence[float] = (0.3081,),
+        **options: Any,
     ) -> None:
-        super().__init__(images, labels, shift=0, classes=classes, length=length, seed=seed, mean=mean, std=std)
+        super().__init__(images, labels, shift=0, **options)
         if images.shape[2] != images.shape[3]:
             raise ValueError(f"images: got {images.shape[2]} x {images.shape[3]} pixels, want squares")
         if size < 1:
@@ -67,10 +63,10 @@ class AffineDigits(ShiftedDigits):
         angle = torch.deg2rad(draws.between(-self.rotation, self.rotation))
         shear = draws.between(-self.shear, self.shear)
         scale = draws.between(*self.scale, 2)
-        cos, sin, zero, one = angle.cos(), angle.sin(), torch.zeros_like(angle), torch.ones_like(angle)
-        turn = torch.stack([cos, -sin, sin, cos], 1).view(-1, 2, 2)
-        slant = torch.stack([one, shear, zero, one], 1).view(-1, 2, 2)
-        matrix = turn @ slant * scale[:, None, :]
+        cos, sin = angle.cos(), angle.sin()
+        # a rotation times a shear
+        rows = (torch.stack([cos, shear * cos - sin], 1), torch.stack([sin, shear * sin + cos], 1))
+        matrix = torch.stack(rows, 1) * scale[:, None, :]
         corners = _ink_boxes(digits) @ matrix.mT  # [n, 4, 2]
         low, high = -self.size / 2 - corners.amin(1), self.size / 2 - corners.amax(1)
         # ink that is too wide for the square is centred

@@ -95,9 +95,8 @@ class Format(NamedTuple):
     fewest: int = 0  # sizes that are written at least; those beyond the dimensions mean nothing
 
 
-def _header(
-    stream: IO[bytes], path: Path, form: Format, dtype: npt.DTypeLike, shape: tuple[int | None, ...] | None
-) -> tuple[int, ...]:
+def _header(stream: IO[bytes], path: Path, form: Format, dtype: npt.DTypeLike) -> tuple[int, ...]:
+    """The sizes that a file's header states."""
     begin = stream.read(struct.calcsize(form.head))
     magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
     if magic not in form.types:
@@ -109,11 +108,7 @@ def _header(
     header = stream.read(4 * max(dims, form.fewest))
     if len(header) < 4 * max(dims, form.fewest):
         raise CorruptDataError(f"{path}: {len(begin + header)} bytes, too short for the header of {dims} dimensions")
-    sizes = tuple(size for (size,) in struct.iter_unpack(form.size, header))[:dims]
-    wanted = sizes if shape is None else shape
-    if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
-        raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
-    return sizes
+    return tuple(size for (size,) in struct.iter_unpack(form.size, header))[:dims]
 
 
 def read_array(
@@ -121,14 +116,8 @@ def read_array(
 ) -> npt.NDArray[Any]:
     """Read an array behind a header, plain or gzip, no further than the header has passed its checks.
 
-    Parameters
-    ----------
-    path : str or Path
-        The file; its first bytes say whether it is packed, not its name (a browser may unpack and keep the name).
-    form : Format
-        How the header is written.
-    dtype, shape
-        What the caller wants, ``None`` where any size will do.
+    The first bytes say whether a file is packed, not its name (a browser may unpack and keep the name). ``dtype`` and
+    ``shape`` are what the caller wants, ``None`` where any size will do.
 
     Raises
     ------
@@ -137,38 +126,27 @@ def read_array(
         states, or gzip is damaged.
     """
     path = existing(path, f"{form.kind}, plain or gzip,")
-    size = path.stat().st_size
     with path.open("rb") as file:
         packed = file.read(2) == GZIP_MAGIC
         file.seek(0)
         try:
             with gzip.open(file) if packed else file as opened:
                 stream = cast(IO[bytes], opened)
-                sizes = _header(stream, path, form, dtype, shape)
-                content, stated = _elements(stream, path, sizes, np.dtype(dtype).itemsize, None if packed else size)
+                sizes = _header(stream, path, form, dtype)
+                wanted = sizes if shape is None else shape
+                if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
+                    raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
+                count = math.prod((np.dtype(dtype).itemsize, *sizes))  # a Python integer: it may exceed 64 bits
+                stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
+                if count > MOST_BYTES:
+                    raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
+                content = stream.read(count)
+                found = len(content) + len(stream.read(1))  # reaching the end makes gzip compare its checksum too
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise CorruptDataError(
-                f"{path}: {size:,} bytes of gzip that end early or are damaged ({error}); copy or fetch the file again"
-            ) from error
+            raise CorruptDataError(f"{path}: gzip that ends early or is damaged ({error}); copy it again") from error
+    if found != count:
+        raise CorruptDataError(f"{path}: {'truncated' if found < count else 'too long'}; {stated}, found {found:,}")
     try:
         return np.frombuffer(content, dtype=dtype).reshape(sizes)
     except ValueError as error:  # of sizes like 0 x 4294967295 x 4294967295
         raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error
-
-
-def _elements(
-    stream: IO[bytes], path: Path, sizes: tuple[int, ...], itemsize: int, file_bytes: int | None
-) -> tuple[bytes, str]:
-    """The bytes of the elements, and what the header says of them; ``file_bytes`` is known of a plain file."""
-    count = math.prod((itemsize, *sizes))  # a Python integer: it may exceed 64 bits
-    stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
-    found = None if file_bytes is None else file_bytes - stream.tell()
-    if found in (None, count):
-        if count > MOST_BYTES:
-            raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
-        content = stream.read(count)
-        found = len(content) + len(stream.read(1))  # reaching the end makes gzip compare its checksum too
-        if found == count:
-            return content, stated
-    assert found is not None
-    raise CorruptDataError(f"{path}: {'truncated' if found < count else 'too long'}; {stated}, found {found:,}")

@@ -133,7 +133,7 @@ class ImageDataset(BatchDataset):
 
     Parameters
     ----------
-    images, labels, mean, std, seed
+    images, labels, **options
         As :class:`BatchDataset` takes them.
     augment : callable, optional
         Applied to the bytes of a whole batch, before normalisation (so that padding is black, as in the authors' code).
@@ -146,15 +146,12 @@ class ImageDataset(BatchDataset):
         images: npt.NDArray[np.uint8],
         labels: npt.NDArray[np.int64],
         *,
-        mean: float | Sequence[float],
-        std: float | Sequence[float],
-        seed: int | None = None,
         augment: Augmentation | None = None,
         mixup: Mixup | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(images, labels, mean=mean, std=std, seed=seed)
-        self.augment = augment
-        self.mixup = mixup
+        super().__init__(images, labels, **options)
+        self.augment, self.mixup = augment, mixup
 
     def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
         """Bytes ``[n, c, h, w]``, int64 ``[n]`` and, where something is random, the states of draws."""

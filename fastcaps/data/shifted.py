@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +35,10 @@ class ShiftedDigits(BatchDataset):
         Number of classes.
     length : int, optional
         Items in an epoch; as many as digits if not given.
-    seed : int, optional
-        Item i is always the same image. Without one every batch is drawn anew by torch's global generator.
-    mean, std : float
+    mean, std : float or sequence of float
         Of pixels scaled to 0..1; MNIST's by default.
+    seed : int, optional
+        As :class:`BatchDataset` takes it.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class ShiftedDigits(BatchDataset):
         shift: int = 4,
         classes: int = 10,
         length: int | None = None,
-        seed: int | None = None,
         mean: float | Sequence[float] = (0.1307,),
         std: float | Sequence[float] = (0.3081,),
+        seed: int | None = None,
     ) -> None:
         super().__init__(images, labels, mean=mean, std=std, seed=seed)
         if shift < 0:
@@ -94,7 +95,7 @@ class OverlappingDigits(ShiftedDigits):
 
     Parameters
     ----------
-    images, labels, shift, classes, length, seed, mean, std
+    images, labels, classes, **options
         As :class:`ShiftedDigits` takes them.
     single : float
         How likely an image shows one digit only.
@@ -109,14 +110,10 @@ class OverlappingDigits(ShiftedDigits):
         *,
         single: float = 0.0,
         overlay: str = "sum",
-        shift: int = 4,
         classes: int = 10,
-        length: int | None = None,
-        seed: int | None = None,
-        mean: float | Sequence[float] = (0.1307,),
-        std: float | Sequence[float] = (0.3081,),
+        **options: Any,
     ) -> None:
-        super().__init__(images, labels, shift=shift, classes=classes, length=length, seed=seed, mean=mean, std=std)
+        super().__init__(images, labels, classes=classes, **options)
         if not 0 <= single <= 1:
             raise ValueError(f"single: got {single}, want 0 to 1")
         if overlay not in OVERLAYS:

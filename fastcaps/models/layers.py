@@ -60,24 +60,14 @@ def _in_order(order: str, named: dict[str, nn.Module], before: int, after: int) 
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution and what goes with it.
+    """A convolution and what goes with it."""
 
-    Attributes
-    ----------
-    channels : int
-        Of the result.
-    kernel_size, stride, padding, bias
-        The convolution's.
-    order : str
-        "conv", "norm" (BatchNorm), "relu", "swish", in the order in which they come.
-    """
-
-    channels: int
+    channels: int  # of the result
     kernel_size: int
     stride: int = 1
     padding: int = 0
     bias: bool = True
-    order: str = "conv relu"
+    order: str = "conv relu"  # "conv", "norm" (BatchNorm), "relu", "swish", in the order in which they come
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         conv = nn.Conv2d(
@@ -88,20 +78,12 @@ class Conv:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Residual blocks, the first of them with a stride.
-
-    Attributes
-    ----------
-    channels, count, stride : int
-        Channels of the result, number of blocks, stride of the first.
-    shortcut : "conv" or "pad"
-        As :class:`BasicBlock` has it.
-    """
+    """Residual blocks, the first of them with a stride."""
 
     channels: int
     count: int
     stride: int = 1
-    shortcut: str = "conv"
+    shortcut: str = "conv"  # or "pad", as BasicBlock has it
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         first = BasicBlock(shape[0], self.channels, self.stride, self.shortcut)
@@ -110,26 +92,14 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Pool:
-    """A pooling layer.
-
-    Attributes
-    ----------
-    kind : "average", "max" or "routing"
-        The last is :class:`~fastcaps.nn.RoutingPool2d`.
-    kernel_size : int, optional
-        Also the stride; None pools the whole map.
-    dim, sharpness, iterations
-        Of the routing.
-    detach : bool
-        Likewise: no gradient through its coefficients.
-    """
+    """A pooling layer: "average", "max", or "routing" (:class:`~fastcaps.nn.RoutingPool2d`)."""
 
     kind: str
-    kernel_size: int | None = None
-    dim: int = 16
+    kernel_size: int | None = None  # also the stride; None pools the whole map
+    dim: int = 16  # of the routing, as all that follow
     sharpness: float = 0.5
     iterations: int = 3
-    detach: bool = False
+    detach: bool = False  # no gradient through its coefficients
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         check_choice("kind", self.kind, ("average", "max", "routing"))
@@ -152,21 +122,11 @@ class Flatten:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer and what goes with it.
+    """A linear layer and what goes with it."""
 
-    Attributes
-    ----------
-    features : int, optional
-        Of the result; the number of classes if None.
-    dropout : float
-        Share of the inputs that are dropped in training.
-    order : str
-        "linear", "relu" or "swish", in the order in which they come.
-    """
-
-    features: int | None = None
-    dropout: float = 0.0
-    order: str = "linear"
+    features: int | None = None  # of the result; the number of classes if None
+    dropout: float = 0.0  # the share of the inputs that are dropped in training
+    order: str = "linear"  # "linear", "relu" or "swish", in the order in which they come
 
     def modules(self, shape: Shape, classes: int | None) -> list[nn.Module]:
         features = classes if self.features is None else self.features
@@ -250,21 +210,9 @@ class BasicBlock(nn.Module):
 
 
 def assemble(layers: Sequence[Layer], shape: Shape, classes: int | None = None) -> nn.Sequential:
-    """Make modules of declarations, in a row.
+    """Make modules of declarations, in a row, for an input of a shape (channels, height, width).
 
-    Parameters
-    ----------
-    layers : sequence of Layer
-        The first first.
-    shape : tuple of int
-        Of the input, without the batch: channels, height, width.
-    classes : int, optional
-        For a :class:`Linear` that does not say how many features it makes.
-
-    Raises
-    ------
-    ValueError
-        If an image is too small for a layer.
+    ``classes`` are for a :class:`Linear` without features. ValueError if an image is too small for a layer.
     """
     modules: list[nn.Module] = []
     size = shape[1:]

@@ -41,16 +41,10 @@ __all__ = ["NETWORKS", "CapNetConfig", "PlainNetConfig"]
 
 @dataclass(frozen=True)
 class CapNetConfig(NetworkConfig):
-    """The configuration of a CapNet.
-
-    Attributes
-    ----------
-    parents : int
-        Capsules of the fifth layer: a multiple of 32.
-    """
+    """The configuration of a CapNet."""
 
     _: KW_ONLY
-    parents: int = 512
+    parents: int = 512  # capsules of the fifth layer: a multiple of 32
 
     def build(self) -> CapsNet:
         """Make the network, freshly drawn."""
@@ -84,25 +78,13 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class PlainNetConfig(encapnet.FeedbackConfig):
-    """The convolutional networks that the paper compares with; images of any size.
-
-    Attributes
-    ----------
-    classes, in_channels : int
-        Classes, and channels of an image.
-    image_size : int or (int, int)
-        Height and width of the images that it is meant for; it takes any.
-    stem : tuple of (int, int)
-        First convolutions of 3 x 3, each with BatchNorm and ReLU: channels, stride.
-    stages : tuple of (int, int, int)
-        Then stages of residual blocks: channels, blocks, stride of the first.
-    """
+    """The convolutional networks that the paper compares with; images of any size."""
 
     classes: int = 10
-    image_size: int | tuple[int, int] = 32
+    image_size: int | tuple[int, int] = 32  # of the images that it is meant for
     in_channels: int = 3
-    stem: tuple[tuple[int, int], ...] = ((32, 1),)
-    stages: tuple[tuple[int, int, int], ...] = ()
+    stem: tuple[tuple[int, int], ...] = ((32, 1),)  # 3 x 3 convolutions with BatchNorm and ReLU: channels, stride
+    stages: tuple[tuple[int, int, int], ...] = ()  # residual blocks: channels, how many, stride of the first
 
     def build(self) -> encapnet.EncapNet:
         """Make the network, freshly drawn."""

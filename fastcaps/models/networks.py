@@ -31,67 +31,29 @@ class Config(Protocol):
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Everything a capsule network is built from: :class:`fastcaps.nn.CapsNet`.
+    """Everything a capsule network is built from: :class:`fastcaps.nn.CapsNet`."""
 
-    Attributes
-    ----------
-    backbone : str or tuple of Layer
-        "simple", "resnet", "small" (quarter-size features), "tiny" (features as large as the image), or the layers
-        themselves (:mod:`fastcaps.models.layers`).
-    channels : int, optional
-        Channels of the features of a backbone that has a name.
-    capsules, dim : int
-        Primary capsule types, and the numbers in every capsule's pose.
-    hidden : tuple of CapsuleSpec
-        The layers between the primary and the class capsules.
-    classes : int
-        Class capsules.
-    image_size : int or (int, int)
-        Height and width.
-    in_channels : int
-        Channels of an image.
-    layer : type of RoutingLayer
-        The class of the routing layers.
-    iterations : int, optional
-        Of every layer: 2 if None; with "equilibrium" the most that a layer makes, 32.
-    routing : "concurrent", "sequential" or "equilibrium"
-        Of inverted attention alone: the paper's, its ablation B, or as many iterations as it
-        takes
-        (:class:`fastcaps.nn.EquilibriumRouting`).
-    pose : "matrix" or "vector"
-        The poses' structure.
-    primary, class_layer, options : mapping
-        Further arguments of the primary capsules, of the class layer's :class:`~fastcaps.nn.CapsuleSpec`, and of all
-        routing layers.
-    primary_bias : bool
-        Bias of the convolution that makes the primary capsules. Tsai et al.'s code has none there; LayerNorm follows
-        either way.
-    decoder : bool or tuple of int
-        Whether class capsules can be drawn (:class:`fastcaps.losses.ReconstructionDecoder`); True is the hidden layers
-        of Sabour et al., 512 and 1024.
-    kaiming : bool
-        Draw convolutions from Kaiming's normal distribution, with biases of 0.
-    """
-
-    backbone: str | tuple[Layer, ...]
+    backbone: str | tuple[Layer, ...]  # a name of layers.BACKBONES, or the layers themselves
     _: KW_ONLY
-    channels: int | None = None
-    capsules: int
-    dim: int
-    hidden: tuple[CapsuleSpec, ...] = ()
+    channels: int | None = None  # of the features of a backbone that has a name
+    capsules: int  # types of primary capsules
+    dim: int  # the numbers in every capsule's pose
+    hidden: tuple[CapsuleSpec, ...] = ()  # the layers between the primary and the class capsules
     classes: int
-    image_size: int | tuple[int, int]
-    in_channels: int
-    layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting
-    iterations: int | None = None
+    image_size: int | tuple[int, int]  # height and width
+    in_channels: int  # of an image
+    layer: type[RoutingLayer[Any, Any]] = InvertedAttentionRouting  # the class of the routing layers
+    iterations: int | None = None  # of every layer: 2 if None; with "equilibrium" the most that a layer makes, 32
+    # of inverted attention alone: "concurrent" (the paper's), "sequential" (its ablation B), or "equilibrium": as many
+    # iterations as it takes (fastcaps.nn.EquilibriumRouting)
     routing: str = "concurrent"
-    pose: str = "matrix"
-    primary: Mapping[str, Any] = field(default_factory=dict)
-    class_layer: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    primary_bias: bool = True
-    decoder: bool | tuple[int, ...] = False
-    kaiming: bool = False
+    pose: str = "matrix"  # or "vector"
+    primary: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the primary capsules,
+    class_layer: Mapping[str, Any] = field(default_factory=dict)  # of the class layer's CapsuleSpec,
+    options: Mapping[str, Any] = field(default_factory=dict)  # and of all routing layers
+    primary_bias: bool = True  # of the convolution that makes the primary capsules; Tsai et al.'s code has none
+    decoder: bool | tuple[int, ...] = False  # or its hidden layers; True is those of Sabour et al., 512 and 1024
+    kaiming: bool = False  # draw convolutions from Kaiming's normal distribution, with biases of 0
 
     def build(self) -> CapsNet:
         """Make the network, freshly drawn."""
@@ -167,21 +129,9 @@ FOLLOWING = {
 
 @dataclass(frozen=True)
 class CNNConfig:
-    """Everything a network without capsules is built from, one module after another.
+    """Everything a network without capsules is built from, one module after another."""
 
-    Attributes
-    ----------
-    layers : tuple of Layer
-        See :mod:`fastcaps.models.layers`.
-    classes : int
-        Features of the last linear layer.
-    image_size : int or (int, int)
-        Height and width.
-    in_channels : int
-        Channels of an image.
-    """
-
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # fastcaps.models.layers
     _: KW_ONLY
     classes: int
     image_size: int | tuple[int, int]

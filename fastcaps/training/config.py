@@ -48,18 +48,10 @@ MOST_PIXELS = 4096
 
 @dataclass(frozen=True, config=STRICT)
 class Network:
-    """Which network.
+    """Which network; channels, image size and number of classes are taken from the data."""
 
-    Attributes
-    ----------
-    name : str
-        A name of :func:`fastcaps.models.names`. Channels, image size and number of classes are taken from the data.
-    options : mapping
-        Passed on to :func:`fastcaps.models.create`, e.g. ``{"iterations": 3, "routing": "sequential"}``.
-    """
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of fastcaps.models.names()
+    options: Mapping[str, Any] = field(default_factory=dict)  # passed on to fastcaps.models.create
 
     def __post_init__(self) -> None:
         if self.name not in models.names():
@@ -77,48 +69,25 @@ class Network:
 class Data:
     """Which data, and what is done to them.
 
-    Attributes
-    ----------
-    name, dir : str
-        A name of :func:`fastcaps.data.names`, and where its files lie.
-    augment, flip : bool, optional
-        As :func:`fastcaps.data.load` takes them; by default CIFAR is cropped and flipped at random and nothing else is.
-    pad : int, optional
-        Pad training images by so many pixels and crop them at random, in the place of ``augment``.
-    resize : int, optional
-        Resize training images to so many pixels and crop them at random, in the place of ``augment``.
-    crop : int, optional
-        The size of these crops; test images are then resized too, and their middle is cut out. Without it crops have
-        the images' own size, and test images are left as they are, but for ``multi_crop``.
-    multi_crop : bool
-        Test on the corners and the middle of the resized images, and with ``flip`` on their mirror images: the class
-        probabilities of the five or ten are averaged. It needs ``resize``.
-    jitter : bool
-        Disturb the colours of training images.
-    mixup : float
-        The Beta distribution's parameter for blending training images (of texts: embeddings) and their targets; 0 for
-        no mixup.
-    validation : int
-        How many training images are held out; the best epoch is chosen by them.
-    limit : int, optional
-        Use only the first training images, for a quick try.
-    options : mapping
-        Further arguments of :func:`fastcaps.data.load`: ``image_size`` of a folder, ``transformer`` for texts.
+    By default CIFAR is cropped and flipped at random and nothing else is; ``pad`` and ``resize`` (one of the two) take
+    the place of ``augment``. Without ``crop``, crops have the images' own size, and test images are left as they are,
+    but for ``multi_crop``: with it the class probabilities of the corners and the middle of the resized images, and
+    with ``flip`` of their mirror images, are averaged.
     """
 
-    name: str
-    dir: str | None = None
-    augment: Flag | None = None
+    name: str  # of fastcaps.data.names()
+    dir: str | None = None  # where its files lie
+    augment: Flag | None = None  # as fastcaps.data.load takes it, and flip
     flip: Flag | None = None
-    pad: Annotated[Index, Field(le=MOST_PIXELS)] | None = None
-    resize: Annotated[Count, Field(le=MOST_PIXELS)] | None = None
-    crop: Count | None = None
+    pad: Annotated[Index, Field(le=MOST_PIXELS)] | None = None  # by so many pixels, and crop at random
+    resize: Annotated[Count, Field(le=MOST_PIXELS)] | None = None  # to so many pixels, and crop at random
+    crop: Count | None = None  # the size of these crops, and of the middle of test images, which are then resized too
     multi_crop: Flag = False
-    jitter: Flag = False
-    mixup: NotNegative = 0.0
-    validation: Index = 0
-    limit: Count | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    jitter: Flag = False  # disturb the colours of training images
+    mixup: NotNegative = 0.0  # the Beta distribution's parameter for blending images (or embeddings) and targets
+    validation: Index = 0  # how many training images are held out; the best epoch is chosen by them
+    limit: Count | None = None  # use only the first training images, for a quick try
+    options: Mapping[str, Any] = field(default_factory=dict)  # of fastcaps.data.load: image_size, transformer
 
     def __post_init__(self) -> None:
         if self.pad is not None and self.resize is not None:
@@ -133,53 +102,26 @@ class Data:
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
-    """Every setting of a run.
-
-    Attributes
-    ----------
-    network, data, loss, optimizer, schedule
-        Declarations; :meth:`of` also takes their names, or mappings.
-    metric : str
-        How right answers are counted (:class:`fastcaps.training.metric.right`).
-    epochs, batch_size : int
-        Passes over the training images, and images a step: on all devices together.
-    seed : int
-        Decides initial weights, order of images and augmentation.
-    runs : int
-        How many runs: the first with ``seed``, the next with the seed after it, and so on.
-    precision : str
-        ``mixed`` means autocast.
-    accelerator, devices, strategy : str
-        As Lightning takes them, e.g. ``gpu``, ``4``, ``ddp``.
-    workers : int
-        Processes that gather what batches are made of, one a core at most. The data lie in memory, so 0 is fastest on a
-        CPU.
-    checkpoint_every : int
-        Steps between two checkpoints.
-    out : str
-        The folder that receives everything; ``runs/NETWORK-DATA`` if empty.
-    recipe : str
-        Where the settings came from.
-    """
+    """Every setting of a run; :meth:`of` also takes names, or mappings, for declarations."""
 
     network: Annotated[Network, SHORT]
     data: Annotated[Data, SHORT]
     loss: AnyLoss = CrossEntropy()
-    metric: Literal["accuracy", "exact-match", "top-2"] = "accuracy"
+    metric: Literal["accuracy", "exact-match", "top-2"] = "accuracy"  # how right answers are counted
     optimizer: AnyOptimizer = Adam(lr=3e-3)
     schedule: AnySchedule = OneCycle()
     epochs: Count = 2
-    batch_size: Count = 64
-    seed: Index = 0
-    runs: Count = 1
-    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"
-    accelerator: str = "auto"
+    batch_size: Count = 64  # images a step, on all devices together
+    seed: Index = 0  # decides initial weights, order of images and augmentation
+    runs: Count = 1  # how many: the first with seed, the next with the seed after it, and so on
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"] = "32-true"  # mixed: autocast
+    accelerator: str = "auto"  # as Lightning takes it, as do devices and strategy
     devices: str = "1"
     strategy: str = "auto"
-    workers: Index = 0
-    checkpoint_every: Count = 200
-    out: str = ""
-    recipe: str = ""
+    workers: Index = 0  # processes that gather batches, one a core at most; data lie in memory: 0 is fastest on a CPU
+    checkpoint_every: Count = 200  # steps
+    out: str = ""  # the folder that receives everything; runs/NETWORK-DATA if empty
+    recipe: str = ""  # where the settings came from
 
     def __post_init__(self) -> None:
         if self.seed + self.runs - 1 > MOST_SEED:
@@ -227,13 +169,7 @@ def runs_of(config: TrainConfig) -> list[TrainConfig]:
 
 
 def kept(folder: Path) -> TrainConfig:
-    """The settings of the run in a folder, from its ``config.json``.
-
-    Raises
-    ------
-    SettingError
-        If the file cannot be read.
-    """
+    """The settings of the run in a folder, from its ``config.json``; SettingError if it cannot be read."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())

@@ -23,21 +23,14 @@ from fastcaps.training.config import TrainConfig, kept
 def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -> dict[str, Any]:
     """Measure steps of a network, sized as in the paper, on random images.
 
-    Parameters
-    ----------
-    config : TrainConfig
-        Its network, batch size and seed.
-    eager : bool
-        In plain PyTorch, which keeps the votes. It also leaves out what cannot reach the result, and makes no votes in
-        the first turn, which is linear: the published codes need more.
-    seconds : float
-        How long to repeat the step for its time.
+    ``eager`` is in plain PyTorch, which keeps the votes; it also leaves out what cannot reach the result, and makes no
+    votes in the first turn, which is linear: the published codes need more.
 
     Returns
     -------
     dict
-        ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median),
-        ``parameters``, ``seed``.
+        ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median of about so
+        many seconds), ``parameters``, ``seed``.
     """
     torch.manual_seed(config.seed)
     network: Any = models.create(config.network.name, **config.network.options)

@@ -52,13 +52,7 @@ class TestCrops:
 
 
 def read_data(data: Data) -> Splits:
-    """Read a data set and set up its augmentation.
-
-    Raises
-    ------
-    DataError, ValueError
-        If it is missing or wrong, or a setting does not fit it.
-    """
+    """Read a data set and set up its augmentation; DataError or ValueError if it is missing, wrong, or does not fit."""
     if data.name not in fastcaps.data.names():
         raise MissingDataError(
             f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
@@ -121,13 +115,7 @@ class Pairs:
 
 
 def gathering(splits: Splits) -> Splits:
-    """The same splits, with torch data sets of pairs made :class:`Pairs`: so that each part gathers and finishes.
-
-    Raises
-    ------
-    TypeError
-        If a part is neither.
-    """
+    """The same splits, with torch data sets of pairs made :class:`Pairs`; TypeError if a part is no data set."""
     parts = {name: part for name in ("train", "test", "validation") if (part := getattr(splits, name)) is not None}
     for name, part in parts.items():
         if hasattr(part, "gather") and hasattr(part, "finish"):
@@ -149,14 +137,7 @@ def gathering(splits: Splits) -> Splits:
 
 
 class Subset(Dataset[Any]):
-    """A data set, or part of one. A loader gathers its batches; they are finished on the device that trains.
-
-    Parameters
-    ----------
-    dataset : BatchDataset, TextDataset, Pairs or WithParts
-    indices : sequence of int, optional
-        Which items belong to it; all if not given.
-    """
+    """A data set, or part of one: its items at some indices. A loader gathers, the device that trains finishes."""
 
     def __init__(self, dataset: Any, indices: Sequence[int] | None = None) -> None:
         self.dataset = dataset
@@ -181,18 +162,7 @@ def _as_it_is(gathered: Any) -> Any:
 def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Subset | None]:
     """Split training images into those to train with and those held out, alike for every seed of a run.
 
-    Parameters
-    ----------
-    train : BatchDataset, TextDataset, Pairs or WithParts
-    count : int
-        How many are held out.
-    tested_as : callable, optional
-        The transform of test images. Held-out images get it too, in the place of augmentation and mixup.
-
-    Raises
-    ------
-    ValueError
-        If no training image would remain.
+    Held-out images get the transform of test images, if any, in the place of augmentation and mixup.
     """
     if not count:
         return Subset(train), None

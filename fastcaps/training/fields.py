@@ -59,13 +59,7 @@ CHOICE = Field(discriminator="name")
 
 
 def read(kind: type[Kind], value: Any) -> Kind:
-    """Return a mapping as a dataclass.
-
-    Raises
-    ------
-    SettingError
-        The first field that is wrong by its path, what came and what is wanted.
-    """
+    """Return a mapping as a dataclass; SettingError tells of the first field that is wrong."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
@@ -134,20 +128,10 @@ def as_data(value: Any) -> Any:
 
 
 def changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of settings with other values.
+    """Return a copy of settings, as :func:`as_data` makes them, with other values by paths: ``{"optimizer.lr": 0.01}``.
 
-    Parameters
-    ----------
-    settings : mapping
-        As :func:`as_data` makes them.
-    changes : mapping
-        Paths to values: ``{"optimizer.lr": 0.01}``. Where a ``name`` changes, the other fields beside it begin from
-        the new one's defaults.
-
-    Raises
-    ------
-    SettingError
-        If a path leads through something that has no fields. Whether its last field exists, :func:`read` checks.
+    Where a ``name`` changes, the other fields beside it begin from the new one's defaults. SettingError if a path leads
+    through something that has no fields; whether its last field exists, :func:`read` checks.
     """
     made = copy.deepcopy(dict(settings))
     # a name first: it clears what belonged to the old one

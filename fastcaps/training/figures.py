@@ -27,21 +27,11 @@ from fastcaps.viz import BLUE, GREY, finish, last_votes, perturbation_map, pertu
 
 @dataclass(frozen=True)
 class Trained:
-    """A network from a run.
-
-    Attributes
-    ----------
-    label : str
-        What it is.
-    network, fresh : Module
-        With its trained weights, and with those that it began with; in evaluation mode.
-    splits : Splits
-        Its data.
-    """
+    """A network from a run."""
 
     label: str
-    network: Any
-    fresh: Any
+    network: Any  # with its trained weights, in evaluation mode
+    fresh: Any  # with those that it began with
     splits: Splits
 
     def images(self, count: int) -> tuple[Tensor, Tensor]:
@@ -53,15 +43,7 @@ class Trained:
 def load(config: TrainConfig, label: str = "") -> Trained:
     """The network of a finished run, after its best epoch if images were held out, else after its last.
 
-    Parameters
-    ----------
-    config : TrainConfig
-        Its ``out`` is the run's folder; if it names no folder of data, the run's own is taken.
-
-    Raises
-    ------
-    RunError, ValueError, DataError
-        If there is no such run, or its data are missing.
+    If the configuration names no folder of data, the run's own is taken.
     """
     before = kept(config.folder)
     splits = read_data(replace(before.data, dir=config.data.dir or before.data.dir))
@@ -104,17 +86,8 @@ class Agreement(NamedTuple):
 
 @torch.no_grad()
 def agreement(network: CapsNet, images: Tensor, labels: Tensor, bins: int = 40) -> Agreement:
-    """Compare the votes of the last layer's children with the capsule of the image's class (Li et al. 2018, Figure 2).
-
-    Parameters
-    ----------
-    network : CapsNet
-        Of dynamic or EM routing.
-    images, labels : Tensor
-        ``[B, channels, H, W]`` and ``[B]``.
-    bins : int
-        From a cosine of -1 to one of 1.
-    """
+    """Compare the votes of the last layer's children with the capsule of the image's class (Li et al. 2018, Figure 2),
+    in bins from a cosine of -1 to one of 1."""
     counts, lengths = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
     for some, target in zip(images.split(20), labels.split(20), strict=True):
         trace, _, votes = last_votes(network, some)
@@ -170,15 +143,7 @@ def tilts(degrees: Sequence[float]) -> Tensor:
 def moved(network: CapsNet, image: Tensor, label: int, maps: Tensor) -> Tensor:
     """The pose of an image's class capsule as the image moves, as vectors ``[steps, C, D]`` (Heinsen 2019, Figure 4).
 
-    Parameters
-    ----------
-    network : CapsNet
-    image : Tensor
-        ``[channels, H, W]``.
-    label : int
-        Its class.
-    maps : Tensor
-        ``[steps, 2, 3]``, as :func:`torch.nn.functional.affine_grid` takes them.
+    ``maps`` are ``[steps, 2, 3]``, as :func:`torch.nn.functional.affine_grid` takes them.
     """
     grid = F.affine_grid(maps, [len(maps), *image.shape], align_corners=False)
     images = F.grid_sample(image.expand(len(maps), -1, -1, -1), grid, padding_mode="border", align_corners=False)
@@ -189,11 +154,7 @@ def moved(network: CapsNet, image: Tensor, label: int, maps: Tensor) -> Tensor:
 def changes(poses: Tensor) -> dict[str, Tensor]:
     """How far vectors ``[steps, ..., D]`` go from what they are at the first step (Heinsen 2019, Figures 6 and 7).
 
-    Returns
-    -------
-    dict of Tensor
-        Their distance from the first, and their length, both as shares of the first's length, and their cosine with
-        it; each ``[steps, ...]``.
+    Their distance from the first and their length, as shares of the first's length, and their cosine with it.
     """
     first, size = poses[:1], poses[:1].norm(dim=-1)
     return {

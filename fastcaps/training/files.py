@@ -50,15 +50,8 @@ def read_yaml(text: str) -> Any:
 class Shelf:
     """The papers' entries in a folder's files, by name, and how one is based on another.
 
-    Parameters
-    ----------
-    folder : Path
-    kind : str
-        What an entry is, for messages.
-    listing : str
-        The command that lists them.
-    on_base : callable
-        From the fields of the base and those of an entry (or of one's own file) to all of its fields.
+    ``kind`` is what an entry is and ``listing`` the command that lists them, for messages; ``on_base`` makes of the
+    fields of a base and of an entry (or of one's own file) all of its fields.
     """
 
     def __init__(
@@ -73,18 +66,7 @@ class Shelf:
         return {name: given for path in files for name, given in read_yaml(path.read_text(encoding="utf-8")).items()}
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The fields of an entry, those of its base among them.
-
-        Parameters
-        ----------
-        name : str
-            One of ``entries``, or the path of a file of one's own.
-
-        Raises
-        ------
-        SettingError
-            One line: the file, the field, what came and what is wanted.
-        """
+        """The fields of an entry, or of a file of one's own, those of its base among them; SettingError in one line."""
         if not name.endswith((".yaml", ".yml")):
             if name in self.entries:
                 return self._based(self.entries[name])

@@ -75,10 +75,7 @@ def only_run(out: Path) -> Iterator[None]:
 def prepared(config: TrainConfig, resume: bool, overwrite: bool) -> Iterator[None]:
     """Make the folder of a run and write its settings; keep other runs out during the block.
 
-    Raises
-    ------
-    RunError
-        If there is a run already, and ``resume`` and ``overwrite`` are false; or the folder cannot be used.
+    RunError if there is a run already and neither ``resume`` nor ``overwrite``, or the folder cannot be used.
     """
     out = config.folder
     try:

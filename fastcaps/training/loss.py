@@ -26,27 +26,14 @@ PARTS_OF_A_RUN = 1_000_000
 
 
 class Batch(NamedTuple):
-    """What a step sees.
+    """What a step sees."""
 
-    Attributes
-    ----------
-    inputs : tuple of Tensor
-        The arguments of the network: images ``[B, channels, H, W]``, normalised; or embeddings and a mask.
-    target : Tensor
-        int64 ``[B]``: a class for each sample; bool ``[B, M]``: whichever classes are there; floating point ``[B, M]``:
-        shares of classes that sum to 1 (mixup).
-    mean, std : Tensor, optional
-        By which the images were normalised: ``[1, channels, 1, 1]``.
-    parts, part_labels : Tensor, optional
-        Of images made of several: pixels ``[B, P, H, W]`` from 0 to 1, and int64 ``[B, P]``, −1 where there is none.
-    """
-
-    inputs: tuple[Tensor, ...]
-    target: Tensor
-    mean: Tensor | None = None
+    inputs: tuple[Tensor, ...]  # of the network: images [B, channels, H, W], normalised; or embeddings and a mask
+    target: Tensor  # int64 [B]: a class each; bool [B, M]: those that are there; floats [B, M]: shares that sum to 1
+    mean: Tensor | None = None  # by which the images were normalised: [1, channels, 1, 1]
     std: Tensor | None = None
-    parts: Tensor | None = None
-    part_labels: Tensor | None = None
+    parts: Tensor | None = None  # of images made of several: pixels [B, P, H, W] from 0 to 1
+    part_labels: Tensor | None = None  # int64 [B, P], −1 where there is none
 
     @property
     def pixels(self) -> Tensor:
@@ -57,15 +44,9 @@ class Batch(NamedTuple):
 
 
 class Loss(ABC):
-    """The base of losses.
+    """The base of losses."""
 
-    Attributes
-    ----------
-    threshold : float
-        Where several classes may be there: those whose logit is above it are taken to be.
-    """
-
-    threshold: ClassVar[float] = 0.0
+    threshold: ClassVar[float] = 0.0  # where several classes may be there: those whose logit is above it are
 
     @abstractmethod
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
@@ -79,15 +60,7 @@ class Loss(ABC):
         return logits.mean(1)
 
     def __call__(self, network: nn.Module, batch: Batch, done: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The loss of a batch and the network's logits.
-
-        Parameters
-        ----------
-        network : Module
-        batch : Batch
-        done : float
-            The share of the run that is done, 0 to 1.
-        """
+        """The loss of a batch and the network's logits, when this share of the run is done (0 to 1)."""
         logits = network(*batch.inputs)
         return self.of(logits, batch.target, done), logits
 
@@ -99,15 +72,9 @@ def _require_labels(loss: str, target: Tensor) -> None:
 
 @dataclass(frozen=True, config=STRICT)
 class CrossEntropy(Loss):
-    """Softmax and cross-entropy, of labels or of shares of classes.
+    """Softmax and cross-entropy, of labels or of shares of classes."""
 
-    Attributes
-    ----------
-    smoothing : float
-        The share of each target that is spread over all classes.
-    """
-
-    smoothing: Share = 0.0
+    smoothing: Share = 0.0  # the share of each target that is spread over all classes
     name: Literal["cross-entropy"] = "cross-entropy"
 
     def of(self, logits: Tensor, target: Tensor, done: float) -> Tensor:
@@ -122,15 +89,9 @@ class CrossEntropy(Loss):
 
 @dataclass(frozen=True, config=STRICT)
 class BinaryCrossEntropy(Loss):
-    """Binary cross-entropy of every class by itself, a mean over samples and classes.
+    """Binary cross-entropy of every class by itself, a mean over samples and classes."""
 
-    Attributes
-    ----------
-    probabilities : bool
-        Whether the network gives probabilities (lengths, activations) and not logits.
-    """
-
-    probabilities: Flag = False
+    probabilities: Flag = False  # whether the network gives probabilities (lengths, activations) and not logits
     name: Literal["bce"] = "bce"
 
     @property
@@ -154,13 +115,8 @@ class BinaryCrossEntropy(Loss):
 class Margin(Loss):
     """Margin loss (Sabour et al. 2017) of the class capsules' lengths, and of the images drawn from them.
 
-    Attributes
-    ----------
-    upper, lower, down_weight : float
-        As :func:`fastcaps.losses.margin_loss` has them.
-    reconstruction : float
-        The scale of :func:`fastcaps.losses.reconstruction_loss`, which compares with raw pixels; 0.0005 in the paper, 0
-        for none.
+    The arguments are those of :func:`fastcaps.losses.margin_loss`, and the scale of
+    :func:`fastcaps.losses.reconstruction_loss`, which compares with raw pixels: 0.0005 in the paper, 0 for none.
     """
 
     upper: NotNegative = 0.9
@@ -210,19 +166,11 @@ class Margin(Loss):
 
 @dataclass(frozen=True, config=STRICT)
 class Spread(Loss):
-    """Spread loss (Hinton et al. 2018) of the class capsules' activations, its margin growing in a straight line.
-
-    Attributes
-    ----------
-    start, end : float
-        The first and the last margin.
-    over : float
-        The share of the run over which it grows.
-    """
+    """Spread loss (Hinton et al. 2018) of the class capsules' activations, its margin growing in a straight line."""
 
     start: NotNegative = 0.2
     end: NotNegative = 0.9
-    over: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    over: Annotated[Number, Field(gt=0, le=1)] = 1.0  # the share of the run over which the margin grows
     name: Literal["spread"] = "spread"
     threshold: ClassVar[float] = 0.5
 
@@ -238,18 +186,10 @@ class Spread(Loss):
 
 @dataclass(frozen=True, config=STRICT)
 class Feedback(Loss):
-    """The loss of a network with feedback units (Li et al. 2018): another one, and the divergences between layers.
-
-    Attributes
-    ----------
-    base : Loss
-        The other one: margin loss in the paper.
-    weight : float
-        Of the sum of the divergences; 10 in the paper.
-    """
+    """The loss of a network with feedback units (Li et al. 2018): another one, and the divergences between layers."""
 
     base: Annotated[CrossEntropy | BinaryCrossEntropy | Margin | Spread, CHOICE, SHORT] = Margin()
-    weight: NotNegative = 10.0
+    weight: NotNegative = 10.0  # of the sum of the divergences
     name: Literal["feedback"] = "feedback"
 
     def __post_init__(self) -> None:

@@ -15,14 +15,7 @@ def right(metric: str, logits: Tensor, target: Tensor, threshold: float) -> Tens
     - ``exact-match``: the classes whose logits are above ``threshold`` are exactly those that are there.
     - ``top-2``: every class that is there is among the two highest logits.
 
-    Parameters
-    ----------
-    metric : str
-    logits : Tensor
-        ``[B, M]``.
-    target : Tensor
-        As a loss takes it.
-    threshold : float
+    Logits are ``[B, M]``, the target is as a loss takes it.
     """
     if metric == "accuracy":
         if target.dim() == 2 and not target.is_floating_point():

@@ -36,13 +36,7 @@ HEADER = ("", "ours", "paper", "difference", "epochs × images", "parameters")
 
 
 def has_run(config: TrainConfig) -> bool:
-    """Whether the folder of a configuration holds a run, which must have the same settings.
-
-    Raises
-    ------
-    RunError
-        If it holds one with other settings.
-    """
+    """Whether the folder of a configuration holds a run; RunError if that has other settings."""
     folder = config.folder
     if not (folder / "config.json").is_file():
         return False
@@ -76,13 +70,7 @@ class _Cost(_Result):
 
 
 def read_result(config: TrainConfig) -> dict[str, Any] | None:
-    """The ``result.json`` of a configuration's run, or None if there is none yet.
-
-    Raises
-    ------
-    RunError
-        If its folder holds a run with other settings, or what cannot be read.
-    """
+    """The ``result.json`` of a run, None if there is none yet; RunError for other settings, or what cannot be read."""
     path = config.folder / "result.json"
     if not has_run(config) or not path.is_file():
         return None
@@ -129,13 +117,7 @@ def _number(value: float | None, spread: float | None) -> str:
 
 
 def collect(lines: Sequence[Line]) -> list[Line]:
-    """The lines of a table with the results of the runs that are finished.
-
-    Raises
-    ------
-    RunError
-        If a folder holds a run with other settings.
-    """
+    """The lines of a table with the results of the runs that are finished; RunError if one has other settings."""
     for line in lines:
         has_run(line.config)  # of several seeds the folder above theirs has settings too: they must agree
     found = [[read_result(one) for one in runs_of(line.config)] for line in lines]
@@ -145,24 +127,7 @@ def collect(lines: Sequence[Line]) -> list[Line]:
 def train_missing(lines: Sequence[Line], chosen: Sequence[str], console: Console) -> bool:
     """Train (or measure) the lines whose runs are not all finished, one after the other.
 
-    Parameters
-    ----------
-    lines : sequence of Line
-        As :func:`collect` returns them.
-    chosen : sequence of str
-        Labels or names of those to train; none for all.
-    console : Console
-        Where it says which row it is at.
-
-    Returns
-    -------
-    bool
-        Whether this process should speak.
-
-    Raises
-    ------
-    ValueError, DataError, RunError
-        As training raises them; and if a label is unknown.
+    ``chosen`` are labels or names of those to train, none for all. Returns whether this process should speak.
     """
     named = [{line.label, line.row.label, line.name} for line in lines]
     for text in chosen:
@@ -252,15 +217,7 @@ def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> 
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
-    """Draw a table's picture: its numbers beside the paper's, or a figure of its trained networks.
-
-    Of several seeds, that figure shows the first one that is finished.
-
-    Raises
-    ------
-    RunError
-        If no run is finished yet.
-    """
+    """Draw a table's picture: its numbers beside the paper's, or a figure of the networks of its first seed."""
     title = f"{table.title}{' (shortened)' if short else ''}\n{table.source}"
     if table.draw in figures.FIGURES:
         trained = []

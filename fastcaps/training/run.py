@@ -59,30 +59,17 @@ from fastcaps.training.module import CapsuleClassifier
 class TrainResult:
     """The result of a run.
 
-    Attributes
-    ----------
-    network : torch.nn.Module
-        The trained network, in evaluation mode, on the CPU.
-    test_accuracy, test_loss : float
-        Over the whole test set; the accuracy is a share of 1. Of the last epoch, or, where training images were held
-        out, of the epoch that did best on these.
-    history : list of dict
-        A row per epoch, as in ``metrics.csv``.
-    out : Path
-        The folder of the run.
-    is_main : bool
-        Whether this is the first of several processes: the one that should speak.
-    best_epoch : int, optional
-        The epoch that was chosen, from 1.
+    The accuracy and loss are those of the last epoch, or, where training images were held out, of the epoch that did
+    best on these.
     """
 
-    network: nn.Module
-    test_accuracy: float
+    network: nn.Module  # trained, in evaluation mode, on the CPU
+    test_accuracy: float  # over the whole test set, a share of 1
     test_loss: float
-    history: list[dict[str, float]]
-    out: Path
-    is_main: bool = True
-    best_epoch: int | None = None
+    history: list[dict[str, float]]  # a row per epoch, as in metrics.csv
+    out: Path  # the folder of the run
+    is_main: bool = True  # whether this is the first of several processes: the one that should speak
+    best_epoch: int | None = None  # the epoch that was chosen, from 1
 
 
 @contextmanager
@@ -102,13 +89,7 @@ def quiet() -> Iterator[None]:
 
 
 def build_network(config: TrainConfig, splits: Splits) -> nn.Module:
-    """The network of a configuration, sized for the data.
-
-    Raises
-    ------
-    ValueError
-        If the network cannot take images of this size or does not know an override; the message says which.
-    """
+    """The network of a configuration, sized for the data; ValueError says what of the two does not fit."""
     known = {each.name for each in fields(models.config(config.network.name))}
     if not known.issuperset(splits.sizes):
         takes, are = ("texts", "images") if "layers" in known else ("images", "texts")
@@ -289,22 +270,12 @@ def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> N
 
 @dataclass(frozen=True)
 class SeedsResult:
-    """The results of several runs.
+    """The results of several runs."""
 
-    Attributes
-    ----------
-    results : list of TrainResult
-        One a seed.
-    mean, spread : float
-        Of their test accuracies: the mean, and the standard deviation of a sample (n − 1).
-    out : Path
-        The folder that holds theirs.
-    """
-
-    results: list[TrainResult]
-    mean: float
-    spread: float
-    out: Path
+    results: list[TrainResult]  # one a seed
+    mean: float  # of their test accuracies
+    spread: float  # their standard deviation, that of a sample (n − 1)
+    out: Path  # the folder that holds theirs
 
     @property
     def is_main(self) -> bool:

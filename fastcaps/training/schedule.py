@@ -18,21 +18,11 @@ __all__ = ["AnySchedule", "Constant", "Cosine", "Exponential", "Milestones", "On
 
 @dataclass(frozen=True, config=STRICT)
 class Schedule:
-    """The base of schedules.
+    """The base of schedules."""
 
-    Attributes
-    ----------
-    warmup : float
-        The share of the run over which the rate grows in a straight line.
-    start : float
-        The first rate of the warm-up, as a share of the optimiser's.
-    by : "step" or "epoch"
-        Whether the rate changes with every step, or stays for an epoch.
-    """
-
-    warmup: Share = 0.0
-    start: Share = 0.0
-    by: Literal["step", "epoch"] = "step"
+    warmup: Share = 0.0  # the share of the run over which the rate grows in a straight line
+    start: Share = 0.0  # the first rate of the warm-up, as a share of the optimiser's
+    by: Literal["step", "epoch"] = "step"  # whether the rate changes with every step, or stays for an epoch
 
     def after_warmup(self, done: float, step: int) -> float:
         """The factor when this share of the run is done, so many steps, and the warm-up over."""

@@ -41,17 +41,11 @@ SHELF = Shelf(Path(__file__).parent, "recipe", "recipes", _on_base)
 
 @dataclass(frozen=True, config=STRICT)
 class Source:
-    """Where an experiment stands.
-
-    Attributes
-    ----------
-    paper, section, table : str
-        ``table`` may be a figure, or empty.
-    """
+    """Where an experiment stands."""
 
     paper: str
     section: str
-    table: str = ""
+    table: str = ""  # or a figure, or empty
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.paper, f"section {self.section}" if self.section else "", self.table)))
@@ -59,22 +53,13 @@ class Source:
 
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
-    """An experiment of a paper.
-
-    Attributes
-    ----------
-    name : str
-    source : Source, optional
-    config : TrainConfig
-    reported, reading : str
-        What the paper says came of it, and what is our reading.
-    """
+    """An experiment of a paper."""
 
     name: str
     source: Source | None
     config: TrainConfig
-    reported: str = ""
-    reading: str = ""
+    reported: str = ""  # what the paper says came of it
+    reading: str = ""  # what is our reading
 
 
 def names() -> list[str]:

@@ -37,89 +37,43 @@ COSTS = ("memory", "time")
 
 @dataclass(frozen=True, config=STRICT)
 class Over:
-    """The setting that a figure varies.
+    """The setting that a figure varies: each row has a run for each of its values."""
 
-    Attributes
-    ----------
-    field : str
-        Its path, e.g. ``network.options.iterations``.
-    name : str
-        A word for it, below the axis.
-    values : tuple
-        Its values: each row has a run for each of them.
-    """
-
-    field: str
-    name: str
+    field: str  # its path, e.g. network.options.iterations
+    name: str  # a word for it, below the axis
     values: tuple[Any, ...]
+
+
+Numbers = Annotated[tuple[Number, ...], BeforeValidator(lambda got: got if isinstance(got, list | tuple) else (got,))]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Row:
-    """A row of a table, or a line of a figure.
+    """A row of a table, or a line of a figure."""
 
-    Attributes
-    ----------
-    label : str
-        Its name in the table.
-    recipe : str
-        The experiment, as :func:`fastcaps.training.recipe` takes it.
-    name : str
-        The folder of its run; the recipe's name by default. Where a setting is varied, its value follows: ``NAME-3``.
-    set, short : mapping
-        Other values for fields, by their paths; ``short`` in the short form only.
-    paper : tuple of float
-        The paper's number: one, or one for each value that is varied. May be left out.
-    spread : float, optional
-        The paper's standard deviation.
-    note : str
-        What the paper has in the place of a number.
-    eager : bool
-        Whether memory and time are measured in plain PyTorch, whose autograd keeps the votes.
-    """
-
-    label: str
-    recipe: str
-    name: str = ""
-    set: Mapping[str, Any] = field(default_factory=dict)
-    short: Mapping[str, Any] = field(default_factory=dict)
-    paper: Annotated[
-        tuple[Number, ...], BeforeValidator(lambda got: got if isinstance(got, list | tuple) else (got,))
-    ] = ()
-    spread: Number | None = None
-    note: str = ""
-    eager: Flag = False
+    label: str  # its name in the table
+    recipe: str  # the experiment, as fastcaps.training.recipe takes it
+    name: str = ""  # the folder of its run, by default the recipe's name; a value that is varied follows: NAME-3
+    set: Mapping[str, Any] = field(default_factory=dict)  # other values for fields, by their paths
+    short: Mapping[str, Any] = field(default_factory=dict)  # likewise, in the short form only
+    paper: Numbers = ()  # the paper's number: one, or one for each value that is varied
+    spread: Number | None = None  # the paper's standard deviation
+    note: str = ""  # what the paper has in the place of a number
+    eager: Flag = False  # whether memory and time are measured in plain PyTorch, whose autograd keeps the votes
 
 
 @dataclass(frozen=True, config=STRICT)
 class Line:
-    """A line of a table: a row, at one value of the setting that is varied.
-
-    Attributes
-    ----------
-    row : Row
-    measure : str
-        What the table measures.
-    label, name : str
-        Its name in the table, and its folder.
-    at : Any
-        The value that is varied; None where none is.
-    paper : float, optional
-        The paper's number.
-    config : TrainConfig
-        The settings of its runs.
-    results : tuple of dict
-        The ``result.json`` of each run that is finished.
-    """
+    """A line of a table: a row, at one value of the setting that is varied."""
 
     row: Row
     measure: str
     label: str
-    name: str
-    at: Any
+    name: str  # its folder
+    at: Any  # the value that is varied; None where none is
     paper: float | None
     config: TrainConfig
-    results: tuple[dict[str, Any], ...] = ()
+    results: tuple[dict[str, Any], ...] = ()  # the result.json of each run that is finished
 
     @property
     def values(self) -> list[float]:
@@ -149,43 +103,22 @@ class Line:
 class Table:
     """A table or a figure of a paper.
 
-    Attributes
-    ----------
-    title : str
-    source : Source
-    claim : str
-        What the paper says of it, in a sentence.
-    measure : str
-        ``error`` or ``accuracy``: of the test images, in percent, by the recipes' metrics. ``memory`` in MB or ``time``
-        in ms of a training step of freshly drawn networks, of which nothing is trained.
-    rows : tuple of Row
-    draw : str
-        ``bars``, ``lines`` over what is varied, or one of :data:`fastcaps.training.figures.FIGURES`: a figure of the
-        trained networks.
-    beside : str
-        Another table, whose runs it uses, in that one's folder.
-    over : Over, optional
-        What is varied; with ``lines``.
-    set, short : mapping
-        Other values for fields of all rows, by their paths; ``short`` in the short form only.
-    short_note : str
-        A remark on the short form, shown below the table.
-    reading : str
-        What we chose where the paper is silent, shown below the table.
+    ``error`` and ``accuracy`` are those of the test images, in percent, by the recipes' metrics; ``memory`` in MB and
+    ``time`` in ms are a training step's, of freshly drawn networks: nothing is trained for them.
     """
 
     title: str
     source: Source
-    claim: str
+    claim: str  # what the paper says of it, in a sentence
     measure: Literal["error", "accuracy", "memory", "time"]
     rows: tuple[Row, ...]
-    draw: Literal["bars", "lines", "perturbations", "agreement", "poses", "changes"] = "bars"
-    beside: str = ""
+    draw: Literal["bars", "lines", "perturbations", "agreement", "poses", "changes"] = "bars"  # lines: with over
+    beside: str = ""  # another table, whose runs it uses, in that one's folder
     over: Over | None = None
-    set: Mapping[str, Any] = field(default_factory=dict)
-    short: Mapping[str, Any] = field(default_factory=dict)
-    short_note: str = ""
-    reading: str = ""
+    set: Mapping[str, Any] = field(default_factory=dict)  # other values for fields of all rows, by their paths
+    short: Mapping[str, Any] = field(default_factory=dict)  # likewise, in the short form only
+    short_note: str = ""  # a remark on the short form, shown below the table
+    reading: str = ""  # what we chose where the paper is silent, shown below the table
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -202,21 +135,9 @@ class Table:
         return out.with_name(out.name.replace(name, self.beside)) if self.beside else out
 
     def lines(self, out: Path, *, short: bool = False, changes: Mapping[str, Any] | None = None) -> list[Line]:
-        """The lines of the table, with the settings of their runs and no results yet.
+        """The lines of the table, with the settings of their runs and no results yet; SettingError names a wrong row.
 
-        Parameters
-        ----------
-        out : Path
-            The folder that holds the runs.
-        short : bool
-            In the short form.
-        changes : mapping
-            Other values for fields of all rows, by their paths.
-
-        Raises
-        ------
-        SettingError
-            If a row is wrong: its label, the field, what came and what is wanted.
+        ``out`` is the folder of the runs; ``changes`` are other values for fields of all rows, by their paths.
         """
         found: list[Line] = []
         values = self.over.values if self.over is not None else (None,)
@@ -245,18 +166,7 @@ def names() -> list[str]:
 
 
 def table(name: str) -> Table:
-    """Read a table.
-
-    Parameters
-    ----------
-    name : str
-        One of :func:`names`, or the path of a file.
-
-    Raises
-    ------
-    ValueError
-        One line: the file, the field, what came and what is wanted.
-    """
+    """Read a table: one of :func:`names`, or a file; ValueError, in one line, names the file and the field."""
     given = SHELF.fields(name)
     try:
         return read(Table, given)
