@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,6 @@ from fastcaps.checks import check_finite
 from fastcaps.inside import Inside, watched
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 __all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
 
 HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")
@@ -26,34 +23,16 @@ HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """What was found in one layer; :func:`diagnose` has the equations.
+    """What was found in one layer; :func:`diagnose` has the equations."""
 
-    Attributes
-    ----------
-    path, layer : str
-        Where it is in the model, and its class.
-    measured_by : str
-        What a parent's strength is: "activation", "length", "relative length" or "share".
-    strengths : tuple of float
-        Of each parent (of each type of parents, on a grid): the greatest strength over batch and places.
-    dead : tuple of int
-        The parents whose strength is below the threshold.
-    compete : "parents", "children" or ""
-        Whose coefficients add up to 1; empty for layers without coefficients.
-    entropy : float or None
-        Of the coefficients: 0 if each goes to one, 1 if all are alike. None where there is no choice.
-    weight_gradient, parent_gradient : float or None
-        Lengths of the loss's gradients; None without a loss, or where no gradient is wanted.
-    """
-
-    path: str
-    layer: str
-    measured_by: str
-    strengths: tuple[float, ...]
-    dead: tuple[int, ...]
-    compete: str
-    entropy: float | None
-    weight_gradient: float | None
+    path: str  # where it is in the model
+    layer: str  # its class
+    measured_by: str  # what a parent's strength is: "activation", "length", "relative length" or "share"
+    strengths: tuple[float, ...]  # of each parent (type, on a grid): the greatest over batch and places
+    dead: tuple[int, ...]  # the parents whose strength is below the threshold
+    compete: str  # whose coefficients add up to 1: "parents" or "children"; empty for layers without coefficients
+    entropy: float | None  # of the coefficients: 0 if each goes to one, 1 if all are alike; None where is no choice
+    weight_gradient: float | None  # lengths of the loss's gradients; None without a loss, or where none is wanted
     parent_gradient: float | None
 
     def cells(self) -> tuple[str, ...]:
@@ -65,27 +44,16 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found. It prints as a table, with rich as a rich one; ``viz.diagnosis`` draws it.
+    """What :func:`diagnose` found. It prints as a table, with rich too; ``viz.diagnosis`` draws it.
 
     In the table, "by" is what a parent's strength is measured by, "grad θ" and "grad v" are the lengths of the
     gradients of the layer's parameters and of what it returned.
-
-    Attributes
-    ----------
-    layers : tuple of LayerDiagnosis
-        In the order in which they ran.
-    samples : int
-        In the batch.
-    threshold : float
-        Below it a parent is dead.
-    loss : float or None
-        The loss of the batch.
     """
 
-    layers: tuple[LayerDiagnosis, ...]
-    samples: int
-    threshold: float
-    loss: float | None = None
+    layers: tuple[LayerDiagnosis, ...]  # in the order in which they ran
+    samples: int  # in the batch
+    threshold: float  # below it a parent is dead
+    loss: float | None = None  # of the batch
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain numbers, texts and lists: what ``json.dumps`` takes."""
@@ -103,17 +71,8 @@ class Diagnosis:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.title, *lines])
 
-    def __rich__(self) -> Table:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for name in ("layer", *HEADER[2:]):
-            table.add_column(name, justify="left" if name in ("layer", "by") else "right", no_wrap=name == "layer")
-        for layer in self.layers:
-            path, kind, *numbers = layer.cells()
-            table.add_row(f"{path}\n{kind}", *numbers, style="yellow" if layer.dead else None)
-        return table
+    def __rich__(self) -> str:
+        return str(self)
 
 
 def diagnose(

@@ -23,23 +23,11 @@ def is_capsule_layer(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Inside:
-    """The last call of one capsule layer.
+    """The last call of one capsule layer."""
 
-    Attributes
-    ----------
-    path : str
-        Where the layer is in the model.
-    layer : Module
-        One that :func:`is_capsule_layer` knows.
-    given : dict
-        What it was called with, by name.
-    result
-        What it returned.
-    """
-
-    path: str
-    layer: Any
-    given: dict[str, Any]
+    path: str  # where the layer is in the model
+    layer: Any  # one that is_capsule_layer knows
+    given: dict[str, Any]  # what it was called with, by name
     result: Any
 
     @property

@@ -28,10 +28,8 @@ def read_cifar(
     ----------
     path : str or Path
         For example ``data_batch_1.bin`` or ``train.bin``.
-    label_bytes : int
-        Labels before each image: 1 in CIFAR-10, 2 in CIFAR-100. The last one is the class that is returned.
-    classes : int
-        Number of classes; a label outside raises, as it shows that records are out of step.
+    label_bytes, classes : int
+        Labels before each image, of which the last one is the class that is returned; and how many classes there are.
     records : int, optional
         How many records the file must hold; any number if not given.
 

@@ -19,13 +19,7 @@ MOST_PIXELS = 2**26
 
 
 def class_names(folder: str | Path) -> tuple[str, ...]:
-    """The folders in a folder, sorted: class k is the k-th.
-
-    Raises
-    ------
-    MissingDataError
-        If there is no such folder, or none in it.
-    """
+    """The folders in a folder, sorted: class k is the k-th. MissingDataError if there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise MissingDataError(f"{folder}: no such folder; it should hold a folder of images for each class")

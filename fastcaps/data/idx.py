@@ -20,26 +20,13 @@ _IDX = Format(
 
 
 def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> npt.NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes.
-
-    Parameters
-    ----------
-    path : str or Path
-        The file, plain or gzip; its first bytes say which, not its name.
-    shape : tuple of (int or None), optional
-        What the caller wants, ``None`` where any size will do, e.g. ``(None, 28, 28)``.
-
-    Returns
-    -------
-    numpy.ndarray
-        uint8, of the shape that the file states.
+    """Read one IDX file of unsigned bytes, plain or gzip; ``shape`` is what the caller wants, ``None`` for any size.
 
     Raises
     ------
     MissingDataError
         If there is no such file.
     CorruptDataError
-        If it is no IDX file, is truncated or too long, holds another element type, or has another shape. The header is
-        checked before anything else is unpacked.
+        If it is no IDX file, is truncated or too long, or holds another type or shape. The header is checked first.
     """
     return read_array(path, _IDX, np.uint8, shape)

@@ -25,33 +25,17 @@ _TEST_SEED = 0  # test images that are made are always the same
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set, read: what :func:`load` returns.
+    """A data set, read: what :func:`load` returns. Only ``train`` is ever augmented."""
 
-    Attributes
-    ----------
-    name : str
-        Its name in the registry.
-    train, test : BatchDataset or TextDataset
-        The two parts. Only ``train`` is ever augmented.
-    classes : tuple of str
-        Class names; their number is the number of classes.
-    in_channels, image_size : int, optional
-        Of images: channels, and height and width in pixels (all of these data sets are square).
-    layers, embedding : int, optional
-        Of texts: layers of the transformer, and the numbers in an embedding.
-    validation : TextDataset, optional
-        What the best epoch is chosen by, where a data set has a part for it.
-    """
-
-    name: str
-    train: Any
+    name: str  # in the registry
+    train: Any  # BatchDataset or TextDataset
     test: Any
-    classes: tuple[str, ...]
-    in_channels: int | None = None
-    image_size: int | None = None
-    layers: int | None = None
-    embedding: int | None = None
-    validation: Any = None
+    classes: tuple[str, ...]  # their names
+    in_channels: int | None = None  # of images
+    image_size: int | None = None  # height and width in pixels: all of these data sets are square
+    layers: int | None = None  # of texts: layers of the transformer,
+    embedding: int | None = None  # and the numbers in an embedding
+    validation: Any = None  # what the best epoch is chosen by, where a data set has a part for it
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from fastcaps.data.draws import Draws
@@ -71,37 +72,21 @@ class TextEmbedder:
         return layers, embedding
 
     def tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """The tokens of a batch of texts, on the CPU.
-
-        Returns
-        -------
-        ids, mask : Tensor
-            int64 and bool ``[B, n]``, as wide as the longest text: the tokens' numbers, 0 behind a text's end; and
-            which are tokens, and not padding.
-        """
+        """The tokens of texts, on the CPU, as wide as the longest: their numbers, int64 ``[B, n]``, 0 behind a
+        text's end; and bool ``[B, n]``, which are tokens and not padding."""
         if not texts:
             raise ValueError("texts: got none, want one or more")
         tokens = [self._tokenizer(text)["input_ids"] for text in texts]  # not every tokenizer has a token to pad with
         if empty := [text for text, ids in zip(texts, tokens, strict=True) if not ids]:
             raise ValueError(f"texts: got {empty[0]!r}, which has no token")
-        longest = max(map(len, tokens))
-        ids = torch.zeros(len(texts), longest, dtype=torch.int64)
-        mask = torch.zeros(len(texts), longest, dtype=torch.bool)
-        for row, found in enumerate(tokens):
-            ids[row, : len(found)] = torch.tensor(found)
-            mask[row, : len(found)] = True
-        return ids, mask
+        ids = pad_sequence([torch.tensor(found) for found in tokens], batch_first=True)
+        lengths = torch.tensor([len(found) for found in tokens])
+        return ids, torch.arange(ids.shape[1]) < lengths[:, None]
 
     @torch.no_grad()
     def layers(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Embed tokens, on their device, where the transformer goes too.
-
-        Returns
-        -------
-        Tensor
-            ``[B, n, l, m]``: of n tokens, in the l layers, the first of which is the embedding of the token itself.
-            Padding is 0.
-        """
+        """Embed tokens, on their device, where the transformer goes too: ``[B, n, l, m]``, of n tokens in l layers,
+        the first of which is the embedding of the token itself. Padding is 0."""
         if ids.device != self._device:
             self._model, self._device = self._model.to(ids.device), ids.device
         made = self._model(input_ids=ids, attention_mask=mask.to(torch.int64), output_hidden_states=True)

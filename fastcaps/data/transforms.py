@@ -198,21 +198,10 @@ class Mixup:
         return 0.5 + 0.5 * direction.sign() * torch.rsqrt(1 + 1 / squared)
 
     def __call__(self, images: Inputs, labels: Tensor, draws: Draws | None = None) -> tuple[Inputs, Tensor]:
-        """Mix a batch.
+        """Mix a batch: float32 targets ``[n, classes]``, each row of which sums to 1, beside what came, blended.
 
-        Parameters
-        ----------
-        images : Tensor or tuple of Tensor
-            Floating point ``[n, ...]``; or several such inputs of a network, blended in the same shares.
-        labels : Tensor
-            int64 ``[n]``, or soft targets ``[n, classes]``.
-        draws : Draws, optional
-            Where the random numbers come from.
-
-        Returns
-        -------
-        images, targets : Tensor
-            As they came, and float32 ``[n, classes]``; each row sums to 1.
+        Images are floating point ``[n, ...]``, or several such inputs of a network, blended in the same shares; labels
+        int64 ``[n]``, or soft targets ``[n, classes]``.
         """
         several: tuple[Tensor, ...] = images if isinstance(images, tuple) else (images,)
         for each in several:

@@ -22,18 +22,10 @@ _FILES = {"train": "train.txt", "validation": "dev.txt", "test": "test.txt"}
 
 @dataclass(frozen=True)
 class Phrases:
-    """Texts with labels.
+    """Texts with labels."""
 
-    Attributes
-    ----------
-    texts : tuple of str
-        Words with a space between them, as the treebank cuts them.
-    labels : tuple of int
-        A class for each.
-    """
-
-    texts: tuple[str, ...]
-    labels: tuple[int, ...]
+    texts: tuple[str, ...]  # words with a space between them, as the treebank cuts them
+    labels: tuple[int, ...]  # a class for each
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -74,21 +66,10 @@ def _nodes(line: str, where: str) -> Iterator[tuple[str, int]]:
 
 
 def read_trees(path: str | Path, *, phrases: bool) -> Phrases:
-    """Read a file of trees.
+    """Read a file of trees, one a line, for example ``train.txt``.
 
-    Parameters
-    ----------
-    path : str or Path
-        For example ``train.txt``.
-    phrases : bool
-        Every unique phrase, with the label of its first node; or else every sentence.
-
-    Raises
-    ------
-    MissingDataError
-        If there is no such file.
-    CorruptDataError
-        If it is no text, holds no tree, or a line is no tree; the message names the line.
+    Every unique ``phrases``, with the label of its first node; or else every sentence. MissingDataError if there is no
+    such file; CorruptDataError, naming the line, if it is no text, or no tree.
     """
     path = existing(path, "a file of the treebank's trees")
     unique: dict[str, int] = {}
@@ -117,19 +98,10 @@ def _two(phrases: Phrases) -> Phrases:
 
 
 def load_treebank(data_dir: str | Path, *, classes: int = 5) -> Treebank:
-    """Read the treebank: ``train.txt``, ``dev.txt`` and ``test.txt`` of ``trainDevTestTrees_PTB``.
+    """Read the treebank: ``train.txt``, ``dev.txt`` and ``test.txt`` of ``trainDevTestTrees_PTB``, or a folder above.
 
-    Parameters
-    ----------
-    data_dir : str or Path
-        The folder of the three files, or one above it.
-    classes : int
-        5; or 2, negative and positive, where neutral phrases and sentences are left out.
-
-    Returns
-    -------
-    Treebank
-        All unique phrases of the training trees; the sentences of the others.
+    All unique phrases of the training trees; the sentences of the others. Of 2 ``classes``, not 5, neutral ones are
+    left out.
 
     Raises
     ------

@@ -43,23 +43,10 @@ def tidy(plot: Any, grid: str = "") -> None:
 def learning_curve(
     history: Sequence[dict[str, float]], path: str | Path, *, title: str, target: float | None = None
 ) -> Path:
-    """Draw loss and accuracy over the epochs.
+    """Draw loss and accuracy over the epochs into a file, whose path is returned.
 
-    Parameters
-    ----------
-    history : sequence of dict
-        Rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them.
-    path : str or Path
-        Where the picture goes; it is returned.
-    title : str
-        What was trained on what.
-    target : float, optional
-        An accuracy (share of 1) to mark with a line.
-
-    Raises
-    ------
-    ValueError
-        If there is no row.
+    ``history`` has rows with epoch, train_loss, test_loss, train_accuracy and test_accuracy, as training returns them
+    (ValueError if there is none); ``target`` is an accuracy (a share of 1) to mark with a line.
     """
     if not history:
         raise ValueError("history: got no rows, want one per epoch")
@@ -95,19 +82,7 @@ def bars(
     title: str,
     axis: str,
 ) -> Path:
-    """Draw numbers beside those of a paper, a pair of bars each, from zero.
-
-    Parameters
-    ----------
-    labels : sequence of str
-        What each pair is.
-    ours, paper : sequence
-        Numbers with their standard deviations; None where there is none.
-    path : str or Path
-        Where the picture goes; it is returned.
-    title, axis : str
-        What stands above, and what is measured.
-    """
+    """Draw numbers beside those of a paper, a pair of bars each, from zero; ``axis`` says what is measured."""
     figure, plot = pyplot().subplots(figsize=(8, 1.6 + 0.62 * len(labels)), layout="constrained")
     widest = max((each[0] + (each[1] or 0) for each in (*ours, *paper) if each is not None), default=1.0)
     for shift, values, colour, who in ((-0.2, ours, ORANGE, "ours"), (0.2, paper, BLUE, "paper")):
@@ -137,18 +112,10 @@ def lines(
     over: str,
     axis: str,
 ) -> Path:
-    """Draw numbers over what is varied: ours as lines, those of a paper dashed.
+    """Draw numbers over the values of what is varied: ours as lines, those of a paper dashed.
 
-    Parameters
-    ----------
-    values : sequence
-        What is varied.
-    measured : mapping
-        Labels to ours and the paper's, a number and its standard deviation for each value; None where there is none.
-    path : str or Path
-        Where the picture goes; it is returned.
-    title, over, axis : str
-        What stands above, what is varied, and what is measured.
+    ``measured`` maps labels to ours and the paper's, one for each value; ``over`` and ``axis`` say what is varied and
+    what is measured.
     """
     figure, plot = pyplot().subplots(figsize=(8, 5.2), layout="constrained")
     for index, (label, both) in enumerate(measured.items()):

@@ -13,15 +13,7 @@ _LOWEST = 1e-6  # what is smaller is drawn there
 
 
 def diagnosis(found: Diagnosis, path: str | Path) -> Path:
-    """Draw strengths, entropies and gradients, a line a layer, the lowest layer below.
-
-    Parameters
-    ----------
-    found : Diagnosis
-        From :func:`fastcaps.diagnose`.
-    path : str or Path
-        Where the picture goes; it is returned.
-    """
+    """Draw the strengths, entropies and gradients of :func:`fastcaps.diagnose`, a line a layer, the lowest below."""
     layers = found.layers
     figure, plots = pyplot().subplots(
         1, 3, figsize=(13, 2.4 + 0.75 * len(layers)), layout="constrained", sharey=True, width_ratios=(5, 3, 3)

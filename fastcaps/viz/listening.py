@@ -31,11 +31,8 @@ def traced(network: CapsNet, images: Tensor) -> tuple[Tensor, RoutingTrace, Insi
 def last_votes(network: CapsNet, images: Tensor) -> tuple[RoutingTrace, Tensor | None, Tensor]:
     """What the class capsules' last pass was made of, in evaluation mode.
 
-    Returns
-    -------
-    tuple
-        The trace of the call; the activations (scores) ``[B, I]`` that the last layer was given, None if none; its
-        votes ``[B, I, M, d]``, all places together.
+    The trace of the call; the activations (scores) ``[B, I]`` that the last layer was given, None if none; its votes
+    ``[B, I, M, d]``, all places together.
     """
     _, trace, last = traced(network, images)
     return trace, last.given.get(last.layer.activity_name), last.votes()
@@ -106,18 +103,12 @@ def listening_map(
 
     Parameters
     ----------
-    images : Tensor
-        ``[n, height, width]`` in grey.
-    contributions : Tensor
-        ``[n, classes, H', W']`` from :func:`listening`.
+    images, contributions : Tensor
+        ``[n, height, width]`` in grey, and ``[n, classes, H', W']`` from :func:`listening`.
     labels, predictions : sequence of int
-        The true and the predicted class of every image.
+        The true and the predicted class of every image; ``classes`` has their names.
     path : str or Path
         Where the picture goes; it is returned.
-    classes : sequence of str
-        Names of the classes.
-    title : str
-        What network and data.
     """
     bound = float(np.percentile(contributions.abs().numpy(), 99.5)) or 1.0  # one place above all must not pale the rest
     # children of an unpadded window sit in the middle of the image, as far apart as its pixels or closer

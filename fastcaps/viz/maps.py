@@ -93,12 +93,9 @@ def heat_maps(
     labels: Sequence[str],
     **colours: Any,
 ) -> tuple[Any, Any, Any]:
-    """Draw heat maps ``[n, columns, H', W']`` over images ``[n, channels, H, W]``: a row an image.
+    """Draw heat maps ``[n, columns, H', W']`` over images ``[n, channels, H, W]``, a row an image.
 
-    Returns
-    -------
-    tuple
-        The figure; its plots, the images' in the first column; the bar of colours.
+    Returns the figure; its plots, the images' in the first column; the bar of colours.
     """
     rows, columns = heat.shape[:2]
     figure, plots = pyplot().subplots(

@@ -19,24 +19,9 @@ REACH, STEPS = 0.25, 11  # of the paper: steps of 0.05
 def perturbations(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
     """What the decoder draws when one number of the class capsule is moved (Sabour et al. 2017, Figure 4).
 
-    Each number goes from -0.25 to 0.25 in steps of 0.05, as in the paper.
-
-    Parameters
-    ----------
-    network : CapsNet
-        With a decoder.
-    images, labels : Tensor
-        ``[B, channels, H, W]`` and ``[B]``.
-
-    Returns
-    -------
-    Tensor
-        ``[B, d, steps, channels, H, W]``; the middle step is the reconstruction itself.
-
-    Raises
-    ------
-    ValueError
-        If the network has no decoder.
+    Each number goes from -0.25 to 0.25 in steps of 0.05, as in the paper. Images are ``[B, channels, H, W]``, what is
+    returned ``[B, d, steps, channels, H, W]``; the middle step is the reconstruction itself. ValueError if the network
+    has no decoder.
     """
     if network.decoder is None:
         raise ValueError("network: got one without a decoder, want one that reconstructs")
@@ -51,18 +36,9 @@ def perturbations(network: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def perturbation_map(drawn: Tensor, path: str | Path, *, names: Sequence[str], title: str) -> Path:
-    """Draw, for some images, a row for each number of the capsule and a column for each step.
+    """Draw, for some images of classes ``names``, a row for each number of the capsule and a column for each step.
 
-    Parameters
-    ----------
-    drawn : Tensor
-        ``[n, d, steps, channels, H, W]`` from :func:`perturbations`; of several channels the mean is shown.
-    path : str or Path
-        Where the picture goes; it is returned.
-    names : sequence of str
-        The images' classes.
-    title : str
-        What network and data.
+    ``drawn`` is ``[n, d, steps, channels, H, W]`` from :func:`perturbations`; of several channels the mean is shown.
     """
     count, dim, steps = drawn.shape[:3]
     framed = F.pad(drawn.mean(3), (1, 1, 1, 1), value=0.15)  # a thin frame keeps images apart

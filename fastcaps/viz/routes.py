@@ -141,25 +141,9 @@ def coefficient_map(
     """Draw the coefficients over images: a row an image, a column a class or parent.
 
     The colour says how many times as much a class takes from a place as it would if all coefficients were alike: inner
-    places are seen by more windows, and lie in more routes, than outer ones. Lines are the image's outline.
-
-    Parameters
-    ----------
-    network, images
-        As :func:`coefficients` takes them.
-    path : str or Path
-        Where the picture goes; it is returned.
-    title : str
-        What network and data.
-    names : sequence of str
-        Of the columns; their numbers if left out.
-    labels : sequence of str
-        Of the images.
-
-    Raises
-    ------
-    ValueError
-        As :func:`coefficients` does; or if there are more or fewer names than columns, or labels than images.
+    places are seen by more windows, and lie in more routes, than outer ones. Lines are the image's outline. ``names``
+    are those of the columns, ``labels`` those of the images; ValueError if there are more or fewer of them, or as
+    :func:`coefficients` raises it.
     """
     even = coefficients(network, images, even=True).clamp_min(torch.finfo(torch.float32).tiny)
     heat = (coefficients(network, images) / even).float().cpu()
@@ -208,19 +192,10 @@ def parse_tree(
         Of any stack; capsules on no grid are drawn without a frame.
     image : Tensor
         ``[channels, H, W]``.
-    path : str or Path
-        Where the picture goes; it is returned.
-    title : str
-        What network and data.
     names : sequence of str
         Of the classes; their numbers if left out.
     branches : int
         Children to show of each capsule.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If ``network`` is no CapsNet, or there are more or fewer names than classes.
     """
     logits, trace, _ = traced(network, image[None])
     chosen = int(logits[0].argmax())
