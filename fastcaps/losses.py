@@ -8,7 +8,7 @@ type, dtype or shape raises TypeError or ValueError naming it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -27,16 +27,10 @@ __all__ = [
     "spread_margin",
 ]
 
-REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "none": lambda losses: losses,
-}
-
 
 def _reduce(per_sample: Tensor, reduction: str) -> Tensor:
-    check_choice("reduction", reduction, tuple(REDUCTIONS))
-    return REDUCTIONS[reduction](per_sample)
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    return per_sample if reduction == "none" else getattr(per_sample, reduction)()
 
 
 def _check_activations(activations: Tensor, name: str) -> None:
@@ -132,19 +126,10 @@ def spread_loss(activations: Tensor, target: Tensor, margin: float, *, reduction
 
 
 def spread_margin(step: int, steps: int, *, start: float = 0.2, end: float = 0.9) -> float:
-    """Return the margin of :func:`spread_loss` at a step of training.
+    """Return the margin of :func:`spread_loss` at a step (or epoch) of training, counted from 0.
 
     It grows linearly from ``start`` to ``end`` over ``steps`` steps and stays there: a large margin from the beginning
     would leave many capsules dead.
-
-    Parameters
-    ----------
-    step : int
-        Steps (or epochs) done, counted from 0.
-    steps : int
-        After how many of them the margin is ``end``.
-    start, end : float
-        The first and the last margin.
 
     Examples
     --------
@@ -250,19 +235,9 @@ class ReconstructionDecoder(nn.Module):
         return capsules.masked_fill(~kept.unsqueeze(-1), 0.0)
 
     def forward(self, capsules: Tensor, target: Tensor | None = None) -> Tensor:
-        """Draw the images.
+        """Draw the images ``[B, *image_shape]``, in (0, 1), of the class capsules ``[B, M, dim]``.
 
-        Parameters
-        ----------
-        capsules : Tensor
-            ``[B, M, dim]``, the class capsules.
-        target : Tensor, optional
-            ``[B]`` int64, which class to draw; None draws each sample's longest capsule.
-
-        Returns
-        -------
-        Tensor
-            ``[B, *image_shape]``, in (0, 1).
+        ``target`` is int64 ``[B]``, which class to draw; None draws each sample's longest capsule.
         """
         return self.layers(self.mask(capsules, target).flatten(1)).unflatten(1, self.image_shape)
 

@@ -57,7 +57,7 @@ def test_what_a_run_leaves(finished: Any) -> None:
     """The figures that it tells are those of its weights, in every file."""
     out, history = finished.out, finished.history
     left = "config.json last.ckpt metrics.csv result.json tensorboard"
-    assert sorted(path.name for path in out.iterdir()) == left.split()
+    assert sorted(path.name for path in out.glob("[!.]*")) == left.split()
     assert finished.test_accuracy > 0.9 and history[-1]["train_loss"] < history[0]["train_loss"] / 2
     images, labels = data.load("digits").test.batch(slice(None))
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
 
 def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
     def files() -> dict[Path, tuple[int, bytes]]:
-        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in finished.out.rglob("*") if p.is_file()}
+        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in finished.out.rglob("[!.]*") if p.is_file()}
 
     before = {name: tensor.clone() for name, tensor in finished.network.state_dict().items()}
     left = files()

@@ -17,9 +17,8 @@ from test_training import run, same_weights, settings
 from fastcaps import cli, data
 from fastcaps.training import CapsuleClassifier, RunError, build_network, recipe, recipes, train
 from fastcaps.training.callbacks import Report
-from fastcaps.training.data import WithParts, hold_out, read_data
+from fastcaps.training.data import ImageData, Subset, hold_out, read_data
 from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin
-from fastcaps.training.run import make_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +55,7 @@ def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, 
     """A recipe for each declaration of data; that networks take these sizes is in test_training_recipes."""
     config = recipe(name, told(name, stand_ins)).config
     splits = read_data(config.data)
-    parts, classes = make_data(config, splits), len(splits.classes)
+    parts, classes = ImageData(splits, config), len(splits.classes)
     inputs, targets, *_ = parts.train.finish(parts.train.__getitems__([0, 1]))
     tested, labels, *_ = parts.test.finish(parts.test.__getitems__([0, 1]))
     texts = config.data.name.startswith("sst")
@@ -217,13 +216,13 @@ def test_digits_over_each_other_are_drawn_one_by_one(tmp_path: Path) -> None:
     test, loss = splits.test, {"name": "margin", "reconstruction": 0.01}
     config = settings(tmp_path, epochs=1, loss=loss, metric="top-2", network__options__decoder=True, seed=3)
     result = run(config, splits=splits)
-    parts = WithParts(test)
-    image, there, digits, classes = (each[1] for each in parts.finish(parts.gather([5, 9])))
+    parts = Subset(test, parts=True)
+    image, there, digits, classes = (each[1] for each in parts.finish(parts.__getitems__([5, 9])))
     torch.testing.assert_close(digits.sum(0).clamp(max=1), (image * test.std + test.mean)[0, 0], atol=1e-5, rtol=0)
     assert set(classes.tolist()) == set(there.nonzero().flatten().tolist())
     with torch.no_grad():
         module = CapsuleClassifier(result.network, config, mean=test.mean, std=test.std)
-        batch = module.batch(parts.finish(parts.gather(range(64))))
+        batch = module.batch(parts.finish(parts.__getitems__(list(range(64)))))
         lost, logits = config.loss(result.network, batch, 1.0)
     assert result.test_loss == pytest.approx(lost.item(), rel=1e-4)
     highest = logits.topk(2).indices

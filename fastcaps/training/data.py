@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -30,10 +31,15 @@ from fastcaps.data import (
     load,
 )
 from fastcaps.data.transforms import resized
-from fastcaps.training.config import Data
+from fastcaps.training.config import Data, TrainConfig
 
 SPLIT_SEED = 0
 """Decides which images are held out: the same ones in every run, whatever its own seed."""
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class TestCrops:
@@ -96,29 +102,11 @@ def prepare(splits: Splits, data: Data) -> Splits:
     return splits
 
 
-class Pairs:
-    """A torch data set of pairs, an image and its class, as a data set that gathers and finishes batches."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def gather(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Images ``[n, c, h, w]`` and int64 ``[n]``."""
-        return tuple(default_collate([self.dataset[index] for index in indices]))
-
-    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The batch as it was gathered: nothing is left to do."""
-        return gathered
-
-
-def gathering(splits: Splits) -> Splits:
-    """The same splits, with torch data sets of pairs made :class:`Pairs`; TypeError if a part is no data set."""
-    parts = {name: part for name in ("train", "test", "validation") if (part := getattr(splits, name)) is not None}
-    for name, part in parts.items():
-        if hasattr(part, "gather") and hasattr(part, "finish"):
+def check_parts(splits: Splits) -> None:
+    """Raise TypeError if a part is neither a data set of :mod:`fastcaps.data` nor one of pairs."""
+    for name in ("train", "test", "validation"):
+        part = getattr(splits, name)
+        if part is None or hasattr(part, "gather"):
             continue
         got, item = type(part).__name__, None
         if hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part):
@@ -126,32 +114,43 @@ def gathering(splits: Splits) -> Splits:
         if isinstance(item, (tuple, list)):
             kinds = [str(each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in item]
             if len(item) == 2 and kinds[0].startswith("torch.float") and isinstance(item[1], (Integral, Tensor)):
-                parts[name] = Pairs(part)
                 continue
             got += f" of items ({', '.join(kinds)})"
         raise TypeError(
             f"splits.{name}: got {got}; want a fastcaps.data.ImageDataset, or a torch data set of pairs, a float "
             "Tensor [c, h, w] and an int"
         )
-    return replace(splits, **parts)
 
 
 class Subset(Dataset[Any]):
-    """A data set, or part of one: its items at some indices. A loader gathers, the device that trains finishes."""
+    """A data set, or part of one: its items at some indices. A loader gathers, the device that trains finishes.
 
-    def __init__(self, dataset: Any, indices: Sequence[int] | None = None) -> None:
-        self.dataset = dataset
+    A torch data set of pairs, an image and its class, has nothing to finish. ``parts`` are of overlapping digits: the
+    single digits that they are made of belong to a batch too, for the reconstruction loss.
+    """
+
+    def __init__(self, dataset: Any, indices: Sequence[int] | None = None, *, parts: bool = False) -> None:
+        self.dataset, self.parts = dataset, parts
         self.indices = range(len(dataset)) if indices is None else indices
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitems__(self, numbers: list[int]) -> tuple[Tensor, ...]:
-        return self.dataset.gather([self.indices[number] for number in numbers])
+        indices = [self.indices[number] for number in numbers]
+        if hasattr(self.dataset, "gather"):
+            return self.dataset.gather(indices)
+        return tuple(default_collate([self.dataset[index] for index in indices]))
 
     def finish(self, gathered: tuple[Tensor, ...]) -> Any:
-        """The batch of what was gathered, on its device."""
-        return self.dataset.finish(gathered)
+        """The batch of what was gathered, on its device; parts are pixels from 0 to 1, ``[n, 2, h, w]``, and labels."""
+        if not hasattr(self.dataset, "finish"):
+            return gathered
+        made = self.dataset.finish(gathered)
+        if not self.parts:
+            return made
+        digits, labels, states = gathered
+        return *made, self.dataset.apart(digits, states).float() / 255, labels
 
 
 def _as_it_is(gathered: Any) -> Any:
@@ -159,13 +158,13 @@ def _as_it_is(gathered: Any) -> Any:
     return gathered
 
 
-def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Subset | None]:
+def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = False) -> tuple[Subset, Subset | None]:
     """Split training images into those to train with and those held out, alike for every seed of a run.
 
     Held-out images get the transform of test images, if any, in the place of augmentation and mixup.
     """
     if not count:
-        return Subset(train), None
+        return Subset(train, parts=parts), None
     if count >= len(train):
         raise ValueError(f"data.validation: got {count} of {len(train)} training images, want fewer")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
@@ -173,32 +172,13 @@ def hold_out(train: Any, count: int, tested_as: Any = None) -> tuple[Subset, Sub
     for name, value in (("augment", tested_as), ("mixup", None)):
         if hasattr(plain, name):
             setattr(plain, name, value)
-    return Subset(train, sorted(order[count:])), Subset(plain, sorted(order[:count]))
-
-
-class WithParts:
-    """Overlapping digits together with the single digits that they are made of, for the reconstruction loss."""
-
-    def __init__(self, dataset: OverlappingDigits) -> None:
-        self.dataset = dataset
-        self.gather = dataset.gather
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Images, targets, the parts as pixels from 0 to 1, ``[n, 2, h, w]``, and their labels."""
-        digits, labels, states = gathered
-        parts = self.dataset.apart(digits, states).float() / 255
-        return *self.dataset.finish(gathered), parts, labels
+    return Subset(train, sorted(order[count:]), parts=parts), Subset(plain, sorted(order[:count]), parts=parts)
 
 
 class EpochBatches(ShuffledBatches):
     """Shuffled batches that tell the data set which epoch it is, so that one with a seed makes other images in each."""
 
-    def __init__(self, source: Any, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.source = source
+    source: Any = None
 
     def __iter__(self) -> Iterator[list[int]]:
         # here, and not when the first batch is drawn: workers, which copy the data set, are started in between
@@ -210,45 +190,23 @@ class EpochBatches(ShuffledBatches):
 class ImageData(pl.LightningDataModule):
     """A data set as Lightning wants it, which can go on in the middle of an epoch.
 
-    Batches go to the device that trains as bytes or tokens, and are finished there.
-
-    Parameters
-    ----------
-    splits : Splits
-    batch_size : int
-        Images a step, on all devices together.
-    seed : int
-        Of the order of the training images.
-    workers : int
-        Processes that gather what batches are made of.
-    validation : int
-        How many training images are held out; 0 where the data set has a validation part.
-    parts : bool
-        Whether batches also hold the single digits that images are made of (:class:`WithParts`).
+    Batches go to the device that trains as bytes or tokens, and are finished there. ``validation`` images are held out;
+    it is 0 where the data set has a validation part. Of overlapping digits, batches may hold the single ones too.
     """
 
-    def __init__(
-        self,
-        splits: Splits,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        workers: int = 0,
-        validation: int = 0,
-        parts: bool = False,
-    ) -> None:
+    def __init__(self, splits: Splits, config: TrainConfig) -> None:
         super().__init__()
-        train, test = (WithParts(each) if parts else each for each in (splits.train, splits.test))
-        tested_as = getattr(test, "augment", None)
-        self.train, self.validation = hold_out(train, validation, tested_as)
+        # the single digits that images are made of are drawn one by one
+        parts = isinstance(splits.train, OverlappingDigits) and getattr(config.loss, "reconstruction", 0) > 0
+        tested_as = getattr(splits.test, "augment", None)
+        self.train, self.validation = hold_out(splits.train, config.data.validation, tested_as, parts=parts)
         if self.validation is None and splits.validation is not None:
             self.validation = Subset(splits.validation)
-        self.test = Subset(test)
+        self.test = Subset(splits.test, parts=parts)
         self.source = splits.train
         self.crops: int = getattr(tested_as, "count", 1)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.workers = workers
+        self.batch_size, self.seed = config.batch_size, config.seed
+        self.workers = min(config.workers, cores())
         self._epoch = self._start = 0
 
     def _loader(self, dataset: Any, batches: Any) -> DataLoader[Any]:
@@ -267,10 +225,10 @@ class ImageData(pl.LightningDataModule):
     def _batches(self) -> EpochBatches:
         """The order of the training images on this rank."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        size = len(self.train)
-        share = self.batch_size // world_size
         where: dict[str, Any] = {"epoch": self._epoch, "start": self._start, "rank": rank, "world_size": world_size}
-        return EpochBatches(self.source, size, share, self.seed, **where)
+        batches = EpochBatches(len(self.train), self.batch_size // world_size, self.seed, **where)
+        batches.source = self.source
+        return batches
 
     def steps_per_epoch(self) -> int:
         """Training batches of each rank in one epoch."""

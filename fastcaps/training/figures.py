@@ -22,7 +22,8 @@ from fastcaps.training.config import TrainConfig, kept
 from fastcaps.training.data import read_data
 from fastcaps.training.folder import load_weights
 from fastcaps.training.run import build_network
-from fastcaps.viz import BLUE, GREY, finish, last_votes, perturbation_map, perturbations, pyplot
+from fastcaps.viz import last_votes, perturbation_map, perturbations
+from fastcaps.viz.charts import BLUE, GREY, finish, pyplot
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,10 @@ class Shelf:
     ) -> None:
         self.folder, self.kind, self.listing, self.on_base = folder, kind, listing, on_base
 
+    def names(self) -> list[str]:
+        """The names of the papers' entries."""
+        return sorted(self.entries)
+
     @cached_property
     def entries(self) -> dict[str, dict[str, Any]]:
         """The papers' entries, each with the fields that its file gives it."""

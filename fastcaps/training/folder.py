@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +12,13 @@ from typing import Any
 
 import lightning
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 import fastcaps
 from fastcaps.training.callbacks import replacing
 from fastcaps.training.config import TrainConfig
 from fastcaps.training.fields import RunError, as_data
-
-if sys.platform != "win32":
-    import fcntl
 
 WRITTEN = ("last.ckpt", "best.ckpt", "metrics.csv", "result.json")
 """The files of a run's results."""
@@ -53,22 +49,14 @@ def versions() -> dict[str, str]:
 def only_run(out: Path) -> Iterator[None]:
     """Lock a folder as long as the block lasts; RunError if another run has locked it.
 
-    The system releases the lock when the process dies. Where there are no such locks, nobody is kept out.
+    The system releases the lock when the process dies.
     """
-    if sys.platform == "win32":
-        yield
-        return
-    folder = os.open(out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(f"{out} is in use by a run that has not ended: wait for it, or take another") from error
-        except OSError:  # a file system without locks
-            pass
+        held = FileLock(out / ".lock").acquire(blocking=False)
+    except Timeout as error:
+        raise RunError(f"{out} is in use by a run that has not ended: wait for it, or take another") from error
+    with held:
         yield
-    finally:
-        os.close(folder)
 
 
 @contextmanager
@@ -152,8 +140,12 @@ def in_one_line(error: Exception, named: bool = False) -> str:
 
 def write_settings(config: TrainConfig, out: Path) -> None:
     """Write ``config.json``."""
-    settings = {**as_data(config), "versions": versions()}
-    write_whole(out / "config.json", json.dumps(settings, indent=2, default=repr) + "\n")
+    write_json(out / "config.json", {**as_data(config), "versions": versions()})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that takes the old one's place when it is whole."""
+    write_whole(path, json.dumps(value, indent=2, default=repr) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:

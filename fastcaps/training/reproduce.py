@@ -22,7 +22,7 @@ from fastcaps.training import figures
 from fastcaps.training.callbacks import Report
 from fastcaps.training.config import WHERE, TrainConfig, differences, kept, runs_of
 from fastcaps.training.fields import Index, NotNegative, RunError, Share, as_data, flat, read
-from fastcaps.training.folder import versions, write_settings, write_whole
+from fastcaps.training.folder import prepared, versions, write_json, write_whole
 from fastcaps.training.run import train, train_seeds
 from fastcaps.training.tables import COSTS, Line, Table
 
@@ -51,22 +51,15 @@ def has_run(config: TrainConfig) -> bool:
     return True
 
 
-@pydantic.dataclasses.dataclass
-class _Result:
+class _Result(pydantic.BaseModel):
+    """What of a ``result.json`` is read: the accuracy of a run, or what a step was measured to cost."""
+
     seed: Index
     parameters: Index
     versions: dict[str, str]
-
-
-@pydantic.dataclasses.dataclass
-class _Trained(_Result):
-    test_accuracy: Share
-
-
-@pydantic.dataclasses.dataclass
-class _Cost(_Result):
-    memory: NotNegative
-    time: NotNegative
+    test_accuracy: Share = 0.0
+    memory: NotNegative = 0.0
+    time: NotNegative = 0.0
 
 
 def read_result(config: TrainConfig) -> dict[str, Any] | None:
@@ -76,7 +69,9 @@ def read_result(config: TrainConfig) -> dict[str, Any] | None:
         return None
     try:
         result: dict[str, Any] = json.loads(path.read_text())
-        read(_Cost if "memory" in result else _Trained, result)
+        read(_Result, result)
+        if not {"test_accuracy", "memory"} & result.keys():
+            raise ValueError("it tells no accuracy")
     except (OSError, RecursionError, TypeError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}; delete it, and the run is finished anew") from error
     return result
@@ -102,14 +97,13 @@ def cells(line: Line) -> tuple[str, ...]:
 def _measure_cost(line: Line, console: Console) -> None:
     """Measure memory and time in a fresh process, and leave settings and result as a run does."""
     folder = line.config.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    write_settings(line.config, folder)
-    try:
-        found = apart("fastcaps.training.cost", str(folder), *(["eager"] if line.row.eager else []))
-    except RuntimeError as error:
-        raise RunError(str(error)) from error
+    with prepared(line.config, resume=True, overwrite=False):
+        try:
+            found = apart("fastcaps.training.cost", str(folder), *(["eager"] if line.row.eager else []))
+        except RuntimeError as error:
+            raise RunError(str(error)) from error
     console.print(f"{found['memory']:.1f} MB, {found['time']:.1f} ms a step", highlight=False)
-    write_whole(folder / "result.json", json.dumps({**found, "versions": versions()}, indent=2) + "\n")
+    write_json(folder / "result.json", {**found, "versions": versions()})
 
 
 def _number(value: float | None, spread: float | None) -> str:
@@ -255,6 +249,6 @@ def write(table: Table, lines: Sequence[Line], remarks: Sequence[str], out: Path
     ]
     about = {"title": table.title, "source": str(table.source), "claim": table.claim, "measure": table.measure}
     record = {"command": command, "short": short, **about, "remarks": remarks, "rows": rows, "versions": versions()}
-    write_whole(out / "table.json", json.dumps(record, indent=2) + "\n")
+    write_json(out / "table.json", record)
     write_whole(out / "table.md", as_markdown(table, lines, remarks))
     draw(table, lines, out / "picture.png", short=short)

@@ -15,9 +15,7 @@ the CPU it ends in the same weights as without the interruption.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -36,10 +34,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fastcaps import models
-from fastcaps.data import DataError, OverlappingDigits, Splits
+from fastcaps.data import DataError, Splits
 from fastcaps.training.callbacks import Checkpoints, MetricsWriter, Report, read_metrics
 from fastcaps.training.config import TrainConfig, runs_of
-from fastcaps.training.data import ImageData, gathering, read_data
+from fastcaps.training.data import ImageData, check_parts, read_data
 from fastcaps.training.fields import RunError
 from fastcaps.training.folder import (
     check_sums,
@@ -50,7 +48,7 @@ from fastcaps.training.folder import (
     only_run,
     prepared,
     versions,
-    write_whole,
+    write_json,
 )
 from fastcaps.training.module import CapsuleClassifier
 
@@ -183,7 +181,8 @@ def train(
     """
     if config.runs != 1:
         raise ValueError(f"runs: got {config.runs}, want 1 (train_seeds makes several)")
-    splits = gathering(splits or read_data(config.data))
+    splits = splits or read_data(config.data)
+    check_parts(splits)
     pl.seed_everything(config.seed, workers=True, verbose=False)
     network = build_network(config, splits)
     out, checkpoint = config.folder, config.folder / "last.ckpt"
@@ -197,7 +196,7 @@ def train(
                 raise RunError(f"{rows}: got {len(history)} epochs of a run that has ended, want {epoch} or more")
             return _result(config, network, history, epoch, is_main)
     pixels = {name: getattr(splits.train, name, None) for name in ("mean", "std")}
-    module, data = CapsuleClassifier(network, config, **pixels), make_data(config, splits)
+    module, data = CapsuleClassifier(network, config, **pixels), ImageData(splits, config)
     metrics, report = MetricsWriter(out / "metrics.csv"), report or Report()
     trainer = _make_trainer(config, [metrics, Checkpoints(out, config.checkpoint_every), report])
     if config.batch_size % trainer.world_size:
@@ -229,24 +228,11 @@ def _result(
     return TrainResult(network.eval(), row["test_accuracy"], row["test_loss"], history, config.folder, is_main, best)
 
 
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed: torch has an error of its own for that on a GPU alone."""
     own = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     texts = ("can't allocate memory", "not enough memory", "no memory for", "Storage size calculation overflowed")
     return own or any(text in str(error) for text in texts)
-
-
-def make_data(config: TrainConfig, splits: Splits) -> ImageData:
-    """The data of a run, split and in batches."""
-    parts = isinstance(splits.train, OverlappingDigits) and getattr(config.loss, "reconstruction", 0) > 0
-    size, held_out = config.batch_size, config.data.validation
-    workers = min(config.workers, cores())
-    return ImageData(splits, size, seed=config.seed, workers=workers, validation=held_out, parts=parts)
 
 
 def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> None:
@@ -265,7 +251,7 @@ def _write_result(config: TrainConfig, result: TrainResult, seconds: float) -> N
     if result.best_epoch is not None:
         row = result.history[result.best_epoch - 1]
         summary |= {"best_epoch": result.best_epoch, "validation_accuracy": row["validation_accuracy"]}
-    write_whole(result.out / "result.json", json.dumps(summary, indent=2) + "\n")
+    write_json(result.out / "result.json", summary)
 
 
 @dataclass(frozen=True)
@@ -320,5 +306,5 @@ def train_seeds(
                 "epochs": config.epochs,
                 "versions": versions(),
             }
-            write_whole(out / "result.json", json.dumps(summary, indent=2) + "\n")
+            write_json(out / "result.json", summary)
     return SeedsResult(results, mean, spread, out)

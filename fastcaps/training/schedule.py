@@ -46,8 +46,11 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, config=STRICT)
-class _HalfCosine(Schedule):
+class Cosine(Schedule):
+    """Down along half a cosine, from the end of the warm-up to ``end``, a share of the optimiser's rate."""
+
     end: Share = 0.0
+    name: Literal["cosine"] = "cosine"
 
     def after_warmup(self, done: float, step: int) -> float:
         way = 1.0 if self.warmup == 1 else (done - self.warmup) / (1 - self.warmup)
@@ -55,19 +58,12 @@ class _HalfCosine(Schedule):
 
 
 @dataclass(frozen=True, config=STRICT)
-class Cosine(_HalfCosine):
-    """Down along half a cosine, from the end of the warm-up to ``end``, a share of the optimiser's rate."""
-
-    name: Literal["cosine"] = "cosine"
-
-
-@dataclass(frozen=True, config=STRICT)
-class OneCycle(_HalfCosine):
+class OneCycle(Cosine):
     """A cosine after a warm-up of a fifth of the run."""
 
     warmup: Share = 0.2
     start: Share = 0.04
-    name: Literal["one-cycle"] = "one-cycle"
+    name: Literal["one-cycle"] = "one-cycle"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, config=STRICT)

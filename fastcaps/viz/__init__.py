@@ -1,19 +1,6 @@
 """Pictures: trainings, routings, capsules. They are drawn by matplotlib, which the extra ``demo`` brings."""
 
-from fastcaps.viz.charts import (
-    BLUE,
-    COLOURS,
-    DIVERGING,
-    GREY,
-    MARKERS,
-    ORANGE,
-    Measured,
-    bars,
-    finish,
-    learning_curve,
-    lines,
-    pyplot,
-)
+from fastcaps.viz.charts import bars, learning_curve, lines
 from fastcaps.viz.diagnosing import diagnosis
 from fastcaps.viz.listening import last_votes, listening, listening_map
 from fastcaps.viz.maps import places
@@ -21,19 +8,11 @@ from fastcaps.viz.perturbing import perturbation_map, perturbations
 from fastcaps.viz.routes import coefficient_map, coefficients, descent, parse_tree
 
 __all__ = [
-    "BLUE",
-    "COLOURS",
-    "DIVERGING",
-    "GREY",
-    "MARKERS",
-    "ORANGE",
-    "Measured",
     "bars",
     "coefficient_map",
     "coefficients",
     "descent",
     "diagnosis",
-    "finish",
     "last_votes",
     "learning_curve",
     "lines",
@@ -43,5 +22,4 @@ __all__ = [
     "perturbation_map",
     "perturbations",
     "places",
-    "pyplot",
 ]

@@ -15,6 +15,7 @@ A recipe of your own is a file with one recipe's fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,7 @@ class Recipe:
     reading: str = ""  # what is our reading
 
 
-def names() -> list[str]:
-    """Return the names of the papers' recipes."""
-    return sorted(SHELF.entries)
-
-
+names = SHELF.names
 fields_of = SHELF.fields
 
 
@@ -76,14 +73,7 @@ def as_yaml(name: str) -> str:
 
 
 def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe.
-
-    Parameters
-    ----------
-    name : str
-        One of :func:`names`, or the path of a file.
-    changes : mapping, optional
-        Other values for fields, by their paths: ``{"optimizer.lr": 0.01}``.
+    """Read a recipe: one of :func:`names`, or a file; ``changes`` are other values for fields, by their paths.
 
     Raises
     ------
@@ -101,6 +91,4 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
         found = read(Recipe, {"name": path.name if shipped else path.stem, "source": None, "config": config, **told})
     except SettingError as error:
         raise SettingError(f"{path.name}: {error}") from error
-    return (
-        Recipe(found.name, found.source, config.changed(changes), found.reported, found.reading) if changes else found
-    )
+    return replace(found, config=config.changed(changes)) if changes else found

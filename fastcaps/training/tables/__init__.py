@@ -160,9 +160,7 @@ class Table:
         return found
 
 
-def names() -> list[str]:
-    """The tables that there are."""
-    return sorted(SHELF.entries)
+names = SHELF.names
 
 
 def table(name: str) -> Table:
