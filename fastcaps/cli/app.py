@@ -33,8 +33,9 @@ def fastcaps(
 
 
 app.command("info")(info.info)
-app.command("bench")(bench.bench)
-app.command("compare", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.compare)
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("bench", context_settings=PASSED_ON)(bench.bench)
+app.command("compare", context_settings=PASSED_ON)(bench.compare)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)
 app.command("recipes")(reproduce.recipes)

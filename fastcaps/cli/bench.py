@@ -10,10 +10,11 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Context, Option
 
 from fastcaps.cli.common import Fail, refuse_missing
 
@@ -33,44 +34,29 @@ def _start(module: str, *arguments: str, **options: Any) -> subprocess.Completed
     return subprocess.run([sys.executable, "-m", module, *arguments], cwd=root, text=True, check=False, **options)
 
 
+def _absolute(words: list[str]) -> list[str]:
+    """Words of a command line, those paths made absolute that are given from here: the checkout is another folder."""
+    pairs = zip(["", *words], words, strict=False)
+    paths = ("--results", "--html")
+    return [str(Path(word).resolve()) if before in paths or Path(word).is_dir() else word for before, word in pairs]
+
+
 def bench(
-    workloads: Annotated[
-        list[str] | None, Argument(metavar="[WORKLOAD]...", help="these layers of the papers alone (see --list)")
-    ] = None,
-    full: Annotated[bool, Option("--full", help="every row, torch.compile too: some 40 minutes")] = False,
-    against: Annotated[list[str] | None, Option(help="only this alternative (repeat)")] = None,
-    compiled: Annotated[bool, Option(help="with --full: torch.compile too")] = True,
-    batch: Annotated[list[int] | None, Option(min=1, help="instead of a workload's own (repeat)")] = None,
-    threads: Annotated[int | None, Option(min=1, help="of every contender (2)")] = None,
-    device: Annotated[str, Option(help="cpu or cuda")] = "cpu",
-    precision: Annotated[list[str] | None, Option(help="cuda: only this one (repeat)")] = None,
-    seconds: Annotated[float | None, Option(help="start no row later than this")] = None,
-    results: Annotated[Path | None, Option(help="folder of the record (.cache/bench of the checkout)")] = None,
-    html: Annotated[Path | None, Option(metavar="PAGE", help="write these rows as a page with charts")] = None,
-    goals: Annotated[bool, Option(help="fail where a goal that was held is lost")] = True,
+    context: Context,
     listed: Annotated[bool, Option("--list", help="list the workloads and the alternatives, and stop")] = False,
     as_json: Annotated[bool, Option("--json", help="print the rows as they are recorded, and nothing else")] = False,
 ) -> int:
     """Measure routings against what a PyTorch user would run instead: a few rows in two minutes, or --full.
 
-    It is ``python -m pytest bench`` of the checkout, with its options. The exit status is 1 where a result is wrong,
-    which then has no figure, or where a goal that was held is lost.
+    ``fastcaps bench [WORKLOAD]... [--full] [--against NAME]... [--batch N]... [--threads N] [--device cpu|cuda]
+    [--precision NAME]... [--seconds S] [--results FOLDER] [--html PAGE] [--no-compile] [--no-goals]``: it is ``python
+    -m pytest bench`` of the checkout, with its options. The exit status is 1 where a result is wrong, which then has no
+    figure, or where a goal that was held is lost.
     """
     if listed:
         return _start("bench.alternatives", *["--json"] * as_json).returncode
-    if html is not None and not html.parent.is_dir():
-        raise Fail(f"--html: there is no folder {html.parent}")
-    places = {"results": results and results.resolve(), "html": html and html.resolve()}
-    given = [
-        *[(name, value) for name, value in {"threads": threads, "seconds": seconds, **places}.items() if value],
-        *[("workload", name) for name in workloads or ()],
-        *[("against", name) for name in against or ()],
-        *[("batch", size) for size in batch or ()],
-        *[("precision", name) for name in precision or ()],
-    ]
-    flags = {"--full": full, "--no-compile": not compiled, "--no-goals": not goals}
-    options = [f"--device={device}", *[f"--{name}={value}" for name, value in given]]
-    options += [flag for flag, wanted in flags.items() if wanted]
+    workloads = list(takewhile(lambda word: not word.startswith("-"), context.args))
+    options = [*(f"--workload={name}" for name in workloads), *_absolute(context.args[len(workloads) :])]
     out = subprocess.PIPE if as_json else None
     done = _start("pytest", "bench", "-q", *options, stdout=out, stderr=subprocess.PIPE)
     if done.returncode == 4:  # pytest's for a wrong option: one line
@@ -82,8 +68,7 @@ def bench(
         written = [line.removeprefix("written: ") for line in lines if line.startswith("written: ")]
         if not written:
             raise Fail("no row was measured")
-        root = Path(__file__).resolve().parents[2]
-        document = json.loads((root / written[-1]).read_text(encoding="utf-8"))
+        document = json.loads((Path(__file__).resolve().parents[2] / written[-1]).read_text(encoding="utf-8"))
         print(json.dumps([{**row, "machine": document["machine"]} for row in document["rows"]], indent=2))
     return int(done.returncode != 0)
 
@@ -97,5 +82,4 @@ def compare(context: Context) -> int:
     this checkout's result is wrong, or other than before, is refused: it has no ratio, however fast it is. The exit
     status is 1 then, and where the median over rows is above the limit.
     """
-    arguments = [str(Path(word).resolve()) if Path(word).is_dir() else word for word in context.args]
-    return _start("bench.compare", *arguments).returncode
+    return _start("bench.compare", *_absolute(context.args)).returncode

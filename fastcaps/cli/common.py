@@ -68,19 +68,6 @@ def told_on(as_json: bool) -> Console:
     return Console(stderr=as_json)
 
 
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say what is being done for as long as it takes, on the error stream of a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(what):
-        yield
-
-
 def absolute(path: str) -> str:
     """A path under which a run finds its data again, whatever folder it is resumed from."""
     return str(Path(path).expanduser().resolve())

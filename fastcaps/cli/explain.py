@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import Fail, read_settings, show, working
+from fastcaps.cli.common import Fail, read_settings, show
 from fastcaps.cli.info import read_device, read_dtype
 
 TOKENS = 32  # of a text
@@ -41,7 +41,7 @@ def explain(
 
     kind, device, options = read_dtype(dtype), read_device(device), read_settings(settings) if settings else {}
     try:
-        with working(f"building {network}"), nullcontext() if backend is None else fastcaps.backend(backend):
+        with nullcontext() if backend is None else fastcaps.backend(backend):
             net: Any = fastcaps.models.create(network, **options).to(device=device, dtype=kind)
             found = fastcaps.explain(net, example(net, batch, kind).to(device))
     except (ValueError, TypeError, RuntimeError) as error:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, told_on, working
+from fastcaps.cli.common import absolute, one_line_errors, read_settings, show, told_on
 from fastcaps.cli.train import DATA_DIR
 
 
@@ -29,8 +29,7 @@ def recipes(
         if recipe is not None:
             print(recipes.as_yaml(recipe), end="")
             return 0
-        with working("reading the recipes"):
-            sources = {name: str(recipes.recipe(name).source) for name in recipes.names()}
+        sources = {name: str(recipes.recipe(name).source) for name in recipes.names()}
     return _listed(sources, as_json)
 
 
