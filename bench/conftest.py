@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
         given = option(name)
         if unknown := {*([given] if isinstance(given, str) else given)} - {*known}:
             raise pytest.UsageError(f"--{name}: got {', '.join(sorted(unknown))}, want some of {', '.join(known)}")
+    if (page := option("html")) and not page.parent.is_dir():
+        raise pytest.UsageError(f"--html: there is no folder {page.parent}")
     names = [name for given in option("workload") for name in given.split(",")]
     try:
         wanted = cases(names, _quick(config), option("device"), option("batch"), option("precision"))

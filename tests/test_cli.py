@@ -308,7 +308,7 @@ def test_bench_lists_and_refuses(capfd: pytest.CaptureFixture[str]) -> None:
     assert "sabour-mnist" in listed["workloads"] and "folded-matmul" in listed["alternatives"]
     for arguments, message in (
         (["--against", "jax"], "--against: got jax, want some of batched-matmul"),
-        (["--html", "nowhere/page.html"], "--html: there is no folder nowhere"),
+        (["--html", "nowhere/page.html"], "--html: there is no folder "),
     ):
         status, out, err = call(capfd, "bench", *arguments)
         assert (status, out) == (1, "") and message in err and err.count("\n") == 1

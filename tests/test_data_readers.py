@@ -18,7 +18,7 @@ from scipy.io import savemat
 
 from fastcaps import data
 from fastcaps.data import CorruptDataError, MissingDataError
-from fastcaps.data.norb import STEMS
+from fastcaps.data.readers import STEMS
 
 MAGIC = {"float32": 0x1E3D4C51, "int32": 0x1E3D4C54, "uint8": 0x1E3D4C55}
 TREES = "(3 (2 (2 A) (3 (4 fine) (2 film))) (2 .))\n(1 (0 dull) (2 (1 film) (2 -LRB-)))\n\n"

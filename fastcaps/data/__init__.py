@@ -7,17 +7,14 @@
 
 from fastcaps.data.affine import AffineDigits
 from fastcaps.data.batches import ShuffledBatches
-from fastcaps.data.cifar import read_cifar
 from fastcaps.data.digits import read_digits, split_digits
 from fastcaps.data.draws import Draws
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError
 from fastcaps.data.folders import read_folder
-from fastcaps.data.idx import read_idx
 from fastcaps.data.images import BatchDataset, ImageDataset
-from fastcaps.data.norb import read_norb
+from fastcaps.data.readers import read_cifar, read_idx, read_norb, read_svhn
 from fastcaps.data.registry import Splits, load, names
 from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
-from fastcaps.data.svhn import read_svhn
 from fastcaps.data.text import TextDataset, TextEmbedder
 from fastcaps.data.transforms import Chain, ColorJitter, Mixup, RandomCropFlip, ResizeCrop, crops
 from fastcaps.data.trees import Phrases, Treebank, load_treebank, read_trees

@@ -1,22 +1,13 @@
-"""What the readers share: errors that say what to do next, files and what they need, arrays behind a header."""
+"""What the readers share: errors that say what to do next, files and what they need."""
 
 from __future__ import annotations
 
-import gzip
-import math
-import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
-
-GZIP_MAGIC = b"\x1f\x8b"
-MOST_BYTES = 2**31
-"""An array whose header states more is refused: the largest of these data sets, smallNORB, has 448 MB a file."""
 
 
 class DataError(Exception):
@@ -82,71 +73,3 @@ def check_labels(path: Path, labels: npt.NDArray[Any], first: int, last: int) ->
         raise CorruptDataError(f"{path}: holds no image")
     if labels.min() < first or labels.max() > last:
         raise CorruptDataError(f"{path}: holds the labels {labels.min()} to {labels.max()}, want {first} to {last}")
-
-
-class Format(NamedTuple):
-    """Files that are a header and an array: a magic number, the number of dimensions, their sizes, the elements."""
-
-    kind: str  # what such a file is called
-    example: str  # the first bytes of one of images
-    types: dict[bytes, str]  # magic numbers to the dtypes of elements
-    head: str  # how :mod:`struct` reads magic number and dimensions,
-    size: str  # and then a size
-    fewest: int = 0  # sizes that are written at least; those beyond the dimensions mean nothing
-
-
-def _header(stream: IO[bytes], path: Path, form: Format, dtype: npt.DTypeLike) -> tuple[int, ...]:
-    """The sizes that a file's header states."""
-    begin = stream.read(struct.calcsize(form.head))
-    magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
-    if magic not in form.types:
-        raise CorruptDataError(f"{path}: not {form.kind}; {first_bytes(begin)}, one of images with {form.example}")
-    if (held := np.dtype(form.types[magic])) != np.dtype(dtype):
-        raise CorruptDataError(f"{path}: elements of type {held.name}, want {np.dtype(dtype).name}")
-    if dims > 64:
-        raise CorruptDataError(f"{path}: its header states {dims:,} dimensions, want 64 or fewer")
-    header = stream.read(4 * max(dims, form.fewest))
-    if len(header) < 4 * max(dims, form.fewest):
-        raise CorruptDataError(f"{path}: {len(begin + header)} bytes, too short for the header of {dims} dimensions")
-    return tuple(size for (size,) in struct.iter_unpack(form.size, header))[:dims]
-
-
-def read_array(
-    path: str | Path, form: Format, dtype: npt.DTypeLike, shape: tuple[int | None, ...] | None = None
-) -> npt.NDArray[Any]:
-    """Read an array behind a header, plain or gzip, no further than the header has passed its checks.
-
-    The first bytes say whether a file is packed, not its name (a browser may unpack and keep the name). ``dtype`` and
-    ``shape`` are what the caller wants, ``None`` where any size will do.
-
-    Raises
-    ------
-    MissingDataError, CorruptDataError
-        If there is no such file; if it is of another kind, type or shape, there are fewer or more bytes than the header
-        states, or gzip is damaged.
-    """
-    path = existing(path, f"{form.kind}, plain or gzip,")
-    with path.open("rb") as file:
-        packed = file.read(2) == GZIP_MAGIC
-        file.seek(0)
-        try:
-            with gzip.open(file) if packed else file as opened:
-                stream = cast(IO[bytes], opened)
-                sizes = _header(stream, path, form, dtype)
-                wanted = sizes if shape is None else shape
-                if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
-                    raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
-                count = math.prod((np.dtype(dtype).itemsize, *sizes))  # a Python integer: it may exceed 64 bits
-                stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
-                if count > MOST_BYTES:
-                    raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
-                content = stream.read(count)
-                found = len(content) + len(stream.read(1))  # reaching the end makes gzip compare its checksum too
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise CorruptDataError(f"{path}: gzip that ends early or is damaged ({error}); copy it again") from error
-    if found != count:
-        raise CorruptDataError(f"{path}: {'truncated' if found < count else 'too long'}; {stated}, found {found:,}")
-    try:
-        return np.frombuffer(content, dtype=dtype).reshape(sizes)
-    except ValueError as error:  # of sizes like 0 x 4294967295 x 4294967295
-        raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error

@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.cifar import read_cifar
 from fastcaps.data.digits import read_digits, split_digits
 from fastcaps.data.files import CorruptDataError, MissingDataError, check_labels, find
 from fastcaps.data.folders import class_names, read_folder
-from fastcaps.data.idx import read_idx
-from fastcaps.data.norb import STEMS, read_norb
-from fastcaps.data.svhn import read_svhn
+from fastcaps.data.readers import STEMS, read_cifar, read_idx, read_norb, read_svhn
 
 Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 

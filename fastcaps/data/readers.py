@@ -1,0 +1,253 @@
+"""Readers for the files of the data sets: IDX (MNIST), binary matrices (smallNORB), CIFAR, MATLAB (SVHN).
+
+IDX files and smallNORB's are a header and an array: the element type, the number of dimensions, a size for each, and
+then the elements in C order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fastcaps.data.files import CorruptDataError, check_labels, existing, find, first_bytes, needing, sizes_text
+
+GZIP_MAGIC = b"\x1f\x8b"
+MOST_BYTES = 2**31
+"""An array whose header states more is refused: the largest of these data sets, smallNORB, has 448 MB a file."""
+
+
+class Format(NamedTuple):
+    """Files that are a header and an array: a magic number, the number of dimensions, their sizes, the elements."""
+
+    kind: str  # what such a file is called
+    example: str  # the first bytes of one of images
+    types: dict[bytes, str]  # magic numbers to the dtypes of elements
+    head: str  # how :mod:`struct` reads magic number and dimensions,
+    size: str  # and then a size
+    fewest: int = 0  # sizes that are written at least; those beyond the dimensions mean nothing
+
+
+def _header(stream: IO[bytes], path: Path, form: Format, dtype: npt.DTypeLike) -> tuple[int, ...]:
+    """The sizes that a file's header states."""
+    begin = stream.read(struct.calcsize(form.head))
+    magic, dims = struct.unpack(form.head, begin) if len(begin) == struct.calcsize(form.head) else (b"", 0)
+    if magic not in form.types:
+        raise CorruptDataError(f"{path}: not {form.kind}; {first_bytes(begin)}, one of images with {form.example}")
+    if (held := np.dtype(form.types[magic])) != np.dtype(dtype):
+        raise CorruptDataError(f"{path}: elements of type {held.name}, want {np.dtype(dtype).name}")
+    if dims > 64:
+        raise CorruptDataError(f"{path}: its header states {dims:,} dimensions, want 64 or fewer")
+    header = stream.read(4 * max(dims, form.fewest))
+    if len(header) < 4 * max(dims, form.fewest):
+        raise CorruptDataError(f"{path}: {len(begin + header)} bytes, too short for the header of {dims} dimensions")
+    return tuple(size for (size,) in struct.iter_unpack(form.size, header))[:dims]
+
+
+def read_array(
+    path: str | Path, form: Format, dtype: npt.DTypeLike, shape: tuple[int | None, ...] | None = None
+) -> npt.NDArray[Any]:
+    """Read an array behind a header, plain or gzip, no further than the header has passed its checks.
+
+    The first bytes say whether a file is packed, not its name (a browser may unpack and keep the name). ``dtype`` and
+    ``shape`` are what the caller wants, ``None`` where any size will do.
+
+    Raises
+    ------
+    MissingDataError, CorruptDataError
+        If there is no such file; if it is of another kind, type or shape, there are fewer or more bytes than the header
+        states, or gzip is damaged.
+    """
+    path = existing(path, f"{form.kind}, plain or gzip,")
+    with path.open("rb") as file:
+        packed = file.read(2) == GZIP_MAGIC
+        file.seek(0)
+        try:
+            with gzip.open(file) if packed else file as opened:
+                stream = cast(IO[bytes], opened)
+                sizes = _header(stream, path, form, dtype)
+                wanted = sizes if shape is None else shape
+                if len(sizes) != len(wanted) or any(w not in (None, s) for s, w in zip(sizes, wanted, strict=True)):
+                    raise CorruptDataError(f"{path}: holds {sizes_text(sizes)}, want {sizes_text(wanted)}")
+                count = math.prod((np.dtype(dtype).itemsize, *sizes))  # a Python integer: it may exceed 64 bits
+                stated = f"its header states {sizes_text(sizes)} = {count:,} bytes"
+                if count > MOST_BYTES:
+                    raise CorruptDataError(f"{path}: too large; {stated}, want {MOST_BYTES:,} or less")
+                content = stream.read(count)
+                found = len(content) + len(stream.read(1))  # reaching the end makes gzip compare its checksum too
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise CorruptDataError(f"{path}: gzip that ends early or is damaged ({error}); copy it again") from error
+    if found != count:
+        raise CorruptDataError(f"{path}: {'truncated' if found < count else 'too long'}; {stated}, found {found:,}")
+    try:
+        return np.frombuffer(content, dtype=dtype).reshape(sizes)
+    except ValueError as error:  # of sizes like 0 x 4294967295 x 4294967295
+        raise CorruptDataError(f"{path}: {stated}, which is no array ({error})") from error
+
+
+_IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+_IDX = Format(
+    "an IDX file",
+    "00 00 08 03",
+    {bytes((0, 0, kind)): name for kind, name in _IDX_TYPES.items()},
+    head=">3sB",
+    size=">I",
+)
+
+
+def read_idx(path: str | Path, *, shape: tuple[int | None, ...] | None = None) -> npt.NDArray[np.uint8]:
+    """Read one IDX file of unsigned bytes, plain or gzip; ``shape`` is what the caller wants, ``None`` for any size.
+
+    Raises
+    ------
+    MissingDataError
+        If there is no such file.
+    CorruptDataError
+        If it is no IDX file, is truncated or too long, or holds another type or shape. The header is checked first.
+    """
+    return read_array(path, _IDX, np.uint8, shape)
+
+
+STEMS = {
+    "train": "smallnorb-5x46789x9x18x6x2x96x96-training",
+    "test": "smallnorb-5x01235x9x18x6x2x96x96-testing",
+}
+_NORB_TYPES = {0x51: "<f4", 0x53: "<f8", 0x54: "<i4", 0x55: "u1", 0x56: "<i2"}
+NORB = Format(
+    "a binary matrix of smallNORB (MATLAB's are others)",
+    "55 4c 3d 1e",
+    {bytes((kind, 0x4C, 0x3D, 0x1E)): name for kind, name in _NORB_TYPES.items()},
+    head="<4sI",
+    size="<I",
+    fewest=3,
+)
+
+
+def read_norb(
+    folder: str | Path, *, train: bool
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """One half of smallNORB: pairs of images, their categories, and how each toy was photographed.
+
+    Returns
+    -------
+    images, labels, info : numpy.ndarray
+        uint8 ``[n, 2, 96, 96]`` (left and right camera); int64 ``[n]``, 0 to 4; int64 ``[n, 4]``: the toy's number, its
+        elevation (0 to 8), azimuth (0 to 34, even) and lighting (0 to 5).
+
+    Raises
+    ------
+    MissingDataError, CorruptDataError
+        If one of the three files is missing or wrong, or they do not belong together.
+    """
+    stem = STEMS["train" if train else "test"]
+    images, categories, info = (find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
+    # the small files first: what does not belong together is refused before 448 MB are unpacked
+    labels = read_array(categories, NORB, np.int32, (None,)).astype(np.int64)
+    check_labels(categories, labels, 0, 4)
+    count = len(labels)
+    rest = read_array(info, NORB, np.int32, (count, 4)).astype(np.int64)
+    return read_array(images, NORB, np.uint8, (count, 2, 96, 96)), labels, rest
+
+
+_HINTS = {
+    GZIP_MAGIC: " (it looks like a gzip archive; unpack it first)",
+    b"\x80\x02": " (it looks like the Python version of CIFAR; the binary version is wanted)",
+}
+
+
+def read_cifar(
+    path: str | Path, *, label_bytes: int, classes: int, records: int | None = None
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Read one binary CIFAR file: records of label bytes (CIFAR-100: the coarse class, then the fine one) and 3,072
+    bytes of image, 32 x 32 red, then green, then blue, row by row.
+
+    Parameters
+    ----------
+    path : str or Path
+        For example ``data_batch_1.bin`` or ``train.bin``.
+    label_bytes, classes : int
+        Labels before each image, of which the last one is the class that is returned; and how many classes there are.
+    records : int, optional
+        How many records the file must hold; any number if not given.
+
+    Returns
+    -------
+    images, labels : numpy.ndarray
+        uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``.
+
+    Raises
+    ------
+    MissingDataError
+        If there is no such file.
+    CorruptDataError
+        If its size is not a whole number of records (or not the wanted number), or a label is out of range.
+    """
+    path = existing(path, "a binary CIFAR file")
+    size, record = path.stat().st_size, label_bytes + 3 * 32 * 32
+    if size == 0 or size % record or records not in (None, size // record):
+        with path.open("rb") as file:
+            hint = _HINTS.get(file.read(2), "")
+        wanted = "a multiple of" if records is None else f"{records:,} records of"
+        raise CorruptDataError(f"{path}: truncated or wrong file: {size:,} bytes, want {wanted} {record:,}{hint}")
+    table = np.fromfile(path, dtype=np.uint8).reshape(-1, record)
+    labels = table[:, label_bytes - 1].astype(np.int64)
+    check_labels(path, labels, 0, classes - 1)
+    return table[:, label_bytes:].reshape(-1, 3, 32, 32), labels
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """SciPy raises whatever its parsers meet."""
+    try:
+        yield
+    except Exception as error:
+        raise CorruptDataError(
+            f"{path}: {path.stat().st_size:,} bytes that SciPy cannot read as a MATLAB file "
+            f"({type(error).__name__}: {error}); copy or fetch the file again"
+        ) from error
+
+
+def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Read one file of cropped digits, e.g. ``train_32x32.mat``.
+
+    Returns
+    -------
+    images, labels : numpy.ndarray
+        uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``; the file's label 10 is the digit 0.
+
+    Raises
+    ------
+    MissingDataError
+        If there is no such file, or SciPy is not installed.
+    CorruptDataError
+        If it is no such MATLAB file, is damaged, or holds other arrays. Sizes are checked before arrays are unpacked.
+    """
+    path = existing(path, "a MATLAB file of SVHN's cropped digits")
+    with needing("SciPy", "data", f"{path}: MATLAB files"):
+        from scipy.io import loadmat, whosmat
+    with _telling(path):
+        held: dict[str, tuple[tuple[int, ...], str]] = {name: (sizes, kind) for name, sizes, kind in whosmat(path)}
+    sizes, kind = held.get("X", ((), "absent"))
+    count = sizes[3] if len(sizes) == 4 else 0
+    of_labels, plain = held.get("y", ((), ""))
+    if kind != "uint8" or sizes != (32, 32, 3, count) or count == 0 or of_labels != (count, 1) or plain == "cell":
+        found = ", ".join(f"{name} ({kind} {sizes_text(sizes)})" for name, (sizes, kind) in held.items()) or "nothing"
+        raise CorruptDataError(
+            f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
+        )
+    with _telling(path), np.errstate(invalid="ignore"):  # a NaN is told below
+        arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
+        images, given = arrays["X"], arrays["y"][:, 0]
+        labels = given.astype(np.int64)
+    if not (same := labels == given).all():  # MATLAB keeps whole numbers as doubles, too
+        raise CorruptDataError(f"{path}: holds the label {given[same.argmin()]}, want whole numbers from 1 to 10")
+    check_labels(path, labels, 1, 10)
+    return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), labels % 10
