@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,19 @@ PANELS = {
 """Of what can be drawn: the title, how a number is written, and what the two bars of a layer are."""
 
 
+def as_svg(figure: Any) -> str:
+    """Return a figure as an SVG file of one line, the same for the same figure, and forget it."""
+    from matplotlib import rc_context
+
+    from fastcaps.viz.charts import pyplot
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    pyplot().close(figure)
+    return re.sub(r"(\.\d\d)\d+", r"\1", " ".join(file.getvalue().split())) + "\n"
+
+
 def own_bytes(row: Row, name: str) -> float | None:
     """Return what a call needed beside its inputs and results, the package's own or that of an alternative."""
     return (row.get("memory") or {}).get(name, {}).get("beyond")
@@ -47,8 +61,6 @@ def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str
 
     A quick run's layers are drawn at the largest batch that it has. ``names`` are the layers; all if none are named.
     """
-    from matplotlib import rc_context
-
     from fastcaps.viz.charts import BLUE, ORANGE, pyplot, tidy
 
     found: dict[str, dict[str, Row]] = {}
@@ -75,8 +87,4 @@ def picture(rows: Sequence[Row], names: Sequence[str] = (), panels: Iterable[str
         plot.legend(frameon=False, loc="lower right")
         tidy(plot)
     plots[0][0].invert_yaxis()
-    file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastcaps"}):  # the same rows make the same file
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    pyplot().close(figure)
-    return file.getvalue()
+    return as_svg(figure)
