@@ -12,28 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "accumulation_dtype",
-    "check_choice",
-    "check_count",
-    "check_eps",
-    "check_finite",
-    "check_images",
-    "check_map",
-    "check_pair",
-    "check_shape",
-    "check_table",
-    "check_tensor",
-    "did_you_mean",
-    "image_size",
-    "is_tracing",
-    "refuse_nested",
-    "require_tensor",
-    "shape_text",
-    "widen",
-]
-
-
 _MOST_PAIR = 1 << 31  # products of two of a window's numbers and a size stay within int64
 _MOST_COUNT = 2**63 - 2  # what int64 holds, less 1: some callers add 1
 

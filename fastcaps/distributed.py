@@ -51,8 +51,6 @@ from fastcaps.reference.seen import inverse_or_zero, make_votes, see
 from fastcaps.rules import DETACH, Rule
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden
 
-__all__ = ["route"]
-
 _BLOCK = 1 << 22  # votes that `_log_sum` holds at a time, counted in numbers: 16 MB of float32
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["DETACH", "Rule"]
-
 
 class Rule(IntEnum):
     """What lies between one turn of a routing and the next."""

@@ -18,22 +18,6 @@ from torch import Tensor
 
 from fastcaps.checks import check_count, check_pair, check_shape, check_tensor, is_tracing, refuse_nested, shape_text
 
-__all__ = [
-    "POSE",
-    "SET_WINDOW",
-    "Votes",
-    "Window",
-    "as_grid",
-    "as_set",
-    "autocast_dtype",
-    "from_op",
-    "hidden",
-    "output_size",
-    "to_op",
-    "window_extent",
-    "windows",
-]
-
 POSE = (-2, -1)
 """The dimensions of a pose."""
 

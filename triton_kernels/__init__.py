@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 
-__all__ = ["available", "devices"]
-
 
 def available() -> str:
     """Return why there are no Triton kernels here, or an empty string."""

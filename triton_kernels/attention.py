@@ -19,8 +19,6 @@ from .call import Call, Routing, current, processors
 from .launches import Gradients, answer, forward
 from .schedule import LIMITS, Limits
 
-__all__ = ["ROUTING", "attention_routing", "attention_routing_backward", "refusal", "schedule_call"]
-
 ROUTING = Routing("attention", ATTENTION, sums=("pose",), gradients=("pose",))
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 

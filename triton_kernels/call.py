@@ -18,8 +18,6 @@ from .forward import Algebra
 from .schedule import CROWD, LIMITS, Crowd, Facts, Limits, Schedule, largest_pose, power_of_two, schedule
 from .tiles import INTERPRETED, Tile, Votes
 
-__all__ = ["Call", "Launch", "Routing", "current", "launch", "processors", "watched"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSE_NUMBERS = 2048  # of a tile in the kernels that walk over poses
 

@@ -23,8 +23,6 @@ from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
 from .launches import Gradients, answer, forward
 from .schedule import LIMITS, Crowd, Limits
 
-__all__ = ["ROUTING", "gaussian_routing", "gaussian_routing_backward", "refusal", "schedule_call"]
-
 ROUTING = Routing(
     "gaussian",
     GAUSSIAN,

@@ -17,8 +17,6 @@ from .launches import Gradients, answer, forward
 from .pooling_kernels import POOLING
 from .schedule import LIMITS, Crowd, Limits
 
-__all__ = ["ROUTING", "pooling_routing", "pooling_routing_backward", "refusal", "schedule_call"]
-
 ROUTING = Routing(
     "pooling",
     POOLING,

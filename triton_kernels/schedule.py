@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["CROWD", "LIMITS", "Crowd", "Facts", "Limits", "MatrixSchedule", "Schedule", "matrix_schedule", "schedule"]
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -14,8 +14,6 @@ from torch import Tensor
 from .call import DTYPES, current, launch, served_devices
 from .schedule import power_of_two
 
-__all__ = ["refusal", "squash_sum", "squash_sum_backward"]
-
 LONG = tl.constexpr(1e15)  # as in csrc/algebra/squash_sum.h: a number whose square is far from the end of float32
 _TILE = 2048  # numbers of a tile: of each summand a program keeps that many
 

@@ -21,8 +21,6 @@ from triton.compiler import ASTSource
 
 from .call import Launch
 
-__all__ = ["Compiled", "build", "compiled_for", "source_of", "target_of"]
-
 _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 

@@ -11,29 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastcaps.compat.caps_layer import CapsLayer
-from fastcaps.compat.capsule_network import CapsuleLayer
-from fastcaps.compat.dense_capsule import DenseCapsule
-from fastcaps.compat.digit_caps import DigitCaps
+from fastcaps.compat.dynamic import CapsLayer, CapsuleLayer, DenseCapsule, DigitCaps, RoutingCapsules
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.matrix_capsules import ConvCaps
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
-from fastcaps.compat.routing_capsules import RoutingCapsules
 from fastcaps.compat.twin import Twin
 
-__all__ = ["Conversion", "ConversionReport", "convert"]
-
-TWINS: dict[str, tuple[type[Twin], ...]] = {
-    "CapsuleFC": (CapsuleFC,),
-    "CapsuleCONV": (CapsuleCONV,),
-    "DenseCapsule": (DenseCapsule,),
-    "RoutingCapsules": (RoutingCapsules,),
-    "CapsLayer": (CapsLayer,),
-    "DigitCaps": (DigitCaps, RoutingCapsules),  # many copies of Havir's layer have this name
-    "CapsuleLayer": (CapsuleLayer,),
-    "ConvCaps": (ConvCaps,),
-    "GenerativeMatrixRouting": (GenerativeMatrixRouting,),
-}
+_KINDS = (
+    *(CapsuleFC, CapsuleCONV, DenseCapsule, RoutingCapsules, CapsLayer, DigitCaps, CapsuleLayer, ConvCaps),
+    GenerativeMatrixRouting,
+)
+TWINS: dict[str, tuple[type[Twin], ...]] = {kind.__name__: (kind,) for kind in _KINDS}
+TWINS["DigitCaps"] += (RoutingCapsules,)  # many copies of Havir's layer have this name
 """The twins by the names of the published classes, of which several codes may have the same."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}

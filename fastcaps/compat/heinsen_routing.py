@@ -20,8 +20,6 @@ from fastcaps import functional
 from fastcaps.checks import check_choice, check_count, require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 
-__all__ = ["GenerativeMatrixRouting"]
-
 MODELS = {"gaussian": "gaussian", "skm": "kmeans"}
 
 

@@ -15,8 +15,6 @@ from fastcaps.checks import require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
 from fastcaps.votes import Window
 
-__all__ = ["ConvCaps"]
-
 
 class ConvCaps(Twin):
     r"""Capsules by EM routing, over a window or from a whole grid, with that code's names.

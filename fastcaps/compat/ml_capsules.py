@@ -28,8 +28,6 @@ from fastcaps.nn.layer import LayerCall
 from fastcaps.nn.poses import pose_shape
 from fastcaps.votes import Window
 
-__all__ = ["CapsuleCONV", "CapsuleFC"]
-
 
 class _Capsule(Twin):
     """What the two layers share: names, initialisation and the pass itself.

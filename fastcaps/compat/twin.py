@@ -8,10 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fastcaps import functional
-from fastcaps.checks import check_count, require_tensor, shape_text
-
-__all__ = ["Draw", "DynamicTwin", "Twin"]
+from fastcaps.checks import check_count
 
 Draw = Callable[..., Tensor]
 """Draws random numbers of a shape, given as several ints."""
@@ -65,32 +62,3 @@ class Twin(nn.Module):
     def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
         """Return arguments of ``forward`` to compare the two on."""
         raise NotImplementedError
-
-
-class DynamicTwin(Twin):
-    """A layer of dynamic routing.
-
-    Small children agree with every parent alike, whatever a copy of the code does with that, so larger ones are tried
-    too. (The other routings normalise what they compare; large poses only magnify roundings there.)
-
-    Attributes
-    ----------
-    _children : (str, str)
-        The attributes that count the children, and the numbers in one.
-    """
-
-    _sizes = (1.0, 10.0)
-    _children: ClassVar[tuple[str, str]]
-
-    def _calls(self, draw: Draw) -> list[tuple[Any, ...]]:
-        return [(draw(2, *(getattr(self, name) for name in self._children)),)]
-
-    def _route(self, name: str, children: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        """Route children ``[b, i, d]``, an argument called ``name``, by ``[i, m, d, e]`` to parents ``[b, m, e]``."""
-        require_tensor(children, name)
-        count, numbers = (getattr(self, each) for each in self._children)
-        if children.dim() != 3 or children.shape[1:] != (count, numbers):
-            raise ValueError(f"{name} must be [batch, {count}, {numbers}], got {shape_text(children)}")
-        parents = functional.dynamic_routing(children.unsqueeze(-2), weight, **options)
-        assert isinstance(parents, Tensor)
-        return parents.squeeze(-2)

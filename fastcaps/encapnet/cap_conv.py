@@ -14,8 +14,6 @@ from fastcaps.nn.poses import arguments_repr
 from fastcaps.vectors import squash
 from fastcaps.votes import Window
 
-__all__ = ["CapConv2d", "CapFC"]
-
 COEFFICIENTS = ("own", "other", "both", "none")
 
 

@@ -13,8 +13,6 @@ from fastcaps.encapnet.op import squash_sum
 from fastcaps.encapnet.sinkhorn import SinkhornDivergence
 from fastcaps.nn.poses import arguments_repr
 
-__all__ = ["FeedbackAgreement"]
-
 
 class FeedbackAgreement(nn.Module):
     r"""Ask a higher layer to give back the lower one; the loss is how far it is from that.

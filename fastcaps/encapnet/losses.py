@@ -7,8 +7,6 @@ from torch import Tensor
 from fastcaps.checks import require_tensor, shape_text
 from fastcaps.losses import margin_loss
 
-__all__ = ["feedback_loss"]
-
 
 def feedback_loss(
     lengths: Tensor, target: Tensor, feedback: Tensor, *, weight: float = 10.0, reduction: str = "mean"

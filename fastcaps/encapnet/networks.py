@@ -30,8 +30,6 @@ from fastcaps.encapnet.cap_conv import CapConv2d, CapFC
 from fastcaps.encapnet.feedback import FeedbackAgreement
 from fastcaps.nn.head import ClassHead
 
-__all__ = ["NETWORKS", "EncapModule", "EncapNet", "EncapNetConfig", "FeedbackConfig", "convolutions"]
-
 FEEDBACK = ("none", "one", "two")
 SKIPS = ("none", "I", "II", "both")
 

@@ -22,8 +22,6 @@ from fastcaps.ops.define import NATIVE, define, let_inductor_call, make_differen
 from fastcaps.ops.watchers import is_transformed, listener
 from fastcaps.reference.seen import recording
 
-__all__ = ["squash_sum"]
-
 _GIVEN = "Tensor x, Tensor? a, Tensor? y, Tensor? b, SymInt types, bool relu"
 NAMES = ("x", "a", "y", "b")
 

@@ -7,8 +7,6 @@ from torch import Tensor
 from fastcaps.checks import accumulation_dtype
 from fastcaps.vectors import squash
 
-__all__ = ["squash_sum"]
-
 
 def squash_sum(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
     r"""Return :math:`a \, \mathrm{squash}(x) + b \, \mathrm{squash}(y)`, the squash over each capsule's numbers.

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite, shape_text
 from fastcaps.vectors import unit
 
-__all__ = ["SinkhornDivergence"]
-
 
 class SinkhornDivergence(nn.Module):
     r"""How far two sets of vectors are apart, as distributions (Genevay et al., 2017; Li et al., 2018, section 3.2).

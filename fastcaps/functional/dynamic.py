@@ -15,8 +15,6 @@ from fastcaps.rules import Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import POSE, Votes, Window, from_op, pose_of, positions_of, seen_of
 
-__all__ = ["dynamic_routing"]
-
 
 def dynamic_routing(
     children: Tensor,

@@ -22,8 +22,6 @@ from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, autocast_dtype, from_op
 
-__all__ = ["InverseTemperature", "coordinate_bias", "default_inverse_temperature", "em_routing", "inverse_temperatures"]
-
 FIRST_COEFFICIENTS = ("uniform", "ones")
 InverseTemperature = float | Sequence[float] | Callable[[int], float]
 

@@ -24,8 +24,6 @@ from fastcaps.ops import Routing
 from fastcaps.ops.watchers import listener
 from fastcaps.votes import Votes
 
-__all__ = ["Explanation", "Explanations", "explain"]
-
 
 @dataclass(frozen=True)
 class Explanation:

@@ -13,8 +13,6 @@ from fastcaps.results import Gaussians, RoutedGaussians
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, from_op
 
-__all__ = ["heinsen_routing"]
-
 MODELS = {"gaussian": int(Rule.HEINSEN), "kmeans": int(Rule.KMEANS)}
 
 

@@ -13,8 +13,6 @@ from fastcaps.results import Routed
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, from_op, pose_of, to_op
 
-__all__ = ["inverted_attention_routing"]
-
 
 def inverted_attention_routing(
     children: Tensor,

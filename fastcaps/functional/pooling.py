@@ -15,8 +15,6 @@ from fastcaps.rules import Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import Votes, Window, from_op
 
-__all__ = ["ACTIVATIONS", "activation_function", "routing_pool"]
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "sigmoid": lambda poses: poses.sigmoid(),

@@ -14,8 +14,6 @@ from fastcaps.checks import accumulation_dtype, is_tracing, widen
 from fastcaps.ops.watchers import is_sharded, listener
 from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_size, positions_of, seen_of, windows
 
-__all__ = ["op_takes_it", "uniform_coefficients", "uniform_turn"]
-
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
 

@@ -10,8 +10,6 @@ from fastcaps.checks import check_choice, check_finite
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Routed
 
-__all__ = ["DynamicRouting"]
-
 
 class DynamicRouting(RoutingLayer[Tensor, Routed]):
     r"""Route child capsules to parents by dynamic routing (Sabour et al., 2017, Procedure 1).

@@ -25,8 +25,6 @@ from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op
 
-__all__ = ["EMRouting"]
-
 
 class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
     r"""Route child capsules with activations to parents with activations by EM (Hinton et al., 2018, Procedure 1).

@@ -18,8 +18,6 @@ from fastcaps.ops.watchers import is_sharded, is_transformed
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, from_op, to_op
 
-__all__ = ["EquilibriumRouting"]
-
 
 class EquilibriumRouting(InvertedAttentionRouting[Any, Any]):
     r"""Route by inverted attention until the parents stay the same: infinitely many iterations.

@@ -12,8 +12,6 @@ from fastcaps.checks import check_choice, check_finite
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.results import Gaussians, RoutedGaussians
 
-__all__ = ["HeinsenRouting"]
-
 
 class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
     r"""Route child capsules with scores to parents with scores (Heinsen, 2019, Algorithm 1).

@@ -16,8 +16,6 @@ from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
 from fastcaps.nn.poses import normalize_poses, probability
 from fastcaps.results import Capsules, Routed, RoutedCapsules
 
-__all__ = ["InvertedAttentionRouting", "route"]
-
 Plain = TypeVar("Plain", Tensor, Capsules)
 Full = TypeVar("Full", Routed, RoutedCapsules)
 

@@ -15,8 +15,6 @@ from fastcaps.functional.em import InverseTemperature
 from fastcaps.nn.poses import arguments, arguments_repr, pose_shape
 from fastcaps.votes import Window
 
-__all__ = ["CallOptions", "LayerCall", "LayerOptions", "RoutingLayer"]
-
 Pair = int | tuple[int, int]
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")

@@ -19,8 +19,6 @@ from fastcaps.nn.poses import arguments_repr, channels_last
 from fastcaps.results import Routed
 from fastcaps.votes import Window
 
-__all__ = ["RoutingPool", "RoutingPool2d"]
-
 Activation = str | Callable[[Tensor], Tensor]
 
 

@@ -17,8 +17,6 @@ from fastcaps.rules import Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import POSE, Votes
 
-__all__ = ["Attention", "attention_routing"]
-
 
 class Attention(NamedTuple):
     """What the op takes after the votes; see :func:`fastcaps.reference.attention_routing` for one iteration."""

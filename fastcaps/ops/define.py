@@ -10,8 +10,6 @@ import torch
 from torch._decomp import register_decomposition
 from torch.utils.flop_counter import register_flop_formula
 
-__all__ = ["LIBRARY", "NATIVE", "define", "let_inductor_call", "make_differentiable", "tensors_of", "written"]
-
 LIBRARY = torch.library.Library("fastcaps", "DEF")
 NATIVE = {name: torch.library.Library(f"fastcaps_{name}", "FRAGMENT") for name in ("cpu", "cuda")}
 """Where the ops of the native libraries are declared: backend -> library."""

@@ -10,8 +10,6 @@ from fastcaps.votes import output_size
 if TYPE_CHECKING:
     from fastcaps.ops.routing import Routing
 
-__all__ = ["backward_flops", "forward_flops"]
-
 
 def forward_flops(routing: Routing, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     """Return the multiplications and additions of a call.

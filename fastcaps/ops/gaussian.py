@@ -18,8 +18,6 @@ from fastcaps.reference.seen import inverse_or_zero
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes
 
-__all__ = ["Gaussian", "gaussian_routing"]
-
 STATE = ("mean", "variance", "log_weight")
 
 

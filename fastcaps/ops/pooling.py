@@ -16,8 +16,6 @@ from fastcaps.rules import Rule
 from fastcaps.vectors import squash, unit
 from fastcaps.votes import POSE, Votes
 
-__all__ = ["Pooling", "pooling_routing"]
-
 
 class Pooling(NamedTuple):
     """What the op takes after the votes; see :func:`fastcaps.reference.pooling_routing` for one iteration."""

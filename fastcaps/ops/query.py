@@ -16,8 +16,6 @@ from fastcaps.ops.routing import Gradients, Results, Routing, State
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, Votes
 
-__all__ = ["QueryRouting", "check_like"]
-
 
 class QueryRouting(Routing):
     """A routing whose iterations ask with a query: the last parents, or the sum of what all so far have left."""

@@ -13,8 +13,6 @@ from fastcaps.votes import Votes
 if TYPE_CHECKING:
     from fastcaps.ops.routing import Gradients, Routing
 
-__all__ = ["Reverse"]
-
 
 class Reverse:
     """A routing's backward, last iteration first.

@@ -24,8 +24,6 @@ from fastcaps.ops.reverse import Reverse
 from fastcaps.ops.watchers import are_plain, is_sharded, is_transformed, is_watched, listener
 from fastcaps.votes import SET_WINDOW, Votes, as_grid, as_set, autocast_dtype
 
-__all__ = ["Gradients", "Routing"]
-
 _COUNT = len(Votes._fields)
 
 Gradients = Sequence[Tensor | None]

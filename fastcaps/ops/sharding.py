@@ -15,8 +15,6 @@ from torch.distributed.tensor.experimental import register_sharding
 from fastcaps.ops import ROUTINGS, Routing, attention_routing
 from fastcaps.rules import Rule
 
-__all__ = ["AXES", "acceptable", "cuts_of"]
-
 AXES = ("batch", "children", "parents")
 Placements = list[Placement | None]
 """How each tensor lies along one dimension of a mesh; None where there is none."""

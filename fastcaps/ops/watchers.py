@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["are_plain", "is_sharded", "is_transformed", "is_watched", "listener"]
-
-
 listener: ContextVar[Any] = ContextVar("fastcaps_listener", default=None)
 """Who listens in this thread to the calls that fake kernels see: what :func:`fastcaps.explain` makes. It hears
 ``routing(op, votes, own)``, ``product(votes)`` of a first iteration that torch's own product makes, and ``other(call,

@@ -19,8 +19,6 @@ from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash
 from fastcaps.votes import POSE, SET_WINDOW, Votes
 
-__all__ = ["attention_coefficients", "attention_routing", "attention_routing_backward", "layer_norm"]
-
 _SLICE = 1 << 22  # votes that `attention_coefficients` holds at a time, counted in numbers: 16 MB of float32
 
 

@@ -24,15 +24,6 @@ from fastcaps.reference.seen import (
 from fastcaps.rules import Rule
 from fastcaps.votes import POSE, Votes
 
-__all__ = [
-    "distances",
-    "gaussian_coefficients",
-    "gaussian_routing",
-    "gaussian_routing_backward",
-    "log_sigmas",
-    "next_log_weight",
-]
-
 
 def _precision(variance: Tensor | None) -> Tensor | float:
     """Return what multiplies squared differences from the mean: ``1 / (2 variance)``, or 1 without a variance.

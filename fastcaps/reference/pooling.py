@@ -21,8 +21,6 @@ from fastcaps.rules import DETACH, Rule
 from fastcaps.vectors import squash, unit
 from fastcaps.votes import POSE, Votes
 
-__all__ = ["pooling_coefficients", "pooling_routing", "pooling_routing_backward"]
-
 
 def _logits(all_votes: Tensor, query: Tensor | None, scale: float, normalize: bool) -> Tensor:
     """Return ``a_im = scale <Q_m, K_im>`` ``[B, Ho, Wo, I, M]``, with ``K = V`` or ``V / |V|``; 0 without a query."""

@@ -16,18 +16,6 @@ from torch import Tensor
 from fastcaps.checks import accumulation_dtype, widen
 from fastcaps.votes import Votes, windows
 
-__all__ = [
-    "Seen",
-    "differentiate",
-    "inverse_or_zero",
-    "log_or_zero",
-    "make_votes",
-    "recording",
-    "sample_by_sample",
-    "see",
-    "without_broken",
-]
-
 
 @dataclass(frozen=True)
 class Seen:
