@@ -319,7 +319,7 @@ def test_wrong_inputs_are_named(row: Row) -> None:
         (TypeError, "weight and children must have the same dtype", lambda: layer(good.double())),
         (ValueError, "device", lambda: layer(good.to("meta"))),
         (ValueError, "iterations", lambda: layer(good, iterations=-1)),
-        (TypeError, "unexpected keyword argument 'sharp'", lambda: layer(good, sharp=1.0)),
+        (TypeError, "has no argument sharp", lambda: layer(good, sharp=1.0)),
     ]
     for error, message, call in cases:
         with pytest.raises(error, match=message):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import check_count, require_tensor, shape_text
 from fastcaps.compat.twin import Draw, Twin
-from fastcaps.nn.inverted_attention import route
+from fastcaps.nn.inverted_attention import attend
 from fastcaps.nn.layer import LayerCall
 from fastcaps.nn.poses import pose_shape
 from fastcaps.votes import Window
@@ -139,7 +139,7 @@ class _Capsule(Twin):
         normalised = self.out_d_capsules > 1
         w = self.w.flatten(0, -4)  # of CONV k, l and n joined; as passes want it a view [G, M, D, E]
         weight = w.permute(0, 3, 1, 2) if self.matrix_pose else w.permute(0, 2, 1, 3)
-        poses, _ = route(
+        poses, _ = attend(
             LayerCall(
                 children.unflatten(-1, self.pose_shape[:2]), None, weight, None, self.out_n_capsules, self.window
             ),

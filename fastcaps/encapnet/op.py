@@ -10,6 +10,7 @@ backward, which computes lengths and squashes anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -88,34 +89,26 @@ def squash_sum(
 
 def _check(x: Any, a: Any, y: Any, b: Any, types: int) -> None:
     """Raise unless the arguments fit each other."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"x must have a floating-point dtype, got {x.dtype}")
-    if x.dim() != 4:
-        raise ValueError(f"x must be [B, types * dim, H, W], got {shape_text(x)}")
     check_count("types", types)
-    if x.shape[1] % types or x.shape[1] < types:
-        raise ValueError(f"x must have a multiple of {types} channels, as there are types, got {shape_text(x)}")
     if y is None and b is not None:
         raise ValueError("b must be None without y, whose coefficient it is")
-    sizes = (x.shape[0], types, *x.shape[2:])
-    for name, value, wanted in (("a", a, sizes), ("y", y, tuple(x.shape)), ("b", b, sizes)):
-        if value is None:
+    for name, value in zip(NAMES, (x, a, y, b), strict=True):
+        if value is None and name != "x":
             continue
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor or None, got {type(value).__name__}")
+            raise TypeError(f"{name} must be a tensor{'' if name == 'x' else ' or None'}, got {type(value).__name__}")
         if not value.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {value.dtype}")
+        if name == "x" and value.dim() != 4:
+            raise ValueError(f"x must be [B, types * dim, H, W], got {shape_text(x)}")
+        if name == "x" and (x.shape[1] % types or x.shape[1] < types):
+            raise ValueError(f"x must have a multiple of {types} channels, as there are types, got {shape_text(x)}")
         if value.device != x.device:
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {value.device}")
+        wanted = tuple(x.shape) if name in ("x", "y") else (x.shape[0], types, *x.shape[2:])
         if tuple(value.shape) != wanted:
             letters = "the shape of x" if name == "y" else "[B, types, H, W]"
             raise ValueError(f"{name} must have {letters}, {list(wanted)}, got {shape_text(value)}")
-
-
-native: dict[str, dict[str, Any]] = {}
-"""The ops of the native libraries, by name and library."""
 
 
 # ---- below the border ------------------------------------------------------------------------------------------------
@@ -142,44 +135,39 @@ def choose(x: Tensor) -> str:
     return backends.chosen(backends.forced(), call_of(x), refusal)
 
 
-def _run(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
-    _check(x, a, y, b, types)
+def _run(x: Tensor, *others: Any) -> Tensor:
+    """Run a call, of whose arguments ``others`` are a, y, b, types and relu, by the backend that is chosen."""
+    _check(x, *others[:4])
     chosen = choose(x)
     if chosen in NATIVE:
-        found: Tensor = native["squash_sum"][chosen](x, a, y, b, types, relu)
-        return found
-    if chosen == "triton":
-        answer: Tensor = backends.triton_kernels("squash_sum").squash_sum(x, a, y, b, types, relu)
-        return answer
-    return reference.squash_sum(x, a, y, b, types, relu).contiguous()
+        run: Any = native["squash_sum"][chosen]
+    elif chosen == "triton":
+        run = backends.triton_kernels("squash_sum").squash_sum
+    else:
+        run = reference.squash_sum
+    found: Tensor = run(x, *others)
+    return found.contiguous()
 
 
-def _run_backward(
-    grad: Tensor,
-    x: Tensor,
-    a: Tensor | None,
-    y: Tensor | None,
-    b: Tensor | None,
-    types: int,
-    relu: bool,
-    needs: int,
-) -> tuple[Tensor, ...]:
-    _check(x, a, y, b, types)
+def _run_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of x, a, y and b; ``others`` end in the bits of those that are wanted."""
+    _check(x, *others[:4])
     chosen = choose(x)
     if chosen in NATIVE:
-        return tuple(native["squash_sum_backward"][chosen](grad, x, a, y, b, types, relu, needs))
+        return tuple(native["squash_sum_backward"][chosen](grad, x, *others))
     if chosen == "triton":
-        return tuple(backends.triton_kernels("squash_sum").squash_sum_backward(grad, x, a, y, b, types, relu, needs))
+        return tuple(backends.triton_kernels("squash_sum").squash_sum_backward(grad, x, *others))
+    *coefficients, types, relu, needs = others
     wanted = [name for k, name in enumerate(NAMES) if needs >> k & 1]
-    given = dict(zip(NAMES, (x, a, y, b), strict=True))
-    found = dict(zip(wanted, _differentiate(grad, given, wanted, types, relu, create_graph=False), strict=True))
+    given = dict(zip(NAMES, (x, *coefficients), strict=True))
+    found = _differentiate(grad, given, wanted, types, relu, create_graph=False)
     return tuple(found[name].contiguous() if name in found else x.new_empty(0) for name in NAMES)
 
 
 def _differentiate(
     grad: Tensor, given: dict[str, Tensor | None], wanted: Sequence[str], types: int, relu: bool, create_graph: bool
-) -> Sequence[Tensor]:
-    """Return the gradients of those arguments that are wanted, by the reference."""
+) -> dict[str, Tensor]:
+    """Return the gradients of those arguments that are wanted by name, by the reference."""
     with recording():
         leaves = {}
         for name, tensor in given.items():  # fresh nodes: one argument may be, or depend on, another
@@ -188,7 +176,8 @@ def _differentiate(
         x, a, y, b = (leaves.get(name, given[name]) for name in NAMES)
         assert x is not None
         found = reference.squash_sum(x, a, y, b, types, relu)
-        return torch.autograd.grad(found, [leaves[name] for name in wanted], grad, create_graph=create_graph)
+        made = torch.autograd.grad(found, [leaves[name] for name in wanted], grad, create_graph=create_graph)
+    return dict(zip(wanted, made, strict=True))
 
 
 # ---- what PyTorch asks for -------------------------------------------------------------------------------------------
@@ -229,7 +218,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     wanted = [name for k, name in enumerate(NAMES) if ctx.needs_input_grad[k]]
     if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
         given = dict(zip(NAMES, saved, strict=True))
-        found = dict(zip(wanted, _differentiate(grad, given, wanted, ctx.types, ctx.relu, True), strict=True))
+        found = _differentiate(grad, given, wanted, ctx.types, ctx.relu, create_graph=True)
         return (*(found.get(name) for name in NAMES), None, None)
     needs = sum(1 << NAMES.index(name) for name in wanted)
     with backends.under(ctx.blocks):
@@ -237,27 +226,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (*(g if name in wanted else None for name, g in zip(NAMES, gradients, strict=True)), None, None)
 
 
-def _flops(x: Any, a: Any, y: Any, b: Any, types: Any, relu: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _flops(x: Any, a: Any, y: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Multiplications and additions: square and sum, scale, weigh, add; tensors come as their shapes."""
-    numbers = x[0] * x[1] * x[2] * x[3]
     summands = 1 if y is None else 2
-    return numbers * (3 * summands + sum(c is not None for c in (a, b)) + summands - 1)
+    return int(prod(x) * (3 * summands + sum(c is not None for c in (a, b)) + summands - 1))
 
 
-def _backward_flops(grad: Any, x: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
+def _backward_flops(grad: Any, x: Any, a: Any, y: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Two sums over the numbers and three terms, of each summand."""
-    numbers = x[0] * x[1] * x[2] * x[3]
-    return int(numbers * 9 * (1 if others[1] is None else 2))
+    return int(prod(x) * 9 * (1 if y is None else 2))
 
 
-def _define() -> None:
-    returns = "Tensor", "(Tensor dx, Tensor da, Tensor dy, Tensor db)"
-    op, native["squash_sum"] = define("squash_sum", _GIVEN, returns[0], _run, _fake, _flops)
-    backward = f"Tensor grad, {_GIVEN}, int needs"
-    _, native["squash_sum_backward"] = define(
-        "squash_sum_backward", backward, returns[1], _run_backward, _fake_backward, _backward_flops
-    )
-    make_differentiable(op, _backward, _save, reference.squash_sum, _fake)
-
-
-_define()
+_op, _below = define("squash_sum", _GIVEN, "Tensor", _run, _fake, _flops)
+_, _below_backward = define(
+    "squash_sum_backward",
+    f"Tensor grad, {_GIVEN}, int needs",
+    "(Tensor dx, Tensor da, Tensor dy, Tensor db)",
+    *(_run_backward, _fake_backward, _backward_flops),
+)
+native = {"squash_sum": _below, "squash_sum_backward": _below_backward}
+"""The ops of the native libraries, by name and library."""
+make_differentiable(_op, _backward, _save, reference.squash_sum, _fake)

@@ -14,35 +14,23 @@ from fastcaps.results import Routed
 class DynamicRouting(RoutingLayer[Tensor, Routed]):
     r"""Route child capsules to parents by dynamic routing (Sabour et al., 2017, Procedure 1).
 
-    .. math::
-        v_{ij} = P_i W_{ij} + b_{ij}, \quad
-        r_{ij} = \operatorname{softmax}_j \Bigl\langle v_{ij}, \sum_{\tau < t} p_j^\tau \Bigr\rangle, \quad
-        p_j^t = \operatorname{squash}\Bigl(\sum_i r_{ij} v_{ij}\Bigr)
-
-    The softmax runs over the **parents** j, unless ``compete="children"``. The length of a parent's pose, below 1, says
-    how certain its being there is (:func:`fastcaps.losses.length`); children, too, are best squashed. The kernels store
-    no vote: the log-priors are linear in the votes, so the sum of a parent's poses so far stands for all of them.
+    The equation is that of :func:`fastcaps.functional.dynamic_routing`: the softmax runs over the **parents**, unless
+    ``compete="children"``. The length of a parent's pose, below 1, says how certain its being there is
+    (:func:`fastcaps.losses.length`); children, too, are best squashed. The kernels store no vote.
 
     Parameters
     ----------
     in_capsules, out_capsules, in_dim, out_dim, pose, kernel_size, stride, padding, dilation, share, matrices, bias, \
 break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them; the paper's poses are ``pose="vector"``.
-    compete : "parents" or "children"
-        Over which of them the softmax runs. The paper says parents; published codes differ.
-    detach : bool
-        No gradient through the coefficients: it flows through the last iteration's sum alone.
-    leaky : bool
-        A child may also go to none of the parents (one more logit, of 0). For ``compete="parents"``.
+    compete, detach, leaky, eps
+        As :func:`fastcaps.functional.dynamic_routing` has them.
     prior : "zero", "learned", "random" or bool
         The logits that every iteration starts from, the paper's log prior probabilities, one per child with matrices of
         its own (type of child, where a grid's children share them) and parent: ``[G, M or 1]``. "zero" (False) is its
         choice; "learned" (True) learns them from zero; "random" draws them from N(0, 1) once and keeps them. All three
         are in Table 5 of Li et al. (2018), which does not say when they are drawn: here in :meth:`reset_parameters`, so
         that a network gives the same result twice.
-    eps : float
-        Under the root of squash's length: ``|s|^2 / (1 + |s|^2) s / sqrt(|s|^2 + eps)``, as many published codes have
-        it. With a prior or an eps every iteration is an op of its own.
     std : float, optional
         Of the weights at the start; ``sqrt(M / (D * I))`` by default, I the children that one position sees (child
         types, for "all").

@@ -29,18 +29,8 @@ from fastcaps.votes import Votes, from_op
 class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
     r"""Route child capsules with activations to parents with activations by EM (Hinton et al., 2018, Procedure 1).
 
-    .. math::
-        v_{ij} &= P_i W_{ij} + b_{ij}, \quad
-        r_{ij} = \operatorname{softmax}_j \Bigl(\ln a_j
-                 - \sum_h \ln \sigma_{jh} - \sum_h \frac{(v_{ijh} - \mu_{jh})^2}{2 \sigma_{jh}^2}\Bigr), \quad
-        n_j = \sum_i a_i r_{ij}, \\
-        \mu_j &= \frac{1}{n_j} \sum_i a_i r_{ij} v_{ij}, \quad
-        \sigma_j^2 = \frac{1}{n_j} \sum_i a_i r_{ij} (v_{ij} - \mu_j)^2, \quad
-        a_j = \operatorname{sigmoid}\Bigl(\lambda_t \bigl(\beta_{a,j} - \sum_h (\beta_{u,j} + \ln \sigma_{jh}) n_j
-              \bigr)\Bigr)
-
-    The parents j compete for each child. All is computed from logarithms: neither activations of 0 nor tiny variances
-    make a NaN. The kernels store no vote.
+    The equation is that of :func:`fastcaps.functional.em_routing`: the parents compete for each child. Neither
+    activations of 0 nor tiny variances make a NaN. The kernels store no vote.
 
     Parameters
     ----------
@@ -48,9 +38,8 @@ class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
 break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them.
     inverse_temperature : float, sequence of float, callable, optional
-        :math:`\lambda_t`: a number, one for each iteration, or a function of the iteration t, which counts from 0. None
-        is the customary ``0.01 (1 - 0.95^(t + 1))``. May be set later, to follow a schedule of training. A layer with
-        a lambda can be copied, but not pickled; one with a function defined at the top of a module can.
+        As that function has it. May be set later, to follow a schedule of training. A layer with a lambda can be
+        copied, but not pickled; one with a function defined at the top of a module can.
     coordinates : bool
         Coordinate addition, for ``kernel_size="all"``: the child's place in the grid, in (0, 1), is added to its votes
         (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it. Other coordinates may come
@@ -60,10 +49,8 @@ break_symmetry, iterations, device, dtype
         over the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma`
         otherwise make it so large that all activations are 1). Over whom, and that 1 is then the default of
         :math:`\lambda_t`, is our reading. Every iteration is then a call of its own.
-    first_coefficients : "uniform" or "ones"
-        r of the first iteration: 1 / M, or 1 as in SR-CapsNet's code, which makes its n M times as large.
-    eps : float
-        Added to the variances, and to n under the moments.
+    first_coefficients, eps
+        As :func:`fastcaps.functional.em_routing` has them.
 
     Calls
     -----
@@ -92,6 +79,7 @@ break_symmetry, iterations, device, dtype
     """
 
     head = "activations"
+    call_options = ("inverse_temperature",)
     beta_u: nn.Parameter
     beta_a: nn.Parameter
 

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from fastcaps import backends, ops
 from fastcaps.checks import accumulation_dtype, check_count, check_finite, is_tracing
-from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRouting, route
+from fastcaps.nn.inverted_attention import AttentionOptions, InvertedAttentionRouting, attend
 from fastcaps.nn.layer import LayerCall, RoutingLayer
 from fastcaps.ops.watchers import is_sharded, is_transformed
 from fastcaps.rules import Rule
@@ -60,6 +60,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
     """
 
     takes_parents = False
+    call_options = ()
 
     def __init__(
         self,
@@ -128,15 +129,15 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
         options: dict[str, Any] = {"scale": self.scale, "norm": self.norm}
         parents, left = self.first_parents(call), limit - 1
         if parents is None:  # from zero: an iteration that needs no query
-            parents, _ = route(call, None, self.pose_shape, **options)
+            parents, _ = attend(call, None, self.pose_shape, **options)
             left -= 1
         if _without_numbers(parents):
             if left > 0:
-                parents, _ = route(call, parents, self.pose_shape, iterations=left, **options)
+                parents, _ = attend(call, parents, self.pose_shape, iterations=left, **options)
             return parents
         for _ in range(left):
             before = parents
-            parents, _ = route(call, before, self.pose_shape, **options)
+            parents, _ = attend(call, before, self.pose_shape, **options)
             if _stands_still(before, parents, self.tolerance):
                 break
         return parents

@@ -16,16 +16,8 @@ from fastcaps.results import Gaussians, RoutedGaussians
 class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
     r"""Route child capsules with scores to parents with scores (Heinsen, 2019, Algorithm 1).
 
-    .. math::
-        v_{ij} &= P_i W_{ij} + b_{ij}, \quad
-        r_{ij} = \operatorname{softmax}_j \bigl(\ln \operatorname{sigmoid}(a_j) + \ln p_j(v_{ij})\bigr), \quad
-        D_{ij} = \operatorname{sigmoid}(a_i)\, r_{ij}, \\
-        a_j &= \sum_i \beta^{use}_{ij} D_{ij} - \sum_i \beta^{ign}_{ij} (\operatorname{sigmoid}(a_i) - D_{ij}), \\
-        \mu_j &= \frac{\sum_i D_{ij} v_{ij}}{\sum_i D_{ij} + \epsilon}, \quad
-        \sigma_j^2 = \frac{\sum_i D_{ij} (v_{ij} - \mu_j)^2}{\sum_i D_{ij} + \epsilon} + \epsilon
-
-    The parents j compete for each child; :math:`p_j` is a Gaussian with mean :math:`\mu_j` and diagonal variance
-    :math:`\sigma_j^2`, or for k-means :math:`\exp(-\lVert v - \mu_j \rVert^2)`. The kernels store no vote.
+    The equation is that of :func:`fastcaps.functional.heinsen_routing`: the parents compete for each child. The kernels
+    store no vote.
 
     Parameters
     ----------
@@ -33,12 +25,10 @@ class HeinsenRouting(RoutingLayer[Gaussians, RoutedGaussians]):
 break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them. ``out_capsules=None`` is section 2.1.1 of the paper. The
         author's code has ``bias=True``; ``break_symmetry`` is that code's, False the paper's.
-    model : "gaussian" or "kmeans"
-        How likely a vote is under a parent.
+    model, eps
+        As :func:`fastcaps.functional.heinsen_routing` has them.
     single_beta : bool
         The cost of ignoring a child is the benefit of using it: one table of parameters for both.
-    eps : float
-        As in the equations.
 
     Calls
     -----
@@ -103,6 +93,7 @@ break_symmetry, iterations, device, dtype
         self, children: Tensor, scores: Tensor | None = None, **options: Any
     ) -> Any:
         """Route, as the class says under *Calls*."""
+        self.know(options)
         return super().forward(children, scores, **options)
 
     def route(self, call: LayerCall, iterations: int, return_coefficients: bool) -> Gaussians | RoutedGaussians:

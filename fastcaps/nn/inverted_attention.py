@@ -32,14 +32,9 @@ class AttentionOptions(LayerOptions, total=False):
 class InvertedAttentionRouting(RoutingLayer[Plain, Full]):
     r"""Route child capsules to parents by inverted dot-product attention (Tsai et al., 2020, Procedure 1).
 
-    .. math::
-        v_{ij} = P_i W_{ij} + b_{ij}, \quad a_{ij} = \frac{\langle p_j, v_{ij} \rangle}{\sqrt{d'}}, \quad
-        r_{ij} = \frac{\exp a_{ij}}{\sum_{j'} \exp a_{ij'}}, \quad
-        p_j \leftarrow \mathrm{LayerNorm}\Big(\sum_i g_i\, r_{ij}\, v_{ij}\Big)
-
-    The softmax runs over the **parents** j: they compete for each child. ``layer(children)`` is the first iteration,
-    where the parents are zero and so every child spreads evenly, r = 1/M; ``layer(children, parents)`` is a further
-    one. The kernels store no vote.
+    The equation is that of :func:`fastcaps.functional.inverted_attention_routing`: the softmax runs over the
+    **parents**, which compete for each child. ``layer(children)`` is the first iteration, in which every child spreads
+    evenly, r = 1/M; ``layer(children, parents)`` is a further one. The kernels store no vote.
 
     Parameters
     ----------
@@ -95,6 +90,7 @@ break_symmetry, iterations, device, dtype
     """
 
     takes_parents = True
+    call_options = ("parents",)
     activation_weight: nn.Parameter | None
     activation_bias: nn.Parameter | None
     first_poses: Tensor | None
@@ -192,7 +188,7 @@ break_symmetry, iterations, device, dtype
             parents = self.first_parents(call)
         elif self.whole_grid:
             parents = parents[:, :, None, None]
-        return route(
+        return attend(
             call,
             parents,
             self.pose_shape,
@@ -255,7 +251,7 @@ break_symmetry, iterations, device, dtype
         return [children, children.new_zeros((1, self.out_capsules or 1, *grid, self.out_dim))]
 
 
-def route(
+def attend(
     call: LayerCall,
     parents: Tensor | None,
     shape: tuple[int, int, int],
@@ -290,7 +286,7 @@ def route(
     """
     if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no iteration can run on into the next
         for _ in range(iterations - 1):
-            parents, _ = route(call, parents, shape, scale=scale, norm=norm, dropout=dropout)
+            parents, _ = attend(call, parents, shape, scale=scale, norm=norm, dropout=dropout)
         iterations = 1
     apart = dropout > 0.0 and norm is not None
     fused = None if apart else norm

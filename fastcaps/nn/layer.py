@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
@@ -18,6 +18,13 @@ from fastcaps.votes import Window
 Pair = int | tuple[int, int]
 Plain = TypeVar("Plain")
 Full = TypeVar("Full")
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the first name that is not known."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{what} has no argument {name}{did_you_mean(name, known)}: {', '.join(known)}")
 
 
 class LayerOptions(TypedDict, total=False):
@@ -127,6 +134,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
     activity_name = "activations"  # what says how active a child is: these, in [0, 1], or "scores", any numbers
     head = "linear"  # how classes are read off its parents (ClassHead); "activations" wants activations of children too
     takes_parents = False  # whether a call may go on from the parents of the one before
+    call_options: tuple[str, ...] = ()  # what a call may give by name beside what all layers take
     fewest_iterations = 1
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -155,11 +163,7 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        for name in unknown:  # Python would name this class, not the one that was called
-            known = arguments(type(self))
-            raise TypeError(
-                f"{type(self).__name__} has no argument {name}{did_you_mean(name, known)}: {', '.join(known)}"
-            )
+        refuse_unknown(type(self).__name__, unknown, arguments(type(self)))  # Python would name this class
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating-point type, got {dtype}")
         if in_capsules is None and kernel_size is not None:
@@ -292,9 +296,16 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         **own: Any,
     ) -> Any:
         """Route, as the class says under *Calls*; ``own`` are the options that a layer has for itself."""
+        self.know(own)
         call = self.prepare(children, activations, out_capsules, bias)
         count = self.iterations if iterations is None else iterations
         return self.finish(self.route(call, count, return_coefficients, **own))
+
+    def know(self, options: Mapping[str, Any]) -> None:
+        """Raise unless a call of this layer takes these arguments by name."""
+        if options:
+            common = ("children", self.activity_name, "out_capsules", "bias", "iterations", "return_coefficients")
+            refuse_unknown(f"a call of {type(self).__name__}", options, (*common, *self.call_options))
 
     def prepare(
         self, children: Tensor, activity: Tensor | None, out_capsules: int | None = None, bias: Tensor | None = None

@@ -25,14 +25,8 @@ Activation = str | Callable[[Tensor], Tensor]
 class RoutingPool(RoutingLayer[Tensor, Routed]):
     r"""Route child capsules to parents by vector-normed pooling (Zhao & Huang, 2019, Algorithm 1).
 
-    .. math::
-        v_{ij} = P_i W_{ij} + b_{ij}, \quad
-        r_{ij} = \operatorname{softmax}_i \Bigl(\lambda \sum_{\tau < t}
-              \Bigl\langle \frac{v_{ij}}{\lVert v_{ij} \rVert}, \frac{s_j^\tau}{\lVert s_j^\tau \rVert}
-              \Bigr\rangle\Bigr), \quad
-        s_j^t = \sum_i r_{ij} v_{ij}
-
-    The **children** i compete for each parent, which is a weighted mean of their votes. The kernels store no vote.
+    The equation is that of :func:`fastcaps.functional.routing_pool`: the **children** compete for each parent, which is
+    a weighted mean of their votes. The kernels store no vote.
 
     Parameters
     ----------
@@ -40,12 +34,8 @@ class RoutingPool(RoutingLayer[Tensor, Routed]):
 break_symmetry, iterations, device, dtype
         As :class:`~fastcaps.nn.layer.RoutingLayer` has them; ``iterations`` find the coefficients, at least 0, and one
         more sum is taken with them.
-    sharpness : float
-        :math:`\lambda`, at least 0. 0 averages; a large one nearly takes the vote that agrees best with the others.
-    activation : str or callable, optional
-        Applied to the parents, ``[..., C, E]``: a function or module, or "relu", "sigmoid", "squash", "tanh".
-    detach : bool
-        No gradient through the coefficients: it flows through the last sum alone.
+    sharpness, activation, detach
+        As :func:`fastcaps.functional.routing_pool` has them.
 
     Calls
     -----
@@ -61,6 +51,7 @@ break_symmetry, iterations, device, dtype
     """
 
     head = "length"
+    call_options = ("sharpness",)
     fewest_iterations = 0
 
     def __init__(
@@ -79,8 +70,7 @@ break_symmetry, iterations, device, dtype
         super().__init__(in_capsules, out_capsules, in_dim, out_dim, iterations=iterations, **options)
         self.sharpness = check_finite("sharpness", sharpness, 0.0)
         activation_function(activation)  # raises where it is wrong
-        self.activation = activation
-        self.detach = bool(detach)
+        self.activation, self.detach = activation, bool(detach)
         self.reset_parameters()
 
     def first_std(self) -> float:
@@ -109,12 +99,7 @@ break_symmetry, iterations, device, dtype
 class RoutingPool2d(nn.Module):
     r"""Pool a feature map by routing (Zhao & Huang, 2019, Algorithm 1), in the place of average pooling.
 
-    .. math::
-        r_i = \operatorname{softmax}_i \Bigl(\lambda \sum_{\tau < t}
-              \Bigl\langle \frac{v_i}{\lVert v_i \rVert}, \frac{s^\tau}{\lVert s^\tau \rVert} \Bigr\rangle\Bigr), \quad
-        s^t = \sum_i r_i v_i
-
-    Every ``dim`` consecutive channels of a place are a capsule v. Those that agree with the others weigh more: λ = 0 is
+    Every ``dim`` consecutive channels of a place are a capsule. Those that agree with the others weigh more: λ = 0 is
     average pooling, a large λ nearly takes one of them. A drop-in for ``nn.AdaptiveAvgPool2d(1)`` or, with a
     ``kernel_size``, for ``nn.AvgPool2d(kernel_size, stride, padding, count_include_pad=False)``: it has no parameters
     (unless there are several parents) and gives as many channels. With λ = 0 it runs these very functions.
@@ -137,10 +122,8 @@ class RoutingPool2d(nn.Module):
         None: each group of channels has a parent of its own, which pools over places alone. 1: all capsules of a window
         go to one parent, of ``dim`` channels. More: that many parents, told apart by learned matrices, one for each
         group of channels and parent; then the result has ``parents * out_dim`` channels.
-    activation : str or callable, optional
-        Applied to the parents, ``[..., dim]``: a function or module, or "relu", "sigmoid", "squash", "tanh".
-    detach : bool
-        No gradient through the coefficients: it flows through the last sum alone.
+    activation, detach
+        As :func:`fastcaps.functional.routing_pool` has them.
     in_channels, out_dim : int, optional
         For several parents: channels of the map, and of a parent (``dim`` by default).
 

@@ -211,19 +211,15 @@ class Routing(ABC):
         chosen = backends.choose(call)
         if chosen in NATIVE:
             run = self._python(self.native[chosen], call.options)
-            count, begins = self.iterations(own), getattr(own, self.state[0]) is not None
-            whole = backends.takes_iterations(call, votes, count, begins)
+            begins = getattr(own, self.state[0]) is not None
+            whole = backends.takes_iterations(call, votes, self.iterations(own), begins)
             results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
         else:
-            placed = self._on_grid(votes, own)
-            placed[0].check()
-            self.check(*placed)
+            votes.on_grid().check()
             kernel = self._reference
             if chosen == "triton":
                 kernel = self._python(getattr(backends.triton_kernels(self.stem), self.name), call.options)
-            found = self._joined(self.iterate(kernel, *placed))
-            found = self._as_set(found) if votes.is_set else found
-            results = [x.contiguous().detach() for x in found]  # no views: users may write
+            results = [x.contiguous().detach() for x in self._on_grids(kernel, votes, own)]  # no views: users may write
         return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
 
     def run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -293,17 +289,21 @@ class Routing(ABC):
         state = {name: x for name in self.state if (x := getattr(own, name)) is not None}
         return votes.on_grid(), own._replace(**{name: as_grid(x) if x.dim() > 1 else x for name, x in state.items()})
 
-    def _as_set(self, results: Results) -> Results:
-        """Return the results of such a call without its position."""
-        return [as_set(x, 1 if k < len(self.finals) else 2) for k, x in enumerate(results)]
+    def _on_grids(self, kernel: Callable[..., Results], votes: Votes, own: Any) -> Results:
+        """Run a call by a kernel of one iteration that knows grids alone."""
+        placed = self._on_grid(votes, own)
+        self.check(*placed)
+        results = self._joined(self.iterate(kernel, *placed))
+        return [as_set(x, self._lead(k)) for k, x in enumerate(results)] if votes.is_set else results
+
+    def _lead(self, k: int) -> int:
+        """Return where a position lies in the k-th result of a call on a grid: behind iterations in the history."""
+        return 1 if k < len(self.finals) else 2
 
     def by_reference(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run a call by the reference, one iteration after another: differentiable code."""
         votes, own = self.given(arguments)
-        placed = self._on_grid(votes, own)
-        self.check(*placed)
-        results = self._joined(self.iterate(self._reference, *placed))
-        results = self._as_set(results) if votes.is_set else results
+        results = self._on_grids(self._reference, votes, own)
         shares = self._coefficients(votes, own, results) if own.coefficients else None
         return _complete((*results, shares), votes.children)
 
@@ -346,7 +346,7 @@ class Routing(ABC):
         with torch.no_grad():
             if not votes.is_set:
                 return self.coefficients(votes, own, results)
-            placed = [as_grid(x, 1 if k < len(self.finals) else 2) for k, x in enumerate(results)]
+            placed = [as_grid(x, self._lead(k)) for k, x in enumerate(results)]
             return as_set(self.coefficients(*self._on_grid(votes, own), placed))
 
     # ---- fake kernels, autograd, autocast ----------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class Routing(ABC):
 
     def _through_reference(self, arguments: list[Any], finals: Gradients, needed: Sequence[bool]) -> Gradients:
         wanted = [k for k, want in zip(self._places, needed, strict=True) if want]
-        gradients: dict[int, Tensor | None] = {}
+        gradients: dict[int, Tensor] = {}
         with torch.enable_grad(), torch.autocast(arguments[0].device.type, enabled=False):
             # fresh nodes, so that the derivative stops at the arguments themselves (one may depend on another)
             inputs = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]

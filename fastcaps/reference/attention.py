@@ -125,13 +125,6 @@ def attention_routing_backward(
     """Return the gradients of one iteration; ``grad`` is that of LayerNorm(S), without sums that of S.
 
     It is in the accumulation dtype, as what comes to S through squash must not be rounded on its way.
-
-    Returns
-    -------
-    tuple of Tensor
-        dchildren, dweight, dbias, dgate, dquery, dnorm_weight, dnorm_bias. One whose bit in ``needs`` is not set
-        (``1 << k`` for the k-th), or whose input is absent, is an empty tensor. With the bit ``DETACH`` the shares are
-        constants.
     """
     pose = votes.pose[0] * votes.pose[2]
     affine: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -156,13 +156,6 @@ def gaussian_routing_backward(
     """Return the gradients of one iteration, from those of its counts, means, variances without eps, and evidence.
 
     ``counts``, ``means`` and ``variances`` are what the iteration left; they are made again here.
-
-    Returns
-    -------
-    tuple of Tensor
-        dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore. One whose bit in
-        ``needs`` is not set (``1 << k`` for the k-th), or whose input is absent, is an empty tensor; so are those of
-        the betas without ``grad_evidence``.
     """
     betas = (None, None) if grad_evidence is None else (beta_use, beta_ignore)
     nothing = votes.children.new_zeros((1, 1), dtype=counts.dtype)

@@ -132,12 +132,6 @@ def pooling_routing_backward(
     S and the log-sum-exp may be those of more children than these are (:mod:`fastcaps.distributed`). So what is
     differentiated is ``sum_i g_i exp(a_im - logsumexp_m) (V_im - S_m)`` with both as constants: its derivatives are
     those of S.
-
-    Returns
-    -------
-    tuple of Tensor
-        dchildren, dweight, dbias, dgate, dquery. One whose bit in ``needs`` is not set (``1 << k`` for the k-th), or
-        whose input is absent, is an empty tensor. With the bit ``DETACH`` the shares are constants.
     """
     empty = (logsumexp == -torch.inf).unsqueeze(3)
 
