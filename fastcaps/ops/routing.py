@@ -215,7 +215,7 @@ class Routing(ABC):
             whole = backends.takes_iterations(call, votes, self.iterations(own), begins)
             results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
         else:
-            votes.on_grid().check()
+            self._on_grid(votes, own)[0].check()
             kernel = self._reference
             if chosen == "triton":
                 kernel = self._python(getattr(backends.triton_kernels(self.stem), self.name), call.options)

@@ -3,9 +3,10 @@
 It is a backend like the others, and serves every device that torch has: arguments and results are those of the ops
 (:mod:`fastcaps.ops`), whose leading six come as one :class:`~fastcaps.votes.Votes`. Clarity comes first here: all
 B * Ho * Wo * I * M * C * E numbers of the votes are stored. Every backend is tested against it, and it against the
-papers' procedures as plain loops. A backward returns the gradients of the op's tensors, in their order; one whose bit in
-``needs`` is not set (``1 << k`` for the k-th), or whose input is absent, is an empty tensor. With the bit ``DETACH`` the
-coefficients are constants.
+papers' procedures as plain loops.
+
+A backward returns the gradients of the op's tensors, in their order; one whose bit in ``needs`` is not set (``1 << k``
+for the k-th), or whose input is absent, is an empty tensor. With the bit ``DETACH`` the coefficients are constants.
 
 Half-precision inputs are computed in float32 and rounded once, at the end; float32 and float64 in themselves.
 """
