@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import features
 import nn_layers
 import torch
 import torch.distributed as dist
 from cases import Case as OneCall
-from registry import ATTENTION, GAUSSIAN, POOLING, Routing
+from registry import ATTENTION, ROUTINGS, Routing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,86 +39,50 @@ Tensors = dict[str, Tensor]
 
 MINUTE = timedelta(minutes=1)
 BATCH, CHILDREN, PARENTS = 5, 11, 7  # none of them divides evenly
+PER_CHILD = ("weight", "bias", "beta_use", "beta_ignore")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A routing in shards.
+    """A routing in shards: what each dimension of the mesh cuts, and whether all children share their matrices.
 
-    ``cuts`` names what each dimension of the mesh cuts, which may have several; ``options`` go to the function.
+    ``plain``: tensors that are no DTensors, as a layer's own parameters are none. ``options`` go to the function.
     """
 
-    name: str
-    routing: str
+    row: features.Routing
     cuts: tuple[str, ...]
-    groups: int = CHILDREN
-    options: dict[str, Any] = field(default_factory=dict)
+    share: bool = False
     plain: tuple[str, ...] = ()
-    """Tensors that are no DTensors: a layer's own parameters."""
-    sizes: tuple[int, int, int] = (BATCH, CHILDREN, PARENTS)
+    window: Window | None = None
     coefficients: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
-
-def _function(routing: str) -> Callable[..., Any]:
-    def em(children: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, **rest: Any) -> Any:
-        return functional.em_routing(
-            children, gate, weight, rest.pop("beta_u"), rest.pop("beta_a"), bias=bias, inverse_temperature=0.5, **rest
-        )
-
-    def heinsen(children: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, **rest: Any) -> Any:
-        betas = rest.pop("beta_use"), rest.pop("beta_ignore")
-        return functional.heinsen_routing(children, gate, weight, bias, *betas, **rest)
-
-    def pool(children: Tensor, **rest: Any) -> Any:
-        return functional.routing_pool(children, sharpness=2.0, **rest)
-
-    def attention(children: Tensor, weight: Tensor, **rest: Any) -> Any:
-        return functional.inverted_attention_routing(children, weight, **rest)
-
-    def dynamic(children: Tensor, weight: Tensor, **rest: Any) -> Any:
-        return functional.dynamic_routing(children, weight, **rest)
-
-    return {"em": em, "heinsen": heinsen, "pool": pool, "attention": attention, "dynamic": dynamic}[routing]
+    def __str__(self) -> str:
+        return "-".join((str(self.row), *self.cuts, *(["grid"] if self.window else [])))
 
 
 def _numbers(case: Case) -> Tensors:
     """The tensors of a case, the same in every process."""
-    draw = torch.Generator().manual_seed(7)
-    batch, children, parents = case.sizes
-    grid = (4, 3) if "window" in case.options else ()
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
-
-    found = {
-        "children": randn(batch, children, *grid, 2, 3),
-        "weight": randn(case.groups, parents, 3, 3) / 2,
-        "bias": randn(1 if case.groups == 1 or grid else children, parents, 2, 3) / 4,
-        "gate": torch.rand((batch, children, *grid), generator=draw),
-    }
-    if case.routing == "attention" and not grid:
-        found |= {"parents": randn(batch, parents, 2, 3), "norm_weight": 1 + randn(6) / 8, "norm_bias": randn(6) / 8}
-    if case.routing == "em":
-        found |= {"beta_u": randn(parents), "beta_a": randn(parents)}
-    if case.routing == "heinsen":
-        rows = 1 if case.groups == 1 else children
-        found |= {"beta_use": randn(rows, parents), "beta_ignore": randn(rows, parents), "gate": randn(batch, children)}
+    row, grid = case.row, case.window is not None
+    sizes = {"types": CHILDREN, "parents": PARENTS, "pose": (2, 3, 3), "grid": (4, 3)}
+    found = row.tensors(case.window, torch.float32, BATCH, **sizes)
+    rows = {"weight": 1 if case.share else CHILDREN, **dict.fromkeys(PER_CHILD[1:], 1 if case.share or grid else None)}
+    found = {name: x[: rows.get(name)] / (2 if name in PER_CHILD else 1) for name, x in found.items()}
     if not grid:  # nobody is there in one sample, in another nobody whom the first of two processes has
-        silent = -torch.inf if case.routing == "heinsen" else 0.0
-        found["gate"][0], found["gate"][1, : -(-children // 2)] = silent, silent
-        if case.routing in ("em", "heinsen", "pool"):  # whoever is not there may be anything
-            found["children"][1, 0] = torch.nan
+        found[row.child][0] = found[row.child][1, : -(-CHILDREN // 2)] = -torch.inf if row.child == "scores" else 0.0
+        if row.function not in (functional.dynamic_routing, functional.inverted_attention_routing):
+            found["children"][1, 0] = torch.nan  # whoever is not there may be anything
     return found
 
 
 def _placement(case: Case, name: str, tensor: Tensor, cut: str) -> Placement:
-    whole = name in ("norm_weight", "norm_bias")
+    sampled = ("children", case.row.child)
     if cut == "batch":
-        return Shard(0) if name in ("children", "gate", "parents") else Replicate()
+        return Shard(0) if name in (*sampled, "parents") else Replicate()
     if cut == "children":
-        rows = name in ("weight", "bias", "beta_use", "beta_ignore") and len(tensor) == case.sizes[1]
-        return Shard(1) if name in ("children", "gate") else Shard(0) if rows else Replicate()
-    if whole or name in ("children", "gate"):
+        rows = name in PER_CHILD and len(tensor) == CHILDREN
+        return Shard(1) if name in sampled else Shard(0) if rows else Replicate()
+    if name in (*sampled, "norm_weight", "norm_bias"):
         return Replicate()
     return Shard(0) if name in ("beta_u", "beta_a") else Shard(1)
 
@@ -125,9 +90,7 @@ def _placement(case: Case, name: str, tensor: Tensor, cut: str) -> Placement:
 def _run(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     """Results and gradients by name, as whole tensors."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-    found = _function(case.routing)(**leaves, **case.options, return_coefficients=case.coefficients)
-    names = getattr(found, "_fields", ("poses",))
-    results = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+    results = case.row.ours(leaves, case.window, case.coefficients, **case.options)
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
     draw = torch.Generator().manual_seed(8)
     loss = sum((x * torch.randn(x.shape, generator=draw).to(x.dtype)).sum() for x in whole.values() if x.requires_grad)
@@ -157,34 +120,23 @@ def check_case(case: Case, mesh: DeviceMesh) -> None:
     Bar(reference, [tensors[name] for name in names]).hold(found)
 
 
-SET = (
-    Case("dynamic-batch", "dynamic", ("batch",), coefficients=True),
-    Case("attention-batch", "attention", ("batch",), groups=1, options={"iterations": 2}),
-    Case("em-batch", "em", ("batch",)),
-    Case("pool-batch-plain", "pool", ("batch",), plain=("weight", "bias")),
-    Case("grid-batch", "attention", ("batch",), options={"window": Window(3, padding=1), "iterations": 2}),
-    Case("dynamic-children", "dynamic", ("children",), coefficients=True),
-    Case("dynamic-children-detach", "dynamic", ("children",), groups=1, options={"detach": True}),
-    Case("attention-children", "attention", ("children",), groups=1, options={"iterations": 2}),
-    Case("em-children", "em", ("children",), coefficients=True),
-    Case("heinsen-children", "heinsen", ("children",), options={"eps": 0.1}, plain=("gate",)),
-    Case("kmeans-children", "heinsen", ("children",), groups=1, options={"model": "kmeans"}),
-    Case("pool-children", "pool", ("children",), coefficients=True),
-    Case("pool-children-detach", "pool", ("children",), groups=1, options={"detach": True}, plain=("weight", "bias")),
-    Case("dynamic-compete-children", "dynamic", ("children",), options={"compete": "children"}),
-    Case("grid-children", "em", ("children",), options={"window": Window(2)}),
-    Case("dynamic-parents", "dynamic", ("parents",), coefficients=True),
-    Case("attention-parents", "attention", ("parents",), groups=1, options={"iterations": 2}, plain=("children",)),
-    Case("em-parents", "em", ("parents",), coefficients=True),
-    Case("heinsen-parents", "heinsen", ("parents",)),
-    Case("kmeans-parents", "heinsen", ("parents",), groups=1, options={"model": "kmeans"}),
-    Case("pool-parents", "pool", ("parents",), coefficients=True),
-)
-MESHES = (
-    Case("dynamic-batch-children", "dynamic", ("batch", "children")),
-    Case("heinsen-children-parents", "heinsen", ("children", "parents"), coefficients=True),
-    Case("pool-children-parents", "pool", ("children", "parents")),
-)
+ROWS = [row for row in features.ROUTINGS if "weight" in row.leaves and "prior" not in row.leaves]
+OF = features.BY_NAME
+SET = [Case(row, ("children",), bool(k % 2), coefficients=k % 3 == 0) for k, row in enumerate(ROWS)]
+SET += [
+    Case(row, (("batch", "parents")[k % 2],), bool(k % 3 == 0), coefficients=k % 4 < 2) for k, row in enumerate(ROWS)
+]
+SET += [
+    Case(OF["pool-weights"], ("batch",), plain=("weight", "bias")),
+    Case(OF["attention-3"], ("batch",), window=Window(3, padding=1)),
+    Case(OF["em"], ("children",), window=Window(2)),
+]
+MESHES = [
+    Case(OF["dynamic-parents"], ("batch", "children")),
+    Case(OF["heinsen-gaussian"], ("children", "parents"), coefficients=True),
+    Case(OF["pool-weights"], ("children", "parents")),
+]
+KNOWN = {str(case): case for case in (*SET, *MESHES)}
 
 
 # ---- networks: DDP and FSDP2 -----------------------------------------------------------------------------------------
@@ -346,34 +298,24 @@ def check_traffic(mesh: DeviceMesh) -> None:
     """What crosses in a turn is what docs/distributed.md says: the parents' state, or two numbers a child."""
     turns, pose = 3, 2 * 3
     state, child = BATCH * PARENTS, BATCH * CHILDREN
-    for routing, cut, forward, backward in (
-        ("dynamic", "batch", 0, 0),
-        ("dynamic", "children", turns * state * pose, (turns - 1) * state * pose),
+    for name, cut, forward, backward in (
+        ("dynamic-parents", "batch", 0, 0),
+        ("dynamic-parents", "children", turns * state * pose, (turns - 1) * state * pose),
         ("em", "children", turns * state * (2 * pose + 2), (turns - 1) * state * (2 * pose + 1) + turns * state * pose),
-        ("pool", "children", turns * state * (pose + 2), (turns - 1) * state * pose),
-        ("dynamic", "parents", (turns - 1) * 2 * child, (turns - 1) * child),
-        ("pool", "parents", 0, 0),
+        ("pool-weights", "children", turns * state * (pose + 2), (turns - 1) * state * pose),
+        ("dynamic-parents", "parents", (turns - 1) * 2 * child, (turns - 1) * child),
+        ("pool-weights", "parents", 0, 0),
     ):
-        case = Case("", routing, (cut,), groups=1, options={"iterations": turns - (routing == "pool")})
+        case = Case(OF[name], (cut,), share=True)
         tensors = _numbers(case)
         spread = {n: distribute_tensor(x, mesh, [_placement(case, n, x, cut)]) for n, x in tensors.items()}
         spread["children"].requires_grad_()
         with Traffic() as sent:
-            found = _function(routing)(**spread, **case.options)
-        assert sent.numbers == +Counter(all_reduce=forward), (routing, cut, forward, sent.numbers)
+            found = case.row.ours(spread)
+        assert sent.numbers == +Counter(all_reduce=forward), (name, cut, forward, sent.numbers)
         with Traffic() as sent:
-            torch.stack(
-                [x.to_local().sum() for x in ([found] if isinstance(found, Tensor) else found)]
-            ).sum().backward()
-        assert sent.numbers == +Counter(all_reduce=backward), (routing, cut, backward, sent.numbers)
-
-
-RULES = {
-    ATTENTION: (Rule.LAYER_NORM, Rule.PLAIN, Rule.SQUASH),
-    POOLING: (Rule.UNIT, Rule.SQUASH),
-    GAUSSIAN: (Rule.EM, Rule.HEINSEN, Rule.KMEANS),
-}
-"""What each op may do between two turns."""
+            torch.stack([x.to_local().sum() for x in found.values()]).sum().backward()
+        assert sent.numbers == +Counter(all_reduce=backward), (name, cut, backward, sent.numbers)
 
 
 def _ops() -> list[tuple[Routing, OneCall, str]]:
@@ -381,8 +323,8 @@ def _ops() -> list[tuple[Routing, OneCall, str]]:
     options: dict[str, Any] = {"batch": 5, "types": 7, "bias": "IM", "gate": "some"}
     found = [
         (routing, OneCall(f"{routing}-{rule.name}", rule, turns=2, start=rule != Rule.SQUASH, **options), "batch")
-        for routing, rules in RULES.items()
-        for rule in rules
+        for routing in ROUTINGS
+        for rule in sorted(routing.rules)
     ]
     return [*found, (ATTENTION, OneCall("children", Rule.PLAIN, **options), "children")]
 
@@ -410,13 +352,12 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=MINUTE)
     flat = init_device_mesh("cpu", (world,))
     square = init_device_mesh("cpu", (2, world // 2)) if world % 2 == 0 else flat
-    known = {case.name: case for case in (*SET, *MESHES)}
     wrong: dict[str, str] = {}
     for name in names:
         try:
             torch.manual_seed(0)
-            if name in known:
-                check_case(known[name], flat if len(known[name].cuts) == 1 else square)
+            if name in KNOWN:
+                check_case(KNOWN[name], flat if len(KNOWN[name].cuts) == 1 else square)
             else:
                 CHECKS[name](flat)
             wrong[name] = ""

@@ -32,27 +32,6 @@ def layer_norm(numbers: list[float], weight: list[float] | None, bias: list[floa
     return normal
 
 
-def procedure_1(poses: Any, last_poses: Any, matrices: Any, eps: float = 1e-5) -> list[list[float]]:
-    """Procedure 1 of Tsai et al. 2020 as printed, for vector poses: no scale, v_ij = W_ij p_i.
-
-    ``poses[i][d]``, ``last_poses[j][e]``, ``matrices[i][j][e][d]``; returns the new ``poses[j][e]``.
-    """
-    lower, upper = range(len(poses)), range(len(last_poses))
-    votes = {
-        (i, j): [sum(w * p for w, p in zip(row, poses[i], strict=True)) for row in matrices[i][j]]
-        for i, j in product(lower, upper)
-    }
-    agreement = {
-        (i, j): sum(p * v for p, v in zip(last_poses[j], votes[i, j], strict=True)) for i, j in product(lower, upper)
-    }
-    routing = [softmax([agreement[i, j] for j in upper]) for i in lower]
-    result = []
-    for j in upper:
-        pose = [sum(routing[i][j] * votes[i, j][e] for i in lower) for e in range(len(last_poses[j]))]
-        result.append(layer_norm(pose, None, None, eps))
-    return result
-
-
 def dot(a: Vector, b: Vector) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
@@ -132,65 +111,33 @@ def pool(
     return weighted_sum(shares, [child.votes[m] for child in seen]), math.log(total), shares
 
 
-class Explained(NamedTuple):
-    counts: list[float]
-    means: list[Vector]
-    variances: list[Vector]
-    evidence: list[float]
-    shares: list[list[float]]
+def moments(weights: list[float], vectors: list[Vector], eps: float) -> tuple[float, Vector, Vector]:
+    """The sum of the weights, and the weighted mean and variance of every number, both divided by the sum + eps."""
+    total = sum(weights)
+    divisor = total + eps if total + eps else math.inf
+    mean = [x / divisor for x in weighted_sum(weights, vectors)]
+    squares = [[(x - centre) ** 2 for x, centre in zip(vector, mean, strict=True)] for vector in vectors]
+    return total, mean, [x / divisor for x in weighted_sum(weights, squares)]
 
 
-def explain(
-    seen: list[Child],
-    parents: int,
-    mean: list[Vector] | None,
-    variance: list[Vector] | None,
-    log_weight: list[float] | None,
-    beta_use: Any,
-    beta_ignore: Any,
-    eps: float,
-) -> Explained:
-    """All parents of one position of the Gaussian pass."""
-    size = len(seen[0].votes[0]) if seen else 1
-    shares = []
-    for child in seen:
-        logits = []
-        for m in range(parents):
-            logit = 0.0 if log_weight is None else log_weight[m]
-            if mean is not None:
-                for k in range(size):
-                    square = (child.votes[m][k] - mean[m][k]) ** 2
-                    if variance is None or variance[m][k] != 0:  # else nobody chose the parent, and eps is 0
-                        logit -= square if variance is None else square / (2 * variance[m][k])
-            logits.append(logit)
-        shares.append(softmax(logits))
+def log_likelihood(vote: Vector, mean: Vector, variance: Vector | None) -> float:
+    """ln p of a vote but for a constant of the parent; without a variance that of k-means."""
+    if variance is None:
+        return -sum((x - m) ** 2 for x, m in zip(vote, mean, strict=True))
+    # a variance of 0: nobody chose the parent, and eps is 0
+    return -sum((x - m) ** 2 / (2 * v) for x, m, v in zip(vote, mean, variance, strict=True) if v)
 
-    def beta(table: Any, i: int, m: int) -> float:
+
+def evidence(seen: list[Child], m: int, used: list[float], beta_use: Any, beta_ignore: Any) -> float:
+    """What children bring to a parent's score; a table of betas may have one row or column for all."""
+
+    def beta(table: Any, i: int) -> float:
         row = table[i if len(table) > 1 else 0]
         return row[m if len(row) > 1 else 0]
 
-    counts, means, variances, evidence = [], [], [], []
-    for m in range(parents):
-        used = [child.gate * share[m] for child, share in zip(seen, shares, strict=True)]
-        count = sum(used)
-        divisor = count + eps if count + eps else math.inf
-        centre = [sum(u * c.votes[m][k] for u, c in zip(used, seen, strict=True)) / divisor for k in range(size)]
-        counts.append(count)
-        means.append(centre)
-        variances.append(
-            [
-                sum(u * (c.votes[m][k] - centre[k]) ** 2 for u, c in zip(used, seen, strict=True)) / divisor
-                for k in range(size)
-            ]
-        )
-        if beta_use is not None:
-            evidence.append(
-                sum(
-                    beta(beta_use, c.index, m) * u - beta(beta_ignore, c.index, m) * (c.gate - u)
-                    for u, c in zip(used, seen, strict=True)
-                )
-            )
-    return Explained(counts, means, variances, evidence, shares)
+    return sum(
+        beta(beta_use, c.index) * u - beta(beta_ignore, c.index) * (c.gate - u) for u, c in zip(used, seen, strict=True)
+    )
 
 
 def attend(
@@ -261,32 +208,38 @@ def pooling_routing(given: Any, seen: list[Child], place: tuple[int, int, int], 
 
 def gaussian_routing(given: Any, seen: list[Child], place: tuple[int, int, int], size: int) -> dict[str, Any]:
     """One position of the op, all turns. Rules: 4 EM, 5 Heinsen, 6 k-means."""
-    many, rule, eps = given["parents"], given["rule"], given["eps"]
+    many, rule, eps = range(given["parents"]), given["rule"], given["eps"]
     mean, variance, log_weight = (_at(given, name, place) for name in ("mean", "variance", "log_weight"))
     use, ignore = given["beta_use"], given["beta_ignore"]
-    history = ("all_counts", "all_means", "all_variances", "all_scores")
-    found: dict[str, Any] = {name: [] for name in history}
-    scores: list[float] = []
+    found: dict[str, Any] = {name: [] for name in ("all_counts", "all_means", "all_variances", "all_scores")}
     for temperature in given["temperatures"]:
-        betas = (None, None) if rule == 4 else (use, ignore)
-        one = explain(seen, many, mean, variance, log_weight, *betas, eps)
-        mean, narrow = ([v if seen else [0.0] * size for v in vectors] for vectors in (one.means, one.variances))
+        shares = []
+        for child in seen:
+            logits = [0.0 if log_weight is None else log_weight[m] for m in many]
+            if mean is not None:
+                near = [log_likelihood(child.votes[m], mean[m], variance and variance[m]) for m in many]
+                logits = [a + b for a, b in zip(logits, near, strict=True)]
+            shares.append(softmax(logits))
+        used = [[child.gate * share[m] for child, share in zip(seen, shares, strict=True)] for m in many]
+        each = [moments(used[m], [c.votes[m] for c in seen], eps) for m in many]
+        counts = [count for count, _, _ in each]
+        mean, narrow = ([one[k] if seen else [0.0] * size for one in each] for k in (1, 2))
         variance = [[v + eps for v in vector] for vector in narrow]
         log_sigma = [sum(math.log(math.sqrt(v)) for v in vector if v != 0) for vector in variance]
         if rule == 4:
-            costs = [(size * use[m] + log_sigma[m]) * one.counts[m] for m in range(many)]
-            scores = [temperature * (ignore[m] - costs[m]) for m in range(many)]
+            costs = [(size * use[m] + log_sigma[m]) * counts[m] for m in many]
+            scores = [temperature * (ignore[m] - costs[m]) for m in many]
         else:
-            scores = one.evidence
-        for name, value in zip(history, (one.counts, mean, narrow, scores), strict=True):
+            scores = [evidence(seen, m, used[m], use, ignore) for m in many]
+        for name, value in zip(found, (counts, mean, narrow, scores), strict=False):
             found[name].append(value)
         log_weight = [min(score, 0.0) - math.log1p(math.exp(-abs(score))) for score in scores]  # ln sigmoid
-        found.update(scores=scores, means=mean, variances=variance)
+        last = {"scores": scores, "means": mean, "variances": variance}
         if rule == 6:
             variance = None
         else:
             log_weight = [w - s for w, s in zip(log_weight, log_sigma, strict=True)]
-    return found
+    return found | last
 
 
 def dynamic(
@@ -341,6 +294,21 @@ def vector_normed(votes: Votes, iterations: int, sharpness: float) -> list[Vecto
     return result
 
 
+def posterior(a: list[float], votes: list[Vector], mu: list[Vector], square: list[Vector] | None) -> list[float]:
+    """The E-step of one child: R_ij, from Gaussians' densities, or exp(-|V_ij - mu_j|^2) without variances."""
+    p = []
+    for j, vote in enumerate(votes):
+        density = 1.0
+        for h, x in enumerate(vote):
+            if square is None:
+                density *= math.exp(-((x - mu[j][h]) ** 2))
+            else:
+                root = math.sqrt(2 * math.pi * square[j][h])
+                density *= math.exp(-((x - mu[j][h]) ** 2) / (2 * square[j][h])) / root
+        p.append(a[j] * density)
+    return [p_j / sum(p) for p_j in p]
+
+
 def em(
     votes: Votes,
     activations: list[float],
@@ -359,36 +327,22 @@ def em(
     normalised over j before lambda (Li et al. 2018, appendix A).
     """
     lower, upper = range(len(votes)), range(len(votes[0]))
-    size = range(len(votes[0][0]))
     responsibility = [[1 / len(votes[0]) if first is None else first for _ in upper] for _ in lower]
     mu: list[Vector] = []
     square: list[Vector] = []
     a: list[float] = []
     for turn, inverse_temperature in enumerate(inverse_temperatures):
         if turn:  # E-step
-            for i in lower:
-                p = []
-                for j in upper:
-                    density = 1.0
-                    for h in size:
-                        exponent = -((votes[i][j][h] - mu[j][h]) ** 2) / (2 * square[j][h])
-                        density *= math.exp(exponent) / math.sqrt(2 * math.pi * square[j][h])
-                    p.append(a[j] * density)
-                responsibility[i] = [p_j / sum(p) for p_j in p]
-        mu, square, benefit = [], [], []
-        for j in upper:  # M-step
-            r = [responsibility[i][j] * activations[i] for i in lower]
-            total = sum(r)
-            mu.append([sum(r[i] * votes[i][j][h] for i in lower) / (total + eps) for h in size])
-            square.append(
-                [sum(r[i] * (votes[i][j][h] - mu[j][h]) ** 2 for i in lower) / (total + eps) + eps for h in size]
-            )
-            cost = sum((beta_u[j] + math.log(math.sqrt(square[j][h]))) * total for h in size)
-            benefit.append(beta_a[j] - cost)
+            responsibility = [posterior(a, votes[i], mu, square) for i in lower]
+        r = [[responsibility[i][j] * activations[i] for i in lower] for j in upper]  # M-step
+        total, mu, square = zip(*(moments(r[j], [vote[j] for vote in votes], eps) for j in upper), strict=True)
+        square = [[x + eps for x in vector] for vector in square]
+        cost = [sum((beta_u[j] + math.log(math.sqrt(x))) * total[j] for x in square[j]) for j in upper]
+        benefit = [beta_a[j] - cost[j] for j in upper]
         if normalize:
             benefit = layer_norm(benefit, None, None, 1e-5)
         a = [sigmoid(inverse_temperature * each) for each in benefit]
-    return mu, a, responsibility
+    return list(mu), a, responsibility
 
 
 def heinsen(
@@ -406,34 +360,20 @@ def heinsen(
     row serves any number of inputs.
     """
     lower, upper = range(len(votes)), range(len(votes[0]))
-    size = range(len(votes[0][0]))
+    rows = [i if len(beta_use) > 1 else 0 for i in lower]
     a: list[float] = []
     mu: list[Vector] = []
     square: list[Vector] = []
     r = [[1 / len(votes[0]) for _ in upper] for _ in lower]
     for turn in range(iterations):
-        for i in lower:
-            if turn:  # E-step
-                p = []
-                for j in upper:
-                    if model == "gaussian":
-                        p_ij = 1 / math.sqrt(math.prod(2 * math.pi * square[j][h] for h in size))
-                        p_ij *= math.exp(-sum((votes[i][j][h] - mu[j][h]) ** 2 / (2 * square[j][h]) for h in size))
-                    else:
-                        p_ij = math.exp(-sum((votes[i][j][h] - mu[j][h]) ** 2 for h in size))
-                    p.append(sigmoid(a[j]) * p_ij)
-                r[i] = [p_ij / sum(p) for p_ij in p]
-        use = [[sigmoid(scores[i]) * r[i][j] for j in upper] for i in lower]  # D-step
-        ignore = [[sigmoid(scores[i]) - use[i][j] for j in upper] for i in lower]
-        a, mu, square = [], [], []
-        for j in upper:  # M-step
-            rows = [i if len(beta_use) > 1 else 0 for i in lower]
-            benefit = sum(beta_use[rows[i]][j] * use[i][j] for i in lower)
-            cost = sum(beta_ignore[rows[i]][j] * ignore[i][j] for i in lower)
-            total = sum(use[i][j] for i in lower) + eps
-            a.append(benefit - cost)
-            mu.append([sum(use[i][j] * votes[i][j][h] for i in lower) / total for h in size])
-            square.append(
-                [sum(use[i][j] * (votes[i][j][h] - mu[j][h]) ** 2 for i in lower) / total + eps for h in size]
-            )
-    return a, mu, square, r
+        if turn:  # E-step
+            likely = [sigmoid(score) for score in a]
+            r = [posterior(likely, votes[i], mu, square if model == "gaussian" else None) for i in lower]
+        use = [[sigmoid(scores[i]) * r[i][j] for i in lower] for j in upper]  # D-step
+        ignore = [[sigmoid(scores[i]) - use[j][i] for i in lower] for j in upper]
+        a = [
+            sum(beta_use[rows[i]][j] * use[j][i] - beta_ignore[rows[i]][j] * ignore[j][i] for i in lower) for j in upper
+        ]  # M-step
+        _, mu, square = zip(*(moments(use[j], [vote[j] for vote in votes], eps) for j in upper), strict=True)
+        square = [[x + eps for x in vector] for vector in square]
+    return a, list(mu), list(square), r

@@ -57,42 +57,10 @@ def test_the_build_says_what_it_was_made_with(native: Any) -> None:
     assert list(info["level_flags"]) == sorted(LEVELS) and native.capabilities_built() == LEVELS
     assert info["level_flags"]["default"] == "" and "-O3" in info["flags"]
     flags = " ".join([info["flags"], *info["level_flags"].values(), (info["cuda"] or {}).get("flags", "")])
-    for wrong in (
-        "-march",
-        "-mtune",
-        "-mcpu",
-        "fast-math",
-        "fast_math",
-        "-Ofast",
-        "-ffinite-math",
-        "-fassociative-math",
-    ):
-        assert wrong not in flags  # what ties a library to a machine, or breaks NaN
+    # what ties a library to a machine, or breaks NaN
+    assert not re.search("-march|-mtune|-mcpu|fast.math|-Ofast|-ffinite-math|-fassociative-math", flags)
     assert (info["cuda"] is None) == bool(info["cuda_why_not"])
     assert libraries.library_path("cuda").is_file() == (info["cuda"] is not None)
-
-
-def test_an_unknown_op_is_named_and_not_taken_for_another(native: Any) -> None:
-    sizes, facts = (ctypes.c_int64 * 19)(*[1] * 19), (ctypes.c_int64 * 8)(0, 0, 0, 0, 1)
-    told = libraries.library("cpu").ask("fastcaps_cpu_schedule", "capsule", sizes, facts)
-    assert told == "there is no op capsule"
-
-
-def processor_has(level: str) -> bool:
-    """What the operating system says of this processor, independently of the library."""
-    if level == "default":
-        return True
-    flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE).group(1).split())  # type: ignore[union-attr]
-    return {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}}[level] <= flags
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
-def test_the_highest_level_of_the_processor_is_chosen_unless_another_is_forced(native: Any) -> None:
-    highest = [level for level in LEVELS if processor_has(level)][-1]
-    code = "from fastcaps import _C; print(_C.capability())"
-    for level, chosen in (("", highest), ("default", "default"), ("sse9", None)):
-        done = python(code, FASTCAPS_CPU_CAPABILITY=level)
-        assert done.stdout.strip() == chosen if chosen else "FASTCAPS_CPU_CAPABILITY" in done.stderr, done.stderr
 
 
 @either
@@ -193,16 +161,12 @@ def test_the_cuda_library_holds_code_for_the_architectures_it_names(
 @pytest.mark.parametrize(
     ("built", "device", "serves"),
     [
-        ("90-real", (9, 0), True),
         ("80-real", (8, 6), True),
         ("86-real", (8, 0), False),
         ("90-real", (10, 0), False),
-        ("90", (10, 0), True),
         ("90-virtual", (12, 0), True),
-        ("90a-real", (9, 0), True),
         ("90a", (10, 0), False),
         ("100f-real", (10, 3), True),
-        ("80-real,90-real,100-real,120", (7, 5), False),
         ("80-real,90-real,100-real,120", (12, 1), True),
     ],
 )

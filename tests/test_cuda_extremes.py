@@ -6,18 +6,15 @@ How they are run and judged: ``cuda_target``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from cases import GPU_DTYPES, Case
+from cases import Case
 from cuda_target import Target, mixed_order, on_every_target
 from registry import GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 from suite import every_routing
 
-from fastcaps._testing.judge import Bar
 from fastcaps.rules import Rule
-from fastcaps.vectors import unit
 
 autoused_order = pytest.fixture(autouse=True)(mixed_order)
 
@@ -93,44 +90,25 @@ LONELY = (  # parents that one child makes, or two: variances are nothing beside
 def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
     """Its gradient by the variance is large, and the mean's rounding must cancel in it (as it does in autograd)."""
 
-    def turn_of(given_now: dict[str, Any], turn: int, leaves: dict[str, Any]) -> dict[str, Any]:
-        state = {n: None if given_now.get(n) is None else given_now[n][turn] for n in GAUSSIAN.state}
-        once = GAUSSIAN.call(replace(case, turns=1)).given
-        return GAUSSIAN.turn({**once, **leaves}, 0, state, False)[0]
-
-    def run(tensors: Any) -> dict[str, torch.Tensor]:
-        """The oracle, differentiated by autograd, of each turn by itself."""
-        given_now = dict(zip(names, tensors, strict=True))
-        made_of = [n for n in ("children", "weight", "bias", "gate") if n in names]
-        leaves = {n: given_now[n].detach().requires_grad_() for n in made_of}
-        total: Any = {}
-        for turn in range(case.turns):
-            results = turn_of(given_now, turn, leaves)
-            kept = {"grad_counts": "all_counts", "grad_means": "all_means", "grad_variances": "all_variances"}
-            pairs = [(results[r][0], given_now[g][turn]) for g, r in kept.items() if results[r].requires_grad]
-            found = torch.autograd.grad([r for r, _ in pairs], list(leaves.values()), [g for _, g in pairs])
-            total = {f"d{n}": g + total.get(f"d{n}", 0.0) for n, g in zip(leaves, found, strict=True)}
-        return total
-
-    given_all = GAUSSIAN.backward_call(case).given
+    back = GAUSSIAN.backward_call(case).given
     if case.start:  # every parent stands where a vote is, and knows no other
         types = torch.arange(case.parents) % case.types
-        weight = given_all["weight"][:1] if case.groups == "one" else given_all["weight"]
-        votes = torch.einsum("bmcd,mde->bmce", given_all["children"][:, 0, 0, types],
+        weight = back["weight"][:1] if case.groups == "one" else back["weight"]
+        votes = torch.einsum("bmcd,mde->bmce", back["children"][:, 0, 0, types],
                              weight[types if len(weight) > 1 else 0 * types, torch.arange(case.parents)])  # fmt: skip
-        mean = votes[:, None, None].expand(case.poses)
-        given_all["mean"] = mean.expand(case.turns, *case.poses).contiguous()
-        given_all["variance"] = 1e-3 * given_all["variance"]
-        turns = [turn_of(given_all, k, {}) for k in range(case.turns)]
-        given_all |= {n: torch.cat([results[kept] for results in turns]) for n, kept in GAUSSIAN.saved.items()}
-    given_all["grad_variances"] = 1e4 * given_all["grad_variances"]
-    given_all["needs"] = 15
-    names = [n for n, x in given_all.items() if isinstance(x, torch.Tensor)]
-    names.sort(key=lambda n: n != "children")
-    again = {n: x.clone() if n in names else x for n, x in given_all.items()}
+        back["mean"] = votes[:, None, None].expand(case.turns, *case.poses).contiguous()
+        back["variance"] = 1e-3 * back["variance"]
+        once, turns = GAUSSIAN.call(replace(case, turns=1)).given, []
+        for k in range(case.turns):
+            state = {name: None if back[name] is None else back[name][k] for name in GAUSSIAN.state}
+            turns.append(GAUSSIAN.turn(once, 0, state, False)[0])
+        back |= {n: torch.cat([results[kept] for results in turns]) for n, kept in GAUSSIAN.saved.items()}
+    back["grad_variances"] = 1e4 * back["grad_variances"]
+    call = BackwardCall(GAUSSIAN, {**back, "needs": 15})
     with target.guarded():
+        again = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in call.given.items()}
         found = target.backward(BackwardCall(GAUSSIAN, again), option)
-    Bar(run, [given_all[n] for n in names]).hold(found)
+    call.bar().hold(found)
 
 
 @on_every_target
@@ -180,15 +158,3 @@ def test_squash_of_any_length(routing: Routing, turns: int, size: float, target:
     call.given["children"] *= size
     exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["parents"]
     torch.testing.assert_close(target.forward(call)["parents"].double(), exact, rtol=2e-6, atol=0)
-
-
-@on_every_target
-@pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
-def test_the_next_query_is_made_of_what_was_stored(dtype: torch.dtype, target: Target) -> None:
-    """Two turns in one launch are two calls, the second with the direction of the sums as the first stored them."""
-    case = Case("stored", Rule.UNIT, batch=8, types=9, parents=5, pose=(4, 4, 4), start=False, turns=2, scale=8.0)
-    call = POOLING.call(replace(case, dtype=dtype))
-    both = target.forward(call)
-    query = unit(both["sums"][0].float(), (-2, -1)).to(dtype)
-    second = target.forward(Call(POOLING, {**call.given, "query": query, "iterations": 1}, {}))
-    assert (second["parents"] == both["parents"]).float().mean() > 0.99

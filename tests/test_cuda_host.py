@@ -17,7 +17,7 @@ import torch
 from cases import Case
 from cuda_stub.host import SHARED, STREAMS, Host
 from cuda_target import OPTIONS
-from registry import ATTENTION, GAUSSIAN, ROUTINGS, Routing
+from registry import ATTENTION, ROUTINGS, Routing
 from torch import Tensor
 
 import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
@@ -82,16 +82,6 @@ def test_a_device_takes_every_launch(host: Host, routing: Routing, case: str, de
 
 
 @every_op
-def test_kernels_are_given_the_tensors(host: Host, name: str) -> None:
-    forward, _, children = both(host, name)
-    host.begin()
-    (result, *_) = forward()
-    launches = host.launches()
-    assert any(host.reads(launch, children) for launch in launches)
-    assert any(host.reads(launch, result) for launch in launches)
-
-
-@every_op
 @pytest.mark.parametrize("before", [-1, 0, 1])
 def test_the_threads_context_is_put_back(host: Host, name: str, before: int) -> None:
     for op in both(host, name, device=1)[:2]:
@@ -137,24 +127,6 @@ def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: s
         assert host.launches() == []
 
 
-@pytest.mark.parametrize("routing", [ATTENTION, GAUSSIAN], ids=str)
-def test_parents_in_many_blocks_take_few_launches(host: Host, routing: Routing) -> None:
-    """One finds what all blocks know of a softmax (two where there is no room for that), and one goes on from there."""
-    case = replace(routing.case("sweeps"), types=3, parents=30_000, groups="one", betas="11", turns=1)
-    forward, backward, _ = ops_of(host, routing, case)
-    ordered = ops_of(host, routing, case, "ordered")[1]
-    large = Host.moved([*routing.call(replace(case, types=80_000)).given.values()], 0)
-    measured = 2 if routing is GAUSSIAN else 1  # softmaxes: a launch before the others has one too
-    calls: list[tuple[Callable[[], Any], int, int]] = [(forward, 1, 1), (backward, 1, measured), (ordered, 1, measured)]
-    calls.append((lambda: getattr(torch.ops.fastcaps_cuda, routing.name).default(*large, 0), 2, 1))
-    for op, finds, softmaxes in calls:
-        host.begin()
-        op()
-        blocks = [launch.y for launch in host.launches() if launch.y > 1]
-        assert len(blocks) == softmaxes * (finds + 1) and sum(blocks) == 2 * softmaxes * max(blocks) > 200
-        assert len(host.launches()) <= 2 * len(blocks) + 1
-
-
 def in_new_thread(body: Callable[[], None]) -> None:
     """Run the body in a thread of its own, which has asked for nothing yet."""
     with ThreadPoolExecutor(1) as threads:
@@ -179,13 +151,6 @@ def test_a_thread_asks_once_for_shared_memory(host: Host) -> None:
         assert [asked(), asked()] == [1, 0]
 
     in_new_thread(body)
-
-
-def test_an_empty_squash_sum_launches_nothing(host: Host) -> None:
-    for op in squash_sums(batch=0)[:2]:
-        host.begin()
-        op()
-        assert host.launches() == []
 
 
 @every_op

@@ -13,7 +13,7 @@ import torch
 from case_rows import OWN_POSES
 from cases import GPU_DTYPES, Case
 from cuda_on_cpu import build
-from cuda_target import GPU, MACHINE, ON_DEVICE, OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
+from cuda_target import MACHINE, OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing, gpu_cases
@@ -45,11 +45,6 @@ def every_way() -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("routing", "case", "option"), [*every_run(), *slow], ids=str)
 
 
-def test_the_device_runs_these_too() -> None:
-    if not ON_DEVICE:
-        pytest.skip(f"the CUDA kernels run on the CPU only: {GPU.detail if not GPU.available else 'no GPU'}")
-
-
 # ---- against the reference ------------------------------------------------------------------------------------------
 
 
@@ -76,70 +71,12 @@ def test_three_products_err_as_little_as_float32(pose: tuple[int, int, int], par
             assert 16 * exact.errors[name] < rounded.errors[name] > rounded.allowed[name], name
 
 
-@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
-@pytest.mark.parametrize("pose", [(4, 4, 4), (1, 64, 64)], ids=str)
-def test_which_kernel_makes_three_products(pose: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """That of float32 where it may be rounded, and so it is told to people; half precision has nothing to gain."""
-    case = Case("three", Rule.PLAIN, types=9, parents=20, pose=pose, dtype=dtype)
-    for backward in (False, True):
-        told = {o: ask("schedule", *question(ATTENTION, case, o, backward)) for o in ("tf32", "tf32x3")}
-        if dtype == torch.float32:
-            assert "tensor 3xTF32" in told["tf32x3"] and "text=tensor-core (3xTF32) kernel" in told["tf32x3"]
-            assert "3xTF32" not in told["tf32"] and "text=tensor-core kernel" in told["tf32"]
-            _, sizes, facts = question(ATTENTION, case, "fast", backward)
-            alone = (*facts[:5], OPTIONS["tf32x3"] - OPTIONS["tf32"], *facts[6:])  # a bit that says nothing by itself
-            assert ask("schedule", "attention", sizes, alone) == ask("schedule", "attention", sizes, facts)
-        else:
-            assert told["tf32x3"] == told["tf32"]
-
-
 @on_every_target
 @pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("name", ["pose-4x4", "pose-2x3", "primes", "padded", "sweeps"])
 @every_routing
 def test_half_precision(routing: Routing, name: str, dtype: torch.dtype, target: Target) -> None:
     target.check(routing, replace(routing.case(name), dtype=dtype))
-
-
-def widened(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments with float32 in the place of half precision."""
-    return {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-
-
-@on_every_target
-@pytest.mark.parametrize(
-    ("pose", "dtype", "layout"),
-    [
-        *((pose, torch.bfloat16, "plain") for pose in OWN_POSES),
-        *(((4, 4, 4), torch.float16, k) for k in ("plain", "offset")),
-    ],
-    ids=str,
-)
-def test_half_precision_is_widened_and_nothing_else(
-    pose: tuple[int, int, int], dtype: torch.dtype, layout: str, target: Target
-) -> None:
-    """The same bits as the same numbers in float32, however they lie; and weights are read where they lie.
-
-    Tensor cores that take 1x64 poses as they are add up in another order than TF32's: the same but for rounding.
-    """
-    case = Case(
-        "half", Rule.LAYER_NORM, batch=3, grid=(3, 2), types=5, parents=7, pose=pose, window=(2, 1, 1, 1, 0, 0, 1, 1),
-        gate="some", dtype=dtype, layout=layout,
-    )  # fmt: skip
-    call, back = ATTENTION.call(case), ATTENTION.backward_call(case)
-    forward = "tf32-ordered"  # the tensor cores make the votes of half precision, but not float16's backward
-    backward = forward if dtype == torch.bfloat16 else "ordered"
-    with target.guarded(), torch.profiler.profile() as profile:
-        found = {"sums": target.forward(call, forward)["sums"], **target.backward(back, backward)}
-    wide = Call(ATTENTION, widened(call.given), {}, call.detach), BackwardCall(ATTENTION, widened(back.given))
-    exact = {"sums": target.forward(wide[0], forward)["sums"], **target.backward(wide[1], backward)}
-    for name, value in exact.items():
-        if pose != (1, 64, 64):
-            assert torch.equal(found[name], value.to(found[name].dtype)), name
-        off = (found[name].float() - value).abs() - torch.finfo(found[name].dtype).eps * value.abs()
-        assert off.max() <= 1e-6 * value.abs().max(), name
-    moved = [x for x in profile.events() if x.name == "aten::_to_copy" and target.device == "cpu"]
-    assert len(moved) <= len([x for x in found.values() if x.dtype == dtype]), "more than the gradients are converted"
 
 
 @on_every_target
@@ -216,27 +153,6 @@ def test_ordered_results_have_the_same_bits(routing: Routing, case: Case, option
         first = first or found
         for name, value in found.items():
             assert torch.equal(value.nan_to_num(), first[name].nan_to_num()), name
-
-
-@on_every_target
-@pytest.mark.parametrize("name", ["padded", "one-position"])
-@every_routing
-def test_turns_add_up(routing: Routing, name: str, target: Target) -> None:
-    """A backward of several turns is the sum of theirs."""
-    case = replace(routing.case(name), turns=3)
-    whole = routing.backward_call(case)
-    found = target.backward(whole)
-    total: dict[str, Any] = {}
-    for turn in range(3):
-        part = dict(whole.given)
-        for name in (*routing.grads, *routing.state, *routing.saved):
-            stack = part[name]
-            part[name] = None if stack is None else stack[turn : turn + 1]
-        for name, gradient in target.backward(BackwardCall(routing, part)).items():
-            total[name] = gradient + total.get(name, 0.0)
-    assert total.keys() == found.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, total[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 # ---- what the kernels do not take -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 Found = dict[str, str]
 
 ROOT = Path(__file__).parents[1]
-CASES = [case.name for case in SET]
+CASES = [str(case) for case in SET]
 
 
 def _run(world: int, folder: Path, names: list[str]) -> Found:
@@ -46,7 +46,7 @@ def test_two_processes_do_what_one_does(name: str, two: Found) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
 def test_more_processes_do_what_one_does(world: int, tmp_path: Path) -> None:
-    names = [*CASES, *(case.name for case in MESHES if world == 4)]
+    names = [*CASES, *(str(case) for case in MESHES if world == 4)]
     wrong = {name: text for name, text in _run(world, tmp_path, names).items() if text}
     assert not wrong, wrong
 
@@ -59,15 +59,14 @@ from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor._ops.strategy_validation import validate_aten_combination as validate
 from cases import Case
-from distributed_worker import RULES
+from registry import ROUTINGS as ROWS
 from fastcaps.ops import ROUTINGS
 from fastcaps.ops.sharding import acceptable
 
 dist.init_process_group("fake", rank=0, world_size=2)
 tried = 0
-for routing, rules in RULES.items():
-    ours = next(one for one in ROUTINGS if one.stem == routing.stem)
-    for rule in rules:
+for routing, ours in zip(ROWS, ROUTINGS, strict=True):
+    for rule in routing.rules:
         for turns in (1, 2):
             case = Case("", rule, batch=4, types=6, parents=4, bias="IM", gate="some", turns=turns)
             there, back = routing.call(case).arguments(True), list(routing.backward_call(case).given.values())
@@ -87,13 +86,7 @@ print(tried)
 def test_torchs_own_validation_accepts_every_rule() -> None:
     """In a process of its own: it takes a process group, and imports much of torch's test helpers."""
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", VALIDATION],
-        cwd=ROOT,
-        env=os.environ | path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command, variables = [sys.executable, "-c", VALIDATION], os.environ | path
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 64, done.stdout

@@ -90,21 +90,6 @@ def test_a_handler_that_returns_does_not_stop_a_call(alarm: Any) -> None:
         assert torch.equal(disturbed, call(64, 200))
 
 
-def test_another_threads_error_takes_no_signal(alarm: Any) -> None:
-    """What a handler raised is the main thread's, which calls the op itself here, and hears of it last."""
-    children, weight = torch.randn(32, 1152, 1, 8), torch.randn(1152, 10, 8, 16)
-    votes = (children, weight, None, None, 10, [1, 1, 1, 1, 0, 0, 1, 1])
-    raise_signal = libraries.library("cpu").raise_signal
-    alarm(0.15, EnoughOfOneCall())
-    with pytest.raises(RuntimeError, match="the handler of a signal stopped the call"):
-        torch.ops.fastcaps_cpu.attention_routing(*votes, None, None, None, 1.0, 1e-5, 2, 5000, 0)
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(raise_signal).result()
-    with pytest.raises(Enough):
-        raise_signal()
-    raise_signal()  # once
-
-
 def test_ctrl_c_stops_the_main_thread_alone(one_thread: None) -> None:
     """Others compute, rightly, and wrong calls of theirs raise what they should."""
     over = threading.Event()

@@ -12,7 +12,7 @@ from registry import ROUTINGS
 
 from fastcaps import libraries
 from tools import static_report
-from tools.static_report import Usage, collect, parse_usage, spilled
+from tools.static_report import Usage, collect, spilled
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = libraries.library_path("cuda")
@@ -20,23 +20,6 @@ NO_TOOL = "" if static_report.tool("cuobjdump") else "no cuobjdump: neither a CU
 NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
 NO_TRITON = libraries.triton_kernels()[1] or NO_TOOL
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-USAGE = """\
-arch = sm_80
-Resource usage:
- Common:
-  GLOBAL:0
- Function _Z3onev:
-  REG:128 STACK:40 SHARED:0 LOCAL:0 CONSTANT[0]:384 TEXTURE:0 SURFACE:0 SAMPLER:0
-arch = sm_90a
-Resource usage:
- Function _Z3twov:
-  REG:70 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:560 TEXTURE:0 SURFACE:0 SAMPLER:0
-"""
-
-
-def test_the_resource_usage_of_cuobjdump() -> None:
-    assert parse_usage(USAGE) == [Usage("_Z3onev", "sm_80", 128, 40, 0), Usage("_Z3twov", "sm_90a", 70, 0, 1024)]
 
 
 SPILLING = """\

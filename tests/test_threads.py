@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from suite import native_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,27 +62,3 @@ def test_workers_forked_after_a_call_route(threads_kept: None) -> None:
     wanted = [call(index)[0] for index in range(4)]  # torch's threads are running now, and do not outlive a fork
     loader: Any = DataLoader(Routed(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
     assert all(torch.equal(found, want) for found, want in zip(loader, wanted, strict=True))
-
-
-def threads_at_work(children: Tensor, weight: Tensor) -> int:
-    """How many threads of this process take part in a call."""
-
-    def seconds() -> dict[str, int]:
-        tasks = Path("/proc/self/task")
-        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()}
-
-    dynamic_routing(children, weight, iterations=1)  # threads that wait spin for a while
-    before = seconds()
-    dynamic_routing(children, weight, iterations=30)
-    spent = [now - before.get(name, 0) for name, now in seconds().items()]
-    return sum(each > 0.1 * max(spent) for each in spent)
-
-
-@native_only
-@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="the system does not tell what a thread did")
-def test_the_number_of_threads_is_torchs_at_every_call(threads_kept: None) -> None:
-    children, weight = torch.randn(64, 576, 1, 8), torch.randn(576, 10, 8, 16)
-    for threads in (2, 1, 2):
-        torch.set_num_threads(threads)
-        # On a busy machine one thread may take all items of a call, or one that waits may spin through it.
-        assert threads in (threads_at_work(children, weight) for _ in range(60))

@@ -1,18 +1,17 @@
-"""torch.func, forward mode, second derivatives and checkpoints: as of the plain formulas, or refused by name.
+"""torch.func, forward mode, second derivatives and checkpoints of every routing function.
 
-A call that cannot be transformed must say so in words of ours: what the feature is, and that fastcaps has it not. It
-must never return zeros, nor the error of some machinery within torch.
+torch's own checks hold derivatives to finite differences, in forward and reverse mode, over each other and mapped; what
+vmap does must be what a call for each entry does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
-from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number
+from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number, training
+from suite import hold_derivatives
 from torch import Tensor, func
 from torch.utils.checkpoint import checkpoint
 
@@ -21,162 +20,66 @@ from fastcaps import Window
 
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-Call = Callable[[Leaves], Leaves]  # ours or the formulas, of tensors by name
-SAMPLED = ("children", "gate", "parents")
+SAMPLED = ("children", "gate", "activations", "scores", "parents")
 
 
-def tangents(given: Leaves) -> Leaves:
-    draw = torch.Generator().manual_seed(3)
-    return {name: torch.randn(t.shape, generator=draw, dtype=t.dtype) for name, t in given.items()}
+@pytest.mark.parametrize("window", [None, pytest.param(WINDOWS["grid"], marks=pytest.mark.slow)], ids=WINDOWS)
+@pytest.mark.parametrize("routing", [row for row in ROUTINGS if "detach" not in row.name], ids=str)
+def test_derivatives(routing: Routing, window: Window | None) -> None:
+    """Of all tensors; where coefficients are constants to the gradient, but not to differences, none can be held."""
+    hold_derivatives(lambda leaves: routing.ours(leaves, window), routing.tensors(window, batch=1))
 
 
-def of_children(call: Call, given: Leaves) -> tuple[Callable[[Tensor], Leaves], Tensor]:
-    """Return the call as a function of one sample's children, the rest fixed, and those."""
-    alone = {name: tensor[:1] if name in SAMPLED else tensor for name, tensor in given.items()}
-    return lambda children: call({**alone, "children": children}), alone["children"]
+@every_window
+@every_routing
+def test_the_mapped_call_is_a_call_for_each(routing: Routing, window: Window | None) -> None:
+    """Over other children, and over several sets of all else."""
+    given = routing.tensors(window)
+    for changes in (["children"], [name for name in given if name != "children"]):
+        rest = {name: tensor for name, tensor in given.items() if name not in changes}
+        many = {name: torch.stack([t, t.flip(0), 0.3 * t]) for name, t in given.items() if name in changes}
+        found = func.vmap(lambda some, rest=rest: routing.ours({**rest, **some}, window))(many)
+        for k in range(3):
+            one = {**rest, **{name: tensor[k] for name, tensor in many.items()}}
+            close({name: result[k] for name, result in found.items()}, routing.ours(one, window))
 
 
-def dual_numbers(call: Call, given: Leaves) -> list[Leaves]:
-    results = []
-    for name in ("children", "weight", "gate"):
-        if name not in given:
-            continue
-        with forward_ad.dual_level():
-            found = call({**given, name: forward_ad.make_dual(given[name], tangents(given)[name])})
-            pairs = {key: forward_ad.unpack_dual(value) for key, value in found.items()}
-            none = {key: torch.zeros_like(pair.primal) for key, pair in pairs.items()}  # of what does not depend on it
-            results.append({k: none[k] if pair.tangent is None else pair.tangent.clone() for k, pair in pairs.items()})
-    return results
-
-
-def pulled_back(call: Call, given: Leaves) -> Leaves:
-    found, back = func.vjp(call, given)
-    return back(tangents(found))[0]
-
-
-def jacobian(how: Callable[..., Any]) -> Callable[[Call, Leaves], Any]:
-    def derivative(call: Call, given: Leaves) -> Any:
-        run, children = of_children(call, given)
-        return how(run)(children)
-
-    return derivative
-
-
-def hessian(call: Call, given: Leaves) -> Tensor:
-    run, children = of_children(call, given)
-    return func.hessian(lambda changed: number(run(changed)))(children)
-
-
-def ensemble(*fixed: str) -> Callable[[Call, Leaves], Leaves]:
-    """Several sets of all tensors but ``fixed``; the new dimension of the results is the last."""
-
-    def mapped(call: Call, given: Leaves) -> Leaves:
-        rest = {name: given[name] for name in fixed}
-        many = {name: torch.stack([t, t.flip(0), 0.3 * t]) for name, t in given.items() if name not in fixed}
-        return func.vmap(lambda changed: call({**rest, **changed}), out_dims=-1)(many)
-
-    return mapped
-
-
-def of_every_sample(call: Call, given: Leaves) -> Leaves:
+@every_routing
+def test_gradients_of_every_sample(routing: Routing) -> None:
     """vmap(grad): what differential privacy and influence functions ask for."""
+    given = routing.tensors()
     shared, sampled = ({k: t for k, t in given.items() if (k in SAMPLED) == is_sampled} for is_sampled in (False, True))
 
     def loss(parameters: Leaves, sample: Leaves) -> Tensor:
-        return number(call({**parameters, **{name: tensor[None] for name, tensor in sample.items()}}))
+        return number(routing.ours({**parameters, **{name: tensor[None] for name, tensor in sample.items()}}))
 
-    return func.vmap(func.grad(loss, argnums=(0, 1)), (None, 0))(shared, sampled)
-
-
-def penalty(call: Call, given: Leaves) -> Leaves:
-    """Reverse over reverse, of all tensors at once: a gradient penalty."""
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
-    values, options = list(leaves.values()), {"allow_unused": True, "materialize_grads": True}
-    first = torch.autograd.grad(number(call(leaves)), values, create_graph=True, **options)
-    second = torch.autograd.grad(number(dict(zip(leaves, first, strict=True))), values, **options)
-    return dict(zip(leaves, second, strict=True))
-
-
-FEATURES: dict[str, tuple[str, Callable[[Call, Leaves], Any]]] = {  # what a refusal must name; the transformed call
-    "jvp": ("forward-mode", lambda call, given: func.jvp(call, (given,), (tangents(given),))),
-    "dual-numbers": ("forward-mode", dual_numbers),
-    "jacfwd": ("forward-mode", jacobian(func.jacfwd)),
-    "jacrev": ("vmap", jacobian(func.jacrev)),
-    "hessian": ("forward-mode", hessian),
-    "grad": ("torch.func.grad", lambda call, given: func.grad(lambda leaves: number(call(leaves)))(given)),
-    "vjp": ("torch.func", pulled_back),
-    "vmap-children": ("vmap", lambda call, given: ensemble(*[n for n in given if n != "children"])(call, given)),
-    "vmap-parameters": ("vmap", ensemble("children")),
-    "vmap-grad": ("vmap", of_every_sample),
-    "penalty": ("second derivative", penalty),
-}
-ON_GRIDS = ("jvp", "grad", "vmap-children", "penalty")
-
-
-@pytest.mark.parametrize(
-    ("feature", "window"),
-    [(name, WINDOWS["set"]) for name in FEATURES] + [(name, WINDOWS["grid"]) for name in ON_GRIDS],
-    ids=lambda value: value if isinstance(value, str) else "set" if value is None else "grid",
-)
-@every_routing
-def test_right_or_refused(routing: Routing, feature: str, window: Window | None) -> None:
-    named, transformed = FEATURES[feature]
-    given = routing.tensors(window)
-    wanted = transformed(lambda leaves: routing.plain(leaves, window), given)
-    try:
-        found = transformed(lambda leaves: routing.ours(leaves, window), given)
-    except (RuntimeError, NotImplementedError) as error:
-        text = str(error)
-        assert "fastcaps" in text and named in text, f"the refusal does not name {named}: {text}"
-        return
-    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("routing", [row for row in ROUTINGS if "detach" not in row.name], ids=str)
-def test_second_derivatives_by_differences(routing: Routing) -> None:
-    """Where coefficients are constants to the gradient, but not to differences, there is nothing to compare."""
-    run, children = of_children(routing.ours, routing.tensors())
-    call = lambda poses: tuple(run(poses).values())  # noqa: E731
-    assert torch.autograd.gradcheck(call, (children.requires_grad_(),), fast_mode=True)
-    assert torch.autograd.gradgradcheck(call, (children,), fast_mode=True)
+    found = func.vmap(func.grad(loss, argnums=(0, 1)), (None, 0))(shared, sampled)
+    for b in range(3):
+        wanted = training(routing, shared | {name: tensor[b : b + 1] for name, tensor in sampled.items()})
+        for name in given:
+            one = found[0][name][b] if name in shared else found[1][name][b][None]
+            torch.testing.assert_close(one, wanted[f"d{name}"], rtol=1e-7, atol=1e-9)
 
 
 @every_window
 @every_routing
 def test_checkpoint_without_reentry(window: Window | None, routing: Routing) -> None:
-    """Twice over the same graph too: ``retain_graph`` unpacks what was saved once more."""
+    """Twice over the same graph too: ``retain_graph`` unpacks what was saved once more, each tensor once."""
     leaves = {name: tensor.requires_grad_() for name, tensor in routing.tensors(window).items()}
-    values = list(leaves.values())
-    wanted = routing.plain(leaves, window)
-    expected = torch.autograd.grad(number(wanted), values, allow_unused=True)
-    found = checkpoint(lambda given: routing.ours(given, window), leaves, use_reentrant=False)
-    close(found, wanted)
-    for keep in (True, False):
-        gradients = torch.autograd.grad(number(found), values, retain_graph=keep, allow_unused=True)
-        for got, want in zip(gradients, expected, strict=True):
-            got, want = (torch.zeros(()) if t is None else t for t in (got, want))
-            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9, check_dtype=False)
-
-
-@every_routing
-def test_saved_tensor_hooks_see_each_tensor_once(routing: Routing) -> None:
-    """What checkpoints, offloading to the CPU and ``save_on_cpu`` rest on: each packed tensor is unpacked once."""
+    wanted = training(routing, leaves, window)
     unpacked: list[int] = []
     packed: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> int:
-        packed.append(tensor)
-        return len(packed) - 1
-
-    def unpack(place: int) -> Tensor:
-        unpacked.append(place)
-        return packed[place]
-
-    leaves = {name: tensor.requires_grad_() for name, tensor in routing.tensors().items()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        loss = number(routing.ours(leaves))
-    loss.backward()
+    hooks = lambda t: packed.append(t) or len(packed) - 1, lambda place: unpacked.append(place) or packed[place]
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        direct = number(routing.ours(leaves, window))
+    direct.backward()
     assert len(unpacked) == len(set(unpacked))
+    found = checkpoint(lambda given: routing.ours(given, window), leaves, use_reentrant=False)
+    for keep in (True, False):
+        gradients = torch.autograd.grad(
+            number(found), list(leaves.values()), retain_graph=keep, allow_unused=True, materialize_grads=True
+        )
+        close(found | dict(zip((f"d{name}" for name in leaves), gradients, strict=True)), wanted)
 
 
 def test_an_ensemble_of_primary_capsules() -> None:

@@ -38,7 +38,7 @@ from triton_cases import (
 )
 
 from fastcaps.rules import Rule
-from fastcaps.triton_kernels import attention, available, call, devices, gaussian, pooling
+from fastcaps.triton_kernels import attention, available, devices, gaussian, pooling
 from fastcaps.votes import SET_WINDOW
 
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="the kernels run on a GPU here")
@@ -85,6 +85,8 @@ def test_half_precision(routing: Routing, dtype: torch.dtype) -> None:
 TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the least that take matrix products
 DEEP = {"parents": 17, "pose": (2, 9, 2)}  # two tiles, and a depth that makes matrix products pay
 FIRST = {"how": 0, "start": False, "turns": 2}
+SAME = {"groups": "none", "types": 1, "pose": (2, 3, 3), "start": False, "turns": 2}
+CROWDED = {"grid": (1, 1), "window": SET_WINDOW, "types": 65, "parents": 3, "groups": "one", "bias": "1M"}
 BARE: dict[str, Any] = {
     "how": -1, "bias": None, "gate": None, "betas": "11", "normalize": False, "detach": True, "log_weight": False,
     "grid": (2, 3), "window": (2, 2, 1, 1, 0, 0, 1, 1),
@@ -93,6 +95,10 @@ WAYS: dict[str, Any] = {
     "tiny": (0, TINY, {}),  # parents and children are split over programs
     "tiny-ordered": (1, TINY, {}),
     "tiny-first-turn": (1, TINY, FIRST),
+    "tiny-same": (0, TINY, SAME),  # votes without matrices
+    "tiny-same-ordered": (1, TINY, SAME),
+    "crowded": (0, LIMITS, CROWDED),  # programs of their own gather dW, by outer products for few positions
+    "crowded-products": (0, LIMITS, {**CROWDED, "batch": 16}),
     "ranges": (0, {"resident": 64}, {}),  # a range for every child
     "ordered": (1, {}, {}),
     "tf32": (2, TILES, {"batch": 2, **DEEP}),
@@ -118,31 +124,6 @@ def test_ways_to_run(routing: Routing, way: str) -> None:
     check(routing, _way(routing, way), options, **limits)
 
 
-def _without_matrices(routing: Routing) -> Case:
-    """Return a case whose votes are poses."""
-    return _small(routing, groups="none", parents=9, pose=(2, 3, 3), start=False, turns=2)
-
-
-@pytest.mark.parametrize("way", ["tiny", "tiny-ordered"])
-@every_routing
-def test_two_sweeps_over_votes_without_matrices(routing: Routing, way: str) -> None:
-    """Also where the first turn has no parents."""
-    options, limits, _ = WAYS[way]
-    check(routing, _without_matrices(routing), options, **limits)
-
-
-def _crowded(routing: Routing, batch: int) -> Case:
-    """Return a case whose children all share their matrices."""
-    return _small(routing, batch=batch, grid=(1, 1), window=SET_WINDOW, types=65, groups="one", bias="1M", betas="I1")
-
-
-@pytest.mark.parametrize("batch", [1, 16])
-@every_routing
-def test_many_children_of_the_same_matrices(routing: Routing, batch: int) -> None:
-    """Programs of their own gather dW: by outer products for few positions, else by matrix products."""
-    check(routing, _crowded(routing, batch), **LIMITS)
-
-
 @interpreted
 @every_routing
 def test_every_compiled_path_has_a_case(routing: Routing) -> None:
@@ -152,9 +133,6 @@ def test_every_compiled_path_has_a_case(routing: Routing) -> None:
         met |= paths(routing, case, **LIMITS)
     for way, (options, limits, _) in WAYS.items():
         met |= paths(routing, _way(routing, way), options, **limits)
-        met |= paths(routing, _without_matrices(routing), options, **limits) if way.startswith("tiny") else set()
-    for batch in (1, 16):
-        met |= paths(routing, _crowded(routing, batch), **LIMITS)
     there = [case for case in routing.cases if case.dtype != torch.float64]
     compiled = set().union(*(paths(routing, case, options, "meta") for case in there for options in (0, 3)))
     missing = sorted(compiled - met)
@@ -193,18 +171,6 @@ def test_offsets_beyond_int32(options: int) -> None:
     near, far = interpret("triton_inside.attention", options)
     for one, other in zip(near, far, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
-
-
-@interpreted
-def test_poses_beyond_int32() -> None:
-    found, expected = interpret("triton_inside.finish")
-    assert found == expected
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_no_eps(batch: int) -> None:
-    """Poses that fill a block's last tile are 0 to LayerNorm: without eps they must not make NaN of anything."""
-    check(ATTENTION, _small(ATTENTION, batch=batch, types=3, eps=0.0, gate=None), **LIMITS)
 
 
 # ---- promises -------------------------------------------------------------------------------------------------------
@@ -351,25 +317,6 @@ def test_workspace_never_grows_with_children_times_parents(routing: Routing, ord
         assert max(made) < batch * children * many
 
 
-@every_routing
-def test_every_iteration_adds_to_the_same_gradient(routing: Routing) -> None:
-    """Three iterations of children that are seen once: their gradient is made once, in float32."""
-    backward = function(f"{routing.name}_backward")
-
-    def tensors_like_children(turns: int) -> int:
-        back = routing.backward_call(Case("once", _small(routing).rule, batch=2, types=7, parents=3, turns=turns))
-        given = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in back.given.values()]
-        return sizes_allocated(lambda: backward(*given, 0)).count(back.given["children"].numel())
-
-    assert tensors_like_children(3) == tensors_like_children(1) > 0
-
-
-def test_every_kind_of_gpu_is_asked_how_many_processors_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: SimpleNamespace(gpu_subslice_count=64))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=36))
-    assert [call.processors.__wrapped__(torch.device(name, 1)) for name in ("xpu", "cuda")] == [64, 36]
-
-
 def _large(routing: Routing, parents: int, pose: tuple[int, int, int], **changes: Any) -> tuple[Routing, Case]:
     return routing, routing.make("large", **{"batch": 128, "types": 200, "parents": parents, "pose": pose, **changes})
 
@@ -408,16 +355,6 @@ def test_compiles_without_a_gpu(shape: str, target: str, options: int) -> None:
     wanted |= {f"{routing}_matrix_backward_kernel"} if options & 1 and case.groups != "none" else set()
     large = 24 if shape in ("tsai-6x6", "tsai-1x64") else 4 if routing is ATTENTION else 0
     hold_compiled(launches(_step(routing, case, options)), target, large, wanted)
-
-
-@compiled_here
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", [ATTENTION, GAUSSIAN], ids=str)
-def test_backward_without_its_matrices_does_not_spill(routing: Routing) -> None:
-    """In TF32, where many children share matrices and programs of their own make dW: li-capnet's sizes."""
-    _, case = _large(routing, 512, (1, 8, 16), types=2048, groups=32)
-    backward = [one for one in launches(_step(routing, case, 2)) if one.name == f"{routing}_backward_kernel"]
-    hold_compiled(backward, "sm_90", 0, {f"{routing}_backward_kernel"})
 
 
 @compiled_here

@@ -9,7 +9,6 @@ import mmap
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from registry import Call, routing_of
 from torch import Tensor
@@ -61,33 +60,3 @@ def attention(options: int) -> tuple[list[Tensor], list[Tensor]]:
         given = (query[None], None, None, 0.5, 0.0, 1 | 2 | 16, options)
         both.append([sums, *attention_routing_backward(grad[None], *votes, *given)])
     return both[0], both[1]
-
-
-def finish() -> tuple[list[float], list[float]]:
-    """Join two ranges of children for 2**31 + 3 poses of one number; return what the last ones are and ought to be.
-
-    The kernel's last program alone runs.
-    """
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle, interpreter_builder
-
-    from fastcaps.triton_kernels.attention_kernels import ATTENTION, Attention
-    from fastcaps.triton_kernels.forward import _finish_kernel
-    from fastcaps.triton_kernels.tiles import Tile
-
-    poses, size = 2 * FAR + 3, 16
-    parts, parents = mapped(2 * poses), mapped(poses)
-    parts[poses - 3 : poses] = torch.tensor([1.0, 2.0, 3.0])
-    parts[-3:] = torch.tensor([10.0, 20.0, 30.0])
-    before, last = interpreter_builder.create_get_program_id, np.array([poses // size], dtype=np.int32)
-    interpreter_builder.create_get_program_id = lambda axis: TensorHandle(last, tl.int32)
-    try:
-        turn = Attention(parents, None, None, 1.0, 0.0, *(tl.constexpr(number) for number in (1, False, False)))
-        tile = Tile(*(tl.constexpr(number) for number in (size, 1, 1, 1, 0, 0, 1, 1, 1, "ieee")))
-        _finish_kernel[(1,)](
-            parts=(parts,), turn=turn, results=(parents, parents), poses=poses, splits=2, tile=tile,
-            algebra=ATTENTION, ROUTING="attention",
-        )  # fmt: skip
-    finally:
-        interpreter_builder.create_get_program_id = before
-    return parents[-3:].tolist(), [11.0, 22.0, 33.0]

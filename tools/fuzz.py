@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import features
 import hypothesis
 import torch
 from cases import LAYOUTS, Case
@@ -252,9 +253,6 @@ def wrong(draw: st.DrawFn) -> None:
         assert one_result.shape == other.shape, f"{list(one_result.shape)}, wanted {list(other.shape)}: {what}"
 
 
-FUNCTIONS = ("inverted_attention_routing", "dynamic_routing", "em_routing", "heinsen_routing", "routing_pool")
-
-
 @dataclass
 class Function:
     """A public function and right arguments of it."""
@@ -270,42 +268,21 @@ class Function:
 @st.composite
 def function(draw: st.DrawFn) -> Function:
     """Draw a call of a public function."""
-    name = draw(st.sampled_from(FUNCTIONS))
+    row = draw(st.sampled_from(features.ROUTINGS))
     small = st.integers(1, 5)
-    batch, types, parents, rows, depth, columns = (draw(small) for _ in range(6))
     window = Window(draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(0, 1)))
     grid = draw(st.sampled_from(((), (3, 3), (4, 5))))
     dtype = draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-    generator = torch.Generator().manual_seed(draw(SEED))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    seen = types * (window.positions if grid else 1)
-    places = window.output_size(*grid) if grid else ()
-    groups = draw(st.sampled_from((1, seen)))
-    each = (batch, types, *grid)
-    given: dict[str, Any] = {"children": normal(*each, rows, depth), "weight": normal(groups, parents, depth, columns)}
-    if grid:
-        given["window"] = window
-    if draw(st.booleans()) or name == "heinsen_routing":
-        given["bias"] = normal(seen, parents, rows, columns)
-    if name == "inverted_attention_routing":
-        given["normalize"] = rows * columns > 1 and draw(st.booleans())
-        if draw(st.booleans()):
-            given["parents"] = normal(batch, parents, *places, rows, columns)
-    elif name == "dynamic_routing":
-        given.update(compete=draw(st.sampled_from(("parents", "children"))), detach=draw(st.booleans()))
-    elif name == "em_routing":
-        given.update(activations=normal(*each).sigmoid(), beta_u=normal(parents), beta_a=normal(parents))
-    elif name == "heinsen_routing":
-        table = (seen, parents)
-        given.update(scores=normal(*each), beta_use=normal(*table), beta_ignore=normal(*table))
-    if name not in ("em_routing", "heinsen_routing") and draw(st.booleans()):
-        given["gate"] = normal(*each).sigmoid()
-    if name != "routing_pool":
-        given["iterations"] = draw(st.integers(1, 3))
-    return Function(name, given)
+    sizes = {"types": draw(small), "grid": grid, "parents": draw(small), "pose": tuple(draw(small) for _ in range(3))}
+    given: dict[str, Any] = row.tensors(window if grid else None, dtype, draw(small), draw(SEED), **sizes)
+    for name in ("bias", row.child, "parents"):
+        if name in given and name != "scores" and draw(st.booleans()):
+            del given[name]
+    if "weight" in given and draw(st.booleans()):
+        given["weight"] = given["weight"][:1]
+    if row.name.startswith("attention") and sizes["pose"][0] * sizes["pose"][2] == 1:  # its own mean
+        given = {name: tensor for name, tensor in given.items() if not name.startswith("norm")} | {"normalize": False}
+    return Function(row.function.__name__, {**row.settings, **given, **({"window": window} if grid else {})})
 
 
 def public(draw: st.DrawFn) -> None:

@@ -26,7 +26,6 @@ STREAMS = (0x1000, 0x2000)
 class Launch:
     """One launch: on which device and stream, of what kernel, and how large."""
 
-    number: int
     kernel: str
     device: int
     x: int
@@ -113,12 +112,8 @@ class Host:
         for k in range(self.stub.stub_launches()):
             facts = (ctypes.c_int64 * 8)()
             kernel = _plain(self.stub.stub_launch(ctypes.c_int64(k), facts).decode())
-            found.append(Launch(k, kernel, *facts[:7], bool(facts[7])))
+            found.append(Launch(kernel, *facts[:7], bool(facts[7])))
         return found
-
-    def reads(self, launch: Launch, tensor: Tensor) -> bool:
-        """Whether a tensor's address is among a launch's arguments."""
-        return bool(self.stub.stub_holds(ctypes.c_int64(launch.number), ctypes.c_void_p(tensor.data_ptr())))
 
     @staticmethod
     def moved(given: Any, device: int) -> Any:

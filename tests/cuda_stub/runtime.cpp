@@ -23,12 +23,11 @@ struct Device {
   int multiprocessors, shared_optin;
 };
 constexpr Device kDevices[] = {{132, 227 << 10}, {36, 99 << 10}};
-constexpr int kCount = 2, kShared = 48 << 10, kSeen = 1536;
+constexpr int kCount = 2, kShared = 48 << 10;
 
 struct Launch {
   std::string kernel;
   int64_t facts[8];  // device, grid x, y, z, threads, shared bytes, stream, while captured
-  char arguments[kSeen];
 };
 
 bool open[kCount];
@@ -96,12 +95,9 @@ VISIBLE cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const 
   if (const cudaError_t error = called("cudaLaunchKernelExC")) return error;
   if (current < 0) return cudaErrorInvalidResourceHandle;
   if (const cudaError_t error = refused(*config, kernel, arguments)) return error;
-  Launch launch{kernels[kernel],
-                {current, config->gridDim.x, config->gridDim.y, config->gridDim.z, config->blockDim.x,
-                 int64_t(config->dynamicSmemBytes), int64_t(config->stream), capturing},
-                {}};
-  std::memcpy(launch.arguments, arguments[0], kSeen);  // with some of the caller's stack, where they are fewer
-  launches.push_back(launch);
+  launches.push_back({kernels[kernel],
+                      {current, config->gridDim.x, config->gridDim.y, config->gridDim.z, config->blockDim.x,
+                       int64_t(config->dynamicSmemBytes), int64_t(config->stream), capturing}});
   return cudaSuccess;
 }
 VISIBLE const char* cudaGetErrorString(cudaError_t error) {
@@ -161,9 +157,4 @@ VISIBLE int64_t stub_launches() { return int64_t(launches.size()); }
 VISIBLE const char* stub_launch(int64_t k, int64_t* facts) {
   std::memcpy(facts, launches[size_t(k)].facts, sizeof(Launch::facts));
   return launches[size_t(k)].kernel.c_str();
-}
-VISIBLE int stub_holds(int64_t k, const void* pointer) {  // is this address among the kernel's arguments?
-  for (int at = 0; at + 8 <= kSeen; at += 8)
-    if (std::memcmp(launches[size_t(k)].arguments + at, &pointer, 8) == 0) return 1;
-  return 0;
 }
