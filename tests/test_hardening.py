@@ -83,21 +83,6 @@ def test_faults_of_a_line_of_cpp(line: str, wanted: dict[str, str]) -> None:
     assert wanted.items() <= found.items() and bool(found) == bool(wanted) and line not in found
 
 
-def test_faults_of_python(tmp_path: Path) -> None:
-    """What is planted is the program as it was, until its fault is asked for."""
-    text = "def f(x, m):\n    y = load(x, mask=m)\n    y += 1\n    store(y)\n    return where(x < y, x[None, :], -y)\n"
-    (tmp_path / "f.py").write_text(text)
-    found = faults.faults(tmp_path, ["f.py"])
-    assert {(one.line, one.after.strip()) for one in found} >= {
-        (2, "y = load(x, mask=None)"),
-        (3, ""),
-        (4, ""),
-        (5, "return where(x <= y, x[None, :], -y)"),
-        (5, "return where(x < y, x[None, :], y)"),
-    }
-    assert faults.planted("f.py", text, {7: found[0]}).count("FASTCAPS_FAULT(7)") == 1
-
-
 def test_faults_are_the_same_for_a_seed_and_never_two_in_a_line() -> None:
     everything = faults.faults(ROOT, ["csrc/cpu/forward.h", "csrc/cuda/stage.h", "triton_kernels/tiles.py"])
     some = faults.drawn(everything, 90, seed=1)

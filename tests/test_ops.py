@@ -105,6 +105,13 @@ def test_the_entrance_is_the_op(routing: Routing) -> None:
         assert torch.equal(value, wanted[name]), name
 
 
+@every_routing
+def test_the_formula_that_an_export_to_other_runtimes_takes(routing: Routing) -> None:
+    arguments = routing.call(replace(routing.case("padded"), turns=2, dtype=torch.float64)).arguments(True)
+    found = torch._decomp.decomposition_table[routing.op](*arguments)
+    torch.testing.assert_close(tuple(found), tuple(routing.op(*arguments)))
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,39 +19,6 @@ NO_TOOL = "" if static_report.tool("cuobjdump") else "no cuobjdump: neither a CU
 NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
 NO_TRITON = libraries.triton_kernels()[1] or NO_TOOL
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-SPILLING = """\
-namespace fastcaps::gpu {
-template <int...> struct FixedPose {};
-template <class Pose, int R, bool PLAIN> struct AttentionForward;
-template <template <class, int, bool> class Policy, class Pose, int R, bool PLAIN, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS) forward_kernel(float* x, const int* at) {
-  float kept[ROOM];
-  for (int i = 0; i < ROOM; ++i) kept[i] = x[i * 32 + threadIdx.x];
-  for (int i = 0; i < 100; ++i) kept[AT] += x[i];
-  for (int i = 0; i < ROOM; ++i) x[i * 32 + threadIdx.x] = kept[i];
-}
-using Pose = FixedPose<4, 4, 4, 4, 4, 1, 8, 4, 20>;
-template __global__ void forward_kernel<AttentionForward, Pose, 1, true, 256, 1>(float*, const int*);
-}
-"""
-
-
-@pytest.mark.skipif(bool(NO_TOOL) or NVCC is None, reason=NO_TOOL or "no nvcc")
-@pytest.mark.parametrize(("index", "spills"), [("at[i]", True), ("i % 4", False)])
-def test_local_memory_is_seen_in_what_nvcc_makes(index: str, spills: bool, tmp_path: Path) -> None:
-    source, made = tmp_path / "k.cu", tmp_path / "k.o"
-    source.write_text("#define ROOM 8\n#define AT " + index + "\n" + SPILLING)
-    command = [str(NVCC), "-std=c++17", "-O3", "-arch=sm_90", "-c", str(source), "-o", str(made), "-Xptxas", "-v"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    (one,) = collect([made])
-    assert one.arch == "sm_90" and one.specialised and bool(spilled([one])) == spills
-    assert one.name == "forward<AttentionForward, FixedPose<4, 4, 4, 4, 4, 1, 8, 4, 20>, 1, true, 256, 1>"
-    told = re.search(r"(\d+) bytes stack frame.*Used (\d+) registers", done.stderr, re.DOTALL)  # by ptxas
-    assert told is not None and (one.local, one.registers) == tuple(map(int, told.groups()))
-    assert static_report.main([str(made)]) == (1 if spills else 0)
 
 
 @pytest.mark.skipif(bool(NO_TOOL or NO_LIBRARY), reason=NO_TOOL or NO_LIBRARY)

@@ -198,33 +198,6 @@ def test_ordered_results_have_the_same_bits(routing: Routing) -> None:
         assert torch.equal(value, again[name]), name
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("way", ["ordered", "tiny"])
-@pytest.mark.parametrize("routing", [POOLING, GAUSSIAN], ids=str)
-def test_a_gate_of_0_leaves_no_trace(routing: Routing, way: str, bad: float) -> None:
-    """Not of a broken child either; behind an open gate it spoils its own position."""
-    options, limits, _ = WAYS[way]
-    case = _small(routing, batch=2, grid=(2, 2), types=2, pose=(2, 2, 2), parents=2, bias="11", betas="11", gate="some")
-    call, back = routing.call(case), routing.backward_call(case)
-    for part in (call.given, back.given):
-        part["gate"][0, 0, 0, 0] = part["gate"][1, 1, 1, 1] = 0.0
-    call.given["children"][0, 0, 0, 0, 0, 1] = call.given["children"][1, 1, 1, 1] = bad
-    expected = call.by_loop()
-    found = call.forward(kernels(routing.name, **limits), options)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-    back.given["children"] = call.given["children"]
-    for kept, saved in routing.saved.items():
-        back.given[kept] = expected[saved]
-    wanted = dict(zip(routing.gradients, back.by_reference(), strict=True))
-    for name, value in backward_of(routing, back, options, **limits).items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
-    call.given["gate"][1, 1, 1, 1] = 1.0
-    name = routing.outputs[1]  # sums or means
-    spoiled = call.forward(kernels(routing.name, **limits), options)[name].isfinite()
-    assert torch.equal(spoiled, call.by_loop()[name].isfinite()) and not spoiled.all()
-
-
 @pytest.mark.parametrize("start", [False, True])
 def test_variances_do_not_feel_an_offset(start: bool) -> None:
     """Votes at 1e4 with a spread of 1, about a mean or none; ranges of children, the first of which may be empty."""

@@ -15,7 +15,7 @@ import torch
 from cases import Case, on_device
 from registry import BackwardCall, Routing
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_worker import Interpreter
+from triton_worker import interpret
 
 triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
 
@@ -24,8 +24,6 @@ from fastcaps.triton_kernels import call, forward, schedule, static  # noqa: E40
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: parents and children are split
 WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with many positions, for the interpreter's sake
-
-interpret = Interpreter()
 
 
 def _path(name: str) -> str:

@@ -87,10 +87,6 @@ class Host:
         """Let a function of the runtime fail from now on."""
         self.stub.stub_fail(function.encode(), error)
 
-    def leave(self, device: int) -> None:
-        """Let torch make a device current whenever it is asked for memory; -1: none."""
-        self.stub.stub_leave(device)
-
     def calls(self, function: str) -> int:
         count: int = self.stub.stub_calls(function.encode())
         return count
