@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 import fastcaps
@@ -43,11 +42,10 @@ def measure_machine(console: Console) -> dict[str, dict[str, measure.Figures]]:
     here = {entry.name: entry.available for entry in backends.listing()}
     chosen = [name for name in BACKENDS if here[name]]
     figures: dict[str, dict[str, measure.Figures]] = {name: {} for name in measure.WORKLOADS}
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as progress:
-        task = progress.add_task("measuring")
+    with console.status("measuring") as status:
         for name, workload in measure.WORKLOADS.items():
             for backend in chosen:
-                progress.update(task, description=f"measuring {workload.title} on {backend}, in a fresh process")
+                status.update(f"measuring {workload.title} on {backend}, in a fresh process")
                 figures[name][backend] = measure.Figures(**measure.apart("fastcaps.measure", name, backend))
     return figures
 
@@ -112,25 +110,10 @@ def draw(result: TrainResult, splits: data.Splits, out: Path) -> list[Path]:
 def run(
     out: Path, *, epochs: int = EPOCHS, seed: int = 0, speed: bool = True, console: Console | None = None
 ) -> dict[str, Any]:
-    """Run the whole demonstration.
+    """Run the whole demonstration; returns what ``demo.json`` holds.
 
-    Parameters
-    ----------
-    out : Path
-        The folder for the pictures, ``demo.json`` and the training's own files.
-    epochs : int
-        Passes over the digits.
-    seed : int
-        Seed of the training; with the same seed and number of threads it ends in the same weights.
-    speed : bool
-        Whether to measure this machine.
-    console : rich.console.Console, optional
-        Where to write.
-
-    Returns
-    -------
-    dict
-        What ``demo.json`` holds: accuracy, seconds, figures, versions, paths of the pictures.
+    ``out`` is the folder for the pictures, ``demo.json`` and the training's own files. With the same seed and number of
+    threads the training ends in the same weights; ``speed`` is whether to measure this machine.
     """
     console = console or Console()
     kernels = next(entry for entry in backends.listing() if entry.name == "cpu")

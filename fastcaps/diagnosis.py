@@ -16,8 +16,6 @@ from fastcaps.checks import check_finite
 from fastcaps.inside import Inside, watched
 from fastcaps.nn import DynamicRouting, InvertedAttentionRouting
 
-__all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
-
 HEADER = ("layer", "class", "parents", "dead", "by", "entropy", "grad θ", "grad v")
 
 

@@ -20,16 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Library",
-    "architecture_names",
-    "architecture_problem",
-    "library",
-    "library_path",
-    "native_build_info",
-    "triton_kernels",
-]
-
 
 def library_path(name: str) -> Path:
     """Return where an installation keeps the library ``"cpu"`` or ``"cuda"``.

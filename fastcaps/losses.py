@@ -240,7 +240,3 @@ class ReconstructionDecoder(nn.Module):
         ``target`` is int64 ``[B]``, which class to draw; None draws each sample's longest capsule.
         """
         return self.layers(self.mask(capsules, target).flatten(1)).unflatten(1, self.image_shape)
-
-    def extra_repr(self) -> str:
-        """What is drawn from what."""
-        return f"classes={self.classes}, dim={self.dim}, image_shape={self.image_shape}"

@@ -24,8 +24,6 @@ from torch import Tensor
 from fastcaps import backends
 from fastcaps.functional import Window, inverted_attention_routing
 
-__all__ = ["WORKLOADS", "Figures", "Workload", "apart", "give_back", "measure", "median_ms", "peak_growth", "status"]
-
 
 def status(field: str) -> int:
     """A field of this process's status, in bytes.

@@ -61,8 +61,7 @@ def reproduce(
     Trains what the table needs, as far as it is not finished. Without NAME, lists the tables.
     """
     given = {"short": short, "collect": collect, "data-dir": data_dir, "out": out, "row": row, "set": settings}
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.markdown import Markdown
 
     from fastcaps.training import reproduce, tables
 
@@ -86,16 +85,8 @@ def reproduce(
     if as_json:
         show(json.loads((folder / "table.json").read_text(encoding="utf-8")))
         return 0
-    shown = Table(title=f"{table.title} ({table.source})", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in reproduce.HEADER:
-        shown.add_column(
-            heading, justify="right" if heading else "left", overflow="fold", min_width=None if heading else 14
-        )
-    for line in lines:
-        shown.add_row(*reproduce.cells(line))
-    console.print(shown)
-    for text in (*remarks, f"{folder}/: table.md, table.json, picture.png"):
-        console.print(text, highlight=False, soft_wrap=True)
+    console.print(Markdown((folder / "table.md").read_text(encoding="utf-8")))
+    console.print(f"{folder}/: table.md, table.json, picture.png", highlight=False, soft_wrap=True)
     return 0
 
 

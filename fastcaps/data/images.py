@@ -84,10 +84,6 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __repr__(self) -> str:
-        channels, height, width = self.images.shape[1:]
-        return f"{type(self).__name__}({len(self)} items from images of {channels} x {height} x {width})"
-
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
         """The numbers of the items, 0 to n − 1, on the device of the images."""
         device = self.images.device

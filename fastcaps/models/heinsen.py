@@ -20,8 +20,6 @@ from fastcaps.models.networks import Config, NetworkConfig
 from fastcaps.nn.heinsen import HeinsenRouting
 from fastcaps.nn.stack import CapsuleSpec, RoutingStack, RoutingTrace
 
-__all__ = ["NETWORKS", "TextCapsNet", "TextConfig"]
-
 
 class TextCapsNet(nn.Module):
     r"""Classify sequences by routing the embeddings that a transformer's layers made of their tokens (Figure 5).
@@ -120,10 +118,6 @@ class TextCapsNet(nn.Module):
             scores = mask.to(poses.dtype).logit().unsqueeze(-1).expand(-1, -1, self.layers).flatten(1)
         found: Any = self.routing(poses, scores, return_trace=return_trace)  # type: ignore[call-overload]
         return (found[0].scores, found[1]) if return_trace else found.scores
-
-    def extra_repr(self) -> str:
-        """The sizes of an input."""
-        return f"layers={self.layers}, embedding={self.embedding}"
 
 
 @dataclass(frozen=True)

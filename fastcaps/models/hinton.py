@@ -16,8 +16,6 @@ from fastcaps.models.networks import Config, NetworkConfig
 from fastcaps.nn.em import EMRouting
 from fastcaps.nn.stack import CapsuleSpec
 
-__all__ = ["NETWORKS"]
-
 NETWORKS: dict[str, Config] = {
     "hinton-norb": NetworkConfig(
         (Conv(32, 5, stride=2),),

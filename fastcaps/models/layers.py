@@ -17,19 +17,6 @@ from torch import Tensor, nn
 from fastcaps.checks import check_choice
 from fastcaps.nn.routing_pool import RoutingPool2d
 
-__all__ = [
-    "BACKBONES",
-    "BasicBlock",
-    "Blocks",
-    "Conv",
-    "Coordinates",
-    "Flatten",
-    "Layer",
-    "Linear",
-    "Pool",
-    "assemble",
-]
-
 Shape = tuple[int, ...]
 WORDS = ("conv", "linear", "norm", "relu", "swish")
 
@@ -168,10 +155,6 @@ class PadShortcut(nn.Module):
         """``[B, fewer channels, H, W]`` to ``[B, channels, H / stride, W / stride]``."""
         kept = features[:, :, :: self.stride, :: self.stride]
         return F.pad(kept, (0, 0, 0, 0, 0, self.channels - features.shape[1]))
-
-    def extra_repr(self) -> str:
-        """The arguments."""
-        return f"{self.channels}, stride={self.stride}"
 
 
 class BasicBlock(nn.Module):

@@ -36,8 +36,6 @@ from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
 from fastcaps.nn.stack import CapsuleSpec
 
-__all__ = ["NETWORKS", "CapNetConfig", "PlainNetConfig"]
-
 
 @dataclass(frozen=True)
 class CapNetConfig(NetworkConfig):

@@ -18,8 +18,6 @@ from fastcaps.nn.layer import RoutingLayer
 from fastcaps.nn.poses import arguments
 from fastcaps.nn.stack import CapsuleSpec
 
-__all__ = ["CNN", "CNNConfig", "Config", "NetworkConfig", "override"]
-
 
 class Config(Protocol):
     """What a name of :func:`fastcaps.models.create` stands for: a frozen dataclass, whose fields are the overrides."""

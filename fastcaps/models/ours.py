@@ -5,8 +5,6 @@ from __future__ import annotations
 from fastcaps.models.networks import Config, NetworkConfig
 from fastcaps.nn.stack import CapsuleSpec
 
-__all__ = ["NETWORKS"]
-
 NETWORKS: dict[str, Config] = {
     "mnist": NetworkConfig(
         "small",

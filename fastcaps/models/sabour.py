@@ -17,8 +17,6 @@ from fastcaps.models.layers import Conv, Flatten, Linear
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
 from fastcaps.nn.dynamic import DynamicRouting
 
-__all__ = ["NETWORKS", "capsules"]
-
 
 def capsules(image_size: int) -> NetworkConfig:
     """Figure 1, for images of a size."""

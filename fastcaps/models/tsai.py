@@ -24,8 +24,6 @@ from fastcaps.nn.dynamic import DynamicRouting
 from fastcaps.nn.em import EMRouting
 from fastcaps.nn.stack import CapsuleSpec
 
-__all__ = ["NETWORKS"]
-
 PAIR = (CapsuleSpec(32, kernel_size=3, stride=2), CapsuleSpec(32, kernel_size=3))
 """Tables 6 to 9: two layers of 32 capsule types."""
 

@@ -18,8 +18,6 @@ from fastcaps.models.layers import Blocks, Conv, Flatten, Layer, Linear, Pool
 from fastcaps.models.networks import CNNConfig, Config, NetworkConfig
 from fastcaps.nn.routing_pool import RoutingPool
 
-__all__ = ["NETWORKS"]
-
 
 def resnet(depth: int) -> tuple[Layer, ...]:
     """He et al.'s network of a depth of 6 n + 2, without its last two layers."""

@@ -43,13 +43,6 @@ class Checkpoints(Checkpoint):
     ``best.ckpt`` is of the epoch that is best on the held-out images, of equally good ones the first. Unlike
     Lightning's ModelCheckpoint, a run whose folder was moved still knows its best epoch, and a kill while a file is
     written leaves the old one even where the system's folder for temporary files is on another disk.
-
-    Parameters
-    ----------
-    out : Path
-        The folder.
-    every : int
-        Steps between two writes.
     """
 
     def __init__(self, out: Path, every: int) -> None:
@@ -89,12 +82,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 class MetricsWriter(Timer):
     """A CSV row per epoch. The rows travel in the checkpoint, so a run that resumes neither loses nor repeats one.
 
-    (Lightning's CSVLogger writes two rows an epoch, and deletes a table that it finds.)
-
-    Parameters
-    ----------
-    path : Path
-        The file; columns are ``COLUMNS``. ``seconds`` is training and testing of that epoch.
+    (Lightning's CSVLogger writes two rows an epoch, and deletes a table that it finds.) Columns are ``COLUMNS``;
+    ``seconds`` is training and testing of that epoch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,11 +105,8 @@ class MetricsWriter(Timer):
         self._save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the epoch's row.
-
-        Lightning calls callbacks before the module, which has not logged the training means yet. So they are computed
-        here.
-        """
+        """Add the epoch's row."""
+        # Lightning calls callbacks before the module, which has not logged the training means yet
         found = {
             **trainer.callback_metrics,
             **pl_module.figures("train"),  # type: ignore[operator]
@@ -141,15 +127,7 @@ class MetricsWriter(Timer):
 
 
 class Report(RichProgressBar):
-    """Lightning's progress bar on a terminal; elsewhere (a log, a pipe) a plain line per epoch.
-
-    Parameters
-    ----------
-    console : rich.console.Console, optional
-        Where to write.
-    quiet : bool
-        Say nothing at all.
-    """
+    """Lightning's progress bar on a terminal; elsewhere (a log, a pipe) a plain line per epoch; nothing if quiet."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or Console()

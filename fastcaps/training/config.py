@@ -38,12 +38,9 @@ WHERE = (
 
 FOLLOW = ("name", "device", "dtype", "classes", "in_channels", "image_size", "layers", "embedding")
 """Arguments of :func:`fastcaps.models.create` that follow from other settings or from the data."""
-MOST_SEED = 2**32 - 1
-"""NumPy takes no more."""
-MOST_ITERATIONS = 10_000
-"""The most routing iterations: memory and time grow with them, and no paper makes more than tens."""
-MOST_PIXELS = 4096
-"""The largest padding, and the largest side of a resized image."""
+MOST_SEED = 2**32 - 1  # NumPy takes no more
+MOST_ITERATIONS = 10_000  # of routing: memory and time grow with them, and no paper makes more than tens
+MOST_PIXELS = 4096  # of a padding, or a side of a resized image
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -129,15 +126,8 @@ class TrainConfig:
 
     @classmethod
     def of(cls, **settings: Any) -> TrainConfig:
-        """Read settings: declarations, names or mappings, as a recipe has them.
+        """Read settings: declarations, names or mappings, as a recipe has them; ValueError in one line.
 
-        Raises
-        ------
-        ValueError
-            One line: the field, what came and what is wanted.
-
-        Examples
-        --------
         >>> config = TrainConfig.of(network="digits", data="digits", optimizer={"name": "sgd", "lr": 0.1})
         >>> config.optimizer.momentum
         0.9

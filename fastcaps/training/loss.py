@@ -19,8 +19,6 @@ from fastcaps.checks import accumulation_dtype, shape_text
 from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
 from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Number, Share
 
-__all__ = ["AnyLoss", "Batch", "BinaryCrossEntropy", "CrossEntropy", "Feedback", "Loss", "Margin", "Spread"]
-
 PARTS_OF_A_RUN = 1_000_000
 """The spread loss' margin is computed by counts; a share of the run becomes so many of these."""
 

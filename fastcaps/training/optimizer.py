@@ -12,8 +12,6 @@ from torch import nn
 
 from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Positive, Share
 
-__all__ = ["SGD", "Adam", "AnyOptimizer", "Optimizer", "RMSProp"]
-
 TORCH = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,

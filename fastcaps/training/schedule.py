@@ -13,8 +13,6 @@ from pydantic.dataclasses import dataclass
 
 from fastcaps.training.fields import CHOICE, SHORT, STRICT, Count, Flag, NotNegative, Share
 
-__all__ = ["AnySchedule", "Constant", "Cosine", "Exponential", "Milestones", "OneCycle", "Schedule"]
-
 
 @dataclass(frozen=True, config=STRICT)
 class Schedule:
