@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from fastcaps.cli.common import Fail, refuse_missing, show, told_on
+from fastcaps.cli.common import one_line_errors, show, told_on
 
 
 def demo(
@@ -18,17 +18,11 @@ def demo(
     as_json: Annotated[bool, Option("--json", help="print what demo.json holds, and nothing else")] = False,
 ) -> int:
     """Train on handwritten digits, measure this machine, draw two pictures."""
-    try:
-        from fastcaps.data import DataError
-        from fastcaps.demo import EPOCHS, run
-        from fastcaps.training import RunError
-    except ImportError as error:
-        refuse_missing(error)
-    try:
+    from fastcaps.demo import EPOCHS, run
+
+    with one_line_errors():
         passes = EPOCHS if epochs is None else epochs
         summary = run(out, epochs=passes, seed=seed, speed=not skip_speed, console=told_on(as_json))
-    except (DataError, RunError, ValueError) as error:
-        raise Fail(str(error)) from error
     if as_json:
         show(summary)
     return 0

@@ -53,15 +53,9 @@ def read_folder(
     Returns
     -------
     images, labels : numpy.ndarray
-        uint8 ``[n, channels, size, size]`` and int64 ``[n]``.
-
-    Raises
-    ------
-    MissingDataError
-        If a folder is missing or empty, or Pillow is not installed.
-    CorruptDataError
-        If a file is no image, is damaged, states more pixels than 2²⁶, has channels of more than 8 bits that Pillow
-        would cut, or is of another size than the first.
+        uint8 ``[n, channels, size, size]`` and int64 ``[n]``. MissingDataError if a folder is missing or empty, or
+        Pillow is; CorruptDataError if a file is no image, is damaged, states more pixels than 2²⁶, has channels of more
+        than 8 bits that Pillow would cut, or is of another size than the first.
     """
     folder = Path(folder)
     if channels not in (1, 3):

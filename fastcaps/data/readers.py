@@ -136,16 +136,9 @@ def read_norb(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """One half of smallNORB: pairs of images, their categories, and how each toy was photographed.
 
-    Returns
-    -------
-    images, labels, info : numpy.ndarray
-        uint8 ``[n, 2, 96, 96]`` (left and right camera); int64 ``[n]``, 0 to 4; int64 ``[n, 4]``: the toy's number, its
-        elevation (0 to 8), azimuth (0 to 34, even) and lighting (0 to 5).
-
-    Raises
-    ------
-    MissingDataError, CorruptDataError
-        If one of the three files is missing or wrong, or they do not belong together.
+    uint8 ``[n, 2, 96, 96]`` (left and right camera); int64 ``[n]``, 0 to 4; int64 ``[n, 4]``: the toy's number, its
+    elevation (0 to 8), azimuth (0 to 34, even) and lighting (0 to 5). MissingDataError or CorruptDataError if one of
+    the three files is missing or wrong, or they do not belong together.
     """
     stem = STEMS["train" if train else "test"]
     images, categories, info = (find(Path(folder), f"{stem}-{kind}.mat") for kind in ("dat", "cat", "info"))
@@ -169,26 +162,9 @@ def read_cifar(
     """Read one binary CIFAR file: records of label bytes (CIFAR-100: the coarse class, then the fine one) and 3,072
     bytes of image, 32 x 32 red, then green, then blue, row by row.
 
-    Parameters
-    ----------
-    path : str or Path
-        For example ``data_batch_1.bin`` or ``train.bin``.
-    label_bytes, classes : int
-        Labels before each image, of which the last one is the class that is returned; and how many classes there are.
-    records : int, optional
-        How many records the file must hold; any number if not given.
-
-    Returns
-    -------
-    images, labels : numpy.ndarray
-        uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``.
-
-    Raises
-    ------
-    MissingDataError
-        If there is no such file.
-    CorruptDataError
-        If its size is not a whole number of records (or not the wanted number), or a label is out of range.
+    ``label_bytes`` come before each image, the last of which is the class, one of ``classes``; ``records`` is how many
+    the file must hold, any number if not given. Returns uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``. MissingDataError if
+    there is no such file, CorruptDataError if its size or a label is not what is wanted.
     """
     path = existing(path, "a binary CIFAR file")
     size, record = path.stat().st_size, label_bytes + 3 * 32 * 32
@@ -216,19 +192,10 @@ def _telling(path: Path) -> Iterator[None]:
 
 
 def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Read one file of cropped digits, e.g. ``train_32x32.mat``.
+    """Read one file of cropped digits, e.g. ``train_32x32.mat``: uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``.
 
-    Returns
-    -------
-    images, labels : numpy.ndarray
-        uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``; the file's label 10 is the digit 0.
-
-    Raises
-    ------
-    MissingDataError
-        If there is no such file, or SciPy is not installed.
-    CorruptDataError
-        If it is no such MATLAB file, is damaged, or holds other arrays. Sizes are checked before arrays are unpacked.
+    The file's label 10 is the digit 0. MissingDataError if there is no such file, or SciPy is not installed;
+    CorruptDataError if it is no such MATLAB file, is damaged, or holds other arrays: sizes are checked first.
     """
     path = existing(path, "a MATLAB file of SVHN's cropped digits")
     with needing("SciPy", "data", f"{path}: MATLAB files"):

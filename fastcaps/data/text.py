@@ -29,12 +29,8 @@ class TextEmbedder:
     dtype : torch.dtype
         Of the transformer's weights and the embeddings.
 
-    Raises
-    ------
-    MissingDataError
-        If there is no such folder or no ``config.json`` in it, or ``transformers`` is not installed.
-    CorruptDataError
-        If ``transformers`` cannot load what is there.
+    MissingDataError if there is no such folder or no ``config.json`` in it, or ``transformers`` is not installed;
+    CorruptDataError if that cannot load what is there.
 
     Examples
     --------

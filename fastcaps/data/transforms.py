@@ -233,20 +233,9 @@ def resized(images: Tensor, size: int) -> Tensor:
 def crops(images: Tensor, size: int | Sequence[int], *, flip: bool = False) -> Tensor:
     """The four corners and the centre of each image, and with ``flip`` their mirror images: for the multi-crop test.
 
-    Parameters
-    ----------
-    images : Tensor
-        ``[n, c, h, w]``, bytes or normalised.
-    size : int or (int, int)
-        Height and width of a crop.
-    flip : bool
-        Also the mirror images, where those have the same class.
-
-    Returns
-    -------
-    Tensor
-        ``[n, 5, c, size, size]``, or ``[n, 10, ...]`` with ``flip``: top left, top right, bottom left, bottom right,
-        centre.
+    Images are ``[n, c, h, w]``, bytes or normalised, ``size`` is the height and width of a crop, what is returned
+    ``[n, 5, c, size, size]`` or ``[n, 10, ...]``: top left, top right, bottom left, bottom right, centre. Mirror images
+    are for images that have the same class there.
     """
     height, width = (size, size) if isinstance(size, int) else size
     down, right = images.shape[-2] - height, images.shape[-1] - width

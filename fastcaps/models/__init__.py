@@ -50,19 +50,9 @@ _NETWORKS: dict[str, Config] = {}
 
 
 def register(name: str, config: Config) -> None:
-    """Give a network a name.
+    """Give a network a name, which :func:`create` shall know; ValueError if it is taken.
 
-    Parameters
-    ----------
-    name : str
-        What :func:`create` shall know it by.
-    config : Config
-        A frozen dataclass with a method ``build``; its fields are the overrides.
-
-    Raises
-    ------
-    ValueError
-        If the name is taken.
+    A configuration is a frozen dataclass with a method ``build``; its fields are the overrides.
     """
     if name in _NETWORKS:
         raise ValueError(f"name must be a new one, got {name!r}, which is taken")
@@ -81,14 +71,7 @@ def names() -> list[str]:
 
 def config(name: str, **overrides: Any) -> Any:
     """The configuration of the network ``name``, with ``overrides`` in place: a :class:`NetworkConfig`, a
-    :class:`CNNConfig` or one of its own.
-
-    Raises
-    ------
-    ValueError
-        If there is no such network.
-    TypeError
-        If it does not know an override.
+    :class:`CNNConfig` or one of its own. ValueError if there is none, TypeError if it does not know an override.
     """
     if name not in _NETWORKS:
         hint = did_you_mean(name, _NETWORKS, most=3)

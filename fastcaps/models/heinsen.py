@@ -26,18 +26,9 @@ class TextCapsNet(nn.Module):
 
     .. math:: \mu = \mathrm{swish}(A\,\mathrm{LayerNorm}(x + depth))
 
-    Parameters
-    ----------
-    layers, embedding : int
-        Layers l of the transformer, and the numbers m in an embedding.
-    classes : int
-        Class capsules.
-    parts : int
-        Parts that are looked for, capsules of two numbers.
-    dim : int
-        Numbers in the pose of an embedding, once it is mapped.
-    iterations : int
-        Of both routings.
+    ``layers`` l are those of the transformer, ``embedding`` m the numbers in an embedding, ``classes`` the class
+    capsules, ``parts`` the parts that are looked for, capsules of two numbers, ``dim`` the numbers in the pose of an
+    embedding, once it is mapped, and ``iterations`` those of both routings.
 
     Examples
     --------
@@ -83,7 +74,7 @@ class TextCapsNet(nn.Module):
     def forward(
         self, embeddings: Tensor, mask: Tensor | None = None, *, return_trace: bool = False
     ) -> Tensor | tuple[Tensor, RoutingTrace]:
-        """Classify sequences.
+        """Classify sequences: scores ``[B, classes]``, logits; with ``return_trace`` the RoutingTrace, too.
 
         Parameters
         ----------
@@ -91,19 +82,7 @@ class TextCapsNet(nn.Module):
             ``[B, n, l, m]``: of n tokens, in the l layers.
         mask : Tensor, optional
             ``[B, n]``, 1 or True for a token, 0 for padding, a share where mixup blended the two; all are tokens if
-            None.
-        return_trace : bool
-            Also return the :class:`~fastcaps.nn.stack.RoutingTrace`.
-
-        Returns
-        -------
-        Tensor or (Tensor, RoutingTrace)
-            Scores ``[B, classes]``: logits.
-
-        Raises
-        ------
-        ValueError, TypeError
-            Naming the argument whose shape does not fit.
+            None. ValueError or TypeError names the argument whose shape does not fit.
         """
         require_tensor(embeddings, "embeddings")
         if embeddings.dim() != 4 or embeddings.shape[2:] != self.depth.shape:

@@ -83,28 +83,13 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
 
 
 def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> Tensor:
-    """Where every class, or every parent of a routing pool, takes its children from.
+    """Where every class, or every parent of a routing pool, takes its children from: ``[B, M, H', W']``.
 
-    Parameters
-    ----------
-    network : Module
-        A :class:`~fastcaps.nn.CapsNet` whose primary capsules lie on a grid: what :func:`descent` finds for them, the
-        types of a place added. Or a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the
-        coefficients of the last such layer (Zhao and Huang 2019, Table 3).
-    images : Tensor
-        ``[B, channels, H, W]``.
-    even : bool
-        What it would be instead if all children counted, and all coefficients were, alike.
-
-    Returns
-    -------
-    Tensor
-        ``[B, M, H', W']``; each map adds up to 1.
-
-    Raises
-    ------
-    ValueError
-        If the network has neither.
+    Of a :class:`~fastcaps.nn.CapsNet` whose primary capsules lie on a grid: what :func:`descent` finds for them, the
+    types of a place added. Of a network with a :class:`~fastcaps.nn.RoutingPool2d` over a whole map: the coefficients
+    of the last such layer (Zhao and Huang 2019, Table 3). Each map adds up to 1; ``even`` is what it would be instead
+    if all children counted, and all coefficients were, alike. Images are ``[B, channels, H, W]``; ValueError if the
+    network has neither.
     """
     if isinstance(network, CapsNet):
         _, trace, _ = traced(network, images)
