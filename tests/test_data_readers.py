@@ -313,7 +313,6 @@ def test_folders_round_trip(tmp_path: Path) -> None:
     assert labels.tolist() == [0, 0, 1, 1]
     for k, name in enumerate(("ant/0.png", "ant/1.png", "bee/0.png", "bee/1.png")):
         np.testing.assert_array_equal(images[k], held[name].transpose(2, 0, 1))
-    assert data.read_folder(tmp_path / "train", channels=1)[0].shape == (4, 1, 8, 8)
     splits = data.load("folder", tmp_path)
     assert splits.classes == ("ant", "bee") and (splits.in_channels, splits.image_size) == (3, 8)
     assert torch.equal(splits.test.labels, torch.tensor([0, 0, 1, 1]))
@@ -364,7 +363,6 @@ def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
         (lambda: data.load("folder", tmp_path / "half"), MissingDataError, "test: no such folder, nor val"),
         (lambda: data.read_folder(tmp_path / "none"), MissingDataError, "none: no such folder; it should hold a fold"),
         (lambda: data.read_folder(folder / "ant"), MissingDataError, "ant: holds no folder; want one for each class"),
-        (lambda: data.read_folder(folder, channels=2), ValueError, "channels: got 2"),
         (lambda: data.read_folder(folder, image_size=0), ValueError, "image_size: got 0, want 1 to 8192"),
         (lambda: data.read_folder(folder, image_size=10**8), ValueError, "image_size: got 100000000, want 1 to 8192"),
         (lambda: data.load("mnist", tmp_path, image_size=8), ValueError, "image_size: got 8 for mnist"),

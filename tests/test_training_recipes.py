@@ -144,7 +144,6 @@ accelerator: cpu
         ("epochs: 1", "seed: 4294967296", "seed: got 4294967296 with 1 runs, want seeds of 4294967295 or less"),
         ("epochs: 1", "epochs: 2020-13-01", "month must be in 1..12"),
         ("epochs: 1", f"epochs: {3000 * '['}{3000 * ']'}", "brackets are nested too deeply"),
-        ("epochs: 1", "epochs: &a [*a]", "line 8: * repeats another value, want it written out"),
     ],
 )
 def test_a_wrong_recipe_is_told_in_one_line(

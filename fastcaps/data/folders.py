@@ -34,7 +34,6 @@ def read_folder(
     *,
     classes: Sequence[str] | None = None,
     image_size: int | None = None,
-    channels: int = 3,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Read all images of a folder of classes, in the order of their names.
 
@@ -47,19 +46,15 @@ def read_folder(
     image_size : int, optional
         Height and width: the shorter side is brought to it, and the middle is cut out. Without it all images must be
         squares of one size.
-    channels : int
-        3 for colours, 1 for grey.
 
     Returns
     -------
     images, labels : numpy.ndarray
-        uint8 ``[n, channels, size, size]`` and int64 ``[n]``. MissingDataError if a folder is missing or empty, or
+        uint8 ``[n, 3, size, size]`` and int64 ``[n]``. MissingDataError if a folder is missing or empty, or
         Pillow is; CorruptDataError if a file is no image, is damaged, states more pixels than 2²⁶, has channels of more
         than 8 bits that Pillow would cut, or is of another size than the first.
     """
     folder = Path(folder)
-    if channels not in (1, 3):
-        raise ValueError(f"channels: got {channels}, want 1 or 3")
     if image_size is not None and not 1 <= image_size**2 <= MOST_PIXELS:
         raise ValueError(f"image_size: got {image_size}, want 1 to {math.isqrt(MOST_PIXELS)}")
     names = class_names(folder)
@@ -75,7 +70,7 @@ def read_folder(
         labels += [label] * len(found)
     images = None
     for index, path in enumerate(paths):
-        pixels = _read_image(path, image_size, channels)
+        pixels = _read_image(path, image_size)
         if images is None:  # all at once: a list of them and an array would be twice the memory
             images = np.empty((len(paths), *pixels.shape), np.uint8)
         if pixels.shape != images.shape[1:] or pixels.shape[1] != pixels.shape[2]:
@@ -88,8 +83,8 @@ def read_folder(
     return images, np.array(labels, dtype=np.int64)
 
 
-def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.uint8]:
-    """One image: uint8 ``[channels, h, w]``."""
+def _read_image(path: Path, size: int | None) -> npt.NDArray[np.uint8]:
+    """One image: uint8 ``[3, h, w]``."""
     with needing("Pillow", "data", f"{path}: images"):
         from PIL import Image, ImageOps, UnidentifiedImageError
     try:
@@ -103,7 +98,7 @@ def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.u
                 raise CorruptDataError(f"{path}: pixels of more than 8 bits (Pillow's mode {opened.mode}), want bytes")
             if size is not None:
                 opened.draft("RGB", (size, size))  # a JPEG may be decoded at a fraction of its size
-            image = opened.convert("RGB" if channels == 3 else "L")
+            image = opened.convert("RGB")
             if size is not None:
                 image = ImageOps.fit(image, (size, size), method=Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
@@ -118,4 +113,4 @@ def _read_image(path: Path, size: int | None, channels: int) -> npt.NDArray[np.u
             f"{path}: {path.stat().st_size:,} bytes of an image that ends early or is damaged "
             f"({type(error).__name__}: {error})"
         ) from error
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    return pixels.transpose(2, 0, 1)

@@ -14,14 +14,7 @@ from fastcaps.training.fields import SettingError, wrong
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a field stands once, and where it is written."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # aliases of aliases make billions of a few lines
-            raise yaml.MarkedYAMLError(
-                problem="* repeats another value, want it written out", problem_mark=self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
+    """YAML in which a field stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -41,9 +34,7 @@ def read_yaml(text: str) -> Any:
         raise SettingError(f"{where}{' '.join(str(error.problem).split())}") from error
     except RecursionError as error:
         raise SettingError("brackets are nested too deeply") from error
-    except (
-        Exception
-    ) as error:  # PyYAML raises whatever its constructors meet, of a 13th month or a tag that does not fit
+    except Exception as error:  # PyYAML raises whatever its constructors meet, of a 13th month for one
         raise SettingError(" ".join(str(error).split())) from error
 
 
