@@ -79,11 +79,8 @@ def _locate(name: str, source: Source, data_dir: str | Path | None) -> Path:
         if any((candidate / name).exists() for name in wanted):  # if only some are, the reader says which one is not
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
-    held = sorted(entry.name for entry in root.iterdir())
-    found = ", ".join(held[:8]) + (", …" if len(held) > 8 else "") or "nothing"
     raise MissingDataError(
-        f"{source.title} not found under {root} (it holds: {found}); looked for {source.files[0]} in {tried}. "
-        f"Wanted: {source.where}"
+        f"{source.title} not found under {root}; looked for {source.files[0]} in {tried}. Wanted: {source.where}"
     )
 
 

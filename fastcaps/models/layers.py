@@ -160,13 +160,8 @@ class PadShortcut(nn.Module):
 class BasicBlock(nn.Module):
     """A residual block of two 3 x 3 convolutions (He et al., 2016).
 
-    Parameters
-    ----------
-    in_channels, channels, stride : int
-        Of the features, of the result, and of the first convolution.
-    shortcut : "conv" or "pad"
-        What takes the features past the convolutions where the shape changes: a 1 x 1 convolution with BatchNorm, or
-        zeros for the channels that are missing, which has no parameters.
+    Where the shape changes, its shortcut is "conv", a 1 x 1 convolution with BatchNorm, or "pad", zeros for channels
+    that are missing, which has no parameters.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1, shortcut: str = "conv") -> None:

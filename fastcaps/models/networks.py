@@ -155,15 +155,7 @@ def routes(layer: Layer) -> bool:
 
 
 class CNN(nn.Sequential):
-    """A network without capsules, for images of a size.
-
-    Parameters
-    ----------
-    *modules : Module
-        The first first.
-    images : (int, int, int)
-        Channels, height and width.
-    """
+    """A network without capsules: its modules, the first first, for images of (channels, height, width)."""
 
     def __init__(self, *modules: nn.Module, images: tuple[int, int, int]) -> None:
         super().__init__(*modules)
