@@ -79,8 +79,10 @@ def _locate(name: str, source: Source, data_dir: str | Path | None) -> Path:
         if any((candidate / name).exists() for name in wanted):  # if only some are, the reader says which one is not
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
+    found = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) or "nothing"
     raise MissingDataError(
-        f"{source.title} not found under {root}; looked for {source.files[0]} in {tried}. Wanted: {source.where}"
+        f"{source.title} not found under {root} (it holds: {found}); looked for {source.files[0]} in {tried}. "
+        f"Wanted: {source.where}"
     )
 
 

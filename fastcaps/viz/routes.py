@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from matplotlib.colors import LogNorm
+from matplotlib.patches import ConnectionPatch
 from torch import Tensor, nn
 
 from fastcaps.inside import watched
@@ -250,37 +251,30 @@ def _draw_tree(
 ) -> Path:
     plt = pyplot()
     widest = max(map(len, tree))
-    width, height = 1.9 + 1.15 * widest, 0.2 + 1.75 * len(tree)
-    figure = plt.figure(figsize=(width, height))
-
-    def panel(x: float, y: float, side: float) -> Any:
-        """An axis of so many inches, its middle at x from the left and y from the top."""
-        return figure.add_axes(((x - side / 2) / width, 1 - (y + side / 2) / height, side / width, side / height))
-
-    middles: list[list[float]] = []
-    for depth, (level, line, frame) in enumerate(zip(levels, tree, frames, strict=True)):
-        y = 1.2 + 1.75 * depth
+    size = (1.9 + 1.15 * widest, 0.6 + 1.75 * len(tree))
+    figure, grid = plt.subplots(len(tree), widest + 1, figsize=size, layout="constrained", squeeze=False)
+    for plot in grid.flat:
+        plot.set_axis_off()
+    above: list[Any] = []  # the plots of the line above
+    for plots, level, line, frame in zip(grid, levels, tree, frames, strict=True):
         if frame is not None:
-            whole = panel(0.85, y, 1.2)
-            overlay(whole, image, level.sum(0), frame[0], cmap="Oranges", vmin=0)
-            whole.set_title("all of this layer's", fontsize=8, color=GREY, pad=3)
-        middles.append([1.9 + 1.15 * (index + 0.5) * widest / len(line) for index in range(len(line))])
-        for x, node in zip(middles[-1], line, strict=True):
-            plot = panel(x, y, 0.95)
+            overlay(plots[0], image, level.sum(0), frame[0], cmap="Oranges", vmin=0)
+            plots[0].set_title("all of this layer's", fontsize=8, color=GREY, pad=3)
+        drawn = [plots[1 + int((index + 0.5) * widest / len(line))] for index in range(len(line))]
+        most = max(node.part for node in line)
+        for plot, node in zip(drawn, line, strict=True):
+            plot.set_axis_on()
             plain(plot, image)
-            kind = (
-                name if depth == 0 else f"type {node.capsule[0]}" if level.dim() == 3 else f"capsule {node.capsule[0]}"
-            )
-            plot.set_title(kind if depth == 0 else f"{kind}: {100 * node.part:.1f} %", fontsize=9, pad=3)
+            kind = "type" if level.dim() == 3 else "capsule"
+            told = f"{kind} {node.capsule[0]}: {100 * node.part:.1f} %" if above else name
+            plot.set_title(told, fontsize=9, pad=3)
             if frame is not None and len(node.capsule) == 3:
                 (rows, columns), (tall, wide) = frame
                 corner = float(columns[node.capsule[2]]) - wide / 2, float(rows[node.capsule[1]]) - tall / 2
                 plot.add_patch(plt.Rectangle(corner, wide, tall, fill=False, edgecolor=ORANGE, linewidth=2))
-            if depth:
-                most = max(each.part for each in line)
-                ends = ([middles[depth - 1][node.above] / width, x / width],
-                        [1 - (y - 1.75 + 0.49) / height, 1 - (y - 0.72) / height])  # fmt: skip
+            if above:
                 thick = 0.6 + 3.4 * node.part / most if most > 0 else 0.6
-                figure.add_artist(plt.Line2D(*ends, color=GREY, linewidth=thick, alpha=0.7, zorder=0))
-    figure.text(0.1 / width, 1 - 0.22 / height, title, fontsize=12, va="center")
-    return finish(figure, path)
+                ends = ((0.5, 0.0), (0.5, 1.25), above[node.above].transAxes, plot.transAxes)
+                figure.add_artist(ConnectionPatch(*ends, color=GREY, linewidth=thick, alpha=0.7, zorder=0))
+        above = drawn
+    return finish(figure, path, title)
