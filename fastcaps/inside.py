@@ -70,14 +70,6 @@ class Inside:
         pools = isinstance(self.layer, (RoutingPool, RoutingPool2d))
         return pools or getattr(self.layer, "compete", "") == "children"
 
-    @property
-    def grid(self) -> tuple[int, int] | None:
-        """Height and width of the children's grid; None if they came as a set."""
-        children = next(iter(self.given.values()))
-        if isinstance(self.layer, RoutingPool2d):
-            return children.shape[2], children.shape[3]
-        return (children.shape[2], children.shape[3]) if children.dim() == 5 else None
-
     @torch.no_grad()
     def coefficients(self) -> Tensor:
         """The coefficients of the last turn, ``[B, Ho, Wo, I, M]``; the layer is called once more for them."""

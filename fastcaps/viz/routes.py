@@ -105,10 +105,9 @@ def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> T
             network(images)
             pools = [one for one in calls() if isinstance(one.layer, RoutingPool2d) and one.layer.window is None]
             if pools:
-                shares, grid = pools[-1].coefficients()[:, 0, 0], pools[-1].grid  # [B, H'W' (groups), M]
-                assert grid is not None
+                shares, grid = pools[-1].coefficients()[:, 0, 0], pools[-1].given["features"].shape[2:]
                 shares = torch.full_like(shares, 1 / shares.shape[1]) if even else shares
-                return shares.unflatten(1, (*grid, -1)).sum(3).movedim(-1, 1)
+                return shares.unflatten(1, (*grid, -1)).sum(3).movedim(-1, 1)  # from [B, H'W' (groups), M]
     raise ValueError(
         f"network must be a CapsNet whose primary capsules lie on a grid, or have a RoutingPool2d over a whole map; "
         f"got {type(network).__name__}"
