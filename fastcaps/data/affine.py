@@ -28,10 +28,8 @@ class AffineDigits(ShiftedDigits):
         As :class:`ShiftedDigits` takes them, but for ``shift``; images must be square.
     size : int
         Height and width of the images that are made.
-    rotation : float
-        φ is up to so many degrees, either way.
-    shear : float
-        k is up to so much, either way.
+    rotation, shear : float
+        φ is up to so many degrees, and k up to so much, either way.
     scale : (float, float)
         Smallest and largest s.
     """

@@ -148,10 +148,7 @@ class OverlappingDigits(ShiftedDigits):
     def layers(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, Tensor]:
         """The digits that make up images, apart: what a reconstruction is compared with.
 
-        Returns
-        -------
-        digits, labels : Tensor
-            Bytes ``[n, 2, h + 2·shift, w + 2·shift]`` and int64 ``[n, 2]``; black and −1 where there is no second one.
+        Bytes ``[n, 2, h + 2·shift, w + 2·shift]`` and int64 ``[n, 2]``; black and −1 where there is no second one.
         """
         digits, labels, states = self.gather(indices)
         return self.apart(digits, states), labels

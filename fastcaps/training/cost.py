@@ -26,11 +26,8 @@ def measure(config: TrainConfig, *, eager: bool = False, seconds: float = 1.0) -
     ``eager`` is in plain PyTorch, which keeps the votes; it also leaves out what cannot reach the result, and makes no
     votes in the first turn, which is linear: the published codes need more.
 
-    Returns
-    -------
-    dict
-        ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median of about so
-        many seconds), ``parameters``, ``seed``.
+    Returns ``memory`` that a step adds at its peak in MB (10^6 bytes), ``time`` of a step in ms (the median of about so
+    many seconds), ``parameters``, ``seed``.
     """
     torch.manual_seed(config.seed)
     network: Any = models.create(config.network.name, **config.network.options)

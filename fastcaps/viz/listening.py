@@ -50,22 +50,9 @@ def listening(network: CapsNet, images: Tensor) -> Tensor:
     the coefficient with which child i was routed to the class, times the strength of its vote for it. Nothing is
     approximated: what is returned, summed over the places, is the logit but for the constant ``⟨w, β⟩ + b``.
 
-    Parameters
-    ----------
-    network : CapsNet
-        A network whose class capsules read a grid of children.
-    images : Tensor
-        ``[B, channels, H, W]``.
-
-    Returns
-    -------
-    Tensor
-        ``[B, classes, H', W']``, H' x W' being the grid of the children; the child types of a place are summed.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If ``network`` is no CapsNet, or its class capsules' children lie on no grid.
+    Images are ``[B, channels, H, W]``; what is returned is ``[B, classes, H', W']``, H' x W' being the grid of the
+    children, the child types of a place summed. TypeError or ValueError if ``network`` is no CapsNet, or its class
+    capsules' children lie on no grid.
     """
     trace, gate, votes = last_votes(network, images)  # children [B, I, d], types slowest
     layer: Any = network.routing.layers[-1]
@@ -101,14 +88,8 @@ def listening_map(
 ) -> Path:
     """Draw, for some images, which places every class listened to.
 
-    Parameters
-    ----------
-    images, contributions : Tensor
-        ``[n, height, width]`` in grey, and ``[n, classes, H', W']`` from :func:`listening`.
-    labels, predictions : sequence of int
-        The true and the predicted class of every image; ``classes`` has their names.
-    path : str or Path
-        Where the picture goes; it is returned.
+    Images are ``[n, height, width]`` in grey, contributions ``[n, classes, H', W']`` from :func:`listening`; labels and
+    predictions are the true and the predicted class of every image, of which ``classes`` has the names.
     """
     bound = float(np.percentile(contributions.abs().numpy(), 99.5)) or 1.0  # one place above all must not pale the rest
     # children of an unpadded window sit in the middle of the image, as far apart as its pixels or closer

@@ -34,18 +34,9 @@ def descent(stack: RoutingStack, trace: RoutingTrace) -> list[Tensor]:
     What a class is made of adds up to 1 in every layer. How strong the votes are does not enter: that is
     :func:`listening`, for one layer.
 
-    Parameters
-    ----------
-    stack : RoutingStack
-        Layers of any routing whose last parents are a set.
-    trace : RoutingTrace
-        Of a call of it.
-
-    Returns
-    -------
-    list of Tensor
-        For ``trace.poses[k]``, ``[B, classes, N, H, W]`` of a grid or ``[B, classes, I]`` of a set; the last is 1 for
-        each class at itself.
+    The stack has layers of any routing whose last parents are a set; ``trace`` is that of a call of it. For
+    ``trace.poses[k]`` this returns ``[B, classes, N, H, W]`` of a grid or ``[B, classes, I]`` of a set; the last is 1
+    for each class at itself.
     """
     batch, classes = trace.poses[-1].shape[:2]
     found = [torch.eye(classes, device=trace.poses[-1].device).expand(batch, -1, -1)]
@@ -169,18 +160,8 @@ def parse_tree(
 
     Under each capsule stand the ``branches`` children with the largest part of it (:func:`descent`'s q), with that part
     in percent; a line is as thick as the part. A frame shows where in the image a capsule lies; at the left is all of a
-    layer's part in the class.
-
-    Parameters
-    ----------
-    network : CapsNet
-        Of any stack; capsules on no grid are drawn without a frame.
-    image : Tensor
-        ``[channels, H, W]``.
-    names : sequence of str
-        Of the classes; their numbers if left out.
-    branches : int
-        Children to show of each capsule.
+    layer's part in the class. The image is ``[channels, H, W]``; capsules on no grid are drawn without a frame, classes
+    without ``names`` by their numbers.
     """
     logits, trace, _ = traced(network, image[None])
     chosen = int(logits[0].argmax())
