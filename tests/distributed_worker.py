@@ -204,19 +204,6 @@ def _fully(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
 # ---- what a user writes ----------------------------------------------------------------------------------------------
 
 
-def check_layer(mesh: DeviceMesh) -> None:
-    """Only the children are distributed; the layer's own parameters, and their gradients, are the same everywhere."""
-    layer = fastcaps.DynamicRouting(CHILDREN, PARENTS, 4, 6, pose="vector", share=True)
-    whole = torch.randn(BATCH, CHILDREN, 4)
-    for dim in (0, 1):
-        layer.zero_grad()
-        layer(distribute_tensor(whole, mesh, [Shard(dim)])).full_tensor().square().sum().backward()
-        assert layer.weight is not None and type(layer.weight.grad) is Tensor
-        found, layer.weight.grad = layer.weight.grad, None
-        layer(whole).square().sum().backward()
-        torch.testing.assert_close(found, layer.weight.grad)
-
-
 def check_ops(mesh: DeviceMesh) -> None:
     """The raw ops and their backwards by the rules that PyTorch keeps."""
     for routing, case, cut in OPS:
@@ -253,31 +240,22 @@ def check_second_derivatives(mesh: DeviceMesh) -> None:
 
 def check_errors(mesh: DeviceMesh) -> None:
     """What a routing cannot work on is refused, by name."""
-    children, weight = torch.randn(2, 12, 2, 3), torch.randn(5, 4, 3, 3)
+    children, weight, grid = torch.randn(2, 12, 2, 3), torch.randn(5, 4, 3, 3), torch.randn(2, 4, 3, 3, 2, 3)
     whole = Replicate()
-
-    def refused(text: str, cut: Placement, other: Placement, **changes: Tensor) -> None:
-        given = {"children": children, "weight": weight, **changes}
-        window = Window(1) if given["children"].dim() == 6 else None
+    for text, given, matrices, cut, other in (
+        ("children must be sharded over the batch or the children", children, weight[:1], Shard(2), whole),
+        ("children must leave every process one", children[:, :1], weight[:1], Shard(1), whole),
+        ("parents must leave every process one", children, weight[:1, :1], whole, Shard(1)),
+        ("weight [G, ...] must have a G of 12", children, torch.randn(4, 4, 3, 3), Shard(1), whole),
+        ("parents must be whole where the children are a grid", grid, weight[:4], whole, Shard(1)),
+    ):
+        there, matrices = distribute_tensor(given, mesh, [cut]), distribute_tensor(matrices, mesh, [other])
         try:
-            functional.dynamic_routing(
-                distribute_tensor(given["children"], mesh, [cut]),
-                distribute_tensor(given["weight"], mesh, [other]),
-                window=window,
-            )
+            functional.dynamic_routing(there, matrices, window=Window(1) if given.dim() == 6 else None)
         except ValueError as error:
             assert text in str(error), error
         else:
             raise AssertionError(f"not refused: {text}")
-
-    refused("children must be sharded over the batch or the children", Shard(2), whole, weight=weight[:1])
-    refused("children must leave every process one", Shard(1), whole, children=children[:, :1], weight=weight[:1])
-    refused("parents must leave every process one", whole, Shard(1), weight=weight[:1, :1])
-    refused("weight [G, ...] must have a G of 12", Shard(1), whole, weight=torch.randn(4, 4, 3, 3))
-    grid = torch.randn(2, 4, 3, 3, 2, 3)
-    refused(
-        "parents must be whole where the children are a grid", Replicate(), Shard(1), children=grid, weight=weight[:4]
-    )
 
 
 class Traffic(TorchDispatchMode):
@@ -331,7 +309,6 @@ def _ops() -> list[tuple[Routing, OneCall, str]]:
 
 OPS = _ops()
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
-    "layer": check_layer,
     "ops": check_ops,
     "errors": check_errors,
     "second": check_second_derivatives,

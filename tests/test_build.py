@@ -130,23 +130,6 @@ def test_fastcaps_torch_dir_is_taken_before_all_others_or_is_an_error(
 # ---- setup.py's other decisions --------------------------------------------------------------------------------------
 
 
-def test_a_loaded_library_stays_whole_when_a_new_one_is_installed(setup_py: ModuleType, tmp_path: Path) -> None:
-    def install(folder: Path) -> None:
-        (folder / "lib").mkdir()
-        for name in ("_C.so", "lib/libfastcaps_cpu.so"):
-            (folder / name).write_text("new")
-
-    (tmp_path / "lib").mkdir()
-    for name in ("_C.so", "lib/libfastcaps_cpu.so", "lib/libfastcaps_cuda.so", "backends.py"):
-        (tmp_path / name).write_text("old")
-    with open(tmp_path / "_C.so") as loaded, open(tmp_path / "lib/libfastcaps_cpu.so") as other:
-        places = setup_py.put_into(tmp_path, install)
-        assert loaded.read() == other.read() == "old"
-    assert places == [tmp_path / "_C.so", tmp_path / "lib/libfastcaps_cpu.so"]
-    assert [path.read_text() for path in places] == ["new", "new"]
-    assert {path.name for path in tmp_path.rglob("*.*")} == {"_C.so", "libfastcaps_cpu.so", "backends.py"}
-
-
 # ---- metadata --------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -94,17 +92,3 @@ def test_without_a_toolkit_there_are_no_kernels_and_every_place_is_named(decide:
 def test_architectures_are_written_as_for_torch(decide: Decide, tmp_path: Path, asked: str, chosen: str) -> None:
     nvcc = make_nvcc(tmp_path / "toolkit")
     assert f"for [{chosen}]" in decide(CUDACXX=str(nvcc), TORCH_CUDA_ARCH_LIST=asked)
-
-
-def test_a_build_that_configures_itself_again_keeps_its_decision(tmp_path: Path) -> None:
-    """Ninja runs CMake again after a change of CMakeLists.txt, from a shell that may have forgotten FASTCAPS_CUDA."""
-    nvcc = make_nvcc(tmp_path / "toolkit")
-    (tmp_path / "CMakeLists.txt").write_text(
-        f"cmake_minimum_required(VERSION 3.22)\nproject(again NONE)\ninclude({ROOT / 'csrc/cuda/toolkit.cmake'})\n"
-        'message(STATUS "for ${FASTCAPS_CUDA_ARCHITECTURES}")\n'
-    )
-    command = ["cmake", "-S", ".", "-B", "build", f"-DFASTCAPS_TORCH_DIR={make_torch(tmp_path / 'site')}"]
-    for variables in ({"CUDACXX": str(nvcc), "FASTCAPS_CUDA": "1"}, {}):
-        environ = {**{name: value for name, value in os.environ.items() if "CUDA" not in name}, **variables}
-        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-        assert re.search(rf"for {DEFAULT}$", done.stdout, re.MULTILINE), done.stdout + done.stderr

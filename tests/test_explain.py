@@ -152,22 +152,6 @@ def test_a_module_whose_way_depends_on_numbers_says_so() -> None:
         explain(lambda x: x[x > 0], torch.randn(3))  # a shape that depends on them
 
 
-def test_endless_iterations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a module that loops over its layers by itself, as stacks do; and of routings with a number for each."""
-    monkeypatch.setattr(fastcaps.functional.explanation, "_MOST_CALLS", 5)
-    layer = fastcaps.InvertedAttentionRouting(4, 3, 4, 4)
-
-    def stack(children: Tensor) -> None:
-        for _ in range(10**24):
-            layer(children, iterations=2)
-
-    with pytest.raises(ValueError, match="more than 5 calls of routings; explain fewer iterations"):
-        explain(stack, torch.randn(1, 4, 4))
-    for routing in (fastcaps.EMRouting(4, 3, 4, 4), fastcaps.HeinsenRouting(4, 3, 4, 4)):
-        with pytest.raises(ValueError, match=f"iterations must be at most {2**24}, got {2**62}"):
-            explain(routing, torch.randn(1, 4, 4), torch.rand(1, 4), iterations=2**62)
-
-
 @native_only
 def test_the_schedule_is_that_of_the_call() -> None:
     """With its dtype, bias and turns: matrices are folded into parents in float32 without a bias, children may stay."""

@@ -20,7 +20,6 @@ from torch.export import Dim
 
 import fastcaps
 from fastcaps import Window, backend
-from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 
 ONE_OF_EACH_OP = ["attention-1", "attention-uniform", "dynamic-parents", "pool-weights", "em"]
 SLOW = pytest.mark.slow
@@ -89,20 +88,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Any], tuple[str, ...]]] = {
         lambda: fastcaps.InvertedAttentionRouting(2, 3, 4, 4, kernel_size=3, stride=2, bias=True), GRIDS, ("b.hw.",)
     ),
     "dynamic-set": (lambda: fastcaps.DynamicRouting(6, 3, 4, 5, pose="vector", share=True), SETS, ("bi.",)),
-    "em-grid": (lambda: fastcaps.EMRouting(2, 3, 4, 4, kernel_size=3), EM, ("b.hw.", "b.hw")),
     "em-all-coordinates": (
         lambda: fastcaps.EMRouting(2, 3, 4, 4, kernel_size="all", share=True, coordinates=True), EM, ("b.hw.", "b.hw")
     ),
-    "heinsen-compat": (
-        lambda: GenerativeMatrixRouting(-1, 3, 2, 4, 4),
-        [((b, i), (b, i, 2, 4)) for ((b, i, _),) in SETS], ("bi", "bi.."),
-    ),
     "pool-window": (lambda: fastcaps.RoutingPool2d(4, kernel_size=2), MAPS, ("b.hw",)),
-    "pool-parents": (lambda: fastcaps.RoutingPool2d(4, parents=3, in_channels=8), MAPS, ("b.hw",)),
-    "pool-average": (lambda: fastcaps.RoutingPool2d(4, sharpness=0.0), MAPS, ("b.hw",)),
 }  # fmt: skip
-SOME = ("attention-grid", "dynamic-set", "pool-window", "em-all-coordinates")
-every_layer = pytest.mark.parametrize("layer", [pytest.param(k, marks=() if k in SOME else SLOW) for k in CASES])
+every_layer = pytest.mark.parametrize("layer", CASES)
 
 
 def inputs(shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:

@@ -5,10 +5,6 @@
 
 #include <new>
 
-#ifndef __x86_64__
-#include <ucontext.h>
-#endif
-
 namespace cuda_on_cpu {
 
 uintptr_t stacks_begin = 0;
@@ -39,7 +35,6 @@ void make_stacks() {
 bool on_stack_guard(uintptr_t address) { return on_stacks(address) && (address - stacks_begin) % kStack < page(); }
 
 // A switch saves what a called function must keep, on the stack that is left, and loads the same from the other.
-#ifdef __x86_64__
 extern "C" __attribute__((visibility("hidden"))) void cuda_on_cpu_switch(void** from, void* to);
 asm(R"(
 .text
@@ -73,20 +68,5 @@ void Fiber::start(int index, Entry entry) {
   for (int k = 0; k < 6; ++k) *--top = nullptr;
   context = top;
 }
-#else
-// Elsewhere the system's own switch, at the price of a system call each.
-void switch_fiber(Fiber& from, Fiber& to) {
-  if (from.context == nullptr) from.context = new ucontext_t;
-  swapcontext(static_cast<ucontext_t*>(from.context), static_cast<ucontext_t*>(to.context));
-}
-void Fiber::start(int index, Entry entry) {
-  if (context == nullptr) context = new ucontext_t;
-  ucontext_t* made = static_cast<ucontext_t*>(context);
-  getcontext(made);
-  made->uc_stack.ss_sp = reinterpret_cast<char*>(stacks_begin) + index * kStack + page();
-  made->uc_stack.ss_size = size_t(top_of(index) - static_cast<char*>(made->uc_stack.ss_sp));
-  makecontext(made, entry, 0);
-}
-#endif
 
 }  // namespace cuda_on_cpu
