@@ -116,7 +116,7 @@ class Target:
         with self.guarded():
             results = self.forward(routing.call(one, seed), option)
             gradients = self.backward(routing.backward_call(case, seed), option)
-        routing.forward_bar(one, seed, tf32).hold(results)
+        routing.bar(one, seed, tf32, training=False).hold(results)
         routing.backward_bar(case, seed, tf32).hold(gradients)
 
 

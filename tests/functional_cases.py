@@ -12,25 +12,15 @@ from fastcaps import Window
 from fastcaps.votes import SET_WINDOW, as_grid, to_op
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
-WINDOWS = {"set": None, "conv": Window((3, 2), (2, 1)), "padded": Window(3, (1, 2), 1)}
-GROUPS = {"own": None, "types": 0, "one": 1}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def layer(
-    window: Window | None, pose: tuple[int, int, int] = (2, 2, 2), groups: str = "own", parents: int = 3
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return children, weight, bias and gates of a small set or grid in public layout."""
-    rows, depth, columns = pose
-    grid, types = ((), 6) if window is None else ((5, 4), 2)
-    count = types * (1 if window is None else window.positions)
-    many = {None: count, 0: types, 1: 1}[GROUPS[groups]]
-    children = draw(2, types, *grid, rows, depth)
-    gates = torch.rand(children.shape[:-2], generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return children, draw(many, parents, depth, columns, seed=1), draw(count, parents, rows, columns, seed=2), gates
+def layer(groups: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """Return children, weight and bias of a small set in public layout."""
+    return draw(2, 6, 2, 2), draw(groups, 3, 2, 2, seed=1), draw(6, 3, 2, 2, seed=2)
 
 
 def seen_by(

@@ -1,14 +1,18 @@
-"""Run the CPU library's ops on the registry's cases, forward and backward: a program for ``test_guard_pages.py``."""
+"""Run the CPU library's ops on the registry's cases: a program for guard pages and sanitizers.
+
+python tests/guard_worker.py PART OF THREADS  # one case of so many, each in so many Python threads at once
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from cases import Case
-from registry import every_case
+from registry import Routing, every_case
 
 import fastcaps.encapnet  # noqa: F401  (defines its op; the package loads the library)
 
@@ -28,19 +32,26 @@ def squash_sum(dim: int, width: int, dtype: torch.dtype) -> None:
         torch.ops.fastcaps_cpu.squash_sum_backward(grad, *given, 2, True, needs)
 
 
+def run(routing: Routing, case: Case, threads: int) -> None:
+    """Run a case forward and backward in so many Python threads at once."""
+    print(routing, case, flush=True)
+    forward, backward = (getattr(torch.ops.fastcaps_cpu, f"{routing.name}{end}").default for end in ("", "_backward"))
+    call, back = routing.call(case), routing.backward_call(case)
+    with ThreadPoolExecutor(threads) as pool:
+        both = [pool.submit(lambda: (call.forward(forward), back.results(backward, 0))) for _ in range(threads)]
+    for one in both:
+        one.result()
+
+
 if __name__ == "__main__":
     faulthandler.enable()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # under ThreadSanitizer the library's own threads are those of parallel_threads.cpp
+    part, of, threads = map(int, sys.argv[1:])
     for number, (routing, case) in enumerate(every_case(is_small)):
-        if number % 3 != int(sys.argv[1]) and case.parents > 1:
-            continue
-        print(routing, case, flush=True)
-        forward, backward = (
-            getattr(torch.ops.fastcaps_cpu, name).default for name in (routing.name, f"{routing.name}_backward")
-        )
-        routing.call(case).forward(forward)
-        routing.backward_call(case).results(backward, 0)
+        if number % of == part or (case.parents == 1 and threads == 1):
+            run(routing, case, threads)
+    widths = (1, 3, 7, 8, 9, 17, 33) if threads == 1 else (33,)
     for dtype, dim, width in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float64), (1, 2, 4, 5, 17), (1, 3, 7, 8, 9, 17, 33)
+        (torch.float32, torch.bfloat16, torch.float64), (1, 2, 4, 5, 17), widths
     ):
         squash_sum(dim, width, dtype)

@@ -53,12 +53,9 @@ def _attention_rest(case: Case, seed: int) -> Given:
     }
 
 
-def _attention_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple[Given, Given]:
-    rest = (given[name] for name in ("norm_weight", "norm_bias", "scale", "eps", "rule"))
-    query = state["query"]
-    parents, sums = reference.attention_routing(votes_of(given), query, *rest, 1, detach)
-    following = query + parents if given["rule"] == Rule.SQUASH and query is not None else parents
-    return {"parents": parents, "sums": sums}, {"query": following}
+def _attention_next(given: Given, results: Given, state: Given) -> Given:
+    query, parents = state["query"], results["parents"]
+    return {"query": query + parents if given["rule"] == Rule.SQUASH and query is not None else parents}
 
 
 def _pooling_rest(case: Case, seed: int) -> Given:
@@ -71,14 +68,11 @@ def _pooling_rest(case: Case, seed: int) -> Given:
     }
 
 
-def _pooling_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple[Given, Given]:
-    rest = (given[name] for name in ("scale", "normalize", "rule"))
-    query = state["query"]
-    parents, sums, logsumexp = reference.pooling_routing(votes_of(given), query, *rest, 1, detach)
+def _pooling_next(given: Given, results: Given, state: Given) -> Given:
+    query, parents = state["query"], results["parents"]
     wide = torch.promote_types(parents.dtype, torch.float32)
     step = parents if given["rule"] == Rule.SQUASH else unit(parents.to(wide), POSE).to(parents.dtype)
-    following = step if query is None else query + step
-    return {"parents": parents, "sums": sums, "logsumexp": logsumexp}, {"query": following}
+    return {"query": step if query is None else query + step}
 
 
 def _gaussian_rest(case: Case, seed: int) -> Given:
@@ -105,18 +99,10 @@ def _gaussian_rest(case: Case, seed: int) -> Given:
     }
 
 
-def _gaussian_turn(given: Given, turn: int, state: Given, detach: bool) -> tuple[Given, Given]:
-    betas, rule = (given["beta_use"], given["beta_ignore"]), given["rule"]
-    now = [given["temperatures"][turn]]
-    results = reference.gaussian_routing(votes_of(given), *state.values(), *betas, now, rule, given["eps"])
-    scores, means, variances = results[:3]
-    following = {
-        "mean": means,
-        "variance": None if rule == Rule.KMEANS else variances,
-        "log_weight": next_log_weight(scores, variances, rule),
-    }
-    names = ("scores", "means", "variances", "all_counts", "all_means", "all_variances", "all_scores")
-    return dict(zip(names, results, strict=True)), following
+def _gaussian_next(given: Given, results: Given, state: Given) -> Given:
+    scores, means, variances, rule = *(results[name] for name in ("scores", "means", "variances")), given["rule"]
+    log_weight = next_log_weight(scores, variances, rule)
+    return {"mean": means, "variance": None if rule == Rule.KMEANS else variances, "log_weight": log_weight}
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +122,9 @@ class Routing:
     grads, saved, fixed
         Of the backward: the gradients that lead its arguments; which of the history it takes, by the names of the
         results; and which of the op's arguments it takes beside votes and state.
-    rest, turn, loop
-        The arguments beside the votes; one turn of the reference, and what the next is given; all turns of one
-        position as a plain loop.
+    rest, following, loop
+        The arguments beside the votes; what the next turn is given, from the results and the state of one; all turns of
+        one position as a plain loop.
     coefficients
         The arguments beside votes and state that make its coefficients.
     by_shares
@@ -162,7 +148,7 @@ class Routing:
     saved: dict[str, str]
     fixed: tuple[str, ...]
     rest: Callable[[Case, int], Given]
-    turn: Callable[[Given, int, Given, bool], tuple[Given, Given]]
+    following: Callable[[Given, Given, Given], Given]
     loop: Callable[..., Given]
     coefficients: tuple[str, ...] = ()
     by_shares: tuple[str, ...] = ()
@@ -229,6 +215,15 @@ class Routing:
         grads = {n: case.arranged(draw(*shapes.get(n, case.poses), dtype=dtype)) for n in self.results}
         return Call(self, given, grads, case.detach and bool(self.by_shares))
 
+    def turn(self, given: Given, turn: int, state: Given, detach: bool = False) -> tuple[Given, Given]:
+        """Return the results of one turn of the reference by name, and what the next turn is given."""
+        one = {**given, **state, "iterations": 1, "temperatures": given.get("temperatures", ())[turn : turn + 1]}
+        arguments = [one[name] for name in given if name not in VOTES]
+        flags = [detach] if self.by_shares else []
+        found = getattr(reference, self.name)(votes_of(given), *arguments, *flags)
+        results = dict(zip(self.outputs, found, strict=True))
+        return results, self.following(given, results, state)
+
     def backward_call(self, case: Case, seed: int = 0, needs: int | None = None) -> BackwardCall:
         """Return ``case.turns`` turns of the backward over the same votes, each with parents of its own.
 
@@ -240,7 +235,7 @@ class Routing:
         for turn in range(case.turns):
             state = self.rest(case, seed + 7 * turn)
             own = {n: None if turn == 0 and not case.start else state[n] for n in self.state}
-            results, _ = self.turn(given, 0, own, False)
+            results, _ = self.turn(given, 0, own)
             turns.append({**own, **{n: results[kept][0] for n, kept in self.saved.items()}})
         draw, shapes = case.generator(seed + 300), {"grad_counts": case.numbers, "grad_evidence": case.numbers}
         full: Given = {n: draw(case.turns, *shapes.get(n, case.poses), dtype=case.wide) for n in self.grads}
@@ -260,14 +255,9 @@ class Routing:
         return BackwardCall(self, {n: full[n] for n in names})
 
     @cache  # noqa: B019 -- rows live as long as the process
-    def bar(self, case: Case, seed: int = 0, tf32: bool = False) -> Bar:
-        """Return what results and gradients of a case may err."""
-        return self.call(case, seed).bar(tf32)
-
-    @cache  # noqa: B019
-    def forward_bar(self, case: Case, seed: int = 0, tf32: bool = False) -> Bar:
-        """Return what the results of a case may err."""
-        return self.call(case, seed).bar(tf32, training=False)
+    def bar(self, case: Case, seed: int = 0, tf32: bool = False, training: bool = True) -> Bar:
+        """Return what results, and with ``training`` the gradients, of a case may err."""
+        return self.call(case, seed).bar(tf32, training)
 
     @cache  # noqa: B019
     def backward_bar(self, case: Case, seed: int = 0, tf32: bool = False) -> Bar:
@@ -443,7 +433,7 @@ ATTENTION = Routing(
     saved={"sums": "sums"},
     fixed=("norm_weight", "scale", "eps"),
     rest=_attention_rest,
-    turn=_attention_turn,
+    following=_attention_next,
     loop=loops.attention_routing,
     coefficients=("scale",),
     by_shares=("query",),
@@ -458,7 +448,7 @@ POOLING = Routing(
     saved={"sums": "sums", "logsumexp": "logsumexp"},
     fixed=("scale", "normalize"),
     rest=_pooling_rest,
-    turn=_pooling_turn,
+    following=_pooling_next,
     loop=loops.pooling_routing,
     coefficients=("scale", "normalize"),
     by_shares=("query", "gate"),
@@ -474,7 +464,7 @@ GAUSSIAN = Routing(
     saved={"counts": "all_counts", "means": "all_means", "variances": "all_variances"},
     fixed=("beta_use", "beta_ignore", "eps"),
     rest=_gaussian_rest,
-    turn=_gaussian_turn,
+    following=_gaussian_next,
     loop=loops.gaussian_routing,
     wide=True,
     absent={Rule.EM: ("beta_use", "beta_ignore", "grad_evidence")},

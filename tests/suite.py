@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from case_rows import allowed
 from cases import Case
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from registry import ROUTINGS, Routing, every_case
-from torch import Tensor
 
 from fastcaps import backends
 
@@ -45,19 +43,6 @@ def cases_named(names: Iterable[str]) -> pytest.MarkDecorator:
     """Return the mark that gives a test the cases of these names, of whatever routings have them."""
     wanted = set(names)
     return cases_where(lambda case: case.name in wanted, pairs=False)
-
-
-def hold_derivatives(run: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], given: Mapping[str, Tensor]) -> None:
-    """Hold first and second derivatives, forward and reverse, to differences: of all results by all tensors at once."""
-
-    def call(numbers: Tensor) -> Tensor:
-        parts = numbers.split([tensor.numel() for tensor in given.values()])
-        leaves = {name: part.view_as(tensor) for part, (name, tensor) in zip(parts, given.items(), strict=True)}
-        return torch.cat([result.flatten() for result in run(leaves).values()])
-
-    flat = torch.cat([tensor.flatten() for tensor in given.values()]).requires_grad_()
-    assert torch.autograd.gradcheck(call, flat, fast_mode=True, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, flat, fast_mode=True, check_fwd_over_rev=True)
 
 
 @st.composite

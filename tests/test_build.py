@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -34,12 +33,6 @@ def setup_py() -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def pyproject() -> dict:
-    toml = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    return toml.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def python(code: str, cwd: str | Path = ROOT.anchor, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -128,21 +121,6 @@ def test_fastcaps_torch_dir_is_taken_before_all_others_or_is_an_error(
 
 
 # ---- setup.py's other decisions --------------------------------------------------------------------------------------
-
-
-# ---- metadata --------------------------------------------------------------------------------------------------------
-
-
-def test_every_requirement_is_pinned_in_the_constraints(pyproject: dict) -> None:
-    def name(text: str) -> str:
-        return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", text).group()).lower()  # type: ignore[union-attr]
-
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {name(line) for line in lines if "==" in line and not line.startswith("#")}
-    groups = pyproject["project"]["optional-dependencies"].values()
-    wanted = {name(text) for group in groups for text in group} | {"torch"}
-    wanted |= {name(text) for text in pyproject["build-system"]["requires"]}
-    assert wanted - {"fastcaps"} <= pinned
 
 
 # ---- wheels ----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_a_parent_of_one_child(case: Case, option: str, target: Target) -> None:
         once, turns = GAUSSIAN.call(replace(case, turns=1)).given, []
         for k in range(case.turns):
             state = {name: None if back[name] is None else back[name][k] for name in GAUSSIAN.state}
-            turns.append(GAUSSIAN.turn(once, 0, state, False)[0])
+            turns.append(GAUSSIAN.turn(once, 0, state)[0])
         back |= {n: torch.cat([results[kept] for results in turns]) for n, kept in GAUSSIAN.saved.items()}
     back["grad_variances"] = 1e4 * back["grad_variances"]
     call = BackwardCall(GAUSSIAN, {**back, "needs": 15})

@@ -17,7 +17,7 @@ import torch
 from cases import Case
 from cuda_stub.host import SHARED, STREAMS, Host
 from cuda_target import OPTIONS
-from registry import ATTENTION, ROUTINGS, Routing
+from registry import ATTENTION, ROUTINGS, Routing, routing_of
 from torch import Tensor
 
 import fastcaps.encapnet  # noqa: F401  (defines squash_sum)
@@ -34,31 +34,30 @@ def host(cuda_library: Path, nvcc: Path) -> Host:
     return Host(nvcc)
 
 
-def ops_of(host: Host, routing: Routing, case: Case, option: str = "fast", device: int = 0) -> tuple[Op, Op, Tensor]:
-    """Return a case's forward and backward, ready to be called, and the children that the forward is given."""
+def ops_of(host: Host, routing: Routing, case: Case, option: str = "fast", device: int = 0) -> tuple[Op, Op]:
+    """Return a case's forward and backward, ready to be called."""
     forward = getattr(torch.ops.fastcaps_cuda, routing.name).default
     backward = getattr(torch.ops.fastcaps_cuda, f"{routing.name}_backward").default
     turns = case.turns if case.parents <= 32 else 1  # so many parents take several blocks, and turns several calls
     given = Host.moved([*routing.call(replace(case, turns=turns)).given.values()], device)
     back = Host.moved([*routing.backward_call(case).given.values()], device)
-    return (lambda: forward(*given, OPTIONS[option])), (lambda: backward(*back, OPTIONS[option])), given[0]
+    return (lambda: forward(*given, OPTIONS[option])), (lambda: backward(*back, OPTIONS[option]))
 
 
-def squash_sums(device: int = 0, batch: int = 2) -> tuple[Op, Op, Tensor]:
+def squash_sums(device: int = 0, batch: int = 2) -> tuple[Op, Op]:
     x = torch.randn(batch, 8, 3, 5)
     scale = torch.randn(batch, 2, 3, 5)
     forward = torch.ops.fastcaps_cuda.squash_sum.default
     backward = torch.ops.fastcaps_cuda.squash_sum_backward.default
     given: list[Any] = Host.moved([x, scale, x.clone(), scale.clone(), 2, True], device)
     grad = Host.moved(x.clone(), device)
-    return (lambda: [forward(*given)]), (lambda: backward(grad, *given, 15)), given[0]
+    return (lambda: [forward(*given)]), (lambda: backward(grad, *given, 15))
 
 
-def both(host: Host, name: str, **options: Any) -> tuple[Op, Op, Tensor]:
+def both(host: Host, name: str, **options: Any) -> tuple[Op, Op]:
     if name == "squash_sum":
         return squash_sums(options.get("device", 0))
-    routing = next(routing for routing in ROUTINGS if routing.stem == name)
-    return ops_of(host, routing, routing.case("conv"), **options)
+    return ops_of(host, routing_of(name), routing_of(name).case("conv"), **options)
 
 
 every_op = pytest.mark.parametrize("name", [*(routing.stem for routing in ROUTINGS), "squash_sum"])
@@ -70,7 +69,7 @@ every_op = pytest.mark.parametrize("name", [*(routing.stem for routing in ROUTIN
 def test_a_device_takes_every_launch(host: Host, routing: Routing, case: str, device: int) -> None:
     """On the device and stream of its tensors, in no more threads and shared memory than the kernel may have."""
     for option in OPTIONS:
-        for op in ops_of(host, routing, routing.case(case), option, device)[:2]:
+        for op in ops_of(host, routing, routing.case(case), option, device):
             host.begin()
             results = op()
             launches = host.launches()
@@ -84,7 +83,7 @@ def test_a_device_takes_every_launch(host: Host, routing: Routing, case: str, de
 @every_op
 @pytest.mark.parametrize("before", [-1, 0, 1])
 def test_the_threads_context_is_put_back(host: Host, name: str, before: int) -> None:
-    for op in both(host, name, device=1)[:2]:
+    for op in both(host, name, device=1):
         host.begin(before)
         op()
         assert host.context == before
@@ -94,7 +93,7 @@ def test_the_threads_context_is_put_back(host: Host, name: str, before: int) -> 
 @every_op
 def test_a_call_may_be_captured(host: Host, name: str) -> None:
     """Its launches are all that reaches a stream, they go to the captured one, and again they are the same."""
-    for op in both(host, name)[:2]:
+    for op in both(host, name):
         host.begin(0, captured=True)
         op()
         first = host.launches()
@@ -108,7 +107,7 @@ def test_a_call_may_be_captured(host: Host, name: str) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_an_empty_batch_launches_nothing(host: Host, routing: Routing, option: str) -> None:
     case = replace(routing.case("pose-4x4-20"), batch=0)
-    for op in ops_of(host, routing, case, option)[:2]:
+    for op in ops_of(host, routing, case, option):
         host.begin()
         op()
         assert host.launches() == []
@@ -138,7 +137,7 @@ def test_a_thread_asks_once_for_shared_memory(host: Host) -> None:
 @every_op
 @pytest.mark.parametrize("function", ["cudaSetDevice", "cudaDeviceGetAttribute", "cudaLaunchKernelExC"])
 def test_what_fails_is_an_error_and_leaves_nothing_behind(host: Host, name: str, function: str) -> None:
-    for op in both(host, name)[:2]:
+    for op in both(host, name):
         host.begin(1)
         host.fail(function, 46)
         if name == "squash_sum" and function == "cudaDeviceGetAttribute":

@@ -20,7 +20,7 @@ from fastcaps._testing.judge import Bar
 
 
 def test_dynamic_of_zero_children_has_a_gradient() -> None:
-    _, weight, _, _ = layer(None)
+    _, weight, _ = layer()
     for options in ({}, {"compete": "children"}, {"detach": True}, {"leaky": True}):
         children = torch.zeros(2, 6, 2, 2, dtype=torch.float64, requires_grad=True)
         found = functional.dynamic_routing(children, weight, **options)
@@ -29,7 +29,7 @@ def test_dynamic_of_zero_children_has_a_gradient() -> None:
 
 
 def test_pool_activations_and_parents() -> None:
-    children, weight, bias, _ = layer(None)
+    children, weight, bias = layer()
     plain = functional.routing_pool(children, weight=weight)
     squash = partial(vectors.squash, dim=(-2, -1))
     for name in ("relu", "sigmoid", "tanh", squash, torch.exp):
@@ -96,7 +96,7 @@ def test_coordinates_are_added_to_the_votes(pose: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("model", ["gaussian", "kmeans"])
 def test_infinite_scores_are_masks(model: str) -> None:
-    children, weight, bias, _ = layer(None, groups="one")
+    children, weight, bias = layer(groups=1)
     use, ignore = draw(1, 3, seed=4), draw(1, 3, seed=5)
     scores = torch.full((2, 6), torch.inf, dtype=torch.float64)
     few = functional.heinsen_routing(children[:, :4], scores[:, :4], weight, bias[:1], use, ignore, model=model)

@@ -47,7 +47,7 @@ def test_no_kernel_leaves_its_memory(guard: Path, level: str) -> None:
     script = "from fastcaps import backends as b; print(b.native_capability())"
     if _run(guard, "-c", script, level=level).stdout.strip() != level:
         pytest.skip(f"{level} is not built, or this processor does not have it")
-    done = _run(guard, str(TESTS / "guard_worker.py"), str(LEVELS.index(level)), level=level)
+    done = _run(guard, str(TESTS / "guard_worker.py"), str(LEVELS.index(level)), "3", "1", level=level)
     assert done.returncode == 0, done.stdout.splitlines()[-1] + done.stderr[-3000:]
 
 

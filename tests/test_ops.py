@@ -83,7 +83,7 @@ def test_coefficients_are_those_of_the_last_turn(routing: Routing, case: Case) -
             found = routing.op(*call.arguments(coefficients=True))[-1]
             state = {name: call.given[name] for name in routing.state}
             for turn in range(turns - 1):
-                _, state = routing.turn(call.given, turn, state, False)
+                _, state = routing.turn(call.given, turn, state)
             shares = getattr(reference, f"{routing.stem}_coefficients")
             wanted = shares(votes_of(call.given), *state.values(), *(call.given[name] for name in routing.coefficients))
             assert not found.requires_grad

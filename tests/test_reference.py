@@ -11,12 +11,11 @@ import pytest
 import torch
 from cases import Case
 from registry import ATTENTION, GAUSSIAN, POOLING, Call, Routing, every_case, votes_of
-from suite import every_routing, hold_derivatives
+from suite import every_routing
 from torch import Tensor
 
 import fastcaps
 from fastcaps import reference
-from fastcaps.rules import Rule
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
@@ -42,22 +41,6 @@ def test_a_parent_of_one_child_costs_float32_nothing(name: str) -> None:
     """The rounding of a mean must not be taken for a difference from it: variances there are nothing but eps."""
     case = GAUSSIAN.case(name)
     GAUSSIAN.bar(case).hold(by_reference(GAUSSIAN.call(case)))
-
-
-@every_routing
-def test_first_and_second_derivatives_of_two_turns(routing: Routing) -> None:
-    """Every rule of the routing; which is what the ops' own second derivatives go through."""
-    for fields in routing.table.rules.values():
-        window = (1, 2, 1, 1, 0, 1, 1, 1)
-        case = Case("tiny", **{"scale": 0.7, **fields}, batch=1, grid=(1, 2), types=2, parents=2, pose=(1, 2, 2),
-                    window=window, gate="some", bias="IM", turns=2, dtype=torch.float64)  # fmt: skip
-        call = routing.call(replace(case, betas="M" if case.rule == Rule.EM else "IM"))
-
-        def run(given: dict[str, Tensor], call: Call = call) -> dict[str, Tensor]:
-            results = replace(call, given={**call.given, **given}).by_loop()
-            return {name: results[name] for name in call.grads}
-
-        hold_derivatives(run, {name: call.given[name] for name in call.names})
 
 
 @every_routing

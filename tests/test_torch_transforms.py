@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from features import ROUTINGS, WINDOWS, Leaves, Routing, close, number, training
-from suite import hold_derivatives
 from torch import Tensor, func
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +26,16 @@ SAMPLED = ("children", "gate", "activations", "scores", "parents")
 @pytest.mark.parametrize("routing", [row for row in ROUTINGS if "detach" not in row.name], ids=str)
 def test_derivatives(routing: Routing, window: Window | None) -> None:
     """Of all tensors; where coefficients are constants to the gradient, but not to differences, none can be held."""
-    hold_derivatives(lambda leaves: routing.ours(leaves, window), routing.tensors(window, batch=1))
+    given = routing.tensors(window, batch=1)
+
+    def call(numbers: Tensor) -> Tensor:
+        parts = numbers.split([tensor.numel() for tensor in given.values()])
+        leaves = {name: part.view_as(tensor) for part, (name, tensor) in zip(parts, given.items(), strict=True)}
+        return torch.cat([result.flatten() for result in routing.ours(leaves, window).values()])
+
+    flat = torch.cat([tensor.flatten() for tensor in given.values()]).requires_grad_()
+    assert torch.autograd.gradcheck(call, flat, fast_mode=True, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, flat, fast_mode=True, check_fwd_over_rev=True)
 
 
 @every_window

@@ -26,14 +26,14 @@ TINY = {"forward": 1, "backward": 1, "warps": (1, 2)}  # 32 numbers a program: p
 WIDE = {"forward": 128, "backward": 128, "resident": 1}  # few programs with many positions, for the interpreter's sake
 
 
-def _path(name: str) -> str:
-    return f"fastcaps.triton_kernels.{name.partition('_')[0]}"
+def module_of(name: str) -> Any:
+    """Return the module of the kernels that serve an op or its backward."""
+    return importlib.import_module(f"fastcaps.triton_kernels.{name.partition('_')[0]}")
 
 
 def function(name: str) -> Callable[..., Any]:
     """Return the kernels' function that serves an op or its backward."""
-    found: Callable[..., Any] = getattr(importlib.import_module(_path(name)), name)
-    return found
+    return getattr(module_of(name), name)  # type: ignore[no-any-return]
 
 
 def kernels(name: str, **limits: Any) -> Callable[..., Any]:
@@ -41,7 +41,8 @@ def kernels(name: str, **limits: Any) -> Callable[..., Any]:
 
     def run(*arguments: Any) -> Any:
         if DEVICE == "cpu":
-            return interpret(f"{_path(name)}.{name}", *arguments, **({"limits": limits} if limits else {}))
+            path = f"{module_of(name).__name__}.{name}"
+            return interpret(path, *arguments, **({"limits": limits} if limits else {}))
         there = [on_device(one, DEVICE) if isinstance(one, torch.Tensor) else one for one in arguments]
         found = function(name)(*there, schedule.Limits(**limits))
         return tuple(one.cpu() for one in found)
@@ -64,7 +65,7 @@ def check(routing: Routing, case: Case, options: int = 0, **limits: Any) -> None
     """Hold one turn's results, and the gradients of all turns, to the bar."""
     # the interpreter multiplies in float32, and three products keep its rule
     tf32 = options & 6 == 2 and DEVICE == "cuda" and case.dtype == torch.float32
-    routing.forward_bar(replace(case, turns=1), tf32=tf32).hold(forward_of(routing, case, options, **limits))
+    routing.bar(replace(case, turns=1), tf32=tf32, training=False).hold(forward_of(routing, case, options, **limits))
     routing.backward_bar(case, tf32=tf32).hold(backward_of(routing, routing.backward_call(case), options, **limits))
 
 

@@ -78,7 +78,8 @@ def address(short: bool) -> bool:
     variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
     well = True
     for part in ("0",) if short else ("0", "1", "2"):
-        well &= _run(f"address, cases {part} of 3", [sys.executable, "tests/guard_worker.py", part], variables)
+        cases = [sys.executable, "tests/guard_worker.py", part, "3", "1"]
+        well &= _run(f"address, cases {part} of 3", cases, variables)
     if not short:
         tests = [*PYTEST, "--require-native", "-k", f"not ({OTHER_PROCESSES})", *KERNEL_TESTS]
         well &= _run("address, tests", tests, variables)
@@ -94,7 +95,7 @@ def thread(short: bool) -> bool:
     variables = environment(
         library, LD_PRELOAD=f"{_preload('libtsan.so')} {pool}", TSAN_OPTIONS="halt_on_error=1:exitcode=66"
     )
-    return _run("thread", [sys.executable, "tests/threads_worker.py", "9" if short else "1"], variables)
+    return _run("thread", [sys.executable, "tests/guard_worker.py", "0", "9" if short else "1", "2"], variables)
 
 
 def cuda(short: bool) -> bool:
