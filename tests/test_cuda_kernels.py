@@ -13,7 +13,7 @@ import torch
 from case_rows import OWN_POSES
 from cases import GPU_DTYPES, Case
 from cuda_on_cpu import build
-from cuda_target import MACHINE, OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
+from cuda_target import OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing, gpu_cases
@@ -232,15 +232,3 @@ def test_every_kernel_has_a_case(routing: Routing) -> None:
     assert met["iterations"] == {"one", "fused"}
     for key in ("parent_warps", "position_warps", "ranges", "sweeps", "stage", "blocks"):
         assert met[key] == {"one", "several"}, key
-
-
-def test_the_library_says_what_it_cannot_take() -> None:
-    assert ask("refusal", "attention", 4, 4, 4, 1) == "" == ask("refusal", "gaussian", 1, 64, 64, 0)
-    assert "512" in ask("refusal", "pooling", 30, 30, 30, 1)
-    _, sizes, facts = question(ATTENTION, replace(ATTENTION.case("conv"), turns=1))
-    unknown = [ask(name, "capsule", sizes, facts) for name in ("schedule", "routing_refusal")]
-    unknown += [ask("refusal", "capsule", 4, 4, 4, 1), ask("kernels", "capsule")]
-    assert all("no op capsule" in answer for answer in unknown), unknown
-    told = ask("schedule", "attention", sizes, facts)
-    assert told.startswith("kernel=forward 4x4->4x4 32 parents a warp lean;iterations=one;")
-    assert "4x4" in told.split(";text=")[1] and MACHINE[0] == facts[6]
