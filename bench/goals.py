@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bench.routings import AttentionPass
@@ -60,33 +60,25 @@ def goal_of(case: Case, launches: float | None = None) -> dict[str, float]:
     return goal
 
 
-_SAID: dict[str, Callable[[float, float], str]] = {
-    "speedup": lambda is_, goal: f"{number(is_)}× of the fastest alternative, goal {number(goal)}×",
-    "seconds": lambda is_, goal: f"{number(is_ * 1e3)} ms, goal {number(goal * 1e3)} ms",
-    "latency": lambda is_, goal: f"{is_ * 1e6:.0f} us to the end, three smallest launches take {goal * 1e6:.0f} us",
-    "memory_share": lambda is_, goal: f"{is_:.1%} of the votes' bytes beside the results, goal {goal:.0%}",
-}
-
-
 def missed(row: dict[str, Any], noise: float = 0.0) -> dict[str, str]:
     """Return the goals of a row that it misses by more than a share ``noise``, each with a sentence."""
     goal = row.get("goal") or {}
     if "refused" in row:
         return dict.fromkeys(goal, f"refused, {row['refused']}")
-    own = (row.get("memory") or {}).get("fastcaps", {})
-    reached = {
-        "speedup": row["speedup"],
-        "seconds": device_seconds(row["fastcaps"]),
-        "latency": row["fastcaps"].get("latency"),
-        "memory_share": own["beyond"] / row["votes_bytes"] if "beyond" in own else None,
-    }
+    own, entry = (row.get("memory") or {}).get("fastcaps", {}), row["fastcaps"]
+    share = own["beyond"] / row["votes_bytes"] if "beyond" in own else None
     found = {}
-    for name, say in _SAID.items():
-        value, wanted = reached[name], goal.get(name)
-        if value is None or wanted is None:
+    for name, value, factor, said in (
+        ("speedup", row["speedup"], 1.0, "{}× of the fastest alternative, goal {}×"),
+        ("seconds", device_seconds(entry), 1e3, "{} ms, goal {} ms"),
+        ("latency", entry.get("latency"), 1e6, "{} us to the end, three smallest launches take {} us"),
+        ("memory_share", share, 100.0, "{} % of the votes' bytes beside the results, goal {} %"),
+    ):
+        if value is None or name not in goal:
             continue
+        wanted = goal[name]
         if value < (1 - noise) * wanted if name == "speedup" else value > (1 + noise) * wanted:
-            found[name] = say(value, wanted)
+            found[name] = said.format(number(factor * value), number(factor * wanted))
     return found
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import fastcaps
 from bench.workload import PRECISIONS, size_of
 
 Call = Callable[[], Any]
@@ -219,9 +218,8 @@ def describe(device: torch.device, seconds: float) -> dict[str, Any]:
     about: dict[str, Any] = {"device": platform.processor() or platform.machine()}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        about = {"device": found.name, "multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda}
-        about |= {"capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
-    about["backends"] = {entry.name: entry.detail for entry in fastcaps.backends.listing()}
+        about = {"device": found.name, "capability": f"{found.major}.{found.minor}", "memory": found.total_memory}
+        about["cuda"] = torch.version.cuda
     count, size = _SIZES[device.type]
     source = torch.randn(count // 4, device=device)
     target = torch.empty_like(source)

@@ -334,7 +334,7 @@ def test_a_session_compares_writes_and_says_what_failed(tmp_path: Path, monkeypa
     assert "| tsai-c10-conv1 | 128 | 3,699 | 0.100 (0.100-0.100) | blocked, compiled | 2.00" in text
     assert "| 0.080 | 0.200 |" in text and "2.00 (0.1%)" in text and "Test Device: copies 4.00 TB/s" in text
     assert "stored, compiled: out of memory: tsai-c10-conv1 batch 128 forward" in text
-    assert "50 us to the end, three smallest launches take 30 us" in text
+    assert "50.0 us to the end, three smallest launches take 30.0 us" in text
     assert "0.080 ms, goal" not in " ".join(goals.shortfalls(session.rows))  # of 0.30 ms
 
 

@@ -27,7 +27,7 @@ __all__ = ["RUNS", "main"]
 COMMON = "-O0 -g1 -fno-omit-frame-pointer"  # optimised, the kernels take the compiler many minutes with these
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider"]
 KERNEL_TESTS = ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py")
-OTHER_PROCESSES = "instruction_set or unknown_level or cuda"  # tests that need another library
+OTHER_PROCESSES = "instruction_set or cuda"  # tests that need another library
 ADDRESS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:allow_user_segv_handler=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -110,7 +110,7 @@ def cuda(short: bool) -> bool:
     definitions = (f"FASTCAPS_CSRC={sources}", "FASTCAPS_WATCHED=-Wno-all")
     library = build(folder, "fastcaps_cuda_on_cpu", flags, ROOT, *definitions)
     variables = environment(library, LD_PRELOAD=_asan(), **ADDRESS)
-    some = "test_only_the_gradients_asked_for or test_turns_add_up" if short else ""
+    some = "test_only_the_gradients_asked_for or test_a_set_is_a_grid" if short else ""
     kept = f"on-cpu and ({some})" if short else "on-cpu or (squash_sum and cuda)"
     tests = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_extremes")]
     tests.append("tests/encapnet/test_squash_sum.py")
