@@ -46,10 +46,7 @@ _FOR_SIGNALS = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals",
 class Library:
     """One native library: loaded, its ops registered; or the reason why not.
 
-    Attributes
-    ----------
-    problem
-        Why it is not loaded; empty if it is.
+    ``problem`` is why it is not loaded; empty if it is.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,13 +114,9 @@ def architecture_names(architectures: str) -> str:
 def architecture_problem(architectures: str, capability: tuple[int, int]) -> str:
     """Return why code for ``architectures`` does not run on a device of that compute capability, or an empty string.
 
-    Parameters
-    ----------
-    architectures : str
-        Comma-separated, as CMake writes them: ``90-real`` is code for 9.0, which serves 9.x from 9.0 on; ``90`` and
-        ``90-virtual`` hold PTX too, which serves whatever is newer. ``90a`` serves 9.0 alone; ``100f`` its family.
-    capability : (int, int)
-        The device's.
+    Architectures are separated by commas, as CMake writes them: ``90-real`` is code for 9.0, which serves 9.x from 9.0
+    on; ``90`` and ``90-virtual`` hold PTX too, which serves whatever is newer. ``90a`` serves 9.0 alone; ``100f`` its
+    family.
     """
     major, minor = capability
     for own, kind, form in _parse(architectures):

@@ -36,11 +36,14 @@ def _joined(value: Any) -> Any:
 
 def _build() -> dict[str, Any]:
     """What the native library was built with; empty if there is none."""
-    try:
-        from fastcaps import _C
-    except ImportError:
+    from fastcaps.libraries import native_build_info
+
+    build: dict[str, Any] = native_build_info()
+    if not build:
         return {}
-    build: dict[str, Any] = {**_C.build_info(), "levels built": _C.capabilities_built()}
+    from fastcaps import _C
+
+    build["levels built"] = _C.capabilities_built()
     try:
         build["level chosen"] = _C.capability()
     except ValueError as error:

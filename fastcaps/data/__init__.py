@@ -7,12 +7,11 @@
 
 from fastcaps.data.affine import AffineDigits
 from fastcaps.data.batches import ShuffledBatches
-from fastcaps.data.digits import read_digits, split_digits
 from fastcaps.data.draws import Draws
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError
 from fastcaps.data.folders import read_folder
 from fastcaps.data.images import BatchDataset, ImageDataset
-from fastcaps.data.readers import read_cifar, read_idx, read_norb, read_svhn
+from fastcaps.data.readers import read_cifar, read_digits, read_idx, read_norb, read_svhn, split_digits
 from fastcaps.data.registry import Splits, load, names
 from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
 from fastcaps.data.text import TextDataset, TextEmbedder

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.digits import read_digits, split_digits
 from fastcaps.data.files import CorruptDataError, MissingDataError, check_labels, find
 from fastcaps.data.folders import class_names, read_folder
-from fastcaps.data.readers import STEMS, read_cifar, read_idx, read_norb, read_svhn
+from fastcaps.data.readers import STEMS, read_cifar, read_digits, read_idx, read_norb, read_svhn, split_digits
 
 Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
