@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 import fastcaps
 from bench.charts import as_svg
 from fastcaps import functional
-from fastcaps.viz import BLUE, ORANGE, pyplot
+from fastcaps.viz.charts import BLUE, ORANGE, pyplot
 
 __all__ = ["SCENES", "main", "picture"]
 
