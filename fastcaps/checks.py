@@ -61,10 +61,15 @@ def check_tensor(name: str, value: Any, children: Tensor, cast: bool, also: Sequ
         raise TypeError(f"{name} and children must have the same dtype, got {value.dtype} and {children.dtype}")
 
 
-def check_shape(name: str, value: Tensor, wanted: Sequence[int], symbols: str) -> None:
-    """Raise if a tensor has another shape than the one wanted, whose letters are ``symbols``."""
-    if value.dim() != len(wanted) or (not is_tracing() and tuple(value.shape) != tuple(wanted)):
-        raise ValueError(f"{name} must have shape [{symbols}] = {list(wanted)}, got {shape_text(value)}")
+def check_shape(name: str, value: Tensor, wanted: Sequence[int | Sequence[int]], symbols: str) -> None:
+    """Raise unless a tensor has, for each dimension, the size or one of the sizes wanted, told as ``symbols``."""
+    every = [(one,) if isinstance(one, (int, torch.SymInt)) else one for one in wanted]
+    fits = value.dim() == len(every)
+    if fits and not is_tracing():
+        fits = all(n in some for n, some in zip(value.shape, every, strict=True))
+    if not fits:
+        sizes = ", ".join(" or ".join(str(size) for size in dict.fromkeys(some)) for some in every)
+        raise ValueError(f"{name} must have shape [{symbols}] = [{sizes}], got {shape_text(value)}")
 
 
 def check_table(
@@ -75,12 +80,7 @@ def check_table(
     Such tables enter sums of float32 or better, so float32 is as good as a half type of the children's.
     """
     check_tensor(name, value, children, cast, also=(accumulation_dtype(children.dtype),))
-    fits = value.dim() == len(wanted)
-    if fits and not is_tracing():
-        fits = all(n in some for n, some in zip(value.shape, wanted, strict=True))
-    if not fits:
-        sizes = ", ".join(" or ".join(str(size) for size in dict.fromkeys(some)) for some in wanted)
-        raise ValueError(f"{name} must have shape [{symbols}] = [{sizes}], got {shape_text(value)}")
+    check_shape(name, value, wanted, symbols)
 
 
 def check_eps(eps: Any) -> float:

@@ -382,7 +382,10 @@ def _check(
     spec = SET_WINDOW if window is None else window.spec
     votes = Votes(to_op(children, window), weight, bias, None, many, spec)
     _check_window(votes, children, window)
-    _check_bias(votes, cast)
+    if bias is not None:
+        check_tensor("bias", bias, children, cast)
+        rows, _, columns = pose_of(votes)
+        check_shape("bias", bias, ((seen_of(votes), 1), (many, 1), rows, columns), "I or 1, M or 1, C, E")
     if gate is not None:
         check_tensor(gate_name, gate, children, cast, () if gate_name == "scores" else (torch.bool,))
         check_shape(gate_name, gate, tuple(children.shape[:-2]), "B, I" if window is None else "B, N, H, W")
@@ -457,18 +460,3 @@ def _check_window(votes: Votes, children: Tensor, window: Window | None) -> None
             f"weight [G, M, D, E] must have a G that divides the {votes.seen} children that one position sees; "
             f"got {shape_text(votes.weight)}"  # type: ignore[arg-type]
         )
-
-
-def _check_bias(votes: Votes, cast: bool) -> None:
-    bias = votes.bias
-    if bias is None:
-        return
-    check_tensor("bias", bias, votes.children, cast)
-    rows, _, columns = pose_of(votes)
-    fits = bias.dim() == 4
-    if fits and not is_tracing():
-        wanted = ((1, votes.seen), (1, votes.parents), (rows,), (columns,))
-        fits = all(size in sizes for size, sizes in zip(bias.shape, wanted, strict=True))
-    if not fits:
-        text = f"[{votes.seen} or 1, {votes.parents} or 1, {rows}, {columns}]"
-        raise ValueError(f"bias must have shape [I or 1, M or 1, C, E] = {text}, got {shape_text(bias)}")

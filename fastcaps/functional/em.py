@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastcaps import ops
@@ -18,6 +19,7 @@ from fastcaps.checks import (
     check_table,
     is_tracing,
 )
+from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.results import Capsules, RoutedCapsules
 from fastcaps.rules import Rule
 from fastcaps.votes import Votes, Window, autocast_dtype, from_op
@@ -87,6 +89,7 @@ def em_routing(
     window: Window | None = None,
     return_coefficients: bool = False,
     first_coefficients: str = "uniform",
+    normalize_cost: bool = False,
 ) -> Capsules | RoutedCapsules:
     r"""Route children to parents by EM (Hinton et al. 2018, Procedure 1).
 
@@ -134,6 +137,11 @@ def em_routing(
     first_coefficients : "uniform" or "ones"
         r of the first iteration: 1 / M, or 1 for every pair, as SR-CapsNet's code has it (Hahn et al. 2019). Means and
         variances are the same but for ``eps``; n, and with it the cost, is M times as large.
+    normalize_cost : bool
+        Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1
+        over the parents of a place, before :math:`\lambda_t`, for which None is then 1 (Li et al., 2018, appendix A:
+        small :math:`\sigma` otherwise make it so large that all activations are 1; over whom is our reading). Every
+        iteration is then an op of its own.
 
     Returns
     -------
@@ -160,7 +168,8 @@ def em_routing(
     others = (beta_u, beta_a)
     votes = Votes.of(children, weight, bias, activations, window, None, "activations", others, 0, _check)
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
-    temperatures = inverse_temperatures(inverse_temperature, iterations)
+    given = 1.0 if normalize_cost and inverse_temperature is None else inverse_temperature
+    temperatures = inverse_temperatures(given, iterations)
     check_choice("first_coefficients", first_coefficients, FIRST_COEFFICIENTS)
     own = ops.Gaussian(
         beta_use=widened(beta_u, votes),
@@ -170,13 +179,17 @@ def em_routing(
         eps=eps,
         coefficients=bool(return_coefficients),
     )
-    seen = weighed_by_ones(votes) if first_coefficients == "ones" else votes
-    if seen is not votes and iterations > 1:
-        first = own._replace(temperatures=temperatures[:1], coefficients=False)
-        state: Any = ops.gaussian_routing.advance(first, ops.gaussian_routing(seen, first))
-        seen, own = votes, own._replace(temperatures=temperatures[1:], **state)
-    scores, poses, *_, coefficients = ops.gaussian_routing(seen, own)
-    if seen is not votes and return_coefficients:
+    ones = first_coefficients == "ones"
+    first_votes = weighed_by_ones(votes) if ones else votes
+    if normalize_cost:
+        scores, poses, coefficients = _with_normalized_cost(first_votes, votes, own)
+    else:
+        if ones and iterations > 1:
+            first = own._replace(temperatures=temperatures[:1], coefficients=False)
+            state: Any = ops.gaussian_routing.advance(first, ops.gaussian_routing(first_votes, first))
+            first_votes, own = votes, own._replace(temperatures=temperatures[1:], **state)
+        scores, poses, *_, coefficients = ops.gaussian_routing(first_votes, own)
+    if ones and iterations == 1 and return_coefficients:
         coefficients = coefficients * votes.parents
     dtype = result_dtype(votes)
     result = Capsules(from_op(poses, window).to(dtype), from_op(scores.sigmoid(), window).to(dtype))
@@ -186,6 +199,33 @@ def em_routing(
 def _check(votes: Votes, beta_u: Any, beta_a: Any) -> None:
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
         check_table(name, beta, votes.children, [(votes.parents,)], "M", votes.autocasts)
+
+
+def _with_normalized_cost(first_votes: Votes, votes: Votes, own: ops.Gaussian) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parents' scores and means, and the coefficients, of an op for every iteration.
+
+    Its moments are those of Heinsen's; with a benefit of 1 and a cost of 0 its scores are the counts n.
+    """
+    beta_u, beta_a = own.beta_use, own.beta_ignore
+    assert beta_u is not None and beta_a is not None
+    one = beta_u.new_ones((1, 1))
+    counting = own._replace(beta_use=one, beta_ignore=torch.zeros_like(one), rule=int(Rule.HEINSEN))
+
+    def scored(temperature: float, results: Any) -> tuple[Tensor, Tensor]:
+        counts, means, variances = results[:3]
+        log_sigma = log_sigmas(variances)
+        benefit = beta_a - (means.shape[-2] * means.shape[-1] * beta_u + log_sigma) * counts
+        return temperature * F.layer_norm(benefit, benefit.shape[-1:]), log_sigma
+
+    def run(votes: Votes, own: ops.Gaussian) -> Any:
+        return ops.gaussian_routing(first_votes if own.mean is None else votes, own)
+
+    def advance(own: ops.Gaussian, results: Any) -> dict[str, Tensor | None]:
+        scores, log_sigma = scored(own.temperatures[0], results)
+        return {"mean": results[1], "variance": results[2], "log_weight": F.logsigmoid(scores) - log_sigma}
+
+    last = ops.gaussian_routing.iterate(run, votes, counting, advance)[-1]
+    return scored(own.temperatures[-1], last)[0], last[1], last[-1]
 
 
 def weighed_by_ones(votes: Votes) -> Votes:

@@ -33,22 +33,18 @@ def op_takes_it(votes: Votes) -> bool:
         return True
     if children.device.type == "cuda":
         convolution = tuple(window) != SET_WINDOW and children.shape[3] % weight.shape[0] != 0
-        rounds = _matmul_rounds() or (convolution and _convolution_rounds())
-        return rounds and (autocast_dtype("cuda") or children.dtype) == torch.float32
+        return _rounds(convolution) and (autocast_dtype("cuda") or children.dtype) == torch.float32
     own = weight.shape[0] == seen_of(votes)
     return own and weight.numel() >= _LARGE and children.device.type == "cpu" and backends.native_serves()
 
 
 @torch.compiler.assume_constant_result
-def _matmul_rounds() -> bool:
-    """Return whether float32 matrix products on a GPU round to TF32, as torch has it, while three were to be made."""
-    return backends.tf32x3_wanted()
+def _rounds(convolution: bool) -> bool:
+    """Return whether torch's own float32 products on a GPU round to TF32 where they may not, or where three are wanted.
 
-
-@torch.compiler.assume_constant_result
-def _convolution_rounds() -> bool:
-    """Return whether float32 convolutions on a GPU round to TF32, as torch has it, while matrix products may not."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32" and not backends.tf32_allowed()  # type: ignore[attr-defined]
+    Convolutions have a setting of their own."""
+    alone = torch.backends.cudnn.conv.fp32_precision == "tf32" and not backends.tf32_allowed()  # type: ignore[attr-defined]
+    return backends.tf32x3_wanted() or (convolution and alone)
 
 
 def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:
@@ -76,13 +72,12 @@ def uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | N
             backends.choose(backends.Call.under_autocast("attention", votes))
     device_type = votes.children.device.type
     dtype = autocast_dtype(device_type)
-    if dtype is not None:
-        tensors = (*votes[:4], norm_weight, norm_bias)
-        cast: list[Any] = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-        votes = Votes(cast[0], cast[1], cast[2], cast[3], votes.parents, votes.window)
-        with torch.autocast(device_type, enabled=False):
-            return _uniform_turn(votes, cast[4], cast[5], eps, norm)
-    return _uniform_turn(votes, norm_weight, norm_bias, eps, norm)
+    if dtype is None:
+        return _uniform_turn(votes, norm_weight, norm_bias, eps, norm)
+    tensors = (*votes[:4], norm_weight, norm_bias)
+    cast: list[Any] = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+    with torch.autocast(device_type, enabled=False):
+        return _uniform_turn(Votes._make((*cast[:4], *votes[4:])), cast[4], cast[5], eps, norm)
 
 
 def _uniform_turn(votes: Votes, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float, norm: bool) -> Tensor:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastcaps import functional, ops
-from fastcaps.checks import accumulation_dtype, check_choice, check_count, check_finite
-from fastcaps.functional.em import (
-    FIRST_COEFFICIENTS,
-    InverseTemperature,
-    inverse_temperatures,
-    result_dtype,
-    weighed_by_ones,
-)
+from fastcaps import functional
+from fastcaps.checks import check_choice, check_finite
+from fastcaps.functional.em import FIRST_COEFFICIENTS, InverseTemperature, inverse_temperatures
 from fastcaps.nn.layer import LayerCall, LayerOptions, RoutingLayer
-from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.results import Capsules, RoutedCapsules
-from fastcaps.rules import Rule
-from fastcaps.votes import Votes, from_op
 
 
 class EMRouting(RoutingLayer[Capsules, RoutedCapsules]):
@@ -44,12 +32,7 @@ break_symmetry, iterations, device, dtype
         Coordinate addition, for ``kernel_size="all"``: the child's place in the grid, in (0, 1), is added to its votes
         (:func:`fastcaps.functional.coordinate_bias`), which otherwise would not know it. Other coordinates may come
         with a call, as ``bias``.
-    normalize_cost : bool
-        Normalise what the sigmoid of the activations takes, :math:`\beta_a` less the cost, to mean 0 and variance 1
-        over the parents j of a place, before :math:`\lambda_t` (Li et al., 2018, appendix A: small :math:`\sigma`
-        otherwise make it so large that all activations are 1). Over whom, and that 1 is then the default of
-        :math:`\lambda_t`, is our reading. Every iteration is then a call of its own.
-    first_coefficients, eps
+    first_coefficients, normalize_cost, eps
         As :func:`fastcaps.functional.em_routing` has them.
 
     Calls
@@ -142,10 +125,6 @@ break_symmetry, iterations, device, dtype
         """Route a checked call."""
         betas = self.beta_u.expand(call.parent_count), self.beta_a.expand(call.parent_count)
         given = self.inverse_temperature if inverse_temperature is None else inverse_temperature
-        if self.normalize_cost:
-            temperatures = inverse_temperatures(1.0 if given is None else given, check_count("iterations", iterations))
-            own = (self.first_coefficients == "ones", self.eps, return_coefficients)
-            return _with_normalized_cost(call, betas, temperatures, *own)
         return functional.em_routing(
             call.children,
             call.activity,
@@ -158,49 +137,5 @@ break_symmetry, iterations, device, dtype
             window=call.window,
             return_coefficients=return_coefficients,
             first_coefficients=self.first_coefficients,
+            normalize_cost=self.normalize_cost,
         )
-
-
-def _with_normalized_cost(
-    call: LayerCall,
-    betas: tuple[Tensor, Tensor],
-    temperatures: list[float],
-    ones: bool,
-    eps: float,
-    return_coefficients: bool,
-) -> Capsules | RoutedCapsules:
-    """Route by EM, the sigmoid's argument normalised over the parents: poses ``[..., C, E]``.
-
-    Every iteration is an op of its own. Its moments are those of Heinsen's; with a benefit of 1 and a cost of 0 its
-    scores are the counts n.
-    """
-    parts = (call.children, call.weight, call.bias, call.activity)
-    votes = Votes.of(*parts, call.window, call.parent_count, "activations")
-    wide = accumulation_dtype(votes.children.dtype)
-    beta_u, beta_a = (beta.to(wide) for beta in betas)
-    one = votes.children.new_ones((1, 1), dtype=wide)
-    weighed = weighed_by_ones(votes) if ones else votes
-    cost = {"beta_use": one, "beta_ignore": torch.zeros_like(one)}
-    rule, coefficients = int(Rule.HEINSEN), return_coefficients
-    own = ops.Gaussian(**cost, temperatures=temperatures, rule=rule, eps=eps, coefficients=coefficients)
-
-    def run(votes: Votes, own: ops.Gaussian) -> Any:
-        return ops.gaussian_routing(weighed if own.mean is None else votes, own)
-
-    def scored(temperature: float, results: Any) -> tuple[Tensor, Tensor]:
-        counts, means, variances = results[:3]
-        log_sigma = log_sigmas(variances)
-        benefit = beta_a - (means.shape[-2] * means.shape[-1] * beta_u + log_sigma) * counts
-        return temperature * F.layer_norm(benefit, benefit.shape[-1:]), log_sigma
-
-    def advance(own: ops.Gaussian, results: Any) -> dict[str, Tensor | None]:
-        scores, log_sigma = scored(own.temperatures[0], results)
-        return {"mean": results[1], "variance": results[2], "log_weight": F.logsigmoid(scores) - log_sigma}
-
-    last = ops.gaussian_routing.iterate(run, votes, own, advance)[-1]
-    dtype = result_dtype(votes)
-    active = from_op(scored(temperatures[-1], last)[0].sigmoid(), call.window).to(dtype)
-    poses = from_op(last[1], call.window).to(dtype)
-    if not return_coefficients:
-        return Capsules(poses, active)
-    return RoutedCapsules(poses, active, last[-1] * votes.parents if ones and len(temperatures) == 1 else last[-1])
