@@ -58,25 +58,11 @@ _BLOCK = 1 << 22  # votes that `_log_sum` holds at a time, counted in numbers: 1
 
 
 def route(routing: Routing, votes: Votes, own: Any) -> tuple[Any, ...]:
-    """Run a call some of whose tensors are DTensors.
+    """Run a call some of whose tensors are DTensors; the others are the same on every process.
 
-    Parameters
-    ----------
-    routing : Routing
-        Whose call it is.
-    votes, own
-        What the op takes; tensors that are not DTensors are the same on every process.
-
-    Returns
-    -------
-    tuple
-        What the op returns, as DTensors, but None for the history of iterations: parents sharded as the batch and the
-        parents are, the same on all processes that share the children.
-
-    Raises
-    ------
-    ValueError
-        For shards that a routing cannot work on, such as a process without children.
+    Returns what the op returns, as DTensors, but None for the history of iterations: parents sharded as the batch and
+    the parents are, the same on all processes that share the children. Raises ValueError for shards that a routing
+    cannot work on, such as a process without children.
     """
     layout = Layout(routing, votes, own)
     local, local_own = routing.given(layout.local())
@@ -93,13 +79,7 @@ def route(routing: Routing, votes: Votes, own: Any) -> tuple[Any, ...]:
 
 
 class Layout:
-    """How a call lies on a mesh: which axis each of the mesh's dimensions cuts, if any.
-
-    Parameters
-    ----------
-    routing, votes, own
-        As :func:`route` takes them.
-    """
+    """How a call lies on a mesh: which axis each of the mesh's dimensions cuts, if any."""
 
     def __init__(self, routing: Routing, votes: Votes, own: Any) -> None:
         self.routing, self.parents = routing, votes.parents

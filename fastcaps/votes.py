@@ -260,21 +260,9 @@ class Votes(NamedTuple):
         What was found right once is not checked again: a check may ask for the tensors' shapes, dtypes, devices and
         layouts, for the settings and for autocast.
 
-        Parameters
-        ----------
-        parents : int, optional
-            M. Taken from ``weight``, else from ``bias``, else 1.
-        gate_name : str
-            What the user calls the gate.
-        others : tuple
-            What a routing takes besides: tensors, None or booleans, which ``check(votes, *others)`` checks.
-        parents_at : int, optional
-            The dimension of the first of them that says M where the weight does not.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Naming the argument, what came and what is wanted.
+        ``parents`` is M, taken from ``weight``, else from ``bias``, else 1. The user calls the gate ``gate_name``.
+        ``others`` is what a routing takes besides (tensors, None or booleans), which ``check(votes, *others)`` checks;
+        the first of them says M by its dimension ``parents_at`` where the weight does not.
         """
         parents = None if parents is None else check_count("parents", parents)
         settings = (window, parents, gate_name, parents_at, check)

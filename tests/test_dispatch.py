@@ -76,6 +76,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[pytest.Monke
     clear()
 
 
+def flattened(*records: Any, options: int = 0) -> list[Any]:
+    """Return what the Triton half takes, in records, as the arguments of a native op."""
+    if len(records) == 2:
+        votes, own = records  # detach and coefficients are not the kernels'
+        named = zip(own._fields, own, strict=True)
+        return [*votes, *(x for name, x in named if name not in ("detach", "coefficients")), options]
+    heads, votes, rest, needs, options = records
+    return [*heads, *votes, *rest, needs, options]
+
+
 def serve(
     monkeypatch: pytest.MonkeyPatch, name: str, refusal: Callable[[], str] = lambda: ""
 ) -> list[tuple[str, tuple[Any, ...]]]:
@@ -111,7 +121,11 @@ def serve(
         library = SimpleNamespace(ask=lambda function, *_: refusal() if function.endswith("routing_refusal") else None)
         monkeypatch.setattr(libraries, "library", lambda _: library)
         monkeypatch.setattr(backends, "native_facts", lambda *_: None)
-    monkeypatch.setattr(backends, "triton_kernels", lambda _: SimpleNamespace(**functions))
+    in_records = {
+        each: lambda *records, run=run, **options: run(*flattened(*records, **options))
+        for each, run in functions.items()
+    }
+    monkeypatch.setattr(backends, "triton_kernels", lambda _: SimpleNamespace(**in_records))
     monkeypatch.setattr(backends, "choose", lambda _: name)
     monkeypatch.setattr(backends, "on_cpu", lambda _: False)
     return seen

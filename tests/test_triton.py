@@ -237,7 +237,7 @@ def test_refusals_say_why() -> None:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_one_turn_at_a_time(routing: Routing) -> None:
     call = routing.call(_small(routing, turns=2))
-    with pytest.raises((ValueError, RuntimeError), match="one turn at a time, got 2"):
+    with pytest.raises((ValueError, RuntimeError), match="one iteration at a time, got 2"):
         call.forward(kernels(routing.name))
 
 

@@ -19,6 +19,7 @@ from triton_worker import interpret
 
 triton = pytest.importorskip("triton", reason="triton is not installed (pip install 'fastcaps[triton]')")
 
+from fastcaps import ops  # noqa: E402
 from fastcaps.triton_kernels import call, forward, schedule, static  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,8 +33,15 @@ def module_of(name: str) -> Any:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """Return the kernels' function that serves an op or its backward."""
-    return getattr(module_of(name), name)  # type: ignore[no-any-return]
+    """Return the kernels' function that serves an op or its backward, as one of that op's arguments."""
+    found = getattr(module_of(name), name)
+    return lambda *arguments, **limits: found(*records(name, arguments), **limits)
+
+
+def records(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of an op or its backward, and options, as the kernels' function takes them."""
+    border, (*given, options) = getattr(ops, name.removesuffix("_backward")), arguments
+    return (*(border.given_backward(given) if name.endswith("_backward") else border.given(given)), options)
 
 
 def kernels(name: str, **limits: Any) -> Callable[..., Any]:
@@ -42,9 +50,9 @@ def kernels(name: str, **limits: Any) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         if DEVICE == "cpu":
             path = f"{module_of(name).__name__}.{name}"
-            return interpret(path, *arguments, **({"limits": limits} if limits else {}))
+            return interpret(path, *records(name, arguments), **({"limits": limits} if limits else {}))
         there = [on_device(one, DEVICE) if isinstance(one, torch.Tensor) else one for one in arguments]
-        found = function(name)(*there, schedule.Limits(**limits))
+        found = function(name)(*there, limits=schedule.Limits(**limits))
         return tuple(one.cpu() for one in found)
 
     return run
@@ -101,7 +109,7 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
                 else one
                 for one in arguments
             ]
-            made = function(name)(*there, schedule.Limits(**limits))
+            made = function(name)(*there, limits=schedule.Limits(**limits))
             return tuple(torch.empty(one.shape, dtype=one.dtype) for one in made)
 
         return run
@@ -116,7 +124,8 @@ def paths(routing: Routing, case: Case, options: int = 0, device: str = "cpu", *
             return [f"{name}: {'there' if value is not None else 'not there'}"]
         if name in ("blocks", "tiles", "splits"):
             return [f"{name}: {'several' if value > 1 else 'one'}"]
-        return [f"{name}: {value}"] if isinstance(value, bool) or name in ("CHILDREN", "PARENTS", "turn.RULE") else []
+        told_all = ("CHILDREN", "PARENTS", "iteration.RULE")
+        return [f"{name}: {value}"] if isinstance(value, bool) or name in told_all else []
 
     met = set()
     with torch.device("meta"):

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fastcaps import libraries
+from fastcaps import libraries, ops
 from fastcaps._testing.markdown import as_markdown
 
 __all__ = ["Usage", "collect", "main", "parse_usage", "spilled", "triton_table"]
@@ -165,7 +165,7 @@ def triton_table(target: str, options: int = 0) -> list[list[str]]:
     from fastcaps.triton_kernels import call as started
     from fastcaps.triton_kernels import static
 
-    def run(function: Any, *arguments: Any) -> list[Any]:
+    def run(function: Any, arguments: Any) -> list[Any]:
         with started.watched() as found:
             function(*arguments, options)
         return [one for one in found if "votes" in one.arguments]
@@ -177,8 +177,10 @@ def triton_table(target: str, options: int = 0) -> list[list[str]]:
             large = replace(case, batch=128, turns=1, dtype=torch.float32)
             with torch.device("meta"):
                 forward, back = routing.call(large).given.values(), routing.backward_call(large).given.values()
-            launches = run(getattr(module, routing.name), *forward)
-            for launch in launches + run(getattr(module, f"{routing.name}_backward"), *back):
+            border = getattr(ops, routing.name)
+            launches = run(getattr(module, routing.name), border.given([*forward]))
+            launches += run(getattr(module, f"{routing.name}_backward"), border.given_backward([*back]))
+            for launch in launches:
                 made, tile = static.compiled_for(target, launch), launch.arguments["tile"]
                 size = "×".join(str(number.value) for number in (tile.BL, tile.BM, tile.BC, tile.BE))
                 numbers = (made.num_warps, made.n_regs, made.n_spills or "", f"{made.shared / 1024:.1f}")

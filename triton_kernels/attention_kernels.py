@@ -37,7 +37,7 @@ LAYER_NORM, SQUASH = tl.constexpr(Rule.LAYER_NORM.value), tl.constexpr(Rule.SQUA
 
 
 class Attention(NamedTuple):
-    """The tensors and numbers of an attention or pooling turn."""
+    """The tensors and numbers of an attention or pooling iteration."""
 
     query: Any
     norm_weight: Any
@@ -50,34 +50,34 @@ class Attention(NamedTuple):
 
 
 @triton.jit
-def load(turn, at, tile):
+def load(iteration, at, tile):
     """Return the query's tile."""
     query = 0.0
-    if turn.query is not None:
-        query = load_pose(turn.query, at)
+    if iteration.query is not None:
+        query = load_pose(iteration.query, at)
     return (query,)
 
 
 @triton.jit
-def score(turn, parents, vote, tile):
+def score(iteration, parents, vote, tile):
     """Return ``a_im = scale <Q_m, V_im>``; without a query all are 0."""
-    if turn.query is not None:
-        return inner_product(parents[0], vote) * turn.scale
+    if iteration.query is not None:
+        return inner_product(parents[0], vote) * iteration.scale
     else:
         return tl.zeros([tile.BL, tile.BM], tl.float32)
 
 
 @triton.jit
-def start(turn, tile):
+def start(iteration, tile):
     """Return S of no children."""
     return (tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32),)
 
 
 @triton.jit
-def add(turn, parents, state, vote, child, normalizer, at, tile):
+def add(iteration, parents, state, vote, child, normalizer, at, tile):
     """Add ``g_i r_im V_im`` to S; without a query ``g_i V_im / M``."""
-    if turn.query is not None:
-        shares = shares_of(score(turn, parents, vote, tile), normalizer, at, tile)
+    if iteration.query is not None:
+        shares = shares_of(score(iteration, parents, vote, tile), normalizer, at, tile)
     else:
         shares = equal_shares(at, tile)
     if child.gate is not None:
@@ -86,7 +86,7 @@ def add(turn, parents, state, vote, child, normalizer, at, tile):
 
 
 @triton.jit
-def join(turn, state, other):
+def join(iteration, state, other):
     """Return S of two ranges of children."""
     return (state[0] + other[0],)
 
@@ -111,18 +111,18 @@ def load_affine(pointer, tile):
 
 
 @triton.jit
-def finish(turn, state, results, at, tile):
+def finish(iteration, state, results, at, tile):
     """Store S and the parents in whatever dtype each has."""
     parents = state[0]
     put_pose(results[1], parents, at, STORE)
-    if turn.RULE == SQUASH:
+    if iteration.RULE == SQUASH:
         parents = squash(parents)
-    if turn.RULE == LAYER_NORM:
-        parents, _ = standardise(parents, at.inside, turn.eps, tile.C * tile.E)
-        if turn.norm_weight is not None:
-            parents *= load_affine(turn.norm_weight, tile)
-        if turn.norm_bias is not None:
-            parents += load_affine(turn.norm_bias, tile)
+    if iteration.RULE == LAYER_NORM:
+        parents, _ = standardise(parents, at.inside, iteration.eps, tile.C * tile.E)
+        if iteration.norm_weight is not None:
+            parents *= load_affine(iteration.norm_weight, tile)
+        if iteration.norm_bias is not None:
+            parents += load_affine(iteration.norm_bias, tile)
     put_pose(results[0], parents, at, STORE)
 
 
@@ -133,17 +133,17 @@ def load_grads(grads, at):
 
 
 @triton.jit
-def dshare(turn, grads, given, vote, i, at, tile):
+def dshare(iteration, grads, given, vote, i, at, tile):
     """Return ``h_im = <dS_m, V_im>``."""
     return inner_product(given[0], vote)
 
 
 @triton.jit
-def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+def dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
     """Return g_i r_im, da_im, dg_i, and nothing for betas."""
-    dshares = dshare(turn, grads, given, vote, child.i, at, tile)
-    if turn.query is not None:
-        shares = shares_of(score(turn, parents, vote, tile), normalizer, at, tile)
+    dshares = dshare(iteration, grads, given, vote, child.i, at, tile)
+    if iteration.query is not None:
+        shares = shares_of(score(iteration, parents, vote, tile), normalizer, at, tile)
     else:
         shares = equal_shares(at, tile)
     dgate = mean_dshare
@@ -159,11 +159,11 @@ def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at
 
 
 @triton.jit
-def dvote(turn, parents, given, vote, weights, dscores):
+def dvote(iteration, parents, given, vote, weights, dscores):
     """Return dV_im as a tile."""
     result = spread(weights) * given[0]
-    if turn.query is not None and not turn.DETACH:
-        result += spread(dscores * turn.scale) * parents[0]
+    if iteration.query is not None and not iteration.DETACH:
+        result += spread(dscores * iteration.scale) * parents[0]
     return result
 
 
@@ -177,16 +177,16 @@ def dstart(results, tile):
 
 
 @triton.jit
-def dadd(turn, parents, state, results, vote, dscores):
+def dadd(iteration, parents, state, results, vote, dscores):
     """Add ``scale da_im V_im`` to dQ."""
     dquery = state[0]
     if results[0] is not None:
-        dquery += spread(dscores * turn.scale) * vote
+        dquery += spread(dscores * iteration.scale) * vote
     return (dquery,)
 
 
 @triton.jit
-def dfinish(turn, state, results, part, at, poses, tile, HOW: tl.constexpr):
+def dfinish(iteration, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Put dQ of a range of children where it belongs."""
     if results[0] is not None:
         begin = part.to(tl.int64) * poses * (tile.C * tile.E)

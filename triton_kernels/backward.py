@@ -4,12 +4,12 @@ Votes are made again, and with them everything else. To the functions of :mod:`.
 
 ``load_grads(grads, at)``
     ``given``: the tiles of the given gradients ``grads``, and of what else only backward wants.
-``dshare(turn, grads, given, vote, i, at, tile)``
+``dshare(iteration, grads, given, vote, i, at, tile)``
     t_im, the gradient of a child's weight: of the share that a parent has of it, gate and all.
-``dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile)``
+``dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile)``
     The weights w_im, da_im (the scores' gradient), a gate's gradient, and those of a child's two betas for each parent.
     ``mean_dshare``: ``sum_m r_im t_im``, None where the tile has all parents.
-``dvote(turn, parents, given, vote, weights, dscores)``
+``dvote(iteration, parents, given, vote, weights, dscores)``
     dV_im as a tile.
 ``dstart``, ``dadd``, ``dfinish``
     The parents' own gradients: a tuple of tiles, what one child adds, and where they are stored.
@@ -46,7 +46,7 @@ from .tiles import (
 
 @triton.jit
 def differentiate(
-    votes, sizes, tile, turn, grads, algebra, block, child, parents, given, at, normalizers, mean_dshares,
+    votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers, mean_dshares,
     CLOSED: tl.constexpr,
 ):  # fmt: skip
     """Return the votes of one child, dV_im, da_im, dg_i and the betas' gradients.
@@ -60,12 +60,12 @@ def differentiate(
     normalizer = load_of_child(normalizers, block, child.i, sizes.I)
     mean_dshare = load_of_child(mean_dshares, block, child.i, sizes.I)
     weights, dscores, dgate, duse, dignore = algebra.dscore(
-        turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile
+        iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile
     )
     opened = child.opened[None, None, :, None]
     if votes.gate is not None and CLOSED:
         vote = tl.where(opened, vote, 0.0)
-    dvote = tl.where(at.inside & opened, algebra.dvote(turn, parents, given, vote, weights, dscores), 0.0)
+    dvote = tl.where(at.inside & opened, algebra.dvote(iteration, parents, given, vote, weights, dscores), 0.0)
     return vote, dvote, dscores, dgate, duse, dignore
 
 
@@ -151,7 +151,7 @@ def put_betas(dbetas, duse, dignore, i, tile, first, I, M, HOW: tl.constexpr):
 
 @kernel
 def _backward_kernel(
-    votes, turn, grads, normalizers, mean_dshares, dchildren, dweight, dbias, dgate, dbetas, results,
+    votes, iteration, grads, normalizers, mean_dshares, dchildren, dweight, dbias, dgate, dbetas, results,
     positions, H, W, N, Ho, Wo, I, M, G,
     blocks, tiles, first_tile, first_child, last_child, per_split, ds_i, tile, algebra,
     CHILDREN: tl.constexpr, PARENTS: tl.constexpr, EACH_TILE: tl.constexpr, ROUTING: tl.constexpr,
@@ -169,17 +169,17 @@ def _backward_kernel(
     split = program // blocks // tiles
     block = block_of(votes, sizes, tile, program % blocks)
     at = place(tile, block.positions, block.windows.exists, number * tile.BM, M)
-    parents = algebra.load(turn, at, tile)
+    parents = algebra.load(iteration, at, tile)
     given = algebra.load_grads(grads, at)
     state = algebra.dstart(results, tile)
     begin, end = range_of(first_child, last_child, split, per_split)
     for i in range(begin, end):
         child = child_of(votes, sizes, block.windows, i)
         vote, dvote, dscores, dgates, duse, dignore = differentiate(
-            votes, sizes, tile, turn, grads, algebra, block, child, parents, given, at, normalizers, mean_dshares,
+            votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers, mean_dshares,
             dgate is not None,
         )  # fmt: skip
-        state = algebra.dadd(turn, parents, state, results, vote, dscores)
+        state = algebra.dadd(iteration, parents, state, results, vote, dscores)
         if dgate is not None:
             if EACH_TILE or number == 0:
                 put(dgate + block.windows.cell + child.cell, dgates, child.seen, ATOMIC)
@@ -193,12 +193,12 @@ def _backward_kernel(
         if dbetas is not None:
             duse, dignore = tl.sum(duse, axis=0), tl.sum(dignore, axis=0)
             put_betas(dbetas, duse, dignore, tl.cast(i, tl.int64), tile, at.first, I, M, ATOMIC)
-    algebra.dfinish(turn, state, results, split, at, tl.cast(positions, tl.int64) * M, tile, PARENTS)
+    algebra.dfinish(iteration, state, results, split, at, tl.cast(positions, tl.int64) * M, tile, PARENTS)
 
 
 @kernel
 def _matrix_backward_kernel(
-    votes, turn, grads, normalizers, mean_dshares, dweight, dbias, dbetas, positions, H, W, N, Ho, Wo, I, M, G,
+    votes, iteration, grads, normalizers, mean_dshares, dweight, dbias, dbetas, positions, H, W, N, Ho, Wo, I, M, G,
     blocks, tiles, splits, per_split, group_children, tile, algebra,
     OWN_BIAS: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
@@ -232,11 +232,11 @@ def _matrix_backward_kernel(
             block = block_of(votes, sizes, tile, number)
             at = place(tile, block.positions, block.windows.exists, first, M)
             child = child_of(votes, sizes, block.windows, i)
-            parents = algebra.load(turn, at, tile)
+            parents = algebra.load(iteration, at, tile)
             given = algebra.load_grads(grads, at)
             _, dvote, _, _, duse, dignore = differentiate(
-                votes, sizes, tile, turn, grads, algebra, block, child, parents, given, at, normalizers, mean_dshares,
-                False,
+                votes, sizes, tile, iteration, grads, algebra, block, child, parents, given, at, normalizers,
+                mean_dshares, False,
             )  # fmt: skip
             if dweight is not None:
                 opened = child_of(votes, sizes, block.rows, i).opened

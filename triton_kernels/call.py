@@ -80,7 +80,7 @@ class Routing:
 
         ``votes``: the six leading arguments of the ops; ``call`` knows the ``options``.
         """
-        return Call(self, *votes, call.options).schedule(backward)  # type: ignore[call-arg]
+        return Call(self, votes, call.options).schedule(backward)
 
 
 def served_devices() -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def served_devices() -> tuple[str, ...]:
 def processors(device: torch.device) -> int:
     """Return how many multiprocessors a device has."""
     if device.type in ("meta", "cpu"):
-        return 132 if device.type == "meta" else 2  # an H200; the interpreter, where programs run in turn
+        return 132 if device.type == "meta" else 2  # an H200; the interpreter, where programs run one after another
     properties = torch.get_device_module(device).get_device_properties(device)
     # Intel's GPUs have subslices (Xe cores), which torch's compiler counts as multiprocessors too
     return int(properties.gpu_subslice_count if device.type == "xpu" else properties.multi_processor_count)
@@ -156,18 +156,8 @@ def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
 class Call:
     """One call of a routing: its sizes, and the arguments that all its kernels share."""
 
-    def __init__(
-        self,
-        routing: Routing,
-        children: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        gate: Tensor | None,
-        parents: int,
-        window: Sequence[int],
-        options: int = 0,
-        limits: Limits = LIMITS,
-    ) -> None:
+    def __init__(self, routing: Routing, votes: Sequence[Any], options: int = 0, limits: Limits = LIMITS) -> None:
+        children, weight, bias, gate, parents, window = votes
         kh, kw, sh, sw, ph, pw, dh, dw = window
         batch, height, width, types, rows, inner = children.shape
         self.groups, columns = (1, inner) if weight is None else (weight.shape[0], weight.shape[3])

@@ -1,17 +1,18 @@
 """The forward kernels of every routing: sums over children, the first of two sweeps, and the finish.
 
-A routing's own part is its *algebra*: ``@triton.jit`` functions that take ``turn``, what a turn of the routing starts
-from and its numbers (a named tuple), and of a tile what they need.
+A routing's own part is its *algebra*: ``@triton.jit`` functions that take ``iteration``, what an iteration
+starts from and its numbers (a named tuple), and of a tile what they need.
 
-``load(turn, at, tile)``
-    ``parents``: the tiles of the parents that a turn starts from, a tuple; a number where one is absent.
-``score(turn, parents, vote, tile)``
+``load(iteration, at, tile)``
+    ``parents``: the tiles of the parents that an iteration starts from, a tuple; a number where one is absent.
+``score(iteration, parents, vote, tile)``
     What the softmax over parents runs over, ``[BL, BM]``.
-``start(turn, tile)``, ``add(turn, parents, state, vote, child, normalizer, at, tile)``, ``join(turn, state, other)``
+``start(iteration, tile)``, ``add(iteration, parents, state, vote, child, normalizer, at, tile)``,
+``join(iteration, state, other)``
     The sums of a range of children: a tuple of tiles; what one child's votes add; how ranges of children meet.
-``finish(turn, state, results, at, tile)``
+``finish(iteration, state, results, at, tile)``
     What is stored in the end.
-``idle(turn, parents)``
+``idle(iteration, parents)``
     Whether a program has nothing to sum up; None if it always has.
 
 :mod:`.backward` tells of the rest.
@@ -101,7 +102,7 @@ def restore(parts, part, like, at, poses, tile):
 
 @kernel
 def _forward_kernel(
-    votes, turn, results, normalizers, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
+    votes, iteration, results, normalizers, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
     tile, algebra, WHOLE: tl.constexpr, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """Walk a range of the children of ``BL`` positions with ``BM`` parents, whose sums stay on chip.
@@ -115,25 +116,25 @@ def _forward_kernel(
     split = program // blocks // tiles
     block = block_of(votes, sizes, tile, program % blocks)
     at = place(tile, block.positions, block.windows.exists, (program // blocks) % tiles * tile.BM, M)
-    parents = algebra.load(turn, at, tile)
-    state = algebra.start(turn, tile)
+    parents = algebra.load(iteration, at, tile)
+    state = algebra.start(iteration, tile)
     begin, end = range_of(0, I, split, per_split)
     if algebra.idle is not None:
-        end = tl.where(algebra.idle(turn, parents), begin, end)
+        end = tl.where(algebra.idle(iteration, parents), begin, end)
     for i in range(begin, end):
         child = child_of(votes, sizes, block.windows, i)
         vote = make_vote(votes, sizes, tile, block, child, at, child.opened)
         normalizer = load_of_child(normalizers, block, i, I)
-        state = algebra.add(turn, parents, state, vote, child, normalizer, at, tile)
+        state = algebra.add(iteration, parents, state, vote, child, normalizer, at, tile)
     if WHOLE:
-        algebra.finish(turn, state, results, at, tile)
+        algebra.finish(iteration, state, results, at, tile)
     else:
         save(results, split, state, at, tl.cast(positions, tl.int64) * M, tile)
 
 
 @kernel
 def _normalizer_kernel(
-    votes, turn, grads, normalizers, mean_dshares, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
+    votes, iteration, grads, normalizers, mean_dshares, positions, H, W, N, Ho, Wo, I, M, G, blocks, tiles, per_split,
     tile, algebra, ROUTING: tl.constexpr,
 ):  # fmt: skip
     """normalizers_i = log sum_m exp(a_im) of the logits a; mean_dshares_i = sum_m r_im t_im with gradients ``grads``.
@@ -154,7 +155,7 @@ def _normalizer_kernel(
             first = tl.cast(k, tl.int32) * tile.BM
             at = place(tile, block.positions, block.windows.exists, first, M)
             vote = make_vote(votes, sizes, tile, block, child, at, child.seen)
-            logits = algebra.score(turn, algebra.load(turn, at, tile), vote, tile)
+            logits = algebra.score(iteration, algebra.load(iteration, at, tile), vote, tile)
             logits = tl.where(real_parents(at, tile), logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, axis=1))
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # a tile of -inf alone must not make NaN
@@ -163,7 +164,7 @@ def _normalizer_kernel(
             total = total * fade + tl.sum(shares, axis=1)
             if mean_dshares is not None:
                 given = algebra.load_grads(grads, at)
-                dshare = algebra.dshare(turn, grads, given, vote, i, at, tile)
+                dshare = algebra.dshare(iteration, grads, given, vote, i, at, tile)
                 dshares = dshares * fade + tl.sum(shares * dshare, axis=1)
             top = higher
         offsets = block.positions * I + i
@@ -173,7 +174,7 @@ def _normalizer_kernel(
 
 
 @kernel
-def _finish_kernel(parts, turn, results, poses, splits, tile, algebra, ROUTING: tl.constexpr):
+def _finish_kernel(parts, iteration, results, poses, splits, tile, algebra, ROUTING: tl.constexpr):
     """Join the sums of the ranges of children in their order, and finish.
 
     ``parts`` hold those of every range and pose; a program finishes ``BL`` poses, whichever positions and parents they
@@ -181,8 +182,8 @@ def _finish_kernel(parts, turn, results, poses, splits, tile, algebra, ROUTING: 
     """
     p = tl.program_id(0).to(tl.int64) * tile.BL + tl.arange(0, tile.BL)
     at = place(tile, p, p < poses, 0, 1)
-    like = algebra.start(turn, tile)
+    like = algebra.start(iteration, tile)
     state = restore(parts, 0, like, at, poses, tile)
     for split in range(1, splits):
-        state = algebra.join(turn, state, restore(parts, split, like, at, poses, tile))
-    algebra.finish(turn, state, results, at, tile)
+        state = algebra.join(iteration, state, restore(parts, split, like, at, poses, tile))
+    algebra.finish(iteration, state, results, at, tile)

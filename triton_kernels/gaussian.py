@@ -1,13 +1,14 @@
 """Gaussian routing in Triton, host side: the ops' arguments and results, see :mod:`fastcaps.ops`.
 
 Its algebra: ``gaussian_kernels.py``; what all routings share, workspace included: ``launches.py``. Backward keeps three
-parents tensors more a turn, and where every child has its own betas, 2 * I * M numbers.
+parents tensors more an iteration, and where every child has its own betas, 2 * I * M numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from fastcaps.reference.gaussian import log_sigmas
 from fastcaps.rules import Rule
+from fastcaps.votes import Votes
 
-from .attention import one_turn, start_of
+from .attention import one_iteration, start_of
 from .call import Call, Routing, current
 from .gaussian_kernels import GAUSSIAN, REST, Gaussian, _prepare_kernel
-from .launches import Gradients, answer, forward
+from .launches import Answer, Gradients, forward, shapes_of
 from .schedule import LIMITS, Crowd, Limits
 
 ROUTING = Routing(
@@ -32,19 +34,19 @@ ROUTING = Routing(
     same_votes=True,  # differences from means and between votes may be all that is left
 )
 FIRST = replace(ROUTING, sums=(*ROUTING.sums, "pose"))
-"""A turn without means, which leaves their base besides."""
+"""An iteration without means, which leaves their base besides."""
 MEASURED = replace(ROUTING, name="rest", algebra=REST, sums=("pose", "each"))
-"""Rest and count of a turn."""
+"""Rest and count of an iteration."""
 refusal, schedule_call = ROUTING.refusal, ROUTING.schedule_call
 
 
-def turn_of(
+def iteration_of(
     state: Sequence[Tensor | None],
     betas: Sequence[Tensor | None],
     eps: float,
     results: Sequence[Tensor | None] = (None, None, None),
 ) -> Gaussian:
-    """Return what a turn starts from, and its numbers, as the kernels take them."""
+    """Return what an iteration starts from, and its numbers, as the kernels take them."""
     mean, variance, log_weight = state
     if variance is not None and eps == 0.0:  # a variance of 0 says nothing: the kernels' 1 / (2 variance) is then 0
         variance = variance.masked_fill(variance == 0.0, torch.inf)
@@ -56,43 +58,27 @@ def turn_of(
     )
 
 
-def gaussian_routing(
-    children: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    parents: int,
-    window: Sequence[int],
-    mean: Tensor | None,
-    variance: Tensor | None,
-    log_weight: Tensor | None,
-    beta_use: Tensor | None,
-    beta_ignore: Tensor | None,
-    temperatures: Sequence[float],
-    rule: int,
-    eps: float,
-    options: int,
-    limits: Limits = LIMITS,
-) -> tuple[Tensor, ...]:
-    """Route one turn: parents are Gaussians that explain the votes; ``temperatures`` has its inverse one.
+def gaussian_routing(votes: Votes, own: Any, options: int, limits: Limits = LIMITS) -> tuple[Tensor, ...]:
+    """Route one iteration: parents are Gaussians that explain the votes.
 
     The same input gives the same bits whatever the options. ``limits``: what a program may hold; tests make it small.
-    Returns scores, means, variances with eps; then, with one turn in front, counts, means, variances without, scores.
+    Returns scores, means, variances with eps; then, iterations leading, counts, means, variances without it, scores.
     """
-    one_turn(len(temperatures))
+    one_iteration(len(own.temperatures))
+    (mean, variance, log_weight, beta_use, beta_ignore), rule, eps = own[:5], own.rule, own.eps
     first = mean is None
-    call = Call(FIRST if first else ROUTING, children, weight, bias, gate, parents, window, options, limits)
+    call = Call(FIRST if first else ROUTING, votes, options, limits)
     each, pose = (1, *call.shape[:4]), (1, *call.shape)
     betas = (None, None) if rule == Rule.EM else (beta_use, beta_ignore)
     counts, means, variances, scores = call.empty(*each), call.empty(*pose), call.empty(*pose), call.zeros(*each)
     if call.poses:
         with current(call.device):
-            turn = turn_of((mean, variance, log_weight), betas, eps)
-            forward(call, turn, (counts, means, variances, scores), not first or log_weight is not None)
+            iteration = iteration_of((mean, variance, log_weight), betas, eps)
+            forward(call, iteration, (counts, means, variances, scores), not first or log_weight is not None)
     wide = variances + eps
     if rule == Rule.EM and beta_use is not None and beta_ignore is not None:
         cost = (call.pose[0] * call.pose[2] * beta_use + log_sigmas(wide)) * counts
-        scores = temperatures[0] * (beta_ignore - cost)
+        scores = own.temperatures[0] * (beta_ignore - cost)
     return scores[0].clone(), means[0].clone(), wide[0], counts, means, variances, scores
 
 
@@ -129,63 +115,42 @@ def _beta_gradients(
 
 
 def gaussian_routing_backward(
-    grad_counts: Tensor | None,
-    grad_means: Tensor | None,
-    grad_variances: Tensor | None,
-    grad_evidence: Tensor | None,
-    children: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    parents: int,
-    window: Sequence[int],
-    mean: Tensor | None,
-    variance: Tensor | None,
-    log_weight: Tensor | None,
-    beta_use: Tensor | None,
-    beta_ignore: Tensor | None,
-    counts: Tensor,
-    means: Tensor,
-    variances: Tensor,
-    eps: float,
-    needs: int,
-    options: int,
-    limits: Limits = LIMITS,
+    heads: Sequence[Tensor | None], votes: Votes, rest: Any, needs: int, options: int, limits: Limits = LIMITS
 ) -> tuple[Tensor, ...]:
-    """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T turns.
+    """Return dchildren, dweight, dbias, dgate, dmean, dvariance, dlog_weight, dbeta_use, dbeta_ignore of T iterations.
 
-    They are summed over turns. Where means or variances have a gradient, what counts and means lost to rounding is
+    They are summed over iterations. Where means or variances have a gradient, what counts and means lost to rounding is
     measured first, in a sweep of its own that skips tiles without a tight parent (see :mod:`.gaussian_kernels`).
     Option 1: as for :func:`fastcaps.triton_kernels.attention.attention_routing_backward`.
     """
-    turns = len(counts)
-    call = Call(ROUTING, children, weight, bias, gate, parents, window, options, limits)
+    mean, variance, log_weight, beta_use, beta_ignore, counts, means, variances, eps = rest
+    iterations = len(counts)
+    call = Call(ROUTING, votes, options, limits)
     state = (mean, None if mean is None else variance, log_weight)
-    inputs = (children, weight, bias, gate, *(start_of(tensor, 0, turns) for tensor in state), beta_use, beta_ignore)
-    devidence = None if beta_use is None else grad_evidence
-    wanted = [bool(needs >> k & 1) and tensor is not None for k, tensor in enumerate(inputs)]
+    devidence = None if beta_use is None else heads[3]
+    shapes = shapes_of(*votes[:4], *(start_of(tensor, 0, iterations) for tensor in state), beta_use, beta_ignore)
+    answer = Answer(call, shapes, needs, wide=5)
+    wanted = answer.wanted
     wanted[7:] = [want and devidence is not None for want in wanted[7:]]
-    shapes = [None if tensor is None else tensor.shape for tensor in inputs]
-    dtypes = [call.dtype] * 4 + [torch.float32] * 5
     if call.poses == 0:
-        return answer(call, wanted, shapes, [None] * 9, dtypes)
-    grads = [None if t is None else t.contiguous() for t in (grad_counts, grad_means, grad_variances)]
+        return answer.of([None] * 9)
+    grads = [None if t is None else t.contiguous() for t in heads[:3]]
     devidence = None if devidence is None else devidence.contiguous()
     counts, means, variances = (tensor.contiguous() for tensor in (counts, means, variances))
-    betas = [beta if want else None for beta, want in zip(inputs[7:], wanted[7:], strict=True)]
+    betas = [beta if want else None for beta, want in zip((beta_use, beta_ignore), wanted[7:], strict=True)]
     own_betas = any(beta is not None and beta.shape[0] > 1 for beta in betas)
-    made = Gradients(call, wanted[:4], wanted[4:7], own_betas, each_tile=devidence is not None, turns=turns)
-    starts = [[start_of(tensor, k, turns) for tensor in state] for k in range(turns)]
+    made = Gradients(call, wanted[:4], wanted[4:7], own_betas, each_tile=devidence is not None, iterations=iterations)
+    starts = [[start_of(tensor, k, iterations) for tensor in state] for k in range(iterations)]
     scored = [start[0] is not None or start[2] is not None for start in starts]
     with current(call.device):
-        rest, measured_counts = None, counts
+        slack, measured_counts = None, counts
         if grads[1] is not None or grads[2] is not None:
-            rest, measured_counts = torch.empty_like(means), torch.empty_like(counts)
-            measured = Call(MEASURED, children, weight, bias, gate, parents, window, options, limits)
-            for k in range(turns):
-                turn = turn_of(starts[k], (None, None), eps, (counts[k], means[k], variances[k]))
-                forward(measured, turn, (rest[k], measured_counts[k]), scored[k])
-        tile, blocks = call.pose_tile(turns * call.poses)
+            slack, measured_counts = torch.empty_like(means), torch.empty_like(counts)
+            measured = Call(MEASURED, votes, options, limits)
+            for k in range(iterations):
+                iteration = iteration_of(starts[k], (None, None), eps, (counts[k], means[k], variances[k]))
+                forward(measured, iteration, (slack[k], measured_counts[k]), scored[k])
+        tile, blocks = call.pose_tile(iterations * call.poses)
         slope, bend, offset = torch.empty_like(means), torch.empty_like(means), torch.empty_like(counts)
         call.launch(
             _prepare_kernel,
@@ -195,20 +160,20 @@ def gaussian_routing_backward(
             grad_variances=grads[2],
             counts=measured_counts,
             variances=variances,
-            rest=rest,
+            rest=slack,
             slope=slope,
             bend=bend,
             offset=offset,
-            poses=turns * call.poses,
+            poses=iterations * call.poses,
             eps=eps,
             **tile,
         )
-        for k in range(turns):
+        for k in range(iterations):
             given = (slope[k], bend[k], offset[k], means[k], None if devidence is None else devidence[k])
-            made.add(turn_of(starts[k], (beta_use, beta_ignore), eps), given, scored[k])
+            made.add(iteration_of(starts[k], (beta_use, beta_ignore), eps), given, scored[k])
     found = made.all()
     if devidence is None:
         found += [None, None]
     else:
         found += _beta_gradients(call, betas, made.found.get("betas"), devidence, counts)
-    return answer(call, wanted, shapes, found, dtypes)
+    return answer.of(found)

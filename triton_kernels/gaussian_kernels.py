@@ -65,17 +65,17 @@ class Gaussian(NamedTuple):
 
 
 @triton.jit
-def load(turn, at, tile):
+def load(iteration, at, tile):
     """Return the tiles of mean and p, and the log-weights."""
     mean = 0.0
     precision = 1.0
     log_weight = 0.0
-    if turn.mean is not None:
-        mean = load_pose(turn.mean, at)
-        if turn.variance is not None:
-            precision = 0.5 / load_pose(turn.variance, at, 1.0)
-    if turn.log_weight is not None:
-        log_weight = load_each(turn.log_weight, at)
+    if iteration.mean is not None:
+        mean = load_pose(iteration.mean, at)
+        if iteration.variance is not None:
+            precision = 0.5 / load_pose(iteration.variance, at, 1.0)
+    if iteration.log_weight is not None:
+        log_weight = load_each(iteration.log_weight, at)
     return mean, precision, log_weight
 
 
@@ -94,34 +94,34 @@ def beta(pointer, i, at, OWN: tl.constexpr, EACH: tl.constexpr, tile):
 
 
 @triton.jit
-def beta_use(turn, i, at, tile):
+def beta_use(iteration, i, at, tile):
     """Return beta_use of child i."""
-    return beta(turn.beta_use, i, at, turn.USE_OWN, turn.USE_EACH, tile)
+    return beta(iteration.beta_use, i, at, iteration.USE_OWN, iteration.USE_EACH, tile)
 
 
 @triton.jit
-def beta_ignore(turn, i, at, tile):
+def beta_ignore(iteration, i, at, tile):
     """Return beta_ignore of child i."""
-    return beta(turn.beta_ignore, i, at, turn.IGNORE_OWN, turn.IGNORE_EACH, tile)
+    return beta(iteration.beta_ignore, i, at, iteration.IGNORE_OWN, iteration.IGNORE_EACH, tile)
 
 
 @triton.jit
-def score(turn, parents, vote, tile):
-    """Return a_im; in a first turn, without parents, all are the same."""
+def score(iteration, parents, vote, tile):
+    """Return a_im; in a first iteration, without parents, all are the same."""
     result = tl.zeros([tile.BL, tile.BM], tl.float32)
-    if turn.mean is not None:
+    if iteration.mean is not None:
         apart = vote - parents[0]
         result -= inner_product(apart, apart * parents[1])
-    if turn.log_weight is not None:
+    if iteration.log_weight is not None:
         result += parents[2]
     return result
 
 
 @triton.jit
-def responsibilities(turn, parents, vote, normalizer, at, tile):
-    """Return ``r_im = softmax_m a_im``, 1 / M in the first turn; ``normalizer``: see :func:`shares_of`."""
-    if turn.mean is not None or turn.log_weight is not None:
-        return shares_of(score(turn, parents, vote, tile), normalizer, at, tile)
+def responsibilities(iteration, parents, vote, normalizer, at, tile):
+    """Return ``r_im = softmax_m a_im``, 1 / M in the first iteration; ``normalizer``: see :func:`shares_of`."""
+    if iteration.mean is not None or iteration.log_weight is not None:
+        return shares_of(score(iteration, parents, vote, tile), normalizer, at, tile)
     else:
         return equal_shares(at, tile)
 
@@ -136,45 +136,47 @@ def gate_of(child):
 
 
 @triton.jit
-def start(turn, tile):
+def start(iteration, tile):
     """Return (lo, sum of squares, count, evidence) of no children, and the base if there is no mean."""
     pose = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
     each = tl.zeros([tile.BL, tile.BM], tl.float32)
-    if turn.mean is not None:
+    if iteration.mean is not None:
         return pose, pose, each, each
     else:
         return pose, pose, each, each, pose
 
 
 @triton.jit
-def add(turn, parents, state, vote, child, normalizer, at, tile):
+def add(iteration, parents, state, vote, child, normalizer, at, tile):
     """Add one vote of weight w_im to the moments."""
     mean, squares, count, evidence = state[0], state[1], state[2], state[3]
     base = parents[0]
-    if turn.mean is None:
+    if iteration.mean is None:
         base = tl.where(spread(count == 0.0), vote, state[4])
     gate = gate_of(child)
-    weight = tl.where(child.opened[:, None], responsibilities(turn, parents, vote, normalizer, at, tile) * gate, 0.0)
+    weight = tl.where(
+        child.opened[:, None], responsibilities(iteration, parents, vote, normalizer, at, tile) * gate, 0.0
+    )
     total = count + weight
     ratio = tl.where(total == 0.0, 0.0, weight / total)
     apart = (vote - base) - mean
     mean += spread(ratio) * apart
     squares += spread(count * ratio) * (apart * apart)
-    if turn.beta_use is not None:
-        ignore = beta_ignore(turn, child.i, at, tile)
-        evidence += (beta_use(turn, child.i, at, tile) + ignore) * weight - ignore * gate
-    if turn.mean is not None:
+    if iteration.beta_use is not None:
+        ignore = beta_ignore(iteration, child.i, at, tile)
+        evidence += (beta_use(iteration, child.i, at, tile) + ignore) * weight - ignore * gate
+    if iteration.mean is not None:
         return mean, squares, total, evidence
     else:
         return mean, squares, total, evidence, base
 
 
 @triton.jit
-def join(turn, state, other):
+def join(iteration, state, other):
     """Return the moments of two ranges of children (Chan et al. 1979)."""
     mean, squares, count = state[0], state[1], state[2]
     apart = other[0]
-    if turn.mean is None:
+    if iteration.mean is None:
         base = tl.where(spread(count == 0.0), other[4], state[4])
         apart += other[4] - base
     total = count + other[2]
@@ -182,27 +184,27 @@ def join(turn, state, other):
     apart -= mean
     mean += spread(ratio) * apart
     squares += other[1] + spread(count * ratio) * (apart * apart)
-    if turn.mean is not None:
+    if iteration.mean is not None:
         return mean, squares, total, state[3] + other[3]
     else:
         return mean, squares, total, state[3] + other[3], base
 
 
 @triton.jit
-def finish(turn, state, results, at, tile):
+def finish(iteration, state, results, at, tile):
     """Store count, mean, variance, evidence: moments of the weights and ``eps`` of weight at 0; 0 of no weight."""
     mean, squares, count = state[0], state[1], state[2]
-    if turn.mean is not None:
-        mean += load_pose(turn.mean, at)
+    if iteration.mean is not None:
+        mean += load_pose(iteration.mean, at)
     else:
         mean += state[4]
-    inverse = tl.where(count + turn.eps == 0.0, 0.0, 1.0 / (count + turn.eps))
-    toward = mean * spread(turn.eps * inverse)
+    inverse = tl.where(count + iteration.eps == 0.0, 0.0, 1.0 / (count + iteration.eps))
+    toward = mean * spread(iteration.eps * inverse)
     put_each(results[0], count, at, STORE)
     put_pose(results[1], mean * spread(count * inverse), at, STORE)
     variance = (squares + spread(count) * (toward * toward)) * spread(inverse)
     put_pose(results[2], variance, at, STORE)
-    if turn.beta_use is not None:
+    if iteration.beta_use is not None:
         put_each(results[3], state[3], at, STORE)
 
 
@@ -220,23 +222,23 @@ def load_grads(grads, at):
 
 
 @triton.jit
-def dshare(turn, grads, given, vote, i, at, tile):
+def dshare(iteration, grads, given, vote, i, at, tile):
     """Return t_im."""
     apart = vote - given[3]
     result = given[2] + inner_product(given[0] + given[1] * apart, apart)
     if grads[4] is not None:
-        result += (beta_use(turn, i, at, tile) + beta_ignore(turn, i, at, tile)) * given[4]
+        result += (beta_use(iteration, i, at, tile) + beta_ignore(iteration, i, at, tile)) * given[4]
     return result
 
 
 @triton.jit
-def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+def dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
     """Return w_im, da_im, dg_i, and the gradients of the betas.
 
     With betas dg_i is this tile's part alone; the first tile's has what the softmax over all parents gives.
     """
-    dshares = dshare(turn, grads, given, vote, child.i, at, tile)
-    shares = responsibilities(turn, parents, vote, normalizer, at, tile)
+    dshares = dshare(iteration, grads, given, vote, child.i, at, tile)
+    shares = responsibilities(iteration, parents, vote, normalizer, at, tile)
     mean = mean_dshare
     if mean_dshare is None:
         mean = tl.sum(shares * dshares, axis=1)
@@ -252,15 +254,15 @@ def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at
         dignore = (weights - gate) * given[4]
         if at.first > 0:
             dgate = mean * 0.0
-        dgate -= tl.sum(beta_ignore(turn, child.i, at, tile) * given[4], axis=1)
+        dgate -= tl.sum(beta_ignore(iteration, child.i, at, tile) * given[4], axis=1)
     return weights, dscores, unbroken(dgate, mean, child.opened), duse, dignore
 
 
 @triton.jit
-def dvote(turn, parents, given, vote, weights, dscores):
+def dvote(iteration, parents, given, vote, weights, dscores):
     """Return dV_im as a tile."""
     result = spread(weights) * (given[0] + 2.0 * given[1] * (vote - given[3]))
-    if turn.mean is not None:
+    if iteration.mean is not None:
         result -= spread(2.0 * dscores) * (vote - parents[0]) * parents[1]
     return result
 
@@ -281,7 +283,7 @@ def dstart(results, tile):
 
 
 @triton.jit
-def dadd(turn, parents, state, results, vote, dscores):
+def dadd(iteration, parents, state, results, vote, dscores):
     """Add one child's share."""
     first, second, zeroth = state
     if results[0] is not None:
@@ -294,13 +296,13 @@ def dadd(turn, parents, state, results, vote, dscores):
 
 
 @triton.jit
-def dfinish(turn, state, results, part, at, poses, tile, HOW: tl.constexpr):
+def dfinish(iteration, state, results, part, at, poses, tile, HOW: tl.constexpr):
     """Put dmean, dvariance and dlog_weight of a range of children where they belong."""
     begin = part.to(tl.int64) * poses
     begin_pose = begin * (tile.C * tile.E)
     precision = 1.0
-    if turn.variance is not None:
-        precision = 0.5 / load_pose(turn.variance, at, 1.0)
+    if iteration.variance is not None:
+        precision = 0.5 / load_pose(iteration.variance, at, 1.0)
     if results[0] is not None:
         put_pose(results[0] + begin_pose, 2.0 * precision * state[0], at, HOW)
     if results[1] is not None:
@@ -315,55 +317,55 @@ GAUSSIAN = Algebra(
 
 
 @triton.jit
-def tight_parents(turn, at):
+def tight_parents(iteration, at):
     """Return which parents ``[BL, BM]`` have a variance that is nothing beside its squared mean, and the means."""
-    means = load_pose(turn.means, at)
-    tight = (at.pose_mask & (load_pose(turn.variances, at) < means * means * TIGHT)).to(tl.int32)
+    means = load_pose(iteration.means, at)
+    tight = (at.pose_mask & (load_pose(iteration.variances, at) < means * means * TIGHT)).to(tl.int32)
     return tl.max(tl.max(tight, axis=0), axis=0) > 0, means
 
 
 @triton.jit
-def load_rest(turn, at, tile):
+def load_rest(iteration, at, tile):
     """Return the tiles of mean and p, the log-weights; the new means, and whether no parent is tight."""
-    mean, precision, log_weight = load(turn, at, tile)
-    tight, means = tight_parents(turn, at)
+    mean, precision, log_weight = load(iteration, at, tile)
+    tight, means = tight_parents(iteration, at)
     return mean, precision, log_weight, means, tl.max(tl.max(tight.to(tl.int32), axis=0), axis=0) == 0
 
 
 @triton.jit
-def idle_rest(turn, parents):
+def idle_rest(iteration, parents):
     """Return whether no parent of the tile is tight."""
     return parents[4]
 
 
 @triton.jit
-def start_rest(turn, tile):
+def start_rest(iteration, tile):
     """Return rest and count of no children."""
     pose = tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32)
     return pose, tl.zeros([tile.BL, tile.BM], tl.float32)
 
 
 @triton.jit
-def add_rest(turn, parents, state, vote, child, normalizer, at, tile):
+def add_rest(iteration, parents, state, vote, child, normalizer, at, tile):
     """Add ``w_im d_im`` and ``w_im``."""
-    shares = responsibilities(turn, parents, vote, normalizer, at, tile) * gate_of(child)
+    shares = responsibilities(iteration, parents, vote, normalizer, at, tile) * gate_of(child)
     weight = tl.where(child.opened[:, None], shares, 0.0)
     apart = tl.where(child.opened[None, None, :, None], vote - parents[3], 0.0)
     return state[0] + spread(weight) * apart, state[1] + weight
 
 
 @triton.jit
-def join_rest(turn, state, other):
+def join_rest(iteration, state, other):
     """Return rest and count of two ranges of children."""
     return state[0] + other[0], state[1] + other[1]
 
 
 @triton.jit
-def finish_rest(turn, state, results, at, tile):
+def finish_rest(iteration, state, results, at, tile):
     """Store rest and count: what was measured of tight parents, and of others what they are on paper."""
-    tight, means = tight_parents(turn, at)
-    put_pose(results[0], tl.where(spread(tight), state[0], turn.eps * means), at, STORE)
-    put_each(results[1], tl.where(tight, state[1], load_each(turn.counts, at)), at, STORE)
+    tight, means = tight_parents(iteration, at)
+    put_pose(results[0], tl.where(spread(tight), state[0], iteration.eps * means), at, STORE)
+    put_each(results[1], tl.where(tight, state[1], load_each(iteration.counts, at)), at, STORE)
 
 
 REST = Algebra(load_rest, score, start_rest, add_rest, join_rest, finish_rest, idle_rest)

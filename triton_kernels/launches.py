@@ -6,7 +6,7 @@ or three times as much and two numbers a parent) for each range of children wher
 (together at most a few tiles a processor), and B * L * I numbers where competing parents take two sweeps; backward, as
 many ranges for the gradients of the parents, 2 * B * L * I numbers for two sweeps, and in half precision the float32
 sums that are rounded in the end; where the mode is deterministic or many children share their matrices, parts of dW of
-64 MiB together. Turns are walked one after the other into the same sums.
+64 MiB together. Iterations are walked one after the other into the same sums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CROWDED = 64  # children that share their matrices
 _ALONE = (1, 1, 1, 1, 0, 0, 1, 1)  # every child is seen once, by one position
 
 
-def _normalizers(call: Call, turn: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
+def _normalizers(call: Call, iteration: Any, chosen: Schedule, grads: Any) -> tuple[Tensor, Tensor | None]:
     """Sweep over all parents once: for every (position, child) the log-sum-exp of its scores.
 
     With given gradients also the mean of its shares' gradients, weighed by the shares.
@@ -41,7 +41,7 @@ def _normalizers(call: Call, turn: Any, chosen: Schedule, grads: Any) -> tuple[T
         _normalizer_kernel,
         chosen.blocks * -(-call.children // per_split),
         votes=call.votes,
-        turn=turn,
+        iteration=iteration,
         grads=grads,
         normalizers=normalizers,
         mean_dshares=mean_dshares,
@@ -55,27 +55,27 @@ def _normalizers(call: Call, turn: Any, chosen: Schedule, grads: Any) -> tuple[T
     return normalizers, mean_dshares
 
 
-def forward(call: Call, turn: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
-    """Run a turn into its ``results``.
+def forward(call: Call, iteration: Any, results: tuple[Tensor | None, ...], scored: bool) -> None:
+    """Run an iteration into its ``results``.
 
     Parameters
     ----------
-    turn
-        What the turn starts from, and its numbers.
+    iteration
+        What the iteration starts from, and its numbers.
     scored
         Whether a child's parents differ before its votes are summed; else nobody's softmax need be known.
     """
     chosen = call.schedule(backward=False)
     normalizers = None
     if call.routing.competing and chosen.tiles > 1 and scored:
-        normalizers, _ = _normalizers(call, turn, chosen, None)
+        normalizers, _ = _normalizers(call, iteration, chosen, None)
     whole = chosen.splits == 1
     parts = () if whole else tuple(call.empty(*call.parts(kind, chosen.splits)) for kind in call.routing.sums)
     call.launch(
         _forward_kernel,
         chosen.blocks * chosen.tiles * chosen.splits,
         votes=call.votes,
-        turn=turn,
+        iteration=iteration,
         results=results if whole else parts,
         normalizers=normalizers,
         blocks=chosen.blocks,
@@ -92,7 +92,7 @@ def forward(call: Call, turn: Any, results: tuple[Tensor | None, ...], scored: b
             _finish_kernel,
             blocks,
             parts=parts,
-            turn=turn,
+            iteration=iteration,
             results=results,
             poses=call.poses,
             splits=chosen.splits,
@@ -103,7 +103,7 @@ def forward(call: Call, turn: Any, results: tuple[Tensor | None, ...], scored: b
 
 @dataclass
 class Gradients:
-    """The gradients that a backward call makes, in float32, summed over the turns that :meth:`add` walks.
+    """The gradients that a backward call makes, in float32, summed over the iterations that :meth:`add` walks.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class Gradients:
         Whether every child and parent has its own pair of numbers in the gradients of the betas.
     each_tile
         Whether every tile of parents has its own part in a gate's gradient.
-    turns
+    iterations
         How many there are.
     found
         By name, tensors that were made; ``parents`` is a list.
@@ -128,24 +128,30 @@ class Gradients:
     parents: Sequence[bool]
     betas: bool = False
     each_tile: bool = False
-    turns: int = 1
+    iterations: int = 1
     found: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.children, self.weight, with_bias, self.gate = self.wanted
         self.bias = self.call.tensors[2] if with_bias else None
 
-    def add(self, turn: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
-        """Add the gradients of a turn, from those of its sums and whatever else its algebra wants."""
+    def add(self, iteration: Any, grads: tuple[Tensor | None, ...], scored: bool) -> None:
+        """Add the gradients of an iteration, from those of its sums and whatever else its algebra wants."""
         call = self.call
-        shared = {"votes": call.votes, "turn": turn, "grads": grads, "algebra": call.routing.algebra, **call.sizes}
+        shared = {
+            "votes": call.votes,
+            "iteration": iteration,
+            "grads": grads,
+            "algebra": call.routing.algebra,
+            **call.sizes,
+        }
         swept: list[tuple[Tensor, Tensor | None]] = []
 
         def sweep(chosen: Schedule) -> tuple[Tensor | None, Tensor | None]:
             if not call.routing.competing or chosen.tiles == 1 or not (scored or self.gate):
                 return None, None
             if not swept:  # both kernels can use what it finds, whatever their tiles
-                swept.append(_normalizers(call, turn, chosen, grads))
+                swept.append(_normalizers(call, iteration, chosen, grads))
             return swept[0]
 
         matrices = self.weight or self.bias is not None or self.betas
@@ -218,7 +224,7 @@ class Gradients:
         if direct and self.children:
             how = ADD if "children" in found else STORE
             if how is STORE:
-                dtype = call.dtype if self.turns == 1 else torch.float32
+                dtype = call.dtype if self.iterations == 1 else torch.float32
                 found["children"] = torch.empty(children.shape, device=call.device, dtype=dtype)
         tile, within = call.tile(chosen), chosen.positions * chosen.rows <= chosen.depth and chosen.votes >= inner
         if dweight is None and within and call.precision != "ieee":
@@ -275,20 +281,30 @@ class Gradients:
         return [self.found.get("children"), self.found.get("weight"), bias, self.found.get("gate"), *parents]
 
 
-def answer(
-    call: Call,
-    wanted: Sequence[bool],
-    shapes: Sequence[Sequence[int] | None],
-    found: Sequence[Tensor | None],
-    dtypes: Sequence[torch.dtype],
-) -> tuple[Tensor, ...]:
-    """Return gradients as the ops do: each in its dtype, empty where it is not wanted, 0 where it was not found."""
-    answers = []
-    for want, shape, gradient, dtype in zip(wanted, shapes, found, dtypes, strict=True):
-        if not want or shape is None:
-            answers.append(torch.empty(0, device=call.device, dtype=dtype))
-        elif gradient is None:
-            answers.append(torch.zeros(tuple(shape), device=call.device, dtype=dtype))
-        else:
-            answers.append(gradient.reshape(shape).to(dtype).contiguous())
-    return tuple(answers)
+def shapes_of(*tensors: Tensor | None) -> list[Sequence[int] | None]:
+    """Return the shapes of what there is."""
+    return [None if tensor is None else tensor.shape for tensor in tensors]
+
+
+class Answer:
+    """Gradients as the ops return them: empty where they are not wanted, 0 where they were not found.
+
+    ``shapes`` are those of the op's tensors, None where one is absent; the last ``wide`` of them are in float32.
+    """
+
+    def __init__(self, call: Call, shapes: Sequence[Sequence[int] | None], needs: int, wide: int = 0) -> None:
+        self.shapes, self.device = shapes, call.device
+        self.wanted = [bool(needs >> k & 1) and shape is not None for k, shape in enumerate(shapes)]
+        self.dtypes = [call.dtype] * (len(shapes) - wide) + [torch.float32] * wide
+
+    def of(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return the gradients, each in its dtype and shape."""
+        answers = []
+        for want, shape, gradient, dtype in zip(self.wanted, self.shapes, found, self.dtypes, strict=True):
+            if not want or shape is None:
+                answers.append(torch.empty(0, device=self.device, dtype=dtype))
+            elif gradient is None:
+                answers.append(torch.zeros(tuple(shape), device=self.device, dtype=dtype))
+            else:
+                answers.append(gradient.reshape(shape).to(dtype).contiguous())
+        return tuple(answers)

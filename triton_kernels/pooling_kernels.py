@@ -23,22 +23,22 @@ from .tiles import STORE, directions, inner_product, load_each, load_pose, put_e
 
 
 @triton.jit
-def score(turn, parents, vote, tile):
+def score(iteration, parents, vote, tile):
     """Return ``a_im = scale <Q_m, K_im>``; without a query all are 0."""
-    if turn.query is None:
+    if iteration.query is None:
         return tl.zeros([tile.BL, tile.BM], tl.float32)
-    elif turn.UNIT_KEYS:
+    elif iteration.UNIT_KEYS:
         scaled, inverse, _ = directions(vote)
-        return inner_product(parents[0], scaled) * inverse * turn.scale
+        return inner_product(parents[0], scaled) * inverse * iteration.scale
     else:
-        return inner_product(parents[0], vote) * turn.scale
+        return inner_product(parents[0], vote) * iteration.scale
 
 
 @triton.jit
-def start(turn, tile):
+def start(iteration, tile):
     """Return (S, Z, top) of no children: S and Z about exp(top), which without a query is 1."""
     top = tl.zeros([tile.BL, tile.BM], tl.float32)
-    if turn.query is not None:
+    if iteration.query is not None:
         top = tl.full([tile.BL, tile.BM], float("-inf"), tl.float32)
     return tl.zeros([tile.BC, tile.BE, tile.BL, tile.BM], tl.float32), tl.zeros([tile.BL, tile.BM], tl.float32), top
 
@@ -50,12 +50,12 @@ def finite(top):
 
 
 @triton.jit
-def add(turn, parents, state, vote, child, normalizer, at, tile):
+def add(iteration, parents, state, vote, child, normalizer, at, tile):
     """Add ``g_i exp(a_im)`` to Z and as many V_im to S; top rises to the largest a."""
     sums, total, top = state
     here = child.opened[:, None]
-    if turn.query is not None:
-        logits = tl.where(here, score(turn, parents, vote, tile), float("-inf"))
+    if iteration.query is not None:
+        logits = tl.where(here, score(iteration, parents, vote, tile), float("-inf"))
         higher = tl.maximum(top, logits)
         shift = finite(higher)
         fade = tl.exp(top - shift)
@@ -73,7 +73,7 @@ def add(turn, parents, state, vote, child, normalizer, at, tile):
 
 
 @triton.jit
-def join(turn, state, other):
+def join(iteration, state, other):
     """Return the sums of two ranges of children, about the higher top."""
     higher = tl.maximum(state[2], other[2])
     shift = finite(higher)
@@ -82,13 +82,13 @@ def join(turn, state, other):
 
 
 @triton.jit
-def finish(turn, state, results, at, tile):
+def finish(iteration, state, results, at, tile):
     """Store the parents, S and log Z; 0 and -infinity where nobody is there."""
     sums, total, top = state
     empty = total == 0.0
     sums *= spread(tl.where(empty, 0.0, 1.0 / total))
     put_pose(results[1], sums, at, STORE)
-    if turn.RULE == SQUASH:
+    if iteration.RULE == SQUASH:
         sums = squash(sums)
     put_pose(results[0], sums, at, STORE)
     logarithm = tl.log(tl.where(empty, 1.0, total)) + top
@@ -104,12 +104,12 @@ def load_grads(grads, at):
 
 
 @triton.jit
-def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
+def dscore(iteration, parents, grads, given, vote, child, normalizer, mean_dshare, at, tile):
     """Return r_im, da_im, what this tile adds to dg_i, and nothing for betas."""
     slope, offset, log_total, empty = given
     here = child.opened[:, None]
     dshares = inner_product(slope, vote) + offset
-    free = tl.where(empty, 0.0, tl.exp(score(turn, parents, vote, tile) - log_total))
+    free = tl.where(empty, 0.0, tl.exp(score(iteration, parents, vote, tile) - log_total))
     dgate = tl.sum(free * dshares, axis=1)
     shares = free
     if child.gate is not None:
@@ -120,12 +120,12 @@ def dscore(turn, parents, grads, given, vote, child, normalizer, mean_dshare, at
 
 
 @triton.jit
-def dvote(turn, parents, given, vote, weights, dscores):
+def dvote(iteration, parents, given, vote, weights, dscores):
     """Return dV_im as a tile."""
     result = spread(weights) * given[0]
-    if turn.query is not None and not turn.DETACH:
-        pull = dscores * turn.scale
-        if turn.UNIT_KEYS:
+    if iteration.query is not None and not iteration.DETACH:
+        pull = dscores * iteration.scale
+        if iteration.UNIT_KEYS:
             scaled, inverse, inverse_length = directions(vote)
             along = inner_product(parents[0], scaled) * inverse * inverse
             result += spread(pull * inverse_length) * (parents[0] - spread(along) * scaled)
@@ -135,15 +135,15 @@ def dvote(turn, parents, given, vote, weights, dscores):
 
 
 @triton.jit
-def dadd(turn, parents, state, results, vote, dscores):
+def dadd(iteration, parents, state, results, vote, dscores):
     """Add ``scale da_im K_im`` to dQ."""
     dquery = state[0]
     if results[0] is not None:
-        if turn.UNIT_KEYS:
+        if iteration.UNIT_KEYS:
             scaled, inverse, _ = directions(vote)
-            dquery += spread(dscores * turn.scale * inverse) * scaled
+            dquery += spread(dscores * iteration.scale * inverse) * scaled
         else:
-            dquery += spread(dscores * turn.scale) * vote
+            dquery += spread(dscores * iteration.scale) * vote
     return (dquery,)
 
 

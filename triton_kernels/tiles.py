@@ -315,7 +315,7 @@ def make_vote(votes, sizes, tile, block, child, at, seen):
 
     By matrix products (positions times rows against parents times columns), else one column of the pose times one row
     of the matrix after the other. Absent children are not a product with a mask: a bias or a weight of infinity must
-    not turn one into NaN.
+    not iteration one into NaN.
     """
     matrices = matrices_of(votes, sizes, child.i)
     if votes.weight is None:

@@ -9,23 +9,9 @@ from fastcaps.vectors import squash
 
 
 def squash_sum(x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool) -> Tensor:
-    r"""Return :math:`a \, \mathrm{squash}(x) + b \, \mathrm{squash}(y)`, the squash over each capsule's numbers.
+    r"""Return :math:`a \, \mathrm{squash}(x) + b \, \mathrm{squash}(y)`: :func:`fastcaps.encapnet.squash_sum`.
 
-    Parameters
-    ----------
-    x, y : Tensor
-        ``[B, types * dim, H, W]``; without y there is one summand.
-    a, b : Tensor or None
-        ``[B, types, H, W]``: one number for each capsule and position; 1 if None.
-    types : int
-        Capsule types, the slower of the two that make a channel.
-    relu : bool
-        Take the ReLU of x and y first.
-
-    Returns
-    -------
-    Tensor
-        Of the shape and dtype of x; half types are computed in float32 and rounded once.
+    Half types are computed in float32 and rounded once.
     """
     wide = accumulation_dtype(x.dtype)
 

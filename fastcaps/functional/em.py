@@ -38,21 +38,13 @@ def default_inverse_temperature(turn: int) -> float:
 
 
 def inverse_temperatures(inverse_temperature: InverseTemperature | None, iterations: int) -> list[float]:
-    """Return λ of every turn.
-
-    Parameters
-    ----------
-    inverse_temperature : float, sequence of float, callable or None
-        The same λ for all turns; one for each; a function of the turn, which counts from 0; or the customary
-        ``0.01 (1 - 0.95^(turn + 1))``.
-    iterations : int
-        Turns.
+    """Return λ of every iteration: the same, one for each, a function of the iteration (from 0), or the customary one.
 
     Examples
     --------
     >>> inverse_temperatures(1e-3, 3)
     [0.001, 0.001, 0.001]
-    >>> inverse_temperatures(lambda turn: 0.5 * turn, 3)
+    >>> inverse_temperatures(lambda iteration: 0.5 * iteration, 3)
     [0.0, 0.5, 1.0]
     """
     if iterations > MOST_ITERATIONS:

@@ -262,27 +262,18 @@ def attend(
     iterations: int = 1,
     return_coefficients: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Route flat poses, one iteration after the other: votes, agreement, softmax over parents, sum, dropout, LayerNorm.
+    """Route flat poses; return the parents' flat poses, and the coefficients if they were asked for.
 
     Dropout stands between the sum and LayerNorm, as in the authors' code; while it is active (``dropout > 0``)
     normalisation is a step of its own, otherwise the pass normalises its own sums.
 
     Parameters
     ----------
-    call : LayerCall
-        Children, weight, bias, gate and window.
     parents : Tensor or None
         ``[B, M, C*E]`` or ``[B, M, Ho, Wo, C*E]``: the last poses; None for the first iteration.
     shape : (C, D, E)
     norm : nn.LayerNorm or None
         Over the C*E numbers; None leaves the sums as they are.
-    iterations : int
-        How many.
-
-    Returns
-    -------
-    (Tensor, Tensor or None)
-        The parents' flat poses, and the coefficients if they were asked for.
     """
     if dropout > 0.0 and iterations > 1:  # a step between sum and LayerNorm: no iteration can run on into the next
         for _ in range(iterations - 1):

@@ -56,25 +56,17 @@ def arguments_repr(module: nn.Module) -> str:
 
 
 def pose_shape(in_dim: int, out_dim: int, pose: str | int) -> tuple[int, int, int]:
-    """Give (C, D, E): a child's pose is ``C x D``, a parent's ``C x E``, and so a vote is a product with ``D x E``.
+    """Return (C, D, E): a child's pose is ``C x D``, a parent's ``C x E``, and so a vote is a product with ``D x E``.
 
     ``pose`` is the number of rows C; "matrix" stands for ``sqrt(in_dim)``, "vector" for 1. ``D = in_dim / C``,
-    ``E = out_dim / C``.
-
-    Raises
-    ------
-    ValueError
-        If ``pose`` is unknown or does not divide ``in_dim`` and ``out_dim``; if it is "matrix" and ``in_dim`` is not a
-        square.
+    ``E = out_dim / C``. A ``pose`` that is unknown or does not divide both raises ValueError.
 
     Examples
     --------
     >>> pose_shape(16, 16, "matrix"), pose_shape(16, 8, "matrix")
     ((4, 4, 4), (4, 4, 2))
-    >>> pose_shape(8, 16, "vector")
-    (1, 8, 16)
-    >>> pose_shape(6, 10, 2)
-    (2, 3, 5)
+    >>> pose_shape(8, 16, "vector"), pose_shape(6, 10, 2)
+    ((1, 8, 16), (2, 3, 5))
     """
     if pose == "vector":
         rows = 1

@@ -50,16 +50,8 @@ def define(
 ) -> tuple[Any, dict[str, Any]]:
     """Define an op; return it, and the ops of the same name that the native libraries implement, by backend.
 
-    Parameters
-    ----------
-    takes, returns : str
-        Its schema.
-    run, fake : callable
-        Its kernel for every device, and the one that makes empty tensors.
-    flops : callable
-        How many operations a call makes.
-    native : (str, str), optional
-        The schema of the native ops, if that is another.
+    ``takes`` and ``returns`` are its schema, ``native`` that of the native ops if it is another; ``run`` is its kernel
+    for every device, ``fake`` makes empty tensors, ``flops`` counts operations.
     """
     LIBRARY.define(f"{name}({takes}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")

@@ -105,14 +105,7 @@ class Steps:
 
     Both are ``v = f(n) s`` with ``n = |s|`` and ``u = s / n``, so that ``ds = f dv + f' n u <u, dv>``: for
     ``f = n / (1 + n^2)`` that is ``f (dv + (2 / (1 + n^2) - 1) u <u, dv>)``, for ``f = 1 / n`` it is
-    ``f (dv - u <u, dv>)``. At the zero vector all of it is 0.
-
-    Parameters
-    ----------
-    sums
-        S, ``[T, ..., C, E]``.
-    squashes
-        Whether it is ``squash(S)``; else ``S / |S|``.
+    ``f (dv - u <u, dv>)``. At the zero vector all of it is 0. ``sums`` are S, ``[T, ..., C, E]``.
     """
 
     def __init__(self, sums: Tensor, squashes: bool) -> None:

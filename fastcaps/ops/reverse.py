@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class Reverse:
     """A routing's backward, last iteration first.
 
-    An iteration is asked for the gradients of the parents that it was given: its query, say. The rest is summed over
-    iterations. Where a kernel makes that sum in one call, with votes and their gradients made once, it comes last;
-    elsewhere an iteration is asked for its part on the way.
+    An iteration is asked for the gradients of the parents that it was given: its query, say. The rest, ``summed``, is
+    summed over iterations; a routing takes out of it what it makes itself. Where a kernel makes that sum in one call
+    (``together``), with votes and their gradients made once, it comes last; elsewhere an iteration is asked for its
+    part on the way. ``gradients`` holds what was found.
 
     Parameters
     ----------
@@ -29,15 +30,6 @@ class Reverse:
         What the votes are made of, and how many iterations there are.
     needs
         The names of the tensors whose gradients are wanted.
-    together
-        Whether the sum over iterations is one call at the end.
-
-    Attributes
-    ----------
-    summed
-        Those that are summed over iterations; a routing takes out those it makes itself, such as the query's.
-    gradients
-        What was found.
     """
 
     def __init__(

@@ -182,6 +182,12 @@ class Routing(ABC):
         """Return the op's arguments as records."""
         return Votes(*arguments[:_COUNT]), self.Own(*arguments[_COUNT:])
 
+    def given_backward(self, arguments: Sequence[Any]) -> tuple[Gradients, Votes, Any, int]:
+        """Return the backward's arguments as records: heads, votes, the rest, and the bits of what is needed."""
+        *taken, needs = arguments
+        first, count = len(self.heads), len(self.heads) + _COUNT
+        return taken[:first], Votes(*taken[first:count]), self.Rest(*taken[count:]), needs
+
     def bits(self, names: Iterable[str]) -> int:
         """Return the gradients of some tensors as the backward op is asked for them."""
         return sum(1 << self.tensors.index(name) for name in names)
@@ -210,7 +216,11 @@ class Routing(ABC):
         call = backends.Call.of(self.stem, votes)
         chosen = backends.choose(call)
         if chosen in NATIVE:
-            run = self._python(self.native[chosen], call.options)
+
+            def run(votes: Votes, own: Any) -> Results:
+                found: Results = self.native[chosen](*votes, *own[: self._native_count], call.options)
+                return found
+
             begins = getattr(own, self.state[0]) is not None
             whole = backends.takes_iterations(call, votes, self.iterations(own), begins)
             results = run(votes, own) if whole else self._joined(self.iterate(run, votes, own))
@@ -218,7 +228,7 @@ class Routing(ABC):
             self._on_grid(votes, own)[0].check()
             kernel = self._reference
             if chosen == "triton":
-                kernel = self._python(getattr(backends.triton_kernels(self.stem), self.name), call.options)
+                kernel = partial(getattr(backends.triton_kernels(self.stem), self.name), options=call.options)
             results = [x.contiguous().detach() for x in self._on_grids(kernel, votes, own)]  # no views: users may write
         return (*results, self._coefficients(votes, own, results) if own.coefficients else None)
 
@@ -227,7 +237,7 @@ class Routing(ABC):
 
         All backends keep the same, so one may differentiate what another computed.
         """
-        votes = Votes(*arguments[len(self.heads) : len(self.heads) + _COUNT])
+        votes = self.given_backward(arguments)[1]
         if backends.on_cpu(votes.children):
             return tuple(_interruptibly(self.native_backward["cpu"], (*arguments, 0)))
         call = backends.Call.of(self.stem, votes)
@@ -240,22 +250,18 @@ class Routing(ABC):
                 as_grid(x, 2) if name in lead and x is not None else x
                 for name, x in zip(self.backward_names, arguments, strict=True)
             )
-        heads, rest = arguments[: len(self.heads)], arguments[len(self.heads) + _COUNT :]
+        heads, _, rest, needs = self.given_backward(arguments)
         if chosen == "triton":
             kernel = getattr(backends.triton_kernels(self.stem), f"{self.name}_backward")
-            found = kernel(*heads, *votes.on_grid(), *rest, call.options)
+            found = kernel(heads, votes.on_grid(), rest, needs, call.options)
         else:
-            found = self._reference_backward(heads, votes.on_grid(), rest)
+            found = self._reference_backward(heads, votes.on_grid(), rest, needs)
         if not votes.is_set:
             return tuple(found)
         placed = ("children", "gate", *self.state)
         return tuple(
             as_set(x) if name in placed and x.dim() > 1 else x for name, x in zip(self.tensors, found, strict=True)
         )
-
-    def _python(self, kernel: Callable[..., Any], options: int) -> Callable[..., Results]:
-        """Return a backend's kernel as a function of votes and what the op takes besides."""
-        return lambda votes, own: kernel(*votes, *own[: self._native_count], options)
 
     def _reference(self, votes: Votes, own: Any) -> Results:
         """Run the reference's routing of one iteration."""
@@ -264,19 +270,19 @@ class Routing(ABC):
         found: Results = self.reference()[0](votes, **given)
         return found
 
-    def _reference_backward(self, heads: Gradients, votes: Votes, rest: Sequence[Any]) -> list[Tensor]:
+    def _reference_backward(self, heads: Gradients, votes: Votes, rest: Sequence[Any], needs: int) -> list[Tensor]:
         """Return the sum over iterations of the reference's backwards of one."""
         votes.check()
         wide = (accumulation_dtype(votes.children.dtype),)
-        for name, value in zip(self.backward_names, (*heads, *votes, *rest), strict=True):
+        for name, value in zip(self.backward_names, (*heads, *votes, *rest, needs), strict=True):
             if isinstance(value, Tensor):
                 check_tensor(name, value, votes.children, False, wide)
         total: list[Tensor] = []
         for k in range(-len(next(head for head in heads if head is not None)), 0):
             given = (*(head if head is None else head[k] for head in heads), votes)
-            part = zip(self.Rest._fields, self.part(rest[:-1], k), strict=True)
+            part = zip(self.Rest._fields, self.part(rest, k), strict=True)
             alone = (x[0] if name in self.stacked and x is not None else x for name, x in part)
-            found = self.reference()[1](*given, *alone, rest[-1])
+            found = self.reference()[1](*given, *alone, needs)
             total = [a.add_(b) for a, b in zip(total, found, strict=True)] if total else list(found)
         return total
 
