@@ -36,15 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastcaps import backends, reference
 from fastcaps.checks import accumulation_dtype
-from fastcaps.ops import (
-    Attention,
-    Gaussian,
-    Pooling,
-    Routing,
-    attention_routing,
-    gaussian_routing,
-    pooling_routing,
-)
+from fastcaps.ops import Attention, Gaussian, Pooling, Routing, attention_routing, gaussian_routing, pooling_routing
 from fastcaps.ops.sharding import AXES, cuts_of
 from fastcaps.reference.gaussian import distances, log_sigmas
 from fastcaps.reference.seen import inverse_or_zero, make_votes, see
@@ -345,9 +337,7 @@ class _Pooled(torch.autograd.Function):
         needs = _bits(ctx.needs_input_grad[2:])
         if given.detach:
             needs = needs & ~pooling_routing.bits(pooling_routing.constant) | DETACH
-        with backends.under(ctx.blocks):
-            found = pooling_routing.run_backward(wide, *parts, parents, window, *rest, needs)
-        return None, None, *_wanted(needs, found)
+        return None, None, *_run_backward(ctx, pooling_routing, needs, wide, *parts, parents, window, *rest)
 
 
 def _gaussian(layout: Layout, votes: Votes, own: Gaussian) -> Sequence[Any]:
@@ -401,10 +391,7 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Any, *tensors: Any) -> tuple[Tensor, ...]:
         parents, window, rule, eps = settings
-        votes, own = (
-            Votes._make((*tensors[:4], parents, window)),
-            Gaussian._make((*tensors[4:], [1.0], rule, eps, False)),
-        )
+        votes, own = Votes(*tensors[:4], parents, window), Gaussian(*tensors[4:], [1.0], rule, eps)
         evidence, *_, counts, means, narrow, _, _ = gaussian_routing.compute(votes, own)
         ctx.settings, ctx.blocks = settings, backends.settings()
         ctx.set_materialize_grads(False)
@@ -419,18 +406,18 @@ class _Moments(torch.autograd.Function):
         heads = [None if x is None else x.contiguous()[None] for x in grads]
         state = [None if x is None else x[None] for x in tensors[4:7]]
         needs = _bits(ctx.needs_input_grad[1:])
-        own = (*state, *tensors[7:], counts, means, narrow, eps, needs)
-        with backends.under(ctx.blocks):
-            found = gaussian_routing.run_backward(*heads, *tensors[:4], parents, window, *own)
-        return None, *_wanted(needs, found)
+        own = (*state, *tensors[7:], counts, means, narrow, eps)
+        return None, *_run_backward(ctx, gaussian_routing, needs, *heads, *tensors[:4], parents, window, *own)
 
 
 def _bits(needed: Sequence[bool]) -> int:
     return sum(want << k for k, want in enumerate(needed))
 
 
-def _wanted(needs: int, found: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients that were wanted."""
+def _run_backward(ctx: Any, routing: Routing, needs: int, *arguments: Any) -> list[Tensor | None]:
+    """Return the gradients that are needed, under the settings of the forward."""
+    with backends.under(ctx.blocks):
+        found = routing.run_backward(*arguments, needs)
     return [gradient if needs >> k & 1 else None for k, gradient in enumerate(found)]
 
 

@@ -40,7 +40,7 @@ from triton_cases import (
 )
 
 from fastcaps.rules import Rule
-from fastcaps.triton_kernels import available, devices
+from fastcaps.triton_kernels import call
 from fastcaps.votes import SET_WINDOW
 
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="the kernels run on a GPU here")
@@ -223,8 +223,8 @@ def test_variances_do_not_feel_an_offset(start: bool) -> None:
 
 def test_refusals_say_why() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert available() == "" and devices() == ("cuda", "xpu")
-    assert interpret("fastcaps.triton_kernels.devices") == ("cpu", "cuda")
+    assert call.served_devices() == ("cuda", "xpu")
+    assert interpret("fastcaps.triton_kernels.call.served_devices") == ("cpu", "cuda")
     assert interpret("fastcaps.triton_kernels.attention.refusal", cpu, torch.float32, (4, 4, 4), 32) is None
     for routing in ROUTINGS:
         refusal = module_of(routing.name).refusal

@@ -74,13 +74,13 @@ class ConversionReport:
     def __str__(self) -> str:
         if not self.layers:
             return f"fastcaps.convert: this model has none of {', '.join(TWINS)}"
-        lines = [f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"]
+        head = f"fastcaps.convert: {len(self.converted)} of {len(self.layers)} capsule layers converted"
         width = max(len(layer.path) for layer in self.layers)
-        for layer in self.layers:
-            lines.append(
-                f"  {layer.path:<{width}}  {'converted' if layer.converted else 'left     '}  {layer.old}: {layer.why}"
-            )
-        return "\n".join(lines)
+        lines = (
+            f"  {layer.path:<{width}}  {'converted' if layer.converted else 'left     '}  {layer.old}: {layer.why}"
+            for layer in self.layers
+        )
+        return "\n".join((head, *lines))
 
 
 def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> ConversionReport:

@@ -111,10 +111,11 @@ class _Capsule(Twin):
         """
         require_tensor(input, "input")
         children, parents = self._flat(input), next_capsule_value
+        self._check("input", children, self.in_n_capsules, self.in_d_capsules)
         if parents is not None:
             require_tensor(parents, "next_capsule_value")
             parents = self._flat(parents)
-        self._check(children, parents)
+            self._check("next_capsule_value", parents, self.out_n_capsules, self.out_d_capsules)
         return self._pass(children, parents)
 
     def _flat(self, poses: Tensor) -> Tensor:
@@ -122,16 +123,11 @@ class _Capsule(Twin):
         lead = 2 if self.window is None else 4
         return poses.flatten(lead) if poses.dim() == lead + 2 else poses
 
-    def _check(self, children: Tensor, parents: Tensor | None) -> None:
+    def _check(self, name: str, poses: Tensor, count: int, numbers: int) -> None:
+        """Raise unless poses, an argument called ``name``, are that many of so many numbers."""
         grid = "" if self.window is None else "h, w, "
-        if children.dim() != (3 if self.window is None else 5) or children.shape[-1] != self.in_d_capsules:
-            wanted = f"[b, {self.in_n_capsules}, {grid}{self.in_d_capsules}]"
-            raise ValueError(f"input must be {wanted}, got {shape_text(children)}")
-        if children.shape[1] != self.in_n_capsules:
-            raise ValueError(f"input must hold in_n_capsules = {self.in_n_capsules} capsules, got {children.shape[1]}")
-        if parents is not None and (parents.dim() != children.dim() or parents.shape[-1] != self.out_d_capsules):
-            wanted = f"[b, {self.out_n_capsules}, {grid}{self.out_d_capsules}]"
-            raise ValueError(f"next_capsule_value must be {wanted}, got {shape_text(parents)}")
+        if poses.dim() != (5 if grid else 3) or (poses.shape[1], poses.shape[-1]) != (count, numbers):
+            raise ValueError(f"{name} must be [b, {count}, {grid}{numbers}], got {shape_text(poses)}")
 
     def _pass(self, children: Tensor, parents: Tensor | None) -> Tensor:
         norm = self.nonlinear_act

@@ -155,13 +155,8 @@ def _faked(call: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]
     memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
     copied = copy.deepcopy(call, memo)
     for module in copied.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._backward_pre_hooks,
-            module._backward_hooks,
-        ):
-            hooks.clear()
+        for when in ("forward_pre", "forward", "backward_pre", "backward"):
+            getattr(module, f"_{when}_hooks").clear()
     return copied
 
 
@@ -178,23 +173,17 @@ class _Listener(list[Explanation]):
 
     def product(self, votes: Votes) -> None:
         """Explain a first iteration that torch's own product makes."""
-        call, forced = backends.Call.under_autocast("attention", votes), backends.forced()
-        if forced is not None and backends.refusal(forced, call) is not None:
-            self.append(_cannot(forced, call, _describe(votes, call), backends.refusal))
-            return
-        why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
-        reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
-        self.append(Explanation("torch", why, reasons, call=_describe(votes, call)))
+        call = backends.Call.under_autocast("attention", votes)
+        found = _explain(call, _describe(votes, call), backends.refusal)
+        if found.backend is not None:
+            why = "without parents every share is 1 / M, and the library's convolution or matmul is the kernel"
+            reasons = {name: backends.refusal(name, call) or why for name in backends.NAMES}
+            found = Explanation("torch", why, reasons, call=found.call)
+        self.append(found)
 
     def other(self, call: backends.Call, describe: Callable[[], str], refusal: _Refusal) -> None:
         """Explain a call of an op that is no routing."""
         self.append(_explain(call, describe(), refusal))
-
-
-def _cannot(forced: str, call: backends.Call, described: str, refusal: _Refusal) -> Explanation:
-    """Return that a forced backend cannot take a call."""
-    reasons = {name: refusal(name, call) or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
-    return Explanation(None, f"backend {forced!r} is forced and cannot take this call", reasons, call=described)
 
 
 def _explain_op(routing: Routing, votes: Votes, own: Any) -> Explanation:
@@ -213,7 +202,8 @@ def _explain(call: backends.Call, described: str, refusal: _Refusal) -> Explanat
     """Return which backend runs a call, and why not the others."""
     refusals, forced = {name: refusal(name, call) for name in backends.NAMES}, backends.forced()
     if forced is not None and refusals[forced] is not None:
-        return _cannot(forced, call, described, refusal)
+        reasons = {name: refusals[name] or f"{forced!r} is forced" for name in (forced, *backends.NAMES)}
+        return Explanation(None, f"backend {forced!r} is forced and cannot take this call", reasons, call=described)
     runs = backends.chosen(forced, call, refusal)
     how = "forced" if forced else next(entry.detail for entry in backends.listing() if entry.name == runs)
     after = f"{forced!r} is forced" if forced else f"{runs} comes first"
