@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ LIBRARY = libraries.library_path("cuda")
 NO_TOOL = "" if static_report.tool("cuobjdump") else "no cuobjdump: neither a CUDA toolkit that has it nor Triton"
 NO_LIBRARY = "" if LIBRARY.is_file() else "the CUDA kernels are not built"
 NO_TRITON = libraries.triton_kernels()[1] or NO_TOOL
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 @pytest.mark.skipif(bool(NO_TOOL or NO_LIBRARY), reason=NO_TOOL or NO_LIBRARY)
