@@ -391,7 +391,8 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Any, *tensors: Any) -> tuple[Tensor, ...]:
         parents, window, rule, eps = settings
-        votes, own = Votes(*tensors[:4], parents, window), Gaussian(*tensors[4:], [1.0], rule, eps)
+        votes = Votes._make((*tensors[:4], parents, window))
+        own = Gaussian._make((*tensors[4:], [1.0], rule, eps, False))
         evidence, *_, counts, means, narrow, _, _ = gaussian_routing.compute(votes, own)
         ctx.settings, ctx.blocks = settings, backends.settings()
         ctx.set_materialize_grads(False)

@@ -160,7 +160,8 @@ class Call:
         children, weight, bias, gate, parents, window = votes
         kh, kw, sh, sw, ph, pw, dh, dw = window
         batch, height, width, types, rows, inner = children.shape
-        self.groups, columns = (1, inner) if weight is None else (weight.shape[0], weight.shape[3])
+        self.groups: int = 1 if weight is None else weight.shape[0]
+        columns = inner if weight is None else weight.shape[3]
         ho = (height + 2 * ph - (kh - 1) * dh - 1) // sh + 1
         wo = (width + 2 * pw - (kw - 1) * dw - 1) // sw + 1
         self.routing, self.device, self.dtype = routing, children.device, children.dtype
@@ -172,7 +173,7 @@ class Call:
         self.tensors = (children, weight, bias, gate)
         bias = None if bias is None else bias.contiguous()
         self.votes = Votes(
-            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *_bias_strides(bias)),  # type: ignore[arg-type]
+            *(children, weight, bias, gate, *children.stride(), *_strides(weight, 4), *_bias_strides(bias)),
             *_strides(gate, 4),
             *(tl.constexpr(number) for number in (kw, sh, sw, ph, pw, dh, dw)),
         )

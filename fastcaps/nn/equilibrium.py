@@ -60,7 +60,7 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
     """
 
     takes_parents = False
-    call_options = ()
+    call_options: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ break_symmetry, iterations, device, dtype
     """
 
     takes_parents = True
-    call_options = ("parents",)
+    call_options: tuple[str, ...] = ("parents",)
     activation_weight: nn.Parameter | None
     activation_bias: nn.Parameter | None
     first_poses: Tensor | None
