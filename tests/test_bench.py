@@ -36,19 +36,29 @@ from bench.workloads import find
 
 MEGABYTES = {
     "tsai-c10-conv1": 231,
-    "tsai-c10-fc": 66,
-    "tsai-c100-fc2": 37,
     "tsai-dmm-vector-conv": 85,
     "barham": 1850,
-    "sabour-mnist": 47,
     "hinton-conv": 116,
-    "heinsen-norb-1": 42,
     "heinsen-sst-1": 19,
     "zhao-pool": 2,
-    "li-capnet-em": 134,
     "vocabulary": 1966,
     "million": 4096,
 }
+
+
+def test_votes_and_operations_are_those_worked_out_by_hand() -> None:
+    assert {name: round(find(name).votes_bytes(find(name).batch) / 1e6) for name in MEGABYTES} == MEGABYTES
+    conv1 = find("tsai-c10-conv1")
+    assert (conv1.output_grid, conv1.positions, conv1.children) == ((7, 7), 49, 288)
+    votes = 8 * 49 * 288 * 32
+    assert conv1.votes(8) == votes == 3_612_672
+    # a vote: 4 x 4 x 4 multiply-adds; agreement and weighted sum: 4 x 4 each
+    assert conv1.operations(8) == votes * 2 * (64 + 2 * 16)
+    assert conv1.operations(8, training=True) == 3 * conv1.operations(8)
+    # 64 images, 7 x 7 positions, 4 rows: each an inner product of 9 * 32 * 4 numbers for 32 * 4 outputs
+    assert find("barham").operations(64) == 2 * (64 * 49 * 4) * (9 * 32 * 4) * (32 * 4)
+
+
 """Bytes of stored votes at the default batch, worked out by hand."""
 
 PASS = AttentionPass()
@@ -72,25 +82,6 @@ SAMPLED = Workload("tiny-sampled", "-", (5,), 8, 5, 1, 4, 6, DynamicRouting(), g
 # Registry
 
 
-def test_votes_take_the_bytes_worked_out_by_hand() -> None:
-    assert {name: round(find(name).votes_bytes(find(name).batch) / 1e6) for name in MEGABYTES} == MEGABYTES
-
-
-def test_operations_of_conv1() -> None:
-    conv1 = find("tsai-c10-conv1")
-    assert (conv1.output_grid, conv1.positions, conv1.children) == ((7, 7), 49, 288)
-    votes = 8 * 49 * 288 * 32
-    assert conv1.votes(8) == votes == 3_612_672
-    # a vote: 4 x 4 x 4 multiply-adds; agreement and weighted sum: 4 x 4 each
-    assert conv1.operations(8) == votes * 2 * (64 + 2 * 16)
-    assert conv1.operations(8, training=True) == 3 * conv1.operations(8)
-
-
-def test_a_uniform_pass_counts_the_convolution_only() -> None:
-    # 64 images, 7 x 7 positions, 4 rows: each an inner product of 9 * 32 * 4 numbers for 32 * 4 outputs
-    assert find("barham").operations(64) == 2 * (64 * 49 * 4) * (9 * 32 * 4) * (32 * 4)
-
-
 def test_inputs_are_the_same_for_the_same_seed_and_lie_channels_last() -> None:
     workload = find("tsai-dmm-matrix-conv")
     first, again, other = workload.inputs(2, seed=1), workload.inputs(2, seed=1), workload.inputs(2, seed=2)
@@ -98,10 +89,7 @@ def test_inputs_are_the_same_for_the_same_seed_and_lie_channels_last() -> None:
     assert torch.equal(first.grads["parents"], again.grads["parents"])
     assert not torch.equal(first.children, other.children)
     assert first.children.shape == (2, 16, 8, 8, 8, 8)
-    assert first.children.movedim(1, 3).is_contiguous()
-    parents = first.arguments["parents"]
-    assert parents.shape == (2, 16, 6, 6, 8, 8) and parents.movedim(1, 3).is_contiguous()
-    assert {tensor.dtype for tensor in workload.inputs(2, dtype=torch.float64).arguments.values()} == {torch.float64}
+    assert first.children.movedim(1, 3).is_contiguous() and first.arguments["parents"].movedim(1, 3).is_contiguous()
 
 
 def test_a_pose_of_zeros_gets_no_gradient_through_its_length() -> None:
@@ -143,7 +131,7 @@ def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
             )
 
 
-@pytest.mark.parametrize("axes", ["imecp", "pimce", "pmice", "imcep", "picme", "mecpi"])
+@pytest.mark.parametrize("axes", ["imecp", "pimce", "picme", "mecpi"])
 @pytest.mark.parametrize("groups", [1, 3, 6])
 def test_votes_and_steps_are_the_same_in_every_layout(axes: str, groups: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -259,17 +247,12 @@ def test_the_gate_reference_is_the_same_in_parts(workload: Workload, monkeypatch
     whole = Gate(workload, workload.inputs(workload.batch))
     monkeypatch.setattr("bench.gate._CHUNK_BYTES", 1)
     parts = Gate(workload, workload.inputs(workload.batch))
-    assert whole.exact.keys() == parts.exact.keys()
-    for key, tensor in whole.exact.items():
-        torch.testing.assert_close(parts.exact[key], tensor, rtol=1e-12, atol=1e-12)
-
-
-def test_the_convolution_that_uniform_passes_are_measured_by_is_right() -> None:
-    workload = TINY[2]
-    wanted = runner(reference(workload), workload.inputs(2, dtype=torch.float64), True)()
-    found = runner(convolution(workload), workload.inputs(2, dtype=torch.float64), True)()
-    for key, tensor in wanted.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(parts.exact, whole.exact, rtol=1e-12, atol=1e-12)
+    if workload is TINY[2]:  # a convolution measures uniform passes
+        wanted, found = (
+            runner(way(workload), workload.inputs(2, dtype=torch.float64), True)() for way in (reference, convolution)
+        )
+        torch.testing.assert_close({name: found[name] for name in wanted}, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_gate_passes_what_is_right_and_refuses_what_is_not() -> None:
@@ -343,53 +326,32 @@ def test_wide_and_impossible_figures_are_doubtful() -> None:
     assert len(doubts(row | {"fastcaps": entry | {"p20": 0.1}})) == 1
 
 
-def test_the_peak_counts_what_it_runs() -> None:
-    module = pytest.importorskip("fastcaps._C")
-    assert module.multiply_adds(1000) == 1000 * module.multiply_adds(1) > 0 and module.multiply_adds(0) == 0
-
-
 # Memory
 
 NEEDS_PROC = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no count of peak memory here")
 
 
 @NEEDS_PROC
-def test_what_a_call_keeps_is_seen() -> None:
+def test_peak_of_a_pass_in_a_fresh_process() -> None:
     shelf: list[torch.Tensor] = []
     assert abs(kept_by(lambda: shelf.append(torch.ones(32 * 2**18))) - 32 * 2**20) < 4 * 2**20
     assert kept_by(lambda: torch.ones(32 * 2**18).sum()) < 4 * 2**20
-
-
-@NEEDS_PROC
-def test_peak_of_a_pass_in_a_fresh_process() -> None:
     workload = find("tsai-c10-conv1")
     fresh = Remote(1, Runner, "cpu")
     try:
         stored = fresh.call(120, "memory", Case(workload, 2, False), STORED)
     finally:
         fresh.close()
-    results = 2 * 49 * 32 * 16 * 4
-    assert stored["results"] == results
-    assert stored["beyond"] == stored["peak"] - results
+    assert stored["results"] == 2 * 49 * 32 * 16 * 4 == stored["peak"] - stored["beyond"]
     assert stored["peak"] > workload.votes_bytes(2)  # an alternative stores every vote
 
 
 # Processes
 
 
-def test_what_does_not_fit_into_memory_fails_and_takes_nothing_with_it() -> None:
-    remote = Remote(1, Runner, "cpu", memory=2**30)
-    try:
-        with pytest.raises(WorkerError, match="out of memory"):
-            remote.call(60, "check", Case(find("barham"), 64, False), STORED)
-        assert remote.call(60, "check", Case(find("zhao-pool"), 1, False), STORED)["complaint"] == ""
-    finally:
-        remote.close()
-
-
 def test_a_process_checks_times_and_survives_errors(tmp_path: Path) -> None:
     case = Case(find("tsai-c10-fc"), 1, True)
-    remote = Remote(1, Runner, "cpu", 0.01, tmp_path)
+    remote = Remote(1, Runner, "cpu", 0.01, tmp_path, memory=2**30)
     try:
         verdict = remote.call(60, "check", case, "batched-matmul")
         wanted = {"parents", *(f"d{name}" for name in case.workload.inputs(1).learned)}
@@ -400,6 +362,8 @@ def test_a_process_checks_times_and_survives_errors(tmp_path: Path) -> None:
         assert len(remote.call(60, "time_sgemm", 64, 2, 1)) == 2
         with pytest.raises(WorkerError, match="unknown implementation 'nobody'"):
             remote.call(60, "check", case, "nobody")
+        with pytest.raises(WorkerError, match="out of memory"):
+            remote.call(60, "check", Case(find("barham"), 64, False), STORED)
         with pytest.raises(WorkerError, match="no answer in time"):
             remote.call(0.0, "check", case, OURS)
         assert remote.call(60, "check", case, OURS)["complaint"] == ""  # a new process serves

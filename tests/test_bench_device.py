@@ -42,8 +42,6 @@ def test_what_matters_most_comes_first() -> None:
     assert str(order[0]) == "tsai-c10-conv1 batch 128 forward" and {case.batch for case in order[:50]} == {128, 1}
     blocks = list(dict.fromkeys((case.batch, case.precision) for case in order if case.workload not in own))
     assert blocks == [(batch, precision) for batch in (128, 1, 32) for precision in PRECISIONS]
-    large = [order.index(case) for case in order if case.workload in own]
-    assert max(large) < order.index(next(case for case in order if case.batch == 1 and case.workload not in own))
     assert len(cases(["barham"], False, "cuda", [4], ["bf16"])) == 2
 
 
@@ -54,13 +52,20 @@ def test_a_row_has_the_goals_of_its_kind() -> None:
         (_case(conv1, 128, True, "tf32"), {"memory_share", "seconds"}),
         (_case(fc, 1), {"latency"}),
         (_case(fc, 1, True), set()),
-        (_case(fc, 32), set()),
-        (_case(find("million"), 1, True), {"memory_share"}),
         (_case(find("zhao-pool"), 128), set()),  # its votes are its inputs
     ):
         assert set(goal_of(case, 3e-5)) == wanted, str(case)
     assert goal_of(_case(conv1, 8)) == {"speedup": 1.0, "memory_share": 0.05}  # of a CPU: no loss, and little memory
-    assert goal_of(_case(find("tsai-dmm-vector-set"), 1)) == {"speedup": 1.0}
+
+
+def test_a_failed_stage_is_counted_and_one_without_time_left_out(tmp_path: Path) -> None:
+    done = _script("test", "profile", OUT=str(tmp_path), PYTHON="false")
+    assert done.returncode == 2
+    summary = (tmp_path / "summary.md").read_text()
+    assert "| test | failed |" in summary and "| profile | failed |" in summary
+    assert "exit status 1" in (tmp_path / "test.log").read_text()
+    done = _script("test", OUT=str(tmp_path), FASTCAPS_GPU_SECONDS="3")
+    assert done.returncode == 1 and "left out: the time is used up" in done.stdout
 
 
 # Timing
@@ -149,16 +154,3 @@ def test_all_stages_say_what_they_would_run() -> None:
     assert len(profiled) == 3 and all(f"\n{kernel}(const" in sources for kernel in profiled), profiled
     names = re.findall(r" -m ((?:tools|bench)[.\w]*)", done.stdout)
     assert names and all(find_spec(name) for name in names), names  # every program of ours that it runs is there
-
-
-def test_a_failed_stage_is_counted_and_written_down(tmp_path: Path) -> None:
-    done = _script("test", "profile", OUT=str(tmp_path), PYTHON="false")
-    assert done.returncode == 2
-    summary = (tmp_path / "summary.md").read_text()
-    assert "| test | failed |" in summary and "| profile | failed |" in summary
-    assert "exit status 1" in (tmp_path / "test.log").read_text()
-
-
-def test_a_stage_without_time_is_left_out(tmp_path: Path) -> None:
-    done = _script("test", OUT=str(tmp_path), FASTCAPS_GPU_SECONDS="3")
-    assert done.returncode == 1 and "left out: the time is used up" in done.stdout

@@ -20,14 +20,8 @@ from fastcaps.compat import AgreementRouting, CapsLayer, CapsuleLayer, ConvCaps,
 from fastcaps.compat.heinsen_routing import GenerativeMatrixRouting
 from fastcaps.compat.ml_capsules import CapsuleCONV, CapsuleFC
 
-MATRIX = {
-    "in_n_capsules": 12,
-    "in_d_capsules": 9,
-    "out_n_capsules": 5,
-    "out_d_capsules": 9,
-    "matrix_pose": True,
-    "dp": 0,
-}
+FOUR = ("in_n_capsules", "in_d_capsules", "out_n_capsules", "out_d_capsules")
+MATRIX = {**dict(zip(FOUR, (12, 9, 5, 9), strict=True)), "matrix_pose": True, "dp": 0}
 VECTOR = {**MATRIX, "in_d_capsules": 3, "out_d_capsules": 4, "matrix_pose": False}
 WINDOW = {"in_n_capsules": 3, "kernel_size": 3, "stride": 2}
 GRAM_AI = {"num_capsules": 5, "num_route_nodes": 12, "in_channels": 3, "out_channels": 4}
@@ -40,34 +34,41 @@ GRID, POSES = (2, 3, 7, 5), [(2, 6), (2, 6, 2, 3)]
 CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
     "fc-matrix": (CapsuleFC, MATRIX, [(2, 12, 9)]),
     "fc-vector": (CapsuleFC, VECTOR, [(2, 12, 3)]),
-    "fc-to-one": (CapsuleFC, {**VECTOR, "out_d_capsules": 1}, [(2, 12, 3)]),
     "conv-matrix": (CapsuleCONV, {**MATRIX, **WINDOW}, [(*GRID, 9)]),
     "conv-to-one": (CapsuleCONV, {**VECTOR, **WINDOW, "out_d_capsules": 1}, [(*GRID, 3)]),
-    "conv-wide-step": (CapsuleCONV, {**MATRIX, **WINDOW, "kernel_size": 2, "stride": 3}, [(*GRID, 9)]),
     "conv-mixed": (CapsuleCONV, {**VECTOR, **WINDOW, "mixed_windows": True}, [(*GRID, 3)]),
     "conv-mixed-wide-step": (
         CapsuleCONV, {**MATRIX, **WINDOW, "kernel_size": 2, "stride": 3, "mixed_windows": True}, [(*GRID, 9)]),
     "dense": (DenseCapsule, dict(zip(DenseCapsule._known_by, (6, 3, 4, 5, 3), strict=True)), [(3, 6, 3)]),
-    "dense-one-parent": (DenseCapsule, dict(zip(DenseCapsule._known_by, (5, 4, 1, 3, 1), strict=True)), [(3, 5, 4)]),
-    "dense-numbers": (DenseCapsule, dict(zip(DenseCapsule._known_by, (4, 1, 3, 1, 5), strict=True)), [(3, 4, 1)]),
+    "dense-one-parent": (DenseCapsule, dict(zip(DenseCapsule._known_by, (5, 4, 1, 1, 1), strict=True)), [(3, 5, 4)]),
     "havir": (compat.RoutingCapsules, HAVIR, [(2, 12, 3)]),
     "cezannec": (compat.DigitCaps, dict(zip(("num_capsules", "previous_layer_nodes", "in_channels", "out_channels"),
                                             (5, 12, 3, 4), strict=True)), [(2, 12, 3)]),
     "gram-ai": (CapsuleLayer, {**GRAM_AI, "num_iterations": 2}, [(2, 12, 3)]),
     "gram-ai-learned": (CapsuleLayer, {**GRAM_AI, "learned_logits": True}, [(2, 12, 3)]),
     "bielski": (CapsLayer, {**BIELSKI, "routing_module": (12, 5, 2)}, [(2, 12, 3)]),
-    "bielski-1": (CapsLayer, {**BIELSKI, "routing_module": (12, 5, 0)}, [(2, 12, 3)]),
-    "em": (ConvCaps, {"B": 3, "C": 4, "K": 3, "P": 2, "stride": 2}, [(2, 7, 5, 15)]),
-    "em-2": (ConvCaps, {"B": 2, "C": 3, "K": 2, "P": 3, "stride": 1, "iters": 2}, [(2, 3, 4, 20)]),
-    "em-shared": (ConvCaps, SHARED, [(2, 3, 4, 15)]),
+    "em": (ConvCaps, {"B": 3, "C": 4, "K": 3, "P": 2, "stride": 2, "iters": 2}, [(2, 7, 5, 15)]),
     "em-place": (ConvCaps, {**SHARED, "coor_add": True}, [(2, 4, 3, 15)]),
-    "heinsen": (GenerativeMatrixRouting, HEINSEN, POSES),
+    "heinsen": (GenerativeMatrixRouting, {**HEINSEN, "eps": 1e-2, "n_iters": 4, "return_dict": True}, POSES),
     "heinsen-variable": (GenerativeMatrixRouting, {**HEINSEN, "n_inp": -1}, [(2, 3, 6), (2, 3, 6, 2, 3)]),
     "heinsen-skm": (GenerativeMatrixRouting, {**HEINSEN, "p_model": "skm", "return_dict": True}, POSES),
     "heinsen-single-beta": (GenerativeMatrixRouting, {**HEINSEN, "single_beta": True, "d_cov": 1}, [(6,), (6, 1, 3)]),
-    "heinsen-1": (GenerativeMatrixRouting, {**HEINSEN, "n_iters": 1}, POSES),
-    "heinsen-dict": (GenerativeMatrixRouting, {**HEINSEN, "eps": 1e-2, "n_iters": 4, "return_dict": True}, POSES),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "-" not in name or name in ("fc-matrix", "conv-matrix")])
+def test_arguments_and_attributes_are_the_authors(name: str) -> None:
+    ours, plain = build(name), build(name, plain=True)
+    own, theirs = (inspect.signature(type(layer)).parameters for layer in (ours, plain))
+    assert [argument for argument in own if argument in theirs] == list(theirs)
+    for argument in theirs:
+        if type(ours) is not ConvCaps or argument in ("iters", "coor_add", "w_shared"):  # whose sizes have defaults
+            assert own[argument].default == theirs[argument].default
+        assert argument == "routing_module" or f"{argument}={getattr(ours, argument)}" in repr(ours)
+    for attribute in ("weight_init_const", "scale", "dropout_rate", "sqrt_d"):
+        assert getattr(ours, attribute, None) == pytest.approx(getattr(plain, attribute, None)), attribute
+
+
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -144,35 +145,6 @@ def test_a_model_is_converted(name: str) -> None:
             assert torch.equal(got, wanted)
 
 
-SIGNATURES = {
-    "fc-matrix": "in_n_capsules in_d_capsules out_n_capsules out_d_capsules matrix_pose dp",
-    "conv-matrix": "in_n_capsules in_d_capsules out_n_capsules out_d_capsules kernel_size stride matrix_pose dp "
-    "coordinate_add mixed_windows",
-    "dense": "in_num_caps in_dim_caps out_num_caps out_dim_caps routings",
-    "havir": "in_dim in_caps num_caps dim_caps num_routing device",
-    "cezannec": "num_capsules previous_layer_nodes in_channels out_channels",
-    "gram-ai": "num_capsules num_route_nodes in_channels out_channels kernel_size stride num_iterations learned_logits",
-    "bielski": "input_caps input_dim output_caps output_dim routing_module",
-    "em": "B C K P stride iters coor_add w_shared",
-    "heinsen": "n_inp n_out d_cov d_inp d_out n_iters single_beta p_model eps return_dict",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_are_the_authors(name: str) -> None:
-    ours, plain = build(name), build(name, plain=True)
-    assert list(inspect.signature(type(ours)).parameters) == SIGNATURES[name].split()
-    theirs = inspect.signature(type(plain)).parameters
-    for argument, own in inspect.signature(type(ours)).parameters.items():
-        assert (
-            argument not in theirs
-            or argument in ("B", "C", "K", "P", "stride")
-            or (own.default == theirs[argument].default)
-        )  # ConvCaps has defaults that the plain one lacks
-    shown = {argument: getattr(ours, argument) for argument in SIGNATURES[name].split() if argument != "routing_module"}
-    assert all(f"{argument}={value}" in repr(ours) for argument, value in shown.items())
-
-
 @pytest.mark.parametrize("name", [*CASES, "routing"])
 def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: str) -> None:
     make = (lambda: AgreementRouting(6, 3, 2)) if name == "routing" else (lambda: build(name))
@@ -186,34 +158,10 @@ def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: st
     twin.reset_parameters()
     own = [each for each, _ in twin.named_parameters() if not each.startswith("routing_module.")]
     assert all(torch.equal(twin.get_parameter(each), fresh.get_parameter(each)) for each in own)
-    if name not in ("routing", "havir", "cezannec", "bielski", "bielski-1"):  # whose plain twins draw more, or else
+    if name not in ("routing", "havir", "cezannec", "bielski"):  # whose plain twins draw more, or else
         torch.manual_seed(3)
         plain = build(name, plain=True)
         assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fresh.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", ["fc-matrix", "conv-matrix", "dense", "heinsen-variable"])
-def test_compiled_and_autocast(name: str) -> None:
-    ours, _ = pair(name)
-    given = draw(name)
-    wanted = results(ours, given)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *tensors: results(ours, tensors), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*given), wanted)
-    single = ours.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = results(single, [tensor.float() for tensor in given])
-    weighted([result.float() for result in found]).backward()
-    assert all(parameter.grad.isfinite().all() for parameter in single.parameters())
-    assert (found[0].float() - wanted[0]).abs().mean() < 0.05 * wanted[0].abs().mean()
-
-
-@pytest.mark.parametrize("batch", [0, 1])
-@pytest.mark.parametrize("name", ["fc-matrix", "conv-to-one", "conv-mixed"])
-def test_batch_of_one_and_of_none(name: str, batch: int) -> None:
-    ours, _ = pair(name)
-    first, second = results(ours, [draw(name)[0][:batch]])
-    assert first.shape == second.shape and len(first) == batch
 
 
 # ---- Tsai et al. -----------------------------------------------------------------------------------------------------
@@ -254,14 +202,6 @@ def test_matrix_poses_of_one_number_stay_unflattened(kind: Any) -> None:
     assert first.shape[-2:] == (1, 1) and first.dim() == children.dim() + 1 and second.shape == first.shape
     above = kind(**{**case, "in_n_capsules": 5, **({} if kind is CapsuleFC else {"kernel_size": 1})})
     assert above(first, 0).shape[:2] == (2, 5)
-
-
-@pytest.mark.parametrize("name", ["fc-matrix", "fc-vector", "conv-matrix", "conv-mixed"])
-def test_attributes_are_the_authors(name: str) -> None:
-    ours, plain = pair(name)
-    for attribute in ("weight_init_const", "scale", "dropout_rate", "matrix_pose", "out_d_capsules"):
-        assert getattr(ours, attribute) == pytest.approx(getattr(plain, attribute)), attribute
-    assert hasattr(ours, "sqrt_d") == hasattr(plain, "sqrt_d")
 
 
 def test_num_iter_and_coordinate_add_change_nothing() -> None:
@@ -313,7 +253,7 @@ def test_a_replaced_nonlinear_act_is_honoured() -> None:
 # ---- dynamic routing and Heinsen's -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [1e-4, 1e-8, 1e-12])
+@pytest.mark.parametrize("spread", [1e-4, 1e-12])
 def test_the_1e_8_of_guos_squash_counts_for_tiny_capsules(spread: float) -> None:
     ours, plain = pair("dense", spread)
     parents = plain(*draw("dense"))
@@ -369,23 +309,15 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
     [
         (ValueError, "in_dim must be a square number", lambda: CapsuleFC(4, 8, 3, 8, matrix_pose=True, dp=0.0)),
         (ValueError, "out_d_capsules must equal in_d_capsules", lambda: CapsuleFC(4, 16, 3, 9, True, dp=0.0)),
-        (ValueError, "in_n_capsules must be an int >= 1", lambda: CapsuleFC(0, 16, 3, 16, True, 0.0)),
         (TypeError, "kernel_size must be an int >= 1", lambda: CapsuleCONV(1, 16, 3, 16, None, 1, True, 0.0)),
         (ValueError, r"input must be \[b, 12, 9\]", given_to("fc-matrix", (2, 12, 8))),
-        (ValueError, r"input must be \[b, 12, 9\], got \[2, 11, 9\]", given_to("fc-matrix", (2, 11, 9))),
         (ValueError, r"next_capsule_value must be \[b, 5, 9\]", given_to("fc-matrix", (2, 12, 9), (2, 5, 8))),
-        (ValueError, "next_capsule_value must be", given_to("fc-matrix", (2, 12, 9), (2, 4, 9))),
-        (ValueError, r"input must be \[b, 3, h, w, 9\]", given_to("conv-matrix", (2, 3, 9))),
         (ValueError, "window", given_to("conv-matrix", (2, 3, 2, 7, 9))),
         (ValueError, r"input must have a grid no smaller than the window, 3 x 3, got \[2, 3, 7, 2, 3\]",
          given_to("conv-mixed", (2, 3, 7, 2, 3))),
-        (ValueError, "next_capsule_value", given_to("conv-matrix", (2, 3, 7, 7, 9), (2, 5, 9))),
-        (TypeError, "input must be a tensor", given_to("fc-matrix", None)),
         (TypeError, "next_capsule_value must be a tensor", lambda: build("fc-matrix")(torch.ones(2, 12, 9), 0, 1)),
         (ValueError, "routings must be an int >= 1, got 0", lambda: DenseCapsule(6, 3, 4, 5, routings=0)),
-        (TypeError, "in_num_caps must be an int", lambda: DenseCapsule(6.0, 3, 4, 5)),  # type: ignore[arg-type]
         (ValueError, r"x must be \[batch, 6, 3\], got \[2, 3, 6\]", given_to("dense", (2, 3, 6))),
-        (TypeError, "x must be a tensor, got NoneType", given_to("dense", None)),
         (ValueError, r"routing_module must have b of shape \(12, 5\), got \(12, 4\)",
          lambda: CapsLayer(12, 3, 5, 4, AgreementRouting(12, 4, 2))),
         (TypeError, "routing_module must be an AgreementRouting, got Identity",
@@ -399,8 +331,6 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
         (ValueError, "p_model must be one of 'gaussian', 'skm'", lambda: build("heinsen", p_model="kmeans")),
         (ValueError, r"mu_inp must be \[2, 6, 2, 3\] with a_inp \[2, 6\], got \[2, 6, 3, 2\]",
          given_to("heinsen", (2, 6), (2, 6, 3, 2))),
-        (ValueError, r"a_inp must be \[\.\.\., 6\], got \[2, 5\]", given_to("heinsen", (2, 5), (2, 5, 2, 3))),
-        (TypeError, "a_inp must be a tensor", given_to("heinsen", None, (2, 6, 2, 3))),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(error: type[Exception], message: str, call: Any) -> None:

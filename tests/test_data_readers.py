@@ -125,7 +125,7 @@ DIGITS = idx_bytes(np.zeros((3, 28, 28), np.uint8))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-@pytest.mark.parametrize("shape", [(5,), (0, 28, 28), (2, 3, 5, 7)])
+@pytest.mark.parametrize("shape", [(0, 28, 28), (2, 3, 5, 7)])
 def test_idx_round_trip(tmp_path: Path, shape: tuple[int, ...], packed: bool) -> None:
     array, path = noise(*shape), tmp_path / "file"  # whose name does not say what it is
     path.write_bytes(gzip.compress(idx_bytes(array)) if packed else idx_bytes(array))
@@ -144,14 +144,11 @@ def test_idx_round_trip(tmp_path: Path, shape: tuple[int, ...], packed: bool) ->
         (DIGITS[:-1], "truncated; its header states 3 x 28 x 28 = 2,352 bytes, found 2,351"),
         (DIGITS + b"x", "too long; .* found 2,353"),
         (idx_bytes(np.zeros((3, 28, 27), np.uint8)), "holds 3 x 28 x 27, want any x 28 x 28"),
-        (idx_bytes(np.zeros(3, np.uint8)), "holds 3, want any x 28 x 28"),
         (gzip.compress(DIGITS, mtime=0)[:-9], "gzip that ends early or is damaged"),
-        (gzip.compress(DIGITS[:-1], mtime=0), "truncated; .* = 2,352 bytes, found 2,351"),
         (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 40, "gzip that ends early or is damaged .*invalid block type"),
         # a header that lies, before so many zeros
         (struct.pack(">4sIII", b"\0\0\x08\x03", 2**32 - 1, 28, 28) + b"abc", "too large; its header"),
         (struct.pack(">4sIII", b"\0\0\x08\x03", 2**31, 28, 28), "too large; its header .* want 2,147,483,648 or less"),
-        (struct.pack(">4sIII", b"\0\0\x08\x03", 60_000, 280, 28), "holds 60000 x 280 x 28, want any x 28 x 28"),
         (struct.pack(">4sIII", b"\0\0\x08\x03", 10, 28, 28), "too long; its header .* = 7,840 bytes, found 7,841"),
     ],
 )
@@ -194,10 +191,8 @@ def test_norb_refuses_wrong_files(tmp_path: Path) -> None:
         ("dat", b"MATLAB 5.0 MAT-file", "not a binary matrix of smallNORB .* begins with the bytes 4d 41 54 4c"),
         ("dat", norb_bytes(np.zeros((6, 2), np.int32)), "elements of type int32, want uint8"),
         ("dat", norb_bytes(np.zeros((5, 2, 96, 96), np.uint8)), "holds 5 x 2 x 96 x 96, want 6 x 2 x 96 x 96"),
-        ("dat", whole[:10], "10 bytes, too short for the header of 4 dimensions"),
         ("dat", struct.pack("<II", MAGIC["uint8"], 2**31), "its header states 2,147,483,648 dimensions, want 64"),
         ("cat", norb_bytes(np.full(6, 5, np.int32)), "holds the labels 5 to 5, want 0 to 4"),
-        ("cat", norb_bytes(np.zeros(0, np.int32)), "holds no image"),
     ):
         paths[kind].write_bytes(content)
         refused(lambda: data.read_norb(tmp_path, train=True), paths[kind], message)
@@ -244,14 +239,11 @@ def test_svhn_round_trip(tmp_path: Path) -> None:
     images = write_svhn(tmp_path / "svhn" / "train_32x32.mat", 11)
     write_svhn(tmp_path / "svhn" / "test_32x32.mat", 3)
     read, labels = data.read_svhn(tmp_path / "svhn" / "train_32x32.mat")
-    assert read.shape == (11, 3, 32, 32) and read.dtype == np.uint8
-    for k, c, y, x in ((0, 0, 0, 0), (3, 1, 5, 30), (10, 2, 31, 7)):
-        assert read[k, c, y, x] == images[y, x, c, k]
+    assert read.dtype == np.uint8
+    np.testing.assert_array_equal(read, images.transpose(3, 2, 0, 1))
     assert labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]  # 10 stands for the digit 0
     splits = data.load("svhn", tmp_path)
     assert (len(splits.train), len(splits.test), splits.in_channels, splits.image_size) == (11, 3, 3, 32)
-    made = data.load("svhn", tmp_path, augment=True).train.augment
-    assert (made.padding, made.flip, splits.train.augment) == (4, False, None)
 
 
 def test_svhn_refuses_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,18 +252,15 @@ def test_svhn_refuses_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     whole, four = path.read_bytes(), np.zeros((32, 32, 3, 4), np.uint8)
     cells = np.array([[np.zeros(80_000)], *[[0]] * 6], object)
     for held, message in (
-        (whole[:-40], "truncated or wrong file: holds X .* want X .* and y|bytes that SciPy cannot read"),
         (whole[: len(whole) // 2], r"truncated or wrong file: holds X \(uint8 32 x 32 x 3 x 7\); want X .* and y"),
         (whole[:140], "140 bytes that SciPy cannot read as a MATLAB file"),
         (whole[:9000] + bytes(50) + whole[9050:], "bytes that SciPy cannot read as a MATLAB file"),
-        (b"", "0 bytes that SciPy cannot read"),
         (b"\x89HDF\r\n\x1a\n" + bytes(600), "SciPy cannot read"),
         ({"X": np.zeros((32, 31, 3, 4), np.uint8), "y": np.ones((4, 1))}, "holds X .uint8 32 x 31 x 3 x 4., y"),
         ({"X": four.astype(float), "y": np.ones((4, 1))}, r"holds X \(double"),
         ({"X": four, "y": np.ones((3, 1))}, r"y \(double 3 x 1\); want"),
         ({"X": four, "y": np.zeros((4, 1))}, "holds the labels 0 to 0, want 1 to 10"),
         ({"X": four, "y": np.array([[1], [1.5], [2], [2]])}, "holds the label 1.5, want whole"),
-        ({"X": four, "y": np.full((4, 1), np.nan)}, "holds the label nan, want whole"),
         ({"X": four, "y": cells[:4]}, r"y \(cell 4 x 1\); want X"),
         # sizes are read before 12 MB are
         ({"X": noise(32, 32, 3, 4000), "y": np.ones((2, 1))}, r"X \(uint8 32 x 32 x 3 x 4000\)"),
@@ -282,7 +271,6 @@ def test_svhn_refuses_wrong_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             savemat(path, held, do_compression=True)
         refused(lambda: data.read_svhn(path), path, message)
     write_svhn(path)
-    assert len(data.read_svhn(path)[1]) == 7
     with pytest.raises(MissingDataError, match=r"none.mat: no such file; a MATLAB file"):
         data.read_svhn(tmp_path / "none.mat")
     without(monkeypatch, "scipy")
@@ -316,17 +304,12 @@ def test_folders_round_trip(tmp_path: Path) -> None:
     splits = data.load("folder", tmp_path)
     assert splits.classes == ("ant", "bee") and (splits.in_channels, splits.image_size) == (3, 8)
     assert torch.equal(splits.test.labels, torch.tensor([0, 0, 1, 1]))
-    assert data.load("folder", tmp_path, image_size=5).image_size == 5
-
-
-def test_folders_bring_images_to_one_size(tmp_path: Path) -> None:
-    held = write_folder(tmp_path, ((6, 14), (20, 6)))
-    images, _ = data.read_folder(tmp_path, image_size=6)
+    held = write_folder(tmp_path / "sizes", ((6, 14), (20, 6)))
+    images, _ = data.read_folder(tmp_path / "sizes", image_size=6)
     np.testing.assert_array_equal(images[0], held["ant/0.png"][:, 4:10].transpose(2, 0, 1))
     np.testing.assert_array_equal(images[3], held["bee/1.png"][7:13].transpose(2, 0, 1))
-    assert data.read_folder(tmp_path, image_size=3)[0].shape == (4, 3, 3, 3)
     with pytest.raises(CorruptDataError, match=r"0.png: 14 x 6 pixels, want squares of one size .* image_size="):
-        data.read_folder(tmp_path)
+        data.read_folder(tmp_path / "sizes")
 
 
 def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +320,6 @@ def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
     for content, message in (
         (whole[:100], "100 bytes of an image that ends early or is damaged"),
         (b"GIF of old", "no image of PNG, .*; it begins with the bytes 47 49 46 20"),
-        (b"", r"it begins with the bytes \(none\)"),
         # which Pillow would hand to Ghostscript
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "begins with the bytes 25 21 50 53"),
         (np.zeros((9000, 9000), np.uint8), "states 9,000 x 9,000 pixels, want 67,10"),
@@ -352,18 +334,13 @@ def test_folders_refuse_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
     write_folder(tmp_path / "half" / "train")
     write_folder(tmp_path / "sizes" / "train")
     write_folder(tmp_path / "sizes" / "test", ((9, 9),))
+    other = "test images of 9 x 9 pixels, want 8 x 8 as in train; image_size= brings all to one"
     for call, error, message in (
         (lambda: data.read_folder(folder, classes=["ant"]), CorruptDataError, "bee: not one of the classes ant"),
         (lambda: data.read_folder(folder, classes=["ant", "bee", "cat"]), MissingDataError, "cat: holds no image"),
-        (
-            lambda: data.load("folder", tmp_path / "sizes"),
-            CorruptDataError,
-            "test images of 9 x 9 pixels, want 8 x 8 as in train; image_size= brings all to one",
-        ),
+        (lambda: data.load("folder", tmp_path / "sizes"), CorruptDataError, other),
         (lambda: data.load("folder", tmp_path / "half"), MissingDataError, "test: no such folder, nor val"),
-        (lambda: data.read_folder(tmp_path / "none"), MissingDataError, "none: no such folder; it should hold a fold"),
         (lambda: data.read_folder(folder / "ant"), MissingDataError, "ant: holds no folder; want one for each class"),
-        (lambda: data.read_folder(folder, image_size=0), ValueError, "image_size: got 0, want 1 to 8192"),
         (lambda: data.read_folder(folder, image_size=10**8), ValueError, "image_size: got 100000000, want 1 to 8192"),
         (lambda: data.load("mnist", tmp_path, image_size=8), ValueError, "image_size: got 8 for mnist"),
     ):
@@ -403,21 +380,18 @@ def test_trees_refuse_wrong_files(tmp_path: Path) -> None:
         ("(2 (2 A) (2 b)\n", "line 1: ends early; 1 brackets are not closed"),
         ("(2 a)\n(5 b)\n", "line 2: a node has the label '5', want 0 to 4"),
         ("(2 a) b\n", "line 1: 'b' stands outside of the tree"),
-        ("A fine film .\n", "line 1: 'A' stands outside of the tree"),
-        ("(2 a))\n", r"line 1: '\)' stands outside of the tree"),
         ("(2 (3 ) a)\n", "line 1: a node holds no word"),
-        ("(2 a) (", "line 1: '\\(' stands outside of the tree"),
         ("(", "line 1: a node has the label ''"),
         ("\n\n", "holds no tree, want one a line"),
-        ("", "holds no tree"),
         (b"(2 \xff\xfe)", "line 1: no UTF-8 text"),
     ):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         refused(lambda: data.read_trees(path, phrases=True), path, message)
     path.write_text("(2 a)")
-    with pytest.raises(MissingDataError, match=r"dev.txt: no such file; a file of the treebank's trees"):
-        data.load_treebank(tmp_path)
-    with pytest.raises(MissingDataError, match=r"not found: looked for train.txt in .*trainDevTestTrees_PTB.zip"):
-        data.load_treebank(tmp_path / "none")
-    with pytest.raises(ValueError, match="classes: got 3, want 5 or 2"):
-        data.load_treebank(tmp_path, classes=3)
+    for call, error, message in (
+        (lambda: data.load_treebank(tmp_path), MissingDataError, r"dev.txt: no such file; a file of the treebank's"),
+        (lambda: data.load_treebank(tmp_path / "none"), MissingDataError, r"looked for train.txt in .*_PTB.zip"),
+        (lambda: data.load_treebank(tmp_path, classes=3), ValueError, "classes: got 3, want 5 or 2"),
+    ):
+        with pytest.raises(error, match=message):
+            call()

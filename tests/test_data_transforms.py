@@ -93,8 +93,6 @@ def test_resize_crop_is_a_window_of_the_resized() -> None:
     assert len(seen) == 9
     with pytest.raises(ValueError, match="size: got 11, want 1 to 10"):
         ResizeCrop(10, 11)
-    with pytest.raises(ValueError, match=r"want torch.uint8 \[n, c, h, w\]"):
-        ResizeCrop(10, 8)(images.float())
 
 
 @pytest.mark.parametrize("strengths", [(0.4, 0.4, 0.4, 0.1), (0, 0.5, 0, 0), (0, 0, 0.9, 0.5)])
@@ -127,13 +125,10 @@ def test_colours_of_other_channels() -> None:
     made = ColorJitter(0.5, 0, 0, 0)(grey, draws(4))
     factor = 1 + 0.5 * draws(4).between(-1, 1, 4)[:, 0]
     torch.testing.assert_close(made.float(), (grey * factor[:, None, None, None]).round().clamp(max=255))
-    flat = torch.full((1, 1, 3, 3), 70, dtype=torch.uint8)
-    assert torch.equal(ColorJitter(0, 0.9, 0, 0)(flat), flat)
     with pytest.raises(ValueError, match=r"saturation, hue: got 0.4, 0.1 for images of 2 channels"):
         ColorJitter()(grey)
-    for name, value, most in (("brightness", -0.1, "1.0"), ("contrast", 1.1, "1.0"), ("hue", 0.6, "0.5")):
-        with pytest.raises(ValueError, match=f"{name}: got {value}, want 0 to {most}"):
-            ColorJitter(**{name: value})
+    with pytest.raises(ValueError, match=r"hue: got 0.6, want 0 to 0.5"):
+        ColorJitter(hue=0.6)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
@@ -145,32 +140,6 @@ def test_shares_follow_the_beta_distribution(alpha: float) -> None:
     apart = np.abs(np.searchsorted(ours, grid + 1e-6) - np.searchsorted(theirs, grid + 1e-6)).max() / 40_000
     assert apart < 0.0155  # Kolmogorov and Smirnov's bound for two samples, 1 in 10,000
     assert Mixup(2, 0.01).shares(draws(5000)).isfinite().all()
-
-
-def test_mixup_blends_images_and_targets_alike() -> None:
-    images, labels = torch.randn(8, 2, 3, 3), torch.arange(8) % 5
-    mixup = Mixup(5, 0.4)
-    made, targets = mixup(images, labels, draws(8))
-    again = draws(8)
-    shares = mixup.shares(again)
-    order = sorted(range(8), key=again.uniform().tolist().__getitem__)
-    assert order != list(range(8)) and sorted(order) == list(range(8))
-    for k in range(8):
-        share, other = float(shares[k]), order[k]
-        torch.testing.assert_close(made[k], share * images[k] + (1 - share) * images[other])
-        wanted = [0.0] * 5
-        wanted[labels[k]] += share
-        wanted[labels[other]] += 1 - share
-        torch.testing.assert_close(targets[k], torch.tensor(wanted))
-    soft = mixup(images, targets, draws(8, seed=1))[1]
-    torch.testing.assert_close(soft.sum(1), torch.ones(8))
-    for call, message in (
-        (lambda: Mixup(0), "classes: got 0"),
-        (lambda: Mixup(2, 0.0), r"alpha: got 0\.0"),
-        (lambda: mixup(images.to(torch.uint8), labels), "images: got torch.uint8, want floating point"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
 
 
 def test_a_data_set_augments_by_item_and_mixes_last() -> None:
@@ -194,11 +163,27 @@ def test_crops_are_the_corners_and_the_centre() -> None:
     made = crops(images, 4, flip=True)
     assert made.shape == (2, 10, 1, 4, 4)
     for k, (top, left) in enumerate([(0, 0), (0, 4), (3, 0), (3, 4), (1, 2)]):
-        for y in range(4):
-            for x in range(4):
-                assert torch.equal(made[:, k, 0, y, x], images[:, 0, top + y, left + x])
-                assert torch.equal(made[:, 5 + k, 0, y, x], images[:, 0, top + y, left + 3 - x])
+        wanted = images[:, :, top : top + 4, left : left + 4]
+        assert torch.equal(made[:, k], wanted) and torch.equal(made[:, 5 + k], wanted.flip(-1))
     assert crops(images, (7, 8)).shape == (2, 5, 1, 7, 8)
-    for size in (9, 0, (8, 8)):
-        with pytest.raises(ValueError, match=r"size: got .* want 1 x 1 to 7 x 8"):
-            crops(images, size)
+    with pytest.raises(ValueError, match=r"size: got .* want 1 x 1 to 7 x 8"):
+        crops(images, 9)
+
+
+def test_mixup_blends_images_and_targets_alike() -> None:
+    images, labels = torch.randn(8, 2, 3, 3), torch.arange(8) % 5
+    mixup = Mixup(5, 0.4)
+    made, targets = mixup(images, labels, draws(8))
+    again = draws(8)
+    shares = mixup.shares(again)
+    order = sorted(range(8), key=again.uniform().tolist().__getitem__)
+    assert order != list(range(8)) and sorted(order) == list(range(8))
+    one_hot = torch.eye(5)[labels]
+    for k in range(8):
+        share, other = float(shares[k]), order[k]
+        torch.testing.assert_close(made[k], share * images[k] + (1 - share) * images[other])
+        torch.testing.assert_close(targets[k], share * one_hot[k] + (1 - share) * one_hot[other])
+    soft = mixup(images, targets, draws(8, seed=1))[1]
+    torch.testing.assert_close(soft.sum(1), torch.ones(8))
+    with pytest.raises(ValueError, match=r"alpha: got 0\.0"):
+        Mixup(2, 0.0)

@@ -20,11 +20,6 @@ from rich.console import Console
 
 from fastcaps import data, demo, measure, models, viz
 
-HISTORY = [
-    {"epoch": 1.0, "train_loss": 1.5, "test_loss": 0.6, "train_accuracy": 0.6, "test_accuracy": 0.9},
-    {"epoch": 2.0, "train_loss": 0.3, "test_loss": 0.2, "train_accuracy": 0.95, "test_accuracy": 0.97},
-]
-
 
 def pixels(path: Path) -> np.ndarray:
     import matplotlib.image
@@ -49,15 +44,12 @@ def test_a_short_demo_writes_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
-    summary = demo.run(tmp_path, speed=False, console=Console(quiet=True))
-    assert summary["test_accuracy"] >= 0.97
-    assert summary["training_seconds"] < 60
+    assert demo.run(tmp_path, speed=False, console=Console(quiet=True))["test_accuracy"] >= 0.97
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},
         {"layer_norm": False, "iterations": 1},
         {"activations": True, "bias": True},
         {"routing": "sequential", "pose": "vector"},
@@ -84,29 +76,12 @@ def test_maps_add_up_to_the_logits(overrides: dict[str, Any]) -> None:
         torch.testing.assert_close(contributions.sum((2, 3)) + constant + head.bias, logits, rtol=1e-9, atol=1e-9)
 
 
-def test_maps_show_the_place_that_speaks() -> None:
-    network = models.create("digits", iterations=1).double().eval()
-    images = torch.zeros(2, 1, 8, 8, dtype=torch.float64)
-    images[1, 0, 1, 1] = 3.0  # the second image differs from the first in its upper left corner only
-    difference = (viz.listening(network, images).diff(dim=0)[0]).abs()
-    sums = difference.sum(0)
-    assert float(sums[:3, :3].sum()) > 5 * float(sums[3:, 3:].sum())
-
-
 def test_maps_want_a_grid() -> None:
     from fastcaps.nn import CapsuleSpec
 
     network = models.create("digits", hidden=(CapsuleSpec(8, kernel_size=3), CapsuleSpec(12)))
     with pytest.raises(ValueError, match=r"children are \[2, 12, 16\], want a grid"):
         viz.listening(network, torch.zeros(2, 1, 8, 8))
-
-
-def test_learning_curve_draws_every_row(tmp_path: Path) -> None:
-    path = viz.learning_curve(HISTORY, tmp_path / "curve.svg", title="A title", target=0.97)
-    other = viz.learning_curve([*HISTORY, {**HISTORY[1], "epoch": 3.0}], tmp_path / "other.svg", title="A title")
-    assert path == tmp_path / "curve.svg" and path.read_text() != other.read_text()
-    with pytest.raises(ValueError, match="history: got no rows"):
-        viz.learning_curve([], tmp_path / "none.png", title="")
 
 
 def test_map_marks_mistakes(tmp_path: Path) -> None:
@@ -145,13 +120,3 @@ def test_measuring_in_a_fresh_process() -> None:
     assert figures.step_mb > 1.5 * 8 * 800 * 10 * 16 * 4 / 1e6  # the reference stores its votes, and their gradient
     with pytest.raises(RuntimeError, match=r"measuring nothing failed: usage: python -m fastcaps.measure {conv1,conv2"):
         measure.apart("fastcaps.measure", "nothing")
-
-
-def test_table_holds_figures_and_gains() -> None:
-    row = {"cpu": measure.Figures(2.0, 5.0, 10.0), "reference": measure.Figures(50.0, 200.0, 1234.0)}
-    console = Console(record=True, width=80, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(demo.speed_table({"conv1": row, "classes": {"reference": row["reference"]}}))
-    text = console.export_text()
-    for shown in ("2.0 ms", "50.0 ms", "25×", "40×", "1,234.0 MB", "123×", "—"):
-        assert shown in text
-    assert max(map(len, text.splitlines())) <= 80

@@ -28,16 +28,11 @@ def test_margin_loss_by_hand() -> None:
     # m+ = 1, m- = 0.2, lambda = 0.25: 0.05^2 + 0.25 * 0.2^2; 0.7^2 + 0.25 * 0.3^2
     other = margin_loss(LENGTHS, LABELS, upper=1.0, lower=0.2, down_weight=0.25, reduction="none")
     torch.testing.assert_close(other, torch.tensor([0.0125, 0.5125], dtype=torch.float64))
-
-
-def test_margin_loss_of_several_classes() -> None:
     several = torch.tensor([[True, False, True], [False, False, False]])
     # 0 + 0.5 * 0.3^2 + 0.85^2; 0.5 * (0.1^2 + 0.4^2 + 0.2^2)
     expected = torch.tensor([0.7675, 0.105], dtype=torch.float64)
     for target in (several, several.long(), several.double()):
         torch.testing.assert_close(margin_loss(LENGTHS, target, reduction="none"), expected)
-    one_hot = torch.nn.functional.one_hot(LABELS, 3)
-    torch.testing.assert_close(margin_loss(LENGTHS, one_hot), margin_loss(LENGTHS, LABELS))
 
 
 def test_spread_loss_by_hand() -> None:
@@ -74,35 +69,22 @@ def test_decoder_sees_one_capsule_alone() -> None:
     capsules = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     drawn = decoder(capsules, LABELS)
     assert drawn.shape == (2, 2, 5) and ((drawn > 0) & (drawn < 1)).all()
-    gradient = torch.autograd.grad(drawn.sum(), capsules)[0]
-    for sample, label in enumerate(LABELS.tolist()):
-        others = [k for k in range(3) if k != label]
-        assert (gradient[sample, others] == 0).all() and (gradient[sample, label] != 0).any()
     by_hand = torch.zeros(2, 12, dtype=torch.float64)
     by_hand[0, :4], by_hand[1, 8:] = capsules[0, 0], capsules[1, 2]
     first, _, second, _ = decoder.layers
     torch.testing.assert_close(drawn.flatten(1), second(first(by_hand).relu()).sigmoid())
-
-
-def test_decoder_draws_the_longest_capsule() -> None:
-    decoder = ReconstructionDecoder(3, 4, (5,))
-    capsules = torch.randn(2, 3, 4)
-    capsules[0, 1] = -9  # long, not large
-    capsules[1, 2] *= 100
-    assert torch.equal(decoder(capsules), decoder(capsules, torch.tensor([1, 2])))
-    assert decoder(capsules[:0]).shape == (0, 5)
-
-
-def test_decoder_masks_what_is_not_finite() -> None:
-    decoder = ReconstructionDecoder(3, 4, (5,))
-    capsules = torch.randn(1, 3, 4)
-    capsules[0, 0] = torch.nan
-    assert decoder(capsules, torch.tensor([1])).isfinite().all()
-
-
-def test_decoder_has_the_layers_of_the_paper() -> None:
-    decoder = ReconstructionDecoder(10, 16, (1, 28, 28))
-    shapes = [tuple(layer.weight.shape) for layer in decoder.layers if hasattr(layer, "weight")]
+    gradient = torch.autograd.grad(drawn.sum(), capsules)[0]
+    for sample, label in enumerate(LABELS.tolist()):
+        others = [k for k in range(3) if k != label]
+        assert (gradient[sample, others] == 0).all() and (gradient[sample, label] != 0).any()
+    with torch.no_grad():
+        capsules[0, 1] = -9  # long, not large
+        capsules[1, 2] *= 100
+        assert torch.equal(decoder(capsules), decoder(capsules, torch.tensor([1, 2])))
+        capsules[0, 0] = torch.nan
+        assert decoder(capsules, LABELS.flip(0)).isfinite().all()
+    paper = ReconstructionDecoder(10, 16, (1, 28, 28))
+    shapes = [tuple(layer.weight.shape) for layer in paper.layers if hasattr(layer, "weight")]
     assert shapes == [(512, 160), (1024, 512), (784, 1024)]
 
 
@@ -122,11 +104,8 @@ def test_lengths_of_any_size(scale: float) -> None:
     torch.testing.assert_close(unit(vectors), torch.tensor([[0.6, -0.8], [0.0, 0.0]]))
     assert length(vectors, keepdim=True).shape == (2, 1)
     assert length(vectors.view(1, 2, 1, 2), (-2, -1)).shape == (1, 2)
-
-
-def test_length_of_what_is_not_finite() -> None:
-    assert length(torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0]])).tolist()[0] == torch.inf
-    assert length(torch.tensor([torch.nan, 1.0])).isnan()
+    broken = length(torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0]]))
+    assert broken[0] == torch.inf and broken[1].isnan()
 
 
 @pytest.mark.parametrize("function", [length, unit, squash])
@@ -145,29 +124,16 @@ def test_vectors_gradcheck(function: object) -> None:
     "error, named, call",
     [
         (TypeError, "lengths must be a tensor", lambda: margin_loss([0.5], LABELS)),
-        (TypeError, "lengths must have a floating-point dtype", lambda: margin_loss(LENGTHS.long(), LABELS)),
         (ValueError, r"lengths must be \[B, M\]", lambda: margin_loss(LENGTHS[0], LABELS)),
-        (TypeError, "target must be a tensor", lambda: margin_loss(LENGTHS, 1)),
         (ValueError, r"target must be \[2\].*\[3\]", lambda: margin_loss(LENGTHS, torch.zeros(3).long())),
         (ValueError, r"target must be \[2, 3\] as the lengths", lambda: margin_loss(LENGTHS, torch.zeros(2, 4))),
         (TypeError, "target must hold classes as int64", lambda: margin_loss(LENGTHS, LABELS.float())),
         (ValueError, "reduction must be one of", lambda: margin_loss(LENGTHS, LABELS, reduction="max")),
-        (ValueError, r"activations must be \[B, M\]", lambda: spread_loss(LENGTHS[0], LABELS, 0.2)),
         (ValueError, r"target must be \[2\]", lambda: spread_loss(LENGTHS, LABELS[:1], 0.2)),
-        (ValueError, "reduction must be one of", lambda: spread_loss(LENGTHS, LABELS, 0.2, reduction="max")),
         (ValueError, "step must be at least 0, got -1", lambda: spread_margin(-1, 5)),
-        (ValueError, "steps must be an int >= 1, got 0", lambda: spread_margin(1, 0)),
         (ValueError, r"images must be \[2, 3\]", lambda: reconstruction_loss(LENGTHS, LENGTHS[:1])),
-        (ValueError, r"reconstruction must be \[B, ...\]", lambda: reconstruction_loss(LABELS, LABELS)),
-        (TypeError, "images must be a tensor", lambda: reconstruction_loss(LENGTHS, None)),
-        (ValueError, "classes must be an int >= 1", lambda: ReconstructionDecoder(0, 4, (5,))),
         (ValueError, "image_shape must be an int >= 1", lambda: ReconstructionDecoder(3, 4, (5, 0))),
         (ValueError, r"capsules must be \[B, 3, 4\]", lambda: ReconstructionDecoder(3, 4, (5,))(torch.ones(2, 4, 3))),
-        (
-            ValueError,
-            r"target must be \[2\]",
-            lambda: ReconstructionDecoder(3, 4, (5,))(torch.ones(2, 3, 4), torch.tensor([1])),
-        ),
     ],
 )
 def test_errors_name_the_argument(error: type[Exception], named: str, call: object) -> None:

@@ -90,14 +90,15 @@ def test_compilers_autocast_stacks_and_explanation() -> None:
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
     found, wanted = run(children), layer(children)
     torch.testing.assert_close(tuple(found), tuple(wanted), rtol=1e-3, atol=1e-3)
-    got, exact = (torch.autograd.grad(p.poses.square().mul(p.poses).sum(), layer.weight)[0] for p in (found, wanted))
-    torch.testing.assert_close(got, exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         halves = layer(children).poses
-    assert halves.dtype == torch.bfloat16
     torch.testing.assert_close(halves.float(), wanted.poses, rtol=0.1, atol=0.1)
-    (half,) = torch.autograd.grad(halves.float().square().mul(halves.float()).sum(), layer.weight)
-    assert (half - exact).norm() < 0.2 * exact.norm()
+    got, exact, half = (
+        torch.autograd.grad(poses.float().pow(3).sum(), layer.weight)[0]
+        for poses in (found.poses, wanted.poses, halves)
+    )
+    torch.testing.assert_close(got, exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
+    assert halves.dtype == torch.bfloat16 and (half - exact).norm() < 0.2 * exact.norm()
     assert layer(children[:0]).poses.shape == (0, 5, 16)
     assert "30 " in str(explain(layer, children))
     options = {"in_capsules": 2, "in_dim": 4, "size": (4, 4), "iterations": 3, "layer": EquilibriumRouting}
@@ -106,20 +107,14 @@ def test_compilers_autocast_stacks_and_explanation() -> None:
     torch.testing.assert_close(stack(grid), stack[1](stack[0](grid)))
 
 
-def test_halves_checkpoints_and_second_derivatives() -> None:
+def test_checkpoints_and_what_is_refused_by_name() -> None:
     layer, children = EquilibriumRouting(8, 3, 4, 4), torch.randn(2, 8, 4, requires_grad=True)
     (wanted,) = torch.autograd.grad(layer(children).sum(), children)
     (found,) = torch.autograd.grad(checkpoint(layer, children, use_reentrant=False).sum(), children)
     torch.testing.assert_close(found, wanted)
     with pytest.raises(RuntimeError, match="EquilibriumRouting has no second derivatives"):
         torch.autograd.grad(layer(children).sum(), children, create_graph=True)
-    half = EquilibriumRouting(8, 3, 4, 4, dtype=torch.bfloat16)
-    half(children.bfloat16()).float().sum().backward()
-    assert half.weight.grad.isfinite().all()
-
-
-def test_transforms_and_gradients_of_dtensors_are_refused_by_name() -> None:
-    layer, children = EquilibriumRouting(8, 3, 4, 4), torch.randn(2, 8, 4)
+    children = children.detach()
     runs = [torch.func.grad(lambda x: layer(x).sum()), torch.func.jacrev(layer), torch.func.jacfwd(layer)]
     for run in (*runs, lambda x: torch.func.vmap(layer)(x[None])):
         with pytest.raises(RuntimeError, match=r"fastcaps\.EquilibriumRouting has no rule for torch\.func"):
@@ -145,7 +140,5 @@ def test_wrong_options() -> None:
             EquilibriumRouting(4, 3, 4, 4, **options)
     layer, children = EquilibriumRouting(4, 3, 4, 4), torch.ones(1, 4, 4)
     assert layer(children, iterations=1).shape == (1, 3, 4)
-    with pytest.raises(ValueError, match="iterations must be an int >= 1"):
-        layer(children, iterations=0)
     with pytest.raises(TypeError, match="parents"):
         layer(children, parents=torch.ones(1, 3, 4))

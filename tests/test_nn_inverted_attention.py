@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from functional_cases import draw
 from nn_layers import FORMS, LAYERS
 from nn_layers import draw as given
 
-import fastcaps
 from fastcaps import InvertedAttentionRouting
 
 ATTENTION = LAYERS[0]
@@ -43,21 +41,6 @@ def test_several_iterations_are_a_loop_of_calls(form: str, start: bool) -> None:
     torch.testing.assert_close(*results)
 
 
-def test_a_child_with_activation_0_is_not_there() -> None:
-    layer, gate = make("rows"), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], **DOUBLE).expand(2, 6)
-    children, parents = draw(2, 6, 6), draw(2, 3, 9)
-    torch.testing.assert_close(layer(children, parents, gate), layer(children[:, :4], parents))
-
-
-def test_scale_can_be_set() -> None:
-    layer = make()
-    children, parents = draw(2, 6, 4), draw(2, 3, 4)
-    assert layer.scale == 0.5
-    wanted = layer(children, 2 * parents)
-    layer.scale = 1.0  # the paper's, which writes none
-    torch.testing.assert_close(layer(children, parents), wanted)
-
-
 @pytest.mark.parametrize("norm", [True, False])
 def test_dropout_stands_between_sum_and_layer_norm(norm: bool) -> None:
     layer, plain = make(dropout=0.4, layer_norm=norm), make(layer_norm=False)
@@ -77,12 +60,6 @@ def test_dropout_stands_between_sum_and_layer_norm(norm: bool) -> None:
     torch.testing.assert_close(layer(children, parents), whole(children, parents))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_grid_results_lie_position_by_position(dropout: float) -> None:
-    layer = make("grid", dropout=dropout)
-    assert layer(given(layer)[0]).permute(0, 2, 3, 1, 4).is_contiguous()
-
-
 @pytest.mark.parametrize("form", ["set", "grid", "all"])
 def test_activations_option_returns_poses_and_activations(form: str) -> None:
     layer, plain = make(form, activations=True), make(form)
@@ -96,26 +73,23 @@ def test_activations_option_returns_poses_and_activations(form: str) -> None:
     torch.testing.assert_close(tuple(layer(children, None, gate)), (poses, activations))
     with pytest.raises(ValueError, match="activations=True"):
         plain.read_activations(poses)
-    with torch.autocast("cpu", torch.bfloat16):
-        halves = layer.float()(children.float(), None, gate.float())
-    for half, whole in zip(halves, (poses, activations), strict=True):
-        assert (half - whole).abs().mean() < 0.05 * whole.abs().mean()
 
 
-def test_parameters() -> None:
-    layer = InvertedAttentionRouting(6, 3, 4, 4, bias=True, activations=True)
-    assert set(layer.state_dict()) == {*ATTENTION.parameters, "activation_weight", "activation_bias"}
-    assert layer.norm.eps == 1e-5 and torch.equal(layer.norm.weight, torch.ones(4))
-    assert set(InvertedAttentionRouting(6, 3, 1, 1).state_dict()) == {"weight"}  # nothing to normalise
-    plain = repr(InvertedAttentionRouting(6, 3, 4, 4, layer_norm=False, dropout=0.5))
-    assert plain == "InvertedAttentionRouting(6, 3, 4, 4, dropout=0.5, layer_norm=False)"
-    half = make().to(torch.bfloat16)
-    children = draw(2, 6, 4).bfloat16()
-    assert half(children, half(children)).dtype == torch.bfloat16
+def test_parents_scale_and_gate() -> None:
+    layer = make()
+    children, parents, gate = draw(2, 6, 4), draw(2, 3, 4), torch.rand(2, 6, **DOUBLE)
+    assert layer.scale == 0.5
+    wanted = layer(children, 2 * parents)
+    layer.scale = 1.0  # the paper's, which writes none
+    torch.testing.assert_close(layer(children, parents), wanted)
+    gate[:, 4:] = 0  # not there
+    shared = make("rows")
+    children, parents = draw(2, 6, 6), draw(2, 3, 9)
+    torch.testing.assert_close(shared(children, parents, gate), shared(children[:, :4], parents, gate[:, :4]))
 
 
 @pytest.mark.parametrize("start", ["random", "learned"])
-@pytest.mark.parametrize("form", ["set", "grid", "all"])
+@pytest.mark.parametrize("form", ["set", "grid"])
 def test_parents_start_where_the_layer_says(start: str, form: str) -> None:
     layer, plain = make(form, start=start), make(form)
     plain.load_state_dict({k: v for k, v in layer.state_dict().items() if k != "first_poses"})
@@ -130,16 +104,9 @@ def test_parents_start_where_the_layer_says(start: str, form: str) -> None:
     assert ("first_poses" in dict(layer.named_parameters())) == (start == "learned")
     if start == "learned":
         assert torch.autograd.grad(found.square().sum(), layer.first_poses)[0].any()
-
-
-def test_starts_are_drawn_anew_and_kept() -> None:
-    layer = InvertedAttentionRouting(None, None, 4, 4, start="random")
-    assert layer.first_poses.shape == (1, 4)
-    children = torch.randn(2, 6, 4)
-    assert torch.equal(layer(children, out_capsules=3), layer(children, out_capsules=3))
-    again = copy.deepcopy(layer)
-    again.reset_parameters()
-    assert not torch.equal(again.first_poses, layer.first_poses)
+    before = layer.first_poses.clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.first_poses, before)
 
 
 def test_queries_tell_the_number_of_parents() -> None:
@@ -160,14 +127,9 @@ def test_wrong_arguments_are_named() -> None:
         (ValueError, r"parents must be \[B, 3, Ho, Wo, 4\]", lambda: grid(board, torch.randn(2, 3, 4))),
         (ValueError, "parents", lambda: layer(good, torch.randn(3, 3, 4))),
         (ValueError, "parents", lambda: grid(board, torch.randn(2, 3, 3, 2, 4))),
-        (TypeError, "parents must be a tensor, got int", lambda: layer(good, 3)),
         (TypeError, "parents", lambda: layer(good, torch.randn(2, 3, 4, dtype=torch.float64))),
-        (ValueError, "iterations must be an int >= 1, got 0", lambda: layer(good, iterations=0)),
         (ValueError, r"dropout must lie in \[0, 1\)", lambda: InvertedAttentionRouting(6, 3, 4, 4, dropout=1.0)),
-        (TypeError, "dropout must be a number, got 'a'", lambda: InvertedAttentionRouting(6, 3, 4, 4, dropout="a")),
         (ValueError, "start must be one of 'zero', ", lambda: InvertedAttentionRouting(4, 3, 4, 4, start="one")),
     ]:
         with pytest.raises(error, match=message):
             call()
-    with fastcaps.backend("reference"):
-        torch.testing.assert_close(layer(good, iterations=2), layer(good, layer(good)))

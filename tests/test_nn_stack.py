@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -120,19 +118,24 @@ def test_results_traces_and_gradients_are_the_loops(kind: str, loop: Any, iterat
         torch.testing.assert_close(make(3, loop.__name__, kind)(children, activity, iterations=iterations), found)
 
 
-@pytest.mark.parametrize(
-    ("iterations", "passes"), [(1, [1, 1, 1, 1]), (2, [1, 1, 1, 2]), (3, [1, 1, 2, 3]), (5, [2, 3, 4, 5])]
-)
-def test_updates_that_cannot_reach_the_result_are_left_out(iterations: int, passes: list[int]) -> None:
-    stack = make(iterations)
-    count = [0] * 4
+def test_updates_that_cannot_reach_the_result_are_left_out() -> None:
+    for iterations, passes in ((1, [1, 1, 1, 1]), (2, [1, 1, 1, 2]), (3, [1, 1, 2, 3]), (5, [2, 3, 4, 5])):
+        stack = make(iterations)
+        count = [0] * 4
+        for index, layer in enumerate(stack.layers):
+            layer.register_forward_hook(lambda *_, n=index, count=count: count.__setitem__(n, count[n] + 1))
+        stack(draw()[0])
+        assert count == passes
+        count[:] = [0] * 4
+        stack(draw()[0], return_trace=True)
+        assert count == [iterations] * 4
+    stack, calls = make(4, kind="em"), [0, 0]  # layers without parents route once what did not change
     for index, layer in enumerate(stack.layers):
-        layer.register_forward_hook(lambda *_, index=index: count.__setitem__(index, count[index] + 1))
-    stack(draw()[0])
-    assert count == passes
-    count[:] = [0] * 4
-    stack(draw()[0], return_trace=True)
-    assert count == [iterations] * 4
+        layer.register_forward_hook(lambda *_, n=index: calls.__setitem__(n, calls[n] + 1))
+    stack(*draw())
+    assert calls == [1, 1]
+    given = draw()[0]
+    torch.testing.assert_close(stack(given, iterations=1)[0], stack[1](*stack[0](given, iterations=1), iterations=1)[0])
 
 
 def test_children_counts_are_computed() -> None:
@@ -149,34 +152,6 @@ def test_children_counts_are_computed() -> None:
         assert shared(torch.randn(2, 2, *size, 4)).shape == (2, 5, 4)
 
 
-def test_copies_compilers_autocast_and_odd_batches() -> None:
-    torch._dynamo.reset()
-    stack, (children, _) = make(3), draw()
-    want = stack(children)
-    for same in (torch.compile(stack, fullgraph=True, backend="aot_eager"), copy.deepcopy(stack)):
-        torch.testing.assert_close(same(children), want)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(stack))(children), want)
-    assert "iterations=3" in repr(stack) and "routing='sequential'" in repr(make(2, "sequential"))
-    for batch in (0, 1):
-        some = children[:batch].requires_grad_()
-        result = stack(some)
-        torch.testing.assert_close(result, want[:batch])
-        assert torch.autograd.grad(result.sum(), some)[0].shape == some.shape
-    stack.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        half = stack(children.float())
-    half.float().sum().backward()
-    assert half.isfinite().all() and all(p.grad.isfinite().all() for p in stack.parameters())
-
-
-def test_a_stack_is_a_list_of_layers() -> None:
-    layers = [InvertedAttentionRouting(6, 4, 4, 4), InvertedAttentionRouting(4, 3, 4, 4)]
-    stack = RoutingStack(layers, iterations=1)
-    children = torch.randn(2, 6, 4)
-    torch.testing.assert_close(stack(children), layers[1](layers[0](children)))
-    assert len(stack) == 2 and list(stack) == layers and stack[-1] is layers[1]
-
-
 def test_scores_of_activations() -> None:
     activations = torch.tensor([0.0, 0.25, 1.0], requires_grad=True)
     scores = as_scores(activations)
@@ -184,17 +159,6 @@ def test_scores_of_activations() -> None:
     assert scores[0] == -torch.inf and scores[2] == torch.inf
     scores[1].backward()
     assert activations.grad.tolist() == [0.0, pytest.approx(1 / (0.25 * 0.75)), 0.0]
-
-
-def test_layers_without_parents_route_once_what_did_not_change() -> None:
-    stack = make(4, kind="em")
-    calls = [0, 0]
-    for index, layer in enumerate(stack.layers):
-        layer.register_forward_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
-    stack(*draw())
-    assert calls == [1, 1]
-    given = draw()[0]
-    torch.testing.assert_close(stack(given, iterations=1)[0], stack[1](*stack[0](given, iterations=1), iterations=1)[0])
 
 
 def test_a_set_is_read_as_types_at_places() -> None:
@@ -225,22 +189,16 @@ def test_a_set_is_read_as_types_at_places() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     layer, build = InvertedAttentionRouting, RoutingStack.build
-    below = layer(6, 4, 4, 4)
+    below, wide = layer(6, 4, 4, 4), layer(6, 4, 4, 4, kernel_size=2)
     for error, message, run in [
         (ValueError, "at least one routing layer", lambda: RoutingStack([])),
         (TypeError, r"layers\[1\] must be a routing layer, got Linear", lambda: RoutingStack([below, nn.Linear(4, 4)])),
         (ValueError, "iterations must be an int >= 1", lambda: make(0)),
-        (TypeError, "iterations must be an int", lambda: make(2.0)),
         (ValueError, "routing must be one of 'concurrent', 'sequential', got 'parallel'", lambda: make(2, "parallel")),
         (ValueError, "iterations must be an int >= 1", lambda: make()(draw()[0], iterations=0)),
-        (TypeError, "children must be a tensor", lambda: make()([1])),
         (ValueError, r"layers\[1\].in_dim must be 4", lambda: RoutingStack([below, layer(4, 3, 9, 9)])),
         (ValueError, r"in_capsules, 5, does not fit the 4", lambda: RoutingStack([below, layer(5, 3, 4, 4)])),
-        (
-            ValueError,
-            "does not fit the 4",
-            lambda: RoutingStack([layer(6, 4, 4, 4, kernel_size=2), layer(6, 3, 4, 4)]),
-        ),
+        (ValueError, "does not fit the 4", lambda: RoutingStack([wide, layer(6, 3, 4, 4)])),
         (ValueError, "routes a grid", lambda: RoutingStack([below, layer(4, 3, 4, 4, kernel_size=2)])),
         (ValueError, "layer 0 .*wants a grid", lambda: build(SPECS, in_capsules=2, in_dim=4)),
         (ValueError, "layer 1.*larger than", lambda: build(SPECS, in_capsules=2, in_dim=4, size=(4, 4))),

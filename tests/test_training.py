@@ -106,26 +106,20 @@ def in_a_process(*given: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
-def kill_at(step: int, config: TrainConfig) -> None:
-    """Run in a process that is killed, without a chance to clean up, once it has done so many steps."""
-    done = in_a_process("-c", KILLED.format(step=step, config=as_data(config)))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-
-
-@pytest.mark.parametrize("step", [33, pytest.param(47, marks=pytest.mark.slow)])
-def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: Any, step: int) -> None:
-    """In the middle of the second epoch, or just after it."""
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: Any) -> None:
+    """In the middle of the second epoch, in a process that has no chance to clean up."""
     config = settings(tmp_path, data__limit=None, epochs=3, checkpoint_every=5, seed=3)
-    kill_at(step, config)
+    done = in_a_process("-c", KILLED.format(step=33, config=as_data(config)))
+    assert done.returncode == -signal.SIGKILL, done.stderr
     done_before = read_metrics(tmp_path / "metrics.csv")
-    assert len(done_before) == step // 23 and not (tmp_path / "result.json").exists()
+    assert len(done_before) == 1 and not (tmp_path / "result.json").exists()
     (tmp_path / "last.ckpt.writing").write_bytes(b"half a checkpoint, as a kill while writing leaves it")
+    with pytest.raises(ValueError, match="23 steps an epoch and this run 45; resume with the data, batch size"):
+        run(config.changed({"batch_size": 32}), resume=True)
     resumed = run(config, resume=True)
     assert same_weights(resumed.network, finished.network)
     for mine, theirs in zip(resumed.history, finished.history, strict=True):
-        for name in COLUMNS:
-            if name != "seconds":
-                assert mine[name] == theirs[name], name
+        assert mine | {"seconds": 0} == theirs | {"seconds": 0}
     assert resumed.history[0]["seconds"] == done_before[0]["seconds"]
 
 
@@ -133,24 +127,28 @@ def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
     def files() -> dict[Path, tuple[int, bytes]]:
         return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in finished.out.rglob("[!.]*") if p.is_file()}
 
-    before = {name: tensor.clone() for name, tensor in finished.network.state_dict().items()}
     left = files()
     again = run(settings(finished.out, data__limit=None, epochs=3, checkpoint_every=5, seed=3), resume=True)
-    assert again.history == finished.history
-    assert all(torch.equal(tensor, before[name]) for name, tensor in again.network.state_dict().items())
+    assert again.history == finished.history and same_weights(again.network, finished.network)
     assert files() == left
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such locks")
-def test_one_run_a_folder(tmp_path: Path) -> None:
-    config = settings(tmp_path, epochs=1, data__limit=64)
-    run(config)
-    with only_run(tmp_path):
-        for options in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(RunError, match=r"is in use by a run that has not ended: wait for it, or take another"):
-                run(config, **options)
-    assert (tmp_path / "result.json").exists()  # nothing was deleted
-    run(config, overwrite=True)
+def test_a_folder_is_not_overwritten_by_accident_and_has_one_run(tmp_path: Path) -> None:
+    config = settings(tmp_path, epochs=1)
+    first = run(config)
+    with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\), replace it"):
+        run(config)
+    if sys.platform != "win32":  # which has no such locks
+        with only_run(tmp_path):
+            for options in ({"resume": True}, {"overwrite": True}):
+                with pytest.raises(RunError, match=r"is in use by a run that has not ended: wait for it, or take"):
+                    run(config, **options)
+        assert (tmp_path / "result.json").exists()  # nothing was deleted
+    second = run(config, overwrite=True)
+    assert same_weights(first.network, second.network)  # the same seed: the same bits
+    other = run(config.changed({"seed": 1}), overwrite=True)
+    assert not same_weights(first.network, other.network)
+    assert len(read_metrics(tmp_path / "metrics.csv")) == 1
 
 
 def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
@@ -158,34 +156,6 @@ def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     levels, filters = [logger.level for logger in loggers], list(warnings.filters)
     run(settings(tmp_path, epochs=1, data__limit=64))
     assert warnings.filters == filters and [logger.level for logger in loggers] == levels
-    with pytest.raises(ValueError, match="epochs"):
-        run(settings(tmp_path, epochs=0))
-    assert warnings.filters == filters
-
-
-def test_the_switches_of_augmentation_reach_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Seen(Exception):
-        pass
-
-    def load(*_: Any, **options: Any) -> None:
-        raise Seen(options)
-
-    monkeypatch.setattr("fastcaps.training.data.load", load)
-    for given in ({}, {"augment": True, "flip": False}):
-        with pytest.raises(Seen) as caught:
-            run(settings(tmp_path / "run", **{f"data__{name}": value for name, value in given.items()}))
-        assert caught.value.args[0] == {"augment": None, "flip": None, "limit": 192, **given}
-
-
-def test_a_folder_is_not_overwritten_by_accident(tmp_path: Path) -> None:
-    first = run(settings(tmp_path, epochs=1))
-    with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\), replace it"):
-        run(settings(tmp_path, epochs=1))
-    second = run(settings(tmp_path, epochs=1), overwrite=True)
-    assert same_weights(first.network, second.network)  # the same seed: the same bits
-    other = run(settings(tmp_path, epochs=1, seed=1), overwrite=True)
-    assert not same_weights(first.network, other.network)
-    assert len(read_metrics(tmp_path / "metrics.csv")) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,12 +182,6 @@ def test_settings_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pyte
     assert kept(tmp_path) == before
 
 
-def test_resuming_with_another_batch_size_is_refused(tmp_path: Path) -> None:
-    run(settings(tmp_path, epochs=1))
-    with pytest.raises(ValueError, match="3 steps an epoch and this run 6; resume with the data, batch size"):
-        run(settings(tmp_path, epochs=2, batch_size=32), resume=True)
-
-
 @pytest.mark.parametrize(
     ("accuracy", "changes"),
     [
@@ -238,11 +202,9 @@ def test_other_settings_learn(tmp_path: Path, accuracy: float, changes: dict[str
     ("changes", "message"),
     [
         ({"epochs": 0}, "epochs: got 0, want greater than or equal to 1"),
-        ({"batch_size": 10**30}, f"batch_size: got {10**30}, want less than or equal to 2147483647"),
         ({"network__options__iterations": 10**30}, "network.options.iterations: got .*, want 10000 or fewer"),
         ({"optimizer__lr": float("nan")}, "optimizer.lr: got nan, want a finite number"),
         ({"schedule__name": "step"}, "schedule.name: got 'step', want one of"),
-        ({"precision": "8-bit"}, "precision: got '8-bit'"),
         ({"data__validation": 192}, "data.validation: got 192 of 192 training images, want fewer"),
         ({"network__options__depth": 3}, "create.. has no override depth"),
         ({"devices": "many"}, "devices"),
@@ -268,48 +230,39 @@ def test_the_best_epoch_is_chosen_by_images_held_out(tmp_path: Path) -> None:
     assert right == pytest.approx(result.test_accuracy, abs=1e-6)
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["best_epoch"] == result.best_epoch and told["validation_accuracy"] == max(held_out)
-    assert read_metrics(tmp_path / "metrics.csv")[-1]["validation_accuracy"] == pytest.approx(held_out[-1])
     best = tmp_path / "best.ckpt"
     best.write_bytes(best.read_bytes()[:1000])
-    with pytest.raises(RunError, match=r"best\.ckpt cannot be read: \w+: .*; train anew with --overwrite") as caught:
+    with pytest.raises(RunError, match=r"best\.ckpt cannot be read: \w+: .*; train anew with --overwrite"):
         run(config, resume=True)
-    assert "\n" not in str(caught.value)
 
 
 def test_several_seeds_give_mean_and_spread(tmp_path: Path) -> None:
-    config = settings(tmp_path / "runs", runs=3, epochs=1, seed=4)
-    with pytest.raises(ValueError, match="runs: got 3, want 1"):
+    config = settings(tmp_path / "runs", runs=2, epochs=1, seed=4, data__limit=64)
+    with pytest.raises(ValueError, match="runs: got 2, want 1"):
         run(config)
     several = train_seeds(config, report=Report(quiet=True))
     found = [result.test_accuracy for result in several.results]
-    assert len(set(found)) > 1
-    mean = sum(found) / 3
-    assert several.mean == pytest.approx(mean)
-    assert several.spread == pytest.approx((sum((one - mean) ** 2 for one in found) / 2) ** 0.5)
-    alone = run(settings(tmp_path / "alone", epochs=1, seed=5))
+    assert several.mean == pytest.approx(sum(found) / 2) and found[0] != found[1]
+    assert several.spread == pytest.approx(abs(found[0] - found[1]) / 2**0.5)
+    alone = run(settings(tmp_path / "alone", epochs=1, seed=5, data__limit=64))
     assert same_weights(alone.network, several.results[1].network)
-    assert sorted(path.name for path in (tmp_path / "runs").glob("seed-*")) == ["seed-4", "seed-5", "seed-6"]
+    assert sorted(path.name for path in (tmp_path / "runs").glob("seed-*")) == ["seed-4", "seed-5"]
     told = json.loads((tmp_path / "runs" / "result.json").read_text())
-    assert told["test_accuracy"] == {"mean": several.mean, "spread": several.spread} and told["seeds"] == [4, 5, 6]
+    assert told["test_accuracy"] == {"mean": several.mean, "spread": several.spread} and told["seeds"] == [4, 5]
     with pytest.raises(RunError, match="holds a run already"):
         train_seeds(config, report=Report(quiet=True))
     again = train_seeds(config, resume=True, report=Report(quiet=True))  # all are finished
     assert [result.test_accuracy for result in again.results] == found
 
-
-def test_several_seeds_that_are_overwritten_go_on_as_new_ones(tmp_path: Path) -> None:
-    old = settings(tmp_path / "runs", runs=2, epochs=1, data__limit=64)
-    train_seeds(old, report=Report(quiet=True))
-
     class Stops(Report):
         def on_train_batch_end(self, *_: Any) -> None:
             raise RunError("stopped")
 
-    new = old.changed({"optimizer.lr": 0.01})
+    new = config.changed({"optimizer.lr": 0.01})
     with pytest.raises(RunError, match="stopped"):
         train_seeds(new, overwrite=True, report=Stops(quiet=True))
     several = train_seeds(new, resume=True, report=Report(quiet=True))
-    alone = run(runs_of(new)[1].changed({"out": str(tmp_path / "alone")}))
+    alone = run(runs_of(new)[1].changed({"out": str(tmp_path / "other")}))
     assert same_weights(several.results[1].network, alone.network)  # not the old run's
 
 

@@ -134,20 +134,18 @@ def test_a_broken_checkpoint_is_told_and_runs_no_code(tmp_path: Path, capsys: py
     (tmp_path / "run" / "result.json").unlink()  # not finished
     whole = checkpoint.read_bytes()
     held = torch.load(checkpoint, weights_only=True)
-    zipped = io.BytesIO()
+    zipped, other = io.BytesIO(), io.BytesIO()
     torch.save({**held, "bomb": Bomb(mark)}, zipped)
+    torch.save({"state_dict": {}}, other)
     weights = max((weight.numpy().tobytes() for weight in held["state_dict"].values()), key=len)
     at = whole.index(weights) + len(weights) // 2
     flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
     # attributes of an entry; of one marked as a folder torch reads nothing
     folder = whole.rindex(b"PK\1\2", 0, whole.rindex(b"/data/0")) + 38
     renamed = whole[:folder] + bytes([whole[folder] ^ 16]) + whole[folder + 1 :]
-    other = io.BytesIO()
-    torch.save({"state_dict": {}}, other)
     for content, message in (
         (whole[: len(whole) // 2], ""),
         (b"", ""),
-        (b"no checkpoint at all\n", ""),
         (other.getvalue(), ""),
         (zipped.getvalue(), "UnpicklingError"),
         (pickle.dumps(Bomb(mark)), "UnpicklingError"),
@@ -171,13 +169,11 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
         fresh.write_bytes(b"half of a ne")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert list(tmp_path.iterdir()) == [last] and last.read_bytes() == b"old"
-
-
-def test_a_folder_in_a_checkpoints_place_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").mkdir()
+    last.unlink()
+    last.mkdir()
     with pytest.raises(RunError, match=r"last\.ckpt: got a folder, want a file or nothing here"):
         train(TrainConfig.of(network="digits", data="digits", out=str(tmp_path)), report=Report(quiet=True))
-    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert list(tmp_path.iterdir()) == [last]
 
 
 @pytest.mark.slow
@@ -217,12 +213,10 @@ def test_a_batch_too_large_for_memory_is_told(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_within_a_second(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_and_says_how_to_go_on(tmp_path: Path) -> None:
     running = start(*arguments(tmp_path / "run", "--epochs", "1000"))
     while not (tmp_path / "run" / "last.ckpt").exists():
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    began = time.monotonic()
     _, told = running.communicate(timeout=60)
     assert running.returncode == 130 and told.count("\n") == 1 and "goes on" in told
-    print(f"{time.monotonic() - began:.2f} s")

@@ -15,7 +15,6 @@ from fastcaps import cli, models
 from fastcaps.training import recipes, tables
 from fastcaps.training.fields import as_data, flat
 from fastcaps.training.folder import write_settings
-from fastcaps.training.reproduce import short_settings
 
 
 def builds(config: Any) -> None:
@@ -176,11 +175,7 @@ def test_memory_is_measured_where_votes_are_kept_and_where_not(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "measure: error",
-            "measure: speed",
-            "digits.yaml: measure: got 'speed', want 'error', 'accuracy', 'memory' or 'time'",
-        ),
+        ("measure: error", "measure: speed", "digits.yaml: measure: got 'speed', want 'error', 'accuracy', 'memory'"),
         ("paper: 60", "paper: [60, 50]", "digits.yaml: rows[0].paper: got 2 numbers, want 1 or none"),
         ("paper: 60", "papers: 60", "digits.yaml: rows[0].papers: no such field (did you mean paper?)"),
         ("rows:", "draw: lines\nrows:", "digits.yaml: over: got None with draw 'lines', want it with lines"),
@@ -197,7 +192,7 @@ def test_what_is_wrong_is_told_in_one_line(
     assert status == 1 and error.startswith(f"fastcaps reproduce: {message}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"test_accuracy": null}', 2000 * "["])
+@pytest.mark.parametrize("content", ["", '{"test_accuracy": null}', 2000 * "["])
 def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     config = tables.table(str(digits)).lines(digits.parent / "out")[0].config
     config.folder.mkdir(parents=True)
@@ -207,18 +202,14 @@ def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.Captu
     assert status == 1 and "one/result.json cannot be read: " in error and error.count("\n") == 1
 
 
-def test_unknown_names_are_told(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = digits.parent / "out"
     status, _, error = reproduce(capsys, digits, "--row", "three", "--out", out)
     assert status == 1 and "--row: got 'three', want one of one turn; two turns" in error and not out.exists()
     status, _, error = reproduce(capsys, "sabour-table")
     assert status == 1 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
-
-
-def test_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, told, _ = reproduce(capsys)
     assert status == 0 and [line.split()[0] for line in told.splitlines()] == tables.names()
-    assert "Sabour et al. 2017, section 5, Table 1: Turns and reconstruction on MNIST" in told
 
 
 def test_the_page_takes_what_runs_have_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +240,3 @@ def test_the_page_takes_what_runs_have_shown(tmp_path: Path, monkeypatch: pytest
     assert "| `tsai-figure-4`: test error in % | whole, turns 1, 2 | 1, 2 | 9.00 | 1 × 2 | 7 |\n" in filled
     assert "| `tsai-figure-4` (Tsai) | So. | Shortened: epochs 1. Seed 0. |\n\nMade by torch 2, 1 threads.\n" in filled
     assert (tmp_path / "pictures" / "tsai-figure-4.png").read_bytes() == b"drawn"
-
-
-def test_what_a_name_in_the_short_form_changes_is_told() -> None:
-    """Another data set is not padded, another optimiser has no decay; what only one of them has goes without saying."""
-    table = tables.table("tsai-figure-4")
-    found = short_settings(table, table.lines(Path("runs"), short=True))
-    assert list(found)[:3] == ["precision", "data.name", "data.flip"]
-    assert found["data.pad"] == (None, 4) and found["optimizer.weight_decay"] == (0.0, 5e-4)
-    assert "optimizer.momentum" not in found and "out" not in found

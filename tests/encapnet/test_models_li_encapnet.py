@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastcaps import models
 from fastcaps.encapnet import CapConv2d, EncapNet, FeedbackAgreement, feedback_loss, networks
-from fastcaps.losses import margin_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = [name for name in models.names() if isinstance(models.config(name), networks.FeedbackConfig)]
@@ -91,23 +90,6 @@ def test_parameters_of_six_layers_and_of_the_resnet() -> None:
     assert count("li-resnet18") == total
 
 
-def depth(net: nn.Module) -> int:
-    """Layers as the paper counts them: branches, coefficients and skip connections are not layers of their own."""
-    plain = sum(isinstance(module, nn.Conv2d) for module in net.stem)
-    plain += sum(isinstance(module, nn.Conv2d) for block in net.stem for module in block.children())
-    blocks = [m for m in net.modules() if isinstance(m, models.BasicBlock)]
-    return plain + sum(isinstance(m, CapConv2d) for m in net.modules()) + 2 * len(blocks) + 1
-
-
-def test_depths() -> None:
-    wanted = {"v1": 18, "master": 18, "v2": 101, "v3": 101, "six": 6, "six-master": 6}
-    with torch.device("meta"):
-        for name, layers in wanted.items():
-            assert depth(models.create(f"li-encapnet-{name}")) == layers
-        for name, layers in (("cnn-same", 6), ("cnn-large", 6), ("resnet18", 18)):
-            assert depth(models.create(f"li-{name}")) == layers
-
-
 def test_maps_are_table_2s() -> None:
     found: list[tuple[int, ...]] = []
     with torch.device("meta"):
@@ -140,10 +122,10 @@ def test_what_a_module_skips(skip: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_network_learns_a_step(name: str) -> None:
-    net = small(name, feedback="one" if name != "li-encapnet-v3" else "two")
+    net = small(name, feedback="one" if name != "li-encapnet-v3" else "two", image_size=(11, 26), in_channels=2)
     before = {name: p.clone() for name, p in net.named_parameters() if not name.startswith("feedback")}
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    logits, feedback = net(torch.randn(4, 3, 16, 16), return_feedback=True)
+    logits, feedback = net(torch.randn(4, 2, 11, 26), return_feedback=True)
     loss = feedback_loss(logits, torch.arange(4), feedback)
     loss.backward()
     optimizer.step()
@@ -152,49 +134,9 @@ def test_every_network_learns_a_step(name: str) -> None:
     assert loss.isfinite() and all(key.endswith("bias") for key in kept)  # which a BatchNorm takes away again
     net.eval()
     for batch in (0, 1, 3):
-        assert net(torch.randn(batch, 3, 16, 16)).shape == (batch, net.head[-1].out_features if name in PLAIN else
-                                                            models.config(name).classes)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_other_images_channels_and_classes(name: str) -> None:
-    net = small(name, image_size=(11, 26), in_channels=2, classes=7).eval()
-    assert net(torch.randn(2, 2, 11, 26)).shape == (2, 7)
-    assert (net.image_size, net.in_channels) == ((11, 26), 2)
+        assert net(torch.randn(batch, 2, 11, 26)).shape == (batch, models.config(name).classes)
     if name in PLAIN:
-        assert net(torch.randn(2, 2, 12, 9)).shape == (2, 7)
-
-
-TWO_MODULES: dict[str, Any] = {"dims": (2, 4), "layers": (2, 1), "strides": (1, 2)}
-
-
-def test_it_learns() -> None:
-    net = small("li-encapnet-v1", **TWO_MODULES, image_size=8, types=4, feedback="one", classes=4)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    images, labels = torch.randn(8, 3, 8, 8), torch.arange(8) % 4
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        logits, feedback = net(images, return_feedback=True)
-        feedback_loss(logits, labels, feedback, weight=0.1).backward()
-        optimizer.step()
-        losses.append(margin_loss(logits.detach(), labels).item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize("name", ["li-encapnet-v1", "li-resnet18"])
-def test_autocast_and_compile(name: str) -> None:
-    changes = {"stages": ((4, 2, 2),)} if name in PLAIN else TWO_MODULES
-    net = small(name, feedback="one", **changes)
-    images = torch.randn(3, 3, 16, 16)
-    wanted, divergence = net(images, return_feedback=True)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    logits, feedback = compiled(images, return_feedback=True)
-    torch.testing.assert_close((logits, feedback), (wanted, divergence), rtol=1e-4, atol=1e-4)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, feedback = net(images, return_feedback=True)
-    assert logits.isfinite().all() and feedback.isfinite() and feedback.dtype == torch.float32
-    (logits.float().sum() + feedback).backward()
+        assert net(torch.randn(2, 2, 12, 9)).shape == logits[:2].shape
 
 
 SWITCHES: list[dict[str, Any]] = [
@@ -243,14 +185,10 @@ def test_feedback_is_of_training_alone() -> None:
         (ValueError, r"images must be 16 x 16 pixels.*got \[1, 3, 16, 15\]",
          lambda: small("li-encapnet-six")(torch.ones(1, 3, 16, 15))),
         (ValueError, "coefficients must be one word or 4", lambda: small("li-encapnet-v1", coefficients=("own",))),
-        (ValueError, "coefficients must be one of 'own'", lambda: small("li-encapnet-v1", coefficients="all")),
         (ValueError, r"strides must have 4 numbers as dims, got \(1,\)", lambda: small("li-encapnet-v1", strides=(1,))),
         (ValueError, "skip must be one of 'none', 'I'", lambda: small("li-encapnet-v1", skip="III")),
         (ValueError, "feedback must be one of 'none', 'one', 'two'", lambda: small("li-resnet18", feedback="three")),
         (ValueError, "generator must be one of", lambda: small("li-encapnet-v1", generator="cnn")),
-        (ValueError, "classes must be an int >= 1", lambda: small("li-cnn-same", classes=0)),
-        (ValueError, "types must be an int >= 1", lambda: small("li-encapnet-v1", types=0)),
-        (TypeError, "no override iterations; there are: feedback", lambda: small("li-encapnet-v1", iterations=3)),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:

@@ -16,11 +16,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FORMS: dict[str, Any] = {
     "type-I": ((3, 1, 2), {"stride": 2, "skip": True}, (2, 5, 4)),
     "type-I-whole-map": ((2, 2, 3), {"coefficients": "own", "skip": True}, (2, 3, 1)),
-    "type-I-same-dim": ((2, 2, 2), {"stride": 2, "skip": True}, (1, 4, 3)),
     "type-II": ((3, 2, 2), {"kernel_size": 1, "coefficients": "other", "skip": True}, (2, 4, 3)),
     "no-skip": ((2, 3, 3), {"kernel_size": 1, "coefficients": "both", "bias": False}, (2, 2, 5)),
     "master": ((3, 2, 3), {"stride": 2, "coefficients": "none", "skip": True}, (2, 5, 5)),
-    "master-no-skip": ((5, 1, 1), {"kernel_size": 5, "stride": 3, "coefficients": "none"}, (1, 7, 6)),
     "oblong": ((2, 1, 2), {"kernel_size": (1, 3), "stride": (2, 1), "skip": True}, (2, 3, 4)),
     "one-type": ((1, 2, 1), {"stride": 3, "skip": True}, (1, 7, 5)),
 }
@@ -84,13 +82,24 @@ def test_the_layer_is_the_procedure(form: str, training: bool) -> None:
     assert found.shape[2:] == layer.output_size(tuple(capsules.shape[2:]))
     assert (found != 0).float().mean() > 0.2  # ReLU leaves something to compare
     torch.testing.assert_close(found, cap_conv(layer, capsules))
-
-
-@pytest.mark.parametrize("form", ["type-II", "no-skip", "master"])
-def test_what_is_skipped_from_further_back(form: str) -> None:
-    layer, capsules = make(form)
-    skipped = torch.randn_like(layer(capsules))
+    skipped = torch.randn_like(found)  # from further back
     torch.testing.assert_close(layer(capsules, skipped), cap_conv(layer, capsules, skipped))
+
+
+def test_one_pixel_and_nan() -> None:
+    layer, capsules = make("type-I")
+    layer.eval()
+    assert layer(capsules[:, :, :1, :1]).shape == (2, 6, 1, 1)
+    broken = capsules.clone()
+    broken[1, 2, 0, 0] = torch.nan
+    found, sound = layer(broken), layer(capsules)
+    torch.testing.assert_close(found[0], sound[0])
+    assert found[1, :, 0, 0].isnan().all()  # the aide sees every type
+    layer, capsules = make("master")
+    capsules[1, 0, 0, 0] = torch.nan
+    found = layer.eval()(capsules)
+    assert found[0].isfinite().all()
+    assert found[1, :, 0, 0].isnan().all()  # so does the shortcut
 
 
 @pytest.mark.parametrize("form", ["type-I", "type-II", "no-skip", "master"])
@@ -106,52 +115,13 @@ def test_gradients(form: str) -> None:
             assert (parameter.grad != 0).any() or name.endswith("bias"), name
 
 
-def test_an_empty_batch_one_pixel_and_nan() -> None:
-    layer, capsules = make("type-I")
-    layer.eval()
-    assert layer(capsules[:0]).shape == (0, 6, 3, 2)
-    assert layer(capsules[:, :, :1, :1]).shape == (2, 6, 1, 1)
-    broken = capsules.clone()
-    broken[1, 2, 0, 0] = torch.nan
-    found, sound = layer(broken), layer(capsules)
-    torch.testing.assert_close(found[0], sound[0])
-    assert found[1, :, 0, 0].isnan().all()  # the aide sees every type
-    layer, capsules = make("master")
-    capsules[1, 0, 0, 0] = torch.nan
-    found = layer.eval()(capsules)
-    assert found[0].isfinite().all()
-    assert found[1, :, 0, 0].isnan().all()  # so does the shortcut
-
-
-def test_bfloat16_and_autocast() -> None:
-    layer = CapConv2d(4, 2, 4, skip=True)
-    capsules = torch.randn(2, 8, 6, 6)
-    wanted = layer(capsules)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = layer(capsules)
-    assert found.shape == wanted.shape and (found.float() - wanted).abs().max() < 0.05
-    found.float().sum().backward()
-    assert layer.bfloat16()(capsules.bfloat16()).dtype == torch.bfloat16
-
-
-def test_export() -> None:
-    layer, capsules = make("type-I")
-    batch = torch.export.Dim("batch", min=1, max=64)
-    program = torch.export.export(layer.eval(), (capsules,), dynamic_shapes=({0: batch},)).module()
-    for size in (1, 5):
-        given = torch.randn(size, *capsules.shape[1:], dtype=torch.float64)
-        torch.testing.assert_close(program(given), layer(given))
-
-
 def test_its_calls_are_explained() -> None:
     layer, capsules = make("type-I", dtype=torch.float32)
     told = fastcaps.explain(layer, capsules)
     assert len(told) == 4 and all(one.backend in ("cpu", "reference") and one.reasons["cuda"] for one in told)
     assert told[2].call == "batch 2, a squash(x) + b squash(y) of 3x2 x 3 capsules of 2, float32 on cpu"
-    with fastcaps.backend("reference"):
-        assert {one.backend for one in fastcaps.explain(layer, capsules)} == {"reference"}
     with fastcaps.backend("cpu"):
-        (one,) = (fastcaps.explain(squash_sum, capsules.half(), types=3),)
+        one = fastcaps.explain(squash_sum, capsules.half(), types=3)
     assert one.backend is None and "float16" in one.reasons["cpu"] and "'cpu' is forced" in one.how
 
 
@@ -179,28 +149,19 @@ def test_reset_draws_all_anew() -> None:
         assert not [name for name, parameter in layer.named_parameters() if torch.equal(parameter, before[name])]
 
 
-def test_repr() -> None:
-    assert repr(make("type-I")[0]).startswith("CapConv2d(\n  3, 1, 2, stride=(2, 2), skip=True\n")
-    assert repr(CapFC(3, 2, 1)) == "CapFC(3, 2, 1)"
-
-
 @pytest.mark.parametrize(
     "error, named, call",
     [
         (ValueError, "types must be an int >= 1, got 0", lambda: CapConv2d(0, 1, 1)),
-        (TypeError, "in_dim must be an int >= 1, got 1.5", lambda: CapConv2d(1, 1.5, 1)),
         (ValueError, "kernel_size must be odd.*got 4", lambda: CapConv2d(1, 1, 1, kernel_size=4)),
         (ValueError, r"stride must be an int or a pair.* got 0", lambda: CapConv2d(1, 1, 1, stride=0)),
         (ValueError, "coefficients must be one of 'own'.*got 'v3'", lambda: CapConv2d(1, 1, 1, coefficients="v3")),
-        (TypeError, "capsules must be a tensor, got list", lambda: CapConv2d(1, 1, 1)([1.0])),
         (ValueError, r"capsules must be \[B, 6, H, W\], 3 types of 2.*got \[1, 5, 2, 2\]",
          lambda: CapConv2d(3, 2, 2)(torch.ones(1, 5, 2, 2))),
         (ValueError, r"skipped must be \[2, 2, 3, 3\].*got \[2, 2, 3, 1\]",
          lambda: CapConv2d(1, 2, 2)(torch.ones(2, 2, 3, 3), torch.ones(2, 2, 3, 1))),
-        (ValueError, "dim must be an int >= 1", lambda: CapFC(1, 1, 0)),
         (ValueError, r"capsules must be \[B, 6, 2\].*got \[1, 4, 2, 2\]",
          lambda: CapFC(6, 1, 2)(torch.ones(1, 4, 2, 2))),
-        (ValueError, r"capsules must be \[B, 6, 2\].*got \[6, 2\]", lambda: CapFC(6, 1, 2)(torch.ones(6, 2))),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(error: type[Exception], named: str, call: Any) -> None:

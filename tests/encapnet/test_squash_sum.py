@@ -27,14 +27,11 @@ from fastcaps.encapnet.op import call_of, refusal
 
 ROWS = [  # batch, types, numbers of a capsule, height, width; summands; ReLU
     ((2, 3, 4, 5, 7), "xayb", True),
-    ((1, 5, 2, 1, 33), "xayb", False),
-    ((3, 2, 5, 4, 4), "xyb", True),
+    ((3, 2, 5, 4, 4), "xyb", False),
     ((2, 1, 17, 3, 11), "xay", False),
-    ((2, 1, 17, 3, 11), "xy", True),
-    ((1, 1, 1, 1, 1), "x", False),
-    ((2, 3, 4, 5, 7), "xa", False),
     ((1, 5, 2, 1, 33), "x", True),
-    ((0, 2, 3, 4, 4), "xay", True),
+    ((1, 1, 1, 1, 1), "xy", False),
+    ((0, 2, 3, 4, 4), "xa", True),
 ]
 KERNELS = ["cpu", "cuda", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
 """Of CUDA the sources, run on the CPU: every access to memory is watched, and behind a tensor there is none."""
@@ -80,11 +77,18 @@ def test_the_reference_is_the_formula(shape: tuple[int, ...], summands: str, rel
     torch.testing.assert_close(reference.squash_sum(**given), by_loops(**given))
 
 
-@pytest.mark.parametrize("relu", [False, True])
-def test_gradients_of_the_reference(relu: bool) -> None:
-    given = draw((1, 2, 3, 2, 2), "xayb")
-    leaves = [(given[name] + 0.01).requires_grad_() for name in "xayb"]  # off the ReLU's edge
-    assert torch.autograd.gradcheck(lambda *tensors: reference.squash_sum(*tensors, 2, relu), leaves)
+def test_derivatives_and_transforms() -> None:
+    given = draw((1, 2, 2, 2, 2), "xayb")
+    leaves = [(given[key] + 0.01).requires_grad_() for key in "xayb"]  # off the ReLU's edge
+    for relu in (False, True):
+        assert torch.autograd.gradcheck(lambda *tensors, relu=relu: reference.squash_sum(*tensors, 2, relu), leaves)
+    assert torch.autograd.gradgradcheck(lambda *tensors: squash_sum(*tensors, types=2), leaves)
+    plain, x = partial(squash_sum, types=2), leaves[0].detach()
+    rows = torch.stack([x, 2 * x])
+    torch.testing.assert_close(torch.func.vmap(plain)(rows), torch.stack([plain(row) for row in rows]))
+    _, tangent = torch.func.jvp(plain, (x,), (torch.ones_like(x),))
+    ahead, behind = (plain(x + step) for step in (1e-6, -1e-6))
+    torch.testing.assert_close(tangent, (ahead - behind) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
 @contextmanager
@@ -156,23 +160,44 @@ def test_every_kernel_on_a_gpu(name: str, shape: tuple[int, ...], summands: str,
         held(given, relu, backend(name))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-21, 1e-12, 1e12, 1e30])
-@every_kernel
-def test_capsules_of_every_length(name: str, scale: float) -> None:
-    small = scale < 1e-25  # gradients that small may vanish
-    found = held(draw((2, 3, 4, 5, 7), "xa", torch.float32, scale), False, on(name), ("dx", "da") if small else ())
-    assert not small or found["result"].abs().max() < 1e-29
+def test_a_forced_backend_never_falls_back_and_float16_does() -> None:
+    x = torch.randn(1, 4, 2, 2)
+    with backend("cuda"), pytest.raises(BackendError, match=r"'cuda' is forced.*(not built|CPU)"):
+        squash_sum(x, types=2)
+    if not refusal("cpu", call_of(x)):
+        with backend("cpu"), pytest.raises(BackendError, match="float16"):
+            squash_sum(x.half(), types=2)
+    found, wanted = squash_sum(x.half(), types=2), squash_sum(x.half().double(), types=2)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dim", [2, 17])
 @every_kernel
-def test_a_capsule_whose_length_overflows_keeps_its_direction(name: str, dim: int) -> None:
+def test_capsules_of_every_length(name: str) -> None:
+    """Gradients of the shortest may vanish; a capsule whose length overflows keeps its direction."""
+    for scale in (1e-30, 1e-12, 1e30):
+        small = scale < 1e-25
+        found = held(draw((2, 3, 4, 5, 7), "xa", torch.float32, scale), False, on(name), ("dx", "da") if small else ())
+        assert not small or found["result"].abs().max() < 1e-29
     for dtype in filter(partial(takes, name), (torch.float64, torch.float32, torch.bfloat16)):
-        given = draw((2, 3, dim, 5, 7), "xay", dtype)
+        given = draw((2, 3, 17, 5, 7), "xay", dtype)
         given["x"] = given["x"].clamp(-1, 1) * torch.finfo(dtype).max
         found = held(given, True, on(name), but=("dx",))
         assert found["dx"].abs().max() < 1e-30  # of the smallest numbers that there are, or 0
         assert (found["result"] - reference.squash_sum(given["y"], None, None, None, 3, True)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["reference", *KERNELS])
+def test_only_the_gradients_that_are_wanted(name: str) -> None:
+    given = draw((1, 2, 3, 4, 5), "xayb", widest(name))
+    with on(name):
+        every = run(squash_sum, "xayb", {"types": 2}, [*(given[key] for key in "xayb"), torch.ones_like(given["x"])])
+        for wanted in ("x", "b", "ay", "xyb"):
+            some = {key: given[key].clone().requires_grad_(key in wanted) for key in "xayb"}
+            squash_sum(**some, types=2).sum().backward()
+            for key in "xayb":
+                assert (some[key].grad is None) == (key not in wanted)
+                if key in wanted:
+                    torch.testing.assert_close(some[key].grad, every[f"d{key}"])
 
 
 @pytest.mark.parametrize("name", ["reference", *KERNELS])
@@ -201,24 +226,6 @@ def test_any_strides_and_a_gradient_of_stride_0(name: str) -> None:
         wanted, found = (run(squash_sum, "xayb", {"types": 3}, [*some, grad]) for some in (plain, spread))
     assert found["result"].is_contiguous()
     torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("name", ["reference", *KERNELS])
-def test_only_the_gradients_that_are_wanted_and_one_tensor_in_two_places(name: str) -> None:
-    given = draw((1, 2, 3, 4, 5), "xayb", widest(name))
-    with on(name):
-        every = run(squash_sum, "xayb", {"types": 2}, [*(given[key] for key in "xayb"), torch.ones_like(given["x"])])
-        for wanted in ("x", "b", "ay", "xyb"):
-            some = {key: given[key].clone().requires_grad_(key in wanted) for key in "xayb"}
-            squash_sum(**some, types=2).sum().backward()
-            for key in "xayb":
-                assert (some[key].grad is None) == (key not in wanted)
-                if key in wanted:
-                    torch.testing.assert_close(some[key].grad, every[f"d{key}"])
-        x, a = (given[key].clone().requires_grad_() for key in "xa")
-        twice = torch.autograd.grad(squash_sum(x, a, x, a, types=2).sum(), [x, a])
-        once = torch.autograd.grad(2 * squash_sum(x, a, types=2).sum(), [x, a])
-    torch.testing.assert_close(twice, once)
 
 
 def test_the_same_bits_for_any_number_of_threads() -> None:
@@ -279,48 +286,6 @@ def test_opcheck(summands: str) -> None:
     torch.library.opcheck(backward, (torch.ones_like(given["x"]), *plain, 3, True, needs))
 
 
-def test_compile_with_free_sizes() -> None:
-    def double(x: Tensor, a: Tensor) -> Tensor:
-        return squash_sum(x, a, types=3, relu=True) * 2
-
-    compiled = torch.compile(double, fullgraph=True, backend="aot_eager", dynamic=True)
-    for shape in ((2, 3, 4, 5, 7), (3, 3, 2, 4, 6)):
-        given = draw(shape, "xa")
-        x, a = (given[key].requires_grad_() for key in "xa")
-        found, wanted = (torch.autograd.grad(function(x, a).sum(), [x, a]) for function in (compiled, double))
-        torch.testing.assert_close(found, wanted)
-
-
-def test_second_derivatives_and_transforms() -> None:
-    given = draw((1, 2, 2, 2, 2), "xayb")
-    leaves = [(given[key] + 0.01).requires_grad_() for key in "xayb"]
-    assert torch.autograd.gradgradcheck(lambda *tensors: squash_sum(*tensors, types=2), leaves)
-    plain, x = partial(squash_sum, types=2), leaves[0].detach()
-    rows = torch.stack([x, 2 * x])
-    torch.testing.assert_close(torch.func.vmap(plain)(rows), torch.stack([plain(row) for row in rows]))
-    _, tangent = torch.func.jvp(plain, (x,), (torch.ones_like(x),))
-    ahead, behind = (plain(x + step) for step in (1e-6, -1e-6))
-    torch.testing.assert_close(tangent, (ahead - behind) / 2e-6, rtol=1e-6, atol=1e-8)
-
-
-def test_dtypes_that_differ_and_one_without_kernels() -> None:
-    given = draw((2, 3, 4, 5, 2), "xa", torch.bfloat16)
-    assert squash_sum(**{**given, "a": given["a"].float()}).dtype == torch.float32
-    half = draw((2, 3, 4, 5, 2), "xa", torch.float16)
-    wanted = squash_sum(half["x"].double(), half["a"].double(), types=3)
-    torch.testing.assert_close(squash_sum(**half).double(), wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_a_forced_backend_never_falls_back() -> None:
-    x = torch.randn(1, 4, 2, 2)
-    with backend("cuda"), pytest.raises(BackendError, match=r"'cuda' is forced.*(not built|CPU)"):
-        squash_sum(x, types=2)
-    if not refusal("cpu", call_of(x)):
-        with backend("cpu"), pytest.raises(BackendError, match="float16"):
-            squash_sum(x.half(), types=2)
-    assert backends.forced() is None
-
-
 def test_flops() -> None:
     given = draw((2, 3, 4, 5, 7), "xayb")
     with FlopCounterMode(display=False) as counter:
@@ -336,18 +301,12 @@ def test_flops() -> None:
     "error, named, change",
     [
         (TypeError, "x must be a tensor, got NoneType", {"x": None}),
-        (TypeError, "x must have a floating-point dtype", {"x": torch.ones(2, 6, 3, 3).long()}),
         (ValueError, r"x must be \[B, types \* dim, H, W\], got \[2, 6\]", {"x": torch.ones(2, 6)}),
-        (ValueError, "types must be an int >= 1, got 0", {"types": 0}),
-        (TypeError, "types must be an int >= 1, got 2.0", {"types": 2.0}),
         (ValueError, r"x must have a multiple of 4 channels.*got \[2, 6, 3, 3\]", {"types": 4}),
-        (ValueError, "x must have a multiple of 12 channels", {"types": 12}),
         (ValueError, r"a must have \[B, types, H, W\], \[2, 3, 3, 3\], got \[2, 3, 3, 1\]",
          {"a": torch.ones(2, 3, 3, 1)}),
-        (TypeError, "a must be a tensor or None, got float", {"a": 1.0}),
         (ValueError, r"y must have the shape of x, \[2, 6, 3, 3\], got \[1, 6, 3, 3\]", {"y": torch.ones(1, 6, 3, 3)}),
         (ValueError, "b must be None without y", {"y": None}),
-        (TypeError, "b must have a floating-point dtype, got torch.bool", {"b": torch.ones(2, 3, 3, 3).bool()}),
         (ValueError, "y must be on the device of x, cpu, got meta", {"y": torch.ones(2, 6, 3, 3, device="meta")}),
     ],
 )  # fmt: skip
