@@ -200,14 +200,14 @@ def test_missing_extras_are_told(
 # --- what every command keeps to --------------------------------------------------------------------------------------
 
 
-def test_lists_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lightning")
-    listed = json.loads(call(capsys, "train", "--list", "--json")[1])
+    listed = json.loads(call(capfd, "train", "--list", "--json")[1])
     assert "digits" in listed["networks"] and "cifar100" in listed["data"]
-    shown = json.loads(call(capsys, "recipes", "sabour-mnist", "--json")[1])
+    shown = json.loads(call(capfd, "recipes", "sabour-mnist", "--json")[1])
     assert shown["name"] == "sabour-mnist" and shown["settings"]["network"]["name"] == "sabour-mnist"
-    assert json.loads(call(capsys, "reproduce", "--json")[1])["sabour-table-1"].startswith("Sabour et al. 2017")
-    listed = json.loads(call(capsys, "bench", "--list", "--json")[1])
+    assert json.loads(call(capfd, "reproduce", "--json")[1])["sabour-table-1"].startswith("Sabour et al. 2017")
+    listed = json.loads(call(capfd, "bench", "--list", "--json")[1])
     assert "sabour-mnist" in listed["workloads"] and "folded-matmul" in listed["alternatives"]
 
 

@@ -130,7 +130,7 @@ def test_wrong_calls_are_told() -> None:
     net, (images, labels) = digits()
     for error, message, call in (
         (TypeError, "model must be a torch.nn.Module, got int", lambda: fastcaps.diagnose(3, images)),
-        (ValueError, "must have a capsule layer .*, got Lin", lambda: fastcaps.diagnose(nn.Linear(3, 3), images)),
+        (ValueError, "must have a capsule layer .*, got Lin", lambda: fastcaps.diagnose(nn.Linear(8, 3), images)),
         (ValueError, "batch must hold a sample, got none", lambda: fastcaps.diagnose(net, images[:0])),
         (ValueError, r"loss must return a scalar, got \[3, 10\]",
          lambda: fastcaps.diagnose(net, (images, labels), loss=lambda found, _: found)),

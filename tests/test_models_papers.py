@@ -267,7 +267,8 @@ def test_maps_of_the_networks_without_capsules():
 )
 def test_every_network_trains_and_takes_every_batch(name):
     """Images of another size, of two channels and four classes, in one network."""
-    other = {} if "sst" in name else {"image_size": (50, 41), "in_channels": 2, "classes": 4}
+    size = (33, 36) if name.startswith(("tsai-em", "hinton")) else (50, 41)  # where EM's activations are not all 0
+    other = {} if "sst" in name else {"image_size": size, "in_channels": 2, "classes": 4}
     net = models.create(name, **other)
     given, classes = inputs(net), other.get("classes", models.config(name).classes)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
