@@ -1,4 +1,4 @@
-"""What a type checker knows of the results of the layers; run by test_nn_types.py."""
+"""What a type checker knows of the results of the layers; run by mypy (make lint)."""
 
 from __future__ import annotations
 

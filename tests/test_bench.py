@@ -23,14 +23,12 @@ from bench.alternatives import (
     reference,
     runner,
     suited,
-    swept,
 )
 from bench.gate import SAME, Gate, convolution
 from bench.process import Remote, WorkerError
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
 from bench.runner import Runner, kept_by
 from bench.timing import Contender, Plan, doubts, take_turns
-from bench.votes import Layout
 from bench.workload import Case, Workload, is_batched
 from bench.workloads import find
 
@@ -131,27 +129,6 @@ def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
             )
 
 
-@pytest.mark.parametrize("axes", ["imecp", "pimce", "picme", "mecpi"])
-@pytest.mark.parametrize("groups", [1, 3, 6])
-def test_votes_and_steps_are_the_same_in_every_layout(axes: str, groups: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    seen, weight, bias, query, shares = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((6, 4, 2, 3), (groups, 5, 3, 2), (6, 1, 2, 2), (4, 5, 2, 2), (6, 4, 5))
-    )
-    wanted = torch.einsum("ipcd,imde->ipmce", seen, weight.repeat(6 // groups, 1, 1, 1)) + bias.unsqueeze(1)
-    layout = Layout(axes, einsum=groups == 3)
-    torch.testing.assert_close(Layout(axes, compiled={}).votes(seen, weight, bias), layout.votes(seen, weight, bias))
-    votes = layout.votes(seen, weight, bias)
-    torch.testing.assert_close(layout.back(votes, "ipmce"), wanted)
-    agreement = layout.back(layout.agree(votes, layout.place(query, "pmce")), "ipm")
-    torch.testing.assert_close(agreement, torch.einsum("ipmce,pmce->ipm", wanted, query))
-    placed = layout.place(shares, "ipm").contiguous()
-    assert [*placed.shape] == layout.agree_shape(votes)
-    sums = layout.back(layout.weigh(placed, votes), "pmce")
-    torch.testing.assert_close(sums, torch.einsum("ipm,ipmce->pmce", shares, wanted))
-
-
 @pytest.mark.parametrize("workload", [TINY[0], TINY[4], TINY[8]], ids=lambda w: w.name)
 def test_compiled_alternatives_have_no_graph_break_and_agree(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
@@ -182,35 +159,6 @@ def test_an_alternative_takes_part_where_it_can_be_the_fastest() -> None:
     ]  # fmt: skip
     assert names("zhao-pool") == ["batched-matmul", "batched-matmul-compiled", "scaled-dot-product"]
     assert names("barham") == ["batched-matmul", "batched-matmul-compiled"]
-
-
-def test_blocks_hold_what_they_may_and_none_of_the_votes_is_kept() -> None:
-    workload, made, kept = find("tsai-c10-fc"), [], []
-    whole = workload.votes_bytes(4)
-
-    layout = Layout("imecp", block=whole // 8)
-    layout.votes = lambda *given: made.append(Layout.votes(layout, *given)) or made[-1]  # type: ignore[method-assign]
-    inputs = workload.inputs(4).require_grad()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        workload.routing.route(workload, layout, 1, **inputs.arguments)
-    assert [one.numel() * 4 for one in made] == [whole // 8] * 8
-    assert max(one.numel() * 4 for one in kept) < whole // 8
-
-
-def test_the_sweep_takes_the_fastest_blocks_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = {"pmice 1048576": 4.0, "imecp 1048576": 3.0, "imecp 262144": 3.5, "imecp 4194304": 2.0}
-    asked: list[str] = []
-
-    class Recorded(Layout):
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            asked.append(f"{self.axes} {self.block}")
-            if self.kept:
-                raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("bench.alternatives.Layout", Recorded)
-    found = swept(BLOCKED, TINY[1], TINY[1].inputs(3), True, lambda call: took[asked[-1]])
-    assert found == {"axes": "imecp", "block": 2**22} and len(asked) == 5
 
 
 # Gate
@@ -301,19 +249,6 @@ def test_contenders_take_turns_once_their_calls_agree() -> None:
     assert set(cold.samples) == {0.02} and len(cold.samples) == 10  # two calls of 0.02 s fill a block
     assert far.samples == [0.2] * 3  # ten times slower: no more than it must have
     assert cold.estimate == 0.02
-
-
-def test_a_slow_contender_has_three_samples_whatever_they_take_and_a_broken_one_none() -> None:
-    order: list[str] = []
-
-    def broken(calls: int, warm: int) -> list[float]:
-        raise WorkerError("it died")
-
-    slow = _contender("slow", [90.0], order)
-    contenders = [slow, Contender("broken", broken, 0.05)]
-    take_turns(contenders, Plan(rounds=9, block=0.01, budget=1.0, warm=1.0))
-    assert slow.samples == [90.0] * 3 and len(order) == 4 and contenders[1].samples == []
-    assert contenders[1].error == "it died"
 
 
 def test_wide_and_impossible_figures_are_doubtful() -> None:

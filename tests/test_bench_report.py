@@ -23,7 +23,6 @@ from bench.session import LeftOut, Session
 from bench.timing import MULTIPLY_ADDS, Plan
 from bench.workload import Case
 from bench.workloads import QUICK, WORKLOADS, cases, find
-from fastcaps._testing.markdown import into
 
 MACHINE = {
     "device": "Test Processor",
@@ -119,17 +118,6 @@ def test_the_newest_complete_row_wins_by_the_date_inside(tmp_path: Path, capsys:
     assert report.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "Test Processor, 2 threads" in printed and "Another, 2 threads" in printed
-
-
-def test_tables_go_into_a_page_and_never_lose_a_line() -> None:
-    page = "before\n<!-- t:begin -->\n| a |\n| b |\n<!-- t:end -->\nafter\n"
-    made = into(page, "| a |\n| b |\n| c |", "t")
-    assert made == "before\n<!-- t:begin -->\n| a |\n| b |\n| c |\n<!-- t:end -->\nafter\n"
-    assert into(made, "| a |\n| b |\n| c |", "t") == made
-    with pytest.raises(ValueError, match="have 1 lines, the page has 3"):
-        into(made, "| a |", "t")
-    with pytest.raises(ValueError, match="needs one"):
-        into("no markers", "| a |", "t")
 
 
 def test_the_readme_and_the_docs_are_what_the_records_say(tmp_path: Path) -> None:
@@ -315,17 +303,6 @@ def test_a_row_that_is_fast_and_wrong_has_no_ratio() -> None:
     wrong.append("parents err by 1")
     row = compare.measure(pair, case, Plan(rounds=2))
     assert "ratio" not in row and "refused: parents err by 1" in compare.line(row)
-
-
-@pytest.mark.slow  # it starts two processes
-def test_two_trees_are_compared() -> None:
-    command = [sys.executable, "-m", "bench.compare", str(ROOT), str(ROOT), "--workload", "tiny-uniform"]
-    command += ["--threads", "1", "--seconds", "0.05", "--rounds", "2", "--limit", "9", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    assert [row["mode"] for row in rows] == ["forward", "training step"]
-    assert all(row["workload"] == "tiny-uniform" and row["ratio"] > 0 for row in rows)
 
 
 def test_a_comparison_is_judged_by_its_medians() -> None:

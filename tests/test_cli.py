@@ -236,25 +236,3 @@ def test_without_a_checkout_bench_says_where_it_lies(
     monkeypatch.setattr(fastcaps, "__file__", str(tmp_path / "fastcaps" / "__init__.py"))
     status, out, err = call(capsys, *command)
     assert (status, out) == (1, "") and "lies in the source checkout" in err and err.count("\n") == 1
-
-
-@pytest.mark.slow  # it starts a process for each contender
-def test_bench_measures_and_writes_the_page(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    # a worker of pytest-xdist marks its children as workers too, and pytest-benchmark then measures nothing
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    page, few = tmp_path / "page.html", ("--batch", "1", "--against", "batched-matmul", "--threads", "1", "--no-goals")
-    status, out, err = call(
-        capfd, "bench", "tiny-attention", *few, "--results", str(tmp_path), "--html", str(page), "--json"
-    )
-    rows = json.loads(out)
-    assert (status, err) == (0, "")
-    assert [(row["workload"], row["batch"], row["mode"]) for row in rows] == [
-        ("tiny-attention", 1, "forward"),
-        ("tiny-attention", 1, "training step"),
-    ]
-    assert all(row["fastcaps"]["median"] > 0 and set(row["alternatives"]) == {"batched-matmul"} for row in rows)
-    assert "<svg" in page.read_text() and len(list(tmp_path.glob("*.json"))) == 1
-    status, out, _ = call(capfd, "bench", "--seconds", "-1", "--results", str(tmp_path))
-    assert status == 1 and "--seconds -1: no row was begun" in out

@@ -118,33 +118,6 @@ def weighted(tensors: Sequence[Tensor]) -> Tensor:
     return sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in tensors)  # type: ignore[return-value]
 
 
-@every_case
-def test_results_and_gradients(name: str) -> None:
-    found = []
-    for layer in pair(name):
-        given = [tensor.requires_grad_() for tensor in draw(name)]
-        made = results(layer, given)
-        gradients = torch.autograd.grad(weighted(made), [*given, *layer.parameters()], allow_unused=True)
-        found.append([*made, *(torch.zeros(()) if one is None else one for one in gradients)])
-    for got, want in zip(*found, strict=True):  # their 1e-8 and 1e-10 move results by as much
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8, check_dtype=False)
-
-
-@every_case
-def test_a_model_is_converted(name: str) -> None:
-    _, plain = pair(name)
-    want, keys, parameters = results(plain, draw(name)), list(plain.state_dict()), list(plain.parameters())
-    report = fastcaps.convert(nn.ModuleList([plain]))
-    layer = report.model[0]
-    assert report.converted == ["0"] and "results agree" in report.layers[0].why
-    assert type(layer) is CASES[name][0] and list(layer.state_dict()) == keys
-    assert {*map(id, layer.parameters())} == {*map(id, parameters)}
-    torch.testing.assert_close(results(layer, draw(name)), want, rtol=1e-6, atol=1e-8)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        for got, wanted in zip(results(copied, draw(name)), results(layer, draw(name)), strict=True):
-            assert torch.equal(got, wanted)
-
-
 @pytest.mark.parametrize("name", [*CASES, "routing"])
 def test_the_same_seed_gives_the_authors_start_and_reset_draws_it_again(name: str) -> None:
     make = (lambda: AgreementRouting(6, 3, 2)) if name == "routing" else (lambda: build(name))
@@ -193,42 +166,6 @@ def test_a_grid_into_fc_is_flattened_n_h_w() -> None:
     torch.testing.assert_close(ours(grid, 0), plain(grid, 0))
 
 
-@pytest.mark.parametrize("kind", [CapsuleFC, CapsuleCONV])
-def test_matrix_poses_of_one_number_stay_unflattened(kind: Any) -> None:
-    case = {**MATRIX, **({} if kind is CapsuleFC else WINDOW), "in_d_capsules": 1, "out_d_capsules": 1}
-    layer = kind(**case)
-    children = torch.randn(2, layer.in_n_capsules, *(() if kind is CapsuleFC else (7, 5)), 1)
-    first, second = results(layer, [children])
-    assert first.shape[-2:] == (1, 1) and first.dim() == children.dim() + 1 and second.shape == first.shape
-    above = kind(**{**case, "in_n_capsules": 5, **({} if kind is CapsuleFC else {"kernel_size": 1})})
-    assert above(first, 0).shape[:2] == (2, 5)
-
-
-def test_num_iter_and_coordinate_add_change_nothing() -> None:
-    ours, _ = pair("conv-matrix")
-    other = CapsuleCONV(**CASES["conv-matrix"][1], coordinate_add=True).double()
-    other.load_state_dict(ours.state_dict())
-    (children,) = draw("conv-matrix")
-    assert torch.equal(ours(children, 0), other(children, 7))
-
-
-@pytest.mark.parametrize("matrix_pose", [True, False])
-def test_a_script_runs_after_one_changed_import(matrix_pose: bool) -> None:
-    torch.manual_seed(0)
-    plain = nn_plain.Network(num_routing=3, matrix_pose=matrix_pose)
-    ours = nn_plain.Network(CapsuleCONV, CapsuleFC, num_routing=3, matrix_pose=matrix_pose)
-    ours.load_state_dict(plain.state_dict())
-    images = torch.randn(3, 1, 14, 14)
-    want, got = plain(images), ours(images)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    got.square().sum().backward()
-    want.square().sum().backward()
-    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["fc-matrix", "conv-matrix"])
 def test_dropout_before_layer_norm(name: str) -> None:
     ours, _ = pair(name, dp=0.5)
@@ -264,13 +201,6 @@ def test_the_1e_8_of_guos_squash_counts_for_tiny_capsules(spread: float) -> None
     parents = ours(children)
     assert (parents == 0).all()
     assert all((g == 0).all() for g in torch.autograd.grad(parents.sum(), [children, ours.weight]))
-
-
-def test_a_routing_module_routes_votes() -> None:
-    ours, plain = pair("bielski")
-    (children,) = draw("bielski")
-    votes = torch.einsum("bid,idn->bin", children, plain.weights).unflatten(-1, (5, 4))
-    torch.testing.assert_close(ours.routing_module(votes), plain(children))
 
 
 def test_primary_capsules_by_name() -> None:
@@ -309,26 +239,19 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
     [
         (ValueError, "in_dim must be a square number", lambda: CapsuleFC(4, 8, 3, 8, matrix_pose=True, dp=0.0)),
         (ValueError, "out_d_capsules must equal in_d_capsules", lambda: CapsuleFC(4, 16, 3, 9, True, dp=0.0)),
-        (TypeError, "kernel_size must be an int >= 1", lambda: CapsuleCONV(1, 16, 3, 16, None, 1, True, 0.0)),
         (ValueError, r"input must be \[b, 12, 9\]", given_to("fc-matrix", (2, 12, 8))),
         (ValueError, r"next_capsule_value must be \[b, 5, 9\]", given_to("fc-matrix", (2, 12, 9), (2, 5, 8))),
         (ValueError, "window", given_to("conv-matrix", (2, 3, 2, 7, 9))),
-        (ValueError, r"input must have a grid no smaller than the window, 3 x 3, got \[2, 3, 7, 2, 3\]",
+        (ValueError, r"grid no smaller than the window, 3 x 3, got \[2, 3, 7, 2, 3\]",
          given_to("conv-mixed", (2, 3, 7, 2, 3))),
-        (TypeError, "next_capsule_value must be a tensor", lambda: build("fc-matrix")(torch.ones(2, 12, 9), 0, 1)),
-        (ValueError, "routings must be an int >= 1, got 0", lambda: DenseCapsule(6, 3, 4, 5, routings=0)),
         (ValueError, r"x must be \[batch, 6, 3\], got \[2, 3, 6\]", given_to("dense", (2, 3, 6))),
         (ValueError, r"routing_module must have b of shape \(12, 5\), got \(12, 4\)",
          lambda: CapsLayer(12, 3, 5, 4, AgreementRouting(12, 4, 2))),
-        (TypeError, "routing_module must be an AgreementRouting, got Identity",
-         lambda: CapsLayer(12, 3, 5, 4, nn.Identity())),
         (ValueError, r"u_predict must be \[batch, 12, 5, numbers\]",
          lambda: AgreementRouting(12, 5, 2)(torch.ones(2, 5, 12, 4))),
         (ValueError, "K and stride must be 1 with w_shared=True, got 3 and 2", lambda: ConvCaps(w_shared=True)),
         (ValueError, r"x must be \[b, h, w, 15\]", given_to("em", (2, 7, 5, 14))),
-        (ValueError, "n_inp must be an int >= 1", lambda: build("heinsen", n_inp=0)),
         (ValueError, "n_out must be at least 2", lambda: build("heinsen", n_out=1)),
-        (ValueError, "p_model must be one of 'gaussian', 'skm'", lambda: build("heinsen", p_model="kmeans")),
         (ValueError, r"mu_inp must be \[2, 6, 2, 3\] with a_inp \[2, 6\], got \[2, 6, 3, 2\]",
          given_to("heinsen", (2, 6), (2, 6, 3, 2))),
     ],
@@ -336,3 +259,27 @@ def given_to(name: str, *shapes: tuple[int, ...] | None, **changes: Any) -> Any:
 def test_wrong_arguments_are_named(error: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@every_case
+def test_results_gradients_and_conversion(name: str) -> None:
+    """Of our layer, of the plain one, and of that made ours."""
+    ours, plain = pair(name)
+    model = nn.ModuleList([copy.deepcopy(plain)])
+    keys, parameters = list(plain.state_dict()), list(model.parameters())
+    report = fastcaps.convert(model)
+    converted = report.model[0]
+    assert report.converted == ["0"] and "results agree" in report.layers[0].why
+    assert type(converted) is CASES[name][0] and list(converted.state_dict()) == keys
+    assert {*map(id, converted.parameters())} == {*map(id, parameters)}
+    found = []
+    for layer in (plain, ours, converted):
+        given = [tensor.requires_grad_() for tensor in draw(name)]
+        made = results(layer, given)
+        gradients = torch.autograd.grad(weighted(made), [*given, *layer.parameters()], allow_unused=True)
+        found.append([*made, *(torch.zeros(()) if one is None else one for one in gradients)])
+    for want, *gots in zip(*found, strict=True):  # their 1e-8 and 1e-10 move results by as much
+        for got in gots:
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8, check_dtype=False)
+    for copied in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert all(map(torch.equal, results(copied, draw(name)), results(converted, draw(name))))

@@ -24,8 +24,6 @@ from fastcaps.data import (
     TextEmbedder,
 )
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-
 # --- data sets of images ---------------------------------------------------------------------------------------------
 
 
@@ -218,18 +216,6 @@ def test_cifar_loads_and_augments_its_training_images(tmp_path: Path, monkeypatc
     ):
         made = data.load(name, tmp_path, **options).train.augment
         assert (made and (made.padding, made.flip)) == wanted
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here: no real MNIST to read")
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_real_mnist(name: str) -> None:
-    splits = data.load(name, SHARED)
-    assert (len(splits.train), len(splits.test)) == (60_000, 10_000)
-    digits = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert torch.bincount(splits.test.labels).tolist() == (digits if name == "mnist" else [1000] * 10)
-    pixels = splits.train.images.float() / 255
-    assert abs(float(pixels.mean()) - splits.train.mean.item()) < 1e-4
-    assert abs(float(pixels.std()) - splits.train.std.item()) < 1e-4
 
 
 @pytest.mark.parametrize(("name", "size"), [("multimnist", 36), ("diverse-multimnist", 36), ("affnist", 40)])

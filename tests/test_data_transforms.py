@@ -120,17 +120,6 @@ def test_colours_pixel_by_pixel(strengths: tuple[float, ...]) -> None:
                 assert np.abs(made[k, :, y, x].numpy() - wanted.clip(0, 255)).max() < 0.51
 
 
-def test_colours_of_other_channels() -> None:
-    grey = noise(4, 2, 3, 3)
-    made = ColorJitter(0.5, 0, 0, 0)(grey, draws(4))
-    factor = 1 + 0.5 * draws(4).between(-1, 1, 4)[:, 0]
-    torch.testing.assert_close(made.float(), (grey * factor[:, None, None, None]).round().clamp(max=255))
-    with pytest.raises(ValueError, match=r"saturation, hue: got 0.4, 0.1 for images of 2 channels"):
-        ColorJitter()(grey)
-    with pytest.raises(ValueError, match=r"hue: got 0.6, want 0 to 0.5"):
-        ColorJitter(hue=0.6)
-
-
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
 def test_shares_follow_the_beta_distribution(alpha: float) -> None:
     shares = Mixup(2, alpha).shares(draws(40_000)).double()

@@ -1,17 +1,100 @@
-"""The documentation site: its pages, what is drawn and listed on them, links out of docs/, equations."""
+"""The pages: their Python runs and prints what its comments say, their links lead somewhere, the site has them all."""
 
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools import routing_pictures, site
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(r"^\s*print\(.*\)\s+# (.+)$", re.MULTILINE)
 DOCS = ROOT / "docs"
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "fastcaps").rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+LINK = re.compile(r"\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path: Path) -> list[str]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def shape(text: str) -> str:
+    """A shape as it is printed, or as a comment has it for short."""
+    return re.sub(r"torch\.Size\(|\)|,(?= \[)", "", text)
+
+
+@pytest.fixture
+def four_processes() -> Iterator[None]:
+    """The first of four processes, of which there are no others: messages are sent to nobody."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
+
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if blocks(path)], ids=name)
+def test_the_python_of_a_page_runs_as_printed(
+    page: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write checkpoints
+    if page.name == "distributed.md":
+        request.getfixturevalue("four_processes")
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), names)
+        printed = shape(capsys.readouterr().out)
+        for told in PRINTED.findall(block):
+            if re.match(r"torch\.Size|\[|\d|True|False", told):
+                assert shape(told) in printed, (told, printed)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as forges and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = (re.sub(r"[`*]|\]\([^)]*\)", "", head).lower() for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", head).strip().replace(" ", "-") for head in heads}
+
+
+def wrong_links(path: Path) -> Iterator[str]:
+    for link in LINK.finditer(re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)):
+        if link["path"].startswith(("http://", "https://")):
+            continue
+        target = path.parent / link["path"] if link["path"] else path
+        if not target.exists() or (link["anchor"] and link["anchor"] not in anchors(target)):
+            yield link[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert not list(wrong_links(page))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_docstrings_run_as_printed(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
 
 
 def test_every_page_is_in_the_menu() -> None:
@@ -31,14 +114,6 @@ def test_a_routing_has_a_page_with_its_equation_and_its_picture_as_it_is_drawn_n
     assert f"]({name}.svg)" in page and re.search(r"^    r_im ", page, re.MULTILINE)
 
 
-def test_routing_finds_who_agrees() -> None:
-    """What the pictures show: in the last turn a child goes to the parent whose other children it agrees with."""
-    own = [child * routing_pictures.PARENTS // routing_pictures.CHILDREN for child in range(routing_pictures.CHILDREN)]
-    for name in routing_pictures.SCENES:
-        r, _, _ = routing_pictures.scene(name, routing_pictures.TURNS)
-        assert r.argmax(1).tolist() == own, name
-
-
 def test_the_site_lists_all_recipes() -> None:
     pytest.importorskip("pydantic")
     from fastcaps.training.recipes import names
@@ -55,39 +130,13 @@ def test_links_that_leave_the_docs_are_turned_for_the_site() -> None:
     assert all((ROOT / path).is_file() for path in site.named_outside(DOCS))
 
 
-def test_a_notebook_becomes_a_page() -> None:
-    given = "# %% [markdown]\n# # Head\n#\n# [A page](../docs/l.md).\n\n# %%\nx = 1  # %% no cell\n\n# why\ny = 2\n"
-    wanted = "# Head\n\n[A page](../docs/l.md).\n\n```python\nx = 1  # %% no cell\n\n# why\ny = 2\n```"
-    assert site.as_page(given) == wanted
-
-
 def test_docstrings_become_markdown() -> None:
     pytest.importorskip("griffe")
     pytest.importorskip("latex2mathml")
     from tools.docstrings import latex_left, translated
 
-    given = """Route.
-
-    .. math::
-        a &= b, \\\\
-        c &= \\Bigl\\langle d \\Bigr\\rangle
-
-    See :func:`~fastcaps.convert` and :math:`x`.
-
-    Parameters
-    ----------
-    in_capsules, \\
-out_dim
-        As ever.
-    eps : float
-        Small.
-    stride, padding : int
-        Of a window.
-    """
-    made = translated(given)
-    assert made.count("<mtr>") == 2 and "stride : int\n    Of a window.\npadding : int\n    Of a window." in made
-    assert made.count("<math") == 2 and "::" not in made and "`convert`" in made
-    assert made.index("``out_dim``: As ever.") < made.index("Parameters") < made.index("eps : float")
+    made = translated("Sum.\n\n.. math::\n    a &= b, \\\\\n    c &= d\n\nSee :func:`~fastcaps.convert` and :math:`x`.")
+    assert made.count("<mtr>") == made.count("<math") == 2 and "::" not in made and "`convert`" in made
     for path in (ROOT / "fastcaps").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node, clean=False)):

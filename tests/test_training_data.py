@@ -18,7 +18,7 @@ from fastcaps import cli, data
 from fastcaps.training import CapsuleClassifier, build_network, recipe, recipes, train
 from fastcaps.training.callbacks import Report
 from fastcaps.training.data import ImageData, Subset, hold_out, read_data
-from fastcaps.training.loss import BinaryCrossEntropy, CrossEntropy, Feedback, Margin
+from fastcaps.training.loss import CrossEntropy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,37 +75,6 @@ def test_every_recipe_gets_the_data_it_asks_for(name: str, stand_ins: dict[str, 
     assert labels.shape == ((2, classes) if several else (2,))
 
 
-_SMALL = {"network.name": "digits"}
-STARTED: dict[str, dict[str, Any]] = {
-    "sabour-mnist": {**_SMALL, "network.options.decoder": True, "runs": 1},
-    "zhao-cnn-average-fashion": {},
-    "li-resnet18-plain": {"data.multi_crop": True, "network.name": "li-cnn-same"},
-    "tsai-cnn-c100": _SMALL,
-    "zhao-cnn-average-svhn": {},
-    "hinton-norb": {},
-    "sabour-multimnist": {**_SMALL, "network.options.decoder": True},
-    "tsai-dmm-cnn": _SMALL,
-    "zhao-affnist": {},
-    "li-encapnet-v1-imagenet": {
-        **_SMALL, "loss": "margin", "data.options.image_size": 20, "data.resize": 20, "data.crop": 16
-    },
-    "heinsen-sst2": {"network.options.parts": 4},
-}  # fmt: skip
-"""A recipe for each of the data sets, and what makes its step a small one."""
-
-
-def test_a_recipe_of_each_data_set_starts_from_the_command_line(
-    stand_ins: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    kinds = {recipe(name).config.data.name for name in recipes.names()}
-    assert kinds == {recipe(name).config.data.name for name in STARTED} | {"sst5"}
-    for name, more in STARTED.items():
-        small = {"epochs": 1, "batch_size": 8, "accelerator": "cpu", **told(name, stand_ins), **more}
-        given = [part for path, value in small.items() for part in ("--set", f"{path}={value}")]
-        assert cli.main(["train", "--recipe", name, *given]) == 0, (name, capsys.readouterr().err)
-        assert (Path("runs") / name / "result.json").exists()
-
-
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
@@ -148,20 +117,6 @@ def test_several_crops_are_judged_together(stand_ins: dict[str, Any], flip: bool
     torch.testing.assert_close(loss, CrossEntropy().of(each, labels.repeat_interleave(wanted.shape[1]), 0))
     right = each.softmax(-1).unflatten(0, wanted.shape[:2]).mean(1).argmax(1) == labels
     assert float(module.figures("test")["test_accuracy"]) == pytest.approx(right.double().mean().item())
-
-
-def test_probabilities_are_averaged_as_each_loss_has_them() -> None:
-    logits = 3 * torch.randn(4, 5, 6, dtype=torch.float64)
-    averages = {
-        CrossEntropy(): lambda made: made.softmax(-1),
-        BinaryCrossEntropy(): torch.sigmoid,
-        BinaryCrossEntropy(probabilities=True): lambda made: made,
-        Margin(): lambda made: made,
-    }
-    for loss, probabilities in averages.items():
-        for each in (loss, Feedback(base=loss)):
-            made = probabilities(each.average(logits))
-            torch.testing.assert_close(made, probabilities(logits).mean(1))
 
 
 # --- images that are drawn, held out, of others -----------------------------------------------------------------------

@@ -91,31 +91,6 @@ def test_turning_turns_the_image(network: Any, images: Tensor) -> None:
     torch.testing.assert_close(poses[:, 0], wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_laying_back_halves_the_height_at_60_degrees(network: Any) -> None:
-    rows = torch.zeros(1, 8, 8)
-    rows[:, 2:6] = 1.0  # four rows of ink, which become two
-    flat = torch.zeros(1, 8, 8)
-    flat[:, 3:5] = 1.0
-    poses = figures.moved(network, rows, 1, figures.tilts([0, 60]))
-    wanted = figures.class_poses(network, torch.stack([rows, flat]), torch.tensor([1, 1]))
-    torch.testing.assert_close(poses[:, 0], wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_changes_are_measured_from_the_first_view() -> None:
-    poses = torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]], [[-4.0, 0.0]]])  # [steps, C = 1, D = 2]
-    found = figures.changes(poses)
-    torch.testing.assert_close(found["distance"][:, 0], torch.tensor([0.0, 2**0.5, 3.0]))
-    torch.testing.assert_close(found["length"][:, 0], torch.tensor([1.0, 1.0, 2.0]))
-    torch.testing.assert_close(found["cosine"][:, 0], torch.tensor([1.0, 0.0, -1.0]))
-
-
-def test_two_dimensions_keep_the_distances_of_a_plane() -> None:
-    flat = torch.randn(9, 2, dtype=torch.float64)
-    axes = torch.linalg.qr(torch.randn(7, 2, dtype=torch.float64)).Q
-    found = figures.in_two_dimensions(flat @ axes.T + 3)
-    torch.testing.assert_close(torch.cdist(found, found), torch.cdist(flat, flat))
-
-
 def test_a_run_is_loaded_and_drawn(tmp_path: Path) -> None:
     config = TrainConfig.of(
         network="digits", data={"name": "digits", "limit": 128}, epochs=1, out=str(tmp_path / "run"), accelerator="cpu"

@@ -14,7 +14,6 @@ from fastcaps.training import TrainConfig
 from fastcaps.training.fields import as_data, changed, read
 from fastcaps.training.loss import Batch, BinaryCrossEntropy, CrossEntropy, Feedback, Loss, Margin, Spread
 from fastcaps.training.metric import right
-from fastcaps.training.optimizer import SGD, Adam, Optimizer, RMSProp
 from fastcaps.training.schedule import AnySchedule, Constant, Cosine, Exponential, Milestones, OneCycle, Schedule
 
 LOGITS = [[1.5, -0.5, 0.25], [-2.0, 0.75, 3.0]]
@@ -159,21 +158,6 @@ def test_what_counts_as_right() -> None:
 
 
 # --- optimisers and schedules ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ours", "torchs", "settings"),
-    [
-        (Adam(0.01, (0.8, 0.9), weight_decay=0.1), torch.optim.Adam, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
-        (Adam(0.01, name="adamw"), torch.optim.AdamW, {"weight_decay": 0.0}),
-        (Adam(0.01, name="radam"), torch.optim.RAdam, {}),
-        (RMSProp(0.01, 0.9, momentum=0.5), torch.optim.RMSprop, {"alpha": 0.9, "momentum": 0.5}),
-        (SGD(0.01, 0.8, 0.1, True), torch.optim.SGD, {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True}),
-    ],
-)
-def test_optimisers_are_torchs(ours: Optimizer, torchs: Any, settings: dict[str, Any]) -> None:
-    mine, theirs = ours.build([nn.Parameter(torch.ones(2))]), torchs([nn.Parameter(torch.ones(2))], lr=0.01, **settings)
-    assert type(mine) is torchs and mine.defaults == theirs.defaults
 
 
 # the factor at steps of a run of 20 steps, 5 an epoch, worked out by hand

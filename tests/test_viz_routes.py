@@ -108,15 +108,6 @@ def test_coefficients_of_a_pool_are_its_own() -> None:
         viz.coefficients(nn.Linear(2, 2), torch.randn(2, 2))
 
 
-def test_places_are_the_middles_of_receptive_fields() -> None:
-    net = network()
-    for middles in viz.places(net, torch.randn(1, 1, 8, 8), (8, 8)):
-        assert middles.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    norb = fastcaps.models.create("hinton-norb")  # features of 14 x 14, the first from the pixels around the third
-    rows, columns = viz.places(norb, torch.randn(1, 2, 32, 32), (14, 14))
-    assert rows.tolist() == columns.tolist() == [2.0 + 2 * k for k in range(14)]
-
-
 def test_pictures(tmp_path: Path) -> None:
     net, images = network(), torch.rand(2, 1, 8, 8)
     modes = [module.training for module in net.modules()]

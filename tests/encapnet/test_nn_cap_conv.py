@@ -140,15 +140,6 @@ def test_class_capsules_are_the_procedure() -> None:
     assert found[0].isnan().any() and found[1:].isfinite().all()
 
 
-def test_reset_draws_all_anew() -> None:
-    fc = CapFC(400, 10, 3)
-    assert 0.049 < fc.weight.abs().max() <= 0.05  # as a linear layer
-    for layer in (fc, make("type-I")[0]):
-        before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
-        layer.reset_parameters()
-        assert not [name for name, parameter in layer.named_parameters() if torch.equal(parameter, before[name])]
-
-
 @pytest.mark.parametrize(
     "error, named, call",
     [

@@ -17,7 +17,6 @@ import pytest
 import torch
 from cuda_on_cpu import build
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from fastcaps import backend, backends
 from fastcaps._testing.judge import Bar
@@ -269,7 +268,7 @@ def test_every_instruction_set(level: str) -> None:
 @pytest.mark.skipif("triton" in KERNELS, reason="this is that process")
 def test_the_triton_kernels_in_its_interpreter() -> None:
     pytest.importorskip("triton")
-    assert passed(again("triton", TRITON_INTERPRET="1")) >= len(ROWS) + 11
+    assert passed(again("triton", TRITON_INTERPRET="1")) == len(ROWS) + 6
 
 
 # ---- what PyTorch asks for -------------------------------------------------------------------------------------------
@@ -284,14 +283,6 @@ def test_opcheck(summands: str) -> None:
     needs = sum(1 << k for k, value in enumerate(plain) if value is not None)
     backward = torch.ops.fastcaps.squash_sum_backward.default
     torch.library.opcheck(backward, (torch.ones_like(given["x"]), *plain, 3, True, needs))
-
-
-def test_flops() -> None:
-    given = draw((2, 3, 4, 5, 7), "xayb")
-    with FlopCounterMode(display=False) as counter:
-        squash_sum(**{**given, "x": given["x"].requires_grad_()}).sum().backward()
-    numbers = given["x"].numel()
-    assert counter.get_total_flops() == numbers * 9 + numbers * 18
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -318,26 +309,6 @@ def test_errors_name_the_argument(error: type[Exception], named: str, change: di
     if error is ValueError:  # the op checks for itself
         with pytest.raises((ValueError, RuntimeError)):
             torch.ops.fastcaps.squash_sum(*given.values(), False)
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_native_ops_check_for_themselves(name: str) -> None:
-    """What they would read beyond the end of, or as other numbers: Python has checked none of it here."""
-    if name == "cuda":
-        cuda_target.library()
-    elif problem := refusal("cpu", call_of(torch.empty(1))):
-        pytest.skip(problem)
-    library = getattr(torch.ops, {"cpu": "fastcaps_cpu", "cuda": "fastcaps_cuda_on_cpu"}[name])
-    x, numbers = torch.ones(2, 6, 3, 3), torch.ones(2, 3, 3, 3)
-    right = {"x": x, "a": numbers, "y": x, "b": numbers, "types": 3, "relu": False}
-    for argument in ("a", "y", "b", "grad"):
-        whole = numbers if argument in "ab" else x
-        for wrong in (whole[:1], whole[..., :-1], whole.bfloat16()):
-            with pytest.raises(RuntimeError, match=rf"\b{argument} has "):
-                if argument == "grad":
-                    library.squash_sum_backward(wrong, *right.values(), 15)
-                else:
-                    library.squash_sum(*{**right, argument: wrong}.values())
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------

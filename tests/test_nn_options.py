@@ -1,0 +1,269 @@
+"""What single routing layers have of their own: parents to go on from, priors, schedules, coordinates, symmetry."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functional_cases import draw, gradients
+from nn_layers import FORMS, LAYERS
+from nn_layers import draw as given
+
+from fastcaps import DynamicRouting, EMRouting, HeinsenRouting, InvertedAttentionRouting, functional
+
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+WHOLE: dict[str, Any] = {"kernel_size": "all", "share": True}
+
+
+def make(form: str = "set", **options: Any) -> InvertedAttentionRouting:
+    return LAYERS[0].make(form, **{"iterations": 1, **options})
+
+
+@pytest.mark.parametrize("form", [*FORMS, "dropout"])
+@pytest.mark.parametrize("start", [False, True])
+def test_several_iterations_are_a_loop_of_calls(form: str, start: bool) -> None:
+    layer = make(dropout=0.4) if form == "dropout" else make(form)
+    children, gate = (tensor.requires_grad_() for tensor in given(layer))
+    parents = torch.randn_like(layer(children)).requires_grad_() if start else None
+    results = []
+    for together in (True, False):
+        torch.manual_seed(5)
+        before = parents
+        if not together:
+            for _ in range(2):
+                before = layer(children, before, gate)
+        poses = layer(children, before, gate, iterations=3 if together else 1)
+        leaves = [children, gate, *layer.parameters(), *([parents] if start else [])]
+        weights = torch.linspace(-1, 1, poses.numel(), dtype=poses.dtype).view(poses.shape)
+        results.append([poses, *torch.autograd.grad((poses * weights).sum(), leaves, allow_unused=True)])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_dropout_stands_between_sum_and_layer_norm(norm: bool) -> None:
+    layer, plain = make(dropout=0.4, layer_norm=norm), make(layer_norm=False)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    children, parents = draw(16, 6, 4), draw(16, 3, 4)
+    torch.manual_seed(5)
+    found = layer(children, parents)
+    torch.manual_seed(5)
+    dropped = F.dropout(plain(children, parents), 0.4)
+    assert 0.25 < (dropped == 0).double().mean() < 0.55
+    if norm:
+        dropped = F.layer_norm(dropped, (4,), layer.norm.weight, layer.norm.bias)
+    torch.testing.assert_close(found, dropped)
+    layer.eval()
+    whole = make(layer_norm=norm)
+    whole.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(children, parents), whole(children, parents))
+
+
+@pytest.mark.parametrize("form", ["set", "grid", "all"])
+def test_activations_option_returns_poses_and_activations(form: str) -> None:
+    layer, plain = make(form, activations=True), make(form)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    children, gate = given(layer)
+    poses, activations, _ = layer(children, None, gate, return_coefficients=True)
+    torch.testing.assert_close(poses, plain(children, None, gate))
+    logits = torch.einsum("bm...d,md->bm...", poses, layer.activation_weight)
+    bias = layer.activation_bias.view(-1, *[1] * (logits.dim() - 2))
+    torch.testing.assert_close(activations, torch.sigmoid(logits + bias))
+    torch.testing.assert_close(tuple(layer(children, None, gate)), (poses, activations))
+    with pytest.raises(ValueError, match="activations=True"):
+        plain.read_activations(poses)
+
+
+def test_parents_scale_and_gate() -> None:
+    layer = make()
+    children, parents, gate = draw(2, 6, 4), draw(2, 3, 4), torch.rand(2, 6, **DOUBLE)
+    assert layer.scale == 0.5
+    wanted = layer(children, 2 * parents)
+    layer.scale = 1.0  # the paper's, which writes none
+    torch.testing.assert_close(layer(children, parents), wanted)
+    gate[:, 4:] = 0  # not there
+    shared = make("rows")
+    children, parents = draw(2, 6, 6), draw(2, 3, 9)
+    torch.testing.assert_close(shared(children, parents, gate), shared(children[:, :4], parents, gate[:, :4]))
+
+
+@pytest.mark.parametrize("start", ["random", "learned"])
+@pytest.mark.parametrize("form", ["set", "grid"])
+def test_parents_start_where_the_layer_says(start: str, form: str) -> None:
+    layer, plain = make(form, start=start), make(form)
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if k != "first_poses"})
+    children, _ = given(layer)
+    grid = (3, 3) if form == "grid" else ()
+    first = layer.first_poses.view(1, 3, *(1 for _ in grid), -1).expand(2, 3, *grid, -1)
+    for iterations in (1, 3):
+        found = layer(children, iterations=iterations)
+        torch.testing.assert_close(found, plain(children, first, iterations=iterations))
+        assert not torch.allclose(found, plain(children, iterations=iterations))
+    torch.testing.assert_close(layer(children, found), plain(children, found))  # going on is going on
+    assert ("first_poses" in dict(layer.named_parameters())) == (start == "learned")
+    if start == "learned":
+        assert torch.autograd.grad(found.square().sum(), layer.first_poses)[0].any()
+    before = layer.first_poses.clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.first_poses, before)
+
+
+def test_queries_tell_the_number_of_parents() -> None:
+    keys = InvertedAttentionRouting(None, None, 4, 4, pose="vector", matrices=False, break_symmetry=False, **DOUBLE)
+    assert keys.weight is None and list(dict(keys.named_parameters())) == ["norm.weight", "norm.bias"]
+    queries, children = draw(2, 3, 4), draw(2, 7, 4, seed=1)
+    poses, shares = keys(children, queries, return_coefficients=True)
+    wanted = (torch.einsum("bmd,bid->bim", queries, children) / 2).softmax(-1)
+    torch.testing.assert_close(shares, wanted)
+    torch.testing.assert_close(poses, F.layer_norm(torch.einsum("bim,bid->bmd", wanted, children), (4,)))
+
+
+def test_wrong_parents_are_named() -> None:
+    layer, grid = InvertedAttentionRouting(6, 3, 4, 4), InvertedAttentionRouting(2, 3, 4, 4, kernel_size=3)
+    good, board = torch.randn(2, 6, 4), torch.randn(2, 2, 5, 5, 4)
+    for error, message, call in [
+        (ValueError, r"parents must be \[B, 3, 4\], got \[2, 4, 4\]", lambda: layer(good, torch.randn(2, 4, 4))),
+        (ValueError, r"parents must be \[B, 3, Ho, Wo, 4\]", lambda: grid(board, torch.randn(2, 3, 4))),
+        (ValueError, "parents", lambda: layer(good, torch.randn(3, 3, 4))),
+        (ValueError, "parents", lambda: grid(board, torch.randn(2, 3, 3, 2, 4))),
+        (TypeError, "parents", lambda: layer(good, torch.randn(2, 3, 4, dtype=torch.float64))),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_starts() -> None:
+    chosen = DynamicRouting(32, 32, 16, 16, kernel_size=3, std=0.05)
+    assert abs(chosen.weight.std().item() / 0.05 - 1) < 5 / (2 * chosen.weight.numel()) ** 0.5
+    layers = {prior: DynamicRouting(6, 3, 4, 4, prior=prior) for prior in ("zero", "learned", "random")}
+    assert layers["zero"].prior is None and not layers["learned"].prior.any()
+    random = layers["random"]
+    assert random.prior.shape == (6, 3) and random.prior.any() and not isinstance(random.prior, torch.nn.Parameter)
+    before = random.prior.clone()
+    random.reset_parameters()
+    assert "prior" in random.state_dict() and not torch.equal(random.prior, before)
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": "all"}, {"kernel_size": 2, "stride": 2}])
+def test_types_that_share_matrices_share_logits(options: dict[str, Any]) -> None:
+    layer = DynamicRouting(2, 3, 4, 4, share=True, prior="learned", compete="children", **options, **DOUBLE)
+    assert layer.prior.shape == (2, 3)
+    torch.nn.init.normal_(layer.prior)
+    found, shares = layer(draw(1, 2, 2, 2, 4), iterations=1, return_coefficients=True)
+    wanted = torch.stack([layer.prior[i % 2] for i in range(8)]).softmax(0)  # i = (y, x, n), n fastest
+    torch.testing.assert_close(shares.view(8, 3), wanted)
+    assert torch.autograd.grad(found.square().sum(), layer.prior)[0].any()
+
+
+def test_detach_cuts_the_gradient_alone() -> None:
+    kept = DynamicRouting(6, 3, 4, 4, **DOUBLE)
+    cut = copy.deepcopy(kept)
+    cut.detach = True
+    children = draw(2, 6, 4)
+    torch.testing.assert_close(kept(children), cut(children))
+    for layer in (kept, cut):
+        layer(children).square().sum().backward()
+    assert not torch.allclose(kept.weight.grad, cut.weight.grad)
+
+
+def test_coordinates_and_a_bias() -> None:
+    layer = EMRouting(2, 3, 4, 4, coordinates=True, bias=True, **WHOLE, **DOUBLE)
+    other = EMRouting(2, 3, 4, 4, bias=True, **WHOLE, **DOUBLE)
+    other.load_state_dict(layer.state_dict())
+    place, children = functional.coordinate_bias(3, 4, 2, 2, 2, **DOUBLE), draw(2, 2, 3, 4, 4)
+    torch.testing.assert_close(tuple(layer(children)), tuple(other(children, bias=place)))
+    more = draw(*place.shape, seed=3)
+    torch.testing.assert_close(tuple(layer(children, bias=more)), tuple(other(children, bias=more + place)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pattern", [[0, 1, 1, 0, 1, 1], [0] * 6, [1] * 6], ids=str)
+def test_the_edges_are_finite(dtype: torch.dtype, pattern: list[int]) -> None:
+    """Votes that agree exactly, so that variances are the eps of 1e-12; activations of exactly 0 and 1."""
+    layer = EMRouting(6, 3, 4, 4, share=True, eps=1e-12, inverse_temperature=10.0, dtype=dtype)
+    with torch.no_grad():
+        layer.beta_u.copy_(100 * torch.randn(3))
+        layer.beta_a.copy_(100 * torch.randn(3))
+    children = torch.randn(2, 1, 4, dtype=dtype).expand(-1, 6, -1).clone().requires_grad_()
+    activations = torch.tensor(pattern, dtype=dtype).expand(2, 6).clone().requires_grad_()
+    found = layer(children, activations)
+    assert all(result.isfinite().all() for result in found)
+    leaves = [children, activations, *layer.parameters()]
+    assert all(gradient.isfinite().all() for gradient in gradients(found, leaves))
+
+
+def hot(iteration: int) -> float:
+    return 0.1 * (iteration + 1)
+
+
+def test_schedules_may_change_and_travel() -> None:
+    children = draw(2, 6, 4)
+    layer = EMRouting(6, 3, 4, 4, **DOUBLE)
+    before = layer(children)[1]
+    for schedule in (0.5, [0.1, 0.1, 5.0], hot):
+        wanted = layer(children, inverse_temperature=schedule)
+        assert not torch.allclose(wanted[1], before)
+        layer.inverse_temperature = schedule
+        again = pickle.loads(pickle.dumps(layer))
+        assert again.inverse_temperature == schedule and torch.equal(again(children)[1], wanted[1])
+        layer.inverse_temperature = None
+
+
+def test_normalized_cost() -> None:
+    layer = EMRouting(7, 4, 6, 6, pose=2, normalize_cost=True, bias=True, eps=1e-2, **DOUBLE)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    given = draw(2, 7, 6).requires_grad_(), torch.rand(2, 7, **DOUBLE).requires_grad_(), *layer.parameters()
+    assert torch.autograd.gradcheck(lambda children, gate, *_: tuple(layer(children, gate)), given, fast_mode=True)
+    children, gate = torch.randn(2, 3, 4, 5, 4), torch.rand(2, 3, 4, 5)
+    whole = EMRouting(3, 5, 4, 4, coordinates=True, normalize_cost=True, **WHOLE)
+    assert whole(children, gate).activations.std(-1).min() > 0.1  # neither all 0 nor all 1
+    window = EMRouting(3, 5, 4, 4, kernel_size=3, normalize_cost=True)
+    found = window(children, gate, iterations=1, return_coefficients=True)
+    window.normalize_cost = False
+    plain = window(children, gate, iterations=1, return_coefficients=True)
+    torch.testing.assert_close(found[::2], plain[::2])  # the first iteration's poses and shares know no cost
+
+
+def heinsen(*sizes, **options) -> HeinsenRouting:
+    layer = HeinsenRouting(*sizes, 4, 4, bias=True, dtype=torch.float64, **options)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    return layer
+
+
+def test_what_tells_parents_apart() -> None:
+    equal = heinsen(None, None, break_symmetry=False)(draw(2, 5, 4)).poses
+    torch.testing.assert_close(equal, equal[:, :1].expand_as(equal))
+    broken = heinsen(None, None)
+    poses = broken(draw(2, 5, 4)).poses
+    assert (poses[:, 0] - poses[:, 1]).abs().min() > 1e-4
+    poses.square().sum().backward()
+    assert broken.bias_step.grad.abs().sum() > 0
+    for name, parameter in broken.named_parameters():
+        assert parameter.shape == ((1, 1) if name.startswith("beta") else (1, 1, 2, 2))
+    assert set(HeinsenRouting(6, 3, 4, 4, single_beta=True).state_dict()) == {"weight", "beta_use"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options", "message"),
+    [
+        (DynamicRouting, (6, 3), {"compete": "all"}, "compete must be one of 'parents', 'children', got 'all'"),
+        (DynamicRouting, (6, 3), {"compete": "children", "leaky": True}, "leaky must be False with compete='children'"),
+        (DynamicRouting, (6, 3), {"prior": True, "leaky": True}, "leaky must be False with prior='learned'"),
+        (DynamicRouting, (6, 3), {"prior": "one"}, "prior must be one of"),
+        (EMRouting, (2, 3), {"kernel_size": 3, "coordinates": True}, "False without kernel_size='all'"),
+        (EMRouting, (6, 3), {"inverse_temperature": [0.1]}, "inverse_temperature must have a number for each of the 3"),
+        (EMRouting, (3, 1), {"normalize_cost": True}, "normalize_cost must be False for one parent"),
+        (EMRouting, (6, 3), {"first_coefficients": "zeros"}, "first_coefficients must be one of"),
+        (HeinsenRouting, (6, 3), {"model": "skm"}, "model must be one of 'gaussian', 'kmeans', got 'skm'"),
+        (InvertedAttentionRouting, (6, 3), {"dropout": 1.0}, r"dropout must lie in \[0, 1\)"),
+        (InvertedAttentionRouting, (6, 3), {"start": "one"}, "start must be one of 'zero', "),
+    ],
+)
+def test_wrong_options(kind: Any, sizes: tuple[int, int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(*sizes, 4, 4, **options)
