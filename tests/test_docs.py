@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fastcaps import models
 from tools import routing_pictures, site
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +61,7 @@ def test_the_python_of_a_page_runs_as_printed(
     request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write checkpoints
+    monkeypatch.setattr(models, "_NETWORKS", {**models._NETWORKS})  # or register a network
     if page.name == "distributed.md":
         request.getfixturevalue("four_processes")
     names: dict[str, Any] = {}
