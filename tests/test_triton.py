@@ -88,7 +88,8 @@ TILES = {"forward": 16, "backward": 8, "warps": (1, 4), "positions": 8}  # the l
 DEEP = {"parents": 17, "pose": (2, 9, 2)}  # two tiles, and a depth that makes matrix products pay
 FIRST = {"how": 0, "start": False, "turns": 2}
 SAME = {"groups": "none", "types": 1, "pose": (2, 3, 3), "start": False, "turns": 2}
-CROWDED = {"grid": (1, 1), "window": SET_WINDOW, "types": 65, "parents": 3, "groups": "one", "bias": "1M"}
+CROWDED = {"grid": (1, 1), "window": SET_WINDOW, "types": 65, "parents": 3, "groups": "one"}
+CROWDED |= {"bias": "1M", "betas": "I1"}
 BARE: dict[str, Any] = {
     "how": -1, "bias": None, "gate": None, "betas": "11", "normalize": False, "detach": True, "log_weight": False,
     "grid": (2, 3), "window": (2, 2, 1, 1, 0, 0, 1, 1),
