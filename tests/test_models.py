@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -160,9 +159,7 @@ def test_every_name_has_its_parameters_tested_and_told():
     assert set(models.names()) == {*HAND, *ENCAPNET, "mnist", "digits"}
     page = PAGE.read_text(encoding="utf-8")
     for name, (exact, _, _) in HAND.items():
-        stem = re.sub(r"-(c100|max|average|routing)$", "", name)
-        rows = [row for row in page.splitlines() if row.startswith("|") and f"`{stem}" in row]
-        assert not rows or any(f"{exact:,}" in row for row in rows), name  # some stand in one row for their kind
+        assert f"{exact:,}" in page, name
 
 
 def weights(module) -> int:
