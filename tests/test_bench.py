@@ -269,7 +269,8 @@ NEEDS_PROC = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK),
 @NEEDS_PROC
 def test_peak_of_a_pass_in_a_fresh_process() -> None:
     shelf: list[torch.Tensor] = []
-    assert abs(kept_by(lambda: shelf.append(torch.ones(32 * 2**18))) - 32 * 2**20) < 4 * 2**20
+    # more than glibc ever takes from what a process has freed
+    assert abs(kept_by(lambda: shelf.append(torch.ones(64 * 2**18))) - 64 * 2**20) < 4 * 2**20
     assert kept_by(lambda: torch.ones(32 * 2**18).sum()) < 4 * 2**20
     workload = find("tsai-c10-conv1")
     fresh = Remote(1, Runner, "cpu")

@@ -44,8 +44,10 @@ def schedules(routing: Routing) -> list[tuple[bool, torch.dtype, str, re.Match[s
 @every_routing
 def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
     met: dict[tuple[str, bool], set[str]] = defaultdict(set)
+    widest = 0
     for backward, dtype, weights, how in schedules(routing):
         kind = "double" if dtype == torch.float64 else "float"
+        widest = max(widest, int(how["width"]) * dtype.itemsize)
         said = how["how"] or ""
         votes = "folded" if "folded" in said else "twice" if "twice" in said else "kept"
         if "stay" in said:
@@ -59,6 +61,9 @@ def test_every_way_to_cut_a_call_up_has_a_case(routing: Routing) -> None:
         both = [f"{kind} {lanes}" for kind in ("float", "double") for lanes in ("positions", "children")]
         assert met["lanes", backward] >= {f"{one} {weights}" for one in both for weights in ("own", "shared")}
         ways = {f"{one} {votes}" for one in both for votes in ("kept", "twice")}
+        if widest < 64:  # bytes of a vector: the votes of so few children at once fit whatever the case
+            ways -= {f"{kind} children twice" for kind in ("float", "double")}
+            met["votes", backward] -= {f"{kind} children twice" for kind in ("float", "double")}
         if routing.stem == "attention":  # whose matrices may act on the parents instead; of doubles they do not
             ways |= {"float positions folded", "float children folded"}
         assert met["votes", backward] == ways

@@ -83,6 +83,7 @@ def test_a_handler_that_returns_does_not_stop_a_call(alarm: Any) -> None:
 
 def test_ctrl_c_stops_the_main_thread_alone(one_thread: None) -> None:
     """Others compute, rightly, and wrong calls of theirs raise what they should."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     over = threading.Event()
     children, weight = torch.randn(1, 40, 1, 4), torch.randn(40, 3, 4, 5)
     expected = fastcaps.functional.dynamic_routing(children, weight)[0]
@@ -106,4 +107,5 @@ def test_ctrl_c_stops_the_main_thread_alone(one_thread: None) -> None:
         finally:
             timer.join()
             over.set()
+            signal.signal(signal.SIGINT, before)
         assert all(one.result() > 0 for one in working)
