@@ -50,7 +50,7 @@ LEFT = {"introspection.cpp", "introspection.cu", "capability.cpp", "peak.cpp", "
 TESTS = {
     "cpu": ("tests/test_kernels.py", "tests/encapnet/test_squash_sum.py", "tests/test_errors.py", "tests/test_ops.py",
             "tests/test_functional_extremes.py", "tests/test_explain.py",
-            "-k", "not (instruction_set or 32_bits or published_size or cuda or triton)"),
+            "-k", "not (instruction_set or 32_bits or published_size or cuda or triton or reference)"),
     "cuda": ("tests/test_cuda_kernels.py", "tests/test_cuda_extremes.py", "tests/encapnet/test_squash_sum.py",
              "-k", "(on-cpu and not random and not (three_products and 64)) or kernel_has or one_launch "
                    "or (squash_sum and cuda)"),
