@@ -250,6 +250,7 @@ class Votes(NamedTuple):
         gate: Any,
         window: Window | None,
         parents: Any = None,
+        *,
         gate_name: str = "gate",
         others: tuple[Any, ...] = (),
         parents_at: int | None = None,

@@ -166,6 +166,15 @@ def test_only_the_gradients_asked_for(routing: Routing, case: Case, name: str, c
             assert (gradient - everything[one]).abs().max() <= 4 * torch.finfo(gradient.dtype).eps * scale, one
 
 
+@pytest.mark.parametrize("bias", [None, "IM"])
+@pytest.mark.parametrize(("batch", "types"), [(20, 9), (1, 70)])
+def test_attention_over_votes_that_are_the_children(batch: int, types: int, bias: str | None) -> None:
+    for rule, dtype in ((Rule.LAYER_NORM, torch.float32), (Rule.SQUASH, torch.bfloat16), (Rule.PLAIN, torch.float64)):
+        options: dict[str, Any] = {"pose": (2, 3, 3), "groups": "none", "bias": bias, "turns": 2, "gate": "some"}
+        case = Case("same", rule, batch, types=types, dtype=dtype, **options)
+        ATTENTION.bar(case).hold(ATTENTION.call(case).training(by_op))
+
+
 @every_routing
 def test_turns_over_ranges_of_children(routing: Routing) -> None:
     """Too many children to stay over turns: every range waits for the turn before, whose parents it reads back."""

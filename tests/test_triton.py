@@ -104,6 +104,8 @@ WAYS: dict[str, Any] = {
     "crowded-products": (0, LIMITS, {**CROWDED, "batch": 16}),
     "ranges": (0, {"resident": 64}, {}),  # a range for every child
     "ordered": (1, {}, {}),
+    "empty": (0, {}, {"batch": 0}),
+    "no-eps": (0, LIMITS, {"types": 3, "eps": 0.0, "gate": None}),  # what fills a block's last tile is 0 to LayerNorm
     "tf32": (2, TILES, {"batch": 2, **DEEP}),
     "tf32-ordered": (3, TILES, {"batch": 5, **DEEP}),  # several blocks of positions
     "tf32-bare": (3, TILES, {"batch": 5, **DEEP, **BARE}),
@@ -113,7 +115,7 @@ WAYS: dict[str, Any] = {
 
 def _way(routing: Routing, way: str) -> Case:
     """Return a case whose parents take two tiles, where those are small."""
-    usual = {"types": 2, "parents": 9, "pose": (2, 3, 2), **WAYS[way][2]}
+    usual = {"types": 2, "parents": 9, "pose": (3, 2, 2), **WAYS[way][2]}  # C + E is not C * E
     if "how" in usual:  # the first or the last of a routing's rules
         usual["rule"] = [fields["rule"] for fields in routing.table.rules.values()][usual.pop("how")]
     return _small(routing, **usual)

@@ -11,7 +11,6 @@ from fastcaps.functional.explanation import Explanation, Explanations, explain
 from fastcaps.functional.heinsen import heinsen_routing
 from fastcaps.functional.inverted_attention import inverted_attention_routing
 from fastcaps.functional.pooling import routing_pool
-from fastcaps.functional.uniform import uniform_turn
 from fastcaps.results import Capsules, Gaussians, Routed, RoutedCapsules, RoutedGaussians
 from fastcaps.votes import Window
 
@@ -31,5 +30,4 @@ __all__ = [
     "heinsen_routing",
     "inverted_attention_routing",
     "routing_pool",
-    "uniform_turn",
 ]

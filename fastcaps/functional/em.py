@@ -158,7 +158,10 @@ def em_routing(
     (torch.Size([2, 3, 4, 4]), torch.Size([2, 3]))
     """
     others = (beta_u, beta_a)
-    votes = Votes.of(children, weight, bias, activations, window, None, "activations", others, 0, _check)
+    votes = Votes.of(
+        children, weight, bias, activations, window,
+        gate_name="activations", others=others, parents_at=0, check=_check,
+    )  # fmt: skip
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
     given = 1.0 if normalize_cost and inverse_temperature is None else inverse_temperature
     temperatures = inverse_temperatures(given, iterations)

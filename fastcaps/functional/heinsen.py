@@ -96,7 +96,10 @@ def heinsen_routing(
     (torch.Size([2, 3]), torch.Size([2, 3, 4, 4]))
     """
     others = (beta_use, beta_ignore)
-    votes = Votes.of(children, weight, bias, scores, window, None, "scores", others, 1, _check)
+    votes = Votes.of(
+        children, weight, bias, scores, window,
+        gate_name="scores", others=others, parents_at=1, check=_check,
+    )  # fmt: skip
     iterations, eps = check_count("iterations", iterations), check_eps(eps)
     check_choice("model", model, tuple(MODELS))
     if votes.gate is not None:  # scores, until here

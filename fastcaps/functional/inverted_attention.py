@@ -40,7 +40,7 @@ def inverted_attention_routing(
 
     The parents compete for each child: the softmax runs over m. Without ``parents`` this is the first iteration, in
     which ``r = 1 / M``; before LayerNorm the result is then linear in the children, made by a convolution or matmul
-    (:func:`fastcaps.functional.uniform_turn`) except where copying large weights for that would be most of the work.
+    (``fastcaps/functional/uniform.py``) except where copying large weights for that would be most of the work.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def inverted_attention_routing(
     rule = Rule.LAYER_NORM if normalize and pose != 1 else Rule.PLAIN
     if rule == Rule.PLAIN:
         norm_weight = norm_bias = None
-    if query is None and not uniform.op_takes_it(votes):
+    if query is None and uniform.library_serves(votes):  # no parents yet: linear in the children
         routed = uniform.uniform_turn(votes, norm_weight, norm_bias, eps, rule == Rule.LAYER_NORM)
         if iterations == 1 and return_coefficients:
             return Routed(from_op(routed, window), uniform.uniform_coefficients(votes))

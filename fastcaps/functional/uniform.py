@@ -17,8 +17,8 @@ from fastcaps.votes import SET_WINDOW, Votes, autocast_dtype, hidden, output_siz
 _LARGE = 1 << 23  # numbers: 32 MB, which the system hands out page by page at every call
 
 
-def op_takes_it(votes: Votes) -> bool:
-    """Return whether the op should run a uniform turn after all, rather than the library.
+def library_serves(votes: Votes) -> bool:
+    """Return whether the library runs a call's first iteration, rather than the op.
 
     The library needs the weights in another order. Copying them is little beside the convolution itself, except where
     they are large: with a 3 x 3 window of 16 types of 1 x 64 poses it takes 50 ms, and the kernel, which reads them as
@@ -30,12 +30,12 @@ def op_takes_it(votes: Votes) -> bool:
     """
     children, weight, window = votes.children, votes.weight, votes.window
     if weight is None or backends.forced() == "reference" or is_sharded(votes[:4]):
-        return True
+        return False
     if children.device.type == "cuda":
         convolution = tuple(window) != SET_WINDOW and children.shape[3] % weight.shape[0] != 0
-        return _rounds(convolution) and (autocast_dtype("cuda") or children.dtype) == torch.float32
-    own = weight.shape[0] == seen_of(votes)
-    return own and weight.numel() >= _LARGE and children.device.type == "cpu" and backends.native_serves()
+        return not (_rounds(convolution) and (autocast_dtype("cuda") or children.dtype) == torch.float32)
+    large = weight.shape[0] == seen_of(votes) and weight.numel() >= _LARGE
+    return not (large and children.device.type == "cpu" and backends.native_serves())
 
 
 @torch.compiler.assume_constant_result
