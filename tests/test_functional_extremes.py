@@ -4,7 +4,6 @@ long and very short poses, half precision, offsets beyond 32 bits; and calls tha
 
 from __future__ import annotations
 
-import gc
 import math
 import mmap
 import subprocess
@@ -68,9 +67,8 @@ def test_no_vote_outlives_a_call(routing: Routing) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         found = routing.ours(leaves)
     sizes = Sizes()
+    assert found
     assert max(kept) < sizes.batch * sizes.types * sizes.parents * sizes.pose[0] * sizes.pose[2]
-    del found
-    gc.collect()
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -180,10 +178,7 @@ def test_coefficients_of_the_published_size_err_no_more_than_twice_eager() -> No
 
 FATAL = [  # grid, kernel, stride, padding, dilation: no output column sees an input column
     ((4, 1), (3, 1), (3, 3), (5, 2), (2, 2)),
-    ((3, 1), (1, 1), (3, 2), (7, 1), (2, 2)),
-    ((2, 2), (1, 1), (1, 4), (0, 2), (2, 4)),
     ((1, 1), (1, 2), (1, 2), (5, 5), (3, 2)),
-    ((8, 1), (1, 3), (2, 2), (5, 5), (1, 2)),
     ((4, 3), (3, 1), (1, 4), (1, 9), (2, 4)),
 ]
 _SCRIPT = """
@@ -275,7 +270,6 @@ def _same_bits(call: Call, far: Call) -> None:
     found, wanted = far.training(Call.by_op), call.training(Call.by_op)
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
-    gc.collect()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is committed on first use")
@@ -310,6 +304,7 @@ def test_state_gate_and_gradients_whose_extent_exceeds_32_bits(routing: Op) -> N
 
 
 @native_only
+@pytest.mark.slow
 def test_more_children_than_32_bits_count() -> None:
     """Stride-0 children whose virtual extent passes 2^31 numbers; 2^27 + 1 children of 16, all alike."""
     count = 2**27 + 1
