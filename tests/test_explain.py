@@ -104,10 +104,7 @@ def test_every_function_in_its_settings(routing: Routing, window: Window | None)
 
     told = told_of(call, routing.tensors(window, torch.float32))
     assert len(routing_calls) == 1 and told
-    library = routing.name in ("attention-uniform", "attention-3")
-    assert [one.backend for one in told] == (["torch"] if library else []) + [RUNS] * (len(told) - library)
-    ops = 3 if routing.name.endswith("prior") else routing.name != "attention-uniform"  # an op an iteration, or one
-    assert len(told) == library + ops
+    assert [one.backend for one in told] == ["torch"] * routing.library + [RUNS] * routing.ops
     for one in told:
         assert ("by 2x3 windows" in one.call) == (window is not None)
         assert "float32 on cpu" in one.call and "batch 3" in one.call
