@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,13 @@ native_only = pytest.mark.skipif(
 )
 every_routing = pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 every_backend = pytest.mark.parametrize("name", [pytest.param("cpu", marks=native_only), "reference"])
+
+
+def python(*command: str, cwd: str | Path = Path(__file__).parents[1], **environ: str) -> Any:
+    """Run a fresh interpreter, which finds what this one finds: code, or several arguments."""
+    arguments = ["-c", *command] if len(command) == 1 else command
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
+    return subprocess.run([sys.executable, *arguments], env=variables, cwd=cwd, capture_output=True, text=True)
 
 
 def drawn(examples: int) -> Any:

@@ -120,9 +120,6 @@ def test_fastcaps_torch_dir_is_taken_before_all_others_or_is_an_error(
         setup_py.find_torch({"FASTCAPS_TORCH_DIR": str(tmp_path / "empty")}, sys.path)
 
 
-# ---- setup.py's other decisions --------------------------------------------------------------------------------------
-
-
 # ---- wheels ----------------------------------------------------------------------------------------------------------
 
 

@@ -6,12 +6,8 @@ rounding.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +16,13 @@ from cases import WINDOWS, Case
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
-from suite import cases_named, cases_where, drawn, every_backend, every_routing, native_only, random_cases
+from suite import cases_named, cases_where, drawn, every_backend, every_routing, native_only, python, random_cases
 from torch import Tensor
 
 from fastcaps import backends, ops
 from fastcaps.rules import Rule
 from fastcaps.votes import SET_WINDOW, Votes
 
-TESTS = Path(__file__).resolve().parent
 LEVELS = ("default", "avx2", "avx512")
 
 
@@ -257,24 +252,20 @@ def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threa
 # ---- instruction sets ------------------------------------------------------------------------------------------------
 
 
-def _python(level: str, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FASTCAPS_CPU_CAPABILITY": level}
-    return subprocess.run([sys.executable, *command], env=environment, cwd=TESTS.parent, capture_output=True, text=True)
-
-
 @native_only
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level: str) -> None:
     """All routings, forward and every gradient, at the levels that are not the one of this process."""
     if level == backends.native_capability():
         pytest.skip(f"{level} is what this process runs on")
-    seen = _python(level, "-W", "ignore", "-c", "from fastcaps import backends as b; print(b.native_capability())")
+    variables = {"FASTCAPS_CPU_CAPABILITY": level}
+    seen = python("-W", "ignore", "-c", "from fastcaps import backends as b; print(b.native_capability())", **variables)
     if seen.stdout.strip() == "None":
         pytest.skip(f"{level} is not built, or this processor does not have it")
     assert seen.stdout.strip() == level
     selected = "(test_results and (float or folded or same)) or test_detached or test_only_the_gradients"
     options = ("-q", "-x", "-p", "no:cacheprovider", "--require-native", "-k", selected)
-    done = _python(level, "-m", "pytest", *options, str(TESTS / "test_kernels.py"))
+    done = python("-m", "pytest", *options, __file__, **variables)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
