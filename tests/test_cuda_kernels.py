@@ -16,8 +16,8 @@ from cuda_on_cpu import build
 from cuda_target import OPTIONS, Target, ask, mixed_order, on_every_target, question, taken
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import ATTENTION, ROUTINGS, BackwardCall, Call, Routing, gpu_cases
-from suite import drawn, every_routing, random_cases
+from registry import ATTENTION, ROUTINGS, Call, Routing, gpu_cases
+from suite import drawn, every_routing, hold_each_gradient_alone, random_cases
 
 from fastcaps.rules import Rule
 
@@ -126,15 +126,7 @@ def test_random_calls(
 @pytest.mark.parametrize(("name", "option"), [("padded", "ordered"), ("pose-4x4", "fast")])
 @every_routing
 def test_only_the_gradients_asked_for(routing: Routing, name: str, option: str, target: Target) -> None:
-    whole = routing.backward_call(replace(routing.case(name), turns=1))
-    everything = target.backward(whole, option)
-    all_needs, names = whole.given["needs"], routing.gradients
-    for needs in [1 << k for k in range(len(names))] + [0, 3, 6, 7]:
-        found = target.backward(BackwardCall(routing, {**whole.given, "needs": needs}), option)
-        wanted = {name for k, name in enumerate(names) if (needs & all_needs) >> k & 1}
-        assert {name for name in found if name in wanted} == set(found) and wanted <= set(found)
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, everything[name], rtol=1e-5, atol=1e-5, msg=name)
+    hold_each_gradient_alone(lambda call: target.backward(call, option), routing, routing.case(name), most=100)
 
 
 @on_every_target

@@ -16,12 +16,23 @@ from cases import WINDOWS, Case
 from hypothesis import given
 from hypothesis import strategies as st
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
-from suite import cases_named, cases_where, drawn, every_backend, every_routing, native_only, python, random_cases
+from suite import (
+    cases_named,
+    cases_where,
+    drawn,
+    every_backend,
+    every_routing,
+    hold_each_gradient_alone,
+    hold_far_from_zero,
+    native_only,
+    python,
+    random_cases,
+)
 from torch import Tensor
 
 from fastcaps import backends, ops
 from fastcaps.rules import Rule
-from fastcaps.votes import SET_WINDOW, Votes
+from fastcaps.votes import Votes
 
 LEVELS = ("default", "avx2", "avx512")
 
@@ -149,16 +160,7 @@ def test_a_gradient_of_one_result_alone(rule: Rule, only: str) -> None:
 @every_backend
 @cases_named(["padded", "children-float32", "sharing-float64"])
 def test_only_the_gradients_asked_for(routing: Routing, case: Case, name: str, chosen: None) -> None:
-    case = replace(case, turns=1)
-    everything = routing.backward_call(case).results(routing.backward_op)
-    bits = {name: 1 << k for k, name in enumerate(routing.gradients)}
-    for wanted in [{name} for name in everything] + [set(), {"dchildren", "dweight"}, {"dweight", "dgate"}]:
-        call = routing.backward_call(case, needs=sum(bits[name] for name in wanted))
-        found = call.results(routing.backward_op)
-        assert found.keys() == wanted & everything.keys()
-        for one, gradient in found.items():
-            scale = everything[one].abs().max()
-            assert (gradient - everything[one]).abs().max() <= 4 * torch.finfo(gradient.dtype).eps * scale, one
+    hold_each_gradient_alone(lambda call: call.results(routing.backward_op), routing, case, most=4)
 
 
 @pytest.mark.parametrize("bias", [None, "IM"])
@@ -273,39 +275,28 @@ def test_every_instruction_set(level: str) -> None:
 
 
 @native_only
-@pytest.mark.parametrize("shift", [0.0, 1e4])
-def test_variances_of_votes_far_from_zero_and_of_tight_clusters(shift: float) -> None:
-    """Votes at 1e4 with a spread of 1, and one cluster 1e-3 wide a spread of 1 away: float32 agrees to 1e-3."""
-    generator = torch.Generator().manual_seed(0)
-    children = torch.randn(3, 1, 1, 600, 1, 4, generator=generator, dtype=torch.float64)
-    children[:, :, :, 300:] = 0.7 + 1e-3 * children[:, :, :, 300:]
-    mean = torch.tensor([0.0, 0.7], dtype=torch.float64).view(1, 1, 1, 2, 1, 1).expand(3, 1, 1, 2, 1, 4)
-    variance = torch.tensor([1.0, 1e-6], dtype=torch.float64).view(1, 1, 1, 2, 1, 1).expand(3, 1, 1, 2, 1, 4)
-    zeros = torch.zeros(1, 1, dtype=torch.float64)
-    call: dict[str, Any] = {
-        "children": children,
-        "weight": torch.eye(4, dtype=torch.float64).expand(1, 2, 4, 4),
-        "bias": torch.full((1, 1, 1, 4), shift, dtype=torch.float64),
-        "gate": None,
-        "parents": 2,
-        "window": list(SET_WINDOW),
-        "mean": None,
-        "variance": None,
-        "log_weight": None,
-        "beta_use": zeros,
-        "beta_ignore": zeros,
-        "temperatures": [1.0],
-        "rule": int(Rule.HEINSEN),
-        "eps": 0.0,
-    }
-    starts: list[dict[str, Any]] = [{}]
-    if shift == 0:  # float32 has 1e4 + x to 5e-4 only
-        starts.append({"mean": mean, "variance": variance, "log_weight": -0.5 * variance.log().sum((-2, -1))})
-    for start in starts:
-        exact = Call(GAUSSIAN, {**call, **start}, {})
-        single = Call(GAUSSIAN, {n: v.float() if isinstance(v, Tensor) else v for n, v in exact.given.items()}, {})
-        found, wanted = single.by_op()["all_variances"].double(), exact.by_loop()["all_variances"]
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
+@pytest.mark.parametrize("start", [False, True])
+def test_variances_of_votes_far_from_zero(start: bool) -> None:
+    hold_far_from_zero(Call.by_op, 600, start)
+
+
+@native_only
+@pytest.mark.parametrize("start", [False, True])
+def test_variances_of_tight_clusters(start: bool) -> None:
+    """One cluster of votes 1e-3 wide a spread of 1 away from the others: float32 agrees to 1e-3."""
+    case = Case(
+        "tight", Rule.HEINSEN, batch=3, types=600, parents=2, pose=(1, 4, 4), groups="one", start=start, eps=0.0
+    )
+    call = GAUSSIAN.call(replace(case, betas="11"))
+    tight = call.given["children"][..., 300:, :, :]
+    tight.mul_(1e-3).add_(0.7)
+    call.given["weight"].copy_(torch.eye(4))
+    if start:
+        call.given["mean"].copy_(torch.tensor([0.0, 0.7])[:, None, None])
+        call.given["variance"].copy_(torch.tensor([1.0, 1e-6])[:, None, None])
+        call.given["log_weight"].copy_(-0.5 * call.given["variance"].log().sum((-2, -1)))
+    exact = call.having([tensor.double() for tensor in call.tensors]).by_loop()["all_variances"]
+    torch.testing.assert_close(call.by_op()["all_variances"].double(), exact, rtol=1e-3, atol=0)
 
 
 LONELY = {  # batch, children, parents, (C, D, E), groups: with lanes that are filled and not, positions and children
