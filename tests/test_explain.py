@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from features import BY_NAME, ROUTINGS, WINDOWS, Routing
+from features import FUNCTIONS, ROUTINGS, WINDOWS, Routing
 from suite import native_only
 from torch import Tensor, nn
 
@@ -112,7 +112,7 @@ def test_every_function_in_its_settings(routing: Routing, window: Window | None)
             assert one.forward and one.backward
 
 
-@pytest.mark.parametrize("routing", [BY_NAME[name] for name in ("attention-1", "pool-weights", "em")], ids=str)
+@pytest.mark.parametrize("routing", FUNCTIONS.values(), ids=str)
 def test_a_forced_backend_that_cannot_take_the_call_is_part_of_the_answer(routing: Routing) -> None:
     given = routing.tensors(dtype=torch.float32)
     for name in ("cuda", "triton"):

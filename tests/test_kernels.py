@@ -257,7 +257,7 @@ def test_same_bits_for_any_number_of_threads(routing: Routing, case: Case, threa
 @native_only
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level: str) -> None:
-    """All routings, forward and every gradient, at the levels that are not the one of this process."""
+    """Forward and every gradient at the levels that are not the one of this process: what goes by lanes or dtypes."""
     if level == backends.native_capability():
         pytest.skip(f"{level} is what this process runs on")
     variables = {"FASTCAPS_CPU_CAPABILITY": level}
@@ -265,7 +265,7 @@ def test_every_instruction_set(level: str) -> None:
     if seen.stdout.strip() == "None":
         pytest.skip(f"{level} is not built, or this processor does not have it")
     assert seen.stdout.strip() == level
-    selected = "(test_results and (float or folded or same)) or test_detached or test_only_the_gradients"
+    selected = "test_results and (float or folded or same) and not twice"
     options = ("-q", "-x", "-p", "no:cacheprovider", "--require-native", "-k", selected)
     done = python("-m", "pytest", *options, __file__, **variables)
     assert done.returncode == 0, done.stdout[-3000:]
