@@ -13,20 +13,16 @@ from typing import Any
 import pytest
 import torch
 from cases import WINDOWS, Case
-from hypothesis import given
-from hypothesis import strategies as st
 from registry import ATTENTION, GAUSSIAN, POOLING, ROUTINGS, BackwardCall, Call, Routing
 from suite import (
     cases_named,
     cases_where,
-    drawn,
     every_backend,
     every_routing,
     hold_each_gradient_alone,
     hold_far_from_zero,
     native_only,
     python,
-    random_cases,
 )
 from torch import Tensor
 
@@ -61,13 +57,6 @@ def test_results_and_gradients(routing: Routing, case: Case) -> None:
     found = routing.backward_call(case).results(routing.backward_op)
     assert all(gradient.is_contiguous() for gradient in found.values())
     routing.backward_bar(case).hold(found)
-
-
-@every_routing
-@drawn(10)
-@given(data=st.data(), seed=st.integers(0, 9))
-def test_random_calls(routing: Routing, data: st.DataObject, seed: int) -> None:
-    held(routing.call(data.draw(random_cases(routing)), seed))
 
 
 # ---- digits, NaN and infinity ----------------------------------------------------------------------------------------
