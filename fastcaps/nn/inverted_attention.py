@@ -142,14 +142,13 @@ break_symmetry, iterations, device, dtype
         self.scale = 1.0 / math.sqrt(self.out_dim)
         self.norm: nn.LayerNorm | None = None
         if layer_norm and self.out_dim > 1:
-            place = {"device": options.get("device"), "dtype": options.get("dtype")}
-            self.norm = nn.LayerNorm(self.out_dim, eps=self.eps, **place)  # type: ignore[arg-type]
+            self.norm = nn.LayerNorm(self.out_dim, eps=self.eps, **self._place)
         many = self.out_capsules or 1
-        self.new_parameter("activation_weight", (many, self.out_dim), options, self.activations)
-        self.new_parameter("activation_bias", (many,), options, self.activations)
+        self.new_parameter("activation_weight", (many, self.out_dim), self.activations)
+        self.new_parameter("activation_bias", (many,), self.activations)
         check_choice("start", start, ("zero", "random", "learned"))
         self.start = start
-        self.new_parameter("first_poses", (many, self.out_dim), options, start)
+        self.new_parameter("first_poses", (many, self.out_dim), start)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
