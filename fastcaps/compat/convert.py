@@ -87,10 +87,10 @@ def convert(model: nn.Module, *, check: bool = True, verbose: bool = False) -> C
 
     :mod:`fastcaps.compat` lists them. A layer stays the same object and takes another class: parameters, submodules,
     hooks and whatever else it holds stay as they are, so that an optimizer goes on working, and checkpoints keep their
-    keys. Candidates are found by class name, the layer's or that of a class it is made from, and by attributes; one that
-    does not fit, or has methods of its own, is left alone. A layer that the model holds in a plain list alone is not
-    found, and a bound ``forward`` that somebody kept goes on doing what it did. Of two public versions of a layer the
-    one that agrees is taken.
+    keys. Candidates are found by class name, the layer's or that of a class it is made from, and by attributes; one
+    that does not fit, or has methods of its own, is left alone. A layer that the model holds in a plain list alone is
+    not found, and a bound ``forward`` that somebody kept goes on doing what it did. Of two public versions of a layer
+    the one that agrees is taken.
 
     Parameters
     ----------
