@@ -33,6 +33,7 @@ GRID, POSES = (2, 3, 7, 5), [(2, 6), (2, 6, 2, 3)]
 
 CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]]]] = {
     "fc-matrix": (CapsuleFC, MATRIX, [(2, 12, 9)]),
+    "fc-grid": (CapsuleFC, MATRIX, [(2, 3, 2, 2, 9)]),  # which is flattened in the order n, h, w
     "fc-vector": (CapsuleFC, VECTOR, [(2, 12, 3)]),
     "conv-matrix": (CapsuleCONV, {**MATRIX, **WINDOW}, [(*GRID, 9)]),
     "conv-to-one": (CapsuleCONV, {**VECTOR, **WINDOW, "out_d_capsules": 1}, [(*GRID, 3)]),
@@ -156,14 +157,6 @@ def test_no_window_is_copied() -> None:
     with torch.no_grad(), Largest() as seen:
         results(layer, [children])
     assert seen.numbers == children.numel()  # in windows there are five times as many
-
-
-def test_a_grid_into_fc_is_flattened_n_h_w() -> None:
-    ours, plain = pair("fc-matrix")
-    grid = torch.randn(2, 3, 2, 2, 9, dtype=torch.float64)
-    rows = torch.stack([grid[:, n, h, w] for n in range(3) for h in range(2) for w in range(2)], 1)
-    torch.testing.assert_close(ours(grid, 0), ours(rows, 0))
-    torch.testing.assert_close(ours(grid, 0), plain(grid, 0))
 
 
 @pytest.mark.parametrize("name", ["fc-matrix", "conv-matrix"])

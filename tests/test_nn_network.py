@@ -79,15 +79,6 @@ def test_primary_capsules_of_every_kind() -> None:
     assert scored.batch_norm is not scored.activation_batch_norm
 
 
-@pytest.mark.parametrize(("size", "channels"), [(12, 1), ((7, 31), 1), ((50, 9), 2)])
-def test_any_image_size_and_channels(size: Any, channels: int) -> None:
-    net = make(channels, size).eval()
-    height, width = net.image_size
-    assert net(torch.randn(3, channels, height, width)).shape == (3, 5)
-    grid = [((n + 1) // 2 - 3) // 2 + 1 for n in (height, width)]
-    assert net.routing.layers[-1].in_capsules == 3 * grid[0] * grid[1]
-
-
 # ---- head and network ------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +172,6 @@ def test_wrong_arguments_are_named() -> None:
     for error, message, call in [
         (ValueError, r"features must be \[B, 5, H, W\], got \[2, 4, 6, 7\]", lambda: primary(torch.randn(2, 4, 6, 7))),
         (ValueError, "smaller than the window", lambda: primary(torch.randn(2, 5, 2, 7))),
-        (ValueError, "normalize must be one of 'layer_norm', 'sq", lambda: PrimaryCapsules(5, 3, 4, normalize="batch")),
         (ValueError, "in_channels must be 9 with kernel_size=None", lambda: PrimaryCapsules(12, 3, 3, **own)),
         (ValueError, "need a kernel_size", lambda: PrimaryCapsules(12, 3, 3, padding=1, **own)),
         (ValueError, "scores must be False", lambda: PrimaryCapsules(12, 3, 3, scores=True, **own)),

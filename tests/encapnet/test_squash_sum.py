@@ -1,4 +1,4 @@
-"""squash_sum: the formula as loops, the reference against it, every kernel against the reference, torch's tools."""
+"""squash_sum: every kernel against the reference (the formula is in test_nn_cap_conv), torch's tools, errors."""
 
 from __future__ import annotations
 
@@ -51,29 +51,6 @@ def draw(
             value *= scale * torch.rand(batch, 1, height, width, dtype=torch.float64).mul(4).round() / 2
         given[name] = value.to(dtype)
     return {**given, "types": types}
-
-
-def by_loops(x: Tensor, a: Any, y: Any, b: Any, types: int, relu: bool) -> Tensor:
-    """Capsule by capsule, number by number."""
-    out = torch.zeros_like(x)
-    dim = x.shape[1] // types
-    for capsules, coefficient in ((x, a), (y, b)):
-        if capsules is None:
-            continue
-        for n, t, row, column in itertools.product(range(len(x)), range(types), *map(range, x.shape[2:])):
-            pose = capsules[n, t * dim : t * dim + dim, row, column].tolist()
-            pose = [max(0.0, number) if relu else number for number in pose]
-            size = math.sqrt(sum(number**2 for number in pose))
-            times = 1.0 if coefficient is None else coefficient[n, t, row, column].item()
-            for k, number in enumerate(pose):
-                out[n, t * dim + k, row, column] += times * number * size / (1 + size**2)
-    return out
-
-
-@every_row
-def test_the_reference_is_the_formula(shape: tuple[int, ...], summands: str, relu: bool) -> None:
-    given = {**draw(shape, summands), "relu": relu}
-    torch.testing.assert_close(reference.squash_sum(**given), by_loops(**given))
 
 
 def test_derivatives_and_transforms() -> None:
