@@ -1,10 +1,8 @@
 """``CapsuleFC`` and ``CapsuleCONV`` of Tsai et al. (2020).
 
-There are two public versions of their ``CapsuleCONV``, with the same parameters. This is the one that the first author
-maintains, in yaohungt/Capsules-Inverted-Attention-Routing, and that the paper describes. The other is the first commit
-of both that repository and apple/ml-capsules-inverted-attention-routing. It gathers its windows with the positions last
-and reads them as if the pose were last, so each child that it sees is made of numbers of several positions.
-``CapsuleCONV(..., mixed_windows=True)`` does the same, for checkpoints trained with it.
+Of the two public versions of their ``CapsuleCONV`` this is the one that the first author maintains and the paper
+describes. ``CapsuleCONV(..., mixed_windows=True)`` does what the first commit does, for checkpoints trained with it:
+docs/relation.md tells the two apart.
 
 What differs, each of it below what training can see:
 

@@ -142,10 +142,6 @@ break_symmetry, layer_norm, activations, start, eps, device, dtype
                 break
         return parents
 
-    def smallest_inputs(self) -> list[Tensor]:
-        """Children of the smallest call that this layer takes."""
-        return super().smallest_inputs()[:1]
-
 
 def _without_numbers(tensor: Tensor) -> bool:
     """Return whether a call is traced or explained, so that nothing can be asked about numbers."""

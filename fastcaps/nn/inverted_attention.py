@@ -243,12 +243,6 @@ break_symmetry, iterations, device, dtype
             wanted = f"[B, {self.out_capsules or 'M'}, {grid}{self.out_dim}]"
             raise ValueError(f"parents must be {wanted}, got {shape_text(parents)}")
 
-    def smallest_inputs(self) -> list[Tensor]:
-        """Children and parents of the smallest call that this layer takes."""
-        (children,) = super().smallest_inputs()
-        grid: tuple[int, ...] = self.output_size((children.shape[2], children.shape[-2])) or ()
-        return [children, children.new_zeros((1, self.out_capsules or 1, *grid, self.out_dim))]
-
 
 def attend(
     call: LayerCall,

@@ -366,12 +366,17 @@ class RoutingLayer(nn.Module, Generic[Plain, Full]):
         return type(found)(*results)
 
     def smallest_inputs(self) -> list[Tensor]:
-        """Children of the smallest call that this layer takes: a batch of 1, on a grid a single position of parents."""
+        """Children, and parents to go on from, of the smallest call that this layer takes: a batch of 1, on a grid a
+        single position of parents."""
         grid = [1, 1] if self.whole_grid else []
         if self.window is not None:
             every = zip(self.window.spec[:2], self.window.spec[4:6], self.window.spec[6:], strict=True)
             grid = [max(1, (kernel - 1) * step + 1 - 2 * pad) for kernel, pad, step in every]
         like = next(self.parameters(), torch.empty(0))
-        return [like.new_zeros((1, self.in_capsules or 1, *grid, self.in_dim))]
+        inputs = [like.new_zeros((1, self.in_capsules or 1, *grid, self.in_dim))]
+        if self.takes_parents:
+            place = () if self.window is None else (1, 1)
+            inputs.append(like.new_zeros((1, self.out_capsules or 1, *place, self.out_dim)))
+        return inputs
 
     extra_repr = arguments_repr
