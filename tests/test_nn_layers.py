@@ -37,7 +37,9 @@ def test_the_layer_is_the_procedure(row: Row, options: dict[str, Any], form: str
     rows, columns, _ = layer.pose_shape
     assert r.shape == (2, *grid, (window.positions if window else 1) * layer.in_capsules, layer.out_capsules)
     poses = children.unflatten(-1, (rows, columns))
-    for place, seen in seen_by(window, poses, layer.weight.detach(), layer.bias, numbers):
+    identities = torch.eye(columns, dtype=poses.dtype).expand(1, layer.out_capsules, -1, -1)
+    weight = identities if layer.weight is None else layer.weight
+    for place, seen in seen_by(window, poses, weight, layer.bias, numbers):
         wanted = row.loop(layer, seen, layer.iterations)
         for part, numbers_there in zip(found, wanted, strict=False):
             expect(at(part, layer.window, place).detach(), numbers_there)
@@ -112,18 +114,6 @@ def test_any_number_of_children_and_of_parents(row: Row) -> None:
     grid = row.drawn(2, None, 4, 4, kernel_size=2)
     children = torch.randn(1, 2, 4, 3, 4, dtype=torch.float64)
     assert row.call(grid, children, out_capsules=5)[0].shape == (1, 5, 3, 2, 4)
-
-
-@every
-def test_votes_without_matrices_are_those_of_identities(row: Row) -> None:
-    for window in ({}, {"kernel_size": 2}):
-        layer = row.drawn(2, 3, 4, 4, matrices=False, bias=True, share=True, **window)
-        other = row.drawn(2, 3, 4, 4, bias=True, share=True, **window)
-        with torch.no_grad():
-            other.weight.copy_(torch.eye(2, dtype=torch.float64).expand_as(other.weight))
-        other.load_state_dict(layer.state_dict(), strict=False)
-        children = torch.randn(2, 2, *((3, 4) if window else ()), 4, dtype=torch.float64)
-        same(*(row.call(each, children, return_coefficients=True) for each in (layer, other)))
 
 
 @every

@@ -151,7 +151,7 @@ def _missing(module: nn.Module, kind: type[Twin]) -> str:
     return ", ".join(name for name in kind._known_by if not hasattr(module, name))
 
 
-def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[nn.Module | None, str]:
+def _replacement(module: nn.Module, kind: type[Twin], own: list[str], check: bool) -> tuple[Twin | None, str]:
     """Return the twin that ``module`` may become, None if it is to stay what it is; and why."""
     why = _misfit(module, kind) or (f"its class has {', '.join(own)} of its own" if own else "")
     if why:

@@ -123,9 +123,9 @@ def _kernel(name: str, x: Tensor) -> Callable[..., Any]:
     """Return what runs an op on ``x``: the kernel, of the same name everywhere, of the backend that is chosen."""
     chosen = backends.choose(call_of(x))
     if chosen in NATIVE:
-        return native[name][chosen]  # type: ignore[no-any-return]
+        return native[name][chosen]
     kernels = backends.triton_kernels("squash_sum") if chosen == "triton" else reference
-    return getattr(kernels, name)  # type: ignore[no-any-return]
+    return getattr(kernels, name)
 
 
 def _run(x: Tensor, *others: Any) -> Tensor:
@@ -177,8 +177,8 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved, wanted = ctx.saved_tensors, [k for k in range(4) if ctx.needs_input_grad[k]]
     if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
-        given = [x.view_as(x) if k in wanted else x for k, x in enumerate(saved)]  # fresh: one may depend on another
-        result = reference.squash_sum(*given, ctx.types, ctx.relu)
+        given: Any = [x.view_as(x) if k in wanted else x for k, x in enumerate(saved)]  # one may depend on another
+        result = reference.squash_sum(*given, types=ctx.types, relu=ctx.relu)
         found = torch.autograd.grad(result, [given[k] for k in wanted], grad, create_graph=True)
         gradients = dict(zip(wanted, found, strict=True))
     else:

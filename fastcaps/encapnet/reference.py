@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from fastcaps.checks import accumulation_dtype
@@ -28,4 +31,5 @@ def squash_sum_backward(
     grad: Tensor, x: Tensor, a: Tensor | None, y: Tensor | None, b: Tensor | None, types: int, relu: bool, needs: int
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, a, y and b whose bits are set in ``needs``, by autograd."""
-    return differentiate(lambda *given: [squash_sum(*given, types, relu)], (x, a, y, b), (grad,), needs)
+    run: Any = partial(squash_sum, types=types, relu=relu)
+    return differentiate(lambda *given: [run(*given)], (x, a, y, b), (grad,), needs)
