@@ -137,12 +137,12 @@ class _Capsule(Twin):
             LayerCall(
                 children.unflatten(-1, self.pose_shape[:2]), None, weight, None, self.out_n_capsules, self.window
             ),
-            parents,
-            self.pose_shape,
+            None if parents is None else parents.unflatten(-1, self.pose_shape[::2]),
             scale=self.scale,
             norm=norm if plain and normalised else None,
             dropout=self.drop.p if self.drop.training else 0.0,
         )
+        poses = poses.flatten(-2)
         if normalised:
             return poses if plain else norm(poses)
         return poses.unsqueeze(-1) if self.matrix_pose else poses  # the authors' layer leaves 1 x 1 poses unflattened

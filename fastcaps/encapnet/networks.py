@@ -6,6 +6,7 @@ with is in :mod:`fastcaps.models.li`. docs/encapnet.md says what is our reading,
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,19 +61,6 @@ class EncapModule(nn.Module):
             is_last = k == len(self.rest)
             found = layer(found, first if self.skips_rest and is_last else None)
         return first, found
-
-
-class ClassCapsules(nn.Module):
-    """Logits from the last map of capsules: the lengths of its class capsules."""
-
-    def __init__(self, capsules: int, classes: int, dim: int) -> None:
-        super().__init__()
-        self.capsules = CapFC(capsules, classes, dim)
-        self.head = ClassHead(dim, read="length")
-
-    def forward(self, capsules: Tensor) -> Tensor:
-        """``[B, types * dim, H, W]`` to ``[B, classes]``, between 0 and 1."""
-        return self.head(self.capsules(capsules))
 
 
 class EncapNet(nn.Module):
@@ -258,7 +246,8 @@ class EncapNetConfig(FeedbackConfig):
             units.append(self.units(types * dim_below, types * dim, stride, layers > 1, types))
             dim_below = dim
         height, width = shrunk(size, [*(stride for _, _, stride in self.stem), *self.strides])
-        head = ClassCapsules(types * height * width, check_count("classes", self.classes), dim_below)
+        last = CapFC(types * height * width, check_count("classes", self.classes), dim_below)
+        head = nn.Sequential(OrderedDict(capsules=last, head=ClassHead(dim_below, read="length")))
         return EncapNet(stem, modules, units, head, in_channels=self.in_channels, image_size=size, fixed=True)
 
 

@@ -178,7 +178,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved, wanted = ctx.saved_tensors, [k for k in range(4) if ctx.needs_input_grad[k]]
     if torch.is_grad_enabled():  # a graph of the backward itself: through the reference, which is ordinary code
         given: Any = [x.view_as(x) if k in wanted else x for k, x in enumerate(saved)]  # one may depend on another
-        result = reference.squash_sum(*given, types=ctx.types, relu=ctx.relu)
+        result = reference.squash_sum(given[0], given[1], given[2], given[3], ctx.types, ctx.relu)
         found = torch.autograd.grad(result, [given[k] for k in wanted], grad, create_graph=True)
         gradients = dict(zip(wanted, found, strict=True))
     else:
