@@ -1,4 +1,4 @@
-"""Published routing layers in our own words, and a network of two of them: eager, votes stored."""
+"""Published routing layers in our own words: eager, votes stored."""
 
 from __future__ import annotations
 
@@ -91,33 +91,6 @@ class CapsuleCONV(_Plain):
         else:
             votes = torch.einsum("bnhwakl,klnamd->bhwnklmd", seen, self.w)
         return self.settle(votes.flatten(3, 5), next_capsule_value)
-
-
-class Network(nn.Module):
-    """A network as a script of that code builds and runs it: concurrent routing over a ModuleList."""
-
-    def __init__(self, conv=CapsuleCONV, fc=CapsuleFC, num_routing=2, matrix_pose=True, dp=0.0):
-        super().__init__()
-        self.num_routing = num_routing
-        self.pre = nn.Conv2d(1, 4 * 4, 3, stride=2, padding=1)
-        self.capsule_layers = nn.ModuleList(
-            [
-                conv(4, 4, 3, 4, kernel_size=3, stride=2, matrix_pose=matrix_pose, dp=dp, coordinate_add=False),
-                fc(3 * 3 * 3, 4, 6, 4, matrix_pose=matrix_pose, dp=dp),
-                fc(6, 4, 5, 4, matrix_pose=matrix_pose, dp=dp),
-            ]
-        )
-        self.final_fc = nn.Linear(4, 1)
-
-    def forward(self, images):
-        features = self.pre(images).permute(0, 2, 3, 1)
-        values = [features.reshape(*features.shape[:3], 4, 4).permute(0, 3, 1, 2, 4)]
-        for layer in self.capsule_layers:
-            values.append(layer.forward(values[-1], 0))
-        for iteration in range(self.num_routing - 1):
-            news = [layer.forward(values[k], iteration, values[k + 1]) for k, layer in enumerate(self.capsule_layers)]
-            values = [values[0], *news]
-        return self.final_fc(values[-1]).squeeze(-1)
 
 
 def agree(

@@ -250,6 +250,7 @@ def test_results_gradients_and_conversion(name: str) -> None:
     report = fastcaps.convert(model)
     converted = report.model[0]
     assert report.converted == ["0"] and "results agree" in report.layers[0].why
+    assert ("mixed_windows=True" in report.layers[0].why) == (getattr(ours, "mixed_windows", False) is True)
     assert type(converted) is CASES[name][0] and list(converted.state_dict()) == keys
     assert {*map(id, converted.parameters())} == {*map(id, parameters)}
     found = []
