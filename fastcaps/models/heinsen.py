@@ -6,7 +6,7 @@ docs/networks.md says what is our reading.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +64,6 @@ class TextCapsNet(nn.Module):
         nn.init.zeros_(self.depth)
         nn.init.kaiming_normal_(self.affine.weight)
         nn.init.zeros_(self.affine.bias)
-
-    if TYPE_CHECKING:  # nn.Module's own returns Any
-
-        def __call__(self, *arguments: Any, **options: Any) -> Any: ...
 
     def forward(
         self, embeddings: Tensor, mask: Tensor | None = None, *, return_trace: bool = False
