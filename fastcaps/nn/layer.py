@@ -20,11 +20,11 @@ Plain = TypeVar("Plain")
 Full = TypeVar("Full")
 
 
-def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], kind: str = "argument") -> None:
     """Raise for the first name that is not known."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{what} has no argument {name}{did_you_mean(name, known)}: {', '.join(known)}")
+            raise TypeError(f"{what} has no {kind} {name}{did_you_mean(name, known)}: {', '.join(known)}")
 
 
 class LayerOptions(TypedDict, total=False):

@@ -279,7 +279,7 @@ class RoutingPool2d(nn.Module):
             return self._finish(self._average(features, groups))
         # Every iteration reads all capsules: several times as fast with the numbers of each together as across a map.
         if self.parents is None:  # every group as a sample of its own
-            batch = len(features)
+            batch = features.shape[0]
             each = features.reshape(batch * groups, self.dim, height, width)
             poses, shares = self._pool(each, 1, options)
             poses = poses.squeeze(1).unflatten(0, (batch, groups))
