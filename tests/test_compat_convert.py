@@ -31,14 +31,15 @@ def test_a_layer_stays_the_object_it_was(capsys):
     layer.scale = 0.125
     handle = layer.register_forward_hook(lambda *_: seen.append(1))
     layer.register_load_state_dict_pre_hook(lambda module, *_: loaded.append(module))
-    inside, state = torch.compile(fc(), backend="eager"), torch.get_rng_state()
-    model = nn.ModuleDict({"a": layer, "b": nn.ModuleList([layer, inside])})
+    inside, other, state = torch.compile(fc(), backend="eager"), fc(), torch.get_rng_state()
+    other.compile(backend="eager")
+    model = nn.ModuleDict({"a": layer, "b": nn.ModuleList([layer, inside, other])})
     children, parameters = torch.randn(1, 6, 4), list(model.parameters())
     torch.set_rng_state(state)
     want = inside(children, 0)
     report = fastcaps.convert(model)
     assert capsys.readouterr().out == ""
-    assert report.converted == ["a", "b.1._orig_mod"] and report.model is model
+    assert report.converted == ["a", "b.1._orig_mod", "b.2"] and report.model is model
     assert torch.equal(state, torch.get_rng_state()) and seen == []
     assert model["a"] is layer is model["b"][0] and type(layer) is ml_capsules.CapsuleFC
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

@@ -177,7 +177,8 @@ def _misfit(module: Any, kind: type[Twin]) -> str:
     """Return why ``module`` is not the published layer; an empty string if it is."""
     if isinstance(module, kind):
         return "runs on fastcaps already"
-    replaced = [name for name, value in vars(module).items() if callable(value) and hasattr(kind, name)]
+    given = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}  # it compiles anew
+    replaced = [name for name, value in given.items() if callable(value) and hasattr(kind, name)]
     if replaced:
         return f"its {', '.join(replaced)} was replaced on the layer itself"
     if missing := _missing(module, kind):
