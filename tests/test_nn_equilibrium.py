@@ -114,14 +114,7 @@ def test_checkpoints_and_what_is_refused_by_name() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_wrong_options() -> None:
-    for message, options in [
-        ("dropout must be 0", {"dropout": 0.1}),
-        ("start must not be 'learned'", {"start": "learned"}),
-        ("tolerance must be a finite number >= 0", {"tolerance": -1}),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            EquilibriumRouting(4, 3, 4, 4, **options)
+def test_parents_are_found_and_not_given() -> None:
     layer, children = EquilibriumRouting(4, 3, 4, 4), torch.ones(1, 4, 4)
     assert layer(children, iterations=1).shape == (1, 3, 4)
     with pytest.raises(TypeError, match="parents"):

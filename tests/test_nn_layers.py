@@ -11,6 +11,7 @@ from functional_cases import at, expect, gradients, seen_by
 from nn_layers import FORMS, LAYERS, SIZE, Row, draw
 
 import fastcaps
+from fastcaps import nn
 from fastcaps.functional import Explanation, Window
 
 every = pytest.mark.parametrize("row", LAYERS, ids=str)
@@ -143,23 +144,31 @@ def test_arguments_are_shown_and_explained() -> None:
 
 
 WRONG = [
-    ((6, 3, 15, 15), {}, ValueError, "in_dim must be a square number.*15"),
-    ((6, 3, 16, 25), {}, ValueError, "out_dim must be a multiple of the 4 rows.*25"),
-    ((6, 3, 15, 10), {"matrices": False, "pose": 5}, ValueError, "out_dim must equal in_dim with matrices=False"),
-    ((6, 3, 16, 16), {"pose": "tensor"}, ValueError, "pose must be one of 'matrix', 'vector'"),
-    ((None, 3, 4, 4), {"kernel_size": 3}, ValueError, "in_capsules must be an int with a kernel_size"),
-    ((6, 3, 16, 16), {"dtype": torch.int32}, TypeError, "dtype must be a floating-point type, got torch.int32"),
-    ((6, 3, 16, 16), {"kernel_size": 3, "padding": 2**62}, ValueError, "padding must be"),
-    ((6, 3, 16, 16), {"kernel_size": "some"}, ValueError, "kernel_size must be .*, 'all' or None, got 'some'"),
-    ((6, 3, 16, 16), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
-    ((6, 3, 16, 16), {"kernel_size": "all", "share": True, "padding": 1}, ValueError, "padding"),
+    (nn.RoutingPool, (6, 3, 15, 15), {}, ValueError, "in_dim must be a square number.*15"),
+    (nn.RoutingPool, (6, 3, 16, 25), {}, ValueError, "out_dim must be a multiple of the 4 rows.*25"),
+    (nn.RoutingPool, (6, 3, 15, 10), {"matrices": False, "pose": 5}, ValueError, "out_dim must equal in_dim with matr"),
+    (nn.RoutingPool, (6, 3, 16, 16), {"pose": "tensor"}, ValueError, "pose must be one of 'matrix', 'vector'"),
+    (nn.RoutingPool, (None, 3, 4, 4), {"kernel_size": 3}, ValueError, "in_capsules must be an int with a kernel_size"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"dtype": torch.int32}, TypeError, "dtype must be a floating-point type, got torch"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": 3, "padding": 2**62}, ValueError, "padding must be"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "some"}, ValueError, "kernel_size must be .*or None, got 'some'"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all"}, ValueError, "kernel_size='all' must have share=True"),
+    (nn.RoutingPool, (6, 3, 4, 4), {"kernel_size": "all", "share": True, "padding": 1}, ValueError, "padding"),
+    (nn.DynamicRouting, (6, 3, 4, 4), {"compete": "children", "leaky": True}, ValueError, "leaky must be False with c"),
+    (nn.DynamicRouting, (6, 3, 4, 4), {"prior": True, "leaky": True}, ValueError, "leaky must be False with prior='le"),
+    (nn.EMRouting, (2, 3, 4, 4), {"kernel_size": 3, "coordinates": True}, ValueError, "False without kernel_size='all"),
+    (nn.EMRouting, (6, 3, 4, 4), {"inverse_temperature": [0.1]}, ValueError, "must have a number for each of the 3"),
+    (nn.EMRouting, (3, 1, 4, 4), {"normalize_cost": True}, ValueError, "normalize_cost must be False for one parent"),
+    (nn.InvertedAttentionRouting, (6, 3, 4, 4), {"dropout": 1.0}, ValueError, r"dropout must lie in \[0, 1\)"),
+    (nn.EquilibriumRouting, (4, 3, 4, 4), {"dropout": 0.1}, ValueError, "dropout must be 0"),
+    (nn.EquilibriumRouting, (4, 3, 4, 4), {"start": "learned"}, ValueError, "start must not be 'learned'"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "options", "error", "message"), WRONG)
-def test_wrong_constructor_arguments(sizes: Any, options: Any, error: Any, message: str) -> None:
+@pytest.mark.parametrize(("kind", "sizes", "options", "error", "message"), WRONG)
+def test_wrong_constructor_arguments(kind: Any, sizes: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        fastcaps.RoutingPool(*sizes, **options)
+        kind(*sizes, **options)
 
 
 @every

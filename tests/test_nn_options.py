@@ -191,19 +191,3 @@ def test_what_tells_parents_apart() -> None:
     for name, parameter in broken.named_parameters():
         assert parameter.shape == ((1, 1) if name.startswith("beta") else (1, 1, 2, 2))
     assert set(HeinsenRouting(6, 3, 4, 4, single_beta=True).state_dict()) == {"weight", "beta_use"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "options", "message"),
-    [
-        (DynamicRouting, (6, 3), {"compete": "children", "leaky": True}, "leaky must be False with compete='children'"),
-        (DynamicRouting, (6, 3), {"prior": True, "leaky": True}, "leaky must be False with prior='learned'"),
-        (EMRouting, (2, 3), {"kernel_size": 3, "coordinates": True}, "False without kernel_size='all'"),
-        (EMRouting, (6, 3), {"inverse_temperature": [0.1]}, "inverse_temperature must have a number for each of the 3"),
-        (EMRouting, (3, 1), {"normalize_cost": True}, "normalize_cost must be False for one parent"),
-        (InvertedAttentionRouting, (6, 3), {"dropout": 1.0}, r"dropout must lie in \[0, 1\)"),
-    ],
-)
-def test_wrong_options(kind: Any, sizes: tuple[int, int], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind(*sizes, 4, 4, **options)
