@@ -24,16 +24,11 @@ def mix(features: Tensor, query: Tensor, gates: Tensor | None) -> Tensor:
 
 
 class Folded:
-    """What :class:`bench.votes.Blocks` returns, without a vote; in the layout ``pmice``."""
+    """What :class:`bench.votes.Blocks` returns, without a vote; in the layout ``pmice``. A bias belongs to a group."""
 
     def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        groups, many, _, columns = weight.shape
-        self.layout, self._given, self._sizes = layout, (poses, weight), (poses.shape[0], poses.shape[1], groups, many)
-        if bias is not None and bias.shape[0] > groups:  # coordinates, in the last two columns, as more of a pose
-            place = bias[:, 0, None, :, -2:].expand(-1, poses.shape[1], -1, -1)
-            poses, bias = torch.cat([poses, place], -1), None
-            unit = torch.eye(columns, dtype=weight.dtype, device=weight.device)[-2:]
-            weight = torch.cat([weight, unit.expand(groups, many, -1, -1)], -2)
+        groups, many = weight.shape[:2]
+        self.layout, self._given, self._sizes = layout, (poses, weight), (poses.shape[0], groups, many)
         self._bias, self._weight = bias, weight
         self._poses = poses.unflatten(0, (-1, groups)).permute(2, 1, 0, 3, 4)  # [P, G, N, C, D]
         self._pairs: tuple[Tensor, ...] = ()
@@ -82,13 +77,13 @@ class Folded:
         pairs = self._weight[:, :, row] * self._weight[:, :, column] * twice[:, None]  # [G, M, S, E]
         shift = torch.einsum("pgcd,gmde->pgmce", middle[:, :, 0], self._weight)
         self._pairs = pairs, shift if self._bias is None else shift + self._bias
-        gates = gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[2]))
+        gates = gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[1]))
         self._gates = gates.transpose(1, 2).unsqueeze(3)  # [P, G, N, 1]
 
     def moments(
         self, gates: Tensor, eps: float, log_weight: Tensor | None = None, worth: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, ...]:
-        many = self._sizes[3]
+        many = self._sizes[2]
         if log_weight is None:
             self._expand(gates)
             total = (self._features * self._gates / many).sum(2).unsqueeze(3).expand(-1, -1, -1, many)

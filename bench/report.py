@@ -103,27 +103,26 @@ def about(rows: Sequence[Row]) -> str:
         f"{row['machine']['date'][:10]}"
         for row in sorted(rows, key=lambda row: row["machine"]["date"])
     )
-    speed = ""
-    for field, what in (
-        ("sgemm_gflops", f"sgemm of {found.get('sgemm_size')}³"),
-        ("peak_gflops", "multiply-adds alone"),
-    ):
-        rates = sorted(row[field] for row in rows if field in row)
-        if rates and "sgemm_size" in found:  # a wide spread says that something else ran meanwhile
-            middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
-            speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
-    loads = sorted(row["load"] for row in rows if "load" in row)
-    if loads:
-        speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
     if "rates" in found:
         products = (f"{name} {number(rate / 1e12)} TFLOP/s" for name, rate in found["rates"].items() if name != "copy")
         speed = f": copies {number(found['rates']['copy'] / 1e12)} TB/s; large products {', '.join(products)}"
         speed += f"; three of the smallest launches {found['three_launches'] * 1e6:.0f} us"
-    threads = f", {found['threads']} threads on {found['cores']} cores" if "rates" not in found else ""
+    else:
+        speed = f", {found['threads']} threads on {found['cores']} cores"
+        for field, what in (
+            ("sgemm_gflops", f"sgemm of {found['sgemm_size']}³"),
+            ("peak_gflops", "multiply-adds alone"),
+        ):
+            rates = sorted(row[field] for row in rows if field in row)
+            if rates:  # a wide spread says that something else ran meanwhile
+                middle, least, most = (number(rate) for rate in (rates[len(rates) // 2], rates[0], rates[-1]))
+                speed += f"; {what}: {middle} GFLOP/s ({least} to {most} over the rows)"
+        loads = sorted(row["load"] for row in rows)
+        speed += f"; load average before a row: {loads[0]:.1f} to {loads[-1]:.1f}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     backend = found["backend"] + (f" ({found['capability']})" if found["capability"] else "")
     told = ", ".join(f"{commit}: {count} rows" for commit, count in commits.items())
-    return f"{found['device']}{threads}{speed}. {versions}, backend {backend}. Commits: {told}."
+    return f"{found['device']}{speed}. {versions}, backend {backend}. Commits: {told}."
 
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fastcaps
-from bench.alternatives import BLOCKED, FOLDED, OURS, build, eager, is_compiled, runner, swept
+from bench.alternatives import BEFORE, FOLDED, OURS, build, is_compiled, runner, swept
 from bench.gate import SAME, Gate
 from bench.timing import describe, latency, measure, multiply_adds, time_calls
 from bench.workload import PRECISIONS, Case, Inputs, size_of
@@ -34,13 +34,12 @@ def _set_allocator(settings: dict[int, int]) -> None:
 class Runner:
     """Runs, checks and times implementations of cases on one device, in this process.
 
-    ``seconds`` are what the timed calls of one measurement on a GPU ought to take together, ``gates`` is a folder
-    through which processes share float64 results.
+    ``gates`` is a folder through which processes share float64 results, ``seconds`` are what the timed calls of one
+    measurement on a GPU ought to take together.
     """
 
-    def __init__(self, device: str, seconds: float = 0.06, gates: Path | None = None) -> None:
+    def __init__(self, device: str, gates: Path | None = None, seconds: float = 0.06) -> None:
         self.device, self._seconds, self._gates = torch.device(device), seconds, gates
-        self._judged: tuple[tuple[Any, ...], Gate, Inputs] | None = None  # of the last workload, batch and precision
         self._ready: Callable[[], Any] = dict
 
     def describe(self) -> dict[str, Any]:
@@ -51,22 +50,23 @@ class Runner:
         """Run an implementation once and hold its result to the gate: the contract for ours, sameness for others.
 
         Returns ``complaint``, empty if all is well, the ``errors``, what is ``allowed``, the ``seconds`` of a call, and
-        the ``settings`` that serve it best, where it runs in blocks. The call is then ready for :meth:`time` or
+        the ``settings`` that serve it best, where votes are folded. The call is then ready for :meth:`time` or
         :meth:`measure`.
         """
         precision = PRECISIONS[case.precision]
         if is_compiled(name):
             torch._dynamo.reset()
         precision.use()
+        self._ready = dict  # what the last call keeps may be large
         gate, inputs = self._gate(case)
         if self.device.type == "cpu":
             # By default glibc returns every large block to the system, and each call pays for the first touch of its
             # pages: on a virtual machine that took longer than the votes' arithmetic, and differed from call to call.
             _set_allocator({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
-        run, settings = build(OURS if name == TRITON else name, case.workload, safe, case.batch), {}
-        if name in (BLOCKED, FOLDED):
-            settings = swept(name, case.workload, inputs, case.training, self._seconds_of)
-            run = eager(name, case.workload, settings)
+        run, settings = build(OURS if name in (TRITON, BEFORE) else name, case.workload, safe, case.batch), {}
+        if name == FOLDED:
+            settings = swept(case.workload, inputs, case.training, self._seconds_of)
+            run = build(name, case.workload, **settings)
         call = runner(run, inputs, case.training)
         if name == TRITON:  # the whole step: the backward pass chooses for itself
             call = fastcaps.backend("triton")(call)  # type: ignore[operator]
@@ -90,13 +90,11 @@ class Runner:
 
     def _gate(self, case: Case) -> tuple[Gate, Inputs]:
         """Return the gate of a case, and tensors of its own for one call."""
-        key, precision = (case.workload.name, case.batch, case.precision), PRECISIONS[case.precision]
-        if self._judged is None or self._judged[0] != key:
-            self._judged, self._ready = None, dict
-            inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
-            shared = None if self._gates is None else self._gates / f"{'-'.join(map(str, key))}.pt"
-            self._judged = key, Gate(case.workload, inputs, precision.tf32, shared), inputs
-        return self._judged[1], self._judged[2].to(self.device)
+        precision = PRECISIONS[case.precision]
+        inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
+        name = f"{case.workload.name}-{case.batch}-{case.precision}.pt"
+        shared = None if self._gates is None else self._gates / name
+        return Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of calls of the case that was checked last."""

@@ -62,17 +62,16 @@ class Layout:
     """An order of the votes' dimensions, and a routing's steps in it."""
 
     axes: str  # a permutation of imcep
-    einsum: bool = False  # leave all sums over products to torch.einsum, that is to batched matmuls; pmice does so
     block: int = 0  # bytes of votes (of shares, where votes are folded) that are made at a time; 0: all, and stored
-    kept: bool = False  # of blocks: let the backward find what the forward made
     folded: bool = False  # make no votes (bench/folded.py)
+    kept: bool = False  # of shares, where votes are folded: let the backward find what the forward made
     compiled: dict[str, Any] | None = None  # options of torch.compile for the function that every block runs
     _steps: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.child, self.parent = self.axes.index("i"), self.axes.index("m")
         self.pose = (self.axes.index("c"), self.axes.index("e"))
-        self.einsum |= self.axes == "pmice"
+        self.einsum = self.axes in ("pmice", "pimce")  # whose sums over products are batched matmuls
 
     def step(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of a block as it is to be called: compiled, if that was asked for."""
@@ -174,8 +173,8 @@ class Blocks:
     """The votes of one call, and what an iteration asks of them. All tensors have the layout's dimensions.
 
     Blocks are made whenever they are needed, and what an iteration sums over children adds up. Autograd goes through
-    it; a block is a checkpoint, so that the backward makes its votes again and none are kept, unless keeping them is
-    faster. Votes that are stored are one block, made once.
+    it; a block is a checkpoint, so that the backward makes its votes again and none are kept. Votes that are stored are
+    one block, made once.
     """
 
     def __init__(self, layout: Layout, poses: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -203,7 +202,7 @@ class Blocks:
     def _sums(self, step: Step, each: Sequence[Tensor], *known: Any) -> list[Tensor]:
         """Add up what ``step`` returns of every block; ``each`` has a value of every child, or one for all."""
         layout, total = self.layout, []
-        again = bool(layout.block) and torch.is_grad_enabled() and not layout.kept
+        again = bool(layout.block) and torch.is_grad_enabled()
         run, cut = layout.step(_block), [self._cut(tensor, layout.child) for tensor in each]
         for k, made in enumerate(self._made):
             gates, *worth = [part[k] for part in cut] or [None]
