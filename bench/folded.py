@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bench.votes import Blocks, Layout, divisor, summed
+from bench.votes import Blocks, Layout, divisor, moments_about, summed
 
 
 def mix(features: Tensor, query: Tensor, gates: Tensor | None) -> Tensor:
@@ -75,8 +75,8 @@ class Folded:
         self._features = torch.cat([squares, off.flatten(3), torch.ones_like(squares[..., :1])], 3).contiguous()
         twice = torch.where(row == column, 1.0, 2.0).to(off.dtype)
         pairs = self._weight[:, :, row] * self._weight[:, :, column] * twice[:, None]  # [G, M, S, E]
-        shift = torch.einsum("pgcd,gmde->pgmce", middle[:, :, 0], self._weight)
-        self._pairs = pairs, shift if self._bias is None else shift + self._bias
+        shift = torch.einsum("pgcd,gmde->gpmce", middle[:, :, 0], self._weight)
+        self._pairs = pairs, shift if self._bias is None else shift + self._bias[:, None]
         gates = gates[:, 0, :, 0, 0].unflatten(1, (-1, self._sizes[1]))
         self._gates = gates.transpose(1, 2).unsqueeze(3)  # [P, G, N, 1]
 
@@ -89,38 +89,30 @@ class Folded:
             total = (self._features * self._gates / many).sum(2).unsqueeze(3).expand(-1, -1, -1, many)
         else:
             pairs, shift = self._pairs
-            half, off = 0.5 / self._variances[:, :, 0], shift - self._means[:, None, :, 0]
+            half, off = 0.5 / self._variances[:, :, 0], shift - self._means[:, :, 0]
             square = torch.einsum("pmce,gmse->pgcsm", half, pairs).flatten(2, 3)
-            first = 2 * torch.einsum("pgmce,gmde->pgcdm", half[:, None] * off, self._weight).flatten(2, 3)
-            constant = (half[:, None] * off.square()).sum((3, 4)) - log_weight[:, None, :, 0, 0, 0]
-            query = torch.cat([square, first, constant.unsqueeze(2)], 2).neg()
+            first = 2 * torch.einsum("gpmce,gmde->pgcdm", half * off, self._weight).flatten(2, 3)
+            constant = (half * off.square()).sum((3, 4)) - log_weight[:, :, 0, 0, 0]
+            query = torch.cat([square, first, constant.transpose(0, 1).unsqueeze(2)], 2).neg()
             total = self._mix(self._features, query, self._gates)
         return self._moments(total, eps, worth)
 
     def _moments(self, total: Tensor, eps: float, worth: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return counts, means, variances and scores from the features' sums ``[P, G, K, M]``."""
         (pairs, shift), (rows, inner) = self._pairs, self._poses.shape[3:]
-        layout, size = self.layout, pairs.shape[2]
-        counts = total[:, :, -1]  # [P, G, M]
-        first = torch.einsum(
-            "pgcdm,gmde->pgmce", total[:, :, rows * size : -1].unflatten(2, (rows, inner)), self._weight
-        )
-        second = torch.einsum("pgcsm,gmse->pmce", total[:, :, : rows * size].unflatten(2, (rows, size)), pairs)
-        each = counts[..., None, None]
-        inverse = 1 / (counts.sum(1)[..., None, None] + eps)
-        means = (first + each * shift).sum(1) * inverse
-        off = shift - means[:, None]
-        about = second + (2 * off * first + each * off.square()).sum(1)
-        self._means, self._variances = (
-            layout.place(one, "pmce") for one in (means, about.clamp(min=0) * inverse + eps)
-        )
-        found = layout.place(counts.sum(1), "pm"), self._means, self._variances
+        layout, size, sums = self.layout, pairs.shape[2], total.transpose(0, 1)
+        counts, by_pose = sums[:, :, -1], sums[:, :, rows * size : -1].unflatten(2, (rows, inner))  # counts: [G, P, M]
+        first = torch.einsum("gpcdm,gmde->gpmce", by_pose, self._weight)
+        second = torch.einsum("gpcsm,gmse->pmce", sums[:, :, : rows * size].unflatten(2, (rows, size)), pairs)
+        moments = moments_about(shift, counts[..., None, None], first, second, eps)
+        self._means, self._variances = (layout.place(one, "pmce") for one in moments)
+        found = layout.place(counts.sum(0), "pm"), self._means, self._variances
         if not worth:
             return found
         # betas belong to groups, or to all children: sums over children are all that they meet
-        use, ignore = (one[:, :, :, 0, 0].expand(-1, -1, counts.shape[1]) for one in worth)  # [1, M, G]
+        use, ignore = (one[:, :, :, 0, 0].expand(-1, -1, len(counts)) for one in worth)  # [1, M, G]
         there = self._gates.sum((2, 3))[:, None]  # [P, 1, G]
-        gated = counts.transpose(1, 2)
+        gated = counts.permute(1, 2, 0)
         score = (use * gated - ignore * (there - gated)).sum(2)
         return (*found, layout.place(score, "pm"))
 

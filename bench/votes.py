@@ -57,6 +57,16 @@ def divisor(count: int, most: int) -> int:
     return next(size for size in range(max(1, min(count, most)), 0, -1) if count % size == 0)
 
 
+def moments_about(shift: Tensor, counts: Tensor, first: Tensor, second: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return means and variances from the sums of shares, and of what is off a ``shift`` and its squares, weighted with
+    them. Groups of children, each with a shift of its own, come first; ``second`` is of all groups."""
+    total = counts.sum(0) + eps
+    means = (first + counts * shift).sum(0) / total
+    off = shift - means
+    about = second + (2 * off * first + counts * off.square()).sum(0)
+    return means, about.clamp(min=0) / total + eps
+
+
 @dataclass
 class Layout:
     """An order of the votes' dimensions, and a routing's steps in it."""
@@ -232,8 +242,5 @@ class Blocks:
         known = () if log_weight is None else (log_weight, self._means, 0.5 / self._variances)
         counts, first, second, *score = self._sums(_moments, [gates, *worth], known)
         before = self._means if known else torch.zeros_like(first)
-        means = (first + counts * before) / (counts + eps)
-        off = means - before
-        variances = ((second - off * (2 * first - counts * off)) / (counts + eps)).clamp(min=0) + eps
-        self._means, self._variances = means, variances
-        return counts, means, variances, *score
+        self._means, self._variances = moments_about(before[None], counts[None], first[None], second, eps)
+        return counts, self._means, self._variances, *score
