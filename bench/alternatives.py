@@ -13,7 +13,6 @@ else of the whole. Each takes a routing's arguments by name, in public layout, a
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +35,7 @@ ALTERNATIVES = (*(name + end for name in (STORED, BLOCKED, FOLDED) for end in ("
 _LAYOUTS: dict[str, dict[str, Any]] = {
     STORED: {},
     BLOCKED: {"block": 2**22},
-    FOLDED: {"axes": "pmice", "folded": True, "kept": True},
+    FOLDED: {"axes": "pmice", "folded": True, "block": 2**24},
     EINSUM.removesuffix(_SUFFIX): {"axes": "pimce"},
 }
 """How each makes its votes, as :class:`bench.votes.Layout` says it."""
@@ -86,47 +85,30 @@ def axes_of(work: Workload) -> str:
     return "imecp" if work.rows > 1 and work.positions > 1 else "pmice"
 
 
-def build(name: str, work: Workload, safe: bool = False, batch: int | None = None, **settings: Any) -> Implementation:
+def build(name: str, work: Workload, safe: bool = False, batch: int | None = None) -> Implementation:
     """Return the implementation ``name`` of a workload; compiled ones compile at their first call.
 
     ``safe`` leaves out the vectorised loop tails of torch.compile's C++ code (torch 2.13), which write past their
     buffers on some of these shapes: gradients are wrong, or the process dies. Elsewhere they gain up to a tenth.
-    ``settings`` are those of :class:`bench.votes.Layout`. Raises ValueError for a name that is unknown.
+    Raises ValueError for a name that is unknown.
     """
     if name == OURS:
         return work.routing.ours(work)
     if name not in ALTERNATIVES:
         raise ValueError(f"unknown implementation {name!r}; there are: {', '.join((OURS, *ALTERNATIVES))}")
     batch, kind = batch or work.batch, name.removesuffix(_SUFFIX)
-    usual = {"axes": axes_of(work), **_LAYOUTS[kind]}
+    layout: dict[str, Any] = {"axes": axes_of(work), **_LAYOUTS[kind]}
     options = {"cpp.enable_loop_tail_vec": False} if safe else {}
-    compiled = is_compiled(name)
-    if compiled and kind == BLOCKED:  # elementwise products, which are fused; positions last, where there are some
-        usual |= {"axes": "imecp" if batch * max(1, work.positions) > 8 else "imcep", "compiled": options}
-    elif compiled and kind == FOLDED and 4 * work.votes(batch) > _WHOLE:
-        usual |= {"block": 2**22, "compiled": options}
-    run = work.routing.routed(work, Layout(**usual | settings))
-    if compiled and "compiled" not in usual:
+    if is_compiled(name):
+        if kind == BLOCKED:  # elementwise products, which are fused; positions last, where there are some
+            layout["axes"] = "imecp" if batch * max(1, work.positions) > 8 else "imcep"
+        elif kind == FOLDED:
+            layout["block"] = 2**22 if 4 * work.votes(batch) > _WHOLE else 0
+        layout["compiled"] = options if layout.get("block") else None
+    run = work.routing.routed(work, Layout(**layout))
+    if is_compiled(name) and not layout.get("block"):
         return torch.compile(run, dynamic=False, fullgraph=True, options=options)
     return run
-
-
-def swept(
-    work: Workload, inputs: Inputs, training: bool, seconds: Callable[[Callable[[], Any]], float]
-) -> dict[str, Any]:
-    """Return the settings that serve a folded call best, by the ``seconds`` that it takes: the bytes of a block, and
-    whether a training step's backward finds what the forward made."""
-    best: dict[str, Any] = {}
-    least = math.inf
-    for change in ({}, {"block": 2**20}, {"block": 2**22}, {"block": 2**24}, *[{"kept": False}] * training):
-        one = best | change
-        try:
-            took = seconds(runner(build(FOLDED, work, **one), inputs, training))
-        except RuntimeError:  # what is kept may not fit
-            continue
-        if took < least:
-            best, least = one, took
-    return best
 
 
 def runner(run: Implementation, inputs: Inputs, training: bool) -> Callable[[], dict[str, Tensor]]:

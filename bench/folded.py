@@ -7,12 +7,10 @@ group's mean; they cancel where parents are narrow, and the gate decides whether
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from bench.votes import Blocks, Layout, divisor, moments_about, summed
 
@@ -34,13 +32,11 @@ class Folded:
         self._pairs: tuple[Tensor, ...] = ()
 
     def _mix(self, features: Tensor, query: Tensor, gates: Tensor | None = None) -> Tensor:
-        """Run :func:`mix` for all positions and groups ``[P, G, ...]``, in blocks of shares that fit the cache."""
+        """Run :func:`mix` for positions and groups ``[P, G, ...]``; on a CPU in blocks of shares that fit the cache."""
         layout, many = self.layout, query.shape[-1]
         flat = [None if one is None else one.flatten(0, 1) for one in (features, query, gates)]
         step = layout.step(mix)
-        if torch.is_grad_enabled() and not layout.kept:
-            step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
-        if not layout.block:
+        if not layout.block or features.is_cuda:
             return step(*flat).unflatten(0, features.shape[:2])
         places, count = flat[0].shape[:2]
         room = layout.block // (many * features.element_size())

@@ -176,7 +176,6 @@ class Session:
             except WorkerError as error:
                 complaint = str(error)
             if not complaint:
-                entry |= {"settings": verdict["settings"]} if verdict["settings"] else {}
                 return verdict
             if chance + 1 < chances:
                 entry["note"] = f"{complaint}; run again without vectorised loop tails"

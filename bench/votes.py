@@ -74,7 +74,6 @@ class Layout:
     axes: str  # a permutation of imcep
     block: int = 0  # bytes of votes (of shares, where votes are folded) that are made at a time; 0: all, and stored
     folded: bool = False  # make no votes (bench/folded.py)
-    kept: bool = False  # of shares, where votes are folded: let the backward find what the forward made
     compiled: dict[str, Any] | None = None  # options of torch.compile for the function that every block runs
     _steps: dict[Any, Any] = field(default_factory=dict)
 

@@ -156,9 +156,9 @@ class Workload:
             return None
         return sorted({round(k * (batch - 1) / max(1, self.checked - 1)) for k in range(self.checked)})
 
-    def inputs(self, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Inputs:
-        """Make the inputs of one call: the same seed gives the same numbers in every process and dtype."""
-        draw = Draw(self, batch, seed)
+    def inputs(self, batch: int) -> Inputs:
+        """Make the inputs of one call, in float32: the same numbers in every process."""
+        draw = Draw(self, batch)
         arguments, grads = self.routing.arguments(self, draw), self.routing.grads(self, draw)
         samples = self.samples_checked(batch)
         if samples is not None:
@@ -166,7 +166,7 @@ class Workload:
                 kept = grad[samples].clone()
                 grad.zero_()
                 grad[samples] = kept
-        return Inputs(arguments, grads, self.routing.fixed).to(dtype)
+        return Inputs(arguments, grads, self.routing.fixed)
 
     def miniature(self) -> Workload:
         """Return the same kind of layer in its smallest size: what a process runs once to have its code loaded."""
@@ -264,10 +264,10 @@ class Inputs:
 
 
 class Draw:
-    """Draws a workload's tensors: the same seed gives the same numbers in every process and dtype."""
+    """Draws a workload's tensors, the same numbers in every process."""
 
-    def __init__(self, work: Workload, batch: int, seed: int = 0) -> None:
-        self.work, self.batch, self.generator = work, batch, torch.Generator().manual_seed(seed)
+    def __init__(self, work: Workload, batch: int) -> None:
+        self.work, self.batch, self.generator = work, batch, torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int) -> Tensor:
         """Return numbers from N(0, 1)."""

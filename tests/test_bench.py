@@ -33,6 +33,7 @@ from bench.process import Remote, WorkerError
 from bench.routings import AttentionPass, DynamicRouting, EMRouting, HeinsenRouting, RoutingPool
 from bench.runner import Runner, kept_by
 from bench.timing import Contender, Plan, doubts, measure, take_turns
+from bench.votes import Layout
 from bench.workload import PRECISIONS, Case, Inputs, Workload, is_batched
 from bench.workloads import find
 
@@ -75,7 +76,7 @@ def test_votes_and_operations_are_those_worked_out_by_hand_and_recorded() -> Non
 
 def _doubles(workload: Workload) -> Inputs:
     """Inputs of which one child's pose is zeros: ``F.normalize`` would give it 10^12 times the gradient of its key."""
-    inputs = workload.inputs(workload.batch, dtype=torch.float64)
+    inputs = workload.inputs(workload.batch).to(torch.float64)
     inputs.children[0, 2] = 0.0
     return inputs
 
@@ -87,12 +88,11 @@ def test_alternatives_agree_with_the_reference(workload: Workload) -> None:
     assert workload.grid is None or _doubles(workload).children.movedim(1, 3).is_contiguous()
     ways = {name: build(name, workload) for name in (OURS, STORED)}
     if workload.routing.makes_votes:
-        for axes, share in (("imecp", 0.0), ("imcep", 0.8)):
-            block = 1 + int(share * workload.votes_bytes(workload.batch))
-            ways[f"{axes} {block}"] = build(BLOCKED, workload, axes=axes, block=block)
+        share = 1 + int(0.8 * workload.votes_bytes(workload.batch))
+        layouts = [Layout("imecp", block=1), Layout("imcep", block=share)]
         if workload is not TINY[6]:  # folding is exact, shared matrices or not, but for a bias of every child
-            for block, kept in ((0, True), (200, False), (900, True)):
-                ways[f"folded {block}"] = build(FOLDED, workload, block=block, kept=kept)
+            layouts += [Layout("pmice", block=block, folded=True) for block in (0, 200, 900)]
+        ways |= {str(layout): workload.routing.routed(workload, layout) for layout in layouts}
     for name, way in ways.items():
         found, forward = (runner(way, _doubles(workload), training)() for training in (True, False))
         assert found.keys() == wanted.keys() and forward.keys() == {*workload.routing.results}
@@ -161,7 +161,7 @@ def test_the_gate_reference_is_the_same_in_parts(workload: Workload, monkeypatch
     parts = Gate(workload, workload.inputs(workload.batch))
     torch.testing.assert_close(parts.exact, whole.exact, rtol=1e-12, atol=1e-12)
     if workload is TINY[2]:  # a convolution measures uniform passes
-        found = runner(convolution(workload), workload.inputs(2, dtype=torch.float64), True)()
+        found = runner(convolution(workload), workload.inputs(2).to(torch.float64), True)()
         torch.testing.assert_close(found, whole.exact, rtol=1e-12, atol=1e-12)
 
 
@@ -235,7 +235,7 @@ def test_peak_of_a_pass_in_a_fresh_process() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: graphs and memory are not measured")
 def test_graphs_and_memory_of_a_device() -> None:
     x = torch.ones(2**20, device="cuda")
-    found = measure(x.device, lambda: {"sum": torch.cat([x, x, x]).sum()}, 0.02, alone=True)
+    found = measure(x.device, lambda: {"sum": torch.cat([x, x, x]).sum()}, alone=True)
     assert 0 < found["graph"]["median"] < found["median"] < 1e-2 and found["latency"] > 0
     assert 3 * 2**22 <= found["memory"]["beyond"] <= 3 * 2**22 + 2**21
 
@@ -246,7 +246,7 @@ def test_graphs_and_memory_of_a_device() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_runner_checks_and_measures(device: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    served, work = Runner(device, seconds=0.005), replace(find("tsai-c10-fc"), types=8)
+    served, work = Runner(device), replace(find("tsai-c10-fc"), types=8)
     for batch, training, name in ((2, True, OURS), (2, False, BLOCKED), (1, False, OURS)):
         case = Case(work, batch, training, precision)
         assert served.check(case, name)["complaint"] == "", name

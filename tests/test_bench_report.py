@@ -57,8 +57,7 @@ class _Served:
         if method == "check":
             self._name = arguments[1]
             complaint = "parents errs by 1" if self._name == self.wrong and len(arguments) == 2 else ""
-            settings = {"block": 7} if self._name == BLOCKED else {}  # as of a folded one
-            return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": 0.1, "settings": settings}
+            return {"complaint": complaint, "errors": {}, "allowed": {}, "seconds": 0.1}
         if method == "memory":
             total = {OURS: 2_500_000, STORED: 700_000_000}[arguments[1]]
             return {"peak": total, "results": 1_500_000, "beyond": total - 1_500_000, "total": 10 * total}
@@ -113,7 +112,6 @@ def test_a_row_that_agrees_is_written_and_one_that_does_not_is_refused(
     assert row["gflops"] == pytest.approx(CONV1.operations(8) / 0.005 / 1e9)
     assert row["peak_gflops"] == pytest.approx(2 * MULTIPLY_ADDS / 0.005 / 1e9)
     assert row["peak_share"] == pytest.approx(row["gflops"] / row["peak_gflops"])
-    assert row["alternatives"][BLOCKED]["settings"] == {"block": 7}
     assert row["alternatives"]["einsum-compiled"] == {"failed": "out of memory"}
     assert row["alternatives"][COMPILED]["note"].startswith("wrong result: parents errs by 1; run again")
     assert session.samples.keys() == {OURS, COMPILED, BLOCKED}
