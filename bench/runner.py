@@ -56,7 +56,10 @@ class Runner:
             torch._dynamo.reset()
         precision.use()
         self._ready = dict  # what the last call keeps may be large
-        gate, inputs = self._gate(case)
+        inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
+        file = f"{case.workload.name}-{case.batch}-{case.precision}.pt"
+        shared = None if self._gates is None else self._gates / file
+        gate, inputs = Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)  # tensors of its own
         if self.device.type == "cpu":
             # By default glibc returns every large block to the system, and each call pays for the first touch of its
             # pages: on a virtual machine that took longer than the votes' arithmetic, and differed from call to call.
@@ -77,14 +80,6 @@ class Runner:
             torch.cuda.empty_cache()  # what this process need not keep, others need
         told = {"errors": verdict.errors, "allowed": verdict.allowed, "seconds": seconds}
         return told | {"complaint": "; ".join(verdict.complaints)}
-
-    def _gate(self, case: Case) -> tuple[Gate, Inputs]:
-        """Return the gate of a case, and tensors of its own for one call."""
-        precision = PRECISIONS[case.precision]
-        inputs = case.workload.inputs(case.batch).to(self.device).to(precision.dtype)
-        name = f"{case.workload.name}-{case.batch}-{case.precision}.pt"
-        shared = None if self._gates is None else self._gates / name
-        return Gate(case.workload, inputs, precision.tf32, shared), inputs.to(self.device)
 
     def time(self, calls: int, warm: int) -> list[float]:
         """Return the seconds of calls of the case that was checked last."""

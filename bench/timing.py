@@ -174,7 +174,7 @@ def replayed(call: Call) -> dict[str, Any]:
     return quantiles([one / 1e3 for one in milliseconds])
 
 
-def latency(device: torch.device, call: Call, calls: int = 20, warm: int = 3) -> float:
+def latency(device: torch.device, call: Call) -> float:
     """Return the median of the seconds from a call to the end of the device's work, one call at a time."""
 
     def waited() -> None:
@@ -182,7 +182,7 @@ def latency(device: torch.device, call: Call, calls: int = 20, warm: int = 3) ->
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return quantiles(time_calls(waited, calls, warm))["median"]
+    return quantiles(time_calls(waited, 20, 3))["median"]
 
 
 def peak(device: torch.device, call: Call) -> dict[str, int]:
