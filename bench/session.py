@@ -149,20 +149,21 @@ class Session:
                 stale.unlink()
         others = [*[TRITON] * (not self._on_cpu), *suited(self.names, case.workload, case.batch, self._on_cpu)]
         together = case.workload.votes_bytes(case.batch) < _TOGETHER * self.machine["memory"]
-        ready = {}
-        for name in (OURS, *others):
-            if name == OURS or not together:
-                self._remotes[name].begin("check", case, name)
+
+        def begin(name: str) -> None:
             entries[name] = {}
-            verdict = self._verdict(case, name, entries[name])
-            if verdict:
-                ready[name] = verdict
-            if name == OURS:
-                if not verdict:
-                    break
-                for one in others if together else ():  # they find the float64 result that has been made
-                    self._remotes[one].begin("check", case, one)
-        return ready
+            self._remotes[name].begin("check", case, name)
+
+        begin(OURS)
+        ready = {OURS: self._verdict(case, OURS, entries[OURS])}
+        if ready[OURS]:
+            for name in others if together else ():  # they find the float64 result that has been made
+                begin(name)
+            for name in others:
+                if not together:
+                    begin(name)
+                ready[name] = self._verdict(case, name, entries[name])
+        return {name: verdict for name, verdict in ready.items() if verdict}
 
     def _verdict(self, case: Case, name: str, entry: dict[str, Any]) -> dict[str, Any]:
         """Wait for a process to check a case; return what it says, nothing if that is wrong, and add to ``entry``."""
