@@ -188,14 +188,14 @@ def test_the_gate_passes_what_is_right_and_refuses_what_is_not() -> None:
 # Timing and memory
 
 
-def _contender(name: str, seconds: list[float], order: list[str], rival: bool = True) -> Contender:
+def _contender(name: str, seconds: list[float], order: list[str]) -> Contender:
     """One whose calls take these seconds, the last of them from then on."""
 
     def timer(calls: int, warm: int) -> list[float]:
         order.append(name)
         return [seconds.pop(0) if len(seconds) > 1 else seconds[0] for _ in range(calls + warm)][warm:]
 
-    return Contender(name, timer, seconds[0], rival)
+    return Contender(name, timer, seconds[0])
 
 
 def test_contenders_take_turns_once_their_calls_agree() -> None:
