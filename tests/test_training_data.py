@@ -124,9 +124,9 @@ def test_several_crops_are_judged_together(stand_ins: dict[str, Any], flip: bool
 
 def overlapping(length: int, kind: type[data.OverlappingDigits] = data.OverlappingDigits, **options: Any) -> Any:
     """Digits over each other: so many images to train with, and 64 to test."""
-    digits = data.read_digits()
-    train = kind(*digits, shift=2, length=length, **options)
-    test = data.OverlappingDigits(*digits, shift=2, length=64, **{**options, "seed": 0})
+    images, labels = data.read_digits()
+    train = kind(images[:length], labels[:length], shift=2, **options)
+    test = data.OverlappingDigits(images[:64], labels[:64], shift=2, **{**options, "seed": 0})
     return data.Splits("overlapping", train, test, tuple("0123456789"), 1, 12)
 
 

@@ -20,7 +20,7 @@ class AffineDigits(ShiftedDigits):
               \begin{pmatrix} s_x & 0 \\ 0 & s_y \end{pmatrix} x_0 + t
 
     The angle, the shear and the two scales are uniform in their ranges; then the place is, among all where the box
-    around the ink stays inside. Pixels are sampled bilinearly. Item i shows digit i mod n of the n digits.
+    around the ink stays inside. Pixels are sampled bilinearly.
 
     Parameters
     ----------

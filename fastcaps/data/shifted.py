@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastcaps.data.draws import Draws
 from fastcaps.data.images import BatchDataset
-from fastcaps.data.transforms import windows
+from fastcaps.data.transforms import cropped
 
 OVERLAYS = ("sum", "max")
 
@@ -21,7 +21,7 @@ class ShiftedDigits(BatchDataset):
     """Each digit shifted by up to ``shift`` pixels in each direction, on a black square that leaves room for it.
 
     A shift of 6 puts MNIST's digits anywhere on 40 x 40 pixels, as in the training half of the affNIST experiment
-    (Sabour et al. 2017, section 5.2). Item i shows digit i mod n of the n digits.
+    (Sabour et al. 2017, section 5.2).
 
     Parameters
     ----------
@@ -33,8 +33,6 @@ class ShiftedDigits(BatchDataset):
         Pixels; an image is 2·shift larger than the digit.
     classes : int
         Number of classes.
-    length : int, optional
-        Items in an epoch; as many as digits if not given.
     mean, std : float or sequence of float
         Of pixels scaled to 0..1; MNIST's by default.
     seed : int, optional
@@ -48,7 +46,6 @@ class ShiftedDigits(BatchDataset):
         *,
         shift: int = 4,
         classes: int = 10,
-        length: int | None = None,
         mean: float | Sequence[float] = (0.1307,),
         std: float | Sequence[float] = (0.3081,),
         seed: int | None = None,
@@ -56,29 +53,14 @@ class ShiftedDigits(BatchDataset):
         super().__init__(images, labels, mean=mean, std=std, seed=seed)
         if shift < 0:
             raise ValueError(f"shift: got {shift}, want 0 or more")
-        if length is not None and length < 1:
-            raise ValueError(f"length: got {length}, want 1 or more")
         if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
             found = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
             raise ValueError(f"labels: got {found}, want 0 to {classes - 1}")
         self.shift, self.classes = shift, classes
-        self.length = len(labels) if length is None else length
-
-    def __len__(self) -> int:
-        return self.length
 
     def _shifted(self, digits: Tensor, draws: Draws) -> Tensor:
         """Each digit at a place of its own: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
-        height, width = (size + 2 * self.shift for size in digits.shape[2:])
-        padded = torch.nn.functional.pad(digits, (2 * self.shift,) * 4)
-        top, left = draws.integers(2 * self.shift + 1, 2).unbind(1)
-        return windows(padded, top, left, height, width)
-
-    def gather(self, indices: Sequence[int] | slice | Tensor) -> tuple[Tensor, ...]:
-        """The digits as they are, bytes ``[n, 1, h, w]``, int64 ``[n]``, and the states of draws."""
-        items = self._items(indices)
-        digits = items % len(self.labels)
-        return self.images[digits], self.labels[digits], self._draws(items).states
+        return cropped(torch.nn.functional.pad(digits, (2 * self.shift,) * 4), 2 * self.shift, draws)
 
     def finish(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Float32 ``[n, 1, h + 2·shift, w + 2·shift]`` and int64 ``[n]``."""
@@ -89,7 +71,7 @@ class ShiftedDigits(BatchDataset):
 class OverlappingDigits(ShiftedDigits):
     """Two digits of different classes, one over the other, each shifted by itself; some images show only one.
 
-    ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i mod n under another, every digit of
+    ``single=0`` is MultiMNIST (Sabour et al. 2017, section 6): item i shows digit i under another, every digit of
     the other classes as likely. ``single=1/6`` is DiverseMultiMNIST (Tsai et al. 2020, B.2), where a sixth of the
     images shows one digit. The training half is made of MNIST's training digits, the test half of its test digits.
 
@@ -131,14 +113,13 @@ class OverlappingDigits(ShiftedDigits):
         """Both digits as they are, bytes ``[n, 2, h, w]``, int64 ``[n, 2]`` (−1: none), and the states of draws."""
         items = self._items(indices)
         draws = self._draws(items)
-        base = items % len(self.labels)
-        label = self.labels[base]
+        label = self.labels[items]
         alone = draws.uniform() < self.single
         step = draws.integers(self._others[label].clamp(min=1)[:, None], 1)[:, 0]
         top = self._by_class[(self._ends[label] + step) % len(self.labels)]
         over = self.images[top].masked_fill(alone[:, None, None, None], 0)
         labels = torch.stack([label, self.labels[top].masked_fill(alone, -1)], 1)
-        return torch.cat([self.images[base], over], 1), labels, draws.states
+        return torch.cat([self.images[items], over], 1), labels, draws.states
 
     def apart(self, digits: Tensor, states: Tensor) -> Tensor:
         """What was gathered, each digit in its place: bytes ``[n, 2, h + 2·shift, w + 2·shift]``."""
