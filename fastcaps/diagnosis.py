@@ -4,8 +4,8 @@ down to each layer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` found. It prints as a table, with rich too; ``viz.diagnosis`` draws it.
+    """What :func:`diagnose` found. It prints as a table, with rich too; ``viz.diagnosis`` draws it, and
+    ``dataclasses.asdict`` makes of it what ``json.dumps`` takes.
 
     In the table, "by" is what a parent's strength is measured by, "grad θ" and "grad v" are the lengths of the
     gradients of the layer's parameters and of what it returned.
@@ -52,10 +53,6 @@ class Diagnosis:
     samples: int  # in the batch
     threshold: float  # below it a parent is dead
     loss: float | None = None  # of the batch
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, texts and lists: what ``json.dumps`` takes."""
-        return asdict(self)
 
     @property
     def title(self) -> str:
@@ -165,38 +162,33 @@ def diagnose(
         if not seen:
             raise ValueError(f"model must have a capsule layer of fastcaps.nn that runs, got {type(model).__name__}")
         gradients = _gradients(value, seen)
-        layers = [_look(each, threshold, *both) for each, both in zip(seen, gradients, strict=True)]
-    return Diagnosis(tuple(layers), samples, threshold, None if value is None else float(value.detach()))
+        layers = tuple(_look(each, threshold, gradients) for each in seen)
+    return Diagnosis(layers, samples, threshold, None if value is None else float(value.detach()))
 
 
-def _gradients(value: Tensor | None, seen: list[Inside]) -> list[tuple[float | None, float | None]]:
-    """The lengths of the gradients of each layer's parameters and of what it returned."""
+def _gradients(value: Tensor | None, seen: list[Inside]) -> dict[Tensor, Tensor]:
+    """The loss's gradients of what the layers learn and of what they returned: 0 where it does not depend on them."""
     if value is None:
-        return [(None, None)] * len(seen)
+        return {}
     if value.numel() != 1:
         raise ValueError(f"loss must return a scalar, got {list(value.shape)}")
-    wanted = [([each for each in one.layer.parameters() if each.requires_grad], one.returned) for one in seen]
-    flat = [tensor for both in wanted for part in both for tensor in part]
-    if not flat or not value.requires_grad:
-        return [(None, None)] * len(seen)
-    left = iter(torch.autograd.grad(value, flat, allow_unused=True))
-    return [(_norm([next(left) for _ in mine]), _norm([next(left) for _ in found])) for mine, found in wanted]
+    wanted = [each for one in seen for each in (*one.layer.parameters(), *one.returned) if each.requires_grad]
+    if not wanted or not value.requires_grad:
+        return {}
+    return dict(zip(wanted, torch.autograd.grad(value, wanted, materialize_grads=True), strict=True))
 
 
-def _norm(gradients: list[Tensor | None]) -> float | None:
-    """The length of several gradients together; None if there are none. What the loss does not depend on has 0."""
-    if not gradients:
-        return None
-    return math.sqrt(sum(float(each.double().square().sum()) for each in gradients if each is not None))
+def _norm(gradients: dict[Tensor, Tensor], tensors: Iterable[Tensor]) -> float | None:
+    """The length of the gradients of several tensors together; None if there are none."""
+    found = [gradients[each].double() for each in tensors if each in gradients]
+    return float(torch.nn.utils.get_total_norm(found)) if found else None
 
 
 @torch.no_grad()
-def _look(
-    one: Inside, threshold: float, weight_gradient: float | None, parent_gradient: float | None
-) -> LayerDiagnosis:
+def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> LayerDiagnosis:
     shares = one.coefficients().double() if one.routes else None
-    gates = one.gates() if one.routes else None
-    gates = gates if gates is None else gates.double()
+    gates = one.gates()
+    gates = None if gates is None else gates.double()
     measured_by, strength = _strength(one, shares, gates)
     greatest = strength.amax((0, 2)).tolist()
     compete = "" if shares is None else "children" if one.children_compete else "parents"
@@ -208,8 +200,8 @@ def _look(
         tuple(index for index, each in enumerate(greatest) if each < threshold),
         compete,
         None if shares is None else _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False))),
-        weight_gradient,
-        parent_gradient,
+        _norm(gradients, one.layer.parameters()),
+        _norm(gradients, one.returned),
     )
 
 

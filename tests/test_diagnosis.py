@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -150,7 +151,7 @@ def test_it_is_shown_as_table_dict_and_picture(tmp_path: Path) -> None:
     assert str(found).splitlines()[0] == "3 samples, loss 1.2500; dead: below 0.01"
     shown = "below DynamicRouting 2 1 length 0.250 0.00e+00 1.00e-03"
     assert str(found).splitlines()[2].split() == shown.split()
-    assert json.loads(json.dumps(found.as_dict()))["layers"][0]["dead"] == [1]
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["layers"][0]["dead"] == [1]
     console = rich.Console(width=100, file=io.StringIO())
     console.print(found)
     assert "DynamicRouting" in console.file.getvalue() and "0.250" in console.file.getvalue()

@@ -83,11 +83,8 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
         """The numbers of the items, 0 to n − 1, on the device of the images."""
-        device = self.images.device
-        if isinstance(indices, slice):
-            return torch.arange(len(self), device=device)[indices]
-        items = torch.as_tensor(indices, dtype=torch.int64).to(device)
-        return torch.where(items < 0, items + len(self), items)
+        wanted = indices if isinstance(indices, slice) else torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+        return torch.arange(len(self), device="cpu")[wanted].to(self.images.device)
 
     def _draws(self, items: Tensor) -> Draws:
         if self.seed is None:
@@ -121,8 +118,6 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
         return self.finish(self.gather(indices))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} of {len(self)} images")
         images, labels = self.batch([index])
         return images[0], labels[0]
 

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fastcaps.checks import did_you_mean
-from fastcaps.data.affine import AffineDigits
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, sizes_text
+from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps.data.images import ImageDataset
-from fastcaps.data.shifted import OverlappingDigits, ShiftedDigits
 from fastcaps.data.sources import SOURCES, Arrays, Scale
 from fastcaps.data.text import TextDataset, TextEmbedder
 from fastcaps.data.transforms import RandomCropFlip
