@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("matplotlib")
-
 import torch
 from torch import Tensor, nn
 
@@ -113,10 +110,10 @@ def test_pictures(tmp_path: Path) -> None:
     modes = [module.training for module in net.modules()]
     names = [f"class {k}" for k in range(10)]
     drawn = viz.coefficient_map(net, images[:1], tmp_path / "map.svg", title="Maps", names=names, labels=["a"])
-    assert drawn.read_text().count("<svg") == 1
+    assert drawn.read_text().count("<image") == 1 + 10 + 1  # the image, its maps, the bar of colours
     tree = viz.parse_tree(net, images[0], tmp_path / "tree.svg", title="A tree", names=names, branches=2).read_text()
-    fewer = viz.parse_tree(net, images[0], tmp_path / "fewer.svg", title="A tree", names=names, branches=1).read_text()
-    assert len(tree) > len(fewer) and modes == [module.training for module in net.modules()]
+    assert tree.count("<image") == 1 + 2 + 4 + 2  # the class, its children, theirs; all of each of two layers on grids
+    assert modes == [module.training for module in net.modules()]
     flat = fastcaps.models.create("sabour-mnist", image_size=20)  # one layer, whose children come from a grid
     assert viz.parse_tree(flat, torch.rand(1, 20, 20), tmp_path / "flat.png", title="Sabour").stat().st_size > 5000
     moved = torch.rand(2, 4, 5, 1, 8, 6)
