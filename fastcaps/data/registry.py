@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fastcaps.checks import did_you_mean
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, sizes_text
+from fastcaps.data.folders import class_names
 from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
 from fastcaps.data.images import ImageDataset
 from fastcaps.data.sources import SOURCES, Arrays, Scale
@@ -85,7 +86,7 @@ def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tup
             raise CorruptDataError(
                 f"{folder}: test images of {got} pixels, want {wanted} as in train; image_size= brings all to one"
             )
-        classes = source.classes(folder) if callable(source.classes) else source.classes
+        classes = source.classes or class_names(folder / "train")
     except DataError as error:
         raise type(error)(f"{error}. Wanted: {source.where}") from None
     return train, test, tuple(classes)

@@ -31,7 +31,7 @@ class Source(Place):
     """How one data set is found and read."""
 
     read: Callable[..., Arrays]  # a part, "train" or "test", of the folder; of a folder of images, at an image_size
-    classes: Sequence[str] | Callable[[Path], Sequence[str]]  # their names, or what finds them in the folder
+    classes: Sequence[str] | None  # their names; None: those of the folders of training images
     scale: Scale | None = None  # that of the training images if not given
     augment: bool = False  # whether training images are shifted by default,
     padding: int = 4  # by how much,
@@ -167,6 +167,6 @@ SOURCES = {
         files=("train",),
         where="folders train and test (or val), each with a folder of images for each class",
         read=_read_folder,
-        classes=lambda folder: class_names(folder / "train"),
+        classes=None,
     ),
 }
