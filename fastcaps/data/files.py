@@ -92,6 +92,23 @@ def needing(package: str, extra: str, what: str) -> Iterator[None]:
         raise MissingDataError(told) from error
 
 
+@contextmanager
+def read_by(library: str, path: Path, kind: str) -> Iterator[None]:
+    """Import a library and read a file by it in this block; CorruptDataError tells whatever its decoders raise."""
+    try:
+        with needing(library, "data", f"{path}: files like this"):
+            yield
+    except DataError:
+        raise
+    except Exception as error:
+        with path.open("rb") as file:
+            begin = first_bytes(file.read(4))
+        raise CorruptDataError(
+            f"{path}: {path.stat().st_size:,} bytes that {library} cannot read as {kind}; {begin} "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
 def sizes_text(sizes: tuple[int | None, ...]) -> str:
     """``any x 28 x 28``."""
     return " x ".join("any" if size is None else str(size) for size in sizes)

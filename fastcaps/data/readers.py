@@ -10,15 +10,22 @@ import gzip
 import math
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.data.files import CorruptDataError, check_labels, existing, find, first_bytes, needing, sizes_text
+from fastcaps.data.files import (
+    CorruptDataError,
+    check_labels,
+    existing,
+    find,
+    first_bytes,
+    needing,
+    read_by,
+    sizes_text,
+)
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_BYTES = 2**31
@@ -168,18 +175,6 @@ def read_cifar(
     return table[:, label_bytes:].reshape(-1, 3, 32, 32), labels
 
 
-@contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    """SciPy raises whatever its parsers meet."""
-    try:
-        yield
-    except Exception as error:
-        raise CorruptDataError(
-            f"{path}: {path.stat().st_size:,} bytes that SciPy cannot read as a MATLAB file "
-            f"({type(error).__name__}: {error}); copy or fetch the file again"
-        ) from error
-
-
 def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Read one file of cropped digits, e.g. ``train_32x32.mat``: uint8 ``[n, 3, 32, 32]`` and int64 ``[n]``.
 
@@ -187,9 +182,9 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
     CorruptDataError if it is no such MATLAB file, is damaged, or holds other arrays: sizes are checked first.
     """
     path = existing(path, "a MATLAB file of SVHN's cropped digits")
-    with needing("SciPy", "data", f"{path}: MATLAB files"):
+    with read_by("SciPy", path, "a MATLAB file"):
         from scipy.io import loadmat, whosmat
-    with _telling(path):
+
         held: dict[str, tuple[tuple[int, ...], str]] = {name: (sizes, kind) for name, sizes, kind in whosmat(path)}
     sizes, kind = held.get("X", ((), "absent"))
     count = sizes[3] if len(sizes) == 4 else 0
@@ -199,7 +194,7 @@ def read_svhn(path: str | Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
         raise CorruptDataError(
             f"{path}: truncated or wrong file: holds {found}; want X (uint8 32 x 32 x 3 x n) and y (n x 1)"
         )
-    with _telling(path), np.errstate(invalid="ignore"):  # a NaN is told below
+    with read_by("SciPy", path, "a MATLAB file"), np.errstate(invalid="ignore"):  # a NaN is told below
         arrays: dict[str, Any] = loadmat(path, variable_names=["X", "y"])
         images, given = arrays["X"], arrays["y"][:, 0]
         labels = given.astype(np.int64)
