@@ -162,7 +162,7 @@ def test_registry_errors_say_what_to_do(tmp_path: Path) -> None:
         (("cifar10",), {}, MissingDataError, "needs a data directory"),
         (("cifar10", tmp_path / "absent"), {}, MissingDataError, "no such folder; it should hold the archive 'CIFAR-1"),
         (here, {}, MissingDataError, r"holds: notes.txt\); looked for data_batch_1.bin in .*cifar-10-"),
-        (("digits",), {"limit": 0}, ValueError, "limit: got 0"),
+        (("digits",), {"limit": 0}, ValueError, "limit must be an int >= 1, got 0"),
         (("sst5", tmp_path), {}, MissingDataError, "sst5 needs transformer=path"),
         (("mnist",), {"transformer": "x"}, ValueError, "transformer: got 'x' for mnist, which are images"),
         (("sst5",), {"augment": True}, ValueError, "augment, flip: got True, None for sst5, which are texts"),

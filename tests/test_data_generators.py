@@ -89,11 +89,11 @@ def test_generators_refuse_what_does_not_fit() -> None:
     images, labels = digits()
     for kind, wrong, options, message in (
         (AffineDigits, (images, labels), {"classes": 9}, "labels: got 0 to 9, want 0 to 8"),
-        (ShiftedDigits, (images, labels), {"shift": -1}, "shift: got -1"),
+        (ShiftedDigits, (images, labels), {"shift": -1}, "shift must be an int >= 0, got -1"),
         (OverlappingDigits, (images, labels), {"single": 1.5}, r"single: got 1\.5, want 0 to 1"),
-        (OverlappingDigits, (images, labels), {"overlay": "mean"}, "overlay: got 'mean', want one of sum, max"),
+        (OverlappingDigits, (images, labels), {"overlay": "mean"}, "overlay must be one of 'sum', 'max', got 'mean'"),
         (AffineDigits, (images, labels), {"scale": (1.2, 0.8)}, r"scale: got \(1.2, 0.8\)"),
-        (AffineDigits, (images, labels), {"rotation": -1}, "rotation, shear: got -1"),
+        (AffineDigits, (images, labels), {"rotation": -1}, "rotation must be a finite number >= 0, got -1"),
         (ShiftedDigits, (images[:0], labels[:0]), {}, "labels: got none"),
         (OverlappingDigits, (images, labels * 0), {}, "labels: got digits of class 0 alone"),
         (AffineDigits, (images[:, :, :4], labels), {}, "images: got 4 x 6 pixels, want squares"),

@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastcaps.checks import check_choice, check_count, check_finite
 from fastcaps.data.draws import Draws
 from fastcaps.data.images import BatchDataset
 from fastcaps.data.transforms import cropped
-
-OVERLAYS = ("sum", "max")
 
 
 class ShiftedDigits(BatchDataset):
@@ -55,12 +54,10 @@ class ShiftedDigits(BatchDataset):
         seed: int | None = None,
     ) -> None:
         super().__init__(images, labels, mean=mean, std=std, seed=seed)
-        if shift < 0:
-            raise ValueError(f"shift: got {shift}, want 0 or more")
         if len(labels) == 0 or labels.min() < 0 or labels.max() >= classes:
             found = f"{labels.min()} to {labels.max()}" if len(labels) else "none"
             raise ValueError(f"labels: got {found}, want 0 to {classes - 1}")
-        self.shift, self.classes = shift, classes
+        self.shift, self.classes = check_count("shift", shift, 0), classes
 
     def _shifted(self, digits: Tensor, draws: Draws) -> Tensor:
         """Each digit at a place of its own: bytes ``[n, 1, h + 2·shift, w + 2·shift]``."""
@@ -102,8 +99,7 @@ class OverlappingDigits(ShiftedDigits):
         super().__init__(images, labels, classes=classes, **options)
         if not 0 <= single <= 1:
             raise ValueError(f"single: got {single}, want 0 to 1")
-        if overlay not in OVERLAYS:
-            raise ValueError(f"overlay: got {overlay!r}, want one of {', '.join(OVERLAYS)}")
+        check_choice("overlay", overlay, ("sum", "max"))
         self.single, self.overlay = single, overlay
         counts = torch.bincount(self.labels, minlength=classes)
         if single < 1 and int(counts.max()) == len(self.labels):
@@ -186,13 +182,10 @@ class AffineDigits(ShiftedDigits):
         super().__init__(images, labels, shift=0, **options)
         if images.shape[2] != images.shape[3]:
             raise ValueError(f"images: got {images.shape[2]} x {images.shape[3]} pixels, want squares")
-        if size < 1:
-            raise ValueError(f"size: got {size}, want 1 or more")
-        if rotation < 0 or shear < 0:
-            raise ValueError(f"rotation, shear: got {rotation}, {shear}, want 0 or more")
         if not 0 < scale[0] <= scale[1]:
             raise ValueError(f"scale: got {scale}, want two numbers above 0, the smaller one first")
-        self.size, self.rotation, self.shear, self.scale = size, rotation, shear, scale
+        self.size, self.scale = check_count("size", size), scale
+        self.rotation, self.shear = check_finite("rotation", rotation, 0.0), check_finite("shear", shear, 0.0)
 
     def maps(self, digits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """The matrix ``[n, 2, 2]`` and the translation ``[n, 2]`` of digits ``[n, 1, h, h]``: (x, y) from centres."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastcaps.checks import did_you_mean
+from fastcaps.checks import check_count, did_you_mean
 from fastcaps.data.files import CorruptDataError, DataError, MissingDataError, sizes_text
 from fastcaps.data.folders import class_names
 from fastcaps.data.generators import AffineDigits, OverlappingDigits, ShiftedDigits
@@ -156,8 +156,8 @@ def load(
     """
     if name not in names():
         raise ValueError(f"data: got {name!r}{did_you_mean(name, names())}, want one of {', '.join(names())}")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit: got {limit}, want 1 or more training images")
+    if limit is not None:
+        check_count("limit", limit)
     if image_size is not None and name != "folder":
         raise ValueError(f"image_size: got {image_size} for {name}, whose images have one size; want none")
     if transformer is not None and name not in _TEXTS:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fastcaps.checks import check_count
 from fastcaps.data.draws import Draws
 
 Augmentation = Callable[[Tensor, Draws], Tensor]
@@ -66,9 +67,7 @@ class RandomCropFlip:
     """
 
     def __init__(self, padding: int = 4, flip: bool = False) -> None:
-        if padding < 0:
-            raise ValueError(f"padding: got {padding}, want 0 or more")
-        self.padding, self.flip = padding, flip
+        self.padding, self.flip = check_count("padding", padding, 0), flip
 
     def __call__(self, images: Tensor, draws: Draws | None = None) -> Tensor:
         """``[n, c, h, w]`` in, the same shape and dtype out."""
@@ -172,11 +171,9 @@ class Mixup:
     """
 
     def __init__(self, classes: int, alpha: float = 0.2) -> None:
-        if classes < 1:
-            raise ValueError(f"classes: got {classes}, want 1 or more")
         if not alpha > 0:
             raise ValueError(f"alpha: got {alpha}, want more than 0")
-        self.classes, self.alpha = classes, alpha
+        self.classes, self.alpha = check_count("classes", classes), alpha
 
     def shares(self, draws: Draws) -> Tensor:
         """λ of each image: float32 ``[n]``.
