@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,15 +63,11 @@ def names() -> list[str]:
 
 
 def _scale(images: npt.NDArray[np.uint8]) -> Scale:
-    levels, means, stds = np.arange(256) / 255, [], []
-    for channel in range(images.shape[1]):
-        counts = np.zeros(256, np.int64)
-        for first in range(0, len(images), 1024):  # bincount makes int64 of what it counts
-            counts += np.bincount(images[first : first + 1024, channel].reshape(-1), minlength=256)
-        mean = float((counts * levels).sum() / counts.sum())
-        means.append(mean)
-        stds.append(float(np.sqrt((counts * (levels - mean) ** 2).sum() / counts.sum())) or 1.0)
-    return means, stds
+    count = images.size // images.shape[1]
+    sums = images.sum((0, 2, 3), dtype=np.uint64).tolist()  # Python's integers, so that nothing cancels below
+    squares = np.einsum("nchw,nchw->c", images, images, dtype=np.uint64).tolist()
+    stds = [math.sqrt(count * square - total**2) / count / 255 for total, square in zip(sums, squares, strict=True)]
+    return [total / count / 255 for total in sums], [std or 1.0 for std in stds]
 
 
 def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tuple[Arrays, Arrays, tuple[str, ...]]:
