@@ -29,51 +29,48 @@ def entropy(shares: torch.Tensor, dim: int) -> torch.Tensor:
     return -(shares * shares.log()).sum(dim) / math.log(shares.shape[dim])
 
 
-def test_attention_by_its_equations() -> None:
-    layer = fastcaps.InvertedAttentionRouting(6, 4, 16, 16, iterations=3)
-    children, gates = torch.randn(2, 6, 16), torch.rand(2, 6)
-    (found,) = fastcaps.diagnose(layer, ((children, None, gates), None)).layers
-    r = layer(children, None, gates, return_coefficients=True).coefficients
-    assert (found.measured_by, found.compete) == ("share", "parents")
-    share = 4 * (gates[..., None] * r).sum(1) / gates.sum(1, keepdim=True)
-    torch.testing.assert_close(torch.tensor(found.strengths), share.amax(0))
-    assert found.entropy == pytest.approx(float((entropy(r, -1) * gates).sum() / gates.sum()), rel=1e-5)
-    assert found.weight_gradient is None
+def test_strengths_and_entropies_by_their_equations() -> None:
+    def look(layer: nn.Module, *inputs: torch.Tensor | None) -> LayerDiagnosis:
+        (found,) = fastcaps.diagnose(layer, (inputs, None)).layers
+        assert found.weight_gradient is None
+        return found
 
+    layer: Any = fastcaps.InvertedAttentionRouting(6, 4, 16, 16, iterations=3)
+    children = torch.randn(2, 6, 16)
+    for gates in (torch.rand(2, 6), None):
+        found, g = look(layer, children, None, gates), torch.ones(2, 6) if gates is None else gates
+        r = layer(children, None, gates, return_coefficients=True).coefficients
+        assert (found.measured_by, found.compete) == ("share", "parents")
+        share = 4 * (g[..., None] * r).sum(1) / g.sum(1, keepdim=True)
+        torch.testing.assert_close(torch.tensor(found.strengths), share.amax(0))
+        assert found.entropy == pytest.approx(float((entropy(r, -1) * g).sum() / g.sum()), rel=1e-5)
 
-def test_children_that_compete_and_those_in_the_padding() -> None:
+    layer, children = fastcaps.HeinsenRouting(None, 5, 4, 4, bias=True), torch.randn(2, 7, 4)
+    scores = torch.zeros(2, 7)
+    scores[0, 3:] = -torch.inf  # not there: they must not count
+    r, g = layer(children, scores, return_coefficients=True).coefficients.clamp_min(1e-38), scores.sigmoid()
+    assert look(layer, children, scores).entropy == pytest.approx(float((entropy(r, -1) * g).sum() / g.sum()), rel=1e-4)
+    assert look(fastcaps.HeinsenRouting(3, 1, 4, 4), torch.randn(2, 3, 4)).entropy is None  # one parent
+
     layer = fastcaps.RoutingPool(2, 3, 4, 4, kernel_size=3, padding=1, sharpness=4.0)
     children = torch.randn(2, 2, 4, 4, 4)
-    (found,) = fastcaps.diagnose(layer, children).layers
-    r = layer(children, return_coefficients=True).coefficients  # [B, Ho, Wo, I, M]
-    there = (r > 0).sum(-2)
+    found, r = look(layer, children), layer(children, return_coefficients=True).coefficients  # [B, Ho, Wo, I, M]
+    there = (r > 0).sum(-2)  # not those in the padding
     wanted = (-torch.special.xlogy(r, r).sum(-2) / there.log()).mean()
-    assert (found.compete, found.measured_by) == ("children", "relative length")
-    assert found.entropy == pytest.approx(float(wanted), rel=1e-5) and int(there.min()) == 8
-    assert max(found.strengths) == pytest.approx(1.0)
+    assert (found.compete, found.measured_by) == ("children", "relative length") and int(there.min()) == 8
+    assert found.entropy == pytest.approx(float(wanted), rel=1e-5) and max(found.strengths) == pytest.approx(1.0)
 
 
 def test_dead_capsules_are_found_by_length_and_activation() -> None:
     dynamic = fastcaps.DynamicRouting(6, 4, 8, 8, pose="vector")
-    with torch.no_grad():
-        dynamic.weight[:, 2] = 0  # type: ignore[index]
-    (found,) = fastcaps.diagnose(dynamic, torch.randn(2, 6, 8)).layers
-    assert (found.measured_by, found.dead, found.strengths[2]) == ("length", (2,), 0.0)
     em = fastcaps.EMRouting(6, 4, 4, 4, iterations=1)
     with torch.no_grad():
+        dynamic.weight[:, 2] = 0  # type: ignore[index]
         em.beta_a[1] = -1e6  # costs more than it can be worth
+    (found,) = fastcaps.diagnose(dynamic, torch.randn(2, 6, 8)).layers
+    assert (found.measured_by, found.dead, found.strengths[2]) == ("length", (2,), 0.0)
     (found,) = fastcaps.diagnose(em, ((torch.randn(2, 6, 4), torch.rand(2, 6)), None), threshold=0.001).layers
     assert (found.measured_by, found.dead) == ("activation", (1,))
-
-
-def test_scores_and_one_parent() -> None:
-    layer, poses, scores = fastcaps.HeinsenRouting(None, 5, 4, 4, bias=True), torch.randn(2, 7, 4), torch.zeros(2, 7)
-    scores[0, 3:] = -torch.inf  # not there: they must not count
-    (found,) = fastcaps.diagnose(layer, ((poses, scores), None)).layers
-    r, there = layer(poses, scores, return_coefficients=True).coefficients.clamp_min(1e-38), scores.sigmoid()
-    assert found.entropy == pytest.approx(float((entropy(r, -1) * there).sum() / there.sum()), rel=1e-4)
-    (found,) = fastcaps.diagnose(fastcaps.HeinsenRouting(3, 1, 4, 4), torch.randn(2, 3, 4)).layers
-    assert found.entropy is None
 
 
 def test_gradients_are_those_of_the_loss() -> None:
