@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from stand_ins import fake_transformers
-from test_data_readers import cifar_bytes, idx_bytes, refused, without, write, write_mnist
+from test_data_readers import cifar_bytes, idx_bytes, refused, without, write, write_mnist, write_trees
 
 from fastcaps import data
 from fastcaps.data import (
@@ -155,15 +155,17 @@ def test_mnist_is_found_in_its_customary_places(tmp_path: Path, folder: str, pac
 
 def test_registry_errors_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
+    write_trees(tmp_path / "bank")
     here = ("cifar10", tmp_path)
     for arguments, options, error, message in (
         (("imagenet",), {}, ValueError, "data: got 'imagenet', want one of mnist, fashion-mnist"),
         (("MNIST",), {}, ValueError, r"data: got 'MNIST' \(did you mean mnist"),
         (("cifar10",), {}, MissingDataError, "needs a data directory"),
         (("cifar10", tmp_path / "absent"), {}, MissingDataError, "no such folder; it should hold the archive 'CIFAR-1"),
-        (here, {}, MissingDataError, r"holds: notes.txt\); looked for data_batch_1.bin in .*cifar-10-"),
+        (here, {}, MissingDataError, r"holds: bank, notes.txt\); looked for data_batch_1.bin in .*cifar-10-"),
         (("digits",), {"limit": 0}, ValueError, "limit must be an int >= 1, got 0"),
-        (("sst5", tmp_path), {}, MissingDataError, "sst5 needs transformer=path"),
+        (("sst5", tmp_path / "bank"), {}, MissingDataError, "sst5 needs transformer=path"),
+        (("sst5", tmp_path), {}, MissingDataError, "Stanford Sentiment Treebank not found under .*_PTB.zip"),
         (("mnist",), {"transformer": "x"}, ValueError, "transformer: got 'x' for mnist, which are images"),
         (("sst5",), {"augment": True}, ValueError, "augment, flip: got True, None for sst5, which are texts"),
     ):

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_told_in_one_line(stand_ins: dict[str, Any], capsys
     phrases, mnist = ["--recipe", "heinsen-sst5"], ["--network", "mnist", "--data", "mnist"]
     there = [*phrases, *gpt, *here]
     for command, message in (
-        (phrases, "sst5 needs a data directory (--data-dir, data_dir=…) with the treebank's"),
+        (phrases, "Stanford Sentiment Treebank needs a data directory (--data-dir, data_dir=…) with"),
         (["--recipe", "heinsen-sst2", *here], "sst2 needs transformer=path (--set data.options.transformer=path): the"),
         ([*there, "--set", "data.pad=2"], "data.pad: got 2 for sst5, which are texts;"),
         ([*there, "--network", "mnist"], "network mnist takes images and sst5 are texts"),

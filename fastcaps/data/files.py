@@ -57,7 +57,7 @@ class Place:
     files: tuple[str, ...]  # what is in them
     where: str  # how the files are had
 
-    def find(self, data_dir: str | Path | None, others: Collection[str] = ()) -> Path:
+    def folder_under(self, data_dir: str | Path | None, others: Collection[str] = ()) -> Path:
         """The first folder that holds one of the files; MissingDataError if none does.
 
         A data directory whose name is one of ``others``, the folders of other data sets, is not taken itself.

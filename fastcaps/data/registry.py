@@ -19,7 +19,7 @@ from fastcaps.data.images import ImageDataset
 from fastcaps.data.sources import SOURCES, Arrays, Scale
 from fastcaps.data.text import TextDataset, TextEmbedder
 from fastcaps.data.transforms import RandomCropFlip
-from fastcaps.data.trees import Phrases, load_treebank
+from fastcaps.data.trees import PLACE, Phrases, load_treebank
 
 _TEST_SEED = 0  # test images that are made are always the same
 
@@ -75,7 +75,7 @@ def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tup
     source, size = SOURCES[name], {} if image_size is None else {"image_size": image_size}
     # MNIST and Fashion-MNIST have the same file names: a folder named for the other one must not pass for this one
     others = {folder.split("/")[0] for other, each in SOURCES.items() if other != name for folder in each.folders}
-    folder = source.find(data_dir, others) if source.files else Path()
+    folder = source.folder_under(data_dir, others) if source.files else Path()
     try:
         train, test = (source.read(folder, part, **size) for part in ("train", "test"))
         if train[0].shape[1:] != test[0].shape[1:]:
@@ -90,12 +90,13 @@ def _read(name: str, data_dir: str | Path | None, image_size: int | None) -> tup
 
 
 def _load_texts(name: str, data_dir: str | Path | None, transformer: str | Path | None, limit: int | None) -> Splits:
+    folder = PLACE.folder_under(data_dir)
     if transformer is None:
         raise MissingDataError(
             f"{name} needs transformer=path (--set data.options.transformer=path): the local folder of a transformer "
             "and its tokenizer, as save_pretrained writes it, whose embeddings the network takes"
         )
-    bank = load_treebank(data_dir, classes=_TEXTS[name])
+    bank = load_treebank(folder, classes=_TEXTS[name])
     embed = TextEmbedder(transformer)
     layers, embedding = embed.sizes
     train = Phrases(bank.train.texts[:limit], bank.train.labels[:limit])

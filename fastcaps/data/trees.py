@@ -103,7 +103,7 @@ def _two(phrases: Phrases) -> Phrases:
     return Phrases(tuple(text for text, _ in kept), tuple(label for _, label in kept))
 
 
-def load_treebank(data_dir: str | Path | None, *, classes: int = 5) -> Treebank:
+def load_treebank(data_dir: str | Path, *, classes: int = 5) -> Treebank:
     """Read the treebank: ``train.txt``, ``dev.txt`` and ``test.txt`` of ``trainDevTestTrees_PTB``, or a folder above.
 
     All unique phrases of the training trees; the sentences of the others. Of 2 ``classes``, not 5, neutral ones are
@@ -118,7 +118,7 @@ def load_treebank(data_dir: str | Path | None, *, classes: int = 5) -> Treebank:
     """
     if classes not in (2, 5):
         raise ValueError(f"classes: got {classes}, want 5 or 2")
-    folder = PLACE.find(data_dir)
+    folder = PLACE.folder_under(data_dir)
     parts = {name: read_trees(folder / file, phrases=name == "train") for name, file in _FILES.items()}
     if classes == 2:
         parts = {name: _two(part) for name, part in parts.items()}
