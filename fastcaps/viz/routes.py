@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastcaps.inside import seen, watched
 from fastcaps.nn import CapsNet, RoutingPool2d
-from fastcaps.nn.stack import RoutingStack, RoutingTrace, State
+from fastcaps.nn.stack import RoutingStack, RoutingTrace
 from fastcaps.viz.charts import DIVERGING, GREY, ORANGE, finish, pyplot
 from fastcaps.viz.listening import traced
 from fastcaps.viz.maps import Places, heat_maps, overlay, places, plain
@@ -55,9 +55,9 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
         gates = gates.sigmoid()
     gates = gates.float().detach().requires_grad_()
     with torch.enable_grad():
-        read = stack._read(k, State(children, gates, layer.activity_name == "scores", children))
-        assert read.activity is not None
-        at_places = seen(layer, read.poses, read.activity)
+        row: Any = (layer.in_capsules, 1, -1)  # how a layer over a whole grid reads a set
+        is_row = layer.on_grid and children.dim() == 3
+        at_places = seen(layer, *(each.unflatten(1, row) if is_row else each for each in (children, gates)))
     parts = shares * at_places.detach()[..., None]
     parts = parts / parts.sum(-2, keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
     found = torch.einsum("bcmhw,bhwim->cbhwi", above if above.dim() == 5 else above[..., None, None], parts)
