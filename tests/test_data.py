@@ -29,10 +29,10 @@ from fastcaps.data import (
 
 def test_items_are_normalised_and_padding_is_black() -> None:
     images, labels = np.random.RandomState(2).randint(0, 256, (6, 3, 8, 8)).astype(np.uint8), np.arange(6) % 3
-    mean, std = np.array([0.1, 0.2, 0.3]), np.array([0.5, 0.6, 0.7])
-    dataset = ImageDataset(images, labels, mean=mean.tolist(), std=std.tolist())
+    dataset = ImageDataset(images, labels, mean=[0.1, 0.2, 0.3], std=[0.5, 0.6, 0.7])
     image, label = dataset[4]
-    np.testing.assert_allclose(image.numpy(), (images[4] / 255 - mean[:, None, None]) / std[:, None, None], atol=1e-6)
+    wanted = (images[4].transpose(1, 2, 0) / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
+    np.testing.assert_allclose(image.permute(1, 2, 0), wanted, atol=1e-6)
     assert int(label) == labels[4] and len(dataset) == 6
     assert torch.equal(dataset[-1][0], dataset[5][0])
     with pytest.raises(IndexError):
@@ -43,19 +43,6 @@ def test_items_are_normalised_and_padding_is_black() -> None:
     dataset = ImageDataset(white, np.zeros(1, int), mean=(0.5,), std=(0.5,), augment=RandomCropFlip(4))
     values = torch.stack([dataset[0][0] for _ in range(40)])
     assert values.unique().tolist() == [-1.0, 1.0]  # black is (0 - 0.5) / 0.5, never 0
-
-
-def test_datasets_refuse_what_does_not_fit() -> None:
-    images, labels = np.zeros((6, 3, 8, 8), np.uint8), np.arange(6) % 3
-    for given, mean, std, message in (
-        ((images, labels[:-1]), (0, 0, 0), (1, 1, 1), r"want \[n, c, h, w\] and \[n\]"),
-        ((images, labels), (0,), (1, 1, 1), "mean: got 1 numbers for 3 channels"),
-        ((images, labels + 0.5), (0, 0, 0), (1, 1, 1), "labels: got float64, want whole"),
-        ((images, labels), (0, 0, 0), (1, 0, 1), r"std: got \(1, 0, 1\), want numbers above 0"),
-        ((images - np.int16(9), labels), (0, 0, 0), (1, 1, 1), "bytes.*got int16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ImageDataset(*given, mean=mean, std=std)
 
 
 # --- the order of batches --------------------------------------------------------------------------------------------
