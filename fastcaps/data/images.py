@@ -83,8 +83,11 @@ class BatchDataset(Dataset[tuple[Tensor, Tensor]], ABC):
 
     def _items(self, indices: Sequence[int] | slice | Tensor) -> Tensor:
         """The numbers of the items, 0 to n − 1, on the device of the images."""
-        wanted = indices if isinstance(indices, slice) else torch.as_tensor(indices, dtype=torch.int64, device="cpu")
-        return torch.arange(len(self), device="cpu")[wanted].to(self.images.device)
+        if isinstance(indices, slice):
+            return torch.arange(len(self), device=self.images.device)[indices]
+        every = range(len(self))  # which counts from its end too, and raises IndexError
+        numbers = [every[index] for index in torch.as_tensor(indices).tolist()]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.images.device)
 
     def _draws(self, items: Tensor) -> Draws:
         if self.seed is None:
