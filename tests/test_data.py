@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from stand_ins import fake_transformers
-from test_data_readers import cifar_bytes, idx_bytes, refused, without, write, write_mnist, write_trees
+from test_data_readers import cifar_bytes, idx_bytes, refused, write, write_mnist, write_trees
 
 from fastcaps import data
 from fastcaps.data import (
@@ -99,7 +100,7 @@ def test_texts_are_embedded_and_mixed_with_their_masks(tmp_path: Path, monkeypat
     wanted = mixup((embeddings, mask.float()), labels, Draws.fresh(3))
     torch.testing.assert_close(made, wanted, rtol=0, atol=0)
     assert not torch.equal(made[0][1], mask.float())
-    without(monkeypatch, "transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingDataError, match=r"need transformers, which is not .*: pip install 'fastcaps\[text\]'"):
         TextEmbedder(tmp_path)
 
