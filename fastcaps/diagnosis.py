@@ -80,7 +80,7 @@ def diagnose(
     r"""Look into the capsule layers of ``model`` while it runs a batch.
 
     For parent m (of a type, on a grid, at any place l) of the layer, and children i with gates :math:`g_i` (their
-    activations, the sigmoid of their scores, or 1) and coefficients :math:`r_{im}` of the last turn:
+    activations, the sigmoid of their scores, or 1) and coefficients :math:`r_{im}` of the last iteration:
 
     **Dead capsules.** A parent is dead if it never wakes in this batch,
 
@@ -186,12 +186,14 @@ def _norm(gradients: dict[Tensor, Tensor], tensors: Iterable[Tensor]) -> float |
 
 @torch.no_grad()
 def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> LayerDiagnosis:
-    shares = one.coefficients().double() if one.routes else None
-    gates = one.gates()
-    gates = None if gates is None else gates.double()
-    measured_by, strength = _strength(one, shares, gates)
+    compete, entropy, gated = "", None, None
+    if one.routes:
+        shares, given = one.coefficients().double(), one.gates()
+        gates = (shares.sum(-1) > 0).double() if given is None else given.double().expand(shares.shape[:-1])
+        compete, gated = "children" if one.children_compete else "parents", shares * gates[..., None]
+        entropy = _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False)))
+    measured_by, strength = _strength(one, gated)
     greatest = strength.amax((0, 2)).tolist()
-    compete = "" if shares is None else "children" if one.children_compete else "parents"
     return LayerDiagnosis(
         one.path or "(the model)",
         type(one.layer).__name__,
@@ -199,20 +201,19 @@ def _look(one: Inside, threshold: float, gradients: dict[Tensor, Tensor]) -> Lay
         tuple(greatest),
         tuple(index for index, each in enumerate(greatest) if each < threshold),
         compete,
-        None if shares is None else _entropy(shares, gates, compete, bool(getattr(one.layer, "leaky", False))),
+        entropy,
         _norm(gradients, one.layer.parameters()),
         _norm(gradients, one.returned),
     )
 
 
-def _strength(one: Inside, shares: Tensor | None, gates: Tensor | None) -> tuple[str, Tensor]:
-    """What a parent's strength is measured by, and the strengths ``[B, M, places]``."""
+def _strength(one: Inside, gated: Tensor | None) -> tuple[str, Tensor]:
+    """What a parent's strength is measured by, and the strengths ``[B, M, places]``; gated coefficients if any."""
     if one.activations is not None:
         return "activation", one.activations
     layer = one.layer
     if isinstance(layer, InvertedAttentionRouting) and layer.norm is not None:
-        assert shares is not None
-        gated = shares if gates is None else shares * gates[..., None]
+        assert gated is not None
         there = gated.sum((-2, -1))[..., None].clamp_min(torch.finfo(gated.dtype).tiny)
         return "share", (gated.sum(-2) * gated.shape[-1] / there).flatten(1, 2).transpose(1, 2)
     lengths = one.parents.double().norm(dim=-1)
@@ -222,19 +223,18 @@ def _strength(one: Inside, shares: Tensor | None, gates: Tensor | None) -> tuple
     return "relative length", lengths / lengths.amax().clamp_min(torch.finfo(lengths.dtype).tiny)
 
 
-def _entropy(shares: Tensor, gates: Tensor | None, compete: str, leaky: bool) -> float | None:
+def _entropy(shares: Tensor, gates: Tensor, compete: str, leaky: bool) -> float | None:
     """The mean entropy of the coefficients ``[B, Ho, Wo, I, M]``, as a share of the greatest there can be."""
     if compete == "children":
         choices = (shares > 0).sum(-2)  # [B, Ho, Wo, M]
         entropy = -torch.special.xlogy(shares, shares).sum(-2) / choices.clamp_min(2).log()
         return float(entropy[choices > 1].mean()) if bool((choices > 1).any()) else None
-    there = (shares.sum(-1) > 0).to(shares.dtype) if gates is None else gates.expand(shares.shape[:-1])
     if leaky:
         shares = torch.cat([shares, (1 - shares.sum(-1, keepdim=True)).clamp_min(0)], dim=-1)
-    if shares.shape[-1] == 1 or not bool(there.sum() > 0):
+    if shares.shape[-1] == 1 or not bool(gates.sum() > 0):
         return None
     entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(shares.shape[-1])
-    return float((entropy * there).sum() / there.sum())
+    return float((entropy * gates).sum() / gates.sum())
 
 
 def _text(number: float | None, form: str) -> str:
