@@ -105,6 +105,15 @@ def test_coefficients_of_a_pool_are_its_own() -> None:
         viz.coefficients(nn.Linear(2, 2), torch.randn(2, 2))
 
 
+def test_places_are_the_middles_of_what_features_see() -> None:
+    pool, images = fastcaps.RoutingPool2d(4, parents=1), torch.randn(1, 1, 12, 9)
+    rows, columns = viz.places(nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), pool), images, (5, 4))
+    assert rows.tolist() == [1, 3, 5, 7, 9] and columns.tolist() == [1, 3, 5, 7]
+    whole = nn.Sequential(nn.Conv2d(1, 8, (12, 9)), nn.Upsample((4, 3)), pool)  # each sees all: no lattice
+    rows, columns = viz.places(whole, images, (4, 3))
+    assert rows.tolist() == [1, 4, 7, 10] and columns.tolist() == [1, 4, 7]
+
+
 def test_pictures(tmp_path: Path) -> None:
     net, images = network(), torch.rand(2, 1, 8, 8)
     modes = [module.training for module in net.modules()]
