@@ -102,6 +102,7 @@ def test_data_sets_refuse_what_does_not_fit() -> None:
         (OverlappingDigits, (images, labels), {"single": 1.5}, r"single: got 1\.5, want 0 to 1"),
         (OverlappingDigits, (images, labels), {"overlay": "mean"}, "overlay must be one of 'sum', 'max', got 'mean'"),
         (AffineDigits, (images, labels), {"scale": (1.2, 0.8)}, r"scale: got \(1.2, 0.8\)"),
+        (AffineDigits, (images, labels), {"scale": (0, 1)}, r"scale: got \(0, 1\), want two numbers above 0"),
         (AffineDigits, (images, labels), {"rotation": -1}, "rotation must be a finite number >= 0, got -1"),
         (ShiftedDigits, (images[:0], labels[:0]), {}, "labels: got none"),
         (OverlappingDigits, (images, labels * 0), {}, "labels: got digits of class 0 alone"),

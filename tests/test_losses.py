@@ -18,6 +18,7 @@ def test_margin_loss_by_hand() -> None:
     each = margin_loss(LENGTHS, LABELS, reduction="none")
     torch.testing.assert_close(each, torch.tensor([0.045, 0.445], dtype=torch.float64))
     assert margin_loss(LENGTHS, LABELS).item() == pytest.approx(0.245)
+    assert margin_loss(LENGTHS[:, 1:2], LABELS * 0).item() == pytest.approx((0.5**2 + 0.4**2) / 2)  # one class
     assert margin_loss(LENGTHS, LABELS, reduction="sum").item() == pytest.approx(0.49)
     # m+ = 1, m- = 0.2, lambda = 0.25: 0.05^2 + 0.25 * 0.2^2; 0.7^2 + 0.25 * 0.3^2
     other = margin_loss(LENGTHS, LABELS, upper=1.0, lower=0.2, down_weight=0.25, reduction="none")

@@ -101,8 +101,9 @@ def test_coefficients_of_a_pool_are_its_own() -> None:
     found = viz.coefficients(network(), torch.randn(1, 1, 8, 8), even=True)[0, 0]  # counts the windows at a place
     seen = nn.functional.conv_transpose2d(torch.ones(1, 1, 6, 6), torch.ones(1, 1, 3, 3))[0, 0]
     torch.testing.assert_close(found, seen / seen.sum())
-    with pytest.raises(ValueError, match=r"network must be a CapsNet whose .*; got Linear"):
-        viz.coefficients(nn.Linear(2, 2), torch.randn(2, 2))
+    for without in (nn.Conv2d(1, 2, 3), nn.Sequential(net[0], fastcaps.RoutingPool2d(4, kernel_size=2))):
+        with pytest.raises(ValueError, match=r"network must be a CapsNet whose .*; got (Conv2d|Sequential)"):
+            viz.coefficients(without, images)
 
 
 def test_places_are_the_middles_of_what_features_see() -> None:
