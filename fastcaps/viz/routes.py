@@ -53,17 +53,18 @@ def _below(stack: RoutingStack, trace: RoutingTrace, k: int, above: Tensor) -> T
         gates = torch.ones_like(children[..., 0])
     elif stack.layers[max(k - 1, 0)].activity_name == "scores":
         gates = gates.sigmoid()
-    gates = gates.float().detach().requires_grad_()
-    with torch.enable_grad():
+
+    def read(gates: Tensor) -> Tensor:
         row: Any = (layer.in_capsules, 1, -1)  # how a layer over a whole grid reads a set
         is_row = layer.on_grid and children.dim() == 3
-        at_places = seen(layer, *(each.unflatten(1, row) if is_row else each for each in (children, gates)))
-    parts = shares * at_places.detach()[..., None]
+        return seen(layer, *(each.unflatten(1, row) if is_row else each for each in (children, gates)))
+
+    at_places, gather = torch.func.vjp(read, gates.float())[:2]
+    parts = shares * at_places[..., None]
     parts = parts / parts.sum(-2, keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
-    found = torch.einsum("bcmhw,bhwim->cbhwi", above if above.dim() == 5 else above[..., None, None], parts)
+    found = torch.einsum("bcmhw,bhwim->bchwi", above if above.dim() == 5 else above[..., None, None], parts)
     # a child gets what every window that sees it has there: the transpose of how windows read gates
-    (gathered,) = torch.autograd.grad(at_places, gates, found, is_grads_batched=True)
-    return gathered.transpose(0, 1)
+    return torch.stack([gather(each)[0] for each in found.unbind(1)], 1)
 
 
 def coefficients(network: nn.Module, images: Tensor, *, even: bool = False) -> Tensor:
