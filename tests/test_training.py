@@ -38,7 +38,12 @@ def settings(out: Path, **changes: Any) -> TrainConfig:
 
 
 def run(config: TrainConfig, **options: Any) -> Any:
-    return train(config, report=Report(quiet=True), **options)
+    """Train, which leaves the process as it was."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels, filters = [logger.level for logger in loggers], list(warnings.filters)
+    result = train(config, report=Report(quiet=True), **options)
+    assert warnings.filters == filters and [logger.level for logger in loggers] == levels
+    return result
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -67,7 +72,7 @@ def test_what_a_run_leaves(finished: Any) -> None:
     assert finished.test_loss == pytest.approx(loss, rel=1e-5)
     with (out / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == COLUMNS[:-2]  # nothing was held out
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert [row["step"] for row in rows] == ["23", "46", "69"]  # 1,438 images in batches of 64
     result, kept = (json.loads((out / f"{name}.json").read_text()) for name in ("result", "config"))
@@ -124,13 +129,10 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: 
 
 
 def test_resuming_what_is_finished_reports_it_again(finished: Any) -> None:
-    def files() -> dict[Path, tuple[int, bytes]]:
-        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in finished.out.rglob("[!.]*") if p.is_file()}
-
-    left = files()
-    again = run(settings(finished.out, data__limit=None, epochs=3, checkpoint_every=5, seed=3), resume=True)
+    left = {path: path.stat().st_mtime_ns for path in finished.out.rglob("[!.]*")}
+    again = run(kept(finished.out), resume=True)
     assert again.history == finished.history and same_weights(again.network, finished.network)
-    assert files() == left
+    assert {path: path.stat().st_mtime_ns for path in finished.out.rglob("[!.]*")} == left
 
 
 def test_a_folder_is_not_overwritten_by_accident_and_has_one_run(tmp_path: Path) -> None:
@@ -138,24 +140,16 @@ def test_a_folder_is_not_overwritten_by_accident_and_has_one_run(tmp_path: Path)
     first = run(config)
     with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\), replace it"):
         run(config)
-    if sys.platform != "win32":  # which has no such locks
-        with only_run(tmp_path):
-            for options in ({"resume": True}, {"overwrite": True}):
-                with pytest.raises(RunError, match=r"is in use by a run that has not ended: wait for it, or take"):
-                    run(config, **options)
-        assert (tmp_path / "result.json").exists()  # nothing was deleted
+    with only_run(tmp_path):
+        for options in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(RunError, match=r"is in use by a run that has not ended: wait for it, or take"):
+                run(config, **options)
+    assert (tmp_path / "result.json").exists()  # nothing was deleted
     second = run(config, overwrite=True)
     assert same_weights(first.network, second.network)  # the same seed: the same bits
     other = run(config.changed({"seed": 1}), overwrite=True)
     assert not same_weights(first.network, other.network)
     assert len(read_metrics(tmp_path / "metrics.csv")) == 1
-
-
-def test_training_leaves_the_process_as_it_was(tmp_path: Path) -> None:
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels, filters = [logger.level for logger in loggers], list(warnings.filters)
-    run(settings(tmp_path, epochs=1, data__limit=64))
-    assert warnings.filters == filters and [logger.level for logger in loggers] == levels
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
 
 
 def test_settings_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for content in ("[]", "null", 2000 * "[", '{"network": 1}'):
+    for content in ("null", 2000 * "[", '{"network": 1}'):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(SettingError, match=r"config\.json cannot be read \("):
             kept(tmp_path)
@@ -201,14 +195,9 @@ def test_other_settings_learn(tmp_path: Path, accuracy: float, changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 0}, "epochs: got 0, want greater than or equal to 1"),
-        ({"network__options__iterations": 10**30}, "network.options.iterations: got .*, want 10000 or fewer"),
-        ({"optimizer__lr": float("nan")}, "optimizer.lr: got nan, want a finite number"),
-        ({"schedule__name": "step"}, "schedule.name: got 'step', want one of"),
         ({"data__validation": 192}, "data.validation: got 192 of 192 training images, want fewer"),
         ({"network__options__depth": 3}, "create.. has no override depth"),
-        ({"devices": "many"}, "devices"),
-        ({"accelerator": "abacus"}, "abacus"),
+        ({"accelerator": "abacus", "devices": "many"}, "accelerator 'abacus', devices 'many'"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -101,17 +101,7 @@ def test_a_run_is_loaded_and_drawn(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(trained.network(images), result.network(images))
         assert not torch.allclose(trained.fresh(images), result.network(images))
+    assert {*get_args(get_type_hints(tables.Table)["draw"])} == {"bars", "lines", *figures.FIGURES}
     for name in ("poses", "changes"):
         figures.FIGURES[name]([trained], tmp_path / f"{name}.png", "Digits")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_tables_may_name_every_figure() -> None:
-    assert {*get_args(get_type_hints(tables.Table)["draw"])} == {"bars", "lines", *figures.FIGURES}
-    for name in tables.names():
-        table = tables.table(name)
-        if table.beside:  # the runs that it shares are the same there
-            other = tables.table(table.beside)
-            for short in (False, True):
-                there = {line.name: line.config for line in other.lines(Path("runs"), short=short)}
-                assert all(there[e.name] == e.config for e in table.lines(Path("runs"), short=short))

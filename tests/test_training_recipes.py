@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from stand_ins import SEVERAL, SHAPES
+from stand_ins import SEVERAL, SHAPES, network_of
 
 from fastcaps import cli, models
 from fastcaps.training import SettingError, recipe, recipes
@@ -24,15 +23,6 @@ QUICK = ("li-encapnet-master", "li-encapnet-six-master", "li-encapnet-six", "li-
 EVERY = recipes.names()
 
 
-def network_of(name: str) -> torch.nn.Module:
-    config = recipe(name).config
-    sizes: dict[str, Any] = {}
-    if config.data.name not in TEXTS:
-        channels, pixels, classes = SHAPES[config.data.name]
-        sizes = {"in_channels": channels, "image_size": config.data.crop or pixels, "classes": classes}
-    return models.create(config.network.name, **{**sizes, **config.network.options})
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_every_recipe_is_whole(name: str) -> None:
     read = recipe(name)
@@ -42,7 +32,7 @@ def test_every_recipe_is_whole(name: str) -> None:
     assert read.source is not None and re.search(r" (2017|2018|2019|2020)$", read.source.paper) and read.source.section
     assert read.config.recipe == name and str(read.config.folder) == f"runs/{name}"
     with torch.device("meta"):
-        network = network_of(name)
+        network = network_of(read.config)
     assert sum(p.numel() for p in network.parameters()) > 10_000
     assert all(p.is_meta for p in network.parameters())
     config = models.config(read.config.network.name)
@@ -71,11 +61,15 @@ def batch_of(name: str, size: int = 2) -> Batch:
     return Batch(images, present, mean, std, torch.rand(size, 2, pixels, pixels), labels)
 
 
-def step(name: str) -> None:
-    """One step of the recipe's optimiser lowers its loss on that batch, or at least reaches the weights."""
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if WIDE.search(name) and name not in QUICK else []) for name in EVERY],
+)
+def test_a_step_of_every_loss(name: str) -> None:
+    """The loss and its gradients are finite, and the optimiser's step reaches the weights."""
     config = recipe(name).config
     torch.manual_seed(0)
-    network, batch = network_of(name).train(), batch_of(name)
+    network, batch = network_of(config).train(), batch_of(name)
     optimizer = config.optimizer.build(network.parameters())
     loss, logits = config.loss(network, batch, 0.5)
     assert loss.dim() == 0 and torch.isfinite(loss) and logits.shape[0] == 2
@@ -85,14 +79,6 @@ def step(name: str) -> None:
     before = [p.detach().clone() for p in network.parameters()]
     optimizer.step()
     assert any(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if WIDE.search(name) and name not in QUICK else []) for name in EVERY],
-)
-def test_a_step_of_every_loss(name: str) -> None:
-    step(name)
 
 
 # --- what is wrong with a recipe -------------------------------------------------------------------------------------
@@ -116,6 +102,10 @@ accelerator: cpu
         ("lr: 1e-3", "lr: fast", "optimizer.lr: got 'fast', want a valid number"),
         ("lr: 1e-3", "weight_decy: 1", "optimizer.weight_decy: no such field (did you mean weight_decay?), want one"),
         ("name: adam, ", "", "optimizer.name: got nothing, want a value"),
+        ("lr: 1e-3", "lr: .nan", "optimizer.lr: got nan, want a finite number"),
+        ("epochs: 1", "epochs: 0", "epochs: got 0, want greater than or equal to 1"),
+        ("epochs: 1", "epochs: {first: 1}", "epochs: got {'first': 1}, want a valid integer"),
+        ("iterations: 2", "iterations: 20000", "network.options.iterations: got 20000, want 10000 or fewer"),
         ("epochs: 1", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
         ("0.75]", "1.5]", "schedule.at[1]: got 1.5, want less than or equal to 1"),
         ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a number"),
@@ -172,12 +162,8 @@ def test_any_field_is_overridden_by_its_path(tmp_path: Path) -> None:
     assert (config.optimizer.name, config.optimizer.lr, config.optimizer.momentum) == ("sgd", 0.75, 0.9)
     assert config.network.options == {"iterations": 2, "routing": "sequential"} and config.loss.name == "spread"
     assert recipe(str(path), {"optimizer.name": "adam"}).config == plain  # the same name clears nothing
-    for changes, message in (
-        ({"optimizer.momentum": 0.9}, "optimizer.momentum: no such field"),
-        ({"epochs.first": 1}, "epochs.first: no such field, epochs has none"),
-    ):
-        with pytest.raises(SettingError, match=re.escape(message)):
-            recipe(str(path), changes)
+    with pytest.raises(SettingError, match=r"optimizer.momentum: no such field, want one of lr, betas"):
+        recipe(str(path), {"optimizer.momentum": 0.9})
 
 
 def test_a_recipe_of_ones_own_trains_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from fastcaps.training.fields import (
     Index,
     NotNegative,
     SettingError,
+    Settings,
     as_data,
     changed,
     flat,
@@ -44,7 +45,7 @@ MOST_PIXELS = 4096  # of a padding, or a side of a resized image
 
 
 @dataclass(frozen=True, config=STRICT)
-class Network:
+class Network(Settings):
     """Which network; channels, image size and number of classes are taken from the data."""
 
     name: str  # of fastcaps.models.names()
@@ -63,7 +64,7 @@ class Network:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Data:
+class Data(Settings):
     """Which data, and what is done to them.
 
     By default CIFAR is cropped and flipped at random and nothing else is; ``pad`` and ``resize`` (one of the two) take
@@ -98,7 +99,7 @@ class Data:
 
 
 @dataclass(frozen=True, config=STRICT)
-class TrainConfig:
+class TrainConfig(Settings):
     """Every setting of a run; :meth:`of` also takes names, or mappings, for declarations."""
 
     network: Annotated[Network, SHORT]

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
 
 import fastcaps.data
 from fastcaps.data import (
@@ -63,17 +63,12 @@ def read_data(data: Data) -> Splits:
         raise MissingDataError(
             f"data: the data set {data.name!r} is not in this fastcaps; there are {', '.join(fastcaps.data.names())}"
         )
-    own = data.pad is not None or data.resize is not None  # then prepare() augments, and load() must not
+    own = data.pad is not None or data.resize is not None  # then load() must not augment
     given: dict[str, Any] = {"augment": False, "flip": None} if own else {"augment": data.augment, "flip": data.flip}
     try:
         splits = load(data.name, data.dir, **given, limit=data.limit, **data.options)
     except TypeError as error:  # an option that load does not have
         raise ValueError(f"data.options: got {dict(data.options)}: {error}") from error
-    return prepare(splits, data)
-
-
-def prepare(splits: Splits, data: Data) -> Splits:
-    """Set up the augmentation that a data set's settings ask for, of training and of test images."""
     train = splits.train
     if not isinstance(train, ImageDataset):
         texts = isinstance(train, TextDataset)
@@ -81,22 +76,20 @@ def prepare(splits: Splits, data: Data) -> Splits:
             if (got := getattr(data, option)) not in (None, 0):
                 why = "which are texts" if texts else "which is drawn at random as it is"
                 raise ValueError(f"data.{option}: got {got} for {data.name}, {why}; want none")
-    transforms: list[Any] = []
+    augment: Any = getattr(train, "augment", None)
     if data.pad is not None:
-        transforms.append(RandomCropFlip(data.pad, flip=bool(data.flip)))
+        augment = RandomCropFlip(data.pad, flip=bool(data.flip))
     elif data.resize is not None:
         assert splits.image_size is not None
         size = data.crop or splits.image_size
-        transforms.append(ResizeCrop(data.resize, size, flip=bool(data.flip)))
+        augment = ResizeCrop(data.resize, size, flip=bool(data.flip))
         if data.crop is not None or data.multi_crop:
             splits.test.augment = TestCrops(data.resize, size, data.multi_crop, bool(data.flip))
             splits = replace(splits, image_size=size)
-    elif data.jitter and train.augment is not None:
-        transforms.append(train.augment)
     if data.jitter:
-        transforms.append(ColorJitter())
-    if transforms:
-        train.augment = transforms[0] if len(transforms) == 1 else Chain(*transforms)
+        augment = ColorJitter() if augment is None else Chain(augment, ColorJitter())
+    if augment is not None:
+        train.augment = augment
     if data.mixup:
         train.mixup = Mixup(len(splits.classes), data.mixup)
     return splits
@@ -151,11 +144,6 @@ class Subset(Dataset[Any]):
             return made
         digits, labels, states = gathered
         return *made, self.dataset.apart(digits, states).float() / 255, labels
-
-
-def _as_it_is(gathered: Any) -> Any:
-    """The batch itself: it was gathered whole, and the loader has nothing to collate."""
-    return gathered
 
 
 def hold_out(train: Any, count: int, tested_as: Any = None, *, parts: bool = False) -> tuple[Subset, Subset | None]:
@@ -213,7 +201,7 @@ class ImageData(pl.LightningDataModule):
         return DataLoader(
             dataset,
             batch_sampler=batches,
-            collate_fn=_as_it_is,
+            collate_fn=default_convert,  # a batch is gathered whole: there is nothing to collate
             num_workers=self.workers,
             # a data set with a seed must hear of each epoch, and workers that stay would not
             persistent_workers=self.workers > 0 and getattr(self.source, "seed", None) is None,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastcaps.checks import accumulation_dtype, shape_text
 from fastcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
-from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Number, Share
+from fastcaps.training.fields import CHOICE, SHORT, STRICT, Flag, NotNegative, Number, Settings, Share
 
 PARTS_OF_A_RUN = 1_000_000
 """The spread loss' margin is computed by counts; a share of the run becomes so many of these."""
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
         return self.inputs[0] * self.std + self.mean
 
 
-class Loss(ABC):
+class Loss(Settings, ABC):
     """The base of losses."""
 
     threshold: ClassVar[float] = 0.0  # where several classes may be there: those whose logit is above it are
