@@ -108,7 +108,7 @@ accelerator: cpu
         ("iterations: 2", "iterations: 20000", "network.options.iterations: got 20000, want 10000 or fewer"),
         ("epochs: 1", "epoch: 1", "epoch: no such field (did you mean epochs?), want one of network, data"),
         ("0.75]", "1.5]", "schedule.at[1]: got 1.5, want less than or equal to 1"),
-        ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a number"),
+        ("[1/2, 0.75]", "[1/0]", "schedule.at[0]: got '1/0', want a valid number"),
         ("name: digits, opt", "name: lstm, opt", "network.name: got 'lstm', want a network of fastcaps train --list"),
         ("limit: 128", "limit: 128, pad: 2, resize: 9", "data.resize: got 9 beside pad 2, want one of them"),
         ("name: cross-entropy", "name: feedback, base: feedback", "loss.base.name: got 'feedback', want one of"),
@@ -166,38 +166,13 @@ def test_any_field_is_overridden_by_its_path(tmp_path: Path) -> None:
         recipe(str(path), {"optimizer.momentum": 0.9})
 
 
-def test_a_recipe_of_ones_own_trains_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("lightning")
-    path, out = tmp_path / "mine.yaml", str(tmp_path / "run")
-    path.write_text(WHOLE)
-    assert recipes.recipe(str(path)).config.folder == Path("runs/mine")
-    path.write_text("".join(line for line in WHOLE.splitlines(True) if not line.startswith("source")))
-    assert recipes.recipe(str(path)).source is None
-    command = ["train", "--recipe", str(path), "--out", out]
-    assert cli.main([*command, "--set", "optimizer.lr=0.004", "--set", "loss={name: margin, upper: 0.8}"]) == 0
-    kept = read_yaml((tmp_path / "run" / "config.json").read_text())
-    assert kept["optimizer"]["lr"] == 0.004 and kept["loss"] == {
-        "name": "margin", "upper": 0.8, "lower": 0.1, "down_weight": 0.5, "reconstruction": 0.0,
-    }  # fmt: skip
-    capsys.readouterr()
-    assert cli.main(["train", "--resume", "--out", out, "--set", "loss.upper=0.8", "--lr", "0.004"]) == 0
-    assert cli.main(["train", "--resume", "--out", out, "--set", "loss.upper=0.7"]) == 1
-    assert "--set loss.upper=0.7 does not agree with the run" in capsys.readouterr().err
-    assert cli.main([*command, "--resume"]) == 1  # the recipe as it stands is another run
-    assert "does not agree with the run" in capsys.readouterr().err
-    assert cli.main([*command, "--set", "optimizer.lr"]) == 1
-    assert "--set optimizer.lr: got no value, want FIELD=VALUE" in capsys.readouterr().err
-
-
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
 def test_recipes_are_listed_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name in EVERY:
-        (line,) = (line for line in lines if line.split(" ")[0] == name)
-        assert str(recipe(name).source) in line
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed == {name: str(recipe(name).source) for name in EVERY}
     assert cli.main(["recipes", "sabour-mnist"]) == 0
     assert read_yaml(capsys.readouterr().out) == recipes.fields_of("sabour-mnist")
     assert cli.main(["recipes", "sabour-mnits"]) == 1

@@ -87,8 +87,10 @@ def reproduce(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int,
     return status, *capsys.readouterr()
 
 
-def test_a_table_is_trained_and_collected(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = digits.parent / "out"
+def test_a_table_is_trained_and_collected(
+    digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = digits.parent / "runs" / "digits.yaml"
     status, told, _ = reproduce(capsys, digits, "--short", "--out", out, "--row", "two turns")
     assert status == 0 and "1 of 1: two turns" in told and "not run" in told
     record = json.loads((out / "table.json").read_text())
@@ -106,6 +108,18 @@ def test_a_table_is_trained_and_collected(digits: Path, capsys: pytest.CaptureFi
     assert row in text and "| one turn | not run | 60.00 |  | 1 × 128 |  |" in text
     assert "Shortened: epochs 1 (in full 2), data.limit 128 (in full 256)." in text
     assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+    from tools import reproduction_page  # the page takes what runs have shown
+
+    monkeypatch.chdir(digits.parent)
+    monkeypatch.setattr(reproduction_page, "names", lambda: ["digits.yaml"])
+    found = reproduction_page.collect(digits.parent / "runs", digits.parent / "pictures")
+    marks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("results", "settings"))
+    page = reproduction_page.page(f"Said.\n{marks}", found)
+    assert f"|  | two turns | {shown} | 40.00 ± 1.5 | 1 × 128 | {results[0]['parameters']:,} |\n" in page
+    assert "| `digits.yaml`: test error in % | one turn | not run | 60.00 | 1 × 128 |  |\n" in page
+    assert "| `digits.yaml` (Somebody 2020, section 1, Table 1) | More turns know more. | Shortened: epochs 1" in page
+    assert "\n\nMade by fastcaps" in page and (digits.parent / "pictures" / "digits.yaml.png").exists()
 
     (out / "two" / "seed-1" / "result.json").unlink()  # as if its seeds were run one by one, and this one still runs
     (out / "two" / "result.json").unlink()
@@ -204,33 +218,3 @@ def test_tables_and_rows_by_name(digits: Path, capsys: pytest.CaptureFixture[str
     assert status == 1 and "got 'sabour-table' (did you mean sabour-table-1?)" in error
     status, told, _ = reproduce(capsys)
     assert status == 0 and [line.split()[0] for line in told.splitlines()] == tables.names()
-
-
-def test_the_page_takes_what_runs_have_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools import reproduction_page
-
-    def collect(arguments: list[str]) -> int:
-        rows = [
-            {"row": {"label": "whole"}, "shown": {"": f"whole, turns {k}", "ours": f"{k}", "paper": "9.00",
-             "epochs × images": "1 × 2", "parameters": "7"}} for k in (1, 2)
-        ]  # fmt: skip
-        remarks = [
-            "Test error in %, lower is better.",
-            "Best first.",
-            "Shortened: epochs 1.",
-            "Seed 0; torch 2, 1 threads.",
-        ]
-        document = {"source": "Tsai", "claim": "So.", "remarks": remarks, "rows": rows}
-        (out / "table.json").write_text(json.dumps(document))
-        (out / "picture.png").write_bytes(b"drawn")
-        return int(arguments != ["reproduce", "tsai-figure-4", "--short", "--collect", "--out", str(out)])
-
-    monkeypatch.setattr(cli, "main", collect)
-    out = tmp_path / "tsai-figure-4-short"
-    out.mkdir()
-    found = reproduction_page.collect(tmp_path, tmp_path / "pictures")
-    marks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("results", "settings"))
-    filled = reproduction_page.page(f"Said.\n{marks}", found)
-    assert "| `tsai-figure-4`: test error in % | whole, turns 1, 2 | 1, 2 | 9.00 | 1 × 2 | 7 |\n" in filled
-    assert "| `tsai-figure-4` (Tsai) | So. | Shortened: epochs 1. Seed 0. |\n\nMade by torch 2, 1 threads.\n" in filled
-    assert (tmp_path / "pictures" / "tsai-figure-4.png").read_bytes() == b"drawn"

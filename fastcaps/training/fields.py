@@ -11,11 +11,13 @@ import typing
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import truediv
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from fastcaps.checks import did_you_mean
 
@@ -35,19 +37,14 @@ class RunError(RuntimeError):
 
 
 def _fraction(value: Any) -> Any:
-    """Return the number that ``150/350`` stands for; pydantic reads all others."""
-    try:
-        if isinstance(value, str) and "/" in value:
-            above, below = value.split("/")
-            return float(above) / float(below)
-        if not isinstance(value, bool):
-            return float(value) if isinstance(value, int) else value
-    except (OverflowError, ValueError, ZeroDivisionError):
-        pass
-    raise PydanticCustomError("number", "want a number")
+    """Return the number that a text, such as ``1e-3`` or ``150/350``, stands for; pydantic refuses what is none."""
+    if isinstance(value, str):
+        with suppress(ValueError, ZeroDivisionError):
+            return reduce(truediv, map(float, value.split("/")))
+    return value
 
 
-Number = Annotated[float, BeforeValidator(_fraction), Field(allow_inf_nan=False)]
+Number = Annotated[float, Strict(), BeforeValidator(_fraction), Field(allow_inf_nan=False)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -107,7 +104,7 @@ def _one_line(value: Any, error: ValidationError) -> str:
         return f"{path}{'.name' if kind != 'missing' else ''}: got nothing, want a value, as it has no default"
     if kind == "value_error":  # what a dataclass itself checks begins with the field's name
         return f"{path}.{found['ctx']['error']}".removeprefix(".")
-    want = found["msg"].removeprefix("Input should be ").removeprefix("want ")
+    want = found["msg"].removeprefix("Input should be ")
     return str(wrong(path or "settings", found["input"], want))
 
 

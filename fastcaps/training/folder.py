@@ -70,9 +70,6 @@ def prepared(config: TrainConfig, resume: bool, overwrite: bool) -> Iterator[Non
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"out: got {out}, which cannot be made ({error.strerror}); want a folder") from error
-    for name in ("config.json", *WRITTEN):
-        if (out / name).is_dir():
-            raise RunError(f"{out / name}: got a folder, want a file or nothing here")
     with only_run(out):
         if not resume and (out / "config.json").exists():
             if not overwrite:
