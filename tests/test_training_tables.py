@@ -145,7 +145,7 @@ def test_a_table_that_was_stopped_goes_on_in_the_middle(
         status, _, error = reproduce(capsys, *command)
     assert (status, error) == (
         130,
-        f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --out {out} --row one goes on\n",
+        f"fastcaps reproduce: stopped; fastcaps reproduce {digits} --row one --out {out} goes on\n",
     )
     assert not (out / "one" / "result.json").exists()
     status, told, _ = reproduce(capsys, *command)

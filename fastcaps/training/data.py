@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -42,19 +43,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class TestCrops:
-    """What test images see: resized, bytes ``[n, c, h, w]``, and their middle cut out.
-
-    With ``several``, the corners too, and their mirror images with ``flip``: ``[n, 5 or 10, c, h, w]``.
-    """
-
-    def __init__(self, resize: int, size: int, several: bool, flip: bool) -> None:
-        self.resize, self.size, self.several, self.flip = resize, size, several, flip
-        self.count = (10 if flip else 5) if several else 1
-
-    def __call__(self, images: Tensor, *_: Any) -> Tensor:
-        made = crops(resized(images, self.resize), self.size, flip=self.several and self.flip)
-        return made if self.several else made[:, 4]
+def tested_crops(data: Data, size: int, images: Tensor, *_: Any) -> Tensor:
+    """The middle of resized test images, ``[n, c, size, size]``, or several crops ``[n, 5 or 10, c, size, size]``."""
+    assert data.resize is not None
+    made = crops(resized(images, data.resize), size, flip=data.multi_crop and bool(data.flip))
+    return made if data.multi_crop else made[:, 4]
 
 
 def read_data(data: Data) -> Splits:
@@ -84,7 +77,7 @@ def read_data(data: Data) -> Splits:
         size = data.crop or splits.image_size
         augment = ResizeCrop(data.resize, size, flip=bool(data.flip))
         if data.crop is not None or data.multi_crop:
-            splits.test.augment = TestCrops(data.resize, size, data.multi_crop, bool(data.flip))
+            splits.test.augment = functools.partial(tested_crops, data, size)
             splits = replace(splits, image_size=size)
     if data.jitter:
         augment = ColorJitter() if augment is None else Chain(augment, ColorJitter())
@@ -192,7 +185,7 @@ class ImageData(pl.LightningDataModule):
             self.validation = Subset(splits.validation)
         self.test = Subset(splits.test, parts=parts)
         self.source = splits.train
-        self.crops: int = getattr(tested_as, "count", 1)
+        self.crops = (10 if config.data.flip else 5) if config.data.multi_crop else 1
         self.batch_size, self.seed = config.batch_size, config.seed
         self.workers = min(config.workers, cores())
         self._epoch = self._start = 0
