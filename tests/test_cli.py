@@ -147,17 +147,16 @@ def test_recipes_set_the_defaults_and_options_replace_them(monkeypatch: pytest.M
     monkeypatch.setattr(training, "train", stop)
     monkeypatch.chdir(tmp_path)
     for command in (
-        "--recipe tsai-iar-resnet-c10 --lr 0.05 --set schedule.at=[1/2] --data-dir x",
+        "--recipe tsai-iar-resnet-c10 --lr 0.05 --set schedule.at=[1/2]",
         "--network digits --data digits --data-dir here --set loss=margin --no-flip",
     ):
         assert cli.main(["train", *command.split()]) == 1
     paper, quick = seen
-    assert (paper.epochs, paper.optimizer.name, paper.schedule.name) == (350, "sgd", "milestones")
-    assert (paper.optimizer.lr, paper.schedule.at) == (0.05, (0.5,))
-    assert str(paper.folder) == "runs/tsai-iar-resnet-c10"
-    assert (quick.epochs, quick.optimizer.name, quick.loss.name) == (2, "adam", "margin")
-    assert str(quick.folder) == "runs/digits-digits" and quick.data.flip is False
-    assert quick.data.dir == str(tmp_path / "here")  # found again from any folder
+    changes = {"optimizer.lr": 0.05, "schedule.at": (0.5,)}
+    assert paper == training.recipe("tsai-iar-resnet-c10", changes).config
+    data = {"name": "digits", "dir": str(tmp_path / "here"), "flip": False}  # found again from any folder
+    assert quick == training.TrainConfig.of(network="digits", data=data, loss="margin")
+    assert (str(paper.folder), str(quick.folder)) == ("runs/tsai-iar-resnet-c10", "runs/digits-digits")
 
 
 def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

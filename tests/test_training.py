@@ -26,7 +26,7 @@ from fastcaps.training import RunError, SettingError, TrainConfig, train, train_
 from fastcaps.training.callbacks import COLUMNS, Report, read_metrics
 from fastcaps.training.config import kept, runs_of
 from fastcaps.training.fields import as_data
-from fastcaps.training.folder import only_run, write_settings
+from fastcaps.training.folder import only_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,17 +163,11 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
     assert told.startswith("fastcaps train: [Errno ") and "metrics.csv.writing" in told and told.count("\n") == 1
 
 
-def test_settings_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     for content in ("null", 2000 * "[", '{"network": 1}'):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(SettingError, match=r"config\.json cannot be read \("):
             kept(tmp_path)
-    write_settings(settings(tmp_path), tmp_path)
-    before = kept(tmp_path)
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
-    with pytest.raises(OSError, match="killed here"):
-        write_settings(settings(tmp_path, epochs=7), tmp_path)
-    assert kept(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ from fastcaps.training.loss import Batch, Spread
 TEXTS = {"sst5": 5, "sst2": 2}
 WIDE = re.compile(r"-imagenet|tsai-dmm-(matrix-42m|dynamic|vector)|tsai-dr-.*-c100|sabour-mnist-cnn|li-encapnet-")
 """Networks whose step takes a second or more."""
-QUICK = ("li-encapnet-master", "li-encapnet-six-master", "li-encapnet-six", "li-encapnet-kl", "li-encapnet-two-ot")
-
 EVERY = recipes.names()
 
 
@@ -61,9 +60,17 @@ def batch_of(name: str, size: int = 2) -> Batch:
     return Batch(images, present, mean, std, torch.rand(size, 2, pixels, pixels), labels)
 
 
+def kind_of_step(name: str) -> tuple[Any, ...]:
+    """The loss and what it is given."""
+    config = recipe(name).config
+    return config.loss, config.data.name in SEVERAL, config.data.name in TEXTS, config.data.mixup
+
+
+FIRST = {kind_of_step(name): name for name in sorted(EVERY[::-1], key=lambda name: not WIDE.search(name))}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if WIDE.search(name) and name not in QUICK else []) for name in EVERY],
+    "name", [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.slow) for name in EVERY]
 )
 def test_a_step_of_every_loss(name: str) -> None:
     """The loss and its gradients are finite, and the optimiser's step reaches the weights."""
