@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from fastcaps import cli, data
 from fastcaps.training import RunError, SettingError, TrainConfig, train, train_seeds
 from fastcaps.training.callbacks import COLUMNS, Report, read_metrics
 from fastcaps.training.config import kept, runs_of
-from fastcaps.training.fields import as_data
 from fastcaps.training.folder import only_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,36 +89,41 @@ def test_what_a_run_leaves(finished: Any) -> None:
     assert len(events.Scalars("step/train_loss")) > 3
 
 
-KILLED = """
-import os, signal, torch
-from fastcaps.training.callbacks import Report
-from fastcaps.training import TrainConfig, train
-
-class Killer(Report):
-    def on_train_batch_end(self, trainer, *rest):
-        if trainer.global_step == {step}:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-torch.set_num_threads(1)
-train(TrainConfig.of(**{config!r}), report=Killer(quiet=True))
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from fastcaps import cli
+replace, left = os.replace, int(sys.argv.pop(1))
+def kill_halfway(source, target):
+    global left
+    left -= str(source).endswith("last.ckpt.writing")
+    if left == 0:
+        os.truncate(source, os.path.getsize(source) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = kill_halfway
+sys.exit(cli.main(sys.argv[1:]))
 """
+"""The command, killed when half of a checkpoint is written; its first argument says which."""
 
 
-def in_a_process(*given: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments to its end."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, *given]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+def start(*given: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    """Python with these arguments in a process of its own, with one thread."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *given], env=environment, preexec_fn=before, **pipes)
 
 
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, finished: Any) -> None:
-    """In the middle of the second epoch, in a process that has no chance to clean up."""
+    """In the middle of the second epoch and of writing, in a process that has no chance to clean up."""
     config = settings(tmp_path, data__limit=None, epochs=3, checkpoint_every=5, seed=3)
-    done = in_a_process("-c", KILLED.format(step=33, config=as_data(config)))
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    given = ["train", "--network", "digits", "--data", "digits", "--out", str(tmp_path), "--accelerator", "cpu"]
+    given += ["--epochs", "3", "--checkpoint-every", "5", "--seed", "3"]
+    running = start("-c", KILLED_WHILE_WRITING, "7", *given)
+    _, error = running.communicate(timeout=300)
+    assert running.returncode == -signal.SIGKILL, error
     done_before = read_metrics(tmp_path / "metrics.csv")
     assert len(done_before) == 1 and not (tmp_path / "result.json").exists()
-    (tmp_path / "last.ckpt.writing").write_bytes(b"half a checkpoint, as a kill while writing leaves it")
+    assert (tmp_path / "last.ckpt.writing").exists()
     with pytest.raises(ValueError, match="23 steps an epoch and this run 45; resume with the data, batch size"):
         run(config.changed({"batch_size": 32}), resume=True)
     resumed = run(config, resume=True)
@@ -262,10 +267,11 @@ def test_workers_are_one_a_core_at_most(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_two_processes_train_several_seeds(tmp_path: Path) -> None:
     given = ["train", "--network", "digits", "--data", "digits", "--out", str(tmp_path), "--accelerator", "cpu"]
-    done = in_a_process("-m", "fastcaps", *given, "--devices", "2", "--strategy", "ddp", "--runs", "2")
-    assert done.returncode == 0, done.stderr
+    running = start("-m", "fastcaps", *given, "--devices", "2", "--strategy", "ddp", "--runs", "2")
+    told, error = running.communicate(timeout=300)
+    assert running.returncode == 0, error
     # two epochs of two runs and the end: only the first process speaks
-    assert done.stdout.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in done.stdout
+    assert told.count("test accuracy") == 5 and "mean and standard deviation of 2 runs" in told
     for seed in (0, 1):
         rows = read_metrics(tmp_path / f"seed-{seed}" / "metrics.csv")
         assert [row["step"] for row in rows] == [23, 46]  # half the images each, in batches of 32

@@ -204,7 +204,7 @@ def test_what_is_wrong_is_told_in_one_line(
 def test_results_that_cannot_be_read_are_told(digits: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     config = tables.table(str(digits)).lines(digits.parent / "out")[0].config
     config.folder.mkdir(parents=True)
-    write_settings(config, config.folder)
+    write_settings(config)
     (config.folder / "result.json").write_text(content)
     status, _, error = reproduce(capsys, digits, "--collect", "--out", digits.parent / "out")
     assert status == 1 and "one/result.json cannot be read: " in error and error.count("\n") == 1

@@ -80,7 +80,7 @@ def read(kind: type[Kind], value: Any) -> Kind:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        raise SettingError(_one_line(value, error)) from error
+        raise _told(value, error) from error
 
 
 def wrong(path: str, got: Any, want: str) -> SettingError:
@@ -89,7 +89,8 @@ def wrong(path: str, got: Any, want: str) -> SettingError:
     return SettingError(f"{path}: got {shown if len(shown) <= 80 else shown[:77] + '...'}, want {want}")
 
 
-def _one_line(value: Any, error: ValidationError) -> str:
+def _told(value: Any, error: ValidationError) -> SettingError:
+    """What is first wrong with a value, in a line."""
     found, path, here = error.errors(include_url=False)[0], "", value
     for part in found["loc"]:
         if part == (here.get("name") if isinstance(here, Mapping) else here):
@@ -99,13 +100,13 @@ def _one_line(value: Any, error: ValidationError) -> str:
             here = here[part]
     path, kind = path.removeprefix("."), found["type"]
     if kind == "union_tag_invalid":
-        return str(wrong(f"{path}.name", found["ctx"]["tag"], f"one of {found['ctx']['expected_tags']}"))
+        return wrong(f"{path}.name", found["ctx"]["tag"], f"one of {found['ctx']['expected_tags']}")
     if kind in ("missing", "union_tag_not_found"):
-        return f"{path}{'.name' if kind != 'missing' else ''}: got nothing, want a value, as it has no default"
+        name = path if kind == "missing" else f"{path}.name"
+        return SettingError(f"{name}: got nothing, want a value, as it has no default")
     if kind == "value_error":  # what a dataclass itself checks begins with the field's name
-        return f"{path}.{found['ctx']['error']}".removeprefix(".")
-    want = found["msg"].removeprefix("Input should be ")
-    return str(wrong(path or "settings", found["input"], want))
+        return SettingError(f"{path}.{found['ctx']['error']}".removeprefix("."))
+    return wrong(path or "settings", found["input"], found["msg"].removeprefix("Input should be "))
 
 
 def as_data(value: Any) -> Any:

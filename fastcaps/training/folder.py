@@ -78,7 +78,7 @@ def prepared(config: TrainConfig, resume: bool, overwrite: bool) -> Iterator[Non
                 )
             clear(out)
         if not (resume and is_finished(config)):
-            write_settings(config, out)
+            write_settings(config)
         yield
 
 
@@ -135,9 +135,9 @@ def in_one_line(error: Exception, named: bool = False) -> str:
     return " ".join(f"{type(error).__name__ + ': ' if named else ''}{error}".split())
 
 
-def write_settings(config: TrainConfig, out: Path) -> None:
+def write_settings(config: TrainConfig) -> None:
     """Write ``config.json``."""
-    write_json(out / "config.json", {**as_data(config), "versions": versions()})
+    write_json(config.folder / "config.json", {**as_data(config), "versions": versions()})
 
 
 def write_json(path: Path, value: Any) -> None:

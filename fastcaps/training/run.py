@@ -6,11 +6,9 @@ One call does everything::
 
     result = train(TrainConfig.of(network="mnist", data={"name": "mnist", "dir": "path/to/data"}, out="runs/mnist"))
 
-A run writes into its ``out`` folder: ``config.json`` (every setting and version), ``metrics.csv`` (a row per epoch),
-``tensorboard/``, ``last.ckpt`` (replaced as a whole every ``checkpoint_every`` steps and after every epoch),
-``result.json`` and, where training images were held out, ``best.ckpt``. A run that was killed goes on from
-``last.ckpt`` in the middle of its epoch, with the same order of the images, random state, optimiser and schedule. So on
-the CPU it ends in the same weights as without the interruption.
+docs/training.md tells what a run writes into its ``out`` folder. A run that was killed goes on from ``last.ckpt`` in
+the middle of its epoch, with the same order of the images, random state, optimiser and schedule. So on the CPU it ends
+in the same weights as without the interruption.
 """
 
 from __future__ import annotations
