@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_ins import RECIPE
 
 import fastcaps
 from fastcaps import cli
@@ -94,19 +95,11 @@ def test_what_is_wrong_is_told_in_one_line(
 # --- train -----------------------------------------------------------------------------------------------------------
 
 
-MINE = """
-network: {name: digits, options: {iterations: 2}}
-data: {name: digits, limit: 128}
-epochs: 1
-accelerator: cpu
-"""
-
-
 def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With a recipe of one's own: only a run with the same settings goes on."""
+    """With a recipe of one's own: only a run with the same settings goes on, not the recipe as it stands."""
     pytest.importorskip("lightning")
     mine, out = tmp_path / "mine.yaml", tmp_path / "run"
-    mine.write_text(MINE)
+    mine.write_text(RECIPE)
     command = ["train", "--recipe", str(mine), "--out", str(out)]
     changes = ["--set", "optimizer.lr=0.004", "--set", "loss={name: margin, upper: 0.8}", "--seed", "5"]
     status, printed, err = call(capsys, *command, *changes)
@@ -120,11 +113,14 @@ def test_train_and_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert status == 0 and f"test accuracy {accuracy:.2f} % after 1 epoch of" in printed
     assert json.loads((out / "config.json").read_text()) == kept
     for given, named in (
-        (["--seed", "6"], "--seed 6 does not agree with the run"),
-        (["--iterations", "1"], "--iterations 1 does not agree"),
-        (["--set", "data.flip=true"], "--flip does not agree"),
-        (["--set", "loss.upper=0.7"], "--set loss.upper=0.7 does not agree"),
-        (["--recipe", str(mine)], "does not agree with the run"),  # as it stands it is another one
+        (["--seed", "6"], "holds a run with other settings: seed is 5 there and 6 here; give"),
+        (["--iterations", "1"], "network.options.iterations is 2 there and 1 here"),
+        (["--set", "data.flip=true"], "data.flip is None there and True here"),
+        (["--set", "loss.upper=0.7"], "loss.upper is 0.8 there and 0.7 here"),
+        (
+            ["--recipe", str(mine)],
+            "loss.name is margin there and cross-entropy here and ",
+        ),
         (["--set", "optimizer.lr"], "--set optimizer.lr: got no value, want FIELD=VALUE"),
     ):
         status, _, err = call(capsys, "train", "--resume", "--out", str(out), *given)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import SEVERAL, SHAPES, network_of
+from stand_ins import RECIPE, SEVERAL, SHAPES, network_of
 
 from fastcaps import cli, models
 from fastcaps.training import SettingError, recipe, recipes
@@ -91,18 +91,6 @@ def test_a_step_of_every_loss(name: str) -> None:
 
 # --- what is wrong with a recipe -------------------------------------------------------------------------------------
 
-WHOLE = """
-source: {paper: Somebody 2020, section: "1"}
-network: {name: digits, options: {iterations: 2}}
-data: {name: digits, limit: 128}
-loss: {name: cross-entropy}
-optimizer: {name: adam, lr: 1e-3}
-schedule: {name: milestones, at: [1/2, 0.75]}
-epochs: 1
-batch_size: 64
-accelerator: cpu
-"""
-
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
@@ -131,8 +119,8 @@ def test_a_wrong_recipe_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     path = tmp_path / "mine.yaml"
-    assert WHOLE.count(old) == 1
-    path.write_text(WHOLE.replace(old, new))
+    assert RECIPE.count(old) == 1
+    path.write_text(RECIPE.replace(old, new))
     pytest.importorskip("lightning")
     assert cli.main(["train", "--recipe", str(path)]) == 1
     told = capsys.readouterr().err
@@ -162,7 +150,7 @@ def test_a_base_gives_what_a_recipe_does_not_name(tmp_path: Path) -> None:
 
 def test_any_field_is_overridden_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(WHOLE)
+    path.write_text(RECIPE)
     plain = recipe(str(path)).config
     assert plain.optimizer.lr == 1e-3 and plain.schedule.at == (0.5, 0.75) and plain.recipe == str(path)
     changes = {"optimizer.lr": "3/4", "optimizer.name": "sgd", "network.options.routing": "sequential"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import network_of
+from stand_ins import RECIPE, network_of
 
 from fastcaps import cli
 from fastcaps.training import recipes, tables
@@ -45,18 +45,6 @@ def test_every_table_is_whole(name: str) -> None:
 
 # --- a table of digits -----------------------------------------------------------------------------------------------
 
-RECIPE = """
-source: {paper: Somebody 2020, section: "1"}
-network: {name: digits, options: {iterations: 2}}
-data: {name: digits, limit: 256}
-loss: {name: cross-entropy}
-optimizer: {name: adam, lr: 1e-2}
-schedule: {name: constant}
-epochs: 2
-batch_size: 64
-accelerator: cpu
-checkpoint_every: 5
-"""
 TABLE = """
 title: Digits
 source: {{paper: Somebody 2020, section: "1", table: Table 1}}
@@ -77,7 +65,7 @@ def digits(tmp_path: Path) -> Path:
     """The file of a small table."""
     pytest.importorskip("lightning")
     recipe, table = tmp_path / "mine.yaml", tmp_path / "digits.yaml"
-    recipe.write_text(RECIPE)
+    recipe.write_text(f"{RECIPE.replace('epochs: 1', 'epochs: 2').replace('128', '256')}checkpoint_every: 5\n")
     table.write_text(TABLE.format(recipe=recipe))
     return table
 

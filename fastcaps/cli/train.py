@@ -147,14 +147,6 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _option(path: str, value: Any) -> str:
-    """How a setting is given on the command line."""
-    name = next((name.replace("_", "-") for name, each in PATHS.items() if each == path), None)
-    if name is None:
-        return f"--set {path}={value}"
-    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
-
-
 def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
     """The settings of a new run: the recipe's, or the defaults, with the changes."""
     from fastcaps.training.config import TrainConfig, defaults
@@ -175,17 +167,12 @@ def _fresh(name: str | None, changes: dict[str, Any]) -> Any:
 
 def _kept(name: str | None, changes: dict[str, Any]) -> Any:
     """The settings of a run that goes on: those it began with, but for where it runs; others must not be given."""
-    from fastcaps.training.config import WHERE, differences, kept
+    from fastcaps.training.config import WHERE, check_same, kept
 
     folder = Path(changes["out"]) if "out" in changes else _fresh(name, changes).folder
     if not (folder / "config.json").is_file():
         raise Fail(f"{folder} holds no run to resume (no config.json); begin one without --resume")
     before = kept(folder)
-    fresh = _fresh(name, changes) if name is not None else before.changed(changes)
-    differ = differences(before, fresh)
-    if differ:
-        path = next((path for path in differ if path in changes), next(iter(differ)))  # one that was given, if any was
-        old, new = differ[path]
-        raise Fail(f"{_option(path, new)} does not agree with the run in {folder}, which began with {old}")
+    check_same(folder, before, _fresh(name, changes) if name is not None else before.changed(changes))
     where = {path: changes[path] for path in WHERE if path in changes}
     return before.changed({**where, "out": str(folder)})

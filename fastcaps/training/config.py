@@ -20,6 +20,7 @@ from fastcaps.training.fields import (
     Flag,
     Index,
     NotNegative,
+    RunError,
     SettingError,
     Settings,
     as_data,
@@ -174,5 +175,18 @@ def kept(folder: Path) -> TrainConfig:
 def differences(before: TrainConfig, after: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The settings in which two runs differ, by paths, with both values; those of :data:`WHERE` are left out."""
     old, new = flat(as_data(before)), flat(as_data(after))
-    names = sorted({*old, *new} - {*WHERE})
+    # names first: others differ for their sake
+    names = sorted({*old, *new} - {*WHERE}, key=lambda name: (not name.endswith(".name"), name))
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+
+
+def check_same(folder: Path, before: TrainConfig, after: TrainConfig) -> None:
+    """Raise RunError if the run in a folder has other settings than one that would go on with it."""
+    differ = differences(before, after)
+    if differ:
+        name, (there, wanted) = next(iter(differ.items()))
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        raise RunError(
+            f"{folder} holds a run with other settings: {name} is {there} there and {wanted} here{more}; "
+            "give the same settings, or another folder"
+        )
