@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shlex
 from collections.abc import Callable
@@ -105,16 +104,16 @@ def train(
             if isinstance(changes.get(path), str):
                 changes[path] = absolute(changes[path])
         config = _kept(recipe, changes) if resume else _fresh(recipe, changes)
-    console = told_on(as_json)
+    report = Report(told_on(as_json))
     with one_line_errors(f"fastcaps train --resume {shlex.quote(str(config.folder))}"):
         work = training.train if config.runs == 1 else training.train_seeds
-        result: Any = work(config, resume=resume, overwrite=overwrite, report=Report(console))
+        result: Any = work(config, resume=resume, overwrite=overwrite, report=report)
     if not result.is_main:
         return 0  # one of several processes; the first one speaks
     if as_json:
         show({"out": str(result.out), **json.loads((result.out / "result.json").read_text(encoding="utf-8"))})
     else:
-        _tell(result, config.runs, functools.partial(console.print, highlight=False, soft_wrap=True))
+        _tell(result, config.runs, report.say)
     return 0
 
 
