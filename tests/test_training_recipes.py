@@ -18,7 +18,7 @@ from fastcaps.training.loss import Batch, Spread
 
 TEXTS = {"sst5": 5, "sst2": 2}
 WIDE = re.compile(r"-imagenet|tsai-dmm-(matrix-42m|dynamic|vector)|tsai-dr-.*-c100|sabour-mnist-cnn|li-encapnet-")
-"""Networks whose step takes a second or more."""
+"""Networks whose step takes a second or more: others make it, if there are any."""
 EVERY = recipes.names()
 
 
@@ -70,11 +70,9 @@ QUICK_FIRST = sorted(EVERY, key=lambda name: bool(WIDE.search(name)))
 ONE_OF_A_KIND = {kind_of_step(name): name for name in reversed(QUICK_FIRST)}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ONE_OF_A_KIND.values() else pytest.mark.slow) for name in EVERY]
-)
+@pytest.mark.parametrize("name", ONE_OF_A_KIND.values())
 def test_a_step_of_every_loss(name: str) -> None:
-    """The loss and its gradients are finite, and the optimiser's step reaches the weights."""
+    """The loss and its gradients are finite, and the optimiser's step reaches the weights; test_models has the rest."""
     config = recipe(name).config
     torch.manual_seed(0)
     network, batch = network_of(config).train(), batch_of(name)
