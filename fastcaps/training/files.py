@@ -81,10 +81,7 @@ class Shelf:
     def _based(self, given: Any, own: bool = False) -> dict[str, Any]:
         if not isinstance(given, Mapping):
             raise wrong(self.kind, given, "a mapping of fields")
-        for key in given:
-            if not isinstance(key, str):  # YAML reads on, no, null and 1 as other things than text
-                raise SettingError(f"{key!r}: no such field")
-        made = dict(given)
+        made = {str(key): value for key, value in given.items()}  # YAML reads on, no, null and 1 as no text
         base, also = made.pop("base", None), made.pop("also", None)
         if base is None:
             if also is not None:
