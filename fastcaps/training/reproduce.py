@@ -17,7 +17,6 @@ import pydantic
 from rich.console import Console
 
 from fastcaps import viz
-from fastcaps._testing import markdown
 from fastcaps.measure import apart
 from fastcaps.training import figures
 from fastcaps.training.callbacks import Report
@@ -198,8 +197,9 @@ def remarks(table: Table, lines: Sequence[Line], short: bool, changes: Mapping[s
 
 def as_markdown(table: Table, lines: Sequence[Line], remarks: Sequence[str]) -> str:
     """The table as Markdown, with its remarks below."""
-    text, below = markdown.as_markdown([HEADER, *map(cells, lines)]), "\n".join(remarks)
-    return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n{below}\n"
+    rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *map(cells, lines)]
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    return f"**{table.title}** ({table.source})\n\nThe claim: {table.claim}\n\n{text}\n\n" + "\n".join(remarks) + "\n"
 
 
 def draw(table: Table, lines: Sequence[Line], path: Path, *, short: bool) -> None:
